@@ -106,7 +106,7 @@ class NativeDecode(TurnedProgram):
 
     def __init__(
         self, weights: DecodeWeights, config: Pi0FastConfig, batch: int, prefix_tokens: int, steps: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.weights, self.config = weights, config
         self.prefix_tokens, self.steps, self.turns = prefix_tokens, steps, -(-steps // TURN)
         stack, device, dtype = config.prefix, weights.table.device, weights.dtype
@@ -136,9 +136,7 @@ class NativeDecode(TurnedProgram):
         self.cos, self.sin = rope_tables(capacity, stack.head_dim, device)
         self.cuts = Cuts(device, self.chain)
         self.first = Moments.like(self.x, stack.width, False)
-        self._cut(SuffixAttention(
-            batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize
-        ))  # fmt: skip
+        self._cut(SuffixAttention(batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize))
         kind = weights_in(weights.precision)
         self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.cuts.detail}"
 

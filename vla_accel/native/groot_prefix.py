@@ -167,9 +167,7 @@ class NativeReader:
             linear(self.h, layer.qkv, self.qkv)
         else:
             norms.normed_linear(self.x, self.moments, layer.qkv, self.qkv, layer_norm=False, eps=c.eps)
-        norm_rope(
-            self.qkv, layer.q_norm, layer.k_norm, self.cos, self.sin, c.heads, c.kv_heads, eps=c.eps
-        )  # fmt: skip
+        norm_rope(self.qkv, layer.q_norm, layer.k_norm, self.cos, self.sin, c.heads, c.kv_heads, eps=c.eps)
         heads = self.qkv.view(self.batch, self.layout.tokens, -1, c.head_dim)
         q, k, v = heads.split((c.heads, c.kv_heads, c.kv_heads), 2)
         causal_attention(q, k, v, self.context.view(self.batch, self.layout.tokens, -1))
@@ -181,7 +179,7 @@ class NativeReader:
             norms.residual_linear(self.context, layer.o, self.x, self.moments)
             norms.normed_gate_up(
                 self.x, self.moments, layer.gate_up, self.active, eps=self.config.eps, activation=Activation.SWIGLU
-            )  # fmt: skip
+            )
             norms.residual_linear(self.active, layer.down, self.x, self.moments)
             return
         linear(self.context, layer.o, self.y)

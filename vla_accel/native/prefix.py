@@ -194,9 +194,7 @@ class NativePrefix:
             keys, values = self.cache(outputs, index)
             if layer.o is None or layer.gate_up is None or layer.down is None:
                 if self.norms_inside and index:
-                    add_norm(
-                        self.x, None, self.x, self.h, layer=False, eps=w.eps, inverse_scale=None
-                    )  # fmt: skip
+                    add_norm(self.x, None, self.x, self.h, layer=False, eps=w.eps, inverse_scale=None)
                 linear(self.h, layer.qkv, self.last_kv)
                 rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0)
                 self._reached(index)

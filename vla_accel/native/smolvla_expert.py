@@ -266,6 +266,4 @@ class SmolVlaLayerLoop(LayerLoop):
         )
 
     def _mix(self) -> None:
-        suffix.project(
-            self.hidden, self.weights.mix, None, self.x, residual=False, **self.cuts.options("mix")
-        )  # fmt: skip
+        suffix.project(self.hidden, self.weights.mix, None, self.x, residual=False, **self.cuts.options("mix"))

@@ -110,9 +110,7 @@ class Stack:
         if self.rope is not None:
             norm_rope(self.qkv, None, None, *self.rope, s.heads, s.heads, eps=0.0)
         q, k, v = self.qkv.view(s.batch, s.tokens, 3, s.heads, self.head_dim).unbind(2)
-        attend(
-            self.attention.way, q, k, v, self.context, lengths, tile=self.attention.tile
-        )  # fmt: skip
+        attend(self.attention.way, q, k, v, self.context, lengths, tile=self.attention.tile)
 
     def _mlp(self, layer: VisionLayer, norm: dict[str, object]) -> None:
         """Output projection, residual, MLP, residual."""

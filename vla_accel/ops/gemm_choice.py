@@ -29,7 +29,7 @@ _KNOWN: dict[tuple[torch.device, Gpu | None, torch.dtype, Activation, int, int, 
 
 def known(
     device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, *, inside: bool = False
-) -> gemm.Tiling | None:  # fmt: skip
+) -> gemm.Tiling | None:
     """The tiling that is faster than the library: as it was measured, else by the table; None where none is known.
 
     Arguments as `gemm.planned` takes them; `inside`: of a product that takes a norm in or adds to the residual, for

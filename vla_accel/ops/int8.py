@@ -125,7 +125,7 @@ def tile(layer: Linear, activation: Activation, rows: int) -> Tile:
 
 def _launch(
     x: Tensor, layer: Linear, out: Tensor, tile: Tile, activation: Activation, inverse_scale: float | None
-) -> None:  # fmt: skip
+) -> None:
     kernels("int8").int8_linear(
         x, layer.weight, layer.weight_scale, layer.input_scale_value, layer.bias, out, tile=tile, activation=activation,
         paired=layer.paired, inverse_scale=inverse_scale,

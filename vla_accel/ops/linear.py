@@ -122,7 +122,7 @@ def block_products(
 
 def products_by(
     rows: int, products: Mapping[str, tuple[Linear, Activation]], inside: Collection[str] = ()
-) -> tuple[str, bool]:  # fmt: skip
+) -> tuple[str, bool]:
     """What to add to a program's line in the ledger, and whether its kernels should start before others end.
 
     `products`: by name, each with its activation; `inside`: those of them that take a norm

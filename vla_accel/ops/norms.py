@@ -101,9 +101,7 @@ def normed_gate_up(
     Only where `can_be_inside`.
     """
     if path(x) == "cuda":
-        return _launch(
-            "normed_gate_up", x, moments, None, layer, out, activation, inverse_scale=inverse_scale, eps=eps
-        )  # fmt: skip
+        return _launch("normed_gate_up", x, moments, None, layer, out, activation, inverse_scale=inverse_scale, eps=eps)
     y = torch.empty(len(x), len(layer.weight), dtype=torch.promote_types(torch.float32, x.dtype), device=x.device)
     normed_linear(x, moments, layer, y, layer_norm=False, eps=eps)
     geglu(y, out, inverse_scale=inverse_scale, paired=layer.paired, activation=activation)

@@ -52,9 +52,7 @@ def norm_rope(
     float32.
     """
     if path(qkv) != "reference":
-        return kernels("sequence").norm_rope(
-            qkv, q_norm, k_norm, cos, sin, heads, kv_heads, eps=eps
-        )  # fmt: skip
+        return kernels("sequence").norm_rope(qkv, q_norm, k_norm, cos, sin, heads, kv_heads, eps=eps)
     both = qkv.view(-1, len(cos), heads + 2 * kv_heads, 2 * cos.shape[1])
     for start, count, weight in ((0, heads, q_norm), (heads, kv_heads, k_norm)):
         part = both[:, :, start : start + count]

@@ -89,11 +89,9 @@ def _residual_around(y_ptr, gate_ptr, x_ptr, next_scale_ptr, sums_ptr, squares_p
     bias, gate = for_residual(gate_ptr, gate_ptr, gate_ptr, 0, row0, rows, N, 1, BLOCK_N, HAS_GATE, False, False)
     wait_for_previous(PDL)
     before, keep = residual(x_ptr, 0, row0, rows, tokens, N, 1, BLOCK_N, RESIDUAL, SKIP_FIRST)
-    y = store_residual(sums_of(y_ptr, row, rows, n, n < N, N), bias, gate, before, keep, x_ptr, 0, row0, N, 1,
-                       BLOCK_N)  # fmt: skip
+    y = store_residual(sums_of(y_ptr, row, rows, n, n < N, N), bias, gate, before, keep, x_ptr, 0, row0, N, 1, BLOCK_N)
     if MOMENTS:
-        store_moments(y, keep, row, n, next_scale_ptr, sums_ptr, squares_ptr, scaled_ptr, 0, rows, N,
-                      NEXT_SCALE)  # fmt: skip
+        store_moments(y, keep, row, n, next_scale_ptr, sums_ptr, squares_ptr, scaled_ptr, 0, rows, N, NEXT_SCALE)
 
 
 def heads(
@@ -112,7 +110,7 @@ def heads(
 
 def geglu(
     y: Tensor, moments: Moments, width: int, shift: Tensor | None, out: Tensor, *, eps: float, activation: Activation
-) -> None:  # fmt: skip
+) -> None:
     """out (R, H) of the product y (R, 2 H), as `suffix.gate_up_geglu` makes it."""
     rows, hidden = out.shape
     columns = min(512, power_of_two(hidden))

@@ -42,8 +42,7 @@ def _weight_tile(w_ptr, first, k0, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS
 
 
 @triton.jit
-def _row_tile(x_ptr, row0, rows, k0, K: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
-              PIECE: tl.constexpr):  # fmt: skip
+def _row_tile(x_ptr, row0, rows, k0, K: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr):
     """(PARTS, BLOCK_M, PIECE) of (rows, K) activations."""
     part = tl.arange(0, PARTS)[:, None, None]
     row = row0 + tl.arange(0, BLOCK_M)[None, :, None]
