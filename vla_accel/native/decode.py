@@ -93,11 +93,13 @@ def _layer(
         made("qkv_proj", qkv, lambda: fold_norm(layer.qkv_proj, plain(layer.input_layernorm))[0], "input_layernorm"),
         made("o_proj", o, lambda: layer.o_proj.weight),
         made(
-            "gate_up_proj", gate_up, lambda: fold_norm(layer.gate_up_proj, plain(layer.post_attention_layernorm))[0],
+            "gate_up_proj",
+            gate_up,
+            lambda: fold_norm(layer.gate_up_proj, plain(layer.post_attention_layernorm))[0],
             "post_attention_layernorm",
         ),
         made("down_proj", down, lambda: layer.down_proj.weight),
-    )  # fmt: skip
+    )
 
 
 class NativeDecode(TurnedProgram):

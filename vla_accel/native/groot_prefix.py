@@ -47,8 +47,9 @@ class LanguageLayer:
             make_linear(layer.o_proj.weight, None, dtype),
             pair(make_linear(_folded(layer.gate_up_proj, layer.post_attention_layernorm), None, dtype)),
             make_linear(layer.down_proj.weight, None, dtype),
-            layer.q_norm.weight.float().clone(), layer.k_norm.weight.float().clone(),
-        )  # fmt: skip
+            layer.q_norm.weight.float().clone(),
+            layer.k_norm.weight.float().clone(),
+        )
 
 
 def _folded(product: nn.Linear, norm: nn.RMSNorm) -> Tensor:

@@ -44,9 +44,10 @@ class MergerWeights:
             norm.weight = torch.nn.Parameter(merger.norm.weight.repeat(times), requires_grad=False)
             norm.bias = torch.nn.Parameter(merger.norm.bias.repeat(times), requires_grad=False)
         return cls(
-            make_linear(*fold_norm(merger.fc1, norm), dtype), make_linear(merger.fc2.weight, merger.fc2.bias, dtype),
+            make_linear(*fold_norm(merger.fc1, norm), dtype),
+            make_linear(merger.fc2.weight, merger.fc2.bias, dtype),
             late,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

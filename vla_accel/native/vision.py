@@ -153,9 +153,11 @@ class NativeVision:
         self.detail += f", {self.attention.detail}"
         none = Activation.NONE
         four = {
-            "qkv": (first.qkv, none), "out": (first.out, none), "fc1": (first.fc1, Activation.GELU),
+            "qkv": (first.qkv, none),
+            "out": (first.out, none),
+            "fc1": (first.fc1, Activation.GELU),
             "fc2": (first.fc2, none),
-        }  # fmt: skip
+        }
         self.norms_inside = not quantised and norms.can_be_inside(rows, width, *four.values())
         products, early = products_by(rows, four, four if self.norms_inside else ())
         self.chain = Chain(Gpu.of(device), early)

@@ -59,8 +59,9 @@ def _heads_around(y_ptr, squares_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q
     rstd = rstd_of(squares_ptr, row, rows, eps, K, TILES, BLOCK_T)
     a = sums_of(y_ptr, row, rows, head * (2 * HALF) + i, i < HALF, N) * rstd
     b = sums_of(y_ptr, row, rows, head * (2 * HALF) + HALF + i, i < HALF, N) * rstd
-    store_heads(a, b, low, high, cos, sin, q_ptr, k_ptr, v_ptr, head, 0, row0, rows, HEADS, KV_HEADS, HALF, BLOCK_M,
-                BLOCK_N)  # fmt: skip
+    store_heads(
+        a, b, low, high, cos, sin, q_ptr, k_ptr, v_ptr, head, 0, row0, rows, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N
+    )
 
 
 @triton.jit

@@ -38,8 +38,9 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
         q_place, kv_place = tl.multiple_of(q_place, 8), tl.multiple_of(kv_place, 8)
     q = tl.load(
         q_ptr + batch * q_batch + m[:, None] * q_token + q_place + d[None, :],
-        mask=(m < tokens)[:, None] & in_d[None, :], other=0.0,
-    )  # fmt: skip
+        mask=(m < tokens)[:, None] & in_d[None, :],
+        other=0.0,
+    )
     length = SOURCE
     if HAS_LENGTHS:
         length = tl.load(length_ptr + batch)

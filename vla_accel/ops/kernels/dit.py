@@ -122,8 +122,9 @@ def _flow_step(velocity_ptr, before_ptr, target_ptr, weights_ptr, w_in_ptr, b_in
     if not LAST:
         w_in = tl.load(
             w_in_ptr + action[:, None] * WIDTH + column[None, :],
-            mask=(action < ACTIONS)[:, None] & (column < WIDTH)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(action < ACTIONS)[:, None] & (column < WIDTH)[None, :],
+            other=0.0,
+        )
         embedded = tl.dot(moved, w_in, input_precision="ieee")
         embedded += tl.load(b_in_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
         embedded = embedded / (1.0 + tl.exp(-embedded))

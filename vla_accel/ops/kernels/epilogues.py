@@ -130,8 +130,9 @@ def residual(x_ptr, n0, row0, rows, tokens, N: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
-def store_residual(y, bias, gate, before, keep, x_ptr, n0, row0, N: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr):  # fmt: skip
+def store_residual(
+    y, bias, gate, before, keep, x_ptr, n0, row0, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """x (rows, N) = what was before + gate ∘ (y + bias), with what `for_residual` and `residual` fetched. Returns what
     was stored."""
     n = n0 + tl.arange(0, BLOCK_N)[None, :]

@@ -13,8 +13,9 @@ from vla_accel.ops.moments import Moments
 
 
 @triton.jit
-def store_moments(y, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, tile, rows, N: tl.constexpr,
-                  HAS_SCALE: tl.constexpr):  # fmt: skip
+def store_moments(
+    y, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, tile, rows, N: tl.constexpr, HAS_SCALE: tl.constexpr
+):
     """Of a tile y (BLOCK_M, BLOCK_N) float32 of rows as they were stored; `keep`: what of it is in the tensor."""
     y = tl.where(keep, y, 0.0)
     place = tile * rows + row

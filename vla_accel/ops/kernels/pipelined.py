@@ -34,8 +34,9 @@ from vla_accel.ops.suffix_tilings import Pipelined
 
 
 @triton.jit
-def row_tile(x_ptr, x_tma, row, row0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-             TMA: tl.constexpr):  # fmt: skip
+def row_tile(
+    x_ptr, x_tma, row, row0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
     """(BLOCK_M, BLOCK_K) of (rows, K) activations, from `k0` on: of rows `row`, or, by TMA, of those from `row0` on,
     where what lies beyond the last is zero."""
     if TMA:
@@ -204,8 +205,9 @@ def _project_pipelined(a_ptr, a_tma, w_ptr, w_tma, wscale, bias_ptr, gate_ptr, p
     if tl.program_id(0) == 0 and split * SHARE < K:
         fetch_ahead(w_ptr + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), AHEAD, PDL)
     scale = scale_of_sums(w_ptr, wscale, n)
-    bias, gate = for_residual(bias_ptr, gate_ptr, pinned_ptr, n0, row0, rows, N, BLOCK_M, BLOCK_N, HAS_GATE, HAS_BIAS,
-                              PINNED)  # fmt: skip
+    bias, gate = for_residual(
+        bias_ptr, gate_ptr, pinned_ptr, n0, row0, rows, N, BLOCK_M, BLOCK_N, HAS_GATE, HAS_BIAS, PINNED
+    )
     wait_for_previous(PDL)
     before, keep = residual(x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL, SKIP_FIRST)
     acc = no_sums(BLOCK_M, BLOCK_N, WEIGHTS_FIRST)

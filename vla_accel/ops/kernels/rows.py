@@ -42,8 +42,9 @@ def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1) -> None:
 
 
 @triton.jit
-def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr,
-                  QUANT: tl.constexpr):  # fmt: skip
+def _normed_store(
+    x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr, QUANT: tl.constexpr
+):
     if LAYER:
         centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
         h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)

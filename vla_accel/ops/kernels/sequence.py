@@ -103,8 +103,9 @@ def _norm_rope(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, eps, TOKENS: t
     if NORM:
         rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
         is_q, in_half = head < HEADS, i < HALF
-        low = tl.where(is_q, tl.load(q_norm_ptr + i, mask=in_half, other=0.0),
-                       tl.load(k_norm_ptr + i, mask=in_half, other=0.0))  # fmt: skip
+        low = tl.where(
+            is_q, tl.load(q_norm_ptr + i, mask=in_half, other=0.0), tl.load(k_norm_ptr + i, mask=in_half, other=0.0)
+        )
         high = tl.where(is_q, tl.load(q_norm_ptr + HALF + i, mask=in_half, other=0.0),
                         tl.load(k_norm_ptr + HALF + i, mask=in_half, other=0.0))  # fmt: skip
         a, b = a * rstd * low, b * rstd * high
@@ -142,8 +143,9 @@ def _causal_attention(q_ptr, k_ptr, v_ptr, out_ptr, q_batch, q_token, q_head, k_
     in_d = d < HEAD_DIM
     q = tl.load(
         q_ptr + batch * q_batch + m[:, None] * q_token + head * q_head + d[None, :],
-        mask=(m < TOKENS)[:, None] & in_d[None, :], other=0.0,
-    )  # fmt: skip
+        mask=(m < TOKENS)[:, None] & in_d[None, :],
+        other=0.0,
+    )
     base = batch * k_batch + (head // GROUP) * k_head
     best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)

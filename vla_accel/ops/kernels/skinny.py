@@ -31,8 +31,9 @@ from vla_accel.ops.suffix_tilings import Skinny
 
 
 @triton.jit
-def _weight_tile(w_ptr, first, k0, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
-                 limit):  # fmt: skip
+def _weight_tile(
+    w_ptr, first, k0, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, limit
+):
     """(PARTS, PIECE, BLOCK_N) of a (N, K) weight, from row `first` and column k0."""
     part = tl.arange(0, PARTS)[:, None, None]
     piece = tl.arange(0, PIECE)[None, :, None]
@@ -79,8 +80,9 @@ def _pick(w0, w1, w2, w3, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _modulated(x, scale_ptr, own, k0, K: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
-               HAS_SCALE: tl.constexpr):  # fmt: skip
+def _modulated(
+    x, scale_ptr, own, k0, K: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, HAS_SCALE: tl.constexpr
+):
     """x ∘ (1 + scale) in the dtype of x, and the sums of squares of x by row, (BLOCK_M,) float32. `own`: where the
     rows' scales begin, 0 or (1, BLOCK_M, 1)."""
     wide = x.to(tl.float32)
@@ -168,8 +170,9 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     w0, w1, w2, w3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, AHEAD)
     scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1))
-    bias, gate = for_residual(bias_ptr, gate_ptr, pinned_ptr, n0, row0, rows, N, BLOCK_M, BLOCK_N, HAS_GATE, HAS_BIAS,
-                              PINNED)  # fmt: skip
+    bias, gate = for_residual(
+        bias_ptr, gate_ptr, pinned_ptr, n0, row0, rows, N, BLOCK_M, BLOCK_N, HAS_GATE, HAS_BIAS, PINNED
+    )
     wait_for_previous(PDL)
     before, keep = residual(x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL, SKIP_FIRST)
     acc = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)

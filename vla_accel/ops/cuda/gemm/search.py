@@ -31,8 +31,9 @@ MANY = 1024
 """Beyond so many rows tiles are large, and what multiprocessors get from the cache is as much as it gives."""
 KINDS_OF_MANY = tuple(
     Tiling(2, 1, parts, 8, 4, across=across, persistent=persistent)
-    for parts, persistent in ((1, False), (2, True)) for across in (1, 2)
-)  # fmt: skip
+    for parts, persistent in ((1, False), (2, True))
+    for across in (1, 2)
+)
 """Of each of these the best `BEST` are measured; two blocks may share their tokens."""
 BEST = 2
 LEAST_WORK = 1 << 27
