@@ -41,6 +41,7 @@ from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import load_observations
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.gpu import Gpu
@@ -103,15 +104,15 @@ def own(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
     if gpu is None:
         return {}
     sizes = len(x), len(weight), x.shape[1]
-    planned = gemm.planned(gpu, E4M3.dtype, "none", *sizes)
-    first = planned or next(iter(gemm.searched(gpu, E4M3.dtype, "none", *sizes)), None)
+    planned = gemm.planned(gpu, E4M3.dtype, Activation.NONE, *sizes)
+    first = planned or next(iter(gemm.searched(gpu, E4M3.dtype, Activation.NONE, *sizes)), None)
     if first is None:
         return {}
     tilings = [first, *(replace(first, split=split, persistent=False) for split in (1, 2, 3))]
     out = torch.empty(sizes[0], sizes[1], dtype=torch.bfloat16, device=x.device)
 
     def call(tiling: gemm.Tiling) -> Tensor:
-        gemm.gemm(x, weight, None, out, gpu=gpu, tiling=tiling, dependent=False)
+        gemm.gemm(x, weight, None, out, gpu=gpu, tiling=tiling)
         return out
 
     return {f"own, {tiling}, bfloat16 out": functools.partial(call, tiling) for tiling in dict.fromkeys(tilings)}

@@ -13,6 +13,7 @@ from vla_accel.fp8 import E4M3
 from vla_accel.native.prefix import NativePrefix, PrefixLayer, PrefixWeights
 from vla_accel.native.vision import NativeVision, VisionLayer, VisionWeights
 from vla_accel.ops import gemm_choice
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda.gemm import Tiling, launch
 from vla_accel.ops.norms import with_sums
 from vla_accel.ops.weights import Linear, make_linear, pair
@@ -31,7 +32,7 @@ class Product:
 
     name: str
     kind: torch.dtype
-    activation: str
+    activation: Activation
     rows: int
     n: int
     k: int
@@ -49,7 +50,7 @@ class Product:
     @property
     def narrow(self) -> bool:
         """Whether it writes FP8."""
-        return self.kind == FP8 and self.activation != "none"
+        return self.kind == FP8 and self.activation is not Activation.NONE
 
     def source(self, tiling: Tiling) -> str:
         width = self.k if self.norm != "none" else 0
@@ -96,8 +97,15 @@ def steer(at_hand: list[Chain]) -> None:
     known = gemm_choice.known
 
     def taken(
-        device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int, *, inside: bool = False
-    ) -> Tiling | None:  # fmt: skip
+        device: torch.device,
+        kind: torch.dtype,
+        activation: Activation,
+        rows: int,
+        n: int,
+        k: int,
+        *,
+        inside: bool = False,
+    ) -> Tiling | None:
         mine = at_hand[-1].taken.get((kind, activation, n, k)) if at_hand else None
         return mine or known(device, kind, activation, rows, n, k, inside=inside)
 
@@ -146,10 +154,10 @@ def vision(views: int, fp8: bool, by_view: bool = False) -> Chain:
     rows, kind, inside = each * TOKENS, FP8 if fp8 else DTYPE, programs[0].norms_inside
     norm = "layer" if inside else "none"
     products = [
-        Product("qkv", kind, "none", rows, 3 * WIDTH, WIDTH, norm=norm),
-        Product("out", kind, "none", rows, WIDTH, WIDTH, residual=inside),
-        Product("fc1", kind, "gelu", rows, MLP, WIDTH, norm=norm),
-        Product("fc2", kind, "none", rows, WIDTH, MLP, residual=inside),
+        Product("qkv", kind, Activation.NONE, rows, 3 * WIDTH, WIDTH, norm=norm),
+        Product("out", kind, Activation.NONE, rows, WIDTH, WIDTH, residual=inside),
+        Product("fc1", kind, Activation.GELU, rows, MLP, WIDTH, norm=norm),
+        Product("fc2", kind, Activation.NONE, rows, WIDTH, MLP, residual=inside),
     ]
     of = {p.name: [getattr(layer, p.name) for layer in layers] for p in products}
     name = f"vision {'fp8' if fp8 else 'bf16'}{' by view' if by_view else ''}"
@@ -178,10 +186,10 @@ def prefix(views: int, fp8: bool) -> Chain:
     out = torch.zeros(2, len(layers), 1, rows, 1, d, dtype=DTYPE, device=DEVICE)
     inside, mlp_inside = program.norms_inside, program.mlp_norms_inside
     products = [
-        Product("qkv", DTYPE, "none", rows, columns * d, w, norm="rms" if inside else "none"),
-        Product("o", kind, "none", rows, w, PREFIX_HEADS * d, residual=mlp_inside),
-        Product("gate_up", kind, "geglu", rows, 2 * mlp, w, norm="rms" if mlp_inside else "none"),
-        Product("down", kind, "none", rows, w, mlp, residual=inside),
+        Product("qkv", DTYPE, Activation.NONE, rows, columns * d, w, norm="rms" if inside else "none"),
+        Product("o", kind, Activation.NONE, rows, w, PREFIX_HEADS * d, residual=mlp_inside),
+        Product("gate_up", kind, Activation.GEGLU, rows, 2 * mlp, w, norm="rms" if mlp_inside else "none"),
+        Product("down", kind, Activation.NONE, rows, w, mlp, residual=inside),
     ]
     of = {p.name: [getattr(layer, p.name) for layer in layers[:-1]] for p in products}
     return Chain(

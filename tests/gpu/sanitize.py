@@ -38,6 +38,7 @@ from vla_accel.fp8 import E4M3
 from vla_accel.machine import resolve_device
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.suffix_tilings import Own, Product, beside
@@ -53,10 +54,10 @@ def gemm() -> Cases:
     found: Cases = {}
     for i, tiling in enumerate(TILINGS):
         kind = (torch.bfloat16, torch.float16, E4M3.dtype)[i % 3]
-        found[f"tiling {i}"] = lambda t=tiling, k=kind: gpu.check(t, k, 100, 320, 1536, "none", False)
+        found[f"tiling {i}"] = lambda t=tiling, k=kind: gpu.check(t, k, 100, 320, 1536, Activation.NONE, False)
     for i, tiling in [(i, TILINGS[i]) for i in (0, 6, 4, 10)]:
-        found[f"gelu {i}"] = lambda t=tiling: gpu.check(t, torch.bfloat16, 100, 320, 1536, "gelu", False)
-        found[f"geglu fp8 {i}"] = lambda t=tiling: gpu.check(t, E4M3.dtype, 100, 320, 1536, "geglu", True)
+        found[f"gelu {i}"] = lambda t=tiling: gpu.check(t, torch.bfloat16, 100, 320, 1536, Activation.GELU, False)
+        found[f"geglu fp8 {i}"] = lambda t=tiling: gpu.check(t, E4M3.dtype, 100, 320, 1536, Activation.GEGLU, True)
         found[f"norms {i}"] = lambda t=tiling: gpu.check_norms_inside(t, torch.bfloat16, 100, 320, 1536)
     found["chain"] = gpu.test_a_chain_of_dependent_launches_is_ordered
     return found
@@ -65,8 +66,8 @@ def gemm() -> Cases:
 def both_ways(name: str, make: Callable[[calls.Draw], calls.Call]) -> None:
     """A call of an op, launched after its predecessor has ended and before."""
     call = make(calls.Draw(name, torch.bfloat16))
-    for pdl in (False, True):
-        calls.check(call, calls.outputs_of(call, DEVICE, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
+    for early in (False, True):
+        calls.check(call, calls.outputs_of(call, DEVICE, kernel=True, early=early), 0.02, 0.003, 0.006)
 
 
 def suffix() -> Cases:
@@ -206,7 +207,9 @@ def image() -> Cases:
     groups, skip = GroupNorm(8, 1 + draw(336, dtype=wide), draw(336, dtype=wide), 1e-5), draw(2, 10, 14, 16)
     gamma, rows, columns = draw(24, dtype=wide), draw(10, 40), [draw(40, dtype=wide) for _ in range(3)]
     found: Cases = {
-        "group_act large": lambda: check(ops.group_act, large, groups, silu=True, keep=True, skip=skip),
+        "group_act large": lambda: check(
+            ops.group_act, large, groups, activation=Activation.SILU, keep=True, skip=skip
+        ),
         "add_layer_norm": lambda: check(ops.add_layer_norm, rows, rows, *columns, 1e-5),
         "geglu_erf": lambda: check(ops.geglu_erf, rows),
         "softmax": lambda: check(ops.softmax, draw(6, 500, dtype=wide), torch.float16),
@@ -214,8 +217,8 @@ def image() -> Cases:
     for name, x in (("summed", summed), ("phased", phased)):
         found |= {
             f"add_up {name}": lambda x=x: check(ops.add_up, x),
-            f"rms_act {name}": lambda x=x: check(ops.rms_act, x, gamma, silu=True, keep=True),
-            f"group_act {name}": lambda x=x: check(ops.group_act, x, norm, silu=True, keep=True),
+            f"rms_act {name}": lambda x=x: check(ops.rms_act, x, gamma, activation=Activation.SILU, keep=True),
+            f"group_act {name}": lambda x=x: check(ops.group_act, x, norm, activation=Activation.SILU, keep=True),
         }
     for width, how in ((48, "products"), (384, "flash"), (512, "flash-64")):
         parts = tuple(draw(1, 150, width) for _ in range(3))

@@ -19,6 +19,7 @@ from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.ops import attending, reference
 from vla_accel.ops.attending import Sizes, choose
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda import attention as hopper
 from vla_accel.ops.gpu import Gpu
 
@@ -43,8 +44,8 @@ def test_a_kernel_computes_what_its_reference_does(name: str, dtype: torch.dtype
     call = shapes.call_of(name, dtype)
     if dtype == torch.float16 and not name.endswith("fp8=False"):
         pytest.skip("FP16 has one case a shape")
-    for pdl in (False, True):
-        calls.check(call, calls.outputs_of(call, GPU, kernel=True, pdl=pdl), 0.02, 0.003, 0.006)
+    for early in (False, True):
+        calls.check(call, calls.outputs_of(call, GPU, kernel=True, early=early), 0.02, 0.003, 0.006)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +63,12 @@ def test_the_full_size_models_shapes_have_kernels_of_their_own(sizes: Sizes, ker
     assert (hopper.kernel_for(Gpu.of(GPU), *attending._tensors(sizes, GPU)) or "") == kernel
 
 
-def chain(given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], results: Tensor, pdl: bool) -> None:
+def chain(given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], results: Tensor) -> None:
     """Each attention asks with what the last one put out: a launch that did not wait would show."""
     q, k, v, _, lengths = given
     source = q
     for result in results:
-        attending.attention(source, k, v, result, lengths, pdl=pdl)
+        attending.attention(source, k, v, result, lengths)
         source = result.view(q.shape)
 
 
@@ -81,11 +82,11 @@ def test_dependent_launches_wait_for_what_they_read(sizes: Sizes) -> None:
     with torch.inference_mode():
         given = attending._tensors(sizes, GPU)
         want, got = (given[3].new_full((6, *given[3].shape), float("nan")) for _ in range(2))
-        chain(given, want, pdl=False)
+        chain(given, want)
         assert torch.isfinite(want).all()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain(given, got, pdl=True)
+        with torch.cuda.graph(graph), Chain(Gpu.of(GPU)):
+            chain(given, got)
         for _ in range(20):
             got.fill_(float("nan"))
             graph.replay()

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from tests.ops.test_gemm import TILINGS
 from tests.support.gemm_reference import product
 from vla_accel.fp8 import E4M3
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import TABLES, Tiling
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import GATED
 from vla_accel.ops.rows import add_norm, geglu
 from vla_accel.ops.weights import Linear, make_linear, pair
 
@@ -40,16 +41,17 @@ def hopper() -> None:
 def times(*operands: Tensor | None, **options: Any) -> None:
     gpu = Gpu.of(DEVICE)
     assert gpu is not None
-    gemm.gemm(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
+    with Chain(gpu).resumed():
+        gemm.gemm(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
 
 
-def check(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: str, narrow: bool) -> None:
+def check(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: Activation, narrow: bool) -> None:
     draw = torch.Generator(device=DEVICE).manual_seed(rows)
     x = torch.randn(rows, k, device=DEVICE, generator=draw).to(kind)
     weight = torch.randn(n, k, device=DEVICE, generator=draw).to(kind)
     wide = torch.bfloat16 if kind == FP8 else kind
-    bias = None if activation in GATED else torch.randn(n, device=DEVICE, generator=draw).to(wide)
-    columns = n // 2 if activation in GATED else n
+    bias = None if activation.gated else torch.randn(n, device=DEVICE, generator=draw).to(wide)
+    columns = n // 2 if activation.gated else n
     # Rows of NaN before and after: what writes too far shows.
     whole = torch.full((rows + 16, columns), float("nan"), device=DEVICE).to(FP8 if narrow else wide)
     out = whole[8:-8]
@@ -77,18 +79,20 @@ def test_tilings_compute_the_product(tiling: Tiling, kind: torch.dtype) -> None:
         chunks = -(-k * (1 if kind == FP8 else 2) // 128)
         if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
             continue
-        check(tiling, kind, rows, n, k, "none", False)
+        check(tiling, kind, rows, n, k, Activation.NONE, False)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("activation", ["gelu", "geglu", "swiglu"])
+@pytest.mark.parametrize("activation", [Activation.GELU, Activation.GEGLU, Activation.SWIGLU])
 @pytest.mark.parametrize("narrow", [False, True])
-def test_tilings_compute_the_epilogues(tiling: Tiling, activation: str, narrow: bool) -> None:
+def test_tilings_compute_the_epilogues(tiling: Tiling, activation: Activation, narrow: bool) -> None:
     for rows, kind in itertools.product((17, 544), (torch.bfloat16, FP8)):
         check(tiling, kind, rows, 4352, 1152, activation, narrow)
 
 
-def check_norms_inside(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: str = "none") -> None:
+def check_norms_inside(
+    tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: Activation = Activation.NONE
+) -> None:
     """The product added to a residual, with the moments of its rows, and the product of normed rows."""
     draw = torch.Generator(device=DEVICE).manual_seed(rows)
 
@@ -96,15 +100,15 @@ def check_norms_inside(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: 
         return torch.randn(shape, device=DEVICE, generator=draw)
 
     wide = torch.bfloat16 if kind == FP8 else kind
-    gated = activation in GATED
+    gated = activation.gated
     x, weight, bias = normal(rows, k).to(kind), normal(n, k).to(kind), None if gated else normal(n).to(wide)
     options = {"tiling": tiling, "scale": k**-0.5}
-    if activation == "none" and tiling.why_not(residual=True) is None and n % 64 == 0:
+    if activation == Activation.NONE and tiling.why_not(residual=True) is None and n % 64 == 0:
         whole = (3 * normal(rows + 16, n) + 1).to(wide)
         before, onto = whole.clone(), whole[8:-8]
         moments = torch.full((n // 64 + 2, rows, 2), float("nan"), device=DEVICE)
         times(x, weight, bias, onto, moments=moments[1:-1], **options)
-        y = product(x, weight, bias, k**-0.5, "none").to(wide).float()
+        y = product(x, weight, bias, k**-0.5, Activation.NONE).to(wide).float()
         want = before[8:-8].float() + y
         # The product is rounded, and so is the sum; the tensor cores add up FP8 products in fewer bits than float32.
         slack = 0.03 * (y.abs() + 1) if kind == FP8 else 1e-3
@@ -137,8 +141,8 @@ def test_tilings_take_norms_in(tiling: Tiling, kind: torch.dtype) -> None:
             check_norms_inside(tiling, kind, rows, n, k)
 
 
-@pytest.mark.parametrize("activation", ["geglu", "swiglu"])
-def test_gated_products_take_an_rms_norm_in(activation: str) -> None:
+@pytest.mark.parametrize("activation", [Activation.GEGLU, Activation.SWIGLU])
+def test_gated_products_take_an_rms_norm_in(activation: Activation) -> None:
     for tiling in TILINGS:
         if -(-18 // tiling.split) * (tiling.split - 1) < 18:
             for rows in (1, 177, 531):
@@ -146,41 +150,49 @@ def test_gated_products_take_an_rms_norm_in(activation: str) -> None:
 
 
 SEARCHED = (
-    (177, 1600, 960, "none"), (177, 960, 960, "none"), (177, 5120, 960, "swiglu"), (177, 960, 2560, "none"),
-    (2048, 2304, 768, "none"), (2048, 3072, 768, "gelu"), (2048, 768, 3072, "none"), (512, 4096, 1024, "gelu"),
-    (512, 1024, 4096, "none"), (151, 12_288, 2048, "swiglu"), (151, 2048, 6144, "none"),
-)  # fmt: skip
+    (177, 1600, 960, Activation.NONE),
+    (177, 960, 960, Activation.NONE),
+    (177, 5120, 960, Activation.SWIGLU),
+    (177, 960, 2560, Activation.NONE),
+    (2048, 2304, 768, Activation.NONE),
+    (2048, 3072, 768, Activation.GELU),
+    (2048, 768, 3072, Activation.NONE),
+    (512, 4096, 1024, Activation.GELU),
+    (512, 1024, 4096, Activation.NONE),
+    (151, 12_288, 2048, Activation.SWIGLU),
+    (151, 2048, 6144, Activation.NONE),
+)
 """Products of SmolVLA's and GR00T's towers and language models."""
 
 
 @pytest.mark.parametrize(("rows", "n", "k", "activation"), SEARCHED)
-def test_tilings_that_are_searched_for_compute_the_product(rows: int, n: int, k: int, activation: str) -> None:
+def test_tilings_that_are_searched_for_compute_the_product(rows: int, n: int, k: int, activation: Activation) -> None:
     for tiling in gemm.searched(Gpu.of(DEVICE), torch.bfloat16, activation, rows, n, k):
         check(tiling, torch.bfloat16, rows, n, k, activation, False)
         check_norms_inside(tiling, torch.bfloat16, rows, n, k, activation)
 
 
 @pytest.mark.parametrize(("rows", "n", "k", "activation"), [
-    (2176, 32_768, 2048, "geglu"), (2176, 2048, 16_384, "none"), (8704, 2048, 2048, "none"),
-    (4096, 4352, 1152, "gelu"), (17_408, 2560, 2048, "none"),
+    (2176, 32_768, 2048, Activation.GEGLU), (2176, 2048, 16_384, Activation.NONE), (8704, 2048, 2048, Activation.NONE),
+    (4096, 4352, 1152, Activation.GELU), (17_408, 2560, 2048, Activation.NONE),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", [torch.bfloat16, FP8])
 def test_tilings_for_a_batch_compute_the_product(
-    rows: int, n: int, k: int, activation: str, kind: torch.dtype
+    rows: int, n: int, k: int, activation: Activation, kind: torch.dtype
 ) -> None:  # fmt: skip
     """Of π0.5, two views each: clusters that share tokens, and persistent blocks."""
     for tiling in gemm.searched(Gpu.of(DEVICE), kind, activation, rows, n, k):
-        check(tiling, kind, rows, n, k, activation, kind == FP8 and activation != "none")
+        check(tiling, kind, rows, n, k, activation, kind == FP8 and activation != Activation.NONE)
 
 
 @pytest.mark.parametrize("key", list(TABLES["sm_90a"]))
-def test_the_tilings_in_use(key: tuple[str, str, int, int]) -> None:
+def test_the_tilings_in_use(key: tuple[str, Activation, int, int]) -> None:
     kind, activation, n, k = key
     for least, most, tiling in TABLES["sm_90a"][key]:
         for rows in {1, least, most - 13, most}:
             for dtype in (FP8,) if kind == "fp8" else (torch.bfloat16, torch.float16):
-                check(tiling, dtype, rows, n, k, activation, kind == "fp8" and activation != "none")
-                if activation not in GATED and not (dtype == torch.float16 and k > 8192):
+                check(tiling, dtype, rows, n, k, activation, kind == "fp8" and activation != Activation.NONE)
+                if not activation.gated and not (dtype == torch.float16 and k > 8192):
                     check_norms_inside(tiling, dtype, rows, n, k, activation)
 
 
@@ -205,13 +217,14 @@ def test_a_chain_of_dependent_launches_is_ordered() -> None:
         add_norm(x, None, x, h, layer=True, eps=1e-6, inverse_scale=None)
         for wide, back in layers:
             if own:
-                times(h, wide.weight, None, active, tiling=tilings[2 * hidden], activation="geglu")
+                times(h, wide.weight, None, active, tiling=tilings[2 * hidden], activation=Activation.GEGLU)
                 times(active, back.weight, None, y, tiling=tilings[width])
             else:
                 torch.mm(h, wide.weight.t(), out=scratch)
                 geglu(scratch, active, inverse_scale=None, paired=True)
                 torch.mm(active, back.weight.t(), out=y)
-            add_norm(x, y, x, h, layer=True, eps=1e-6, inverse_scale=None, pdl=own)
+            with Chain(Gpu.of(DEVICE), own).resumed():
+                add_norm(x, y, x, h, layer=True, eps=1e-6, inverse_scale=None)
         return x
 
     want = run(False).float().clone()

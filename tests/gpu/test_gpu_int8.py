@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.support.gpu_policies import DEVICE, NAN
 from vla_accel.fp8 import INT8
 from vla_accel.ops import int8
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import GATED
 from vla_accel.ops.weights import Linear, make_linear
 
 pytestmark = pytest.mark.gpu
@@ -47,23 +47,23 @@ def test_every_tile_sums_exactly(rows: int, n: int, k: int) -> None:
     there, x = on_gpu(layer), x.to(DEVICE)
     for tile in tiles(rows):
         got = torch.full((rows, n), NAN, device=DEVICE)
-        int8._launch(x, there, got, tile, "none", None, False)
+        int8._launch(x, there, got, tile, Activation.NONE, None)
         # The bias may be added by a fused instruction.
         torch.testing.assert_close(got.cpu(), want, rtol=3e-7, atol=3e-7, msg=str(tile))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "geglu", "swiglu"])
+@pytest.mark.parametrize("activation", [Activation.GELU, Activation.GEGLU, Activation.SWIGLU])
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
-def test_every_tile_has_the_activation_inside(rows: int, n: int, k: int, activation: str) -> None:
-    for paired in (False, True) if activation in GATED else (False,):
+def test_every_tile_has_the_activation_inside(rows: int, n: int, k: int, activation: Activation) -> None:
+    for paired in (False, True) if activation.gated else (False,):
         x, layer = operands(rows, n, k, paired=paired)
-        want = torch.empty(rows, n // 2 if activation in GATED else n, dtype=torch.int8)
+        want = torch.empty(rows, n // 2 if activation.gated else n, dtype=torch.int8)
         int8.product(x, layer, want, activation=activation, inverse_scale=20.0)
         assert want.float().abs().mean() > 1
         there, on_device = on_gpu(layer), x.to(DEVICE)
         for tile in tiles(rows):
             got = torch.full_like(want, 99, device=DEVICE)
-            int8._launch(on_device, there, got, tile, activation, 20.0, False)
+            int8._launch(on_device, there, got, tile, activation, 20.0)
             apart = (got.cpu().int() - want.int()).abs()
             # A value that lies half-way between two integers may go either way.
             assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) <= 0.002, (tile, paired)
@@ -74,6 +74,6 @@ def test_a_measured_product_is_the_usual_ones() -> None:
     there, x = on_gpu(layer), x.to(DEVICE)
     before, after = torch.empty(544, 1024, device=DEVICE), torch.empty(544, 1024, device=DEVICE)
     int8.product(x, there, before)
-    int8.measure(there, "none", 544)
+    int8.measure(there, Activation.NONE, 544)
     int8.product(x, there, after)
     assert torch.equal(before, after)

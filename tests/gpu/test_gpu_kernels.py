@@ -10,6 +10,7 @@ from tests.support import kernel_cases as cases
 from tests.support.gpu_policies import DEVICE, NAN
 from tests.support.kernel_shapes import check_on_gpu
 from vla_accel.fp8 import E4M3
+from vla_accel.ops.activation import Activation
 
 pytestmark = pytest.mark.gpu
 
@@ -40,9 +41,9 @@ def test_a_product_of_cublas(rows: int, k: int, n: int, fp8: bool, what: str) ->
     if fp8:
         x = (x.float() * (host.inverse_scale or 1.0)).clamp(-448, 448).to(E4M3.dtype)
     want, got = torch.full((rows, n), NAN), torch.full((rows, n), NAN, dtype=torch.bfloat16, device=DEVICE)
-    ops.linear(x, host, want, gelu=what == "gelu")
+    ops.linear(x, host, want, Activation.GELU if what == "gelu" else Activation.NONE)
     with torch.inference_mode():
-        ops.linear(x.to(DEVICE), layer(DEVICE), got, gelu=what == "gelu")
+        ops.linear(x.to(DEVICE), layer(DEVICE), got, Activation.GELU if what == "gelu" else Activation.NONE)
     found = calls.difference(got, want)
     assert found.worst <= 0.03 and found.mean <= 0.004, found
 

@@ -23,7 +23,6 @@ from vla_accel.native import cuts
 from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, steps_of
 from vla_accel.ops import key_tilings, suffix_tilings
 from vla_accel.ops.autotune import Fastest, compile_all
-from vla_accel.ops.dispatch import dependent_launches
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.suffix_tilings import Library, Own, Product, Tiling
@@ -68,12 +67,11 @@ def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adapti
     # The library's moments are of other tiles than the own GEMM's, which are alike.
     called = {type(cut): call_of(name, batch, tokens, adaptive, cut) for cut in ways}
     wanted = {kind: calls.outputs_of(call, torch.device("cpu"), kernel=False) for kind, call in called.items()}
-    pdl = dependent_launches(device)
     runs = {}
     for cut in ways:
         call = called[type(cut)]
         call = replace(call, arguments={**call.arguments, "cut": cut})
-        runs[cut] = partial(calls.outputs_of, call, device, kernel=True, pdl=pdl)
+        runs[cut] = partial(calls.outputs_of, call, device, kernel=True, early=True)
     compile_all(runs.values(), device)
     for cut, run in runs.items():
         found = [calls.difference(a, b) for a, b in zip(run(), wanted[type(cut)], strict=True)]
@@ -91,11 +89,10 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
     for cut in key_tilings.key_splits(Gpu.of(device), SuffixAttention(batch, tokens, prefix, 8, 1, 256)):
         made = cases._suffix_attention(tokens, prefix, 8, 1, 256, lengths, tokens == 50, cut)
         called[str(cut)] = made(Draw(f"attention {batch}", torch.bfloat16))
-    pdl = dependent_launches(device)
-    compile_all([partial(calls.outputs_of, call, device, kernel=True, pdl=pdl) for call in called.values()], device)
+    compile_all([partial(calls.outputs_of, call, device, kernel=True, early=True) for call in called.values()], device)
     for cut, call in called.items():
         want = want or calls.outputs_of(call, torch.device("cpu"), kernel=False)
-        got = calls.outputs_of(call, device, kernel=True, pdl=pdl, repeat=3)
+        got = calls.outputs_of(call, device, kernel=True, early=True, repeat=3)
         found = calls.difference(got[0], want[0])
         if not (found.worst <= WORST[Own] and found.mean <= MEAN):
             wrong.append((cut, found))

@@ -38,13 +38,15 @@ from vla_accel.fp8 import E4M3
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.numeric import round_up
 from vla_accel.ops import gemm_choice
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.autotune import milliseconds, unfit
+from vla_accel.ops.chain import Chain as LaunchChain
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import Tiling, launch
 from vla_accel.ops.cuda.runtime import compiled
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import library_product
-from vla_accel.ops.reference import GATED, MOMENTS_OF
+from vla_accel.ops.reference import MOMENTS_OF
 from vla_accel.ops.rows import geglu, gelu
 from vla_accel.ops.weights import Linear
 
@@ -118,7 +120,7 @@ def error_of(product: Product, layer: Linear, tiling: Tiling, gpu: Gpu) -> float
     draw = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randn(product.rows, product.k, device=DEVICE, generator=draw)
     x = (x if product.norm == "none" else 2 * x + 1).to(product.kind)
-    columns = product.n // 2 if product.activation in GATED else product.n
+    columns = product.n // 2 if product.activation.gated else product.n
     out = torch.zeros(product.rows, columns, dtype=FP8 if product.narrow else DTYPE, device=DEVICE)
     options: dict[str, Any] = {"scale": layer.weight_scale_value, "inverse_scale": 20.0 if product.narrow else None}
     wide = x.float()
@@ -129,13 +131,14 @@ def error_of(product: Product, layer: Linear, tiling: Tiling, gpu: Gpu) -> float
         moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * MOMENTS_OF), 2)
         options["norm"] = gemm.Norm(moments, layer.sums if product.norm == "layer" else None, 1e-6)
         wide = (F.layer_norm if product.norm == "layer" else F.rms_norm)(wide, (product.k,), eps=1e-6)
-    gemm.gemm(x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation, **options)
+    with LaunchChain(gpu).resumed():
+        gemm.gemm(x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation, **options)
     want = wide @ layer.weight.float().T * layer.weight_scale_value
     if layer.bias is not None:
         want = want + layer.bias.float()
-    if product.activation == "gelu":
+    if product.activation is Activation.GELU:
         want = F.gelu(want, approximate="tanh")
-    elif product.activation == "geglu":
+    elif product.activation is Activation.GEGLU:
         gate, up = want.unflatten(1, (-1, 2, 8)).unbind(2)
         want = (F.gelu(gate, approximate="tanh") * up).flatten(1)
     if product.narrow:
@@ -173,7 +176,7 @@ def alone(chain: Chain, product: Product, tiling: Tiling | None, gpu: Gpu) -> fl
     """Microseconds of one product without its chain, every layer's weight in turn; by the library for None, with what
     it needs beside it for the activation, but no norm and no residual."""
     x = chains.normal(product.rows, product.k).to(product.kind)
-    columns = product.n // 2 if product.activation in GATED else product.n
+    columns = product.n // 2 if product.activation.gated else product.n
     whole = torch.empty(product.rows, product.n, dtype=DTYPE, device=DEVICE)
     out = torch.empty(product.rows, columns, dtype=FP8 if product.narrow else DTYPE, device=DEVICE)
     inverse = 1.0 if product.narrow else None
@@ -181,17 +184,18 @@ def alone(chain: Chain, product: Product, tiling: Tiling | None, gpu: Gpu) -> fl
     def call() -> None:
         for layer in chain.weights[product.name]:
             if tiling is not None:
-                gemm.gemm(
-                    x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation,
-                    scale=layer.weight_scale_value, inverse_scale=inverse,
-                )  # fmt: skip
-            elif product.activation == "none":
+                with LaunchChain(gpu).resumed():
+                    gemm.gemm(
+                        x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation,
+                        scale=layer.weight_scale_value, inverse_scale=inverse,
+                    )  # fmt: skip
+            elif product.activation is Activation.NONE:
                 library_product(x, layer, out)
-            elif product.activation == "gelu" and not product.narrow:
-                library_product(x, layer, out, gelu=True)
+            elif product.activation is Activation.GELU and not product.narrow:
+                library_product(x, layer, out, Activation.GELU)
             else:
                 library_product(x, layer, whole)
-                if product.activation == "gelu":
+                if product.activation is Activation.GELU:
                     gelu(whole, out, inverse_scale=inverse)
                 else:
                     geglu(whole, out, inverse_scale=inverse, paired=layer.paired)

@@ -42,6 +42,7 @@ from vla_accel.models.random_weights import random_model
 from vla_accel.native import cuts, smolvla_expert
 from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, sizes_of, steps_of, why_not_streamed
 from vla_accel.ops import autotune, linear
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.autotune import milliseconds, unfit
 from vla_accel.ops.cuda import gemm, runtime
 from vla_accel.ops.cuda.denoise import StreamedLoop, why_not
@@ -258,16 +259,16 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         )
 
 
-def tilings(gpu: Gpu, kind: str, rows: int, activation: str, n: int, k: int) -> list[Tiling]:
+def tilings(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> list[Tiling]:
     """The table's and those that are searched for."""
     sizes = (E4M3.dtype if kind == "fp8" else torch.bfloat16, activation, rows, n, k)
     table = gemm.planned(gpu, *sizes)
     return list(dict.fromkeys(([] if table is None else [table]) + gemm.searched(gpu, *sizes)))
 
 
-def sources(gpu: Gpu, kind: str, rows: int, activation: str, n: int, k: int) -> Iterator[str]:
+def sources(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> Iterator[str]:
     """CUDA C++ of all of them."""
-    dtype, narrow = (E4M3.dtype, activation != "none") if kind == "fp8" else (torch.bfloat16, False)
+    dtype, narrow = (E4M3.dtype, activation is not Activation.NONE) if kind == "fp8" else (torch.bfloat16, False)
     for tiling in tilings(gpu, kind, rows, activation, n, k):
         yield launch.source(dtype, narrow, activation, tiling)
 
@@ -287,7 +288,7 @@ def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
         layer = make_linear(
             draw.wide(n, k, scale=k**-0.5).to(device), bias, torch.bfloat16, 4.0 if kind == "fp8" else None
         )
-        call = linear._trial(pair(layer) if activation == "geglu" else layer, activation, rows, gpu)
+        call = linear._trial(pair(layer) if activation is Activation.GEGLU else layer, activation, rows, gpu)
         want = call(None).float().clone()
         for tiling in (None, *tilings(gpu, kind, rows, activation, n, k)):
             way = "library" if tiling is None else str(tiling)

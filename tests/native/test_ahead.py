@@ -146,8 +146,8 @@ def smolvla_loop(name: str) -> tuple[Any, dict[str, Tensor], Tensor | None, Tens
     [(pi0_loop, "demo"), (pi0_loop, "grouped"), (smolvla_loop, "17 actions"), (smolvla_loop, "three sequences")],
 )
 def test_a_layer_reads_nothing_before_its_turn(made: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values are NaN until a layer has waited for them; and what may start early is what stands behind a
-    kernel of the loop itself."""
+    """Keys and values are NaN until a layer has waited for them. A launch is dependent unless it comes first, after an
+    event, or after torch code that writes rows."""
     loop, inputs, state, noise = made(name)
     want, got = noise.clone(), noise.clone()
     late = inputs | {key: torch.full_like(inputs[key], float("nan")) for key in ("keys", "values")}
@@ -161,32 +161,39 @@ def test_a_layer_reads_nothing_before_its_turn(made: Any, name: str, monkeypatch
     def noted(name: str) -> Any:
         run = getattr(suffix, name)
 
-        def op(*given: Any, pdl: bool, **options: Any) -> Any:
-            told.append((name, pdl))
-            return run(*given, pdl=False, **options)
+        def op(*given: Any, **options: Any) -> Any:
+            told.append((name, loop.chain.advance()))  # As a launch does.
+            return run(*given, **options)
 
         return op
 
-    for one in ("qkv_rope", "cross_attention", "suffix_attention", "step"):
+    for one in ("qkv_rope", "cross_attention", "suffix_attention", "project", "gate_up_geglu", "step"):
         monkeypatch.setattr(suffix, one, noted(one))
-    loop.pdl = True
+    loop.chain.early = True
     with torch.inference_mode():
-        loop.begin(inputs, state, want)
-        loop.go_on(inputs, state, want)
+        loop.run(inputs, state, want)
         behind = [told.copy(), told.clear()][0]
-        loop.begin(late, state, got, wait)
+        with loop.chain:
+            loop.begin(late, state, got, wait)
         assert torch.isnan(late["keys"]).sum() == 0
-        loop.go_on(late, state, got, joined=True)
+        second = len(told)
+        with loop.chain:
+            loop.go_on(late, state, got)
     assert torch.equal(got, want) and torch.isfinite(want).all() and not torch.equal(want, noise)
     waits = [index for index, one in enumerate(told) if isinstance(one, int)]
     assert [told[index] for index in waits] == list(range(len(inputs["keys"])))
-    assert all(told[index + 1] in (("qkv_rope", False), ("cross_attention", False)) for index in waits)
-    steps = [pdl for one in told if isinstance(one, tuple) and one[0] == "step" for pdl in one[1:]]
-    assert steps[:2] == [False, False] and all(steps[2:]), "the first of each branch waits for all in front of it"
-    assert [pdl for one, pdl in behind if one == "step"] == [False, *[True] * (len(steps) - 1)]
-    assert all(pdl for one, pdl in behind if one != "step")
-    others = [one for index, one in enumerate(told) if index - 1 not in waits and isinstance(one, tuple)]
-    assert all(pdl for one, pdl in others if one != "step")
+    assert all(told[index + 1][0] in ("qkv_rope", "cross_attention") for index in waits)
+
+    def mixes(launches: list[Any]) -> set[int]:
+        """The products after a step of π0, whose first row torch writes."""
+        after = {i + 1 for i, one in enumerate(launches) if isinstance(one, tuple) and one[0] == "step"}
+        return after - {len(launches)} if state is not None and loop.weights.mix is not None else set()
+
+    def late_of(launches: list[Any]) -> set[int]:
+        return {i for i, one in enumerate(launches) if isinstance(one, tuple) and not one[1]}
+
+    assert late_of(behind) == {0} | mixes(behind)
+    assert late_of(told) == {0, second, *(index + 1 for index in waits)} | mixes(told)
 
 
 def test_who_cannot_follow_says_nothing() -> None:

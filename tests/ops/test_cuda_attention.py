@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import re
 from typing import Any
 
 import pytest
@@ -17,12 +16,13 @@ from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import GPUS, H200
 from vla_accel.ops import attending
 from vla_accel.ops.attending import Sizes
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.attention import launch as hopper
+from vla_accel.ops.cuda.tensor_map import TensorMap
 
 CPU = torch.device("cpu")
 SHARED_LIMIT, MULTIPROCESSOR = 227 * 1024, 228 * 1024
-CODE = re.sub(r"//.*", "", runtime.source_of({}, *(f"attention/{name}" for name in ("common", "whole", "shared_keys"))))
 TOWER = Sizes(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
 PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
 __all__ = ["nvrtc"]
@@ -79,20 +79,6 @@ def test_layouts_that_are_no_multiple_of_sixteen_bytes_are_not() -> None:
 # -- what is handed to the kernels ------------------------------------------------------------------------------------
 
 
-def fields_of(struct: str) -> list[str]:
-    match = re.search(rf"struct {struct} \{{(.*?)\n\}};", CODE, re.DOTALL)
-    assert match
-    return re.findall(r"(\w+)(?=\s*[,;])", match[1])
-
-
-@pytest.mark.parametrize(
-    ("struct", "mirror"),
-    [("Output", hopper._Output), ("Whole", hopper._Whole), ("SharedKeys", hopper._SharedKeys)],
-)
-def test_structures_are_the_source_s(struct: str, mirror: type[ctypes.Structure]) -> None:
-    assert [f[0] for f in mirror._fields_] == fields_of(struct)
-
-
 class Recorded:
     """Stands for a module: keeps what is launched."""
 
@@ -107,7 +93,7 @@ class Recorded:
 
 
 def launched(
-    sizes: Sizes, monkeypatch: pytest.MonkeyPatch, pdl: bool = False
+    sizes: Sizes, monkeypatch: pytest.MonkeyPatch, early: bool = False
 ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]], tuple[Tensor | None, ...], Recorded]:
     """The launch, the tensor maps asked for, the tensors and the module."""
     modules: list[Recorded] = []
@@ -117,48 +103,52 @@ def launched(
         modules.append(Recorded(*arguments))
         return modules[-1]
 
-    def encode(*arguments: Any) -> bytes:
-        maps.append(arguments)
-        return bytes([len(maps)]) * 128
+    def encode(x: Tensor, box: tuple[int, ...], promotion: int) -> TensorMap:
+        maps.append((x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box))
+        assert promotion == 128
+        return TensorMap.from_buffer_copy(bytes([len(maps)]) * 128)
 
     monkeypatch.setattr(runtime, "load_module", load)
-    monkeypatch.setattr(hopper, "_encode", encode)
+    monkeypatch.setattr(hopper, "tensor_map", encode)
     hopper._module.cache_clear()
     q, k, v, out, lengths = attending._tensors(sizes, CPU)
     scale = 200.0 if sizes.quantised else None
     kernel = hopper.kernel_for(H200, q, k, v, out, lengths)
     assert kernel is not None
-    hopper.attention(kernel, q, k, v, out, lengths, gpu=H200, inverse_scale=scale, pdl=pdl)
+    with Chain(H200, early).resumed():
+        hopper.attention(kernel, q, k, v, out, lengths, gpu=H200, inverse_scale=scale)
     hopper._module.cache_clear()
     (module,) = modules
     (launch,) = module.launches
     return launch, maps, (q, k, v, out, lengths), module
 
 
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("tokens", "tiles"), [(256, 4), (200, 4), (65, 2), (64, 1)])
-def test_a_tower_s_launch(tokens: int, tiles: int, pdl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = changed(TOWER, tokens=tokens, source=tokens, quantised=pdl)
+def test_a_tower_s_launch(tokens: int, tiles: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = changed(TOWER, tokens=tokens, source=tokens, quantised=early)
     (name, blocks, threads, (boxes, call), cluster, dependent), maps, tensors, module = launched(
-        sizes, monkeypatch, pdl
+        sizes, monkeypatch, early
     )
     q, k, v, out, _ = tensors
     assert q is not None and k is not None and v is not None and out is not None
-    assert (name, blocks, threads, cluster, dependent) == ("whole", 2 * 16 * tiles, 256, 1, pdl)
+    assert (name, blocks, threads, cluster, dependent) == ("whole", 2 * 16 * tiles, 256, 1, early)
     assert (call.q, call.k, call.v, call.out.data) == tuple(x.data_ptr() for x in (q, k, v, out))
     assert (call.q_batch, call.q_token, call.q_head) == (tokens * 48 * 72, 48 * 72, 72)
     assert (call.k_batch, call.k_token, call.k_head) == (tokens * 48 * 72, 48 * 72, 72)
     assert (call.tokens, call.tiles, call.heads) == (tokens, tiles, 16)
-    assert call.scale == pytest.approx(72**-0.5 / 0.6931471805599453) and call.out.inverse_scale == (200 if pdl else 1)
+    assert call.scale == pytest.approx(72**-0.5 / 0.6931471805599453) and call.out.inverse_scale == (
+        200 if early else 1
+    )
     assert bytes(boxes) == b"\1" * 128 + b"\2" * 128 + b"\3" * 128
     strides = (tokens * 48 * 72, 48 * 72, 72, 1)
     keys = -(-tokens // 64) * 64
-    boxed = [(64, 1, 64, 1), (64, 1, keys, 1), (64, 1, keys, 1)]
+    boxed = [(1, 64, 1, 64), (1, keys, 1, 64), (1, keys, 1, 64)]
     assert maps == [
         (x.data_ptr(), torch.bfloat16, (2, tokens, 16, 72), strides, box)
         for x, box in zip((q, k, v), boxed, strict=True)
     ]
-    assert f"#define S {tokens}\n" in module.source and f"#define QUANT {int(pdl)}\n" in module.source
+    assert f"#define S {tokens}\n" in module.source and f"#define QUANT {int(early)}\n" in module.source
 
 
 @pytest.mark.parametrize(
@@ -182,8 +172,8 @@ def test_a_prefix_s_launch(
     assert bytes(boxes) == b"".join(bytes([i]) * 128 for i in range(1, 6))
     group = 8 // kv_heads
     # A tile is a few tokens times all heads of a group.
-    assert maps[0][2:] == ((batch, tokens, 8, 256), q.stride(), (64, group, 64 // group, 1))
-    assert [m[4] for m in maps[1:]] == [(64, 1, 64, 1), (64, 1, 16, 1)] * 2
+    assert maps[0][2:] == ((batch, tokens, 8, 256), q.stride(), (1, 64 // group, group, 64))
+    assert [m[4] for m in maps[1:]] == [(1, 64, 1, 64), (1, 16, 1, 64)] * 2
     assert [m[0] for m in maps[1:]] == [k.data_ptr()] * 2 + [v.data_ptr()] * 2
     assert "#define HALF 1\n" in module.source and f"#define GROUP {group}\n" in module.source
 

@@ -24,6 +24,7 @@ from vla_accel.native import smolvla_expert
 from vla_accel.native.expert import sizes_of
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise import StreamedLoop, launch, why_not
+from vla_accel.ops.cuda.denoise.arguments import Call, Model
 from vla_accel.ops.cuda.denoise.schedule import (
     KEYS,
     MAX_CLUSTER,
@@ -158,47 +159,12 @@ def test_the_device_has_the_last_word(
 # -- what is handed to the kernels -----------------------------------------------------------------------------------
 
 
-def fields_of(struct: str) -> list[tuple[str, str]]:
-    """(type, name) of every field of a structure in the CUDA source; "pointer" for any pointer."""
-    match = re.search(rf"struct {struct} \{{(.*?)\n\}};", CODE, re.DOTALL)
-    assert match
-    fields = []
-    for declaration in match[1].split(";"):
-        words = declaration.split()
-        if not words:
-            continue
-        names = " ".join(words[2:] if words[0] in ("const", "unsigned") else words[1:])
-        names = names.removeprefix("char").strip()
-        base = words[1] if words[0] == "const" else words[0]
-        for name in names.split(","):
-            pointer = "*" in name or ("*" in declaration.split(",")[0] and name == names.split(",")[0] and "*" in base)
-            fields.append(("pointer" if pointer else base.strip("*"), name.strip(" *")))
-    return fields
-
-
-@pytest.mark.parametrize(("struct", "mirror"), [("Model", launch._Model), ("Call", launch._Call)])
-def test_structures_are_the_source_s(struct: str, mirror: type[ctypes.Structure]) -> None:
-    kinds = {"pointer": ctypes.c_void_p, "u64": ctypes.c_uint64, "int": ctypes.c_int}
-    expected = [(name, kinds[kind]) for kind, name in fields_of(struct)]
-    assert [(f[0], f[1]) for f in mirror._fields_] == expected
-    # Natural alignment, which C and ctypes share: 8-byte fields first leave no holes but at the end.
-    sizes = [ctypes.sizeof(kind) for _, kind in expected]
-    assert sizes == sorted(sizes, reverse=True)
-    assert ctypes.sizeof(mirror) == -(-sum(sizes) // 8) * 8
-
-
-def test_the_source_s_structures_were_read() -> None:
-    assert len(fields_of("Model")) == 22 and len(fields_of("Call")) == len(launch._Call._fields_)
-    assert fields_of("Model")[:2] == [("pointer", "weights"), ("u64", "layer_at")]
-    assert fields_of("Call")[-3:] == [("int", "s"), ("int", "sp"), ("int", "steps")]
-
-
 def parameters_of(kernel: str) -> list[type]:
     match = re.search(rf"\b{kernel}\(const __grid_constant__ Model m, const __grid_constant__ Call c([^)]*)\)", CODE)
     assert match, kernel
     kinds = {"float": ctypes.c_float, "int": ctypes.c_int}
     rest = [kinds[p.split()[0]] for p in match[1].split(",") if p.strip()]
-    return [launch._Model, launch._Call, *rest]
+    return [Model, Call, *rest]
 
 
 SECOND = ("full pi0", "full fifty rows", "full pi0 three rows of tiles", "full int8", "full pi0 int8")
@@ -307,9 +273,11 @@ def test_a_first_step_beside_the_prefix_asks_for_each_layer(
     inputs = given_to(case)
     asked: list[int] = []
     with torch.inference_mode():
-        loop.begin(*inputs, lambda layer: asked.append(len(module.launches)))
+        with loop.chain:
+            loop.begin(*inputs, lambda layer: asked.append(len(module.launches)))
         first = len(module.launches)
-        loop.go_on(*inputs, joined=True)
+        with loop.chain:
+            loop.go_on(*inputs)
         apart, joined = list(module.launches), {first}
         module.launches.clear()
         loop.run(*inputs)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vla_accel.ops import dispatch, image, linear, rows, weights
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.attending import Sizes, choose
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.dispatch import path, steered
@@ -79,7 +80,7 @@ def test_own_kernels_are_taken_on_the_cuda_path_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gemm, "planned", lambda *_: object())
     for to, taken in (("cuda", True), ("triton", False), ("reference", False)):
         with steered(to):  # type: ignore[arg-type]
-            assert linear.has_own_gemm(8, layer, "none") == taken
+            assert linear.has_own_gemm(8, layer, Activation.NONE) == taken
     sizes = Sizes(1, 4, 4, 2, 2, 16, torch.float32, padded=False, quantised=False)
     assert choose("own", sizes, CPU).detail == "attention own (reference)"
     with steered("triton"):

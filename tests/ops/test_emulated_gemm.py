@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from tests.support.emulated_gemm import BF16, FP8, FP16, EmulatedGemm, drawn, is_close, room
 from tests.support.gemm_reference import product
 from tests.support.gpus import H200, MIG_SLICE
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.cuda.gemm import Tiling
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import GATED
 
 TILINGS = (
     Tiling(1, 1, 1, 64, 4), Tiling(2, 1, 1, 40, 3), Tiling(1, 2, 1, 56, 3), Tiling(2, 1, 2, 24, 3),
@@ -45,7 +46,8 @@ def multiply(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Multiply:
         if norm is not None:
             constant, produced = [*constant, norm.weight_sums], [*produced, norm.moments]
         gemms.touch(constant, produced)
-        gemm.gemm(x, weight, bias, out, gpu=gpu, **options)
+        with Chain(gpu).resumed():
+            gemm.gemm(x, weight, bias, out, gpu=gpu, **options)
 
     return call
 
@@ -65,17 +67,17 @@ def test_tilings_compute_the_product(tiling: Tiling, kind: torch.dtype, multiply
     out, whole = room(rows, n, wide)
     for gpu in (H200, FEW):
         multiply(x, weight, bias, out, gpu=gpu, tiling=tiling, scale=0.05)
-        is_close(out, product(x, weight, bias, 0.05, "none"), wide)
+        is_close(out, product(x, weight, bias, 0.05, Activation.NONE), wide)
         assert whole[0].isnan().all() and whole[-1].isnan().all()
 
 
-@pytest.mark.parametrize("activation", ["gelu", "geglu", "swiglu"])
+@pytest.mark.parametrize("activation", [Activation.GELU, Activation.GEGLU, Activation.SWIGLU])
 @pytest.mark.parametrize(("kind", "narrow"), [(BF16, False), (FP8, True)])
-def test_epilogues(activation: str, kind: torch.dtype, narrow: bool, multiply: Multiply) -> None:
+def test_epilogues(activation: Activation, kind: torch.dtype, narrow: bool, multiply: Multiply) -> None:
     rows, n, k = 75, 192, 256
     x, weight = drawn(rows, k).to(kind), drawn(n, k, seed=1).to(kind)
-    bias = None if activation in GATED else drawn(n, seed=2).bfloat16()
-    out, _ = room(rows, n // 2 if activation in GATED else n, FP8 if narrow else BF16)
+    bias = None if activation.gated else drawn(n, seed=2).bfloat16()
+    out, _ = room(rows, n // 2 if activation.gated else n, FP8 if narrow else BF16)
     for tiling in (TILINGS[0], TILINGS[2], TILINGS[7]):
         multiply(
             x, weight, bias, out, tiling=tiling, activation=activation, scale=k**-0.5,
@@ -94,7 +96,7 @@ def test_a_residual_and_its_moments(tiling: Tiling, multiply: Multiply) -> None:
     onto.copy_(before)
     moments = torch.full((n // 64, rows, 2), float("nan"))
     multiply(x, weight, bias, onto, tiling=tiling, scale=0.05, moments=moments)
-    is_close(onto, before.float() + product(x, weight, bias, 0.05, "none"), BF16)
+    is_close(onto, before.float() + product(x, weight, bias, 0.05, Activation.NONE), BF16)
     torch.testing.assert_close(moments, moments_of(onto), atol=1e-4, rtol=1e-4)
     assert whole[0].isnan().all() and whole[-1].isnan().all()
 
@@ -102,9 +104,9 @@ def test_a_residual_and_its_moments(tiling: Tiling, multiply: Multiply) -> None:
 @pytest.mark.parametrize("tiling", SOME[:10])
 @pytest.mark.parametrize("norm", [pytest.param("rms", marks=pytest.mark.slow), "layer", "gated"])
 def test_norms_of_the_rows(tiling: Tiling, norm: str, multiply: Multiply) -> None:
-    rows, n, k, activation = 101, 192, 192, "geglu" if norm == "gated" else "none"
+    rows, n, k, activation = 101, 192, 192, Activation.GEGLU if norm == "gated" else Activation.NONE
     x, weight = (2 * drawn(rows, k) + 1).bfloat16(), drawn(n, k, seed=1).bfloat16()
-    out, _ = room(rows, n // 2 if activation in GATED else n, BF16)
+    out, _ = room(rows, n // 2 if activation.gated else n, BF16)
     sums = weight.float().sum(1) if norm == "layer" else None
     given = gemm.Norm(moments_of(x), sums, 1e-6)
     multiply(x, weight, None, out, tiling=tiling, activation=activation, scale=0.07, norm=given)

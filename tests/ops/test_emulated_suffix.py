@@ -3,6 +3,7 @@ kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from tests.support.emulated_gemm import BF16, FP16, EmulatedGemm, drawn, is_close, room
 from tests.support.gpus import H200
 from vla_accel.ops import suffix as ops
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda.gemm import Tiling, suffix
 from vla_accel.ops.cuda.gemm.few import few
 from vla_accel.ops.moments import Moments
@@ -43,8 +46,9 @@ def width_for(tiling: Tiling) -> int:
 
 
 @pytest.fixture
-def gemms(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedGemm:
-    return EmulatedGemm(monkeypatch, emulated)
+def gemms(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGemm]:
+    with Chain(H200).resumed():
+        yield EmulatedGemm(monkeypatch, emulated)
 
 
 def modulated(rows: int, k: int, kind: torch.dtype) -> tuple[Tensor, Tensor, Moments]:
@@ -86,15 +90,19 @@ def test_a_gated_residual_and_the_next_norm_s_moments(rows: int, tiling: Tiling,
 @cases(8192, 1024, 8192)
 def test_gate_and_up_of_normed_rows(rows: int, tiling: Tiling, gemms: EmulatedGemm) -> None:
     half, k = 3 * tiling.weight_rows // 2, width_for(tiling)
-    for kind, silu, shifted in ((BF16, False, True), (BF16, True, False), (FP16, True, True)):
+    for kind, activation, shifted in (
+        (BF16, Activation.GEGLU, True),
+        (BF16, Activation.SWIGLU, False),
+        (FP16, Activation.SWIGLU, True),
+    ):
         x, scale, moments = modulated(rows, k, kind)
         weight, shift = drawn(2 * half, k, seed=2).to(kind) * k**-0.5, drawn(2 * half, seed=3) if shifted else None
         want = torch.empty(rows, half)
-        ops.gate_up_geglu(x, Linear(weight), scale, shift, want, eps=EPS, silu=silu)
+        ops.gate_up_geglu(x, Linear(weight), scale, shift, want, eps=EPS, activation=activation)
         out, whole = room(rows, half, kind)
         assert moments.scaled is not None
         gemms.touch((weight, shift), (moments.scaled, moments.squares, out))
-        run: dict[str, Any] = {"gpu": H200, "tiling": tiling, "eps": EPS, "silu": silu}
+        run: dict[str, Any] = {"gpu": H200, "tiling": tiling, "eps": EPS, "activation": activation}
         suffix.gated(moments.scaled, weight, moments.squares, shift, out, **run)
         is_close(out, want, kind)
         assert untouched(whole)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.support.cuda_emulator import EmulatedDriver, EmulatedModule, EmulationError
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.gemm import launch, suffix
+from vla_accel.ops.cuda.gemm.arguments import Suffix
 
 HALF, WIDTH, ROWS = 16, 80, 32
 CALLS = {
@@ -40,9 +41,8 @@ extern "C" __global__ void {name}(const __grid_constant__ TensorMap map, int x, 
 
 @pytest.fixture
 def module(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedModule:
-    for maps in (launch, suffix):
-        monkeypatch.setattr(maps, "driver", EmulatedDriver)
-    text = runtime.source_of({"SUFFIX": 2}, "gemm/suffix")
+    monkeypatch.setattr(runtime, "driver", EmulatedDriver)
+    text = runtime.source_of({"SUFFIX": 2}, "gemm/suffix", generated=Suffix.cpp)
     text += "".join(KERNEL.format(name=name, call=call) for name, call in CALLS.items())
     return EmulatedModule(text, dict.fromkeys(CALLS, 4112), "sm_90a", torch.device("cpu"), folder=emulated)
 
@@ -54,7 +54,7 @@ def matrix(rows: int) -> Tensor:
 
 def copied(module: EmulatedModule, name: str, of: Tensor, x: int, y: int, z: int = 0) -> Tensor:
     """A box of 32 rows by 64 columns, as it lies behind the swizzle."""
-    box = suffix._paired_map(of, HALF, ROWS) if name == "five" else launch._map(of, ROWS)
+    box = suffix.paired_map(of, HALF, ROWS) if name == "five" else launch.rows_map(of, ROWS)
     out = torch.zeros(ROWS, 8, 8, dtype=torch.bfloat16)
     module.allow(of, out)
     places = (ctypes.c_int(place) for place in (x, y, z))
@@ -106,9 +106,9 @@ def test_what_a_copy_must_not_do(module: EmulatedModule) -> None:
     module.allow(torch.zeros(8))
     arguments = (*(ctypes.c_int(0) for _ in range(3)), ctypes.c_void_p(0))
     with pytest.raises(EmulationError, match="tma_load_5d: expected a map of 5 dimensions, got one of 2"):
-        module.launch("five", 1, 32, (launch._map(of, ROWS), *arguments))
+        module.launch("five", 1, 32, (launch.rows_map(of, ROWS), *arguments))
     with pytest.raises(EmulationError, match="tma_load_5d reads 128 bytes outside of every tensor"):
-        module.launch("five", 1, 32, (suffix._paired_map(of, HALF, ROWS), *arguments))
+        module.launch("five", 1, 32, (suffix.paired_map(of, HALF, ROWS), *arguments))
 
 
 def test_what_the_driver_refuses(module: EmulatedModule) -> None:
@@ -120,4 +120,4 @@ def test_what_the_driver_refuses(module: EmulatedModule) -> None:
         (of[:0], 32, r"the tensor is empty: \[80, 0\]"),
     ):
         with pytest.raises(EmulationError, match=what):
-            launch._map(wrong, box)
+            launch.rows_map(wrong, box)

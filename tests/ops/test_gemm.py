@@ -16,11 +16,11 @@ from tests.support.gpus import GPUS, H200
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.ops import gemm_choice
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda import gemm, runtime
-from vla_accel.ops.cuda.gemm import TABLES, Tiling, launch, search
+from vla_accel.ops.cuda.gemm import TABLES, Tiling, search
 from vla_accel.ops.cuda.gemm.tiling import SHARED_LIMIT
 from vla_accel.ops.gpu import Gpu, assumed
-from vla_accel.ops.reference import GATED
 
 SOURCE = runtime.source_of({}, "gemm/epilogue", "gemm/gemm")
 BF16, FP8 = torch.bfloat16, E4M3.dtype
@@ -68,11 +68,11 @@ def test_blocks_fetch_every_row_for_each_other(count: int) -> None:
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("activation", list(launch.ACTIVATIONS))
-def test_shared_memory_holds_all(tiling: Tiling, activation: str) -> None:
+@pytest.mark.parametrize("activation", [Activation.NONE, Activation.GELU, Activation.GEGLU, Activation.SWIGLU])
+def test_shared_memory_holds_all(tiling: Tiling, activation: Activation) -> None:
     assert tiling.why_not(activation) is None
     ring = tiling.stages * (tiling.weight_rows + tiling.tokens) * 128
-    pitch = (32 if activation in GATED else 64) * 2 + 16
+    pitch = (32 if activation.gated else 64) * 2 + 16
     share = -(-tiling.tokens // 8 // tiling.split) * 8
     tokens = tiling.width if tiling.split == 1 else share
     for normed in (False, True):
@@ -118,21 +118,21 @@ def test_a_residual_and_norms_take_room() -> None:
     assert wide.why_not() is None and "registers" in (wide.why_not(residual=True) or "")
     sizes = itertools.product(range(2, 13), range(8, 257, 8))
     many = (Tiling(1, 1, 1, width, stages) for stages, width in sizes)
-    full = next(t for t in many if t.memory("none").size <= 232_448 < t.memory("none", True).size)
+    full = next(t for t in many if t.memory(Activation.NONE).size <= 232_448 < t.memory(Activation.NONE, True).size)
     assert full.why_not() is None and "shared memory" in (full.why_not(normed=True) or "")
     assert "norms of one" in (Tiling(2, 1, 2, 136, 3, persistent=True).why_not(normed=True) or "")
 
 
 @pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
 def test_the_table_is_of_tilings_that_run(
-    key: tuple[str, str, int, int], least: int, most: int, tiling: Tiling
+    key: tuple[str, Activation, int, int], least: int, most: int, tiling: Tiling
 ) -> None:
     kind, activation, n, k = key
     chunks = -(-k * (1 if kind == "fp8" else 2) // 128)
     assert kind in ("fp8", "half") and tiling.why_not(activation) is None
     if (n, k) in ((1152, 1152), (1152, 4352), (2048, 16_384)):
         assert tiling.why_not(activation, residual=True) is None
-    elif kind == "half" and activation != "geglu":
+    elif kind == "half" and activation is not Activation.GEGLU:
         assert tiling.why_not(activation, normed=True) is None
     assert -(-chunks // tiling.split) * (tiling.split - 1) < chunks
     # No tile is all padding, and little of the tiles is.
@@ -158,7 +158,7 @@ class Recorder:
         self.maps: list[tuple[Any, ...]] = []
         self.source = ""
         monkeypatch.setattr(runtime, "load_module", self.load)
-        monkeypatch.setattr(launch, "driver", lambda: self)
+        monkeypatch.setattr(runtime, "driver", lambda: self)
 
     def load(self, source: str, shared: dict[str, int], architecture: str, device: torch.device) -> Recorder:
         assert architecture == "sm_90a"
@@ -183,8 +183,10 @@ class Recorder:
         return 0
 
 
-def operands(rows: int, n: int, k: int, kind: torch.dtype, activation: str = "none") -> tuple[Tensor, Tensor, Tensor]:
-    out = torch.zeros(rows, n // 2 if activation in GATED else n, dtype=BF16)
+def operands(
+    rows: int, n: int, k: int, kind: torch.dtype, activation: Activation = Activation.NONE
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = torch.zeros(rows, n // 2 if activation.gated else n, dtype=BF16)
     return torch.zeros(rows, k).to(kind), torch.zeros(n, k).to(kind), out
 
 
@@ -194,7 +196,7 @@ def test_a_launch_covers_the_output(tiling: Tiling, rows: int, monkeypatch: pyte
     recorder = Recorder(monkeypatch)
     for (n, k), kind in itertools.product(((1152, 4352), (64, 1152)), (BF16, FP8)):
         x, weight, out = operands(rows, n, k, kind)
-        gemm.gemm(x, weight, None, out, gpu=H200, tiling=tiling, scale=0.5, dependent=False)
+        gemm.gemm(x, weight, None, out, gpu=H200, tiling=tiling, scale=0.5)
         got, maps = recorder.launches[-1], recorder.maps[-2:]
         assert got["blocks"] % tiling.cluster == 0 and got["cluster"] == tiling.cluster and not got["dependent"]
         assert got["threads"] == tiling.threads and got["scale"] == 0.5 and got["bias"] is None
@@ -248,11 +250,11 @@ def test_moments_and_norms_that_do_not_fit_are_refused(monkeypatch: pytest.Monke
         ((x, weight, None, out), {"moments": torch.zeros(100, 2, 2)}, r"\(2, 100, 2\), got torch.float32 \(100"),
         ((x, weight, None, out), {"moments": good.double()}, "got torch.float64"),
         ((x, weight, None, out), {"moments": good.transpose(0, 1).contiguous().transpose(0, 1)}, "whole"),
-        ((x, weight, None, out), {"moments": good, "activation": "gelu"}, "plain product"),
+        ((x, weight, None, out), {"moments": good, "activation": Activation.GELU}, "plain product"),
         ((x, weight, None, narrow), {"moments": good, "inverse_scale": 1.0}, "plain product"),
         ((x, weight, None, out), {"norm": gemm.Norm(good, None, 1e-6)}, r"\(3, 100, 2\)"),
         ((x, weight, None, out), {"norm": gemm.Norm(norm.moments, torch.zeros(64), 1e-6)}, "128 weight rows"),
-        ((x, weight, None, out[:, :64].contiguous()), {"norm": norm, "activation": "swiglu"}, "before swiglu"),
+        ((x, weight, None, out[:, :64].contiguous()), {"norm": norm, "activation": Activation.SWIGLU}, "before swiglu"),
         ((*quantised, None, out), {"norm": norm}, "only BF16"),
         ((x, weight, None, out), {"norm": norm, "tiling": Tiling(2, 1, 2, 136, 3, persistent=True)}, "norms of one"),
     ]  # fmt: skip
@@ -272,7 +274,7 @@ def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> 
         ((x, weight, None, out[:, :64]), {}, "out"),
         ((x[:, :60], weight[:, :60], None, out), {}, "16 bytes"),
         ((x, weight, None, out.t().contiguous().t()), {}, "contiguous"),
-        ((x, weight, out[0], out[:, :64].contiguous()), {"activation": "geglu"}, "no bias"),
+        ((x, weight, out[0], out[:, :64].contiguous()), {"activation": Activation.GEGLU}, "no bias"),
         ((x, weight, None, out), {"tiling": Tiling(1, 1, 1, 64, 4, 1, 1, 2)}, "part of 2 empty"),
         ((x, weight, None, out), {"tiling": Tiling(1, 1, 1, 60, 4)}, "multiple of 8"),
         ((x, weight, None, misaligned(out)), {}, "multiples of 16 bytes"),
@@ -284,17 +286,19 @@ def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_elsewhere_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = ("half", "none", 128, 64)
+    key = ("half", Activation.NONE, 128, 64)
     monkeypatch.setitem(TABLES["sm_90a"], key, ((9, 16, TILINGS[0]), (20, 64, TILINGS[1])))
-    assert gemm_choice.known(torch.device("cpu"), BF16, "none", 9, 128, 64) is None
+    assert gemm_choice.known(torch.device("cpu"), BF16, Activation.NONE, 9, 128, 64) is None
     cuda = torch.device("cuda")
     for gpu in GPUS.values():
         hopper = gpu.capability == (9, 0)
         with assumed(gpu):
-            found = [gemm.planned(Gpu.of(cuda), BF16, "none", rows, 128, 64) for rows in (8, 9, 16, 17, 20, 64, 65)]
+            found = [
+                gemm.planned(Gpu.of(cuda), BF16, Activation.NONE, rows, 128, 64) for rows in (8, 9, 16, 17, 20, 64, 65)
+            ]
         assert found == ([None, *[TILINGS[0]] * 2, None, *[TILINGS[1]] * 2, None] if hopper else [None] * 7)
-    assert gemm.planned(H200, FP8, "none", 8, 128, 64) is None
-    assert gemm.planned(H200, BF16, "gelu", 8, 128, 64) is None
+    assert gemm.planned(H200, FP8, Activation.NONE, 8, 128, 64) is None
+    assert gemm.planned(H200, BF16, Activation.GELU, 8, 128, 64) is None
 
 
 KNOWN_WEIGHTS = sorted({key for key, *_ in TABLE})
@@ -310,13 +314,11 @@ def test_tilings_that_are_searched_for_run_and_waste_little(rows: int) -> None:
         assert 1 <= len(found) <= most and len(set(found)) == len(found)
         # What a norm is taken into is not persistent.
         kinds = {(tiling.across, tiling.persistent) for tiling in found}
-        assert not many or kinds == {(1, False), (2, False)} | (
-            {(1, True), (2, True)} if activation in GATED else set()
-        )
+        assert not many or kinds == {(1, False), (2, False)} | ({(1, True), (2, True)} if activation.gated else set())
         chunks = -(-k * (1 if kind == "fp8" else 2) // 128)
         for tiling in found:
             assert tiling.why_not(activation) is None
-            if activation not in GATED:
+            if not activation.gated:
                 assert tiling.why_not(activation, residual=True) is None
                 assert tiling.why_not(activation, normed=True) is None
             assert -(-chunks // tiling.split) * (tiling.split - 1) < chunks
@@ -326,16 +328,16 @@ def test_tilings_that_are_searched_for_run_and_waste_little(rows: int) -> None:
 
 def test_small_products_are_cut_so_that_most_multiprocessors_have_a_tile() -> None:
     """SmolVLA's prefix: 177 rows by 960 columns are 15 tiles of weights."""
-    found = gemm.searched(H200, BF16, "none", 177, 960, 960)
+    found = gemm.searched(H200, BF16, Activation.NONE, 177, 960, 960)
     assert len(found) == search.MEASURED
     assert all(75 <= -(-177 // t.tokens) * -(-960 // t.weight_rows) * t.split <= 132 for t in found), found
 
 
 def test_nothing_is_searched_for_where_the_kernel_cannot_run_or_gains_nothing() -> None:
     for gpu in (None, H200.portable, GPUS["B200"]):
-        assert gemm.searched(gpu, BF16, "none", 576, 2048, 2048) == []
+        assert gemm.searched(gpu, BF16, Activation.NONE, 576, 2048, 2048) == []
     for rows in (1, 128, 32_769):
-        assert gemm.searched(H200, BF16, "none", rows, 2048, 2048) == []
+        assert gemm.searched(H200, BF16, Activation.NONE, rows, 2048, 2048) == []
     for n, k in ((2048, 2049), (2040, 2048), (256, 256)):
-        assert gemm.searched(H200, BF16, "none", 576, n, k) == [], (n, k)
-    assert gemm.searched(H200, BF16, "none", 576, 2048, 2048) != []
+        assert gemm.searched(H200, BF16, Activation.NONE, 576, n, k) == [], (n, k)
+    assert gemm.searched(H200, BF16, Activation.NONE, 576, 2048, 2048) != []

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from tests.ops.test_gemm import BF16, FP8, TILINGS
 from tests.support.gpus import H200, RTX_4090
 from vla_accel.ops import autotune, gemm_choice, linear, norms
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.cuda import gemm
-from vla_accel.ops.cuda.gemm import Tiling, launch
+from vla_accel.ops.cuda.gemm import Tiling
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import GATED
 from vla_accel.ops.weights import Linear, make_linear, pair
 
 
@@ -75,20 +75,19 @@ def test_an_own_gemm_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **options: seen.append({"bias": bias, **options}))
     layer = Linear(torch.zeros(32, 16).to(FP8), torch.ones(32), torch.tensor(0.5), torch.tensor(0.25), 0.5, 0.25)
     x, out = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32)
-    assert linear.launched_own_gemm(x, layer, out, "gelu", 3.0, True)
+    assert linear.launched_own_gemm(x, layer, out, Activation.GELU, 3.0)
     assert seen == [
         {
             "bias": layer.bias,
             "gpu": H200,
             "tiling": TILINGS[0],
-            "activation": "gelu",
+            "activation": Activation.GELU,
             "scale": 0.125,
             "inverse_scale": 3.0,
-            "dependent": True,
         }
     ]
     # A GeGLU's product has no bias.
-    assert not linear.launched_own_gemm(x, pair(layer), out[:, :16], "geglu", None, True) and len(seen) == 1
+    assert not linear.launched_own_gemm(x, pair(layer), out[:, :16], Activation.GEGLU, None) and len(seen) == 1
 
 
 @pytest.mark.parametrize("offset", [0.0, 300.0])
@@ -108,7 +107,15 @@ def test_norms_inside_the_products_are_the_norms(offset: float) -> None:
     torch.testing.assert_close(moments[..., 1].T, parts.var(2, unbiased=False) * 64)
     out = torch.empty(rows, hidden)
     for layer_norm, gelu in itertools.product((False, True), repeat=2):
-        norms.normed_linear(want, moments, second, out, layer_norm=layer_norm, eps=1e-6, gelu=gelu)
+        norms.normed_linear(
+            want,
+            moments,
+            second,
+            out,
+            layer_norm=layer_norm,
+            eps=1e-6,
+            activation=Activation.GELU if gelu else Activation.NONE,
+        )
         normed = F.layer_norm(want, (width,), eps=1e-6) if layer_norm else F.rms_norm(want, (width,), eps=1e-6)
         expected = F.linear(
             normed.double(), second.weight.double(), second.bias.double() if second.bias is not None else None
@@ -129,7 +136,7 @@ def test_normed_rows_have_moments_that_change_nothing() -> None:
 
 
 def test_norms_are_folded_where_every_product_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = [(make_linear(torch.zeros(n, 64), None, BF16), "none") for n in (64, 128)]
+    products = [(make_linear(torch.zeros(n, 64), None, BF16), Activation.NONE) for n in (64, 128)]
     assert not norms.can_be_inside(8, 64, *products)
     for known in ((64,), (64, 128)):
         monkeypatch.setattr(gemm, "planned", lambda *sizes, known=known: TILINGS[0] if sizes[4] in known else None)
@@ -137,8 +144,8 @@ def test_norms_are_folded_where_every_product_is_ours(monkeypatch: pytest.Monkey
             assert norms.can_be_inside(8, 64, *products) == (len(known) == 2)
 
 
-@pytest.mark.parametrize("silu", [False, True])
-def test_a_norm_inside_gate_and_up_is_the_norm(silu: bool) -> None:
+@pytest.mark.parametrize("activation", [Activation.GEGLU, Activation.SWIGLU])
+def test_a_norm_inside_gate_and_up_is_the_norm(activation: Activation) -> None:
     rows, width, hidden = 7, 128, 24
     x, a = draw(rows, width), draw(rows, 32, seed=1)
     residual, moments = x.clone(), torch.empty(2, rows, 2)
@@ -146,8 +153,8 @@ def test_a_norm_inside_gate_and_up_is_the_norm(silu: bool) -> None:
     layer = make_linear(draw(2 * hidden, width, seed=3), None, torch.float32)
     normed = F.rms_norm(residual, (width,), eps=1e-6)
     want, got = torch.empty(rows, hidden), torch.empty(rows, hidden)
-    linear.gate_up(normed, layer, torch.empty(rows, 2 * hidden), want, inverse_scale=None, silu=silu)
-    norms.normed_gate_up(residual, moments, pair(layer), got, eps=1e-6, silu=silu)
+    linear.gate_up(normed, layer, torch.empty(rows, 2 * hidden), want, inverse_scale=None, activation=activation)
+    norms.normed_gate_up(residual, moments, pair(layer), got, eps=1e-6, activation=activation)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
@@ -156,14 +163,14 @@ def test_gate_and_up_that_are_not_paired_or_quantised_take_no_norm_in(monkeypatc
     plain = make_linear(draw(64, 64), None, BF16)
     quantised = pair(make_linear(draw(64, 64), None, BF16, 4.0))
     with steered("cuda"):
-        assert norms.can_be_inside(8, 64, (pair(plain), "swiglu"))
-        assert not norms.can_be_inside(8, 64, (plain, "swiglu"))
-        assert not norms.can_be_inside(8, 64, (quantised, "swiglu"))
-        assert not norms.can_be_inside(8, 80, (pair(plain), "swiglu")), "moments are of 64 columns"
+        assert norms.can_be_inside(8, 64, (pair(plain), Activation.SWIGLU))
+        assert not norms.can_be_inside(8, 64, (plain, Activation.SWIGLU))
+        assert not norms.can_be_inside(8, 64, (quantised, Activation.SWIGLU))
+        assert not norms.can_be_inside(8, 80, (pair(plain), Activation.SWIGLU)), "moments are of 64 columns"
         persistent = Tiling(2, 1, 2, 136, 3, persistent=True)
         monkeypatch.setattr(gemm, "planned", lambda *_: persistent)
-        assert linear.has_own_gemm(8, pair(plain), "swiglu")
-        assert not norms.can_be_inside(8, 64, (pair(plain), "swiglu")), "a block has the norms of one tile"
+        assert linear.has_own_gemm(8, pair(plain), Activation.SWIGLU)
+        assert not norms.can_be_inside(8, 64, (pair(plain), Activation.SWIGLU)), "a block has the norms of one tile"
 
 
 def test_own_or_library_is_measured_once_while_a_program_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +187,11 @@ def test_own_or_library_is_measured_once_while_a_program_is_built(monkeypatch: p
     monkeypatch.setattr(Gpu, "of", lambda _: H200)
 
     def measured(rows: int) -> Tiling | None:
-        return gemm_choice.measured(torch.device("cpu"), BF16, "none", rows, 2048, 2048, lambda _: lambda _: None)
+        return gemm_choice.measured(
+            torch.device("cpu"), BF16, Activation.NONE, rows, 2048, 2048, lambda _: lambda _: None
+        )
 
-    size = (torch.device("cpu"), BF16, "none", 576, 2048, 2048)
+    size = (torch.device("cpu"), BF16, Activation.NONE, 576, 2048, 2048)
     assert gemm_choice.known(*size) is None and not asked, "a call measures nothing"
     found = measured(576)
     assert found is gemm_choice.known(*size) and found == gemm.searched(H200, *size[1:])[0]
@@ -217,18 +226,18 @@ def test_the_table_s_tiling_is_measured_against_the_library(monkeypatch: pytest.
 
     def measured(rows: int, *, inside: bool = False) -> Tiling | None:
         trial: Any = lambda _: lambda _: None  # noqa: E731
-        return gemm_choice.measured(cpu, BF16, "none", rows, 2048, 2048, trial, inside=inside)
+        return gemm_choice.measured(cpu, BF16, Activation.NONE, rows, 2048, 2048, trial, inside=inside)
 
-    table = gemm.planned(H200, BF16, "none", 544, 2048, 2048)
+    table = gemm.planned(H200, BF16, Activation.NONE, 544, 2048, 2048)
     assert table is not None
-    assert gemm_choice.known(cpu, BF16, "none", 544, 2048, 2048) == table, "before anybody asked"
+    assert gemm_choice.known(cpu, BF16, Activation.NONE, 544, 2048, 2048) == table, "before anybody asked"
     assert measured(544, inside=True) == table and not asked
     assert measured(544) is None and asked == [["library", str(table)]]
-    assert gemm_choice.known(cpu, BF16, "none", 544, 2048, 2048) is None
-    assert gemm_choice.known(cpu, BF16, "none", 544, 2048, 2048, inside=True) == table
-    assert gemm_choice.why_library(cpu, BF16, "none", 544, 2048, 2048) == "it was measured to be slower"
+    assert gemm_choice.known(cpu, BF16, Activation.NONE, 544, 2048, 2048) is None
+    assert gemm_choice.known(cpu, BF16, Activation.NONE, 544, 2048, 2048, inside=True) == table
+    assert gemm_choice.why_library(cpu, BF16, Activation.NONE, 544, 2048, 2048) == "it was measured to be slower"
     way = 1
-    assert measured(520) == gemm.planned(H200, BF16, "none", 520, 2048, 2048) is not None and len(asked) == 2
+    assert measured(520) == gemm.planned(H200, BF16, Activation.NONE, 520, 2048, 2048) is not None and len(asked) == 2
     assert measured(520) is not None and len(asked) == 2
 
 
@@ -241,57 +250,59 @@ def test_a_product_that_takes_a_norm_in_is_launched_by_the_table(monkeypatch: py
     monkeypatch.setattr(gemm, "gemm", lambda *_, **options: launched.extend(options.keys() & {"norm", "moments"}))
     layer = make_linear(torch.zeros(64, 64), None, BF16)
     x, out = torch.zeros(8, 64, dtype=BF16), torch.zeros(8, 64, dtype=BF16)
-    key = (x.device, H200, BF16, "none", 8, 64, 64)
+    key = (x.device, H200, BF16, Activation.NONE, 8, 64, 64)
     monkeypatch.setattr(gemm_choice, "_KNOWN", {key: None})
     with steered("cuda"):
-        assert not linear.launched_own_gemm(x, layer, out, "none", None, True)
+        assert not linear.launched_own_gemm(x, layer, out, Activation.NONE, None)
         moments = torch.zeros(1, 8, 2)
-        norms.normed_linear(x, moments, layer, out, layer_norm=False, eps=1e-6, pdl=True)
-        norms.residual_linear(x, layer, out, moments, pdl=True)
+        norms.normed_linear(x, moments, layer, out, layer_norm=False, eps=1e-6)
+        norms.residual_linear(x, layer, out, moments)
         assert launched == ["norm", "moments"]
-        assert not linear.has_own_gemm(8, layer, "none") and linear.has_own_gemm(8, layer, "none", inside=True)
+        assert not linear.has_own_gemm(8, layer, Activation.NONE) and linear.has_own_gemm(
+            8, layer, Activation.NONE, inside=True
+        )
         said = ", products by cuBLAS (CUDA C++ out: it was measured to be slower): a; in CUDA C++: b"
-        assert linear.products_by(8, {"a": (layer, "none"), "b": (layer, "none")}, {"b"})[0] == said
+        assert linear.products_by(8, {"a": (layer, Activation.NONE), "b": (layer, Activation.NONE)}, {"b"})[0] == said
 
 
-@pytest.mark.parametrize("activation", list(launch.ACTIVATIONS))
+@pytest.mark.parametrize("activation", [Activation.NONE, Activation.GELU, Activation.GEGLU, Activation.SWIGLU])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_is_measured_is_the_product_with_its_activation(
-    activation: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
+    activation: Activation, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the library and by a tiling, with the output that the program has."""
     seen: list[Tensor] = []
     monkeypatch.setattr(gemm, "gemm", lambda x, weight, bias, out, **_: seen.append(out))
     monkeypatch.setattr(linear, "library_product", linear.linear)
-    layer = make_linear(draw(64, 32), None if activation in GATED else draw(64), BF16, 4.0 if fp8 else None)
+    layer = make_linear(draw(64, 32), None if activation.gated else draw(64), BF16, 4.0 if fp8 else None)
     call = linear._trial(layer, activation, 6, H200)
     call(TILINGS[0])
     (out,) = seen
     call(None)
-    assert out.shape == (6, 32 if activation in GATED else 64)
-    assert out.dtype == (FP8 if fp8 and activation != "none" else BF16)
+    assert out.shape == (6, 32 if activation.gated else 64)
+    assert out.dtype == (FP8 if fp8 and activation is not Activation.NONE else BF16)
     x = draw(6, 32).to(layer.weight.dtype).float() * layer.input_scale_value
     y = x @ (layer.weight.float() * layer.weight_scale_value).T + (0 if layer.bias is None else layer.bias.float())
-    if activation == "gelu":
+    if activation is Activation.GELU:
         y = F.gelu(y, approximate="tanh")
-    elif activation in GATED:
+    elif activation.gated:
         gate = y[:, :32]
-        y = (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * y[:, 32:]
+        y = (F.silu(gate) if activation is Activation.SWIGLU else F.gelu(gate, approximate="tanh")) * y[:, 32:]
     assert float((out.float() - y).abs().max() / y.abs().max()) < (0.07 if out.dtype == FP8 else 0.02)
 
 
 def test_the_ledger_names_whose_products_run(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_linear(torch.zeros(128, 64), None, BF16)
-    products = {"a": (layer, "none"), "b": (layer, "gelu")}
+    products = {"a": (layer, Activation.NONE), "b": (layer, Activation.GELU)}
     assert linear.products_by(8, products) == ("", False), "on a CPU nobody asks"
     monkeypatch.setattr(
-        gemm, "planned", lambda device, kind, activation, *_: TILINGS[0] if activation == "none" else None
+        gemm, "planned", lambda device, kind, activation, *_: TILINGS[0] if activation is Activation.NONE else None
     )
-    for early in (False, True):
-        monkeypatch.setattr(linear, "dependent_launches", lambda _, early=early: early)
-        with steered("cuda"):
-            said = ", products in CUDA C++: a; by cuBLAS (CUDA C++ out: there is no GPU): b"
-            assert linear.products_by(8, products) == (said, early)
+    with steered("cuda"):
+        said = ", products in CUDA C++: a; by cuBLAS (CUDA C++ out: there is no GPU): b"
+        assert linear.products_by(8, products) == (said, True)
+        said = ", products by cuBLAS (CUDA C++ out: there is no GPU): b"
+        assert linear.products_by(8, {"b": products["b"]}) == (said, False), "dependent launches do not pay off"
 
 
 def test_the_ledger_says_why_the_library_takes_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +315,12 @@ def test_the_ledger_says_why_the_library_takes_a_product(monkeypatch: pytest.Mon
     odd = make_linear(torch.empty(2040, 2048, device="meta"), None, BF16)
     small = make_linear(torch.empty(128, 128, device="meta"), None, BF16)
     products = {
-        "a": (large, "none"), "b": (odd, "none"), "c": (small, "none"), "d": (large, "geglu"), "e": (large, "gelu"),
-    }  # fmt: skip
+        "a": (large, Activation.NONE),
+        "b": (odd, Activation.NONE),
+        "c": (small, Activation.NONE),
+        "d": (large, Activation.GEGLU),
+        "e": (large, Activation.GELU),
+    }
 
     def said(gpu: Gpu, rows: int) -> str:
         monkeypatch.setattr(Gpu, "of", lambda _: gpu)

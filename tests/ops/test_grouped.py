@@ -15,6 +15,7 @@ from tests.support.gpus import H200
 from tests.support.smolvla_loops import EXPERTS, FULL, Loops, expert_of
 from tests.support.streamed_support import ROOM, RecordedModule
 from vla_accel.native.smolvla_expert import SmolVlaExpertWeights, sizes_of, steps_of
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda import runtime
 from vla_accel.ops.cuda.denoise import launch, schedule, why_not
 from vla_accel.ops.cuda.denoise.schedule import MAX_CLUSTER, STAGE_BYTES, WARPS, Grouped, Schedule, held_tiles
@@ -156,7 +157,13 @@ def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [one[1] for one in module.launches if one[0] == "qkv"]
     assert blocks == [count for layer in of_layer for kernel, count in layer if kernel == "qkv"] * case.steps
     d = module.defines
-    assert (d["W"], d["NORMED"], d["CAUSAL"], d["SILU"], d["ADAPTIVE"]) == (loop.sizes.width, e.width, 1, 1, 0)
+    assert (d["W"], d["NORMED"], d["CAUSAL"], d["ACTIVATION"], d["ADAPTIVE"]) == (
+        loop.sizes.width,
+        e.width,
+        1,
+        Activation.SWIGLU.code,
+        0,
+    )
     assert (d["SELF_EVERY"], d["T"], d["HZ"]) == (config.self_every, config.action_horizon, config.action_horizon)
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tests.support.agreement import RATIO
 from vla_accel.ops import image as ops
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.sums import GroupNorm, Sum
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,7 @@ def test_group_act_is_group_norm_and_silu_over_sum_and_skip() -> None:
     norm = GroupNorm(3, randn(12, seed=4), randn(12, seed=5), 1e-3)
     whole = torch.cat((ops.add_up(x), skip), -1)
     want = F.silu(F.group_norm(nchw(whole), 3, norm.weight, norm.bias, 1e-3))
-    total, normed = ops.group_act(x, norm, silu=True, keep=True, skip=skip)
+    total, normed = ops.group_act(x, norm, activation=Activation.SILU, keep=True, skip=skip)
     torch.testing.assert_close(nchw(normed), want)
     torch.testing.assert_close(total, whole)
 

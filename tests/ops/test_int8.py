@@ -26,6 +26,7 @@ from vla_accel.fp8 import E4M3, FORMATS, INT8, no_scales
 from vla_accel.measure.parity import LIMITS, compare, reference_of
 from vla_accel.measure.random_policy import calibrate_on_noise, random_observations
 from vla_accel.ops import autotune, int8
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.autotune import Fastest
 from vla_accel.ops.cuda.gemm import planned
 from vla_accel.ops.int8 import searched, usual
@@ -111,11 +112,11 @@ def test_no_hopper_kernel_is_taken_for_integers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("vla_accel.ops.linear.path", lambda _: "cuda")
     monkeypatch.setattr("vla_accel.ops.gpu.Gpu.of", lambda _: H200)
     weight = torch.empty(2048, 2048, device="meta")
-    assert planned(H200, torch.bfloat16, "none", 544, 2048, 2048) is not None
+    assert planned(H200, torch.bfloat16, Activation.NONE, 544, 2048, 2048) is not None
     for inside in (True, False):
         quantised = make_linear(weight, None, torch.bfloat16, 1.0, form=INT8)
-        assert not has_own_gemm(544, quantised, "none", inside=inside)
-    assert has_own_gemm(544, make_linear(weight, None, torch.bfloat16), "none", inside=True)
+        assert not has_own_gemm(544, quantised, Activation.NONE, inside=inside)
+    assert has_own_gemm(544, make_linear(weight, None, torch.bfloat16), Activation.NONE, inside=True)
 
 
 # -- kernels ------------------------------------------------------------------------------------------------------
@@ -186,23 +187,23 @@ def test_a_measured_tile_is_the_one_that_is_launched(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(int8, "remembered", quickest)
     x, out = torch.zeros(200, 48, dtype=torch.int8), torch.zeros(200, 32)
-    int8.product(x, layer, out, activation="geglu")
-    int8.measure(layer, "geglu", 200)
-    int8.measure(layer, "geglu", 200)
+    int8.product(x, layer, out, activation=Activation.GEGLU)
+    int8.measure(layer, Activation.GEGLU, 200)
+    int8.measure(layer, Activation.GEGLU, 200)
     assert asked == ["INT8 geglu 200x64x48"]
-    int8.product(x, layer, out, activation="geglu")
-    int8.product(x, layer, out, activation="swiglu")
-    int8.product(x[:100], layer, out[:100], activation="geglu")
+    int8.product(x, layer, out, activation=Activation.GEGLU)
+    int8.product(x, layer, out, activation=Activation.SWIGLU)
+    int8.product(x[:100], layer, out[:100], activation=Activation.GEGLU)
     with autotune.pinned():
-        int8.measure(layer, "swiglu", 200)
-        int8.product(x, layer, out, activation="geglu")
+        int8.measure(layer, Activation.SWIGLU, 200)
+        int8.product(x, layer, out, activation=Activation.GEGLU)
     assert asked == ["INT8 geglu 200x64x48"]
     best = max(searched(RTX_4090, 200), key=str)
     assert best != usual(200) and launched == [usual(200), best, usual(200), usual(100), usual(200)]
     # The ledger names it, and calls nothing of ours the library's.
     plain = make_linear(torch.randn(64, 48), None, torch.bfloat16)
     monkeypatch.setattr("vla_accel.ops.linear.path", lambda _: "cuda")
-    products = {"gate_up": (layer, "geglu"), "o": (layer, "none"), "qkv": (plain, "none")}
+    products = {"gate_up": (layer, Activation.GEGLU), "o": (layer, Activation.NONE), "qkv": (plain, Activation.NONE)}
     reason = f"it needs compute capability 9.0, {RTX_4090.name} has 8.9"
     assert products_by(200, products) == (
         f", products in INT8 by Triton ({best}): gate_up, o; by cuBLAS (CUDA C++ out: {reason}): qkv", False

@@ -124,8 +124,8 @@ def test_writing_where_nothing_should_is_found(what: str, monkeypatch: pytest.Mo
     call = Call("gelu", {"x": x, "out": Empty((4, 6), torch.float32), "inverse_scale": None}, ("out",))
     honest = rows.gelu
 
-    def careless(x: torch.Tensor, out: torch.Tensor, *, inverse_scale: float | None, pdl: bool) -> None:
-        honest(x, out, inverse_scale=inverse_scale, pdl=pdl)
+    def careless(x: torch.Tensor, out: torch.Tensor, *, inverse_scale: float | None) -> None:
+        honest(x, out, inverse_scale=inverse_scale)
         if what == "input":
             x[0, 0] += 1
         else:

@@ -35,6 +35,7 @@ from vla_accel.errors import ObservationError
 from vla_accel.families.pi0 import PI0
 from vla_accel.models.pi0 import Kind
 from vla_accel.ops import suffix
+from vla_accel.ops.activation import Activation
 from vla_accel.remote import inference
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.remote.metadata import batches_prev_chunks, supports_prev_chunk
@@ -209,7 +210,7 @@ def test_the_ops_step_with_weights_of_zero_is_the_plain_step() -> None:
         got = actions.clone()
         suffix.step(
             x, scale, None, w_out, b_out, got, target, weights, w_in, b_in, torch.zeros(10, 12), dt=-0.1, time=0.7,
-            gain=3.0, eps=1e-6, tokens=5, first=False, last=True, silu=False,
+            gain=3.0, eps=1e-6, tokens=5, first=False, last=True, activation=Activation.NONE,
         )  # fmt: skip
         return got
 

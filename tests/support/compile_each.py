@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.support import compile_decode, compile_groot, compile_int8, compile_kernels
 from tests.support.compile_kernels import META, MODELS, Launch, print_compiled, recorded, source_of
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.kernels import around, image
 from vla_accel.ops.moments import Moments
@@ -77,13 +78,13 @@ def around_products() -> Iterator[Callable[[], Any]]:
     moments, angles = Moments.like(x, width, True), wide(600, head_dim // 2)
     lengths = torch.empty(8, dtype=torch.int32, device=META)
     made = half(rows, (heads + 2) * head_dim)
-    norm = {"eps": 1e-6, "pdl": False}
-    yield lambda: around.heads(made, moments, width, wide(made.shape[1]), angles, angles, lengths, q, k, k, **norm)
+    yield lambda: around.heads(made, moments, width, wide(made.shape[1]), angles, angles, lengths, q, k, k, eps=1e-6)
     out = half(rows, hidden)
-    yield lambda: around.geglu(half(rows, 2 * hidden), moments, width, wide(2 * hidden), out, silu=False, **norm)
+    yield lambda: around.geglu(
+        half(rows, 2 * hidden), moments, width, wide(2 * hidden), out, activation=Activation.GEGLU, eps=1e-6
+    )
     yield lambda: around.onto(
         x, wide(width), x, residual=True, tokens=tokens, skip_first=False, moments=moments, next_scale=wide(width),
-        pdl=False,
     )  # fmt: skip
 
 
@@ -100,8 +101,8 @@ def images() -> Iterator[Callable[[], Any]]:
     grouped = Sum(half(2, 64, 64, 320), half(2, 64, 64, 320), wide(2, 320))
     norm = GroupNorm(32, wide(320), wide(320), 1e-5)
     rows = half(2, 4096, 320)
-    yield lambda: image.rows(added, wide(96), silu=True, keep=True, pad=True)
-    yield lambda: image.groups(grouped, norm, silu=True, keep=True, skip=None)
+    yield lambda: image.rows(added, wide(96), activation=Activation.SILU, keep=True, pad=True)
+    yield lambda: image.groups(grouped, norm, activation=Activation.SILU, keep=True, skip=None)
     yield lambda: image.layer_norm(rows, rows, wide(320), wide(320), wide(320), 1e-5)
     yield lambda: image.geglu_erf(half(2, 4096, 2560))
     yield lambda: image.softmax(wide(4096, 4096), torch.bfloat16)

@@ -35,8 +35,8 @@ def launches_of(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]
             precise = precision if component.name == "denoise" else "auto"
             program = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
             for part in (program, getattr(program, "stack", None)):
-                if hasattr(part, "pdl"):
-                    part.pdl = gpu.dependent_launch  # type: ignore[union-attr]
+                if hasattr(part, "chain"):
+                    part.chain.early = gpu.dependent_launch  # type: ignore[union-attr]
             tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
             found[component.name] = recorded(lambda p=program, t=tensors: p(t, t))
     return found

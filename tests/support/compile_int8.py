@@ -17,8 +17,8 @@ from torch import Tensor
 from tests.support.compile_kernels import META, Launch, print_compiled, recorded
 from vla_accel.fp8 import INT8
 from vla_accel.ops import int8
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import GATED
 from vla_accel.ops.weights import Linear, make_linear
 
 ROWS, WIDTH, HIDDEN = 544, 2048, 4096
@@ -35,11 +35,11 @@ def launches_of(gpu: Gpu, precision: str, batch: int) -> Iterator[Launch]:
     layer: Linear = make_linear(empty(HIDDEN, WIDTH), None, torch.bfloat16, 1.0, form=INT8)
     x = empty(ROWS, WIDTH)
     for tile in int8.searched(gpu, ROWS):
-        for activation in ("none", "gelu", "geglu"):
-            columns = HIDDEN // 2 if activation in GATED else HIDDEN
-            scale, dtype = (None, torch.bfloat16) if activation == "none" else (1.0, torch.int8)
+        for activation in (Activation.NONE, Activation.GELU, Activation.GEGLU):
+            columns = HIDDEN // 2 if activation.gated else HIDDEN
+            scale, dtype = (None, torch.bfloat16) if activation is Activation.NONE else (1.0, torch.int8)
             out = empty(ROWS, columns, dtype=dtype)
-            yield from recorded(functools.partial(int8._launch, x, layer, out, tile, activation, scale, False))
+            yield from recorded(functools.partial(int8._launch, x, layer, out, tile, activation, scale))
 
 
 if __name__ == "__main__":

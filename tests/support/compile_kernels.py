@@ -100,8 +100,9 @@ def launches_of(
         )  # fmt: skip
     loop: Any = getattr(programs[2], "loop", programs[2])
     assert isinstance(loop, (expert.Pi0LayerLoop, smolvla_expert.SmolVlaLayerLoop))
-    # Where the chain's products are the library's, only the loop starts early; a Hopper's are its own.
-    loop.pdl = programs[0].pdl = programs[1].pdl = gpu.dependent_launch  # type: ignore[attr-defined]
+    # Where all products of a chain are the library's, its launches are not dependent; a Hopper's products are its own.
+    for program in programs[:2]:
+        program.chain.early = gpu.dependent_launch  # type: ignore[attr-defined]
 
     def buffer(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=META)

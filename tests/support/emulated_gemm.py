@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.support.cuda_emulator import EmulatedDriver, EmulatedModule
 from vla_accel.fp8 import E4M3
 from vla_accel.ops.cuda import runtime
-from vla_accel.ops.cuda.gemm import launch, suffix
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, E4M3.dtype
 _BEFORE = """
@@ -35,8 +34,7 @@ class EmulatedGemm:
         self.constant: list[Tensor] = []
         self.produced: list[Tensor] = []
         patch.setattr(runtime, "load_module", self._load)
-        for file in (launch, suffix):
-            patch.setattr(file, "driver", EmulatedDriver)
+        patch.setattr(runtime, "driver", EmulatedDriver)
 
     def touch(self, constant: Iterable[Tensor | None], produced: Iterable[Tensor | None]) -> None:
         """What the next launch may touch; `produced`: what a kernel before it writes."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.support.interpreter import patch_once
 from vla_accel.ops import image as ops
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.sums import GroupNorm, Sum
 
@@ -55,21 +56,25 @@ def cases(few: bool) -> dict[str, float]:
             runs: dict[str, Callable[[], Tensor | tuple[Tensor, ...]]] = {
                 "add_up": lambda x=x: ops.add_up(x),
                 "add_up padded": lambda x=x: ops.add_up(x, pad=True),
-                "rms_act kept": lambda x=x, g=gamma: ops.rms_act(x, g, silu=True, keep=True),
-                "rms_act": lambda x=x, g=gamma: ops.rms_act(x, g, silu=False, keep=False),
-                "group_act kept": lambda x=x, n=norm: ops.group_act(x, n, silu=True, keep=True),
-                "group_act": lambda x=x, n=norm: ops.group_act(x, n, silu=False, keep=False),
-                "group_act skip": lambda x=x, n=wide, s=skip: ops.group_act(x, n, silu=True, keep=True, skip=s),
+                "rms_act kept": lambda x=x, g=gamma: ops.rms_act(x, g, activation=Activation.SILU, keep=True),
+                "rms_act": lambda x=x, g=gamma: ops.rms_act(x, g, activation=Activation.NONE, keep=False),
+                "group_act kept": lambda x=x, n=norm: ops.group_act(x, n, activation=Activation.SILU, keep=True),
+                "group_act": lambda x=x, n=norm: ops.group_act(x, n, activation=Activation.NONE, keep=False),
+                "group_act skip": lambda x=x, n=wide, s=skip: ops.group_act(
+                    x, n, activation=Activation.SILU, keep=True, skip=s
+                ),
             }
             for name, run in runs.items():
                 found[f"{name} {channels} residual={residual} shift={shift} phased={phased}"] = both(run)
     # Several stretches of pixels, and groups of 42 channels, three to a program: the last program has two.
     large = Sum(torch.randn(2, 10, 14, 320, dtype=DTYPE), torch.randn(2, 10, 14, 320, dtype=DTYPE), torch.randn(2, 320))
     wide, skip = GroupNorm(8, 1 + torch.randn(336), torch.randn(336), 1e-5), torch.randn(2, 10, 14, 16, dtype=DTYPE)
-    found["group_act large"] = both(lambda: ops.group_act(large, wide, silu=True, keep=True, skip=skip))
+    found["group_act large"] = both(
+        lambda: ops.group_act(large, wide, activation=Activation.SILU, keep=True, skip=skip)
+    )
     alone = GroupNorm(32, 1 + torch.randn(320), torch.randn(320), 1e-5)
     plain = Sum(large.value)
-    found["group_act of one tensor"] = both(lambda: ops.group_act(plain, alone, silu=False, keep=True))
+    found["group_act of one tensor"] = both(lambda: ops.group_act(plain, alone, activation=Activation.NONE, keep=True))
     rows, residual = torch.randn(10, 40, dtype=DTYPE), torch.randn(10, 40, dtype=DTYPE)
     weight, bias, shift = 1 + torch.randn(40), torch.randn(40), torch.randn(40)
     found["add_layer_norm"] = both(lambda: ops.add_layer_norm(rows, residual, shift, weight, bias, 1e-5))

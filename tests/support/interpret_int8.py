@@ -20,6 +20,7 @@ from torch import Tensor
 from tests.support.interpreter import patch_once
 from vla_accel.fp8 import INT8
 from vla_accel.ops import attending, int8, linear, rows
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import steered
 from vla_accel.ops.weights import Linear
 
@@ -27,9 +28,12 @@ from vla_accel.ops.weights import Linear
 PRODUCTS = ((1, 8, 16), (33, 130, 48), (70, 128, 200), (130, 24, 64), (257, 264, 136))
 # Activation, whether gate and up lie in turns, whether the output is quantised.
 INSIDE = (
-    ("gelu", False, True), ("gelu", False, False), ("geglu", False, True), ("geglu", True, True),
-    ("swiglu", True, False),
-)  # fmt: skip
+    (Activation.GELU, False, True),
+    (Activation.GELU, False, False),
+    (Activation.GEGLU, False, True),
+    (Activation.GEGLU, True, True),
+    (Activation.SWIGLU, True, False),
+)
 
 
 def product(rows_: int, n: int, k: int, bias: bool) -> Callable[[Tensor], None]:
@@ -44,7 +48,7 @@ def product(rows_: int, n: int, k: int, bias: bool) -> Callable[[Tensor], None]:
     return lambda out: linear.linear(x, layer, out)
 
 
-def with_activation(activation: str, paired: bool, quantised: bool) -> Callable[[Tensor], None]:
+def with_activation(activation: Activation, paired: bool, quantised: bool) -> Callable[[Tensor], None]:
     """Sums of a few units before the activation; quantised, some saturate."""
     generator = torch.Generator().manual_seed(len(activation))
     x = torch.randint(-127, 128, (70, 200), generator=generator, dtype=torch.int8)
@@ -88,7 +92,9 @@ def main() -> None:
         (
             f"inside {activation} paired={paired} quantised={quantised}",
             with_activation(activation, paired, quantised),
-            torch.empty(70, 272 if activation == "gelu" else 136, dtype=INT8.dtype if quantised else torch.float32),
+            torch.empty(
+                70, 272 if activation is Activation.GELU else 136, dtype=INT8.dtype if quantised else torch.float32
+            ),
         )
         for activation, paired, quantised in INSIDE
     ]

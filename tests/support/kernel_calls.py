@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import zlib
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from vla_accel.fp8 import E4M3, FORMATS
 from vla_accel.ops import attending, dit, linear, sequence, suffix
 from vla_accel.ops import moments as moment_ops
 from vla_accel.ops import rows as row_ops
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.dit import NormTables
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import KeySplit, SuffixAttention
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Library, Pipelined, Product
@@ -26,11 +29,6 @@ FP8 = E4M3.dtype
 MODULES = (row_ops, linear, attending, suffix, sequence, dit, moment_ops)
 # Where an op is defined.
 MODULE_OF = {n: m for m in MODULES for n, f in vars(m).items() if getattr(f, "__module__", "") == m.__name__}
-TAKES_PDL = (
-    "add_norm", "geglu", "gelu", "rope_cache", "attention", "qkv_rope", "gate_up_geglu", "project", "step",
-    "suffix_attention", "cross_attention", "add_at", "norm_rope", "causal_attention", "exact_gelu", "product",
-    "flow_step", "measure",
-)  # fmt: skip
 EPS = 1e-6
 
 
@@ -113,13 +111,14 @@ def eight_bit(what: str) -> str:
     return "fp8" if "8" in what else "int8" if "i" in what else ""
 
 
-def outputs_of(call: Call, device: torch.device, *, kernel: bool, pdl: bool = False, repeat: int = 1) -> list[Tensor]:
-    """Run a call and return its outputs. `kernel`: NaN where it must not look, margins checked; else the reference."""
+def outputs_of(call: Call, device: torch.device, *, kernel: bool, early: bool = False, repeat: int = 1) -> list[Tensor]:
+    """Run a call and return its outputs. `kernel`: NaN where it must not look, margins checked; else the reference.
+    `early`: as a dependent launch, where the device has them."""
     placed = Placed(call, device, kernel)
     before = {name: _copy(value) for name, value in placed.arguments.items()}
-    options = {"pdl": pdl} if call.op in TAKES_PDL else {}
-    for _ in range(repeat):
-        getattr(MODULE_OF[call.op], call.op)(**placed.arguments, **options)
+    with Chain(Gpu.of(device)).resumed() if early else contextlib.nullcontext():
+        for _ in range(repeat):
+            getattr(MODULE_OF[call.op], call.op)(**placed.arguments)
     if kernel:
         placed.check_margins()
         aliased = {value.name for value in call.arguments.values() if isinstance(value, Same)}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, Workspace, eight_bit
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.attention_tiles import Tile
 from vla_accel.ops.key_tilings import CrossTile, KeySplit, SuffixAttention, key_splits
 from vla_accel.ops.moments import Moments
@@ -70,7 +71,7 @@ def _activation(
         if paired:
             arguments["paired"] = True
         if silu:
-            arguments["silu"] = True
+            arguments["activation"] = Activation.SWIGLU
         return Call(op, arguments, ("out",))
 
     return call
@@ -244,7 +245,7 @@ def _gate_up(
             "shift": draw.wide(*two, 2 * hidden) if adaptive else None, "out": Empty((rows, hidden), draw.dtype),
             "eps": EPS, "cut": cut,
         }  # fmt: skip
-        arguments |= {"silu": True} if silu else {}
+        arguments |= {"activation": Activation.SWIGLU} if silu else {}
         if isinstance(cut, Library):
             arguments["workspace"] = Workspace(Product(rows, width, 2 * hidden), cut)
         if moments:
@@ -311,15 +312,27 @@ def _step(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
         # Only the actions' tokens may be looked at.
         hidden = (torch.arange(batch * tokens) % tokens < tokens - horizon)[:, None].expand_as(stream)
         arguments = {
-            "x": stream, "scale": draw.wide(width, scale=0.3), "shift": draw.wide(width) if "n" in what else None,
-            "w_out": draw.wide(actions, width, scale=width**-0.5), "b_out": draw.wide(actions),
-            "actions": draw.wide(batch, horizon, actions), "target": draw.wide(batch, horizon, actions),
-            "weights": draw.wide(batch, horizon), "w_in": draw.wide(actions, width),
+            "x": stream,
+            "scale": draw.wide(width, scale=0.3),
+            "shift": draw.wide(width) if "n" in what else None,
+            "w_out": draw.wide(actions, width, scale=width**-0.5),
+            "b_out": draw.wide(actions),
+            "actions": draw.wide(batch, horizon, actions),
+            "target": draw.wide(batch, horizon, actions),
+            "weights": draw.wide(batch, horizon),
+            "w_in": draw.wide(actions, width),
             "b_in": draw.wide(*((2,) if "2" in what else ()), width),
-            "following": draw(batch * tokens, width), "dt": -0.1, "time": 0.7, "gain": 2.5, "eps": EPS,
-            "tokens": tokens, "first": "f" in what, "last": "l" in what, "silu": "s" in what,
+            "following": draw(batch * tokens, width),
+            "dt": -0.1,
+            "time": 0.7,
+            "gain": 2.5,
+            "eps": EPS,
+            "tokens": tokens,
+            "first": "f" in what,
+            "last": "l" in what,
+            "activation": Activation.SILU if "s" in what else Activation.NONE,
             "pinned": "p" in what,
-        }  # fmt: skip
+        }
         return Call("step", arguments, ("actions", "following"), {"x": hidden})
 
     return call

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tests.support import sequence_cases
-from tests.support.kernel_calls import TAKES_PDL, Call, Draw, check, outputs_of
+from tests.support.kernel_calls import Call, Draw, check, outputs_of
 from tests.support.kernel_cases import (
     CASES,
     _activation,
@@ -178,9 +178,9 @@ def named(*ops: str) -> list[str]:
 
 
 def check_on_gpu(name: str) -> None:
-    """The kernel of a case computes what its reference does, launched early and not, where it may be."""
+    """The kernel of a case computes what its reference does, as a dependent launch and as another."""
     call = call_of(name, torch.bfloat16)
-    for pdl in (False, True) if call.op in TAKES_PDL else (False,):
+    for early in (False, True):
         repeat = 3 if call.op == "suffix_attention" else 1
-        got = outputs_of(call, torch.device("cuda"), kernel=True, pdl=pdl, repeat=repeat)
+        got = outputs_of(call, torch.device("cuda"), kernel=True, early=early, repeat=repeat)
         check(call, got, 0.02, 0.003, 0.006)

@@ -8,6 +8,7 @@ import torch
 
 from tests.support.kernel_calls import EPS, Call, Draw, Empty, Part, eight_bit
 from tests.support.kernel_cases import _moments_of
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dit import NormTables
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
@@ -85,7 +86,7 @@ def _product(rows: int, n: int, k: int, what: str, cut: Pipelined | None = None)
         arguments = {
             "x": draw(rows, k) + 0.5, "layer": layer, "shift": draw.wide(n), "out": Empty((rows, n), draw.dtype),
             "norm": NormTables(scale, sums, EPS) if "n" in what else None,
-            "activation": "gelu" if "g" in what else "relu" if "r" in what else "none",
+            "activation": Activation.GELU if "g" in what else Activation.RELU if "r" in what else Activation.NONE,
         }  # fmt: skip
         if "m" in what:
             arguments["moments"] = _moments_of(arguments["x"], scale, 32)

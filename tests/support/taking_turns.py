@@ -20,6 +20,7 @@ from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.constants import step_tables
 from vla_accel.native.expert import ExpertWeights
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.gpu import Gpu
 
@@ -55,7 +56,7 @@ def streamed() -> dict[str, Run]:
 def attention() -> dict[str, Run]:
     def run(name: str) -> Run:
         call = shapes.call_of(name, torch.bfloat16)
-        return lambda: calls.outputs_of(call, torch.device(DEVICE), kernel=True, pdl=True)[0].float().cpu()
+        return lambda: calls.outputs_of(call, torch.device(DEVICE), kernel=True, early=True)[0].float().cpu()
 
     return {name: run(name) for name in ATTENTION}
 
@@ -70,7 +71,8 @@ def products() -> dict[str, Run]:
 
     def run(tiling: gemm.Tiling) -> Run:
         def call() -> Tensor:
-            gemm.gemm(x, weight, None, out.fill_(float("nan")), tiling=tiling, scale=2048**-0.5, gpu=gpu)
+            with Chain(gpu).resumed():
+                gemm.gemm(x, weight, None, out.fill_(float("nan")), tiling=tiling, scale=2048**-0.5, gpu=gpu)
             return out.float().cpu()
 
         return call

@@ -18,6 +18,7 @@ from vla_accel.component import Program
 from vla_accel.errors import EngineError
 from vla_accel.models.autoencoder import ChannelRms, Downsample, Half, Norm, ResBlock, SpatialAttention, Upsample
 from vla_accel.ops import image as ops
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.autotune import fastest
 from vla_accel.ops.sums import Sum
 
@@ -85,7 +86,7 @@ class NativeHalf:
         state = Sum(ops.conv(x.contiguous() if wide is None else wide, self.conv_in, padding=1), shift=self.shift_in)
         for layer in self.layers:
             state = layer(state)
-        _, h = self.norm_out(state, silu=True, keep=False)
+        _, h = self.norm_out(state, activation=Activation.SILU, keep=False)
         return ops.conv(h, self.conv_out, padding=1)
 
     def _layer(self, block: nn.Module) -> Layer:
@@ -148,11 +149,11 @@ class _Norm:
         if isinstance(norm, nn.GroupNorm):
             self.group = ops.GroupNorm(norm.num_groups, norm.weight.float(), norm.bias.float(), norm.eps)
 
-    def __call__(self, x: Sum, *, silu: bool, keep: bool) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Sum, *, activation: Activation, keep: bool) -> tuple[Tensor, Tensor]:
         if self.gamma is not None:
-            return ops.rms_act(x, self.gamma, silu=silu, keep=keep)
+            return ops.rms_act(x, self.gamma, activation=activation, keep=keep)
         assert self.group is not None
-        return ops.group_act(x, self.group, silu=silu, keep=keep)
+        return ops.group_act(x, self.group, activation=activation, keep=keep)
 
 
 class _Res:
@@ -166,9 +167,9 @@ class _Res:
             self.shift2 = self.shift2 + _bias(block.shortcut)
 
     def __call__(self, x: Sum) -> Sum:
-        y, h = self.norm1(x, silu=True, keep=True)
+        y, h = self.norm1(x, activation=Activation.SILU, keep=True)
         h = ops.conv(h, self.conv1, padding=1)
-        _, h = self.norm2(Sum(h, shift=self.shift1), silu=True, keep=False)
+        _, h = self.norm2(Sum(h, shift=self.shift1), activation=Activation.SILU, keep=False)
         h = ops.conv(h, self.conv2, padding=1)
         return Sum(h, y if self.shortcut is None else F.linear(y, self.shortcut), self.shift2)
 
@@ -180,7 +181,7 @@ class _Attention:
         self.shift = _bias(block.proj)
 
     def __call__(self, x: Sum) -> Sum:
-        y, h = self.norm(x, silu=False, keep=True)
+        y, h = self.norm(x, activation=Activation.NONE, keep=True)
         batch, height, width, channels = h.shape
         q, k, v = self.qkv(h.reshape(batch, height * width, channels)).chunk(3, dim=-1)
         name = f"attention {height * width}x{channels}"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vla_accel.ops import key_tilings, suffix, suffix_tilings
 from vla_accel.ops.autotune import remembered
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
 from vla_accel.ops.moments import Moments
@@ -38,8 +39,9 @@ class Taken:
 class Cuts:
     """The cuts of one loop by kind of op."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, chain: Chain) -> None:
+        """`chain`: the loop's. Ops are measured as they run inside it."""
+        self.device, self.chain = device, chain
         self.taken: dict[str, Taken] = {}
         self.told: dict[str, str] = {}
 
@@ -117,7 +119,8 @@ class Cuts:
 
             return call
 
-        found = remembered(f"{kind} of {what}", {n: measured(w) for n, w in by_name.items()}, self.device, repeats)
+        with self.chain.resumed():
+            found = remembered(f"{kind} of {what}", {n: measured(w) for n, w in by_name.items()}, self.device, repeats)
         self.taken[kind] = by_name[found.way]
         if found.times:
             self.told[kind] = found.way

@@ -25,7 +25,8 @@ from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.prefix import PrefixLayer, PrefixWeights
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
-from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.chain import Chain
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import add_norm, rope_tables
@@ -92,11 +93,13 @@ def _layer(
         made("qkv_proj", qkv, lambda: fold_norm(layer.qkv_proj, plain(layer.input_layernorm))[0], "input_layernorm"),
         made("o_proj", o, lambda: layer.o_proj.weight),
         made(
-            "gate_up_proj", gate_up, lambda: fold_norm(layer.gate_up_proj, plain(layer.post_attention_layernorm))[0],
+            "gate_up_proj",
+            gate_up,
+            lambda: fold_norm(layer.gate_up_proj, plain(layer.post_attention_layernorm))[0],
             "post_attention_layernorm",
         ),
         made("down_proj", down, lambda: layer.down_proj.weight),
-    )  # fmt: skip
+    )
 
 
 class NativeDecode(TurnedProgram):
@@ -105,11 +108,11 @@ class NativeDecode(TurnedProgram):
 
     def __init__(
         self, weights: DecodeWeights, config: Pi0FastConfig, batch: int, prefix_tokens: int, steps: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.weights, self.config = weights, config
         self.prefix_tokens, self.steps, self.turns = prefix_tokens, steps, -(-steps // TURN)
         stack, device, dtype = config.prefix, weights.table.device, weights.dtype
-        self.pdl = dependent_launches(device)
+        self.chain = Chain(Gpu.of(device))
         capacity = prefix_tokens + self.turns * TURN
 
         def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -133,11 +136,9 @@ class NativeDecode(TurnedProgram):
         self.done, self.finished = buffer(batch, kind=torch.bool), buffer(1, kind=torch.bool)
         self.rows = torch.arange(batch, device=device)
         self.cos, self.sin = rope_tables(capacity, stack.head_dim, device)
-        self.cuts = Cuts(device)
+        self.cuts = Cuts(device, self.chain)
         self.first = Moments.like(self.x, stack.width, False)
-        self._cut(SuffixAttention(
-            batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize
-        ))  # fmt: skip
+        self._cut(SuffixAttention(batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize))
         kind = weights_in(weights.precision)
         self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.cuts.detail}"
 
@@ -186,15 +187,15 @@ class NativeDecode(TurnedProgram):
         w = self.weights
         self.positions.copy_(self.places)
         self.x.copy_(w.table[self.token] * math.sqrt(w.table.shape[1]))
-        if self.cuts.moments("down") is not None:
-            # The first kernel of the chain must not start early.
-            measure(self.x, None, self.first, pdl=False)
-        for index in range(len(w.layers)):
-            self._qkv(index)
-            self._attend(index)
-            self._o(index)
-            self._gate_up(index)
-            self._down(index)
+        with self.chain:
+            if self.cuts.moments("down") is not None:
+                measure(self.x, None, self.first)
+            for index in range(len(w.layers)):
+                self._qkv(index)
+                self._attend(index)
+                self._o(index)
+                self._gate_up(index)
+                self._down(index)
         self.keys[:, self.rows, self.places] = self.k[:, :, 0]
         self.values[:, self.rows, self.places] = self.v[:, :, 0]
         add_norm(self.x, None, self.x, self.normed, layer=False, eps=self.config.prefix.eps, inverse_scale=None)
@@ -212,37 +213,35 @@ class NativeDecode(TurnedProgram):
         suffix.qkv_rope(
             self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, self.positions, self.q,
             self.k[index], self.v[index], eps=self.config.prefix.eps,
-            pdl=self.pdl and (index > 0 or moments is not None), cut=self.cuts.alone("qkv"), moments=moments,
+            cut=self.cuts.alone("qkv"), moments=moments,
         )  # fmt: skip
 
     def _attend(self, index: int) -> None:
         """To the `positions` keys before each token, and to itself."""
         suffix.suffix_attention(
             self.q, self.keys[index], self.values[index], self.k[index], self.v[index], self.positions, self.context,
-            state_first=False, pdl=self.pdl, **self.cuts.options("attention"),
+            state_first=False, **self.cuts.options("attention"),
         )  # fmt: skip
 
     def _o(self, index: int) -> None:
         suffix.project(
-            self.context, self.weights.layers[index].o, None, self.x, pdl=self.pdl, **self.cuts.options("o"),
+            self.context, self.weights.layers[index].o, None, self.x, **self.cuts.options("o"),
             moments=self.cuts.moments("o"),
         )  # fmt: skip
 
     def _gate_up(self, index: int) -> None:
         suffix.gate_up_geglu(
             self.x, self.weights.layers[index].gate_up, None, None, self.active, eps=self.config.prefix.eps,
-            pdl=self.pdl, cut=self.cuts.alone("gate_up"), moments=self.cuts.moments("o"),
+            cut=self.cuts.alone("gate_up"), moments=self.cuts.moments("o"),
         )  # fmt: skip
 
     def _down(self, index: int) -> None:
         last = index + 1 == len(self.weights.layers)
         suffix.project(
-            self.active, self.weights.layers[index].down, None, self.x, pdl=self.pdl, **self.cuts.options("down"),
+            self.active, self.weights.layers[index].down, None, self.x, **self.cuts.options("down"),
             moments=None if last else self.cuts.moments("down"),
         )  # fmt: skip
 
     def _head(self) -> None:
-        """Of rows that torch wrote: not to be started early."""
-        suffix.project(
-            self.h, self.weights.head, None, self.logits, residual=False, pdl=False, **self.cuts.options("head")
-        )  # fmt: skip
+        self.chain.restart()
+        suffix.project(self.h, self.weights.head, None, self.logits, residual=False, **self.cuts.options("head"))

@@ -21,6 +21,7 @@ from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.loop import LayerLoop, LoopProgram, Wait, described
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.suffix_tilings import Product
@@ -226,56 +227,51 @@ class Pi0LayerLoop(LayerLoop):
             self.pinned.view(-1, self.tokens)[:, self.tokens - self.horizon :].copy_(inputs["weights"] > 0)
         super().begin(inputs, state_token, actions, wait)
 
-    def _between(
-        self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int, *,
-        early: bool = True,
-    ) -> None:  # fmt: skip
+    def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
         w, tables = self.weights, self.tables
         first, last = step == 0, step == tables.steps
         done = max(step - 1, 0)
         final_scale = tables.final_scale[done] if tables.adaptive else tables.final_scale
         b_in = tables.b_in if tables.adaptive else tables.b_in[min(step, tables.steps - 1)]
         following = self.x if w.mix is None else self.hidden
-        # The first kernel of the chain must not start early.
         suffix.step(
             self.x, final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, actions, inputs["target"],
             inputs["weights"], tables.w_in, b_in, following, dt=-1.0 / tables.steps, time=tables.times[done],
             gain=tables.gains[done], eps=self.eps, tokens=self.tokens, first=first, last=last,
-            silu=w.mix is not None, pinned=tables.trained, pdl=self.pdl and early and not first,
+            activation=Activation.NONE if w.mix is None else Activation.SILU, pinned=tables.trained,
         )  # fmt: skip
         if w.mix is not None and not last:
             assert state_token is not None
             self.x.view(len(state_token), self.tokens, -1)[:, 0] = state_token.to(self.x.dtype)
-            suffix.project(
-                self.hidden, w.mix, None, self.x, residual=False, tokens=self.tokens, skip_first=True, pdl=False
-            )
+            self.chain.restart()
+            suffix.project(self.hidden, w.mix, None, self.x, residual=False, tokens=self.tokens, skip_first=True)
 
-    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor], *, early: bool) -> None:
+    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
         lengths = inputs["lengths"]
-        self._qkv(step, index, lengths, early=early)
+        self._qkv(step, index, lengths)
         self._attend(index, inputs)
         self._o(step, index, lengths)
         self._gate_up(step, index, lengths)
         self._down(step, index, lengths)
 
-    def _qkv(self, step: int, index: int, lengths: Tensor, *, early: bool = True) -> None:
+    def _qkv(self, step: int, index: int, lengths: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.qkv_rope(
             self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index), self.cos, self.sin,
-            lengths, self.q, self.k, self.v, eps=self.eps, pinned=self.pinned, pdl=self.pdl and early,
+            lengths, self.q, self.k, self.v, eps=self.eps, pinned=self.pinned,
             **self.cuts.options("qkv"), moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
     def _attend(self, index: int, inputs: Mapping[str, Tensor]) -> None:
         suffix.suffix_attention(
             self.q, inputs["keys"][index], inputs["values"][index], self.k, self.v, inputs["lengths"], self.context,
-            state_first=self.weights.mix is not None, pdl=self.pdl, **self.cuts.options("attention"),
+            state_first=self.weights.mix is not None, **self.cuts.options("attention"),
         )  # fmt: skip
 
     def _o(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.project(
-            self.context, layer.o, t.of(t.input_gate, step, index), self.x, pinned=self.pinned, pdl=self.pdl,
+            self.context, layer.o, t.of(t.input_gate, step, index), self.x, pinned=self.pinned,
             **self.cuts.options("o"), moments=self.cuts.moments("o"), next_scale=t.of(t.post_scale, step, index),
         )  # fmt: skip
 
@@ -283,7 +279,7 @@ class Pi0LayerLoop(LayerLoop):
         t, layer = self.tables, self.weights.layers[index]
         suffix.gate_up_geglu(
             self.x, layer.gate_up, t.of(t.post_scale, step, index), t.of(t.post_shift, step, index), self.active,
-            eps=self.eps, pinned=self.pinned, pdl=self.pdl, **self.cuts.options("gate_up"),
+            eps=self.eps, pinned=self.pinned, **self.cuts.options("gate_up"),
             moments=self.cuts.moments("o"),
         )  # fmt: skip
 
@@ -291,7 +287,7 @@ class Pi0LayerLoop(LayerLoop):
         t, layer = self.tables, self.weights.layers[index]
         last = index + 1 == len(self.weights.layers)
         suffix.project(
-            self.active, layer.down, t.of(t.post_gate, step, index), self.x, pinned=self.pinned, pdl=self.pdl,
+            self.active, layer.down, t.of(t.post_gate, step, index), self.x, pinned=self.pinned,
             **self.cuts.options("down"),
             moments=None if last else self.cuts.moments("down"),
             next_scale=None if last else t.of(t.input_scale, step, index + 1),

@@ -19,9 +19,11 @@ from vla_accel.models.groot_head import DitLayer, Source, StepConstants
 from vla_accel.native.cuts import Cuts
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.ops import suffix
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.attending import attention
-from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.dit import NormTables, flow_step, product
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.weights import Linear, make_linear
 
@@ -141,7 +143,7 @@ class NativeTransformer:
         self.weights, self.tables, self.config, self.batch = weights, tables, config, batch
         head, device, dtype = config.head, weights.w_in.device, weights.dtype
         self.tokens, horizon = config.action_horizon + 1, config.action_horizon
-        self.pdl = dependent_launches(device)
+        self.chain = Chain(Gpu.of(device))
         rows = batch * self.tokens
         kind = weights_in(weights.precision)
         launches = 4 + 5 * head.depth + 3
@@ -158,7 +160,7 @@ class NativeTransformer:
         )
         self.velocity = buffer(rows, config.action_dim, kind=torch.float32)
         self.flow = [buffer(batch, horizon, config.action_dim, kind=torch.float32) for _ in range(2)]
-        self.cuts = Cuts(device)
+        self.cuts = Cuts(device, self.chain)
         self.begun = Moments.like(self.x, head.width, True)
         self._cut()
         self.detail = f"fused ops, {kind}, {launches} launches a step{self.cuts.detail}"
@@ -191,18 +193,21 @@ class NativeTransformer:
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         self._begin(inputs["state"])
         steps = len(self.tables.rows)
-        for step in range(steps):
-            self._flow(inputs, outputs["actions"], step)
-            self.x.copy_(self.start)
-            suffix.project(
-                self.hidden, self.weights.action_out, None, self.x, tokens=self.tokens, skip_first=True, pdl=False
-            )
-            measure(self.x, self.tables.rows[step].norms[0][0].scale, self.begun, pdl=self.pdl)
-            seen = {"text": 0, "image": 0}
-            for index, block in enumerate(self.weights.blocks):
-                self._block(step, index, block, inputs, seen)
-            self._velocity(step)
-        self._flow(inputs, outputs["actions"], steps)
+        with self.chain:
+            for step in range(steps):
+                self._step(inputs, outputs["actions"], step)
+            self._flow(inputs, outputs["actions"], steps)
+
+    def _step(self, inputs: Mapping[str, Tensor], actions: Tensor, step: int) -> None:
+        self._flow(inputs, actions, step)
+        self.x.copy_(self.start)
+        self.chain.restart()
+        suffix.project(self.hidden, self.weights.action_out, None, self.x, tokens=self.tokens, skip_first=True)
+        measure(self.x, self.tables.rows[step].norms[0][0].scale, self.begun)
+        seen = {"text": 0, "image": 0}
+        for index, block in enumerate(self.weights.blocks):
+            self._block(step, index, block, inputs, seen)
+        self._velocity(step)
 
     def _begin(self, state: Tensor) -> None:
         """The state's token and the actions' positions, the same at every step."""
@@ -218,11 +223,10 @@ class NativeTransformer:
         first, last = step == 0, step == steps
         before = inputs["noise"] if first else self.flow[(step - 1) % 2]
         b_in = self.tables.rows[min(step, steps - 1)].b_in
-        # The first kernel of the chain must not start early.
         flow_step(
             self.velocity, before, inputs["target"], inputs["weights"], self.weights.w_in, b_in,
             actions if last else self.flow[step % 2], self.hidden, dt=1.0 / steps, tokens=self.tokens, first=first,
-            last=last, pdl=self.pdl and not first,
+            last=last,
         )  # fmt: skip
 
     def _block(
@@ -238,7 +242,7 @@ class NativeTransformer:
             q, k, v = heads[:, :, 0], inputs[f"{source}_keys"][place], inputs[f"{source}_values"][place]
             lengths = inputs["lengths"] if source == "text" else None
             seen[source] += 1
-        attention(q, k, v, self.context, lengths, pdl=self.pdl)
+        attention(q, k, v, self.context, lengths)
         self._out(step, index, block)
         self._fc1(step, index, block)
         self._fc2(step, index, block)
@@ -247,32 +251,31 @@ class NativeTransformer:
         """q, or q, k and v, in the buffer that is returned."""
         norm, shift = self.tables.rows[step].norms[index]
         out, kind = (self.first["self"], "qkv") if block.source == "self" else (self.first["other"], "q")
-        # After a library's kernel the chain begins anew.
         moments = self.cuts.moments("fc2") if index else self.begun
-        product(self.x, block.first, shift, out, norm=norm, pdl=self.pdl, cut=self.cuts.alone(kind), moments=moments)
+        product(self.x, block.first, shift, out, norm=norm, cut=self.cuts.alone(kind), moments=moments)
         return out
 
     def _out(self, step: int, index: int, block: BlockWeights) -> None:
         moments = self.cuts.moments("out")
-        suffix.project(self.context, block.out, None, self.x, pdl=self.pdl, **self.cuts.options("out"), moments=moments)
+        suffix.project(self.context, block.out, None, self.x, **self.cuts.options("out"), moments=moments)
 
     def _fc1(self, step: int, index: int, block: BlockWeights) -> None:
         product(
-            self.x, block.fc1, block.fc1_bias, self.active, norm=self.tables.plain[index], activation="gelu",
-            pdl=self.pdl, cut=self.cuts.alone("fc1"), moments=self.cuts.moments("out"),
+            self.x, block.fc1, block.fc1_bias, self.active, norm=self.tables.plain[index], activation=Activation.GELU,
+            cut=self.cuts.alone("fc1"), moments=self.cuts.moments("out"),
         )  # fmt: skip
 
     def _fc2(self, step: int, index: int, block: BlockWeights) -> None:
         row = self.tables.rows[step]
         norm, _ = row.final if index + 1 == len(self.weights.blocks) else row.norms[index + 1]
         suffix.project(
-            self.active, block.fc2, None, self.x, pdl=self.pdl, **self.cuts.options("fc2"),
+            self.active, block.fc2, None, self.x, **self.cuts.options("fc2"),
             moments=self.cuts.moments("fc2"), next_scale=norm.scale,
         )  # fmt: skip
 
     def _velocity(self, step: int) -> None:
         (last, _), (decode_in, b_in), (decode_out, b_out) = self.weights.ends
         norm, shift = self.tables.rows[step].final
-        product(self.x, last, shift, self.out, norm=norm, pdl=self.pdl, moments=self.cuts.moments("fc2"))
-        product(self.out, decode_in, b_in, self.decoded, activation="relu", pdl=self.pdl)
-        product(self.decoded, decode_out, b_out, self.velocity, pdl=self.pdl)
+        product(self.x, last, shift, self.out, norm=norm, moments=self.cuts.moments("fc2"))
+        product(self.out, decode_in, b_in, self.decoded, activation=Activation.RELU)
+        product(self.decoded, decode_out, b_out, self.velocity)

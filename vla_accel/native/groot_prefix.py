@@ -20,6 +20,9 @@ from vla_accel.native.stack import Stack, StackSizes, stack_weights
 from vla_accel.native.store import compute_dtype
 from vla_accel.native.vision import VisionLayer
 from vla_accel.ops import norms
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import Chain
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import block_products, gate_up, linear, products_by
 from vla_accel.ops.rows import add_norm
 from vla_accel.ops.sequence import add_at, causal_attention, norm_rope, place_tokens
@@ -44,8 +47,9 @@ class LanguageLayer:
             make_linear(layer.o_proj.weight, None, dtype),
             pair(make_linear(_folded(layer.gate_up_proj, layer.post_attention_layernorm), None, dtype)),
             make_linear(layer.down_proj.weight, None, dtype),
-            layer.q_norm.weight.float().clone(), layer.k_norm.weight.float().clone(),
-        )  # fmt: skip
+            layer.q_norm.weight.float().clone(),
+            layer.k_norm.weight.float().clone(),
+        )
 
 
 def _folded(product: nn.Linear, norm: nn.RMSNorm) -> Tensor:
@@ -104,9 +108,10 @@ class NativeReader:
         self.places = layout.places(device)
         cos, sin = language_rope(config, self.places.positions, torch.float32)
         self.cos, self.sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
-        four = block_products(first.qkv, first.o, first.gate_up, first.down, silu=True)
+        four = block_products(first.qkv, first.o, first.gate_up, first.down, Activation.SWIGLU)
         self.norms_inside = first.gate_up.paired and norms.can_be_inside(rows, width, *four.values())
-        products, self.pdl = products_by(rows, four, four if self.norms_inside else ())
+        products, early = products_by(rows, four, four if self.norms_inside else ())
+        self.chain = Chain(Gpu.of(device), early)
         products += ", norms inside" if self.norms_inside else ""
         head = model.config.head
         sizes = StackSizes(batch, layout.tokens, head.vl_heads, head.eps, padded=True)
@@ -135,6 +140,13 @@ class NativeReader:
         self.shape = (2, head.heads, head.head_dim)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        with self.chain:
+            self._read(inputs)
+        placed: dict[Source, Tensor] = {"text": self.places.text, "image": self.places.image}
+        for source, rows in placed.items():
+            self._keys_values(source, rows, outputs[f"{source}_keys"], outputs[f"{source}_values"])
+
+    def _read(self, inputs: Mapping[str, Tensor]) -> None:
         deepstack = inputs["deepstack"]
         place_tokens(inputs["image_tokens"], inputs["tokens"], self.weights.table, self.places.order, self.x)
         self._norm(self.x, self.h)
@@ -142,58 +154,53 @@ class NativeReader:
             self._attention(layer, normed=not self.norms_inside or index <= len(deepstack))
             self._mlp(layer)
             if index < len(deepstack):
-                add_at(deepstack[index], self.places.image, self.x, pdl=self.pdl)
+                add_at(deepstack[index], self.places.image, self.x)
                 self._norm(self.x, self.h)
         self._attend_to_all(inputs["lengths"])
-        placed: dict[Source, Tensor] = {"text": self.places.text, "image": self.places.image}
-        for source, rows in placed.items():
-            self._keys_values(source, rows, outputs[f"{source}_keys"], outputs[f"{source}_values"])
 
     def _norm(self, x: Tensor, h: Tensor, y: Tensor | None = None) -> None:
-        add_norm(x, y, x, h, layer=False, eps=self.config.eps, inverse_scale=None, pdl=self.pdl)
+        add_norm(x, y, x, h, layer=False, eps=self.config.eps, inverse_scale=None)
 
     def _attention(self, layer: LanguageLayer, *, normed: bool) -> None:
         """Attention's context. `normed`: `h` has the normed rows; otherwise `moments` are those of `x`."""
-        c, pdl = self.config, self.pdl
+        c = self.config
         if normed:
-            linear(self.h, layer.qkv, self.qkv, pdl=pdl)
+            linear(self.h, layer.qkv, self.qkv)
         else:
-            norms.normed_linear(self.x, self.moments, layer.qkv, self.qkv, layer_norm=False, eps=c.eps, pdl=pdl)
-        norm_rope(
-            self.qkv, layer.q_norm, layer.k_norm, self.cos, self.sin, c.heads, c.kv_heads, eps=c.eps, pdl=pdl
-        )  # fmt: skip
+            norms.normed_linear(self.x, self.moments, layer.qkv, self.qkv, layer_norm=False, eps=c.eps)
+        norm_rope(self.qkv, layer.q_norm, layer.k_norm, self.cos, self.sin, c.heads, c.kv_heads, eps=c.eps)
         heads = self.qkv.view(self.batch, self.layout.tokens, -1, c.head_dim)
         q, k, v = heads.split((c.heads, c.kv_heads, c.kv_heads), 2)
-        causal_attention(q, k, v, self.context.view(self.batch, self.layout.tokens, -1), pdl=pdl)
+        causal_attention(q, k, v, self.context.view(self.batch, self.layout.tokens, -1))
 
     def _mlp(self, layer: LanguageLayer) -> None:
         """Output projection, residual, MLP, residual; behind it `h` has the normed rows, or `moments` are those of
         `x`."""
-        pdl = self.pdl
         if self.norms_inside:
-            norms.residual_linear(self.context, layer.o, self.x, self.moments, pdl=pdl)
+            norms.residual_linear(self.context, layer.o, self.x, self.moments)
             norms.normed_gate_up(
-                self.x, self.moments, layer.gate_up, self.active, eps=self.config.eps, silu=True, pdl=pdl
-            )  # fmt: skip
-            norms.residual_linear(self.active, layer.down, self.x, self.moments, pdl=pdl)
+                self.x, self.moments, layer.gate_up, self.active, eps=self.config.eps, activation=Activation.SWIGLU
+            )
+            norms.residual_linear(self.active, layer.down, self.x, self.moments)
             return
-        linear(self.context, layer.o, self.y, pdl=pdl)
+        linear(self.context, layer.o, self.y)
         self._norm(self.x, self.h, self.y)
-        gate_up(self.h, layer.gate_up, self.gate_up, self.active, inverse_scale=None, silu=True, pdl=pdl)
-        linear(self.active, layer.down, self.y, pdl=pdl)
+        gate_up(self.h, layer.gate_up, self.gate_up, self.active, inverse_scale=None, activation=Activation.SWIGLU)
+        linear(self.active, layer.down, self.y)
         self._norm(self.x, self.h, self.y)
 
     def _attend_to_all(self, lengths: Tensor) -> None:
         w, x = self.weights, self.stack.x
-        add_norm(self.x, None, self.x, x, layer=True, eps=self.head_eps, inverse_scale=None, pdl=self.pdl)
+        add_norm(self.x, None, self.x, x, layer=True, eps=self.head_eps, inverse_scale=None)
         # This norm's result is the residual itself: its weights cannot be folded.
         x.copy_(torch.addcmul(w.vl_shift, x, w.vl_scale))
-        self.stack.run(lengths + len(self.places.image))
+        with self.stack.chain.resumed():
+            self.stack.run(lengths + len(self.places.image))
 
     def _keys_values(self, source: Source, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         taken, joined = self.taken[source], self.joined[source]
         torch.index_select(self.stack.x.view(self.batch, self.layout.tokens, -1), 1, rows, out=taken)
-        linear(taken.flatten(0, 1), self.weights.keys_values[source], joined, pdl=False)
+        linear(taken.flatten(0, 1), self.weights.keys_values[source], joined)
         split = joined.view(self.batch, len(rows), -1, *self.shape).permute(3, 2, 0, 1, 4, 5)
         keys.copy_(split[0])
         values.copy_(split[1])

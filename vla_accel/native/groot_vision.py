@@ -44,9 +44,10 @@ class MergerWeights:
             norm.weight = torch.nn.Parameter(merger.norm.weight.repeat(times), requires_grad=False)
             norm.bias = torch.nn.Parameter(merger.norm.bias.repeat(times), requires_grad=False)
         return cls(
-            make_linear(*fold_norm(merger.fc1, norm), dtype), make_linear(merger.fc2.weight, merger.fc2.bias, dtype),
+            make_linear(*fold_norm(merger.fc1, norm), dtype),
+            make_linear(merger.fc2.weight, merger.fc2.bias, dtype),
             late,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -102,23 +103,24 @@ class NativeTower:
         stack, config = self.stack, self.config
         patchify_blocks(inputs["images"].flatten(0, 1), self.patches, config.patch_size, config.merge)
         patch_product(self.patches, self.weights.patch, self.embedded)
-        add_norm(self.embedded, self.place, stack.x, stack.h, layer=True, eps=config.eps, inverse_scale=None)
 
         def after(index: int) -> None:
             if index in config.deepstack:
                 level = config.deepstack.index(index)
                 self._merge(self.weights.mergers[level], outputs["deepstack"][level])
 
-        stack.run(after=after)
-        self._merge(self.weights.mergers[-1], outputs["image_tokens"])
+        with stack.chain:
+            add_norm(self.embedded, self.place, stack.x, stack.h, layer=True, eps=config.eps, inverse_scale=None)
+            stack.run(after=after)
+            self._merge(self.weights.mergers[-1], outputs["image_tokens"])
 
     def _merge(self, merger: MergerWeights, out: Tensor) -> None:
-        x, normed, pdl = self.stack.x, self.normed, self.stack.pdl
+        x, normed = self.stack.x, self.normed
         if merger.late:
             x = x.view(normed.shape)
         else:
             normed = normed.view(x.shape)
-        add_norm(x, None, x, normed, layer=True, eps=self.config.eps, inverse_scale=None, pdl=pdl)
-        linear(self.normed, merger.fc1, self.hidden, pdl=pdl)
-        exact_gelu(self.hidden, pdl=pdl)
-        linear(self.hidden, merger.fc2, out.flatten(0, 1), pdl=pdl)
+        add_norm(x, None, x, normed, layer=True, eps=self.config.eps, inverse_scale=None)
+        linear(self.normed, merger.fc1, self.hidden)
+        exact_gelu(self.hidden)
+        linear(self.hidden, merger.fc2, out.flatten(0, 1))

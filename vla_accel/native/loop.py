@@ -15,8 +15,9 @@ from vla_accel.models.smollm import SmolLmConfig
 from vla_accel.native.ahead import Ahead
 from vla_accel.native.cuts import Cuts
 from vla_accel.native.prefix import NativePrefix
+from vla_accel.ops.chain import Chain
 from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop
-from vla_accel.ops.dispatch import dependent_launches
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import rope_tables
@@ -32,8 +33,7 @@ class LayerLoop(ABC):
     taken.
 
     Rows of the suffix: `x` (B T, W), what the action MLP's first layer makes of them `hidden`, `q`, `k`, `v`
-    (B, T, heads, d), attention's `context` and the gated `active`. `attention`: its sizes, and `pdl`: whether kernels
-    may start early.
+    (B, T, heads, d), attention's `context` and the gated `active`. `attention`: its sizes.
     """
 
     reads_by_layer = True
@@ -44,7 +44,7 @@ class LayerLoop(ABC):
     ) -> None:  # fmt: skip
         """`tokens`: of a sequence's suffix; `dtype`: of what is computed."""
         self.tables, self.tokens, self.eps, self.depth = tables, tokens, expert.eps, expert.depth
-        self.pdl = dependent_launches(device)
+        self.chain = Chain(Gpu.of(device))
         rows = batch * tokens
 
         def buffer(*shape: int) -> Tensor:
@@ -60,7 +60,7 @@ class LayerLoop(ABC):
         self.attention = SuffixAttention(
             batch, tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
         )
-        self.cuts = Cuts(device)
+        self.cuts = Cuts(device, self.chain)
         self.first = Moments.like(self.x, expert.width, tables.adaptive)
 
     @property
@@ -72,44 +72,40 @@ class LayerLoop(ABC):
         self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, wait: Wait | None = None
     ) -> None:
         """Enqueue the first step; `actions` hold the noise, and are integrated in place. `wait`: with it no layer
-        starts before it is its turn."""
+        starts before it is its turn. Call it and `go_on` with `chain` open."""
         self._between(inputs, actions, state_token, 0)
         self._step(inputs, 0, wait)
 
-    def go_on(
-        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, *, joined: bool = False
-    ) -> None:
-        """Enqueue the other steps, and the end. `joined`: something else came between."""
+    def go_on(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
+        """Enqueue the other steps, and the end."""
         for step in range(1, self.tables.steps):
-            self._between(inputs, actions, state_token, step, early=step > 1 or not joined)
+            self._between(inputs, actions, state_token, step)
             self._step(inputs, step)
-        self._between(inputs, actions, state_token, self.tables.steps, early=self.tables.steps > 1 or not joined)
+        self._between(inputs, actions, state_token, self.tables.steps)
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue all of it."""
-        self.begin(inputs, state_token, actions)
-        self.go_on(inputs, state_token, actions)
+        with self.chain:
+            self.begin(inputs, state_token, actions)
+            self.go_on(inputs, state_token, actions)
 
     def _step(self, inputs: Mapping[str, Tensor], step: int, wait: Wait | None = None) -> None:
         if self.cuts.moments("down") is not None:
             # Of the rows that the first layer reads, which no product has written.
-            measure(self.x, self.tables.of(self.tables.input_scale, step, 0), self.first, pdl=self.pdl)
+            measure(self.x, self.tables.of(self.tables.input_scale, step, 0), self.first)
         for layer in range(self.depth):
             if wait is not None:
                 wait(layer)
-            self._layer(step, layer, inputs, early=wait is None)
+                self.chain.restart()
+            self._layer(step, layer, inputs)
 
     @abstractmethod
-    def _between(
-        self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int, *,
-        early: bool = True,
-    ) -> None:  # fmt: skip
-        """Finish evaluation step - 1 and prepare evaluation `step`. `early`: it may start before its turn, as what is
-        in front of it is a kernel of this loop."""
+    def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
+        """Finish evaluation step - 1 and prepare evaluation `step`."""
 
     @abstractmethod
-    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor], *, early: bool) -> None:
-        """A layer in evaluation `step`; `early` as above."""
+    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
+        """A layer in evaluation `step`."""
 
 
 class LoopProgram(FollowingProgram):
@@ -136,8 +132,10 @@ class LoopProgram(FollowingProgram):
             return
         with self.ahead.beside():
             state = self.prepare(inputs, actions)
-            self.loop.begin(inputs, state, actions, self.ahead.wait)
-        self.loop.go_on(inputs, state, actions, joined=True)
+            with self.loop.chain:
+                self.loop.begin(inputs, state, actions, self.ahead.wait)
+        with self.loop.chain:
+            self.loop.go_on(inputs, state, actions)
 
     def prepare(self, inputs: Mapping[str, Tensor], actions: Tensor) -> Tensor | None:
         """Where the loop begins: at the noise, but for actions that a trained model has pinned. Returns the state's

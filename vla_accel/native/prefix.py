@@ -27,7 +27,10 @@ from vla_accel.native.flow import FlowStore
 from vla_accel.native.fold import fold_norm, plain
 from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.ops import norms
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.attending import Sizes, attend, choose
+from vla_accel.ops.chain import Chain
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import block_products, gate_up, linear, products_by
 from vla_accel.ops.rows import add_norm, embed_norm, rope_cache, rope_tables
 from vla_accel.ops.weights import Linear, make_linear, pair
@@ -48,7 +51,7 @@ class PrefixLayer:
 @dataclass(frozen=True)
 class PrefixWeights:
     """The stack's weights, folded. `table` (vocabulary, W): the token embedding, unscaled, on the GPU or in page-locked
-    memory. `silu`: SwiGLU instead of GeGLU."""
+    memory. `activation`: GEGLU or SWIGLU."""
 
     table: Tensor
     layers: tuple[PrefixLayer, ...]
@@ -57,7 +60,7 @@ class PrefixWeights:
     kv_heads: int
     head_dim: int
     eps: float
-    silu: bool = False
+    activation: Activation = Activation.GEGLU
 
     @classmethod
     def of(
@@ -100,8 +103,9 @@ class PrefixWeights:
         else:
             with model.present("embed"):
                 table = model.embed.weight.detach()
-        silu = isinstance(model.prefix.layers[0], SmolLmLayer)
-        return cls(table, tuple(layers), dtype, config.heads, config.kv_heads, config.head_dim, config.eps, silu)
+        smol = isinstance(model.prefix.layers[0], SmolLmLayer)
+        activation = Activation.SWIGLU if smol else Activation.GEGLU
+        return cls(table, tuple(layers), dtype, config.heads, config.kv_heads, config.head_dim, config.eps, activation)
 
     @property
     def bytes(self) -> int:
@@ -137,16 +141,17 @@ class NativePrefix:
         )  # fmt: skip
         self.attention = choose(attention, sizes, device)
         self.detail += f", {self.attention.detail}"
-        products, self.pdl, self.norms_inside, self.mlp_norms_inside = "", False, False, False
+        products, early, self.norms_inside, self.mlp_norms_inside = "", False, False, False
         if first.o is not None and first.gate_up is not None and first.down is not None:
-            four = block_products(first.qkv, first.o, first.gate_up, first.down, silu=weights.silu)
+            four = block_products(first.qkv, first.o, first.gate_up, first.down, weights.activation)
             self.norms_inside = norms.can_be_inside(rows, width, four["down"], four["qkv"])
             self.mlp_norms_inside = first.gate_up.paired and norms.can_be_inside(
                 rows, width, four["o"], four["gate_up"]
             )
             taking = {"down", "qkv"} if self.norms_inside else set()
             taking |= {"o", "gate_up"} if self.mlp_norms_inside else set()
-            products, self.pdl = products_by(rows, four, taking)
+            products, early = products_by(rows, four, taking)
+        self.chain = Chain(Gpu.of(device), early)
         self.detail += products
         if weights.table.device != device:
             self.detail += ", embeddings on the host"
@@ -172,9 +177,15 @@ class NativePrefix:
         """Where it says which layers are done."""
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        w, lengths, pdl = self.weights, inputs["lengths"], self.pdl
         if self.ahead is not None:
             self.ahead.begin()
+        with self.chain:
+            self._layers(inputs, outputs)
+        if self.ahead is None:
+            self.finish(outputs)
+
+    def _layers(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        w, lengths = self.weights, inputs["lengths"]
         self.embed(inputs)
         q = self.qkv.view(self.batch, self.tokens, -1, w.head_dim)[:, :, : w.heads]
         # What the next q/k/v multiplies: rows that are normed, or rows that are not and their moments.
@@ -183,39 +194,35 @@ class NativePrefix:
             keys, values = self.cache(outputs, index)
             if layer.o is None or layer.gate_up is None or layer.down is None:
                 if self.norms_inside and index:
-                    add_norm(
-                        self.x, None, self.x, self.h, layer=False, eps=w.eps, inverse_scale=None, pdl=pdl
-                    )  # fmt: skip
-                linear(self.h, layer.qkv, self.last_kv, pdl=pdl)
-                rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0, pdl=pdl)
+                    add_norm(self.x, None, self.x, self.h, layer=False, eps=w.eps, inverse_scale=None)
+                linear(self.h, layer.qkv, self.last_kv)
+                rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0)
                 self._reached(index)
                 break
             if self.norms_inside:
-                norms.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps, pdl=pdl)
+                norms.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps)
             else:
-                linear(self.h, layer.qkv, self.qkv, pdl=pdl)
-            rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads, pdl=pdl)
+                linear(self.h, layer.qkv, self.qkv)
+            rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads)
             self._reached(index)
             attend(
                 self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
-                last=self.state_last, tile=self.attention.tile, pdl=pdl,
+                last=self.state_last, tile=self.attention.tile,
             )  # fmt: skip
-            active = {"inverse_scale": layer.down.inverse_scale, "silu": w.silu, "pdl": pdl}
+            active = {"inverse_scale": layer.down.inverse_scale, "activation": w.activation}
             if self.mlp_norms_inside:
-                norms.residual_linear(self.context, layer.o, self.x, self.moments, pdl=pdl)
+                norms.residual_linear(self.context, layer.o, self.x, self.moments)
                 norms.normed_gate_up(self.x, self.moments, layer.gate_up, self.active, eps=w.eps, **active)
             else:
-                linear(self.context, layer.o, self.y, pdl=pdl)
+                linear(self.context, layer.o, self.y)
                 self._residual(self.h_mlp, layer.gate_up)
                 gate_up(self.h_mlp, layer.gate_up, self.gate_up, self.active, **active)
             if self.norms_inside:
                 x, moments = self.x, self.moments
-                norms.residual_linear(self.active, layer.down, x, moments, pdl=pdl)
+                norms.residual_linear(self.active, layer.down, x, moments)
             else:
-                linear(self.active, layer.down, self.y, pdl=pdl)
+                linear(self.active, layer.down, self.y)
                 self._residual(self.h, w.layers[index + 1].qkv)
-        if self.ahead is None:
-            self.finish(outputs)
 
     def embed(self, inputs: Mapping[str, Tensor]) -> None:
         """The rows of the stack, and their norm."""
@@ -245,7 +252,6 @@ class NativePrefix:
     def _residual(self, normed: Tensor, following: Linear) -> None:
         add_norm(
             self.x, self.y, self.x, normed, layer=False, eps=self.weights.eps, inverse_scale=following.inverse_scale,
-            pdl=self.pdl,
         )  # fmt: skip
 
 

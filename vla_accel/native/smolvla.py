@@ -101,8 +101,9 @@ class SmolVlaPrefix(NativePrefix):
         """All crossing layers in batched products, straight to where the expert reads."""
         for layers, places in self.own.runs:
             for kept, made, weight in (
-                (self.kept[0], outputs["keys"], self.own.keys), (self.kept[1], outputs["values"], self.own.values)
-            ):  # fmt: skip
+                (self.kept[0], outputs["keys"], self.own.keys),
+                (self.kept[1], outputs["values"], self.own.values),
+            ):
                 rows, cache = (x.view(len(x), -1, weight.shape[1]) for x in (kept[places], made[layers]))
                 torch.bmm(rows, weight[places].transpose(1, 2), out=cache)
 

@@ -24,6 +24,7 @@ from vla_accel.native.loop import LayerLoop, LoopProgram, described
 from vla_accel.native.store import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
 from vla_accel.ops import suffix
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.cuda.denoise.tables import WHOLE
 from vla_accel.ops.gpu import Gpu
@@ -87,7 +88,7 @@ def sizes_of(config: SmolVlaConfig) -> Sizes:
     e = config.expert
     return Sizes(
         round_up(e.width, WHOLE), e.mlp_dim, e.heads, e.kv_heads, e.head_dim, e.depth, config.action_horizon,
-        config.action_horizon, config.action_dim, False, e.eps, e.width, causal=True, silu=True,
+        config.action_horizon, config.action_dim, False, e.eps, e.width, causal=True, activation=Activation.SWIGLU,
         self_every=config.self_every,
     )  # fmt: skip
 
@@ -198,66 +199,59 @@ class SmolVlaLayerLoop(LayerLoop):
         mix = suffix.project_product(self.hidden, self.weights.mix)
         self.cuts.products("mix", mix, self._mix)
 
-    def _between(
-        self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int, *,
-        early: bool = True,
-    ) -> None:  # fmt: skip
+    def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
         del state_token  # The state is in the prefix.
         w, tables = self.weights, self.tables
         first, last = step == 0, step == tables.steps
         done = max(step - 1, 0)
-        # The first kernel of the chain must not start early.
         suffix.step(
             self.x, tables.final_scale, None, w.w_out, w.b_out, actions, inputs["target"], inputs["weights"],
             tables.w_in, tables.b_in[min(step, tables.steps - 1)], self.hidden, dt=-1.0 / tables.steps,
             time=tables.times[done], gain=tables.gains[done], eps=self.eps, tokens=self.tokens,
-            first=first, last=last, silu=True, pinned=tables.trained,
-            pdl=self.pdl and early and not first,
+            first=first, last=last, activation=Activation.SILU, pinned=tables.trained,
         )  # fmt: skip
         if not last:
             self._mix()
 
-    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor], *, early: bool) -> None:
+    def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
         del step  # No norm depends on it.
         layer, lengths = self.weights.layers[index], inputs["lengths"]
         keys, values = inputs["keys"][index], inputs["values"][index]
         if self.config.crosses(index):
-            self._cross(index, keys, values, lengths, early=early)
+            self._cross(index, keys, values, lengths)
         else:
-            self._qkv(index, lengths, early=early)
+            self._qkv(index, lengths)
             self._attend(keys, values, lengths)
         self._o(layer)
         self._gate_up(layer)
         self._down(layer)
 
-    def _qkv(self, index: int, lengths: Tensor, *, early: bool = True) -> None:
+    def _qkv(self, index: int, lengths: Tensor) -> None:
         suffix.qkv_rope(
             self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
-            eps=self.eps, pdl=self.pdl and early, **self.cuts.options("qkv"),
+            eps=self.eps, **self.cuts.options("qkv"),
             moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
     def _attend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
         suffix.suffix_attention(
-            self.q, keys, values, self.k, self.v, lengths, self.context, state_first=False, causal=True, pdl=self.pdl,
+            self.q, keys, values, self.k, self.v, lengths, self.context, state_first=False, causal=True,
             **self.cuts.options("attention"),
         )  # fmt: skip
 
-    def _cross(self, index: int, keys: Tensor, values: Tensor, lengths: Tensor, *, early: bool = True) -> None:
+    def _cross(self, index: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
         suffix.cross_attention(
             self.x, self.weights.layers[index].qkv, self.cos, self.sin, keys, values, lengths, self.context,
-            eps=self.eps, pdl=self.pdl and early, cut=self.cuts.alone("cross"),
+            eps=self.eps, cut=self.cuts.alone("cross"),
             moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 
     def _o(self, layer: ExpertLayer) -> None:
-        suffix.project(
-            self.context, layer.o, None, self.x, pdl=self.pdl, **self.cuts.options("o"), moments=self.cuts.moments("o")
-        )
+        suffix.project(self.context, layer.o, None, self.x, **self.cuts.options("o"), moments=self.cuts.moments("o"))
 
     def _gate_up(self, layer: ExpertLayer) -> None:
         suffix.gate_up_geglu(
-            self.x, layer.gate_up, None, None, self.active, eps=self.eps, silu=True, pdl=self.pdl,
+            self.x, layer.gate_up, None, None, self.active, eps=self.eps, activation=Activation.SWIGLU,
             **self.cuts.options("gate_up"), moments=self.cuts.moments("o"),
         )  # fmt: skip
 
@@ -267,12 +261,9 @@ class SmolVlaLayerLoop(LayerLoop):
             layer.down,
             None,
             self.x,
-            pdl=self.pdl,
             **self.cuts.options("down"),
             moments=self.cuts.moments("down"),
         )
 
     def _mix(self) -> None:
-        suffix.project(
-            self.hidden, self.weights.mix, None, self.x, residual=False, pdl=self.pdl, **self.cuts.options("mix")
-        )  # fmt: skip
+        suffix.project(self.hidden, self.weights.mix, None, self.x, residual=False, **self.cuts.options("mix"))

@@ -16,7 +16,10 @@ from vla_accel.models.siglip import PreNormLayer
 from vla_accel.native.fold import fold_norm
 from vla_accel.native.vision import VisionLayer
 from vla_accel.ops import norms
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.attending import Sizes, attend, choose
+from vla_accel.ops.chain import Chain
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import linear, linear_gelu, products_by
 from vla_accel.ops.norms import with_sums
 from vla_accel.ops.rows import add_norm
@@ -69,11 +72,14 @@ class Stack:
         )  # fmt: skip
         self.attention = choose(asked, attention, device)
         four = {
-            "qkv": (first.qkv, "none"), "out": (first.out, "none"), "fc1": (first.fc1, "gelu"),
-            "fc2": (first.fc2, "none"),
-        }  # fmt: skip
+            "qkv": (first.qkv, Activation.NONE),
+            "out": (first.out, Activation.NONE),
+            "fc1": (first.fc1, Activation.GELU),
+            "fc2": (first.fc2, Activation.NONE),
+        }
         self.norms_inside = norms.can_be_inside(rows, width, *four.values())
-        products, self.pdl = products_by(rows, four, four if self.norms_inside else ())
+        products, early = products_by(rows, four, four if self.norms_inside else ())
+        self.chain = Chain(Gpu.of(device), early)
         self.detail = f", {self.attention.detail}{products}"
         if self.norms_inside:
             self.detail += ", norms inside"
@@ -87,16 +93,14 @@ class Stack:
 
     def run(self, lengths: Tensor | None = None, after: Callable[[int], None] = lambda index: None) -> None:
         """All blocks, on `x`. lengths (B,) int32 of the real rows; `after` is called behind each block, when `x` has
-        its output."""
-        norm = {"layer": True, "eps": self.sizes.eps, "inverse_scale": None, "pdl": self.pdl}
+        its output. The caller opens `chain`."""
+        norm = {"layer": True, "eps": self.sizes.eps, "inverse_scale": None}
         add_norm(self.x, None, self.x, self.h, **norm)  # type: ignore[arg-type]
         for index, layer in enumerate(self.layers):
             if self.norms_inside and index:
-                norms.normed_linear(
-                    self.x, self.moments, layer.qkv, self.qkv, layer_norm=True, eps=self.sizes.eps, pdl=self.pdl
-                )
+                norms.normed_linear(self.x, self.moments, layer.qkv, self.qkv, layer_norm=True, eps=self.sizes.eps)
             else:
-                linear(self.h, layer.qkv, self.qkv, pdl=self.pdl)
+                linear(self.h, layer.qkv, self.qkv)
             self._attend(lengths)
             self._mlp(layer, norm)
             after(index)
@@ -104,23 +108,21 @@ class Stack:
     def _attend(self, lengths: Tensor | None) -> None:
         s = self.sizes
         if self.rope is not None:
-            norm_rope(self.qkv, None, None, *self.rope, s.heads, s.heads, eps=0.0, pdl=self.pdl)
+            norm_rope(self.qkv, None, None, *self.rope, s.heads, s.heads, eps=0.0)
         q, k, v = self.qkv.view(s.batch, s.tokens, 3, s.heads, self.head_dim).unbind(2)
-        attend(
-            self.attention.way, q, k, v, self.context, lengths, tile=self.attention.tile, pdl=self.pdl
-        )  # fmt: skip
+        attend(self.attention.way, q, k, v, self.context, lengths, tile=self.attention.tile)
 
     def _mlp(self, layer: VisionLayer, norm: dict[str, object]) -> None:
         """Output projection, residual, MLP, residual."""
         if self.norms_inside:
-            inside = {"layer_norm": True, "eps": self.sizes.eps, "pdl": self.pdl}
-            norms.residual_linear(self.context, layer.out, self.x, self.moments, pdl=self.pdl)
-            norms.normed_linear(self.x, self.moments, layer.fc1, self.hidden, gelu=True, **inside)  # type: ignore[arg-type]
-            norms.residual_linear(self.hidden, layer.fc2, self.x, self.moments, pdl=self.pdl)
+            inside = {"layer_norm": True, "eps": self.sizes.eps}
+            norms.residual_linear(self.context, layer.out, self.x, self.moments)
+            norms.normed_linear(self.x, self.moments, layer.fc1, self.hidden, activation=Activation.GELU, **inside)  # type: ignore[arg-type]
+            norms.residual_linear(self.hidden, layer.fc2, self.x, self.moments)
             return
-        linear(self.context, layer.out, self.y, pdl=self.pdl)
+        linear(self.context, layer.out, self.y)
         add_norm(self.x, self.y, self.x, self.h, **norm)  # type: ignore[arg-type]
-        linear_gelu(self.h, layer.fc1, self.hidden, self.hidden, inverse_scale=None, pdl=self.pdl)
-        linear(self.hidden, layer.fc2, self.y, pdl=self.pdl)
+        linear_gelu(self.h, layer.fc1, self.hidden, self.hidden, inverse_scale=None)
+        linear(self.hidden, layer.fc2, self.y)
         # The next block's normed rows; behind the last one nobody reads them.
         add_norm(self.x, self.y, self.x, self.h, **norm)  # type: ignore[arg-type]

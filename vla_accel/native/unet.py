@@ -24,6 +24,7 @@ from vla_accel.errors import EngineError
 from vla_accel.models.unet import Unet
 from vla_accel.native.autoencoder import laid_out, padded
 from vla_accel.ops import image as ops
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.autotune import fastest
 from vla_accel.ops.sums import GroupNorm, Sum
 
@@ -145,7 +146,7 @@ class NativeUnet:
         state = self.mid.go_through(call, state)
         for level in self.up:
             state = level.go_up(call, state, skips)
-        _, h = ops.group_act(state.sum(), self.norm_out, silu=True, keep=False)
+        _, h = ops.group_act(state.sum(), self.norm_out, activation=Activation.SILU, keep=False)
         return self.conv(h, self.conv_out)
 
     # -- the measured parts -----------------------------------------------------------------------------------------
@@ -253,11 +254,11 @@ class _Res:
             self.shift = self.shift + part.conv_shortcut.bias.float()
 
     def __call__(self, call: _Call, x: _Lazy, skip: Tensor | None) -> _Lazy:
-        y, h = ops.group_act(x.sum(), self.norm1, silu=True, keep=True, skip=skip)
+        y, h = ops.group_act(x.sum(), self.norm1, activation=Activation.SILU, keep=True, skip=skip)
         if skip is None:
             x.done = y
         h = self.net.conv(h, self.conv1)
-        _, h = ops.group_act(Sum(h, shift=call.times[self.times]), self.norm2, silu=True, keep=False)
+        _, h = ops.group_act(Sum(h, shift=call.times[self.times]), self.norm2, activation=Activation.SILU, keep=False)
         h = self.net.conv(h, self.conv2)
         return _Lazy(Sum(h, y if self.shortcut is None else F.linear(y, self.shortcut), self.shift))
 
@@ -276,7 +277,7 @@ class _Transformer:
         self.shift = part.proj_out.bias.float() + out.float() @ last.bias.float()
 
     def __call__(self, call: _Call, x: _Lazy) -> _Lazy:
-        y, h = ops.group_act(x.sum(), self.norm, silu=False, keep=True)
+        y, h = ops.group_act(x.sum(), self.norm, activation=Activation.NONE, keep=True)
         x.done = y
         batch, height, width, channels = y.shape
         hidden = F.linear(h.view(batch, height * width, channels), *self.proj_in)

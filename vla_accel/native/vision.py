@@ -21,7 +21,10 @@ from vla_accel.native.fold import fold_norm
 from vla_accel.native.store import amax_of, compute_dtype, format_of
 from vla_accel.numeric import round_up
 from vla_accel.ops import norms
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.attending import Sizes, attend, choose
+from vla_accel.ops.chain import Chain
+from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import linear, linear_gelu, patch_product, products_by
 from vla_accel.ops.norms import with_sums
 from vla_accel.ops.rows import add_norm, by_squares, patchify
@@ -148,12 +151,16 @@ class NativeVision:
         )  # fmt: skip
         self.attention = choose(attention, sizes, device)
         self.detail += f", {self.attention.detail}"
+        none = Activation.NONE
         four = {
-            "qkv": (first.qkv, "none"), "out": (first.out, "none"), "fc1": (first.fc1, "gelu"),
-            "fc2": (first.fc2, "none"),
-        }  # fmt: skip
+            "qkv": (first.qkv, none),
+            "out": (first.out, none),
+            "fc1": (first.fc1, Activation.GELU),
+            "fc2": (first.fc2, none),
+        }
         self.norms_inside = not quantised and norms.can_be_inside(rows, width, *four.values())
-        products, self.pdl = products_by(rows, four, four if self.norms_inside else ())
+        products, early = products_by(rows, four, four if self.norms_inside else ())
+        self.chain = Chain(Gpu.of(device), early)
         self.detail += products
         if self.norms_inside:
             self.detail += ", norms inside"
@@ -177,13 +184,13 @@ class NativeVision:
         patchify(images.flatten(0, 1), self.patches, w.patch_size, w.square)
         patch_product(self.patches, w.patch, self.embedded)
         first = w.layers[0].qkv
-        add_norm(self.embedded, w.place, self.x, self.h, inverse_scale=first.inverse_scale, **norm)
-        norm["pdl"] = self.pdl
-        if self.norms_inside:
-            self._layers_norms_inside()
-            add_norm(self.x, None, self.x, self.last, inverse_scale=None, **norm)
-        else:
-            self._layers(norm)
+        with self.chain:
+            add_norm(self.embedded, w.place, self.x, self.h, inverse_scale=first.inverse_scale, **norm)
+            if self.norms_inside:
+                self._layers_norms_inside()
+                add_norm(self.x, None, self.x, self.last, inverse_scale=None, **norm)
+            else:
+                self._layers(norm)
         tokens = outputs["image_tokens"].flatten(0, 1)
         last = self.last.view(len(tokens), -1)
         if tokens.dtype == last.dtype:
@@ -197,30 +204,30 @@ class NativeVision:
         q, k, v = heads.unbind(2)
         attend(
             self.attention.way, q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale,
-            tile=self.attention.tile, pdl=self.pdl,
+            tile=self.attention.tile,
         )  # fmt: skip
 
     def _layers_norms_inside(self) -> None:
         """Products that add to the residual write its moments, and those after them norm with these."""
-        pdl, norm = self.pdl, {"layer_norm": True, "eps": self.weights.eps, "pdl": self.pdl}
+        norm: dict[str, Any] = {"layer_norm": True, "eps": self.weights.eps}
         x, moments = self.h, self.normed
         for layer in self.weights.layers:
             norms.normed_linear(x, moments, layer.qkv, self.qkv, **norm)
             self._attend(layer)
             x, moments = self.x, self.moments
-            norms.residual_linear(self.context, layer.out, x, moments, pdl=pdl)
-            norms.normed_linear(x, moments, layer.fc1, self.active, gelu=True, **norm)
-            norms.residual_linear(self.active, layer.fc2, x, moments, pdl=pdl)
+            norms.residual_linear(self.context, layer.out, x, moments)
+            norms.normed_linear(x, moments, layer.fc1, self.active, activation=Activation.GELU, **norm)
+            norms.residual_linear(self.active, layer.fc2, x, moments)
 
     def _layers(self, norm: dict[str, Any]) -> None:
-        w, pdl = self.weights, self.pdl
+        w = self.weights
         for index, layer in enumerate(w.layers):
-            linear(self.h, layer.qkv, self.qkv, pdl=pdl)
+            linear(self.h, layer.qkv, self.qkv)
             self._attend(layer)
-            linear(self.context, layer.out, self.y, pdl=pdl)
+            linear(self.context, layer.out, self.y)
             add_norm(self.x, self.y, self.x, self.h_mlp, inverse_scale=layer.fc1.inverse_scale, **norm)
-            linear_gelu(self.h_mlp, layer.fc1, self.hidden, self.active, inverse_scale=layer.fc2.inverse_scale, pdl=pdl)
-            linear(self.active, layer.fc2, self.y, pdl=pdl)
+            linear_gelu(self.h_mlp, layer.fc1, self.hidden, self.active, inverse_scale=layer.fc2.inverse_scale)
+            linear(self.active, layer.fc2, self.y)
             final = index + 1 == len(w.layers)
             following = None if final else w.layers[index + 1].qkv.inverse_scale
             add_norm(self.x, self.y, self.x, self.last if final else self.h, inverse_scale=following, **norm)

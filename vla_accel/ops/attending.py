@@ -62,7 +62,7 @@ class Choice:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None = None,
-    last: bool = False, tile: Tile | None = None, pdl: bool = False,
+    last: bool = False, tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """Every query sees the first `lengths[b]` keys (all of them for None).
 
@@ -79,11 +79,9 @@ def attention(
         gpu = Gpu.of(q.device)
         kernel = hopper.kernel_for(gpu, q, k, v, out, lengths)
         if gpu is not None and kernel is not None:
-            return hopper.attention(kernel, q, k, v, out, lengths, gpu=gpu, inverse_scale=inverse_scale, pdl=pdl)
+            return hopper.attention(kernel, q, k, v, out, lengths, gpu=gpu, inverse_scale=inverse_scale)
     if way != "reference":
-        return kernels("attention").attention(
-            q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, tile=tile, pdl=pdl
-        )
+        return kernels("attention").attention(q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, tile=tile)
     mask = None if lengths is None else _seen(lengths, q.shape[1], k.shape[1], last)
     store(out, reference.attention(q, k, v, mask).flatten(2), inverse_scale)
 
@@ -98,11 +96,11 @@ def _seen(lengths: Tensor, tokens: int, source: int, last: bool) -> Tensor:
 
 def attend(
     way: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *,
-    inverse_scale: float | None = None, last: bool = False, tile: Tile | None = None, pdl: bool = False,
+    inverse_scale: float | None = None, last: bool = False, tile: Tile | None = None,
 ) -> None:  # fmt: skip
-    """`attention` by a way of `WAYS`. `tile` and `pdl` are for own kernels; libraries' wait."""
+    """`attention` by a way of `WAYS`. `tile` is for the own kernel."""
     if way == "own":
-        attention(q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, tile=tile, pdl=pdl)
+        attention(q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, tile=tile)
     else:
         store(out, {"sdpa": _sdpa, "flash_attn": _flash}[way](q, k, v, lengths, last), inverse_scale)
 

@@ -15,8 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vla_accel.ops.gpu import Gpu
-
 Path = Literal["reference", "triton", "cuda"]
 
 _STEERED: contextvars.ContextVar[Path | None] = contextvars.ContextVar("steered path", default=None)
@@ -48,9 +46,3 @@ def steered(to: Path) -> Iterator[None]:
 def kernels(module: str) -> Any:
     """A module of `vla_accel.ops.kernels`. Imported when a kernel is first called: it needs triton."""
     return importlib.import_module(f"vla_accel.ops.kernels.{module}")
-
-
-def dependent_launches(device: torch.device) -> bool:
-    """Whether kernels of this device can be launched while their predecessors still run."""
-    gpu = Gpu.of(device)
-    return gpu is not None and gpu.dependent_launch

@@ -7,20 +7,18 @@ Conventions as in `vla_accel.ops.rows`. FP8 and INT8 weights are widened in regi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.ops import suffix, suffix_tilings
+from vla_accel.ops import reference, suffix, suffix_tilings
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
 from vla_accel.ops.weights import Linear
-
-Activation = Literal["none", "gelu", "relu"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class NormTables:
 
 def product(
     x: Tensor, layer: Linear, shift: Tensor, out: Tensor, *, norm: NormTables | None = None,
-    activation: Activation = "none", pdl: bool = False, cut: Pipelined | None = None,
+    activation: Activation = Activation.NONE, cut: Pipelined | None = None,
     moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 instead of the layer's bias; GELU is
@@ -43,7 +41,7 @@ def product(
     if path(x) != "reference":
         cut = cut or suffix_tilings.unshared(Gpu.of(x.device), suffix.project_product(x, layer))[0]
         return kernels("dit").product(
-            x, layer.weight, layer.sums_scale, shift, out, norm=norm, activation=activation, pdl=pdl, cut=cut,
+            x, layer.weight, layer.sums_scale, shift, out, norm=norm, activation=activation, cut=cut,
             moments=moments,
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
@@ -55,12 +53,12 @@ def product(
         rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) - mean.square() + norm.eps)
         scaled = rows if norm.scale is None else (rows * (1.0 + norm.scale)).to(x.dtype).to(wide)
         y = (scaled @ weight.T - mean * norm.sums) * rstd + shift
-    out.copy_({"none": lambda z: z, "gelu": lambda z: F.gelu(z, approximate="tanh"), "relu": F.relu}[activation](y))
+    out.copy_(reference.activate(y, activation))
 
 
 def flow_step(
     velocity: Tensor, before: Tensor, target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, after: Tensor,
-    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool, pdl: bool = False,
+    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """Euler step of a flow from noise to actions, and the next evaluation's input.
 
@@ -72,7 +70,6 @@ def flow_step(
     if path(before) != "reference":
         return kernels("dit").flow_step(
             velocity, before, target, weights, w_in, b_in, after, hidden, dt=dt, tokens=tokens, first=first, last=last,
-            pdl=pdl,
         )  # fmt: skip
     batch, horizon, _ = before.shape
     if first:

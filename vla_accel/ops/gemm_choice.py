@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.autotune import is_pinned, remembered
 from vla_accel.ops.cuda import gemm
 from vla_accel.ops.gpu import Gpu
@@ -23,12 +24,12 @@ Trial = Callable[[Gpu], Callable[[gemm.Tiling | None], object]]
 LIBRARY = "library"
 CALLS = 10
 """Calls in a row that are measured together."""
-_KNOWN: dict[tuple[torch.device, Gpu | None, torch.dtype, str, int, int, int], gemm.Tiling | None] = {}
+_KNOWN: dict[tuple[torch.device, Gpu | None, torch.dtype, Activation, int, int, int], gemm.Tiling | None] = {}
 
 
 def known(
-    device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int, *, inside: bool = False
-) -> gemm.Tiling | None:  # fmt: skip
+    device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, *, inside: bool = False
+) -> gemm.Tiling | None:
     """The tiling that is faster than the library: as it was measured, else by the table; None where none is known.
 
     Arguments as `gemm.planned` takes them; `inside`: of a product that takes a norm in or adds to the residual, for
@@ -41,7 +42,7 @@ def known(
     return _KNOWN.get((device, gpu, kind, activation, rows, n, k), table)
 
 
-def why_library(device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> str:
+def why_library(device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int) -> str:
     """Why `measured` found no tiling, in a clause for the ledger."""
     gpu = Gpu.of(device)
     if gpu is None:
@@ -52,7 +53,7 @@ def why_library(device: torch.device, kind: torch.dtype, activation: str, rows: 
 
 
 def measured(
-    device: torch.device, kind: torch.dtype, activation: str, rows: int, n: int, k: int, trial: Trial, *,
+    device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, trial: Trial, *,
     inside: bool = False,
 ) -> gemm.Tiling | None:  # fmt: skip
     """`known`, and measured first where that is needed and can be done; a program asks while it is built."""

@@ -106,9 +106,11 @@ class Gpu:
         """The same GPU with no more than an Ada one has: without what came with Hopper, and with as little shared
         memory a block, 99 KB, of which large Ampere GPUs have more."""
         return dataclasses.replace(
-            self, name=f"{self.name} with portable kernels", capability=min(self.capability, (8, 9)),
+            self,
+            name=f"{self.name} with portable kernels",
+            capability=min(self.capability, (8, 9)),
             shared_per_block=min(self.shared_per_block, PORTABLE_SHARED),
-        )  # fmt: skip
+        )
 
 
 _ASSUMED: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("assumed GPU", default=None)

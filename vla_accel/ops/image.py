@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vla_accel.ops import reference
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.sums import GroupNorm, Sum
 
@@ -22,29 +24,31 @@ def add_up(x: Sum, *, pad: bool = False) -> Tensor:
         return F.pad(total, (0, 0, 0, 1, 0, 1)) if pad else total
     if not pad and x.residual is None and x.shift is None and not x.phased:
         return x.value
-    return kernels("image").rows(x, None, silu=False, keep=True, pad=pad)[0]
+    return kernels("image").rows(x, None, activation=Activation.NONE, keep=True, pad=pad)[0]
 
 
-def rms_act(x: Sum, gamma: Tensor, *, silu: bool, keep: bool) -> tuple[Tensor, Tensor]:
+def rms_act(x: Sum, gamma: Tensor, *, activation: Activation, keep: bool) -> tuple[Tensor, Tensor]:
     """(sum, act(sum / |sum| * sqrt(C) * gamma)): Qwen-Image's channel norm. gamma (C,) float32.
 
     The first tensor is the norm itself where `keep` is false: nobody reads the sum then, and it is not written.
     """
     if _on_kernels(x.value):
-        return kernels("image").rows(x, gamma, silu=silu, keep=keep, pad=False)
+        return kernels("image").rows(x, gamma, activation=activation, keep=keep, pad=False)
     total = _total(x)
     normed = F.normalize(total, dim=-1) * gamma.numel() ** 0.5 * gamma.to(total.dtype)
-    normed = (F.silu(normed) if silu else normed).to(x.value.dtype)
+    normed = reference.activate(normed, activation).to(x.value.dtype)
     return (total.to(x.value.dtype) if keep else normed), normed
 
 
-def group_act(x: Sum, norm: GroupNorm, *, silu: bool, keep: bool, skip: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def group_act(
+    x: Sum, norm: GroupNorm, *, activation: Activation, keep: bool, skip: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(sum, act(group norm of sum)). `skip` (B, H, W, S) is appended to the sum's channels first.
 
     The first tensor is the norm itself where `keep` is false.
     """
     if _on_kernels(x.value):
-        return kernels("image").groups(x, norm, silu=silu, keep=keep, skip=skip)
+        return kernels("image").groups(x, norm, activation=activation, keep=keep, skip=skip)
     total = _total(x)
     if skip is not None:
         total = torch.cat((total, skip.to(total.dtype)), dim=-1)
@@ -53,7 +57,7 @@ def group_act(x: Sum, norm: GroupNorm, *, silu: bool, keep: bool, skip: Tensor |
     variance, mean = torch.var_mean(grouped, dim=(1, 3), keepdim=True, correction=0)
     normed = ((grouped - mean) * torch.rsqrt(variance + norm.eps)).reshape(total.shape)
     normed = normed * norm.weight.to(total.dtype) + norm.bias.to(total.dtype)
-    normed = (F.silu(normed) if silu else normed).to(x.value.dtype)
+    normed = reference.activate(normed, activation).to(x.value.dtype)
     return (total.to(x.value.dtype) if keep else normed), normed
 
 

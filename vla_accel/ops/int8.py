@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.autotune import is_pinned, remembered
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import GATED
 from vla_accel.ops.rows import geglu, gelu, store
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ TILES = (
     Tile(128, 64, 128, 4, 3), Tile(128, 128, 128, 8, 2), Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 4),
     Tile(128, 256, 64, 8, 3), Tile(128, 256, 128, 8, 2), Tile(128, 256, 128, 8, 3), Tile(256, 128, 128, 8, 3),
 )  # fmt: skip
-_KNOWN: dict[tuple[torch.device, Gpu, str, int, int, int], Tile] = {}
+_KNOWN: dict[tuple[torch.device, Gpu, Activation, int, int, int], Tile] = {}
 
 
 def usual(rows: int) -> Tile:
@@ -68,51 +68,54 @@ def searched(gpu: Gpu, rows: int) -> list[Tile]:
     return [first, *(t for t in TILES if t != first and t.shared <= gpu.shared_per_block and t.rows in heights)]
 
 
-def measure(layer: Linear, activation: str, rows: int) -> None:
-    """Find the tile of a product on its weight's GPU; a program asks while it is built. `activation`: none, gelu, geglu
-    or swiglu."""
+def measure(layer: Linear, activation: Activation, rows: int) -> None:
+    """Find the tile of a product on its weight's GPU; a program asks while it is built. No RELU or
+    SILU."""
     device = layer.weight.device
     gpu = Gpu.of(device)
     if gpu is None or is_pinned() or path(layer.weight) == "reference":
         return
-    (n, k), gated = layer.weight.shape, activation in GATED
+    (n, k), gated = layer.weight.shape, activation.gated
     key = (device, gpu, activation, rows, n, k)
     if key in _KNOWN:
         return
     x = torch.randint(-127, 128, (rows, k), dtype=torch.int8, device=device)
-    stored = torch.bfloat16 if activation == "none" else torch.int8
+    stored = torch.bfloat16 if activation is Activation.NONE else torch.int8
     out = torch.empty(rows, n // 2 if gated else n, dtype=stored, device=device)
-    inverse_scale = None if activation == "none" else 1.0
+    inverse_scale = None if activation is Activation.NONE else 1.0
     tiles = {str(tile): tile for tile in searched(gpu, rows)}
     ways = {
-        name: functools.partial(_launch, x, layer, out, tile, activation, inverse_scale, False)
-        for name, tile in tiles.items()
+        name: functools.partial(_launch, x, layer, out, tile, activation, inverse_scale) for name, tile in tiles.items()
     }
     _KNOWN[key] = tiles[remembered(f"INT8 {activation} {rows}x{n}x{k}", ways, device, CALLS).way]
 
 
 def product(
-    x: Tensor, layer: Linear, out: Tensor, *, activation: str = "none", inverse_scale: float | None = None,
-    pdl: bool = False,
-) -> None:  # fmt: skip
-    """out = activation(x Wᵀ + b): none, gelu (tanh), or of gate and up geglu or swiglu. x (R, K) and W (N, K) int8; out
+    x: Tensor,
+    layer: Linear,
+    out: Tensor,
+    *,
+    activation: Activation = Activation.NONE,
+    inverse_scale: float | None = None,
+) -> None:
+    """out = activation(x Wᵀ + b), no RELU or SILU. x (R, K) and W (N, K) int8; out
     (R, N), of a gated one (R, N / 2). `inverse_scale`: out is float8_e4m3fn or int8."""
     if path(x) != "reference":
-        return _launch(x, layer, out, tile(layer, activation, len(x)), activation, inverse_scale, pdl)
+        return _launch(x, layer, out, tile(layer, activation, len(x)), activation, inverse_scale)
     assert layer.weight_scale is not None
     # Float64 holds every sum of 127 x 127 exactly; then in float32, in the kernel's order.
     y = (x.double() @ layer.weight.double().T).float() * (layer.weight_scale * layer.input_scale_value)
     if layer.bias is not None:
         y = y + layer.bias.float()
-    if activation in GATED:
-        geglu(y, out, inverse_scale=inverse_scale, paired=layer.paired, silu=activation == "swiglu")
-    elif activation == "gelu":
+    if activation.gated:
+        geglu(y, out, inverse_scale=inverse_scale, paired=layer.paired, activation=activation)
+    elif activation is Activation.GELU:
         gelu(y, out, inverse_scale=inverse_scale)
     else:
         store(out, y, inverse_scale)
 
 
-def tile(layer: Linear, activation: str, rows: int) -> Tile:
+def tile(layer: Linear, activation: Activation, rows: int) -> Tile:
     """The tile that a product of so many rows is launched with: as it was measured, else the usual one."""
     device, (n, k) = layer.weight.device, layer.weight.shape
     gpu = Gpu.of(device)
@@ -121,9 +124,9 @@ def tile(layer: Linear, activation: str, rows: int) -> Tile:
 
 
 def _launch(
-    x: Tensor, layer: Linear, out: Tensor, tile: Tile, activation: str, inverse_scale: float | None, pdl: bool
-) -> None:  # fmt: skip
+    x: Tensor, layer: Linear, out: Tensor, tile: Tile, activation: Activation, inverse_scale: float | None
+) -> None:
     kernels("int8").int8_linear(
         x, layer.weight, layer.weight_scale, layer.input_scale_value, layer.bias, out, tile=tile, activation=activation,
-        paired=layer.paired, inverse_scale=inverse_scale, pdl=pdl,
+        paired=layer.paired, inverse_scale=inverse_scale,
     )  # fmt: skip

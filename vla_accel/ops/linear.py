@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vla_accel.fp8 import INT8
-from vla_accel.ops import int8
-from vla_accel.ops.dispatch import dependent_launches, path
+from vla_accel.ops import int8, reference
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import Chain
+from vla_accel.ops.dispatch import path
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import GATED, gating
 from vla_accel.ops.rows import geglu, gelu
 from vla_accel.ops.weights import Linear
 
 
 def launched_own_gemm(
-    x: Tensor, layer: Linear, out: Tensor, activation: str, inverse_scale: float | None, pdl: bool, **norms: Any
+    x: Tensor, layer: Linear, out: Tensor, activation: Activation, inverse_scale: float | None, **norms: Any
 ) -> bool:
     """Launch the project's own Hopper GEMM where it is the fastest. False where it is not: nothing was launched.
     `norms`: what `gemm` takes of a norm of x, or of a residual, which the library cannot."""
@@ -32,24 +32,24 @@ def launched_own_gemm(
     if gpu is None or gemm.why_not(gpu, x, layer.weight, out, activation) is not None:
         return False
     tiling = known(x.device, x.dtype, activation, len(x), *layer.weight.shape, inside=bool(norms))
-    if tiling is None or (activation in GATED and layer.bias is not None):
+    if tiling is None or (activation.gated and layer.bias is not None):
         return False
     scale = layer.input_scale_value * layer.weight_scale_value
     gemm.gemm(
         x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
-        inverse_scale=inverse_scale, dependent=pdl, **norms,
+        inverse_scale=inverse_scale, **norms,
     )  # fmt: skip
     return True
 
 
-def has_own_gemm(rows: int, layer: Linear, activation: str, *, inside: bool = False) -> bool:
+def has_own_gemm(rows: int, layer: Linear, activation: Activation, *, inside: bool = False) -> bool:
     """Whether `launched_own_gemm` would take `rows` rows by this weight; arguments as `why_no_own_gemm` has them."""
     return why_no_own_gemm(rows, layer, activation, inside=inside) is None
 
 
-def why_no_own_gemm(rows: int, layer: Linear, activation: str, *, inside: bool = False) -> str | None:
+def why_no_own_gemm(rows: int, layer: Linear, activation: Activation, *, inside: bool = False) -> str | None:
     """Why `launched_own_gemm` would not take `rows` rows by this weight, in a clause; None where it would. `inside`:
-    with a norm of the rows inside, or added to the residual; `activation`: none, gelu, geglu or swiglu.
+    with a norm of the rows inside, or added to the residual; no RELU or SILU.
 
     For programs that are being built: where nobody knows, both are measured.
     """
@@ -63,19 +63,19 @@ def why_no_own_gemm(rows: int, layer: Linear, activation: str, *, inside: bool =
     gpu = Gpu.of(layer.weight.device)
     if gpu is not None and (reason := gemm.why_not_on(gpu)):
         return reason
-    if activation in GATED and layer.bias is not None:
+    if activation.gated and layer.bias is not None:
         return "its gated products have no bias"
-    if activation in GATED and not layer.paired:
+    if activation.gated and not layer.paired:
         return "the rows of gate and up do not alternate by eights"
     (n, k), trial = layer.weight.shape, functools.partial(_trial, layer, activation, rows)
     sizes = (layer.weight.device, layer.weight.dtype, activation, rows, n, k)
     tiling = measured(*sizes, trial, inside=inside)
     if tiling is None:
         return why_library(*sizes)
-    return tiling.why_not(activation, normed=True) if inside and activation in GATED else None
+    return tiling.why_not(activation, normed=True) if inside and activation.gated else None
 
 
-def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any], Tensor]:
+def _trial(layer: Linear, activation: Activation, rows: int, gpu: Gpu) -> Callable[[Any], Tensor]:
     """The product with its activation, on rows of random numbers: by a tiling, by the library for None."""
     from vla_accel.ops.cuda import gemm
 
@@ -83,43 +83,49 @@ def _trial(layer: Linear, activation: str, rows: int, gpu: Gpu) -> Callable[[Any
     fp8 = layer.weight_scale is not None
     x = torch.randn(rows, k, generator=torch.Generator(device).manual_seed(0), device=device).to(kind)
     product = out = torch.empty(rows, n, dtype=torch.bfloat16 if fp8 else kind, device=device)
-    if activation != "none":
-        out = torch.empty(rows, n // 2 if activation in GATED else n, dtype=kind, device=device)
-    inverse = 1.0 if fp8 and activation != "none" else None
+    if activation is not Activation.NONE:
+        out = torch.empty(rows, n // 2 if activation.gated else n, dtype=kind, device=device)
+    inverse = 1.0 if fp8 and activation is not Activation.NONE else None
     scale = layer.input_scale_value * layer.weight_scale_value
+
+    chain = Chain(gpu)
 
     def call(tiling: gemm.Tiling | None) -> Tensor:
         if tiling is not None:
-            gemm.gemm(
-                x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
-                inverse_scale=inverse, dependent=dependent_launches(device),
-            )  # fmt: skip
-        elif activation == "gelu" and not fp8:
-            library_product(x, layer, out, gelu=True)
+            with chain.resumed():
+                gemm.gemm(
+                    x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=activation, scale=scale,
+                    inverse_scale=inverse,
+                )  # fmt: skip
+        elif activation is Activation.GELU and not fp8:
+            library_product(x, layer, out, activation)
         else:
             library_product(x, layer, product)
-            if activation in GATED:
-                geglu(product, out, inverse_scale=inverse, paired=layer.paired, silu=activation == "swiglu")
-            elif activation == "gelu":
+            if activation.gated:
+                geglu(product, out, inverse_scale=inverse, paired=layer.paired, activation=activation)
+            elif activation is Activation.GELU:
                 gelu(product, out, inverse_scale=inverse)
         return out
 
     return call
 
 
-def block_products(qkv: Linear, o: Linear, gate: Linear, down: Linear, *, silu: bool) -> dict[str, tuple[Linear, str]]:
+def block_products(
+    qkv: Linear, o: Linear, gate: Linear, down: Linear, activation: Activation
+) -> dict[str, tuple[Linear, Activation]]:
     """The four products of a language model's block by name, each with its activation: that of `gate`, gate and up,
     where it is inside their product: they are `paired`, or in INT8."""
-    activation = gating(silu) if gate.paired or gate.weight.dtype == INT8.dtype else "none"
-    return {"qkv": (qkv, "none"), "o": (o, "none"), "gate_up": (gate, activation), "down": (down, "none")}
+    none = Activation.NONE
+    inside = activation if gate.paired or gate.weight.dtype == INT8.dtype else none
+    return {"qkv": (qkv, none), "o": (o, none), "gate_up": (gate, inside), "down": (down, none)}
 
 
 def products_by(
-    rows: int, products: Mapping[str, tuple[Linear, str]], inside: Collection[str] = ()
-) -> tuple[str, bool]:  # fmt: skip
+    rows: int, products: Mapping[str, tuple[Linear, Activation]], inside: Collection[str] = ()
+) -> tuple[str, bool]:
     """What to add to a program's line in the ledger, and whether its kernels should start before others end.
 
-    `products`: by name, each with its activation (none, gelu, geglu, swiglu); `inside`: those of them that take a norm
+    `products`: by name, each with its activation; `inside`: those of them that take a norm
     in or add to the residual (`norms.can_be_inside`). The line says whose kernels take them, and why the library's do;
     it is empty where no GPU does. Those of the library wait for all before them: where CUDA
     C++ has none, to start early beside them costs more than it saves.
@@ -129,14 +135,13 @@ def products_by(
         if path(layer.weight) == "reference":
             return "", False
         ways.setdefault(_way(rows, layer, activation, name in inside), []).append(name)
-    early = _OWN in ways and all(dependent_launches(layer.weight.device) for layer, _ in products.values())
-    return ", products " + "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items()), early
+    return ", products " + "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items()), _OWN in ways
 
 
 _OWN = "in CUDA C++"
 
 
-def _way(rows: int, layer: Linear, activation: str, inside: bool) -> str:
+def _way(rows: int, layer: Linear, activation: Activation, inside: bool) -> str:
     """Whose kernel takes a product of a program that is being built, as the ledger puts it."""
     if layer.weight.dtype == INT8.dtype:
         int8.measure(layer, activation, rows)
@@ -145,14 +150,14 @@ def _way(rows: int, layer: Linear, activation: str, inside: bool) -> str:
     return _OWN if reason is None else f"by cuBLAS (CUDA C++ out: {reason})"
 
 
-def library_product(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False) -> None:
-    """`linear` on a GPU, by cuBLAS."""
+def library_product(x: Tensor, layer: Linear, out: Tensor, activation: Activation = Activation.NONE) -> None:
+    """`linear` on a GPU, by cuBLAS. `activation`: NONE or GELU, which needs a bias."""
     if layer.weight_scale is not None and layer.input_scale is not None:
         torch._scaled_mm(
             x, layer.weight.t(), scale_a=layer.input_scale, scale_b=layer.weight_scale, bias=layer.bias,
             out_dtype=out.dtype, use_fast_accum=True, out=out,
         )  # fmt: skip
-    elif gelu:
+    elif activation is Activation.GELU:
         # cuBLASLt's GELU epilogue is the tanh form.
         torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True, out=out)  # type: ignore[call-overload]
     elif layer.bias is not None:
@@ -161,52 +166,46 @@ def library_product(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False
         torch.mm(x, layer.weight.t(), out=out)
 
 
-def linear(x: Tensor, layer: Linear, out: Tensor, *, gelu: bool = False, pdl: bool = False) -> None:
-    """out = x Wᵀ + b, then tanh GELU if `gelu` (not FP8). x (R, K), out (R, N). INT8 sums exactly.
-
-    `pdl`: where the kernel can, it starts before its predecessor has finished, and waits for it itself.
-    """
+def linear(x: Tensor, layer: Linear, out: Tensor, activation: Activation = Activation.NONE) -> None:
+    """out = x Wᵀ + b, then tanh GELU if that is the activation (not FP8). x (R, K), out (R, N). INT8 sums exactly."""
     way = path(x)
     if layer.weight.dtype == INT8.dtype:
-        return int8.product(x, layer, out, activation="gelu" if gelu else "none", pdl=pdl)
+        return int8.product(x, layer, out, activation=activation)
     if x.is_cuda and way != "reference":
-        if way == "cuda" and not gelu and launched_own_gemm(x, layer, out, "none", None, pdl):
+        if way == "cuda" and activation is Activation.NONE and launched_own_gemm(x, layer, out, activation, None):
             return
-        library_product(x, layer, out, gelu=gelu)
+        library_product(x, layer, out, activation)
         return
     wide = torch.promote_types(torch.float32, out.dtype)
     y = (x.to(wide) * layer.input_scale_value) @ layer.true_weight(wide).T
     if layer.bias is not None:
         y = y + layer.bias.to(wide)
-    out.copy_(F.gelu(y, approximate="tanh") if gelu else y)
+    out.copy_(reference.activate(y, activation))
 
 
-def linear_gelu(
-    x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False
-) -> None:
+def linear_gelu(x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
     """out = gelu_tanh(x Wᵀ + b). x (R, K), out (R, N), scratch (R, N), which may be used and may be `out`."""
     if layer.weight.dtype == INT8.dtype:
-        return int8.product(x, layer, out, activation="gelu", inverse_scale=inverse_scale, pdl=pdl)
-    if path(x) == "cuda" and launched_own_gemm(x, layer, out, "gelu", inverse_scale, pdl):
+        return int8.product(x, layer, out, activation=Activation.GELU, inverse_scale=inverse_scale)
+    if path(x) == "cuda" and launched_own_gemm(x, layer, out, Activation.GELU, inverse_scale):
         return
     if layer.weight_scale is None and inverse_scale is None:
-        return linear(x, layer, out, gelu=True)
-    linear(x, layer, scratch, pdl=pdl)
-    gelu(scratch, out, inverse_scale=inverse_scale, pdl=pdl)
+        return linear(x, layer, out, Activation.GELU)
+    linear(x, layer, scratch)
+    gelu(scratch, out, inverse_scale=inverse_scale)
 
 
 def gate_up(
-    x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None, silu: bool = False,
-    pdl: bool = False,
+    x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None,
+    activation: Activation = Activation.GEGLU,
 ) -> None:  # fmt: skip
-    """out = gelu_tanh(gate) * up, of gate and up = x Wᵀ + b; `silu`: silu(gate) * up. x (R, K), out (R, H), scratch
-    (R, 2 H) may be used."""
+    """out = activation(x Wᵀ + b), GEGLU or SWIGLU. x (R, K), out (R, H); scratch (R, 2 H) may be used."""
     if layer.weight.dtype == INT8.dtype:
-        return int8.product(x, layer, out, activation=gating(silu), inverse_scale=inverse_scale, pdl=pdl)
-    if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, gating(silu), inverse_scale, pdl):
+        return int8.product(x, layer, out, activation=activation, inverse_scale=inverse_scale)
+    if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, activation, inverse_scale):
         return
-    linear(x, layer, scratch, pdl=pdl)
-    geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, silu=silu, pdl=pdl)
+    linear(x, layer, scratch)
+    geglu(scratch, out, inverse_scale=inverse_scale, paired=layer.paired, activation=activation)
 
 
 def patch_product(rows: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import kernels
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import library_product
@@ -19,7 +20,7 @@ from vla_accel.ops.weights import Linear
 
 def qkv_rope(
     x: Tensor, layer: Linear, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, *, eps: float, pdl: bool, cut: Library | Own, workspace: tuple[Tensor, ...] | None,
+    v: Tensor, *, eps: float, cut: Library | Own, workspace: tuple[Tensor, ...] | None,
     moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
@@ -30,14 +31,14 @@ def qkv_rope(
 
         return suffix.heads(
             x, layer.weight, moments.squares, shift, cos, sin, lengths, q, k, v, gpu=_gpu(x), tiling=cut.tiling,
-            eps=eps, dependent=pdl,
+            eps=eps,
         )  # fmt: skip
     y = _product(x, layer, workspace)
-    kernels("around").heads(y, moments, x.shape[1], shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl)
+    kernels("around").heads(y, moments, x.shape[1], shift, cos, sin, lengths, q, k, v, eps=eps)
 
 
 def gate_up_geglu(
-    x: Tensor, layer: Linear, shift: Tensor | None, out: Tensor, *, eps: float, silu: bool, pdl: bool,
+    x: Tensor, layer: Linear, shift: Tensor | None, out: Tensor, *, eps: float, activation: Activation,
     cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
@@ -47,27 +48,33 @@ def gate_up_geglu(
         from vla_accel.ops.cuda.gemm import suffix
 
         return suffix.gated(
-            x, layer.weight, moments.squares, shift, out, gpu=_gpu(x), tiling=cut.tiling, eps=eps, silu=silu,
-            dependent=pdl,
-        )  # fmt: skip
+            x,
+            layer.weight,
+            moments.squares,
+            shift,
+            out,
+            gpu=_gpu(x),
+            tiling=cut.tiling,
+            eps=eps,
+            activation=activation,
+        )
     y = _product(x, layer, workspace)
-    kernels("around").geglu(y, moments, x.shape[1], shift, out, eps=eps, silu=silu, pdl=pdl)
+    kernels("around").geglu(y, moments, x.shape[1], shift, out, eps=eps, activation=activation)
 
 
 def project(
     a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool, tokens: int, skip_first: bool,
-    pdl: bool, cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None,
-    next_scale: Tensor | None,
+    cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`. The own GEMM adds to a residual, without a bias and to every row."""
     if isinstance(cut, Own):
         from vla_accel.ops.cuda.gemm import suffix
 
         assert residual and not skip_first and layer.bias is None
-        return suffix.onto(a, layer.weight, gate, x, moments, next_scale, gpu=_gpu(x), tiling=cut.tiling, dependent=pdl)
+        return suffix.onto(a, layer.weight, gate, x, moments, next_scale, gpu=_gpu(x), tiling=cut.tiling)
     kernels("around").onto(
         _product(a, layer, workspace), gate, x, residual=residual, tokens=tokens, skip_first=skip_first,
-        moments=moments, next_scale=next_scale, pdl=pdl,
+        moments=moments, next_scale=next_scale,
     )  # fmt: skip
 
 

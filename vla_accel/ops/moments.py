@@ -32,11 +32,11 @@ class Moments:
         return cls(sums, torch.zeros_like(sums), torch.zeros_like(x) if scaled else None, columns)
 
 
-def measure(x: Tensor, scale: Tensor | None, out: Moments, *, pdl: bool = False) -> None:
+def measure(x: Tensor, scale: Tensor | None, out: Moments) -> None:
     """The moments of x (R, W), and x ∘ (1 + `scale`) (W,) float32, for rows that no product has written. `out` has one
     tile."""
     if path(x) != "reference":
-        kernels("moments").measure(x, scale, out, pdl=pdl)
+        kernels("moments").measure(x, scale, out)
     else:
         write(x, scale, out)
 

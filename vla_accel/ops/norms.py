@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vla_accel.errors import EngineError
+from vla_accel.ops import reference
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import path
 from vla_accel.ops.linear import has_own_gemm, launched_own_gemm, linear
-from vla_accel.ops.reference import GATED, MOMENTS_OF, gating
+from vla_accel.ops.reference import MOMENTS_OF
 from vla_accel.ops.rows import geglu
 from vla_accel.ops.weights import Linear
 
@@ -28,11 +29,11 @@ def with_sums(layer: Linear) -> Linear:
     return replace(layer, sums=layer.weight.sum(1, dtype=torch.float64).float())
 
 
-def can_be_inside(rows: int, width: int, *products: tuple[Linear, str]) -> bool:
+def can_be_inside(rows: int, width: int, *products: tuple[Linear, Activation]) -> bool:
     """Whether `residual_linear`, `normed_linear` and `normed_gate_up` can take these products, each with its
     activation, on this GPU. `width`: of the rows that are normed."""
     # The rows of a quantised product are quantised after their norm.
-    quantised = any(kind in GATED and layer.weight_scale is not None for layer, kind in products)
+    quantised = any(kind.gated and layer.weight_scale is not None for layer, kind in products)
     if quantised or width % MOMENTS_OF:
         return False
     return all(has_own_gemm(rows, layer, kind, inside=True) for layer, kind in products)
@@ -46,13 +47,13 @@ def moments_buffer(rows: int, width: int, device: torch.device, eps: float | Non
     return moments
 
 
-def residual_linear(x: Tensor, layer: Linear, onto: Tensor, moments: Tensor, *, pdl: bool = False) -> None:
+def residual_linear(x: Tensor, layer: Linear, onto: Tensor, moments: Tensor) -> None:
     """onto += x Wᵀ + b, and the moments of its new rows. x (R, K), onto (R, N), N a multiple of 64.
 
     moments (N / 64, R, 2) float32: mean and sum of squared deviations of every 64 columns. Only where `can_be_inside`.
     """
     if path(x) == "cuda":
-        if not launched_own_gemm(x, layer, onto, "none", None, pdl, moments=moments):
+        if not launched_own_gemm(x, layer, onto, Activation.NONE, None, moments=moments):
             raise EngineError(f"residual_linear: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")
         return
     y = torch.empty_like(onto)
@@ -65,18 +66,18 @@ def residual_linear(x: Tensor, layer: Linear, onto: Tensor, moments: Tensor, *, 
 
 
 def normed_linear(
-    x: Tensor, moments: Tensor, layer: Linear, out: Tensor, *, layer_norm: bool, eps: float, gelu: bool = False,
-    pdl: bool = False,
+    x: Tensor, moments: Tensor, layer: Linear, out: Tensor, *, layer_norm: bool, eps: float,
+    activation: Activation = Activation.NONE,
 ) -> None:  # fmt: skip
-    """out = norm(x) Wᵀ + b, then tanh GELU if `gelu`. x (R, K) as it is, and its `moments`; out (R, N).
+    """out = norm(x) Wᵀ + b, then the activation. x (R, K) as it is, and its `moments`; out (R, N).
 
     The product is of x itself, so that the norm rounds nothing: rstd (x Wᵀ - mean (1 Wᵀ)). A LayerNorm needs
     `with_sums`; otherwise it is an RMSNorm. Only where `can_be_inside`.
     """
     assert not layer_norm or layer.sums is not None
     if path(x) == "cuda":
-        sums, activation = layer.sums if layer_norm else None, "gelu" if gelu else "none"
-        return _launch("normed_linear", x, moments, sums, layer, out, activation, inverse_scale=None, eps=eps, pdl=pdl)
+        sums = layer.sums if layer_norm else None
+        return _launch("normed_linear", x, moments, sums, layer, out, activation, inverse_scale=None, eps=eps)
     wide = torch.promote_types(torch.float32, out.dtype)
     mean, square = moments[..., 0].to(wide), moments[..., 1].to(wide).sum(0)
     middle = mean.mean(0) if layer_norm else torch.zeros_like(mean[0])
@@ -88,33 +89,39 @@ def normed_linear(
     y = y * rstd[:, None]
     if layer.bias is not None:
         y = y + layer.bias.to(wide)
-    out.copy_(F.gelu(y, approximate="tanh") if gelu else y)
+    out.copy_(reference.activate(y, activation))
 
 
 def normed_gate_up(
-    x: Tensor, moments: Tensor, layer: Linear, out: Tensor, *, eps: float, silu: bool,
-    inverse_scale: float | None = None, pdl: bool = False,
+    x: Tensor, moments: Tensor, layer: Linear, out: Tensor, *, eps: float, activation: Activation,
+    inverse_scale: float | None = None,
 ) -> None:  # fmt: skip
     """`linear.gate_up` of the RMSNorm of x (R, K), which is given as it is, with its `moments`. `layer` is `paired`.
 
     Only where `can_be_inside`.
     """
     if path(x) == "cuda":
-        return _launch(
-            "normed_gate_up", x, moments, None, layer, out, gating(silu), inverse_scale=inverse_scale, eps=eps, pdl=pdl
-        )  # fmt: skip
+        return _launch("normed_gate_up", x, moments, None, layer, out, activation, inverse_scale=inverse_scale, eps=eps)
     y = torch.empty(len(x), len(layer.weight), dtype=torch.promote_types(torch.float32, x.dtype), device=x.device)
     normed_linear(x, moments, layer, y, layer_norm=False, eps=eps)
-    geglu(y, out, inverse_scale=inverse_scale, paired=layer.paired, silu=silu)
+    geglu(y, out, inverse_scale=inverse_scale, paired=layer.paired, activation=activation)
 
 
 def _launch(
-    name: str, x: Tensor, moments: Tensor, weight_sums: Tensor | None, layer: Linear, out: Tensor, activation: str, *,
-    inverse_scale: float | None, eps: float, pdl: bool,
-) -> None:  # fmt: skip
+    name: str,
+    x: Tensor,
+    moments: Tensor,
+    weight_sums: Tensor | None,
+    layer: Linear,
+    out: Tensor,
+    activation: Activation,
+    *,
+    inverse_scale: float | None,
+    eps: float,
+) -> None:
     """The own GEMM behind a norm; `weight_sums`: of a LayerNorm. Raises EngineError in the words of `name`."""
     from vla_accel.ops.cuda.gemm import Norm
 
     norm = Norm(moments, weight_sums, eps)
-    if not launched_own_gemm(x, layer, out, activation, inverse_scale, pdl, norm=norm):
+    if not launched_own_gemm(x, layer, out, activation, inverse_scale, norm=norm):
         raise EngineError(f"{name}: no kernel for {len(x)} rows by a weight {tuple(layer.weight.shape)}")

@@ -6,15 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-GATED = ("geglu", "swiglu")
-"""Activations of products that make one column of two."""
+from vla_accel.ops.activation import Activation
+
 MOMENTS_OF = 64
 """Columns of a row that a pair of moments, their mean and their sum of squared deviations, is of."""
-
-
-def gating(silu: bool) -> str:
-    """The name among `GATED` of SiLU as the gate's activation, otherwise of tanh GELU."""
-    return "swiglu" if silu else "geglu"
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -62,14 +57,22 @@ def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
 
 def geglu(gate_up: Tensor) -> Tensor:
     """(..., 2 * hidden), gate first, to gelu_tanh(gate) * up, (..., hidden)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return activate(gate_up, Activation.GEGLU)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """(..., 2 * hidden), gate first, to silu(gate) * up, (..., hidden)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activate(gate_up, Activation.SWIGLU)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """An activation of x. For a gated one x is (..., 2 * hidden), gate first, and the result (..., hidden)."""
+    if activation.gated:
+        gate, up = x.chunk(2, dim=-1)
+        return activate(gate, activation.gate) * up
+    if activation is Activation.GELU:
+        return F.gelu(x, approximate="tanh")
+    return {Activation.NONE: lambda y: y, Activation.SILU: F.silu, Activation.RELU: F.relu}[activation](x)
 
 
 def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

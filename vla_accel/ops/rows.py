@@ -2,8 +2,7 @@
 
 Conventions of these ops: each writes into buffers that it is given and allocates nothing on a GPU; rows are flattened
 tokens; a weight is (N, K); `inverse_scale` asks for float8_e4m3fn or int8 output, by the buffer's dtype: x *
-inverse_scale, saturated at ±448 or ±127; None for the buffer's dtype; `pdl`: the kernel may start before its
-predecessor has finished, and waits for it itself.
+inverse_scale, saturated at ±448 or ±127; None for the buffer's dtype.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 
 from vla_accel.fp8 import E4M3, INT8
 from vla_accel.ops import reference
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import kernels, path
 
 
@@ -42,7 +42,6 @@ def by_squares(side: int, square: int) -> Tensor:
 
 def add_norm(
     x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
-    pdl: bool = False,
 ) -> None:  # fmt: skip
     """x_out = x + y, h = norm(x_out), without weights: those are folded into the product that follows.
 
@@ -50,7 +49,7 @@ def add_norm(
     otherwise RMSNorm.
     """
     if path(x) != "reference":
-        return kernels("rows").add_norm(x, y, x_out, h, layer=layer, eps=eps, inverse_scale=inverse_scale, pdl=pdl)
+        return kernels("rows").add_norm(x, y, x_out, h, layer=layer, eps=eps, inverse_scale=inverse_scale)
     if y is not None:
         x_out.copy_(x + y.repeat(x.shape[0] // y.shape[0], 1).to(x.dtype))
         x = x_out
@@ -83,23 +82,23 @@ def embed_norm(
 
 
 def geglu(
-    gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False, silu: bool = False,
-    pdl: bool = False,
+    gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False,
+    activation: Activation = Activation.GEGLU,
 ) -> None:  # fmt: skip
     """out (R, H) = gelu_tanh(gate) * up of (R, 2 H): gate first, or, `paired`, by turns eight of gate, eight of up.
-    `silu`: silu(gate) * up."""
+    `activation`: GEGLU or SWIGLU, which has silu(gate)."""
     if path(gate_up) != "reference":
-        return kernels("rows").geglu(gate_up, out, inverse_scale=inverse_scale, paired=paired, silu=silu, pdl=pdl)
+        return kernels("rows").geglu(gate_up, out, inverse_scale=inverse_scale, paired=paired, activation=activation)
     if paired:
         gate_up = gate_up.unflatten(1, (-1, 2, 8)).transpose(1, 2).flatten(1)
-    store(out, reference.swiglu(gate_up) if silu else reference.geglu(gate_up), inverse_scale)
+    store(out, reference.activate(gate_up, activation), inverse_scale)
 
 
-def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False) -> None:
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
     """out = gelu_tanh(x)."""
     if path(x) != "reference":
-        return kernels("rows").gelu(x, out, inverse_scale=inverse_scale, pdl=pdl)
-    store(out, F.gelu(x, approximate="tanh"), inverse_scale)
+        return kernels("rows").gelu(x, out, inverse_scale=inverse_scale)
+    store(out, reference.activate(x, Activation.GELU), inverse_scale)
 
 
 def rope_tables(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -108,15 +107,13 @@ def rope_tables(length: int, head_dim: int, device: torch.device) -> tuple[Tenso
     return cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
 
-def rope_cache(
-    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int, *, pdl: bool = False
-) -> None:
+def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
     """Rotate q inside `qkv` (B * S, (heads + 2 kv_heads) * d) in place; rotated k and v go to the cache.
 
     keys, values (B, S, kv_heads, d), contiguous. The position of a row is its place in the sequence.
     """
     if path(qkv) != "reference":
-        return kernels("rows").rope_cache(qkv, cos, sin, keys, values, heads, pdl=pdl)
+        return kernels("rows").rope_cache(qkv, cos, sin, keys, values, heads)
     batch, tokens, kv_heads, head_dim = keys.shape
     parts = qkv.view(batch, tokens, heads + 2 * kv_heads, head_dim)
     c, s = cos[:tokens, None].to(qkv.dtype), sin[:tokens, None].to(qkv.dtype)

@@ -35,16 +35,16 @@ def place_tokens(image_tokens: Tensor, tokens: Tensor, table: Tensor, order: Ten
     x.copy_(both[:, order].reshape(x.shape))
 
 
-def add_at(y: Tensor, places: Tensor, x: Tensor, *, pdl: bool = False) -> None:
+def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
     """x (B * S, W): y (B, I, W) is added to rows `places` (I,) int64, each once, of every S rows."""
     if path(x) != "reference":
-        return kernels("sequence").add_at(y, places, x, pdl=pdl)
+        return kernels("sequence").add_at(y, places, x)
     x.view(len(y), -1, x.shape[1]).index_add_(1, places, y.to(x.dtype))
 
 
 def norm_rope(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
-    eps: float, pdl: bool = False,
+    eps: float,
 ) -> None:  # fmt: skip
     """Norm and rotate q and k inside qkv (B * T, (heads + 2 kv_heads) * d) in place; v stays.
 
@@ -52,9 +52,7 @@ def norm_rope(
     float32.
     """
     if path(qkv) != "reference":
-        return kernels("sequence").norm_rope(
-            qkv, q_norm, k_norm, cos, sin, heads, kv_heads, eps=eps, pdl=pdl
-        )  # fmt: skip
+        return kernels("sequence").norm_rope(qkv, q_norm, k_norm, cos, sin, heads, kv_heads, eps=eps)
     both = qkv.view(-1, len(cos), heads + 2 * kv_heads, 2 * cos.shape[1])
     for start, count, weight in ((0, heads, q_norm), (heads, kv_heads, k_norm)):
         part = both[:, :, start : start + count]
@@ -64,17 +62,17 @@ def norm_rope(
         part.copy_(reference.apply_rope(wide, cos[:, None].to(wide.dtype), sin[:, None].to(wide.dtype)))
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, pdl: bool = False) -> None:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """Every token sees itself and those before it. q (B, T, heads, d), k, v (B, T, kv_heads, d), k and v of equal
     strides; out (B, T, heads * d) contiguous."""
     if path(q) != "reference":
-        return kernels("sequence").causal_attention(q, k, v, out, pdl=pdl)
+        return kernels("sequence").causal_attention(q, k, v, out)
     mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
     out.copy_(reference.attention(q, k, v, mask).flatten(2).reshape(out.shape))
 
 
-def exact_gelu(x: Tensor, *, pdl: bool = False) -> None:
+def exact_gelu(x: Tensor) -> None:
     """GELU by the error function, in place."""
     if path(x) != "reference":
-        return kernels("sequence").exact_gelu(x, pdl=pdl)
+        return kernels("sequence").exact_gelu(x)
     x.copy_(F.gelu(x))

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vla_accel.ops import key_tilings, many, reference, suffix_tilings
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
@@ -32,7 +32,7 @@ ProductWorkspace = tuple[Tensor, ...]
 
 def qkv_rope(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None = None, pdl: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None = None,
     cut: Tiling | None = None, workspace: ProductWorkspace | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, q/k/v projection and rotation of the suffix. FP8 and INT8 weights are widened, the activations are not
@@ -47,12 +47,12 @@ def qkv_rope(
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.qkv_rope(
-                x, layer, shift, cos, sin, lengths, q, k, v, eps=eps, pdl=pdl, cut=cut, workspace=workspace,
+                x, layer, shift, cos, sin, lengths, q, k, v, eps=eps, cut=cut, workspace=workspace,
                 moments=moments,
             )  # fmt: skip
         return _kernels(cut).qkv_rope(
             x, layer.weight, layer.sums_scale, scale, shift, cos, sin, lengths, q, k, v, eps=eps,
-            pinned=pinned, pdl=pdl, cut=cut, **_reading(cut, moments),
+            pinned=pinned, cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
     y = _modulated_product(x, layer, scale, shift, eps, pinned).view(batch, tokens, -1, head_dim)
@@ -118,7 +118,7 @@ def crossing(x: Tensor, layer: Linear, keys: Tensor) -> Crossing:
 
 def suffix_attention(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
-    workspace: AttentionWorkspace, *, state_first: bool, causal: bool = False, pdl: bool = False,
+    workspace: AttentionWorkspace, *, state_first: bool, causal: bool = False,
     cut: KeySplit | None = None,
 ) -> None:  # fmt: skip
     """The suffix attends to the first `lengths[b]` keys of the prefix and to itself.
@@ -133,7 +133,7 @@ def suffix_attention(
         sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
         cut = cut or key_tilings.key_splits(Gpu.of(q.device), sizes)[0]
         return kernels("attention").suffix_attention(
-            q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal, pdl=pdl,
+            q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal,
             cut=cut,
         )  # fmt: skip
     batch, tokens = q.shape[:2]
@@ -151,7 +151,7 @@ def suffix_attention(
 
 def project(
     a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool = True, tokens: int = 1,
-    skip_first: bool = False, pinned: Tensor | None = None, pdl: bool = False, cut: Tiling | None = None,
+    skip_first: bool = False, pinned: Tensor | None = None, cut: Tiling | None = None,
     workspace: ProductWorkspace | None = None, moments: Moments | None = None, next_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """x (R, N) += gate ∘ (a Wᵀ + b), or = without `residual`. a (R, K); gate (N,) float32 or None.
@@ -165,12 +165,12 @@ def project(
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.project(
-                a, layer, gate, x, residual=residual, tokens=tokens, skip_first=skip_first, pdl=pdl, cut=cut,
+                a, layer, gate, x, residual=residual, tokens=tokens, skip_first=skip_first, cut=cut,
                 workspace=workspace, moments=moments, next_scale=next_scale,
             )  # fmt: skip
         return _kernels(cut).project(
             a, layer.weight, layer.sums_scale, layer.bias, gate, x, residual=residual, tokens=tokens,
-            skip_first=skip_first, pinned=pinned, pdl=pdl, cut=cut, workspace=workspace,
+            skip_first=skip_first, pinned=pinned, cut=cut, workspace=workspace,
             **({} if isinstance(cut, Skinny) else {"moments": moments, "next_scale": next_scale}),
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
@@ -190,29 +190,29 @@ def project(
 
 def gate_up_geglu(
     x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *, eps: float,
-    silu: bool = False, pinned: Tensor | None = None, pdl: bool = False, cut: Tiling | None = None,
+    activation: Activation = Activation.GEGLU, pinned: Tensor | None = None, cut: Tiling | None = None,
     workspace: ProductWorkspace | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
-    """Norm, gate and up projections and GeGLU of the suffix, or SwiGLU with `silu`: x (R, W) to out (R, H). As
+    """Norm, gate and up projections and GeGLU or SwiGLU (`activation`) of the suffix: x (R, W) to out (R, H). As
     `qkv_rope` otherwise."""
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.gate_up_geglu(
-                x, layer, shift, out, eps=eps, silu=silu, pdl=pdl, cut=cut, workspace=workspace, moments=moments
+                x, layer, shift, out, eps=eps, activation=activation, cut=cut, workspace=workspace, moments=moments
             )
         return _kernels(cut).gate_up_geglu(
-            x, layer.weight, layer.sums_scale, scale, shift, out, eps=eps, silu=silu, pinned=pinned, pdl=pdl,
+            x, layer.weight, layer.sums_scale, scale, shift, out, eps=eps, activation=activation, pinned=pinned,
             cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     y = _modulated_product(x, layer, scale, shift, eps, pinned)
-    out.copy_(reference.swiglu(y) if silu else reference.geglu(y))
+    out.copy_(reference.activate(y, activation))
 
 
 def cross_attention(
     x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, out: Tensor, *,
-    eps: float, pdl: bool = False, cut: CrossTile | None = None, moments: Moments | None = None,
+    eps: float, cut: CrossTile | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, query projection and rotation of the suffix, from position 0 on, and attention to the prefix alone.
 
@@ -224,7 +224,7 @@ def cross_attention(
         if cut is None:
             cut = key_tilings.crossings(Gpu.of(x.device), crossing(x, layer, keys))[0]
         return kernels("cross").cross_attention(
-            x, layer.weight, layer.sums_scale, cos, sin, keys, values, lengths, out, eps=eps, pdl=pdl,
+            x, layer.weight, layer.sums_scale, cos, sin, keys, values, lengths, out, eps=eps,
             cut=cut, moments=moments,
         )  # fmt: skip
     batch, source, _, head_dim = keys.shape
@@ -240,13 +240,12 @@ def cross_attention(
 def step(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
     target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
-    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pinned: bool = False,
-    pdl: bool = False,
+    gain: float, eps: float, tokens: int, first: bool, last: bool, activation: Activation, pinned: bool = False,
 ) -> None:  # fmt: skip
     """Between two evaluations: final norm, output projection, Euler step, and the next evaluation's input.
 
-    actions (B, H, A) float32 += dt * velocity, unless `first`; following (B * T, W) gets actions · w_in + b_in (SiLU of
-    it if `silu`) in its last H tokens of every T, unless `last`. w_out, w_in (A, W) float32, b_out (A,), b_in (W,);
+    actions (B, H, A) float32 += dt * velocity, unless `first`; following (B * T, W) gets activation(actions · w_in +
+    b_in) in its last H tokens of every T, unless `last`. w_out, w_in (A, W) float32, b_out (A,), b_in (W,);
     scale (W,): the norm multiplies by 1 + scale; shift (W,) or None. The velocity is guided towards `target` (B, H, A):
     gain * weights ∘ (target - (actions - time * velocity)) less, weights (B, H) float32; zero changes no bit. `pinned`:
     instead, actions whose weight is not zero stay what they are, bit for bit; b_in may have two rows then, (2, W), the
@@ -255,7 +254,7 @@ def step(
     if path(x) != "reference":
         return kernels("skinny").step(
             x, scale, shift, w_out, b_out, actions, target, weights, w_in, b_in, following, dt=dt, time=time,
-            gain=gain, eps=eps, tokens=tokens, first=first, last=last, silu=silu, pinned=pinned, pdl=pdl,
+            gain=gain, eps=eps, tokens=tokens, first=first, last=last, activation=activation, pinned=pinned,
         )  # fmt: skip
     batch, horizon, _ = actions.shape
     stays = weights > 0
@@ -272,7 +271,7 @@ def step(
         actions += dt * velocity
     if not last:
         embedded = actions.to(w_in.dtype) @ w_in + (b_in if b_in.ndim == 1 else b_in[stays.long()])
-        embedded = F.silu(embedded) if silu else embedded
+        embedded = reference.activate(embedded, activation)
         following.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(following.dtype)
 
 

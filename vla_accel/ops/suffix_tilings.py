@@ -238,12 +238,10 @@ def _pipelined(gpu: Gpu | None, product: Product, splits: tuple[int, ...]) -> li
     # Weights are read once, by as many programs as the GPU runs at a time; then the larger tile.
     return sorted(
         found.values(), key=lambda cut: (abs(math.log2(cut.blocks(product) / chips)), -cut.rows, -cut.columns)
-    )  # fmt: skip
+    )
 
 
-def _deepest(
-    gpu: Gpu | None, product: Product, rows: int, columns: int, block_k: int, split: int
-) -> Pipelined | None:  # fmt: skip
+def _deepest(gpu: Gpu | None, product: Product, rows: int, columns: int, block_k: int, split: int) -> Pipelined | None:
     """With as many stages as there is room for; None where the tile is larger than the product, or has no room."""
     if columns > max(16, power_of_two(product.columns)) or split * block_k > max(64, power_of_two(product.k)):
         return None

@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
-from vla_accel.ops.kernels.common import launch_options, let_next_start, wait_for_previous
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import launch
+from vla_accel.ops.kernels.common import let_next_start, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
     for_geglu,
     for_heads,
@@ -57,14 +59,15 @@ def _heads_around(y_ptr, squares_ptr, shift_ptr, cos_ptr, sin_ptr, length_ptr, q
     rstd = rstd_of(squares_ptr, row, rows, eps, K, TILES, BLOCK_T)
     a = sums_of(y_ptr, row, rows, head * (2 * HALF) + i, i < HALF, N) * rstd
     b = sums_of(y_ptr, row, rows, head * (2 * HALF) + HALF + i, i < HALF, N) * rstd
-    store_heads(a, b, low, high, cos, sin, q_ptr, k_ptr, v_ptr, head, 0, row0, rows, HEADS, KV_HEADS, HALF, BLOCK_M,
-                BLOCK_N)  # fmt: skip
+    store_heads(
+        a, b, low, high, cos, sin, q_ptr, k_ptr, v_ptr, head, 0, row0, rows, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N
+    )
 
 
 @triton.jit
 def _geglu_around(y_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps, K: tl.constexpr, HIDDEN: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
-                  HAS_SHIFT: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  HAS_SHIFT: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     row, n = row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     let_next_start(PDL)
@@ -73,7 +76,7 @@ def _geglu_around(y_ptr, squares_ptr, shift_ptr, out_ptr, rows, eps, K: tl.const
     rstd = rstd_of(squares_ptr, row, rows, eps, K, TILES, BLOCK_T)
     g = sums_of(y_ptr, row, rows, n, n < HIDDEN, 2 * HIDDEN) * rstd
     u = sums_of(y_ptr, row, rows, HIDDEN + n, n < HIDDEN, 2 * HIDDEN) * rstd
-    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, SILU)
+    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, GATE)
 
 
 @triton.jit
@@ -87,50 +90,49 @@ def _residual_around(y_ptr, gate_ptr, x_ptr, next_scale_ptr, sums_ptr, squares_p
     bias, gate = for_residual(gate_ptr, gate_ptr, gate_ptr, 0, row0, rows, N, 1, BLOCK_N, HAS_GATE, False, False)
     wait_for_previous(PDL)
     before, keep = residual(x_ptr, 0, row0, rows, tokens, N, 1, BLOCK_N, RESIDUAL, SKIP_FIRST)
-    y = store_residual(sums_of(y_ptr, row, rows, n, n < N, N), bias, gate, before, keep, x_ptr, 0, row0, N, 1,
-                       BLOCK_N)  # fmt: skip
+    y = store_residual(sums_of(y_ptr, row, rows, n, n < N, N), bias, gate, before, keep, x_ptr, 0, row0, N, 1, BLOCK_N)
     if MOMENTS:
-        store_moments(y, keep, row, n, next_scale_ptr, sums_ptr, squares_ptr, scaled_ptr, 0, rows, N,
-                      NEXT_SCALE)  # fmt: skip
+        store_moments(y, keep, row, n, next_scale_ptr, sums_ptr, squares_ptr, scaled_ptr, 0, rows, N, NEXT_SCALE)
 
 
 def heads(
     y: Tensor, moments: Moments, width: int, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pdl: bool,
+    q: Tensor, k: Tensor, v: Tensor, *, eps: float,
 ) -> None:  # fmt: skip
     """q, k, v of the product y (R, N) of rows of this width, as `suffix.qkv_rope` makes them."""
     tokens, heads, head_dim = q.shape[1:]
     rows, kv_heads, half = len(y), k.shape[2], head_dim // 2
-    _heads_around[(triton.cdiv(rows, ROWS), heads + 2 * kv_heads)](
+    launch(
+        _heads_around, (triton.cdiv(rows, ROWS), heads + 2 * kv_heads),
         y, moments.squares, y if shift is None else shift, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads,
-        kv_heads, half, ROWS, power_of_two(half), *tiles_of(moments), shift is not None, pdl, num_warps=4,
-        **launch_options(pdl),
+        kv_heads, half, ROWS, power_of_two(half), *tiles_of(moments), shift is not None, num_warps=4,
     )  # fmt: skip
 
 
 def geglu(
-    y: Tensor, moments: Moments, width: int, shift: Tensor | None, out: Tensor, *, eps: float, silu: bool, pdl: bool
-) -> None:  # fmt: skip
+    y: Tensor, moments: Moments, width: int, shift: Tensor | None, out: Tensor, *, eps: float, activation: Activation
+) -> None:
     """out (R, H) of the product y (R, 2 H), as `suffix.gate_up_geglu` makes it."""
     rows, hidden = out.shape
     columns = min(512, power_of_two(hidden))
-    _geglu_around[(triton.cdiv(rows, ROWS), triton.cdiv(hidden, columns))](
+    launch(
+        _geglu_around, (triton.cdiv(rows, ROWS), triton.cdiv(hidden, columns)),
         y, moments.squares, y if shift is None else shift, out, rows, eps, width, hidden, ROWS, columns,
-        *tiles_of(moments), shift is not None, silu, pdl, num_warps=4, **launch_options(pdl),
+        *tiles_of(moments), shift is not None, activation.gate.code, num_warps=4,
     )  # fmt: skip
 
 
 def onto(
     y: Tensor, gate: Tensor | None, x: Tensor, *, residual: bool, tokens: int, skip_first: bool,
-    moments: Moments | None, next_scale: Tensor | None, pdl: bool,
+    moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """x (R, N) and its moments, of one tile, of the product y (R, N), as `suffix.project` makes them."""
     rows, n = x.shape
     given = (y, y, y) if moments is None else (moments.sums, moments.squares, moments.scaled)
     sums, squares, scaled = (y if tensor is None else tensor for tensor in given)
-    _residual_around[(rows,)](
+    launch(
+        _residual_around, (rows,),
         y, y if gate is None else gate, x, y if next_scale is None else next_scale, sums, squares, scaled, rows,
         tokens, n, power_of_two(n), residual, gate is not None, skip_first, moments is not None,
-        moments is not None and moments.scaled is not None and next_scale is not None, pdl, num_warps=4,
-        **launch_options(pdl),
+        moments is not None and moments.scaled is not None and next_scale is not None, num_warps=4,
     )  # fmt: skip

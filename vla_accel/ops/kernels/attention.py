@@ -11,8 +11,9 @@ from torch import Tensor
 
 from vla_accel.numeric import power_of_two
 from vla_accel.ops.attention_tiles import Tile
+from vla_accel.ops.chain import launch
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.kernels.common import launch_options, quantised, softmax_step, wait_for_previous
+from vla_accel.ops.kernels.common import quantised, softmax_step, wait_for_previous
 from vla_accel.ops.key_tilings import KeySplit, SuffixAttention
 
 LOG2E = 1.4426950408889634
@@ -37,8 +38,9 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
         q_place, kv_place = tl.multiple_of(q_place, 8), tl.multiple_of(kv_place, 8)
     q = tl.load(
         q_ptr + batch * q_batch + m[:, None] * q_token + q_place + d[None, :],
-        mask=(m < tokens)[:, None] & in_d[None, :], other=0.0,
-    )  # fmt: skip
+        mask=(m < tokens)[:, None] & in_d[None, :],
+        other=0.0,
+    )
     length = SOURCE
     if HAS_LENGTHS:
         length = tl.load(length_ptr + batch)
@@ -78,19 +80,20 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None,
-    last: bool = False, tile: Tile | None = None, pdl: bool = False,
+    last: bool = False, tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.attending.attention`."""
     batch, tokens, heads, head_dim = q.shape
     source, kv_heads = k.shape[1:3]
     tile = tile or Tile.of(tokens, source, head_dim, Gpu.of(q.device))
     grid = (triton.cdiv(tokens, tile.queries), heads, batch)
-    _attention[grid](
+    launch(
+        _attention, grid,
         q, k, v, out, lengths if lengths is not None else out, tokens, q.stride(0), q.stride(1), q.stride(2),
         k.stride(0), k.stride(1), k.stride(2), head_dim**-0.5 * LOG2E, inverse_scale or 1.0, source, heads,
         heads // kv_heads, head_dim, max(16, power_of_two(head_dim)), tile.queries, tile.keys, lengths is not None,
-        last, q.stride(2) % 8 == k.stride(2) % 8 == 0, inverse_scale is not None, pdl, num_warps=tile.warps,
-        num_stages=tile.stages, **launch_options(pdl),
+        last, q.stride(2) % 8 == k.stride(2) % 8 == 0, inverse_scale is not None, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -255,7 +258,7 @@ def _suffix_attention_split(q_ptr, pk_ptr, pv_ptr, sk_ptr, sv_ptr, length_ptr, p
 
 def suffix_attention(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
-    workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, causal: bool, pdl: bool,
+    workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, causal: bool,
     cut: KeySplit,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.suffix_attention`."""
@@ -269,11 +272,12 @@ def suffix_attention(
         head_dim**-0.5 * LOG2E, splits, prefix_splits,
     )  # fmt: skip
     masks = (state_first, causal)
-    shape = (row_tiles, kv_heads, heads // kv_heads, head_dim, sizes.block_d, cut.rows, cut.keys, *masks, pdl)
-    options = {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(pdl)}
+    shape = (row_tiles, kv_heads, heads // kv_heads, head_dim, sizes.block_d, cut.rows, cut.keys, *masks)
+    options = {"num_warps": cut.warps, "num_stages": cut.stages}
     if cut.tiles == 1:
-        _suffix_attention[(splits, row_tiles, batch * kv_heads)](*arguments, *shape, **options)
+        launch(_suffix_attention, (splits, row_tiles, batch * kv_heads), *arguments, *shape, **options)
     else:
-        _suffix_attention_split[(row_tiles, splits, batch * kv_heads)](
+        launch(
+            _suffix_attention_split, (row_tiles, splits, batch * kv_heads),
             *arguments, cut.tiles, tokens if cut.joined else cut.keys, cut.joined, *shape, **options
         )  # fmt: skip

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.fp8 import E4M3, INT8
-from vla_accel.ops.suffix_tilings import Pipelined
+from vla_accel.ops.activation import Activation
 
 FP8_MAX, INT8_MAX = tl.constexpr(E4M3.largest), tl.constexpr(INT8.largest)
 
@@ -45,6 +45,22 @@ def silu(x):
     return x / (1.0 + tl.exp2(-1.4426950408889634 * x))
 
 
+GELU, SILU, RELU = (tl.constexpr(a.code) for a in (Activation.GELU, Activation.SILU, Activation.RELU))
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """x with the activation of this code, none that is gated."""
+    if ACTIVATION == GELU:
+        return gelu_tanh(x)
+    elif ACTIVATION == SILU:
+        return silu(x)
+    elif ACTIVATION == RELU:
+        return tl.maximum(x, 0.0)
+    else:
+        return x
+
+
 @triton.jit
 def softmax_step(s, best, total, EMPTY: tl.constexpr):
     """One block of the softmax over all blocks: of scores s, (M, N) float32 for exp2, after blocks whose largest score
@@ -69,11 +85,12 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def fetch_ahead(rows_ptr, elements, AHEAD: tl.constexpr):
-    """Rows of a weight, (N,) pointers to so many elements each (int32; a multiple of 16 bytes, aligned to as many), on
-    their way into the L2 cache: before the wait, while the previous kernel still computes. Bulk prefetch is Hopper's
-    and later's, as dependent launches are."""
-    if AHEAD:
+def fetch_ahead(rows_ptr, elements, AHEAD: tl.constexpr, PDL: tl.constexpr):
+    """Prefetch rows of a weight into the L2 cache before the wait, while the previous kernel still computes.
+
+    `rows_ptr`: (N,) pointers, aligned to 16 bytes; `elements`: int32, of each row, a multiple of 16 bytes. Only a
+    dependent launch has time to prefetch; like those, bulk prefetch needs Hopper or newer."""
+    if AHEAD and PDL:
         size = elements * (rows_ptr.dtype.element_ty.primitive_bitwidth // 8)
         at = rows_ptr.to(tl.int64)
         # Every thread runs this, and rows repeat where there are more threads: one for each row is enough.
@@ -92,13 +109,6 @@ def let_next_start(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def launch_options(pdl: bool) -> dict[str, bool]:
-    """Options of a launch that may start before its predecessor has finished."""
-    return {"launch_pdl": True} if pdl else {}
-
-
-def ahead(weight: Tensor, cut: Pipelined | None, pdl: bool) -> bool:
-    """Whether `fetch_ahead` is for a contiguous (N, K) weight: where the cut asks for it, if there is one, and rows
-    begin at multiples of 16 bytes."""
-    even = weight.shape[1] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
-    return pdl and even and (cut is None or cut.ahead)
+def can_fetch_ahead(weight: Tensor) -> bool:
+    """Whether `fetch_ahead` takes the rows of a contiguous (N, K) weight: they begin at multiples of 16 bytes."""
+    return weight.shape[1] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0

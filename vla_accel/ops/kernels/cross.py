@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
+from vla_accel.ops.chain import launch
 from vla_accel.ops.kernels.attention import LOG2E
 from vla_accel.ops.kernels.common import (
-    ahead,
+    can_fetch_ahead,
     fetch_ahead,
-    launch_options,
     scale_of_sums,
     softmax_step,
     wait_for_previous,
@@ -47,8 +47,8 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
     in_half = i < HALF
     row = low + tl.minimum(i, HALF - 1)
     if tl.program_id(1) == 0:
-        fetch_ahead(w_ptr + row * K, K, AHEAD)
-        fetch_ahead(w_ptr + (row + HALF) * K, K, AHEAD)
+        fetch_ahead(w_ptr + row * K, K, AHEAD, PDL)
+        fetch_ahead(w_ptr + (row + HALF) * K, K, AHEAD, PDL)
     scale_a, scale_b = scale_of_sums(w_ptr, wscale, row), scale_of_sums(w_ptr, wscale, row + HALF)
     # The prefix was complete before the loop's first kernel; x is what the previous kernel wrote.
     place = first + tl.arange(0, BLOCK_M)[:, None]
@@ -98,15 +98,16 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
 
 def cross_attention(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    lengths: Tensor, out: Tensor, *, eps: float, pdl: bool, cut: CrossTile, moments: Moments | None,
+    lengths: Tensor, out: Tensor, *, eps: float, cut: CrossTile, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.cross_attention`."""
     batch, source, kv_heads, head_dim = keys.shape
     tokens, width, half = len(x) // batch, x.shape[1], head_dim // 2
     heads = weight.shape[0] // head_dim
-    _cross_attention[(heads, triton.cdiv(tokens, cut.rows), batch)](
+    launch(
+        _cross_attention, (heads, triton.cdiv(tokens, cut.rows), batch),
         x, weight, weight_scale, x if moments is None else moments.squares, cos, sin, keys, values, lengths, out,
         len(x), tokens, eps, head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, cut.rows,
-        max(16, power_of_two(half)), cut.keys, cut.block_k, width % cut.block_k == 0, ahead(weight, None, pdl),
-        *tiles_of(moments), pdl, num_warps=8, num_stages=cut.stages, **launch_options(pdl),
+        max(16, power_of_two(half)), cut.keys, cut.block_k, width % cut.block_k == 0, can_fetch_ahead(weight),
+        *tiles_of(moments), num_warps=8, num_stages=cut.stages,
     )  # fmt: skip

@@ -7,14 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
-from vla_accel.ops.dit import Activation, NormTables
-from vla_accel.ops.kernels.common import ahead, fetch_ahead, gelu_tanh, launch_options, scale_of_sums, wait_for_previous
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import launch
+from vla_accel.ops.dit import NormTables
+from vla_accel.ops.kernels.common import activated, can_fetch_ahead, fetch_ahead, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.moments import of_tiles, tiles_of
 from vla_accel.ops.kernels.pipelined import by_row, described, multiply, no_sums, row_tile, rows_of, weight_tile
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
-
-_ACTIVATIONS = {"none": 0, "gelu": 1, "relu": 2}
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _product(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, sums_ptr, total_ptr,
     in_rows, in_n = row < rows, n < N
     from_row, from_n = tl.minimum(row, rows - 1), tl.minimum(n, N - 1)
     if tl.program_id(0) == 0:
-        fetch_ahead(w_ptr + from_n * K, K, AHEAD)
+        fetch_ahead(w_ptr + from_n * K, K, AHEAD, PDL)
     # Before the wait, but in tiles of many rows, which need the registers.
     if BLOCK_M <= 64:
         scale, shift, of_weight = _constants(w_ptr, wscale, shift_ptr, sums_ptr, n, N, NORM)
@@ -72,17 +72,14 @@ def _product(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, sums_ptr, total_ptr,
         rstd = tl.rsqrt(squares / K - mean * mean + eps)
         y = (y - mean[:, None] * of_weight) * rstd[:, None]
     y += shift
-    if ACTIVATION == 1:
-        y = gelu_tanh(y)
-    elif ACTIVATION == 2:
-        y = tl.maximum(y, 0.0)
+    y = activated(y, ACTIVATION)
     place = out_ptr + row[:, None] * N + n[None, :]
     tl.store(place, y.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_n[None, :])
 
 
 def product(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, shift: Tensor, out: Tensor, *, norm: NormTables | None,
-    activation: Activation, pdl: bool, cut: Pipelined, moments: Moments | None,
+    activation: Activation, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.dit.product`."""
     rows, k = x.shape
@@ -90,13 +87,13 @@ def product(
     grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns))
     scale = None if norm is None else norm.scale
     sums, squares = (shift, shift) if moments is None else (moments.sums, moments.squares)
-    _product[grid](
+    launch(
+        _product, grid,
         *described(rows_of(x, moments), weight, cut), weight_scale, shift if scale is None else scale,
         shift if norm is None else norm.sums, sums, squares, shift, out, rows,
         0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, k % cut.block_k == 0,
-        cut.tma, ahead(weight, cut, pdl), norm is not None, scale is not None, *tiles_of(moments),
-        _ACTIVATIONS[activation], cut.weights_first, pdl, num_warps=cut.warps, num_stages=cut.stages,
-        **launch_options(pdl),
+        cut.tma, cut.ahead and can_fetch_ahead(weight), norm is not None, scale is not None, *tiles_of(moments),
+        activation.code, cut.weights_first, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
 
 
@@ -125,8 +122,9 @@ def _flow_step(velocity_ptr, before_ptr, target_ptr, weights_ptr, w_in_ptr, b_in
     if not LAST:
         w_in = tl.load(
             w_in_ptr + action[:, None] * WIDTH + column[None, :],
-            mask=(action < ACTIONS)[:, None] & (column < WIDTH)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(action < ACTIONS)[:, None] & (column < WIDTH)[None, :],
+            other=0.0,
+        )
         embedded = tl.dot(moved, w_in, input_precision="ieee")
         embedded += tl.load(b_in_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
         embedded = embedded / (1.0 + tl.exp(-embedded))
@@ -136,13 +134,14 @@ def _flow_step(velocity_ptr, before_ptr, target_ptr, weights_ptr, w_in_ptr, b_in
 
 def flow_step(
     velocity: Tensor, before: Tensor, target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, after: Tensor,
-    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool, pdl: bool,
+    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.dit.flow_step`."""
     batch, horizon, actions = before.shape
     rows, width = batch * horizon, w_in.shape[1]
     grid = (1 if last else triton.cdiv(width, 32), triton.cdiv(rows, 16))
-    _flow_step[grid](
+    launch(
+        _flow_step, grid,
         velocity, before, target, weights, w_in, b_in, after, hidden, dt, rows, horizon, tokens, width, actions, 16, 32,
-        max(16, power_of_two(actions)), first, last, pdl, num_warps=4, num_stages=1, **launch_options(pdl),
+        max(16, power_of_two(actions)), first, last, num_warps=4, num_stages=1,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vla_accel.ops.kernels.common import gelu_tanh, silu
+from vla_accel.ops.kernels.common import activated
 
 
 @triton.jit
@@ -85,13 +85,13 @@ def for_geglu(shift_ptr, pinned_ptr, n0, row0, rows, HIDDEN: tl.constexpr, BLOCK
 
 @triton.jit
 def store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
-    """gelu_tanh(g) * u, or silu(g) * u, to out (rows, HIDDEN), with the constants of `for_geglu`."""
+                BLOCK_N: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
+    """The activation GATE of g, times u, to out (rows, HIDDEN), with the constants of `for_geglu`."""
     n = n0 + tl.arange(0, BLOCK_N)[None, :]
     row = row0 + tl.arange(0, BLOCK_M)[:, None]
     g += gate
     u += up
-    y = (silu(g) if SILU else gelu_tanh(g)) * u
+    y = activated(g, GATE) * u
     tl.store(out_ptr + row * HIDDEN + n, y.to(out_ptr.dtype.element_ty), mask=(row < rows) & (n < HIDDEN))
 
 
@@ -130,8 +130,9 @@ def residual(x_ptr, n0, row0, rows, tokens, N: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
-def store_residual(y, bias, gate, before, keep, x_ptr, n0, row0, N: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr):  # fmt: skip
+def store_residual(
+    y, bias, gate, before, keep, x_ptr, n0, row0, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """x (rows, N) = what was before + gate ∘ (y + bias), with what `for_residual` and `residual` fetched. Returns what
     was stored."""
     n = n0 + tl.arange(0, BLOCK_N)[None, :]

@@ -12,15 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.kernels.common import activated
 from vla_accel.ops.sums import GroupNorm, Sum
 
 TILE = 4096
 """Elements that one program holds at a time: 32 a thread with 4 warps."""
-
-
-@triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp2(-1.4426950408889634 * x))
 
 
 @triton.jit
@@ -47,7 +44,7 @@ def _summed(x_ptr, residual_ptr, shift_ptr, row, column, keep, real, pixels, hei
 @triton.jit
 def _rows(x_ptr, residual_ptr, shift_ptr, gamma_ptr, sum_ptr, out_ptr, rows, pixels, height, width,
           C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-          SHIFT: tl.constexpr, PHASED: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr,
+          SHIFT: tl.constexpr, PHASED: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr,
           PAD: tl.constexpr):  # fmt: skip
     target = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_C)
@@ -76,12 +73,11 @@ def _rows(x_ptr, residual_ptr, shift_ptr, gamma_ptr, sum_ptr, out_ptr, rows, pix
         scale = tl.sqrt(float(C)) / tl.maximum(tl.sqrt(square), 1e-12)
         gamma = tl.load(gamma_ptr + column, mask=column < C, other=0.0)
         normed = total * scale[:, None] * gamma[None, :]
-        if SILU:
-            normed = _silu(normed)
+        normed = activated(normed, ACTIVATION)
         tl.store(out_ptr + place, normed.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def rows(x: Sum, gamma: Tensor | None, *, silu: bool, keep: bool, pad: bool) -> tuple[Tensor, Tensor]:
+def rows(x: Sum, gamma: Tensor | None, *, activation: Activation, keep: bool, pad: bool) -> tuple[Tensor, Tensor]:
     """See `vla_accel.ops.image.rms_act` and, without `gamma`, `add_up`."""
     batch, height, width, channels = x.shape
     size = (batch, height + pad, width + pad, channels)
@@ -96,7 +92,7 @@ def rows(x: Sum, gamma: Tensor | None, *, silu: bool, keep: bool, pad: bool) -> 
     _rows[(triton.cdiv(count, tile),)](
         x.value, _or(x.residual, x.value), _or(x.shift, x.value), _or(gamma, x.value), first, second, count,
         height * width, height, width, channels, block, tile, x.residual is not None,
-        _shift_kind(x), x.phased, gamma is not None, silu, keep, pad, num_warps=4,
+        _shift_kind(x), x.phased, gamma is not None, activation.code, keep, pad, num_warps=4,
     )  # fmt: skip
     return first, second
 
@@ -151,7 +147,7 @@ def _group_apply(x_ptr, residual_ptr, shift_ptr, part_ptr, weight_ptr, bias_ptr,
                  pieces, eps, C: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, PASSES: tl.constexpr,
                  BLOCK: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
                  HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr,
-                 SILU: tl.constexpr):  # fmt: skip
+                 ACTIVATION: tl.constexpr):  # fmt: skip
     piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     channel = (block * (TAKEN * PER_GROUP) + lane)[None, :]
@@ -178,12 +174,13 @@ def _group_apply(x_ptr, residual_ptr, shift_ptr, part_ptr, weight_ptr, bias_ptr,
         total = _summed(x_ptr, residual_ptr, shift_ptr, row, channel, keep, real, pixels, height, width, C,
                         HAS_RESIDUAL, SHIFT, PHASED)  # fmt: skip
         normed = total * weight + bias
-        if SILU:
-            normed = _silu(normed)
+        normed = activated(normed, ACTIVATION)
         tl.store(out_ptr + row * C + channel, normed.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def groups(x: Sum, norm: GroupNorm, *, silu: bool, keep: bool, skip: Tensor | None) -> tuple[Tensor, Tensor]:
+def groups(
+    x: Sum, norm: GroupNorm, *, activation: Activation, keep: bool, skip: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """See `vla_accel.ops.image.group_act`."""
     batch, height, width, channels = x.shape
     extra = 0 if skip is None else skip.shape[-1]
@@ -218,7 +215,7 @@ def groups(x: Sum, norm: GroupNorm, *, silu: bool, keep: bool, skip: Tensor | No
         source.value, _or(source.residual, x.value), _or(source.shift, x.value), parts, norm.weight, norm.bias, out,
         pixels, height, width, pieces, norm.eps, C=wide, **shape, PASSES=passes, ROWS=tile,
         PIECES=power_of_two(pieces), HAS_RESIDUAL=source.residual is not None, SHIFT=_shift_kind(source),
-        PHASED=source.phased, SILU=silu, num_warps=4,
+        PHASED=source.phased, ACTIVATION=activation.code, num_warps=4,
     )  # fmt: skip
     return (total if keep else out), out
 

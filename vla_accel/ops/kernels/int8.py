@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.ops.kernels.common import gelu_tanh, launch_options, let_next_start, quantised, silu, wait_for_previous
-from vla_accel.ops.reference import GATED
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import launch
+from vla_accel.ops.kernels.common import activated, let_next_start, quantised, wait_for_previous
 
 if TYPE_CHECKING:
     from vla_accel.ops.int8 import Tile
@@ -59,7 +60,7 @@ def _store(out_ptr, y, row, n, rows, inverse_scale, N: tl.constexpr, QUANT: tl.c
 @triton.jit
 def _int8_linear(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, inverse_scale, rows, N: tl.constexpr,
                  K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNS: tl.constexpr,
-                 HAS_BIAS: tl.constexpr, GELU: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                 HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     row, tile = _own_tile(rows, tl.cdiv(N, COLUMNS), ROWS, TURNS)
     n = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -75,15 +76,13 @@ def _int8_linear(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, invers
         x_at += DEPTH
         w_at += DEPTH
     y = _in_units(total, n, n < N, scale_ptr, bias_ptr, input_scale, HAS_BIAS)
-    if GELU:
-        y = gelu_tanh(y)
-    _store(out_ptr, y, row, n, rows, inverse_scale, N, QUANT)
+    _store(out_ptr, activated(y, ACTIVATION), row, n, rows, inverse_scale, N, QUANT)
 
 
 @triton.jit
 def _int8_gated(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, inverse_scale, rows, HIDDEN: tl.constexpr,
                 K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNS: tl.constexpr,
-                HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, SILU: tl.constexpr, QUANT: tl.constexpr,
+                HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, GATE: tl.constexpr, QUANT: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
     """COLUMNS of the gate and as many of up, which lie eight by eight in turns where PAIRED, else one half behind the
     other."""
@@ -111,21 +110,21 @@ def _int8_gated(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, inverse
         up_at += DEPTH
     g = _in_units(gates, gate_row, n < HIDDEN, scale_ptr, bias_ptr, input_scale, HAS_BIAS)
     u = _in_units(ups, up_row, n < HIDDEN, scale_ptr, bias_ptr, input_scale, HAS_BIAS)
-    _store(out_ptr, (silu(g) if SILU else gelu_tanh(g)) * u, row, n, rows, inverse_scale, HIDDEN, QUANT)
+    _store(out_ptr, activated(g, GATE) * u, row, n, rows, inverse_scale, HIDDEN, QUANT)
 
 
 def int8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: float, bias: Tensor | None, out: Tensor, *,
-    tile: Tile, activation: str, paired: bool, inverse_scale: float | None, pdl: bool = False,
+    tile: Tile, activation: Activation, paired: bool, inverse_scale: float | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.int8.product`."""
     (rows, k), n = x.shape, out.shape[1]
-    gated = activation in GATED
+    gated = activation.gated
     columns = tile.columns // 2 if gated else tile.columns
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, columns),)
-    kernel, kind = (_int8_gated, (paired, activation == "swiglu")) if gated else (_int8_linear, (activation == "gelu",))
-    kernel[grid](
-        x, weight, weight_scale, weight_scale if bias is None else bias, out, input_scale, inverse_scale or 1.0, rows,
-        n, k, tile.rows, columns, tile.depth, GROUP, bias is not None, *kind, inverse_scale is not None, pdl,
-        num_warps=tile.warps, num_stages=tile.stages, **launch_options(pdl),
+    kernel, kind = (_int8_gated, (paired, activation.gate.code)) if gated else (_int8_linear, (activation.code,))
+    launch(
+        kernel, grid, x, weight, weight_scale, weight_scale if bias is None else bias, out, input_scale,
+        inverse_scale or 1.0, rows, n, k, tile.rows, columns, tile.depth, GROUP, bias is not None, *kind,
+        inverse_scale is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

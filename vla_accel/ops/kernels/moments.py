@@ -7,13 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
-from vla_accel.ops.kernels.common import launch_options, wait_for_previous
+from vla_accel.ops.chain import launch
+from vla_accel.ops.kernels.common import wait_for_previous
 from vla_accel.ops.moments import Moments
 
 
 @triton.jit
-def store_moments(y, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, tile, rows, N: tl.constexpr,
-                  HAS_SCALE: tl.constexpr):  # fmt: skip
+def store_moments(
+    y, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, tile, rows, N: tl.constexpr, HAS_SCALE: tl.constexpr
+):
     """Of a tile y (BLOCK_M, BLOCK_N) float32 of rows as they were stored; `keep`: what of it is in the tensor."""
     y = tl.where(keep, y, 0.0)
     place = tile * rows + row
@@ -43,13 +45,14 @@ def _measure(x_ptr, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, rows, WIDTH: t
     store_moments(x, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, 0, rows, WIDTH, HAS_SCALE)
 
 
-def measure(x: Tensor, scale: Tensor | None, out: Moments, *, pdl: bool) -> None:
+def measure(x: Tensor, scale: Tensor | None, out: Moments) -> None:
     """See `vla_accel.ops.moments.measure`."""
     rows, width = x.shape
     scaled = x if out.scaled is None else out.scaled
-    _measure[(rows,)](
+    launch(
+        _measure, (rows,),
         x, x if scale is None else scale, out.sums, out.squares, scaled, rows, width, power_of_two(width),
-        out.scaled is not None, pdl, num_warps=4, **launch_options(pdl),
+        out.scaled is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vla_accel.ops.kernels.common import ahead, fetch_ahead, launch_options, scale_of_sums, wait_for_previous
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import launch
+from vla_accel.ops.kernels.common import can_fetch_ahead, fetch_ahead, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
     for_geglu,
     for_heads,
@@ -32,8 +34,9 @@ from vla_accel.ops.suffix_tilings import Pipelined
 
 
 @triton.jit
-def row_tile(x_ptr, x_tma, row, row0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-             TMA: tl.constexpr):  # fmt: skip
+def row_tile(
+    x_ptr, x_tma, row, row0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
     """(BLOCK_M, BLOCK_K) of (rows, K) activations, from `k0` on: of rows `row`, or, by TMA, of those from `row0` on,
     where what lies beyond the last is zero."""
     if TMA:
@@ -153,8 +156,8 @@ def _qkv_rope_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_p
     i = tl.minimum(i0 + tl.arange(0, BLOCK_N), HALF - 1)
     # Programs of the same weights run side by side: the first of them fetches.
     if tl.program_id(0) == 0:
-        fetch_ahead(w_ptr + (low + i) * K, K, AHEAD)
-        fetch_ahead(w_ptr + (high + i) * K, K, AHEAD)
+        fetch_ahead(w_ptr + (low + i) * K, K, AHEAD, PDL)
+        fetch_ahead(w_ptr + (high + i) * K, K, AHEAD, PDL)
     scale_a, scale_b = scale_of_sums(w_ptr, wscale, low + i), scale_of_sums(w_ptr, wscale, high + i)
     of_low, of_high, cos, sin = for_heads(shift_ptr, pinned_ptr, cos_ptr, sin_ptr, length_ptr, head, i0, row0, rows,
                                           tokens, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N, HAS_SCALE,
@@ -171,20 +174,20 @@ def _qkv_rope_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_p
 def _gate_up_pipelined(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, squares_ptr, shift_ptr, pinned_ptr, out_ptr,
                        rows, eps, K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
-                       HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, SILU: tl.constexpr,
+                       HAS_SCALE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, GATE: tl.constexpr,
                        PINNED: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row0, n0 = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), HIDDEN - 1)
     if tl.program_id(0) == 0:
-        fetch_ahead(w_ptr + n * K, K, AHEAD)
-        fetch_ahead(w_ptr + (HIDDEN + n) * K, K, AHEAD)
+        fetch_ahead(w_ptr + n * K, K, AHEAD, PDL)
+        fetch_ahead(w_ptr + (HIDDEN + n) * K, K, AHEAD, PDL)
     scale_g, scale_u = scale_of_sums(w_ptr, wscale, n), scale_of_sums(w_ptr, wscale, HIDDEN + n)
     gate, up = for_geglu(shift_ptr, pinned_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)
     wait_for_previous(PDL)
     g, u = normed_pair(x_ptr, x_tma, w_ptr, w_tma, scale_g, scale_u, scale_ptr, pinned_ptr, squares_ptr, row0, rows,
                        rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN, eps, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, TMA,
                        HAS_SCALE, TILES, BLOCK_T, PINNED, WEIGHTS_FIRST)  # fmt: skip
-    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, SILU)
+    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, GATE)
 
 
 @triton.jit
@@ -200,10 +203,11 @@ def _project_pipelined(a_ptr, a_tma, w_ptr, w_tma, wscale, bias_ptr, gate_ptr, p
     n = tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1)
     SHARE: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
     if tl.program_id(0) == 0 and split * SHARE < K:
-        fetch_ahead(w_ptr + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), AHEAD)
+        fetch_ahead(w_ptr + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), AHEAD, PDL)
     scale = scale_of_sums(w_ptr, wscale, n)
-    bias, gate = for_residual(bias_ptr, gate_ptr, pinned_ptr, n0, row0, rows, N, BLOCK_M, BLOCK_N, HAS_GATE, HAS_BIAS,
-                              PINNED)  # fmt: skip
+    bias, gate = for_residual(
+        bias_ptr, gate_ptr, pinned_ptr, n0, row0, rows, N, BLOCK_M, BLOCK_N, HAS_GATE, HAS_BIAS, PINNED
+    )
     wait_for_previous(PDL)
     before, keep = residual(x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL, SKIP_FIRST)
     acc = no_sums(BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
@@ -261,46 +265,69 @@ def _room(a: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor, Tensor]:
     return moments.sums, moments.squares, a if moments.scaled is None else moments.scaled
 
 
-def _launch(cut: Pipelined, pdl: bool) -> dict[str, int | bool]:
-    return {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(pdl)}
+def _prefetches(weight: Tensor, cut: Pipelined) -> bool:
+    return cut.ahead and can_fetch_ahead(weight)
 
 
 def qkv_rope(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
-    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None, pdl: bool,
+    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None,
     cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
     batch, tokens, heads, head_dim = q.shape
     rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
     grid = (triton.cdiv(rows, cut.rows), (heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns))
-    _qkv_rope_pipelined[grid](
+    launch(
+        _qkv_rope_pipelined, grid,
         *described(rows_of(x, moments), weight, cut), weight_scale, scale if scale is not None else x,
         _squares(x, moments), shift if shift is not None else x, pinned if pinned is not None else x, cos, sin, lengths,
         q, k, v, rows, tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.block_k,
-        width % cut.block_k == 0, cut.tma, ahead(weight, cut, pdl), scale is not None, *tiles_of(moments),
-        pinned is not None, cut.weights_first, pdl, **_launch(cut, pdl),
+        width % cut.block_k == 0, cut.tma, _prefetches(weight, cut), scale is not None, *tiles_of(moments),
+        pinned is not None, cut.weights_first, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
 
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, silu: bool, pinned: Tensor | None, pdl: bool, cut: Pipelined, moments: Moments | None,
+    eps: float, activation: Activation, pinned: Tensor | None, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
     width = x.shape[-1]
-    _gate_up_pipelined[(triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns))](
-        *described(rows_of(x, moments), weight, cut), weight_scale, scale if scale is not None else x,
-        _squares(x, moments), shift if shift is not None else x, pinned if pinned is not None else x, out, rows, eps,
-        width, hidden, cut.rows, cut.columns, cut.block_k, width % cut.block_k == 0, cut.tma, ahead(weight, cut, pdl),
-        scale is not None, *tiles_of(moments), silu, pinned is not None, cut.weights_first, pdl, **_launch(cut, pdl),
-    )  # fmt: skip
+    launch(
+        _gate_up_pipelined,
+        (triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns)),
+        *described(rows_of(x, moments), weight, cut),
+        weight_scale,
+        scale if scale is not None else x,
+        _squares(x, moments),
+        shift if shift is not None else x,
+        pinned if pinned is not None else x,
+        out,
+        rows,
+        eps,
+        width,
+        hidden,
+        cut.rows,
+        cut.columns,
+        cut.block_k,
+        width % cut.block_k == 0,
+        cut.tma,
+        _prefetches(weight, cut),
+        scale is not None,
+        *tiles_of(moments),
+        activation.gate.code,
+        pinned is not None,
+        cut.weights_first,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+    )
 
 
 def project(
     a: Tensor, weight: Tensor, weight_scale: Tensor | float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
-    residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, pdl: bool, cut: Pipelined,
+    residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, cut: Pipelined,
     workspace: tuple[Tensor, Tensor] | None, moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`."""
@@ -308,12 +335,13 @@ def project(
     n = weight.shape[0]
     parts, counters = workspace if workspace is not None and cut.split > 1 else (a, a)
     grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns), cut.split)
-    _project_pipelined[grid](
+    launch(
+        _project_pipelined, grid,
         *described(a, weight, cut), weight_scale, bias if bias is not None else a, gate if gate is not None else a,
         pinned if pinned is not None else a, x, parts, counters, next_scale if next_scale is not None else a,
         *_room(a, moments), rows, tokens, n, k, cut.rows, cut.columns, cut.block_k, cut.split,
-        k % (cut.block_k * cut.split) == 0, cut.tma, ahead(weight, cut, pdl), residual, gate is not None,
+        k % (cut.block_k * cut.split) == 0, cut.tma, _prefetches(weight, cut), residual, gate is not None,
         bias is not None, skip_first, moments is not None,
         moments is not None and moments.scaled is not None and next_scale is not None, pinned is not None,
-        cut.weights_first, pdl, **_launch(cut, pdl),
+        cut.weights_first, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip

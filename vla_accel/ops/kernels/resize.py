@@ -45,7 +45,7 @@ def filtered(image: Tensor, by: Filter, out: Tensor, *, axis: int) -> None:
     total = outer * outputs * inner
     _filtered[(triton.cdiv(total, BLOCK),)](
         image, by.first, by.weights, out, total, outputs, inner, *strides, *placed, taps, BLOCK, num_warps=4
-    )  # fmt: skip
+    )
 
 
 @triton.jit(do_not_specialize=("total", "width", "in_row", "out_row"))

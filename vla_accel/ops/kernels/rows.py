@@ -7,7 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
-from vla_accel.ops.kernels.common import gelu_tanh, launch_options, let_next_start, quantised, silu, wait_for_previous
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import launch
+from vla_accel.ops.kernels.common import activated, gelu_tanh, let_next_start, quantised, wait_for_previous
 
 
 @triton.jit
@@ -40,8 +42,9 @@ def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1) -> None:
 
 
 @triton.jit
-def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr,
-                  QUANT: tl.constexpr):  # fmt: skip
+def _normed_store(
+    x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr, QUANT: tl.constexpr
+):
     if LAYER:
         centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
         h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
@@ -74,15 +77,14 @@ def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH:
 
 def add_norm(
     x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
-    pdl: bool = False,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.rows.add_norm`."""
     rows, width = x.shape
     block = power_of_two(width)
-    _add_norm[(rows,)](
+    launch(
+        _add_norm, (rows,),
         x, y if y is not None else x, x_out, h, y.shape[0] if y is not None else 1, eps, inverse_scale or 1.0,
-        width, block, layer, y is not None, inverse_scale is not None, pdl, num_warps=4 if block <= 2048 else 8,
-        **launch_options(pdl),
+        width, block, layer, y is not None, inverse_scale is not None, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
 
 
@@ -120,7 +122,8 @@ def embed_norm(
     """See `vla_accel.ops.rows.embed_norm`."""
     rows, width = x.shape
     block = power_of_two(width)
-    _embed_norm[(rows,)](
+    launch(
+        _embed_norm, (rows,),
         image_tokens, tokens, table, x if state is None else state, tokens if lengths is None else lengths, x, h,
         float(width) ** 0.5, eps, inverse_scale or 1.0, image_tokens.shape[1], tokens.shape[1], width, block,
         inverse_scale is not None, int(state is not None), num_warps=4 if block <= 2048 else 8,
@@ -129,7 +132,7 @@ def embed_norm(
 
 @triton.jit
 def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr,
-           PAIRED: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+           PAIRED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -138,21 +141,22 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
     source = x_ptr + row * (2 * HIDDEN) + (column // 8 * 16 + column % 8 if PAIRED else column)
     gate = tl.load(source, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(source + (8 if PAIRED else HIDDEN), mask=keep, other=0.0).to(tl.float32)
-    y = (silu(gate) if SILU else gelu_tanh(gate)) * up
+    y = activated(gate, GATE) * up
     if QUANT:
         tl.store(out_ptr + row * HIDDEN + column, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
     else:
         tl.store(out_ptr + row * HIDDEN + column, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, silu: bool, pdl: bool) -> None:
+def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, activation: Activation) -> None:
     """See `vla_accel.ops.rows.geglu`."""
     rows, hidden = out.shape
     block = min(2048, power_of_two(hidden))
     grid = (triton.cdiv(hidden, block), rows)
-    _geglu[grid](
-        gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, paired, silu, pdl, num_warps=8,
-        **launch_options(pdl),
+    launch(
+        _geglu, grid,
+        gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, paired, activation.gate.code,
+        num_warps=8,
     )  # fmt: skip
 
 
@@ -169,11 +173,19 @@ def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.c
         tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, pdl: bool = False) -> None:
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
     """See `vla_accel.ops.rows.gelu`."""
     total = x.numel()
-    _gelu[(triton.cdiv(total, 4096),)](
-        x, out, total, inverse_scale or 1.0, 4096, inverse_scale is not None, pdl, num_warps=8, **launch_options(pdl)
+    launch(
+        _gelu,
+        (triton.cdiv(total, 4096),),
+        x,
+        out,
+        total,
+        inverse_scale or 1.0,
+        4096,
+        inverse_scale is not None,
+        num_warps=8,
     )
 
 
@@ -208,12 +220,11 @@ def _rope_cache(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, H
     tl.store(v + HALF, b.to(kind), mask=is_v)
 
 
-def rope_cache(
-    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int, *, pdl: bool = False
-) -> None:
+def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
     """See `vla_accel.ops.rows.rope_cache`."""
     tokens, kv_heads, head_dim = keys.shape[1:]
-    _rope_cache[(qkv.shape[0],)](
+    launch(
+        _rope_cache, (qkv.shape[0],),
         qkv, cos, sin, keys, values, tokens, heads, kv_heads, head_dim // 2, power_of_two(heads + 2 * kv_heads),
-        power_of_two(head_dim // 2), pdl, num_warps=4, **launch_options(pdl),
+        power_of_two(head_dim // 2), num_warps=4,
     )  # fmt: skip

@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
+from vla_accel.ops.chain import launch
 from vla_accel.ops.kernels.attention import LOG2E
-from vla_accel.ops.kernels.common import launch_options, let_next_start, softmax_step, wait_for_previous
+from vla_accel.ops.kernels.common import let_next_start, softmax_step, wait_for_previous
 
 
 @triton.jit
@@ -58,7 +59,8 @@ def _place_tokens(image_ptr, token_ptr, table_ptr, order_ptr, x_ptr, IMAGES: tl.
 def place_tokens(image_tokens: Tensor, tokens: Tensor, table: Tensor, order: Tensor, x: Tensor) -> None:
     """See `vla_accel.ops.sequence.place_tokens`."""
     rows, width = x.shape
-    _place_tokens[(rows,)](
+    launch(
+        _place_tokens, (rows,),
         image_tokens, tokens, table, order, x, image_tokens.shape[1], tokens.shape[1], width, power_of_two(width),
         num_warps=4,
     )  # fmt: skip
@@ -79,12 +81,10 @@ def _add_at(y_ptr, place_ptr, x_ptr, TOKENS: tl.constexpr, COUNT: tl.constexpr, 
     tl.store(target, x.to(x_ptr.dtype.element_ty), mask=keep)
 
 
-def add_at(y: Tensor, places: Tensor, x: Tensor, *, pdl: bool) -> None:
+def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
     """See `vla_accel.ops.sequence.add_at`."""
     batch, count, width = y.shape
-    _add_at[(batch * count,)](
-        y, places, x, x.shape[0] // batch, count, width, power_of_two(width), pdl, num_warps=4, **launch_options(pdl)
-    )
+    launch(_add_at, (batch * count,), y, places, x, x.shape[0] // batch, count, width, power_of_two(width), num_warps=4)
 
 
 @triton.jit
@@ -103,8 +103,9 @@ def _norm_rope(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, eps, TOKENS: t
     if NORM:
         rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
         is_q, in_half = head < HEADS, i < HALF
-        low = tl.where(is_q, tl.load(q_norm_ptr + i, mask=in_half, other=0.0),
-                       tl.load(k_norm_ptr + i, mask=in_half, other=0.0))  # fmt: skip
+        low = tl.where(
+            is_q, tl.load(q_norm_ptr + i, mask=in_half, other=0.0), tl.load(k_norm_ptr + i, mask=in_half, other=0.0)
+        )
         high = tl.where(is_q, tl.load(q_norm_ptr + HALF + i, mask=in_half, other=0.0),
                         tl.load(k_norm_ptr + HALF + i, mask=in_half, other=0.0))  # fmt: skip
         a, b = a * rstd * low, b * rstd * high
@@ -118,14 +119,14 @@ def _norm_rope(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, eps, TOKENS: t
 
 def norm_rope(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
-    eps: float, pdl: bool,
+    eps: float,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.sequence.norm_rope`."""
     tokens, half = cos.shape
-    _norm_rope[(qkv.shape[0],)](
+    launch(
+        _norm_rope, (qkv.shape[0],),
         qkv, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, cos, sin, eps, tokens, heads,
-        kv_heads, half, power_of_two(heads + kv_heads), power_of_two(half), q_norm is not None, pdl, num_warps=4,
-        **launch_options(pdl),
+        kv_heads, half, power_of_two(heads + kv_heads), power_of_two(half), q_norm is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -142,8 +143,9 @@ def _causal_attention(q_ptr, k_ptr, v_ptr, out_ptr, q_batch, q_token, q_head, k_
     in_d = d < HEAD_DIM
     q = tl.load(
         q_ptr + batch * q_batch + m[:, None] * q_token + head * q_head + d[None, :],
-        mask=(m < TOKENS)[:, None] & in_d[None, :], other=0.0,
-    )  # fmt: skip
+        mask=(m < TOKENS)[:, None] & in_d[None, :],
+        other=0.0,
+    )
     base = batch * k_batch + (head // GROUP) * k_head
     best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -163,15 +165,16 @@ def _causal_attention(q_ptr, k_ptr, v_ptr, out_ptr, q_batch, q_token, q_head, k_
     tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=kept)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, pdl: bool) -> None:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """See `vla_accel.ops.sequence.causal_attention`."""
     batch, tokens, heads, head_dim = q.shape
     block_m = 64 if tokens > 32 else 16
     block_d = max(16, power_of_two(head_dim))
     grid = (triton.cdiv(tokens, block_m), heads, batch)
-    _causal_attention[grid](
+    launch(
+        _causal_attention, grid,
         q, k, v, out, *q.stride()[:3], *k.stride()[:3], head_dim**-0.5 * LOG2E, tokens, heads, heads // k.shape[2],
-        head_dim, block_d, block_m, 64, pdl, num_warps=4, num_stages=2, **launch_options(pdl),
+        head_dim, block_d, block_m, 64, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
@@ -186,7 +189,7 @@ def _exact_gelu(x_ptr, total, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(x_ptr + offset, y.to(x_ptr.dtype.element_ty), mask=keep)
 
 
-def exact_gelu(x: Tensor, *, pdl: bool) -> None:
+def exact_gelu(x: Tensor) -> None:
     """See `vla_accel.ops.sequence.exact_gelu`."""
     total = x.numel()
-    _exact_gelu[(triton.cdiv(total, 2048),)](x, total, 2048, pdl, num_warps=8, **launch_options(pdl))
+    launch(_exact_gelu, (triton.cdiv(total, 2048),), x, total, 2048, num_warps=8)

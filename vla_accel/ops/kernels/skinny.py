@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.numeric import power_of_two
-from vla_accel.ops.kernels.common import launch_options, scale_of_sums, wait_for_previous
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import launch
+from vla_accel.ops.kernels.common import SILU, scale_of_sums, wait_for_previous
 from vla_accel.ops.kernels.epilogues import (
     for_geglu,
     for_heads,
@@ -29,8 +31,9 @@ from vla_accel.ops.suffix_tilings import Skinny
 
 
 @triton.jit
-def _weight_tile(w_ptr, first, k0, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
-                 limit):  # fmt: skip
+def _weight_tile(
+    w_ptr, first, k0, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, limit
+):
     """(PARTS, PIECE, BLOCK_N) of a (N, K) weight, from row `first` and column k0."""
     part = tl.arange(0, PARTS)[:, None, None]
     piece = tl.arange(0, PIECE)[None, :, None]
@@ -40,8 +43,7 @@ def _weight_tile(w_ptr, first, k0, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS
 
 
 @triton.jit
-def _row_tile(x_ptr, row0, rows, k0, K: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
-              PIECE: tl.constexpr):  # fmt: skip
+def _row_tile(x_ptr, row0, rows, k0, K: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr):
     """(PARTS, BLOCK_M, PIECE) of (rows, K) activations."""
     part = tl.arange(0, PARTS)[:, None, None]
     row = row0 + tl.arange(0, BLOCK_M)[None, :, None]
@@ -78,8 +80,9 @@ def _pick(w0, w1, w2, w3, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _modulated(x, scale_ptr, own, k0, K: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
-               HAS_SCALE: tl.constexpr):  # fmt: skip
+def _modulated(
+    x, scale_ptr, own, k0, K: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, HAS_SCALE: tl.constexpr
+):
     """x ∘ (1 + scale) in the dtype of x, and the sums of squares of x by row, (BLOCK_M,) float32. `own`: where the
     rows' scales begin, 0 or (1, BLOCK_M, 1)."""
     wide = x.to(tl.float32)
@@ -151,12 +154,12 @@ def _qkv_rope(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, pinned_ptr, cos_ptr, s
 def _gate_up_geglu(x_ptr, w_ptr, wscale, scale_ptr, shift_ptr, pinned_ptr, out_ptr, rows, eps, K: tl.constexpr,
                    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
                    PIECE: tl.constexpr, AHEAD: tl.constexpr, HAS_SCALE: tl.constexpr,
-                   SILU: tl.constexpr, PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   GATE: tl.constexpr, PINNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     gate, up = for_geglu(shift_ptr, pinned_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, HAS_SCALE, PINNED)
     g, u = _normed_pair(x_ptr, w_ptr, wscale, scale_ptr, pinned_ptr, row0, rows, n0, HIDDEN, HIDDEN + n0, 2 * HIDDEN,
                         eps, K, BLOCK_M, BLOCK_N, PARTS, PIECE, AHEAD, HAS_SCALE, PINNED, PDL)  # fmt: skip
-    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, SILU)
+    store_geglu(g, u, gate, up, out_ptr, n0, row0, rows, HIDDEN, BLOCK_M, BLOCK_N, GATE)
 
 
 @triton.jit
@@ -167,8 +170,9 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
     n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     w0, w1, w2, w3 = _ahead(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, AHEAD)
     scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1))
-    bias, gate = for_residual(bias_ptr, gate_ptr, pinned_ptr, n0, row0, rows, N, BLOCK_M, BLOCK_N, HAS_GATE, HAS_BIAS,
-                              PINNED)  # fmt: skip
+    bias, gate = for_residual(
+        bias_ptr, gate_ptr, pinned_ptr, n0, row0, rows, N, BLOCK_M, BLOCK_N, HAS_GATE, HAS_BIAS, PINNED
+    )
     wait_for_previous(PDL)
     before, keep = residual(x_ptr, n0, row0, rows, tokens, N, BLOCK_M, BLOCK_N, RESIDUAL, SKIP_FIRST)
     acc = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
@@ -188,51 +192,54 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
 
 def qkv_rope(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
-    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None, pdl: bool,
+    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None,
     cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
     batch, tokens, heads, head_dim = q.shape
     rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
     grid = ((heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns), triton.cdiv(rows, cut.rows))
-    _qkv_rope[grid](
+    launch(
+        _qkv_rope, grid,
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
         pinned if pinned is not None else x, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads,
         k.shape[2], half, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None,
-        pinned is not None, pdl, num_warps=cut.parts, num_stages=1, **launch_options(pdl),
+        pinned is not None, num_warps=cut.parts, num_stages=1,
     )  # fmt: skip
 
 
 def gate_up_geglu(
     x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
-    eps: float, silu: bool, pinned: Tensor | None, pdl: bool, cut: Skinny,
+    eps: float, activation: Activation, pinned: Tensor | None, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
     rows, hidden = out.shape
     width = x.shape[-1]
     grid = (triton.cdiv(hidden, cut.columns), triton.cdiv(rows, cut.rows))
-    _gate_up_geglu[grid](
+    launch(
+        _gate_up_geglu, grid,
         x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
         pinned if pinned is not None else x, out, rows, eps, width, hidden, cut.rows, cut.columns, cut.parts,
-        cut.block_k // cut.parts, cut.ahead, scale is not None, silu, pinned is not None, pdl,
-        num_warps=cut.parts, num_stages=1, **launch_options(pdl),
+        cut.block_k // cut.parts, cut.ahead, scale is not None, activation.gate.code, pinned is not None,
+        num_warps=cut.parts, num_stages=1,
     )  # fmt: skip
 
 
 def project(
     a: Tensor, weight: Tensor, weight_scale: Tensor | float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
-    residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, pdl: bool, cut: Skinny,
+    residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, cut: Skinny,
     workspace: object = None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`."""
     rows, k = a.shape
     n = weight.shape[0]
     grid = (triton.cdiv(n, cut.columns), triton.cdiv(rows, cut.rows))
-    _project[grid](
+    launch(
+        _project, grid,
         a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a,
         pinned if pinned is not None else a, x, rows, tokens, n, k, cut.rows, cut.columns, cut.parts,
         cut.block_k // cut.parts, cut.ahead, residual, gate is not None, bias is not None, skip_first,
-        pinned is not None, pdl, num_warps=cut.parts, num_stages=1, **launch_options(pdl),
+        pinned is not None, num_warps=cut.parts, num_stages=1,
     )  # fmt: skip
 
 
@@ -240,7 +247,7 @@ def project(
 def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target_ptr, weights_ptr, w_in_ptr,
           b_in_ptr, next_ptr, dt, time, gain, eps, tokens, horizon, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
           ACTIONS: tl.constexpr, BLOCK_A: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-          HAS_SHIFT: tl.constexpr, SILU: tl.constexpr, PINNED: tl.constexpr, TWO_INPUTS: tl.constexpr,
+          HAS_SHIFT: tl.constexpr, ACTIVATION: tl.constexpr, PINNED: tl.constexpr, TWO_INPUTS: tl.constexpr,
           PDL: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     batch, place = row // horizon, row % horizon
@@ -279,7 +286,7 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target
         if TWO_INPUTS:
             own = (follow > 0.0).to(tl.int32) * WIDTH
         embedded = tl.sum(w_in * noisy[:, None], 0) + tl.load(b_in_ptr + own + column, mask=in_width, other=0.0)
-        if SILU:
+        if ACTIVATION == SILU:
             embedded = embedded / (1.0 + tl.exp(-embedded))
         tl.store(next_ptr + token_row * WIDTH + column, embedded.to(next_ptr.dtype.element_ty), mask=in_width)
 
@@ -287,14 +294,15 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target
 def step(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
     target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
-    gain: float, eps: float, tokens: int, first: bool, last: bool, silu: bool, pinned: bool, pdl: bool,
+    gain: float, eps: float, tokens: int, first: bool, last: bool, activation: Activation, pinned: bool,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.step`."""
     batch, horizon, action_dim = actions.shape
     width = w_out.shape[1]
-    _step[(batch * horizon,)](
+    launch(
+        _step, (batch * horizon,),
         x, scale if scale is not None else x, shift if shift is not None else x, w_out, b_out, actions, target,
         weights, w_in, b_in, following, dt, time, gain, eps, tokens, horizon, width, power_of_two(width), action_dim,
-        power_of_two(action_dim), first, last, shift is not None, silu, pinned, b_in.ndim == 2, pdl, num_warps=8,
-        num_stages=1, **launch_options(pdl),
+        power_of_two(action_dim), first, last, shift is not None, activation.code, pinned, b_in.ndim == 2, num_warps=8,
+        num_stages=1,
     )  # fmt: skip

@@ -2,12 +2,7 @@
 // and `shared_keys.cu` (a prefix). Each is compiled with this file before it.
 //
 // Sizes arrive as macros: D head size, QUANT (FP8 output), HALF (FP16 instead of BF16); each kernel's file names
-// more. `wgmma.py` generates `wgmma_qk` (QKᵀ) and `wgmma_pv` (PV).
-
-struct Output {
-  void* data;  // (B, T, H * D), contiguous
-  float inverse_scale;
-};
+// more. `wgmma.py` generates `wgmma_qk` (QKᵀ) and `wgmma_pv` (PV). `launch.py` describes the argument blocks.
 
 __device__ __forceinline__ u32 pack_half2(float low, float high) {
   return HALF ? pack_f16x2(low, high) : pack_bf16x2(low, high);

@@ -5,16 +5,17 @@ For Hopper. Where `kernel_for` names none, the Triton kernel runs; results are t
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vla_accel.numeric import round_up
+from vla_accel.ops.chain import launch_cuda
 from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda.block import block
+from vla_accel.ops.cuda.tensor_map import TensorMap, tensor_map
 from vla_accel.ops.cuda.wgmma import wgmma
 from vla_accel.ops.gpu import Gpu
 
@@ -27,27 +28,24 @@ _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 Kernel = Literal["whole", "shared_keys"]
 
 
-class _Output(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("inverse_scale", ctypes.c_float)]
-
-
-class _Whole(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "qkv"),
-        *((name, ctypes.c_uint64) for name in ("q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head")),
-        ("out", _Output),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads")),
-    ]
-
-
-class _SharedKeys(ctypes.Structure):
-    _fields_ = [
-        ("lengths", ctypes.c_void_p),
-        ("out", _Output),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("tokens", "tiles", "source", "splits")),
-    ]
+Output = block("Output", ("void*", "data", "(B, T, H * D), contiguous"), ("float", "inverse_scale", ""))
+WholeMaps = block("WholeMaps", (TensorMap, "q k v", ""))
+Whole = block(
+    "Whole",
+    ("const u16*", "q k v", ""),
+    ("u64", "q_batch q_token q_head k_batch k_token k_head", "strides, in elements"),
+    (Output, "out", ""),
+    ("float", "scale", ""),
+    ("int", "tokens tiles heads", ""),
+)
+Maps = block("Maps", (TensorMap, "q k k_tail v v_tail", "boxes of 64 keys, of a tail of 16"))
+SharedKeys = block(
+    "SharedKeys",
+    ("const int*", "lengths", "(B,) or null"),
+    (Output, "out", ""),
+    ("float", "scale", ""),
+    ("int", "tokens tiles source splits", "128 rows are a tile; splits: blocks of a cluster"),
+)
 
 
 def kernel_for(gpu: Gpu | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> Kernel | None:
@@ -86,33 +84,31 @@ def _fits_shared_keys(q: Tensor, k: Tensor) -> bool:
 
 def attention(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, gpu: Gpu,
-    inverse_scale: float | None, pdl: bool,
+    inverse_scale: float | None,
 ) -> None:  # fmt: skip
-    """Launch what `kernel_for` named. `pdl`: the launch may begin before its predecessor has ended; the next one may
-    begin early in any case, if it is launched so."""
+    """Launch the kernel that `kernel_for` named."""
     if kernel == "whole":
-        whole(q, k, v, out, inverse_scale, pdl=pdl)
+        whole(q, k, v, out, inverse_scale)
     else:
-        shared_keys(q, k, v, out, lengths, inverse_scale, gpu=gpu, pdl=pdl)
+        shared_keys(q, k, v, out, lengths, inverse_scale, gpu=gpu)
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | None, *, pdl: bool = False) -> None:
+def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | None) -> None:
     """All keys at once: no lengths, as many key heads as query heads, a small head, at most 256 keys."""
     batch, tokens, heads, head_dim = q.shape
     source = k.shape[1]
     tiles = -(-tokens // 64)
-    call = _Whole(
+    call = Whole(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), *q.stride()[:3], *k.stride()[:3],
-        _Output(out.data_ptr(), inverse_scale or 1.0), head_dim**-0.5 * LOG2E, tokens, tiles, heads,
+        Output(out.data_ptr(), inverse_scale or 1.0), head_dim**-0.5 * LOG2E, tokens, tiles, heads,
     )  # fmt: skip
     module = _module("whole", q.dtype, inverse_scale is not None, q.device, D=head_dim, S=source)
-    boxes = (_map(q, (64, 1, 64, 1)), *(_map(x, (64, 1, round_up(source, 64), 1)) for x in (k, v)))
-    module.launch("whole", batch * heads * tiles, 256, (_bytes(boxes), call), dependent=pdl)
+    maps = WholeMaps(_map(q, 64), *(_map(x, round_up(source, 64)) for x in (k, v)))
+    launch_cuda(module, "whole", batch * heads * tiles, 256, (maps, call))
 
 
 def shared_keys(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, *, gpu: Gpu,
-    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Several query heads a key head, a head of 256, any number of keys."""
     batch, tokens, heads, head_dim = q.shape
@@ -121,26 +117,20 @@ def shared_keys(
     tiles = -(-tokens * group // 128)
     blocks = batch * kv_heads * tiles
     splits = splits_of(blocks, gpu)
-    boxes = (_map(q, (64, group, 64 // group, 1)), *(_map(x, (64, 1, rows, 1)) for x in (k, v) for rows in (64, 16)))
-    call = _SharedKeys(
-        lengths.data_ptr() if lengths is not None else None, _Output(out.data_ptr(), inverse_scale or 1.0),
+    maps = Maps(_map(q, 64 // group, group), *(_map(x, rows) for x in (k, v) for rows in (64, 16)))
+    call = SharedKeys(
+        lengths.data_ptr() if lengths is not None else None, Output(out.data_ptr(), inverse_scale or 1.0),
         head_dim**-0.5 * LOG2E, tokens, tiles, source, splits,
     )  # fmt: skip
     sizes = {"D": head_dim, "GROUP": group, "KV": kv_heads}
     module = _module("shared_keys", q.dtype, inverse_scale is not None, q.device, **sizes)
-    module.launch("shared_keys", blocks * splits, 384, (_bytes(boxes), call), cluster=splits, dependent=pdl)
+    launch_cuda(module, "shared_keys", blocks * splits, 384, (maps, call), cluster=splits)
 
 
 def splits_of(blocks: int, gpu: Gpu) -> int:
     """Blocks of a cluster, which share the keys that each of `blocks` would read alone: as many as run all at once."""
     fitting = (n for n in range(MAX_SPLITS, 1, -1) if blocks <= gpu.clusters_at_once(n))
     return next(fitting, 1)
-
-
-def _bytes(parts: Iterable[bytes]) -> ctypes.Array[ctypes.c_ubyte]:
-    """Arguments of a kernel as they lie in memory."""
-    joined = b"".join(parts)
-    return (ctypes.c_ubyte * len(joined)).from_buffer_copy(joined)
 
 
 @functools.cache
@@ -172,29 +162,10 @@ def _source(kernel: str, macros: dict[str, int], products: dict[str, int], dtype
         wgmma(f"wgmma_{name}", n, _KINDS[dtype], registers=name != "qk", transposed=name != "qk")
         for name, n in products.items()
     )
-    return runtime.source_of(macros, "attention/common", f"attention/{kernel}", generated="".join(wrapped))
+    blocks = Output.cpp + (WholeMaps.cpp + Whole.cpp if kernel == "whole" else Maps.cpp + SharedKeys.cpp)
+    return runtime.source_of(macros, "attention/common", f"attention/{kernel}", generated=blocks + "".join(wrapped))
 
 
-def _map(x: Tensor, box: tuple[int, int, int, int]) -> bytes:
-    """A tensor map of x (B, N, heads, d) for boxes of (d, heads, N, B), swizzled in 128 bytes, zeros outside of x."""
-    return _encode(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box)
-
-
-@functools.lru_cache(maxsize=4096)
-def _encode(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> bytes:
-    raw = (ctypes.c_ubyte * 192)()
-    at = round_up(ctypes.addressof(raw), 64)
-    dims = (ctypes.c_uint64 * 4)(*reversed(shape))
-    pitches = (ctypes.c_uint64 * 3)(*(2 * stride for stride in reversed(strides[:3])))
-    boxes, ones = (ctypes.c_uint32 * 4)(*box), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
-    kind = {torch.float16: 6, torch.bfloat16: 9}[dtype]  # CUtensorMapDataType
-    # No interleaving, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, zeros outside.
-    runtime.check_driver(
-        runtime.driver().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(at), kind, 4, ctypes.c_void_p(address), dims, pitches, boxes, ones, 0, 3, 2, 0
-        ),
-        f"tensor map of {shape}",
-    )  # fmt: skip
-    return ctypes.string_at(at, 128)
+def _map(x: Tensor, tokens: int, heads: int = 1) -> TensorMap:
+    """The tensor map of x (B, N, heads, d) for boxes of these tokens, heads and 128 bytes of a head."""
+    return tensor_map(x, (1, tokens, heads, 64), promotion=128)

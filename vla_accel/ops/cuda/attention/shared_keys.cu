@@ -19,17 +19,6 @@
 #define PIECE 1024              // A piece is a warp's 16 rows of a strip in 16 bits: 16 x 32 x 2 bytes.
 #define STATS (8 * 16)          // 16 bytes for each of a warp's eight pairs of rows: (max, sum) of g and g + 8.
 
-// k and v have two maps each: one with boxes of 64 keys, and a tail with boxes of 16.
-struct Maps {
-  TensorMap q, k, k_tail, v, v_tail;
-};
-struct SharedKeys {
-  const int* lengths;  // (B,) or null
-  Output out;
-  float scale;
-  int tokens, tiles, source, splits;  // A tile here is 128 rows; splits is the blocks of a cluster.
-};
-
 // One thread fetches keys (or values) first ... first + count - 1 of a key head; count is a multiple of 16 from 0 to
 // 64.
 __device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, const TensorMap& tail, int first, int count, int kv, int batch, u32 barrier) {

@@ -10,17 +10,6 @@
 #define PART (KEYS / 2)                 // A warpgroup has so many keys.
 #define FIRST ((CHUNKS + 1) / 2)        // The first warpgroup writes so many chunks, the second the rest.
 
-struct WholeMaps {
-  TensorMap q, k, v;
-};
-struct Whole {
-  const u16 *q, *k, *v;
-  u64 q_batch, q_token, q_head, k_batch, k_token, k_head;  // Strides count elements.
-  Output out;
-  float scale;
-  int tokens, tiles, heads;
-};
-
 __device__ __forceinline__ void store(const Output& out, u64 at, float first, float second) {
 #if QUANT
   *(u16*)((unsigned char*)out.data + at) = pack_output(out, first, second);

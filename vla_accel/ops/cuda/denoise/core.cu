@@ -13,11 +13,13 @@
 // share K of a product, whose weights are packed for DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those
 // that share a row between steps, KEY_ROUNDS tiles of keys a warp, BATCHED_ROWS (gate and up load their rows in
 // batches), NORMED columns of W that are the model's (the others are zero, and a norm's mean does not count them),
-// ADAPTIVE norms of the step (π0.5) or plain ones behind a time MLP, CAUSAL actions (SmolVLA), SILU of the gate or GELU,
+// ADAPTIVE norms of the step (π0.5) or plain ones behind a time MLP, CAUSAL actions (SmolVLA), ACTIVATION (GEGLU or SWIGLU),
 // SELF_EVERY so many layers, from the first on, the suffix attends to itself and not to the prefix alone (0: in none),
 // WEIGHT_BYTES of a layer's weight: 2 (BF16), or 1 (INT8, with a scale for each output column), STAGE_BYTES of a unit's
 // weights in BF16, which all are once they are multiplied. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend`
 // that share a head), CHUNK (columns of K) and NOTHING_YET are constants of Python's.
+//
+// The argument blocks `Model` and `Call` are described in `arguments.py`.
 //
 // Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
 // its cache cost a phase of 4 us more than a loop does.
@@ -34,29 +36,6 @@
 #define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
 #define STATE (T > HZ)  // The first token of a sequence is the state (π0).
 #define CROSSES(layer) (SELF_EVERY < 1 || (layer) % SELF_EVERY > 0)
-
-struct Model {
-  const unsigned char* weights;  // π0's time MLP, then the layers, layer_bytes apart, packed
-  u64 layer_at, layer_bytes, o_at, gate_up_at, down_at;
-  const float *in_scale, *in_shift, *in_gate, *post_scale, *post_shift, *post_gate;  // (steps, L, ...)
-  const float *final_scale, *final_shift, *b_in;                                     // (steps, W)
-  const float *w_in, *w_out, *b_out, *mix_bias, *cos, *sin;
-  const float* scales;  // (L, SCALES) of the columns of q/k/v, o, gate and up, down, with WEIGHT_BYTES 1
-};
-
-struct Call {
-  const u16* keys;      // (L, BATCH, S, KV, D)
-  const u16* values_t;  // (L, BATCH, KV, D, SP)
-  const int* lengths;   // (BATCH,)
-  const float* state;   // (BATCH, W): π0's state token
-  float* actions;       // (BATCH, HZ, A)
-  float* xf;            // (M, W): the residual stream
-  u16 *xb, *hidden, *context, *active;  // inputs of products, BF16, in the order of `place_of`; xb = BF16(xf)
-  u16 *q, *ks, *vts, *vs;
-  const u16* values;  // (L, BATCH, S, KV, D)
-  const float *target, *follow;  // (BATCH, HZ, A), (BATCH, HZ): the previous chunk and its actions' weights
-  int s, sp, steps;
-};
 
 // π0's state token attends to the prefix and itself, not to the actions; causal actions to themselves and those before.
 __device__ __forceinline__ bool sees(int query, int token) {

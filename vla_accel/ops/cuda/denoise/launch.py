@@ -15,7 +15,9 @@ from torch import Tensor
 
 from vla_accel.errors import EngineError
 from vla_accel.numeric import round_up
+from vla_accel.ops.chain import Chain, launch_cuda
 from vla_accel.ops.cuda import runtime
+from vla_accel.ops.cuda.denoise.arguments import Call, Model
 from vla_accel.ops.cuda.denoise.packing import Packed, splits_well
 from vla_accel.ops.cuda.denoise.schedule import KEYS, NOTHING_YET, RANKS, THREADS, Schedule
 from vla_accel.ops.cuda.denoise.tables import Sizes, StepTables
@@ -76,29 +78,9 @@ def planned(
 
 
 Launch = Callable[..., None]
-_P, _U64 = ctypes.c_void_p, ctypes.c_uint64
 
 
-class _Model(ctypes.Structure):
-    _fields_ = [
-        ("weights", _P),
-        *((name, _U64) for name in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")),
-        *((name, _P) for name in ("in_scale", "in_shift", "in_gate", "post_scale", "post_shift", "post_gate")),
-        *((name, _P) for name in ("final_scale", "final_shift", "b_in")),
-        *((name, _P) for name in ("w_in", "w_out", "b_out", "mix_bias", "cos", "sin", "scales")),
-    ]
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [
-        *((name, _P) for name in ("keys", "values_t", "lengths", "state", "actions", "xf")),
-        *((name, _P) for name in ("xb", "hidden", "context", "active", "q", "ks", "vts", "vs", "values")),
-        *((name, _P) for name in ("target", "follow")),
-        *((name, ctypes.c_int) for name in ("s", "sp", "steps")),
-    ]
-
-
-# Fields of `_Call`: the inputs that they point to, and the bytes that their reads are aligned to.
+# Fields of `Call`: the inputs that they point to, and the bytes that their reads are aligned to.
 _INPUTS = {
     "keys": ("keys", 16), "values": ("values", 16), "lengths": ("lengths", 4), "target": ("target", 4),
     "follow": ("weights", 4),
@@ -114,7 +96,7 @@ class StreamedLoop:
     ) -> None:  # fmt: skip
         tokens, device = sizes.tokens, w_out.device
         rows = batch * tokens
-        self.sizes, self.depth = sizes, sizes.depth
+        self.sizes, self.depth, self.chain = sizes, sizes.depth, Chain(gpu)
         self.steps, self.prefix_tokens = tables.steps, prefix_tokens
         schedule, self.module = planned(gpu, sizes, batch, prefix_tokens, packed.weight_bytes, device)
         self.schedule = schedule
@@ -144,14 +126,15 @@ class StreamedLoop:
             "mix_bias": mix_bias, "cos": cos, "sin": sin, "scales": packed.scales,
         }  # fmt: skip
         offsets = {n: getattr(packed, n) for n in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")}
-        self._model = _Model(**{n: _address(n, t) for n, t in self._constants.items()}, **offsets)
+        self._model = Model(**{n: _address(n, t) for n, t in self._constants.items()}, **offsets)
         self._eps = ctypes.c_float(sizes.eps)
         self._times, self._gains = tables.times, tables.gains
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue the loop: `actions` (B, H, A) float32 hold the noise and are integrated in place."""
-        self.begin(inputs, state_token, actions)
-        self.go_on(inputs, state_token, actions)
+        with self.chain:
+            self.begin(inputs, state_token, actions)
+            self.go_on(inputs, state_token, actions)
 
     @property
     def reads_by_layer(self) -> bool:
@@ -169,53 +152,50 @@ class StreamedLoop:
         if self.values_t is not None:
             # Products want the keys along the contiguous axis. The padding beyond the prefix stays zero.
             self.values_t[..., : self.prefix_tokens].copy_(inputs["values"].permute(0, 1, 3, 4, 2))
-        self._step(self._launcher(inputs, state_token, actions), 0, wait, dependent=False)
+        self._step(self._launcher(inputs, state_token, actions), 0, wait)
 
-    def go_on(
-        self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, *, joined: bool = False
-    ) -> None:
-        """Enqueue the other steps, and the end. `joined`: something else came between."""
+    def go_on(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
+        """Enqueue the other steps, and the end."""
         launch = self._launcher(inputs, state_token, actions)
         for step in range(1, self.steps):
-            self._step(launch, step, dependent=step > 1 or not joined)
-        last = self._guidance(self.steps - 1)
-        launch("between", self._eps, self.steps, *last, dependent=self.steps > 1 or not joined)
+            self._step(launch, step)
+        launch("between", self._eps, self.steps, *self._guidance(self.steps - 1))
 
     def _launcher(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> Launch:
         """A launch by the kernel's name and what it takes besides the model and the call."""
         buffers = {n: _address(n, t) for n, t in self._buffers.items()}
-        call = _Call(
+        call = Call(
             **{field: _address(name, inputs[name], alignment) for field, (name, alignment) in _INPUTS.items()},
             values_t=_address("values_t", self.values_t), state=_address("state", state_token, 4),
             actions=_address("actions", actions, 4), **buffers, s=self.prefix_tokens, sp=self.padded, steps=self.steps,
         )  # fmt: skip
 
-        def launch(name: str, *rest: object, dependent: bool = True, blocks: int | None = None) -> None:
+        def launch(name: str, *rest: object, blocks: int | None = None) -> None:
             blocks = self.schedule.blocks[name] if blocks is None else blocks
             arguments = (self._model, call, *(ctypes.c_int(r) if isinstance(r, int) else r for r in rest))
             cluster = self.schedule.clusters.get(name, 1)
-            self.module.launch(name, blocks, THREADS, arguments, cluster=cluster, dependent=dependent)
+            launch_cuda(self.module, name, blocks, THREADS, arguments, cluster=cluster)
 
         return launch
 
-    def _step(self, launch: Launch, step: int, wait: Callable[[int], None] | None = None, *, dependent: bool) -> None:
-        """One evaluation of the expert. A kernel that is not `dependent` waits for all that came before on its stream,
-        so that it and those behind it may read the prefix ahead of their wait."""
+    def _step(self, launch: Launch, step: int, wait: Callable[[int], None] | None = None) -> None:
+        """One evaluation of the expert. The kernels read the prefix before they wait for their predecessor, so that
+        the first one of a chain, and one after `wait`, must wait for everything on their stream."""
         queries = self.sizes.heads * self.sizes.head_dim // 16
-        launch("between", self._eps, step, *self._guidance(step - 1), dependent=dependent)
+        launch("between", self._eps, step, *self._guidance(step - 1))
         if not self.sizes.adaptive:
             launch("mix")
         for layer in range(self.depth):
             if wait is not None:
                 wait(layer)
-            after = {"dependent": wait is None}
+                self.chain.restart()
             if self.schedule.attend is not None:
                 attend = self.schedule.attend
-                launch("attend", self._eps, step, layer, attend.prefix_keys, attend.suffix_keys, **after)
+                launch("attend", self._eps, step, layer, attend.prefix_keys, attend.suffix_keys)
             elif self.schedule.grouped is not None:
-                launch("grouped", self._eps, step, layer, **after)
+                launch("grouped", self._eps, step, layer)
             else:
-                launch("qkv", self._eps, step, layer, blocks=queries if self.sizes.crosses(layer) else None, **after)
+                launch("qkv", self._eps, step, layer, blocks=queries if self.sizes.crosses(layer) else None)
                 launch("attention", layer)
             launch("output", step, layer)
             launch("gate_up", self._eps, step, layer)

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 || BATCHED_ROWS ? 
         up = up * held.w + held.y;
         // σ(gate), or σ(2 √(2/π) (gate + 0.044715 gate³)), which is GELU's tanh.
         const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-        const float y = gate / (1.f + exp2_fast(SILU ? -1.4426950408889634f * gate : -2.8853900817779268f * inner)) * up;
+        const float y = gate / (1.f + exp2_fast(ACTIVATION == ACTIVATION_SWIGLU ? -1.4426950408889634f * gate : -2.8853900817779268f * inner)) * up;
         c.active[place_of(row, unit * 8 + column, MLP)] = round_bf16(y);
       });
   // `attend` reads the suffix's keys and values until they are there, so they must go between two of them. This kernel has

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vla_accel.numeric import round_up
+from vla_accel.ops.activation import MACROS
+from vla_accel.ops.cuda.denoise.arguments import Call, Model
 from vla_accel.ops.cuda.denoise.packing import CHUNK, split_of
 from vla_accel.ops.cuda.denoise.tables import Sizes
 from vla_accel.ops.cuda.runtime import source_of
@@ -196,14 +198,14 @@ class Schedule:
         if attend is None and not forced:
             other = Grouped.of(sizes, batch, prefix_tokens, gpu, largest_cluster)
             grouped, apart = (None, f"{apart}; grouped: {other}") if isinstance(other, str) else (other, None)
-        macros = CONSTANTS | {
+        macros = CONSTANTS | MACROS | {
             "WEIGHT_BYTES": weight_bytes, "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": sizes.horizon,
             "W": sizes.width,
             "MLP": sizes.mlp_dim, "H": sizes.heads, "KV": sizes.kv_heads, "D": sizes.head_dim, "L": sizes.depth,
             "A": sizes.action_dim, "GATE_UP_UNITS": units, "CLUSTER": cluster, "DOWN_SPLIT": down,
             "OUTPUT_SPLIT": output, "MIX_SPLIT": mix, "DOWN_PACKED": packed[0], "OUTPUT_PACKED": packed[1],
             "MIX_PACKED": packed[2], "STEP_BLOCKS": step_blocks, "ADAPTIVE": int(adaptive),
-            "NORMED": sizes.normed, "CAUSAL": int(sizes.causal), "SILU": int(sizes.silu),
+            "NORMED": sizes.normed, "CAUSAL": int(sizes.causal), "ACTIVATION": sizes.activation.code,
             "SELF_EVERY": sizes.self_every, "GROUP_RANKS": 0 if grouped is None else grouped.ranks,
             "KEY_ROUNDS": next((way.rounds for way in (attend, grouped) if way is not None), 0),
             "BATCHED_ROWS": int(batched),
@@ -247,7 +249,9 @@ class Schedule:
         """The kernels' source, sizes first."""
         attention = next((name for name in ("attend", "grouped") if name in self.blocks), "attention")
         names = ("core", "products", "phases", attention, "step")
-        return source_of(self.macros, *(f"denoise/{name}" for name in names), generated=self._wide_products)
+        return source_of(
+            self.macros, *(f"denoise/{name}" for name in names), generated=Model.cpp + Call.cpp + self._wide_products
+        )
 
     @property
     def _wide_products(self) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vla_accel.ops.activation import Activation
+
 WHOLE = 64
 """What the kernels' width is a multiple of, so that blocks can share it; what a model lacks of it is zero."""
 
@@ -15,7 +17,7 @@ class Sizes:
     """Of an action expert. `tokens`: suffix tokens of a sequence, the last `horizon` of them actions of `action_dim`
     numbers; one more is the state (π0). `adaptive`: norms that depend on the step (π0.5), otherwise a time MLP.
     `width`: a multiple of 32, of which the first `normed` columns are the model's, the others zero. `causal`: an action
-    sees itself and those before it. `silu`: the gate's activation, otherwise GELU. `self_every`: every so many layers,
+    sees itself and those before it. `activation`: GEGLU or SWIGLU. `self_every`: every so many layers,
     from the first on, the suffix attends to itself, in the others to the prefix alone (SmolVLA); 0: in none."""
 
     width: int
@@ -31,7 +33,7 @@ class Sizes:
     eps: float
     normed: int
     causal: bool = False
-    silu: bool = False
+    activation: Activation = Activation.GEGLU
     self_every: int = 1
 
     def crosses(self, layer: int) -> bool:

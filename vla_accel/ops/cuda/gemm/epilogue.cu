@@ -6,7 +6,7 @@
 // that reads x (NORM) multiplies it as it is, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
 //
 // Macros besides `gemm.cu`'s: RESIDUAL (out += the product), NORM (0 none, 1 RMSNorm, 2 LayerNorm, 3 RMSNorm by
-// suffix.cu's moments), MOMENTS (K / 64: a row of x has so many pairs of moments), SUFFIX (suffix.cu).
+// suffix.cu's moments), MOMENTS (K / 64: a row of x has so many pairs of moments), SUFFIX (suffix.cu). The argument block `Call` is described in `arguments.py`.
 
 #define TILE_W (64 * BLOCKS * GROUPS)
 #define TILE_T (PARTS * WIDTH)
@@ -15,27 +15,9 @@
 #define CONSUMERS (GROUPS * 128)
 // A block of 64 weight rows gives COLUMNS output columns. Eight rows of the staging, PITCH bytes apart, begin at eight
 // different multiples of 16 modulo 128, so that together they meet all banks.
-#define GATED (ACTIVATION >= 2)
+#define GATED (ACTIVATION == ACTIVATION_GEGLU || ACTIVATION == ACTIVATION_SWIGLU)
 #define COLUMNS (GATED ? 32 : 64)
 #define PITCH (COLUMNS * 2 + 16)
-
-struct Call {
-  const u16* bias;
-  void* out;
-  float scale, inverse;  // scale multiplies the sums, inverse an FP8 output.
-  int rows, columns;     // out is (rows, columns).
-  int chunks;            // A chunk is 128 bytes along K.
-  int token_tiles, tiles;  // A tile here is what a cluster computes.
-  // A pair is the mean and the sum of squared deviations of 64 columns: (columns / 64, rows) of out, (MOMENTS, rows) of
-  // x.
-  float2* moments_out;
-  const float2* moments;
-  const float* weight_sums;  // (N,): 1 W
-  float eps;
-#if SUFFIX
-  Suffix s;
-#endif
-};
 
 __device__ __forceinline__ float gelu(float x) {
   const float u = x * fmaf(0.0356774081f * x, x, 0.7978845608f), h = 0.5f * x;
@@ -69,10 +51,10 @@ __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) 
     int position = 0;
     if (token + t < c.rows) {
 #pragma unroll 8
-      for (int i = 0; i < c.s.tiles; ++i) squares += c.s.squares[(u64)i * c.rows + token + t];
-      if (SUFFIX == 3) position = c.s.lengths[(token + t) / c.s.tokens] + (token + t) % c.s.tokens;
+      for (int i = 0; i < c.suffix.tiles; ++i) squares += c.suffix.squares[(u64)i * c.rows + token + t];
+      if (SUFFIX == 3) position = c.suffix.lengths[(token + t) / c.suffix.tokens] + (token + t) % c.suffix.tokens;
     }
-    st_shared_f2(norms + t * 8, rsqrtf(squares / c.s.width + c.eps) * c.scale, __int_as_float(position));
+    st_shared_f2(norms + t * 8, rsqrtf(squares / c.suffix.width + c.eps) * c.scale, __int_as_float(position));
 #else
     // Means count from the first one, so that nothing cancels: var = (Σ inside / 64 + Σ (mean_i - mean)²) / MOMENTS.
     float first = 0.f, one = 0.f, two = 0.f, inside = 0.f;
@@ -151,21 +133,21 @@ __device__ __forceinline__ uint4 add_gated(const uint4& v, const uint4& held, bo
   float r[8];
   const uint4 sum = make_uint4(add_two(v.x, held.x, r[0], r[1]), add_two(v.y, held.y, r[2], r[3]),
                                add_two(v.z, held.z, r[4], r[5]), add_two(v.w, held.w, r[6], r[7]));
-  if (c.s.squares_out) {
+  if (c.suffix.squares_out) {
     float one = 0.f, two = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) one += r[i], two += r[i] * r[i];
     one = sum_of_eight(one);
     two = sum_of_eight(two);
     if (in && to % 64 == 0) {
-      c.s.sums_out[(u64)tile * c.rows + token] = one;
-      c.s.squares_out[(u64)tile * c.rows + token] = two;
+      c.suffix.sums_out[(u64)tile * c.rows + token] = one;
+      c.suffix.squares_out[(u64)tile * c.rows + token] = two;
     }
   }
-  if (in && c.s.scaled) {
+  if (in && c.suffix.scaled) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) r[i] *= 1.f + __ldg(c.s.next_scale + to + i);
-    *(uint4*)(c.s.scaled + (u64)token * c.columns + to) = make_uint4(
+    for (int i = 0; i < 8; ++i) r[i] *= 1.f + __ldg(c.suffix.next_scale + to + i);
+    *(uint4*)(c.suffix.scaled + (u64)token * c.columns + to) = make_uint4(
         pack_half2(r[0], r[1]), pack_half2(r[2], r[3]), pack_half2(r[4], r[5]), pack_half2(r[6], r[7]));
   }
   return sum;
@@ -189,17 +171,17 @@ __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
     if (at + 8 < c.columns) rows.second_bias = widen(__ldg(c.bias + at + 8));
   }
 #if SUFFIX == 1
-  rows.first_gate = c.s.gate && at < c.columns ? __ldg(c.s.gate + at) : 1.f;
-  rows.second_gate = c.s.gate && at + 8 < c.columns ? __ldg(c.s.gate + at + 8) : 1.f;
+  rows.first_gate = c.suffix.gate && at < c.columns ? __ldg(c.suffix.gate + at) : 1.f;
+  rows.second_gate = c.suffix.gate && at + 8 < c.columns ? __ldg(c.suffix.gate + at + 8) : 1.f;
 #elif SUFFIX
   // `column` is of the output, of which a gated product has one for a pair.
-  const int size = 2 * c.s.half, first = column * (64 / COLUMNS) + ((threadIdx.x & 127) >> 5) * 16;
+  const int size = 2 * c.suffix.half, first = column * (64 / COLUMNS) + ((threadIdx.x & 127) >> 5) * 16;
   const int pair = pair_of(first % size, threadIdx.x & 31), group = first / size;
-  if (c.s.shift) {
-    rows.first_bias = __ldg(c.s.shift + group * size + pair);
-    rows.second_bias = __ldg(c.s.shift + group * size + c.s.half + pair);
+  if (c.suffix.shift) {
+    rows.first_bias = __ldg(c.suffix.shift + group * size + pair);
+    rows.second_bias = __ldg(c.suffix.shift + group * size + c.suffix.half + pair);
   }
-  rows.pair = SUFFIX == 3 && group < c.s.heads + c.s.kv_heads ? pair : -1;
+  rows.pair = SUFFIX == 3 && group < c.suffix.heads + c.suffix.kv_heads ? pair : -1;
 #endif
   if (NORM == 2) {
     if (at < c.columns) rows.first_sum = __ldg(c.weight_sums + at);
@@ -245,8 +227,8 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
       for (int i = 0; i < 2; ++i) {
         // Shares of a tile's tokens may end beyond it, where nobody has said a position.
         if (token + j * 8 + lane % 4 * 2 + i >= end) continue;
-        const int place = __float_as_int(n[i * 2 + 1]) * c.s.half + rows.pair;
-        const float cos = __ldg(c.s.cos + place), sin = __ldg(c.s.sin + place), low = v[i], high = v[i + 2];
+        const int place = __float_as_int(n[i * 2 + 1]) * c.suffix.half + rows.pair;
+        const float cos = __ldg(c.suffix.cos + place), sin = __ldg(c.suffix.sin + place), low = v[i], high = v[i + 2];
         v[i] = low * cos - high * sin;
         v[i + 2] = high * cos + low * sin;
       }
@@ -254,12 +236,12 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
 #endif
     if (GATED) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) v[i] = ACTIVATION == 3 ? silu(v[i]) : gelu(v[i]);
+      for (int i = 0; i < 2; ++i) v[i] = ACTIVATION == ACTIVATION_SWIGLU ? silu(v[i]) : gelu(v[i]);
       packed[j] = pack_half2(v[0] * v[2], v[1] * v[3]);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (ACTIVATION == 1) v[i] = gelu(v[i]);
+        if (ACTIVATION == ACTIVATION_GELU) v[i] = gelu(v[i]);
       packed[2 * j % MATRICES] = pack_half2(v[0], v[1]);
       packed[(2 * j + 1) % MATRICES] = pack_half2(v[2], v[3]);
     }
@@ -300,7 +282,7 @@ __device__ __forceinline__ void store_tile(const float* sums, u32 staging, int t
       c.moments_out[(u64)(column / 64) * c.rows + token + t] = moments;
 #endif
 #if SUFFIX == 3
-    if (token + t < end) *(uint4*)head_columns((u16*)c.out, to, token + t, c.s) = v;
+    if (token + t < end) *(uint4*)head_columns((u16*)c.out, to, token + t, c.suffix) = v;
 #else
     if (token + t < end && to < c.columns)
       *(uint4*)((unsigned char*)c.out + ((u64)(token + t) * c.columns + to) * (NARROW ? 1 : 2)) = v;

@@ -7,6 +7,7 @@ Plain arithmetic; whoever builds a loop measures them (`vla_accel.native.cuts`).
 from __future__ import annotations
 
 from vla_accel.numeric import round_up
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda.gemm.tiling import Tiling
 from vla_accel.ops.gpu import Gpu
 
@@ -57,7 +58,11 @@ def _deepest(groups: int, width: int, split: int, resident: int, chunks: int) ->
     """With as many stages as there is room for and chunks to fill; None where the kernel cannot run it."""
     for stages in range(min(8, max(chunks, 3)), 2, -1):
         tiling = Tiling(groups, 1, 1, width, stages, split=split, resident=resident)
-        ways = (tiling.why_not(residual=True), tiling.why_not(normed=True), tiling.why_not("geglu", normed=True))
+        ways = (
+            tiling.why_not(residual=True),
+            tiling.why_not(normed=True),
+            tiling.why_not(Activation.GEGLU, normed=True),
+        )
         # Before registers are shared out, a product's own and its operands' must fit beside each other.
         if not any(ways) and width // 2 + 32 <= tiling.registers[0]:
             return tiling

@@ -15,8 +15,9 @@
 // predecessor's data or not. Here the fetching thread waits, and the others write only after tokens have arrived that
 // it fetched.
 //
-// Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (0 none, 1
-// tanh GELU, 2 GeGLU and 3 SwiGLU of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH, STAGES,
+// Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (a
+// code of `activation.py`; GeGLU and SwiGLU are of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS,
+// PARTS, WIDTH, STAGES,
 // ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums
 // arrive and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either
 // kind). WGMMA, one product of WIDTH tokens, is generated (`wgmma.py`).
@@ -106,7 +107,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
         const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + w_start;
         const u32 to = base + stage * STAGE + w_start * 128;
 #if SUFFIX >= 2
-        tma_load_5d(to, weights, chunk * CHUNK, row % (2 * c.s.half) / 16, row / (2 * c.s.half), full + stage * 8,
+        tma_load_5d(to, weights, chunk * CHUNK, row % (2 * c.suffix.half) / 16, row / (2 * c.suffix.half), full + stage * 8,
                     once);
 #else
 #pragma unroll

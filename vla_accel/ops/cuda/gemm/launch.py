@@ -6,26 +6,25 @@ that `Tiling.why_not` accepts is right for every shape that `why_not` accepts.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vla_accel.errors import EngineError
-from vla_accel.numeric import round_up
+from vla_accel.ops.activation import MACROS, Activation
+from vla_accel.ops.chain import launch_cuda
+from vla_accel.ops.cuda.gemm.arguments import Call, Suffix, SuffixCall
 from vla_accel.ops.cuda.gemm.tiling import Tiling
-from vla_accel.ops.cuda.runtime import check_driver, driver, source_of
+from vla_accel.ops.cuda.runtime import source_of
+from vla_accel.ops.cuda.tensor_map import TensorMap, tensor_map
 from vla_accel.ops.cuda.wgmma import wgmma
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import GATED, MOMENTS_OF
+from vla_accel.ops.reference import MOMENTS_OF
 
 ARCHITECTURE = "sm_90a"
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 _WGMMA = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
-_MAP_TYPES = {torch.bfloat16: 9, torch.float16: 6, torch.float8_e4m3fn: 0}  # CUtensorMapDataType; bytes for FP8
-_SWIZZLE_128, _PROMOTE_256 = 3, 3
-ACTIVATIONS = {"none": 0, "gelu": 1, "geglu": 2, "swiglu": 3}
 
 
 @dataclass(frozen=True)
@@ -42,52 +41,37 @@ class Norm:
 
 
 def source(
-    kind: torch.dtype, fp8_out: bool, activation: str, tiling: Tiling, *, residual: bool = False, norm: str = "none",
-    k: int = 0, suffix: int = 0,
-) -> str:  # fmt: skip
+    kind: torch.dtype,
+    fp8_out: bool,
+    activation: Activation,
+    tiling: Tiling,
+    *,
+    residual: bool = False,
+    norm: str = "none",
+    k: int = 0,
+    suffix: int = 0,
+) -> str:
     """The CUDA C++ of one kernel. `kind`: dtype of both operands; `fp8_out`: it writes FP8; `residual`: the product is
     added to what `out` holds; `norm` of the rows of x: none, rms, layer, or squares, by a suffix's moments; `k`: their
     width, for a norm; `suffix`: what it does for a suffix's rows (`suffix.cu`)."""
     memory = tiling.memory(activation, norm != "none")
     sizes = {
-        "KIND": _KINDS[kind], "NARROW": int(fp8_out), "ACTIVATION": ACTIVATIONS[activation], "GROUPS": tiling.groups,
+        "KIND": _KINDS[kind], "NARROW": int(fp8_out), "ACTIVATION": activation.code, "GROUPS": tiling.groups,
         "BLOCKS": tiling.blocks, "PARTS": tiling.parts, "WIDTH": tiling.width, "STAGES": tiling.stages,
         "ACROSS": tiling.across, "ALONG": tiling.along, "SPLIT": tiling.split,
         **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tiling.registers, strict=True)),
         "RESIDUAL": int(residual), "NORM": ("none", "rms", "layer", "squares").index(norm), "MOMENTS": k // MOMENTS_OF,
         "STAGING": memory.staging, "EXCHANGE": memory.exchange, "BARRIERS": memory.barriers,
-        "SUFFIX": suffix,
+        "SUFFIX": suffix, **MACROS,
     }  # fmt: skip
     files = ("gemm/suffix", "gemm/epilogue", "gemm/gemm")
-    return source_of(sizes, *files, generated=wgmma(f"wgmma_{_WGMMA[kind]}", tiling.width, _WGMMA[kind]))
+    blocks = Suffix.cpp + SuffixCall.cpp if suffix else Call.cpp
+    return source_of(sizes, *files, generated=blocks + wgmma(f"wgmma_{_WGMMA[kind]}", tiling.width, _WGMMA[kind]))
 
 
-class _Map(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * 128)]
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [
-        ("bias", ctypes.c_void_p), ("out", ctypes.c_void_p), ("scale", ctypes.c_float), ("inverse", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("rows", "columns", "chunks", "token_tiles", "tiles")),
-        *((name, ctypes.c_void_p) for name in ("moments_out", "moments", "weight_sums")), ("eps", ctypes.c_float),
-    ]  # fmt: skip
-
-
-def _map(matrix: Tensor, box: int) -> _Map:
-    """The tensor map of a row-major matrix: boxes of `box` rows by 128 bytes, swizzled; what is outside reads zero."""
-    rows, columns = matrix.shape
-    size = matrix.element_size()
-    memory = ctypes.create_string_buffer(192)
-    aligned = round_up(ctypes.addressof(memory), 64)
-    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
-    status = driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(aligned), _MAP_TYPES[matrix.dtype], u32(2), ctypes.c_void_p(matrix.data_ptr()),
-        (u64 * 2)(columns, rows), (u64 * 1)(columns * size), (u32 * 2)(128 // size, box), (u32 * 2)(1, 1), 0,
-        _SWIZZLE_128, _PROMOTE_256, 0,
-    )  # fmt: skip
-    check_driver(status, f"tensor map of {tuple(matrix.shape)} {matrix.dtype}")
-    return _Map.from_buffer_copy(ctypes.string_at(aligned, 128))
+def rows_map(matrix: Tensor, rows: int) -> TensorMap:
+    """The tensor map of a row-major matrix for boxes of `rows` rows by 128 bytes."""
+    return tensor_map(matrix, (rows, 128 // matrix.element_size()))
 
 
 def why_not_on(gpu: Gpu) -> str | None:
@@ -97,7 +81,7 @@ def why_not_on(gpu: Gpu) -> str | None:
     return None
 
 
-def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -> str | None:
+def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: Activation) -> str | None:
     """Why the kernel cannot take these matrices on a GPU; None where it can. Arguments as `gemm` has them."""
     if reason := why_not_on(gpu):
         return reason
@@ -107,8 +91,8 @@ def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -
     if out.dtype not in (wide, torch.float8_e4m3fn):
         return f"out is {out.dtype}; for {x.dtype} it is {wide} or FP8"
     (rows, k), (n, k_weight) = x.shape, weight.shape
-    columns = n // 2 if activation in GATED else n
-    if k != k_weight or out.shape != (rows, columns) or (activation in GATED and n % 16):
+    columns = n // 2 if activation.gated else n
+    if k != k_weight or out.shape != (rows, columns) or (activation.gated and n % 16):
         return f"x is {tuple(x.shape)}, the weight {tuple(weight.shape)}, out {tuple(out.shape)}"
     if k * x.element_size() % 16 or columns * out.element_size() % 16 or not rows:
         return "rows of x and of out are whole pieces of 16 bytes"
@@ -120,16 +104,25 @@ def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: str) -
 
 
 def gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling, activation: str = "none",
-    scale: float = 1.0, inverse_scale: float | None = None, moments: Tensor | None = None, norm: Norm | None = None,
-    dependent: bool = True,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    gpu: Gpu,
+    tiling: Tiling,
+    activation: Activation = Activation.NONE,
+    scale: float = 1.0,
+    inverse_scale: float | None = None,
+    moments: Tensor | None = None,
+    norm: Norm | None = None,
+) -> None:
     """out = activation(scale * x weightᵀ + bias), times `inverse_scale` and saturated where out is float8_e4m3fn.
 
-    x (M, K), weight (N, K), bias (N,), out (M, N), or (M, N / 2) for "geglu" and "swiglu", whose weight rows alternate:
+    x (M, K), weight (N, K), bias (N,), out (M, N), or (M, N / 2) for GEGLU and SWIGLU, whose weight rows alternate:
     eight of gate, eight of up. `moments` (N / 64, M, 2) float32: the product is added to `out`, and the new rows'
-    moments are written (see `Norm`). `norm`: x is normed first, unrounded. `dependent`: may start before its
-    predecessor on the stream has finished. Raises EngineError for what the kernel cannot take.
+    moments are written (see `Norm`). `norm`: x is normed first, unrounded.
+    Raises EngineError for what the kernel cannot take.
     """
     from vla_accel.ops.cuda.runtime import load_module
 
@@ -137,7 +130,7 @@ def gemm(
     options = {"residual": moments is not None, "normed": norm is not None}
     reason = why_not(gpu, x, weight, out, activation) or tiling.why_not(activation, **options)
     reason = reason or _why_no_norms(x, weight, out, activation, moments, norm)
-    if activation in GATED and bias is not None:
+    if activation.gated and bias is not None:
         reason = reason or "a gated product has no bias"
     if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
         reason = reason or f"{chunks} chunks of K leave a part of {tiling.split} empty"
@@ -151,10 +144,10 @@ def gemm(
     module = load_module(text, {"gemm": shared}, ARCHITECTURE, x.device)
     rows, n = x.shape[0], weight.shape[0]
     boxes = [share // 2 if share > 256 else share for share in tiling.shares]
-    maps = (_map(weight, boxes[0]), _map(x, boxes[1]))
+    maps = (rows_map(weight, boxes[0]), rows_map(x, boxes[1]))
     token_tiles = -(-rows // (tiling.tokens * tiling.along))
     tiles = token_tiles * -(-n // (tiling.weight_rows * tiling.across))
-    call = _Call(
+    call = Call(
         _address(bias), out.data_ptr(), scale, inverse_scale or 1.0, rows, out.shape[1], chunks, token_tiles, tiles,
         _address(moments), None if norm is None else _address(norm.moments),
         None if norm is None else _address(norm.weight_sums), 0.0 if norm is None else norm.eps,
@@ -162,9 +155,7 @@ def gemm(
     clusters = tiles
     if tiling.persistent:
         clusters = min(tiles, gpu.multiprocessors * tiling.resident // tiling.cluster)
-    module.launch(
-        "gemm", clusters * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster, dependent=dependent
-    )
+    launch_cuda(module, "gemm", clusters * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster)
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -172,7 +163,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _why_no_norms(
-    x: Tensor, weight: Tensor, out: Tensor, activation: str, moments: Tensor | None, norm: Norm | None
+    x: Tensor, weight: Tensor, out: Tensor, activation: Activation, moments: Tensor | None, norm: Norm | None
 ) -> str | None:
     """Why the kernel cannot add to `out`, and norm x, with these; None where it can."""
 
@@ -185,14 +176,14 @@ def _why_no_norms(
 
     reason = None
     if moments is not None:
-        if activation != "none" or out.dtype == torch.float8_e4m3fn:
+        if activation is not Activation.NONE or out.dtype == torch.float8_e4m3fn:
             reason = f"only a plain product is added to a residual, got {activation} into {out.dtype}"
         reason = reason or wrong(moments, out.shape[1], len(out))
     if norm is not None:
         sums = norm.weight_sums
         if x.dtype == torch.float8_e4m3fn:
             reason = reason or f"only BF16 and FP16 rows are normed, got {x.dtype}"
-        if sums is not None and activation in GATED:
+        if sums is not None and activation.gated:
             reason = reason or f"only an RMSNorm comes before a gated product, got a LayerNorm before {activation}"
         reason = reason or wrong(norm.moments, x.shape[1], len(x))
         if sums is not None and (sums.shape != (len(weight),) or sums.dtype != torch.float32):

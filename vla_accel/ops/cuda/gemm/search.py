@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 
 from vla_accel.numeric import round_up
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda.gemm.launch import why_not_on
 from vla_accel.ops.cuda.gemm.tiling import Tiling
 from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.reference import GATED
 
 LEAST, MOST = 129, 32_768
 """Rows that are searched for: fewer are better served by skinny tiles, more by the library."""
@@ -31,8 +31,9 @@ MANY = 1024
 """Beyond so many rows tiles are large, and what multiprocessors get from the cache is as much as it gives."""
 KINDS_OF_MANY = tuple(
     Tiling(2, 1, parts, 8, 4, across=across, persistent=persistent)
-    for parts, persistent in ((1, False), (2, True)) for across in (1, 2)
-)  # fmt: skip
+    for parts, persistent in ((1, False), (2, True))
+    for across in (1, 2)
+)
 """Of each of these the best `BEST` are measured; two blocks may share their tokens."""
 BEST = 2
 LEAST_WORK = 1 << 27
@@ -45,7 +46,7 @@ MORE = 3
 """Tiles of tokens that are tried beyond the fewest."""
 
 
-def searched(gpu: Gpu | None, kind: torch.dtype, activation: str, rows: int, n: int, k: int) -> list[Tiling]:
+def searched(gpu: Gpu | None, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int) -> list[Tiling]:
     """Tilings for any GEMM that the kernel takes, the most promising first.
 
     Arguments as `planned` takes them. Tilings of a plain product or of GELU can also take in a norm or a residual.
@@ -83,14 +84,14 @@ def why_not_searched(gpu: Gpu, rows: int, n: int, k: int) -> str | None:
     return None
 
 
-def _deepest(activation: str, tiling: Tiling, chunks: int) -> Tiling | None:
+def _deepest(activation: Activation, tiling: Tiling, chunks: int) -> Tiling | None:
     """With as many stages as there is room for, and at least its own; None where the kernel cannot run it."""
     if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
         return None
     for stages in range(8, tiling.stages - 1, -1):
         deeper = replace(tiling, stages=stages)
         reasons = [deeper.why_not(activation)]
-        if activation not in GATED:
+        if not activation.gated:
             reasons += [deeper.why_not(activation, normed=True), deeper.why_not(activation, residual=True)]
         if not any(reasons):
             return deeper

@@ -1,5 +1,5 @@
 // What the GEMM does for the rows of a suffix: norms whose moments are of any tiles, with a shift; q, k and v rotated;
-// gate and up; a gated residual. This file comes before epilogue.cu and says what a call brings for it.
+// gate and up; a gated residual. This file comes before epilogue.cu; `arguments.py` describes the block `Suffix`.
 //
 // Macro SUFFIX: 0 nothing of this, 1 out += gate ∘ product, with the moments for the next norm, 2 GeGLU or SwiGLU of
 // normed rows, 3 heads of normed rows. With 2 and 3 the weight's rows are pairs, HALF rows apart within groups of 2
@@ -7,19 +7,6 @@
 // eight of the second, by turns: so a thread's two rows are a pair (`store_tile`).
 
 #if SUFFIX
-struct Suffix {
-  const float* shift;       // (N,), or none: added to the normed product, in the order of the weight's rows in memory.
-  const float* gate;        // (columns,), or none.
-  const float* next_scale;  // (columns,), or none: `scaled` (rows, columns) gets out * (1 + next_scale).
-  u16* scaled;
-  float *sums_out, *squares_out;  // (columns / 64, rows), or none: of out and of its squares.
-  const float* squares;           // (tiles, rows): of x.
-  const float *cos, *sin;         // (positions, half)
-  const int* lengths;             // (rows / tokens,): the position of a sequence's first token.
-  u16 *k, *v;                     // q is out.
-  int tiles, width, half, tokens, heads, kv_heads;
-};
-
 // A block of 64 rows in the order of the pairs begins at `row`, of the group `row / (2 half)`. This is the place, on its
 // side, of the pair of 16 rows that begin at `inside` of the group, which this lane has.
 __device__ __forceinline__ int pair_of(int inside, int lane) { return inside / 16 * 8 + (lane >> 2); }

@@ -7,20 +7,20 @@ rows meet by a tensor map, not by their order in memory.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from vla_accel.errors import EngineError
-from vla_accel.numeric import round_up
+from vla_accel.ops.activation import Activation
+from vla_accel.ops.chain import launch_cuda
 from vla_accel.ops.cuda.gemm import launch
-from vla_accel.ops.cuda.gemm.launch import ARCHITECTURE, _address, _Call, _Map, _map
+from vla_accel.ops.cuda.gemm.arguments import Suffix, SuffixCall
+from vla_accel.ops.cuda.gemm.launch import ARCHITECTURE, _address, rows_map
 from vla_accel.ops.cuda.gemm.tiling import Tiling
-from vla_accel.ops.cuda.runtime import check_driver, driver
+from vla_accel.ops.cuda.tensor_map import TensorMap, tensor_map
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
-from vla_accel.ops.reference import MOMENTS_OF, gating
+from vla_accel.ops.reference import MOMENTS_OF
 
 ONTO, GATED, HEADS = 1, 2, 3
 """The macro SUFFIX."""
@@ -28,24 +28,9 @@ EIGHT = 8
 """Rows of a side that lie together in a tile."""
 
 
-_POINTERS = (
-    "shift", "gate", "next_scale", "scaled", "sums_out", "squares_out", "squares", "cos", "sin", "lengths", "k", "v",
-)  # fmt: skip
-_FIELDS = [
-    *((name, ctypes.c_void_p) for name in _POINTERS),
-    *((name, ctypes.c_int) for name in ("of_tiles", "width", "half", "of_tokens", "heads", "kv_heads")),
-]
-
-
-class _SuffixCall(_Call):
-    """`Call` with a `Suffix` at its end."""
-
-    _fields_ = _FIELDS
-
-
 def onto(
     a: Tensor, weight: Tensor, gate: Tensor | None, x: Tensor, moments: Moments | None, next_scale: Tensor | None, *,
-    gpu: Gpu, tiling: Tiling, dependent: bool = True,
+    gpu: Gpu, tiling: Tiling,
 ) -> None:  # fmt: skip
     """x (R, N) += gate ∘ (a Wᵀ), rounded before it is added, and the moments of the new rows, of 64 columns each."""
     fields: dict[str, int | None] = {"gate": _address(gate)}
@@ -55,46 +40,54 @@ def onto(
         fields |= {"sums_out": _address(moments.sums), "squares_out": _address(moments.squares)}
         if moments.scaled is not None and next_scale is not None:
             fields |= {"scaled": _address(moments.scaled), "next_scale": _address(next_scale)}
-    _launch(ONTO, a, weight, x, "none", fields, gpu, tiling, x.shape[1], dependent, eps=0.0)
+    _launch(ONTO, a, weight, x, Activation.NONE, fields, gpu, tiling, x.shape[1], eps=0.0)
 
 
 def gated(
     x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling,
-    eps: float, silu: bool, dependent: bool = True,
+    eps: float, activation: Activation,
 ) -> None:  # fmt: skip
     """out (R, H): GeGLU, or SwiGLU, of x Wᵀ times the norm's factor, plus `shift` (2 H,) float32; `squares` (T, R)."""
     fields = {"shift": _address(shift), **_norm(x, squares), "half": len(weight) // 2}
-    _launch(GATED, x, weight, out, gating(silu), fields, gpu, tiling, out.shape[1], dependent, eps)
+    _launch(GATED, x, weight, out, activation, fields, gpu, tiling, out.shape[1], eps)
 
 
 def heads(
     x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, gpu: Gpu, tiling: Tiling, eps: float, dependent: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, *, gpu: Gpu, tiling: Tiling, eps: float,
 ) -> None:  # fmt: skip
     """q, k, v as `vla_accel.ops.suffix.qkv_rope` has them, of x Wᵀ as in `gated`."""
     _, tokens, of_q, head_dim = q.shape
     fields = {
         "shift": _address(shift), **_norm(x, squares), "half": head_dim // 2, "cos": _address(cos),
-        "sin": _address(sin), "lengths": _address(lengths), "k": _address(k), "v": _address(v), "of_tokens": tokens,
+        "sin": _address(sin), "lengths": _address(lengths), "k": _address(k), "v": _address(v), "tokens": tokens,
         "heads": of_q, "kv_heads": k.shape[2],
     }  # fmt: skip
-    _launch(HEADS, x, weight, q, "none", fields, gpu, tiling, len(weight), dependent, eps)
+    _launch(HEADS, x, weight, q, Activation.NONE, fields, gpu, tiling, len(weight), eps)
 
 
-def source(dtype: torch.dtype, suffix: int, activation: str, tiling: Tiling) -> str:
+def source(dtype: torch.dtype, suffix: int, activation: Activation, tiling: Tiling) -> str:
     """The CUDA C++ of one kernel."""
     norm = "none" if suffix == ONTO else "squares"
     return launch.source(dtype, False, activation, tiling, residual=suffix == ONTO, norm=norm, suffix=suffix)
 
 
 def _norm(x: Tensor, squares: Tensor) -> dict[str, int | None]:
-    return {"squares": _address(squares), "of_tiles": len(squares), "width": x.shape[1]}
+    return {"squares": _address(squares), "tiles": len(squares), "width": x.shape[1]}
 
 
 def _launch(
-    suffix: int, x: Tensor, weight: Tensor, out: Tensor, activation: str, fields: dict[str, int | None], gpu: Gpu,
-    tiling: Tiling, columns: int, dependent: bool, eps: float,
-) -> None:  # fmt: skip
+    suffix: int,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    activation: Activation,
+    fields: dict[str, int | None],
+    gpu: Gpu,
+    tiling: Tiling,
+    columns: int,
+    eps: float,
+) -> None:
     """`columns`: of a row of `out`, whatever it is a part of."""
     from vla_accel.ops.cuda.runtime import load_module
 
@@ -105,16 +98,15 @@ def _launch(
         raise EngineError(f"gemm of a suffix: {reason}")
     shared = tiling.memory(activation, suffix != ONTO).size
     module = load_module(source(x.dtype, suffix, activation, tiling), {"gemm": shared}, ARCHITECTURE, x.device)
-    of_weight = _map(weight, tiling.weight_rows) if suffix == ONTO else _paired_map(weight, half, tiling.weight_rows)
+    of_weight = rows_map(weight, tiling.weight_rows) if suffix == ONTO else paired_map(weight, half, tiling.weight_rows)
     token_tiles = -(-rows // tiling.tokens)
     tiles = token_tiles * (n // tiling.weight_rows)
-    call = _SuffixCall(
-        None, out.data_ptr(), 1.0, 1.0, rows, columns, chunks, token_tiles, tiles, None, None, None, eps, **fields
-    )
-    module.launch(
-        "gemm", tiles * tiling.cluster, tiling.threads, (of_weight, _map(x, tiling.tokens), call),
-        cluster=tiling.cluster, dependent=dependent,
+    call = SuffixCall(
+        out=out.data_ptr(), scale=1.0, inverse=1.0, rows=rows, columns=columns, chunks=chunks, token_tiles=token_tiles,
+        tiles=tiles, eps=eps, suffix=Suffix(**fields),
     )  # fmt: skip
+    maps = (of_weight, rows_map(x, tiling.tokens))
+    launch_cuda(module, "gemm", tiles * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster)
 
 
 def why_not(gpu: Gpu, x: Tensor, weight: Tensor, tiling: Tiling, half: int) -> str | None:
@@ -133,22 +125,12 @@ def why_not(gpu: Gpu, x: Tensor, weight: Tensor, tiling: Tiling, half: int) -> s
     chunks = -(-k * 2 // 128)
     if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
         return f"{chunks} chunks of K leave a part of {tiling.split} empty"
-    return tiling.why_not("geglu" if half else "none", residual=not half, normed=bool(half))
+    return tiling.why_not(Activation.GEGLU if half else Activation.NONE, residual=not half, normed=bool(half))
 
 
-def _paired_map(weight: Tensor, half: int, rows: int) -> _Map:
+def paired_map(weight: Tensor, half: int, rows: int) -> TensorMap:
     """The tensor map of a weight (N, K) of groups of two sides of `half` rows: boxes of `rows` rows by 128 bytes, eight
-    of the first side, eight of the second, by turns, swizzled."""
+    of the first side, eight of the second, by turns."""
     n, k = weight.shape
-    size = weight.element_size()
-    memory = ctypes.create_string_buffer(192)
-    aligned = round_up(ctypes.addressof(memory), 64)
-    u64, u32, row = ctypes.c_uint64, ctypes.c_uint32, k * size
-    status = driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(aligned), launch._MAP_TYPES[weight.dtype], u32(5), ctypes.c_void_p(weight.data_ptr()),
-        (u64 * 5)(k, EIGHT, 2, half // EIGHT, n // (2 * half)), (u64 * 4)(row, half * row, EIGHT * row, 2 * half * row),
-        (u32 * 5)(128 // size, EIGHT, 2, rows // (2 * EIGHT), 1), (u32 * 5)(1, 1, 1, 1, 1), 0, launch._SWIZZLE_128,
-        launch._PROMOTE_256, 0,
-    )  # fmt: skip
-    check_driver(status, f"tensor map of {tuple(weight.shape)} {weight.dtype} by pairs {half} apart")
-    return _Map.from_buffer_copy(ctypes.string_at(aligned, 128))
+    pairs = weight.view(n // (2 * half), 2, half // EIGHT, EIGHT, k).transpose(1, 2)
+    return tensor_map(pairs, (1, rows // (2 * EIGHT), 2, EIGHT, 128 // weight.element_size()))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vla_accel.numeric import round_up
-from vla_accel.ops.reference import GATED
+from vla_accel.ops.activation import Activation
 
 SHARED_LIMIT, SHARED_MULTIPROCESSOR = 232_448, 233_472
 """Shared memory of a block at most, and of a multiprocessor, in bytes: Hopper's, for which the kernel is made."""
@@ -77,10 +77,10 @@ class Tiling:
         fetching = 40
         return start, fetching, min((start * (self.groups + 1) - fetching) // self.groups // 8 * 8, 248)
 
-    def memory(self, activation: str, normed: bool = False) -> Memory:
+    def memory(self, activation: Activation, normed: bool = False) -> Memory:
         """How a block uses its shared memory."""
         ring = self.stages * (self.weight_rows + self.tokens) * 128
-        pitch = (32 if activation in GATED else 64) * 2 + 16
+        pitch = (32 if activation.gated else 64) * 2 + 16
         share = 8 * -(-self.tokens // (8 * self.split)) if self.split > 1 else self.width
         staged = self.groups * share * pitch
         sums = self.weight_rows * share * (self.split - 1) * 4
@@ -102,7 +102,9 @@ class Tiling:
     def _limit(self) -> int:
         return min(SHARED_LIMIT, SHARED_MULTIPROCESSOR // self.resident - 1024)
 
-    def why_not(self, activation: str = "none", *, residual: bool = False, normed: bool = False) -> str | None:
+    def why_not(
+        self, activation: Activation = Activation.NONE, *, residual: bool = False, normed: bool = False
+    ) -> str | None:
         """Why the kernel cannot run with this tiling; None where it can."""
         if self.width % 8 or not 8 <= self.width <= 256:
             return f"a width of {self.width} is no multiple of 8 up to 256"

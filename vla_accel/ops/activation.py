@@ -1,0 +1,42 @@
+"""The activations of all ops, under one name each for PyTorch, Triton and CUDA C++."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Activation(str, Enum):
+    """What follows a product. GELU is the tanh form.
+
+    GEGLU and SWIGLU are gated: they make one column of two, gelu(gate) * up or silu(gate) * up.
+    """
+
+    NONE = "none"
+    GELU = "gelu"
+    SILU = "silu"
+    RELU = "relu"
+    GEGLU = "geglu"
+    SWIGLU = "swiglu"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def gated(self) -> bool:
+        """Whether it makes one column of two."""
+        return self in (Activation.GEGLU, Activation.SWIGLU)
+
+    @property
+    def gate(self) -> Activation:
+        """The activation of the gate of a gated one."""
+        return {Activation.GEGLU: Activation.GELU, Activation.SWIGLU: Activation.SILU}[self]
+
+    @property
+    def code(self) -> int:
+        """The number that stands for it in kernels."""
+        return _CODES[self]
+
+
+_CODES = {activation: code for code, activation in enumerate(Activation)}
+MACROS = {f"ACTIVATION_{activation.name}": activation.code for activation in Activation}
+"""The codes under the names that CUDA C++ sources use."""
