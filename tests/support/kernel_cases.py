@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import Library, Own, Pipelined, Product, Tiling, moments_columns
+from vla_accel.pixels import ChannelScale, PixelValues
 
 
 def _add_norm(rows: int, width: int, y: int | None, layer: bool, scale: float | None, alias: bool) -> Callable:
@@ -84,8 +86,8 @@ def _pixel_maps(images: int, size: int) -> Tensor:
         PixelValues(outside=-255.0, clipped=(-255.0, 255.0)), PixelValues(cameras=(scaled,)),
         PixelValues(clipped=(0.0, 255.0), cameras=(scaled,)),
     )  # fmt: skip
-    sizes = [(0, 3 * size // 4 + 5 * n, size) for n in range(images)]
-    maps = [values[n % 3].maps([one], size, "bilinear" if n % 2 else "corner") for n, one in enumerate(sizes)]
+    sizes = [(size, 2 * size), (3 * size, size), (size, size + 1)]
+    maps = [values[n % 3].maps([(0, *sizes[n % 3])], size, "bilinear") for n in range(images)]
     return torch.from_numpy(np.concatenate(maps))
 
 

@@ -175,7 +175,7 @@ def _processors(
         raise CheckpointError(f"{path}: expected statistics of action's {action_dim} values, got {len(actions.low)}")
     cameras = [key for key, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in key]
     preset = _preset(path, cameras, (len(state.low), action_dim), renamed, resize, relative)
-    pixels = pixel_values(config, [statistics[0].camera(key) for key in cameras], path)
+    pixels = pixel_values(config, {key: statistics[0].camera(key) for key in cameras}, path)
     return Processors(preset, state, actions, tokenizer, pixels)
 
 

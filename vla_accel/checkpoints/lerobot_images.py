@@ -3,7 +3,7 @@ the statistics of its cameras."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def prompt_state_dim(config: Mapping[str, Any], path: Path) -> int | None:
 
 
 def pixel_values(
-    config: Mapping[str, Any], cameras: Sequence[Normaliser | None], path: Path
+    config: Mapping[str, Any], cameras: Mapping[str, Normaliser | None], path: Path
 ) -> PixelValues | None:  # fmt: skip
     """Return the pixels that a policy was trained with, None for the usual ones: byte / 127.5 - 1 and black bars.
 
@@ -42,14 +42,14 @@ def pixel_values(
 
     Args:
         config: A policy's config.json.
-        cameras: How the images of each camera are scaled, None where they are not.
+        cameras: How the images of each camera are scaled, by its key; None where they are not.
         path: Of config.json.
 
     Raises:
         CheckpointError: For statistics that are not those of three channels.
     """
-    scaled = any(camera is not None for camera in cameras)
-    scales = tuple(_channels(camera, path) for camera in cameras) if scaled else ()
+    scaled = any(camera is not None for camera in cameras.values())
+    scales = tuple(_channels(camera, f"{path}: {key}") for key, camera in cameras.items()) if scaled else ()
     if config["type"] == "smolvla":
         return PixelValues(cameras=scales) if scaled else None
     if is_of_04(config):
@@ -57,11 +57,11 @@ def pixel_values(
     return PixelValues(clipped=(_BLACK, _WHITE), cameras=scales) if scaled else None
 
 
-def _channels(camera: Normaliser | None, path: Path) -> ChannelScale:
+def _channels(camera: Normaliser | None, where: str) -> ChannelScale:
     if camera is None:
         return ChannelScale()
     if len(camera.low) != 3:
-        raise CheckpointError(f"{path}: expected statistics of a camera's 3 channels, got {len(camera.low)}")
+        raise CheckpointError(f"{where}: expected statistics of 3 channels, got {len(camera.low)}")
     # Of (x - low) / span * factor + offset for x in [0, 1], in levels.
     factor, offset = (2.0, -_WHITE) if camera.kind == "quantile" else (1.0, 0.0)
     with np.errstate(divide="ignore", over="ignore"):
