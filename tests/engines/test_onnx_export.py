@@ -22,12 +22,14 @@ from vla_accel.component import Component, TensorSpec
 from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.components.step import DenoiseStep
 from vla_accel.components.variants import QuantisedKvCache
+from vla_accel.config import EnginePrecision
 from vla_accel.engines import onnx
 from vla_accel.engines.onnx import SIMILARITY, compare, examples, export, largest, smallest
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.models.family import family_named
 from vla_accel.models.pi0 import Pi0
+from vla_accel.pixels import ChannelScale, PixelValues
 
 pytestmark = pytest.mark.tensorrt
 
@@ -193,6 +195,26 @@ def exported(name: str, model: Any, observation: dict[str, Any], policy: Optimiz
         assert graph.similarity is not None and graph.similarity > 0.99999, component.name
         found |= set(graph.operators)
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["auto", "fp16"])
+def test_a_tower_with_pixel_maps_exports(tmp_path: Path, precision: EnginePrecision) -> None:
+    """Run with maps as cameras have them: random ones leave hardly a pixel inside."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    component = vision_component(random_model(tiny_config("pi05")), 1, 2, mapped=True)
+    module = onnx.module_at(component, precision)
+    path = export(component, module, tmp_path).path
+    values = PixelValues(outside=-255.0, clipped=(-255.0, 255.0), cameras=(ChannelScale(), ChannelScale((9.0,) * 3)))
+    images = np.random.default_rng(0).integers(0, 256, (1, 2, 28, 28, 3), np.uint8)
+    maps = values.maps([(0, 36, 60), (1, 50, 20)], 28, "bilinear")[None]
+    session = onnxruntime.InferenceSession(path)
+    (got,) = session.run(None, {"images": images, "pixel_maps": maps})
+    want = module(torch.from_numpy(images), torch.from_numpy(maps))
+    near = 1e-5 if precision == "auto" else 2e-2
+    torch.testing.assert_close(torch.from_numpy(got), want, rtol=near, atol=near)
+    plain = module(torch.from_numpy(images))
+    assert (want - plain).abs().max() > 0.1, "the maps change the answer"
 
 
 @pytest.mark.slow

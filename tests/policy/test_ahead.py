@@ -4,6 +4,7 @@ answers, and with nothing left of a call that was refused. Graphs are stood in f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families import prompted
+from vla_accel.pixels import PixelValues
 from vla_accel.policy import pipeline as pipelines
 from vla_accel.policy.pipeline import Pipeline
 from vla_accel.transforms.processing import Processor
@@ -106,6 +108,25 @@ def test_vision_begins_before_the_rest_is_prepared(
 def test_cameras_images_are_fitted_as_without(policy: OptimizedPolicy, plain: OptimizedPolicy) -> None:
     wide = {**tiny_observation(3), IMAGE: np.random.default_rng(3).integers(0, 256, (40, 60, 3), np.uint8)}
     np.testing.assert_array_equal(answer(policy, wide), answer(plain, wide))
+
+
+def test_pixel_maps_travel_with_the_images(
+    policy: OptimizedPolicy, folder: Path, happened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With bars as lerobot 0.4 has them; two calls of the same shape, whose cameras have other sizes."""
+    other = OptimizedPolicy.from_pretrained(folder, CONFIG)
+    answers = []
+    for pixels in (PixelValues(outside=-255.0), None):
+        for one in (policy, other):
+            monkeypatch.setattr(one, "processor", replace(one.processor, pixels=pixels))
+        answer(policy, tiny_observation(9))
+        happened.clear()
+        for size in ((40, 60, 3), (70, 30, 3)):
+            wide = {**tiny_observation(3), IMAGE: np.random.default_rng(3).integers(0, 256, size, np.uint8)}
+            answers.append(answer(policy, wide))
+            np.testing.assert_array_equal(answers[-1], answer(other, wide))
+        assert happened == [*AHEAD, "prepare"] * 2
+    assert all(abs(bars - black).max() > 1e-3 for bars, black in zip(answers[:2], answers[2:], strict=True))
 
 
 def test_parts_of_a_call_still_add_up(policy: OptimizedPolicy) -> None:

@@ -130,10 +130,11 @@ class PromptedFamily(TextFamily):
     ) -> dict[str, Rows] | None:  # fmt: skip
         if len(observations) != shape.batch or not fits_on(device):
             return None
+        names = ("images", "pixel_maps") if shape.mapped else ("images",)
         rows = [transforms.early_vision(o) for o in observations]
-        if not all(row is not None and len(row["images"]) == shape.views for row in rows):
+        if not all(row is not None and tuple(row) == names and len(row["images"]) == shape.views for row in rows):
             return None
-        return {name: [row[name] for row in rows] for name in rows[0]}
+        return {name: [row[name] for row in rows] for name in names}
 
     def feed(self, config: Any, inputs: Sequence[Inputs]) -> dict[str, Rows]:
         vision = [i.vision for i in inputs]
