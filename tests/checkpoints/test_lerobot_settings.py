@@ -487,21 +487,3 @@ def test_the_tokenizer_that_the_pipeline_names_is_read(tmp_path: Path) -> None:
     WRITERS["pi05"](tmp_path / "policy", edit("tokenizer_processor", tokenizer_name=str(mine)))
     (tmp_path / "policy" / "tokenizer.json").rename(mine / "tokenizer.json")
     assert isinstance(load(tmp_path / "policy").processor.tokenizer, SmallTokenizer)
-
-
-def test_the_statistics_of_images_are_read(tmp_path: Path) -> None:
-    modes = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
-    smolvla(tmp_path, edit("normalizer_processor", norm_map=modes))
-    _, wrist = tiny_smolvla.CAMERAS
-
-    def cameras() -> tuple[Any, ...]:
-        config = saved_files(tmp_path)["config"]
-        return read_processors(tmp_path, config, "corner", SafetensorsWeights(tmp_path)).cameras
-
-    assert cameras() == (None, None), "lerobot leaves images without statistics as they are"
-    path = tmp_path / state_files(saved_files(tmp_path))[0]
-    image = {f"{wrist}.mean": torch.full((3, 1, 1), 0.5), f"{wrist}.std": torch.full((3, 1, 1), 0.25)}
-    save_file({**load_file(path), **image}, path)
-    one, other = cameras()
-    assert one is None and other.kind == "mean_std" and other.low.tolist() == [0.5] * 3
-    np.testing.assert_allclose(other.span, [0.25] * 3, atol=1e-6)

@@ -38,6 +38,7 @@ from vla_accel.errors import EngineError, ObservationError
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.loop import LoopProgram
+from vla_accel.pixels import ChannelScale, PixelValues
 from vla_accel.transforms.images import resize
 
 pytestmark = pytest.mark.gpu
@@ -141,6 +142,24 @@ def test_images_that_the_gpu_fits_are_those_of_the_host(folder: Path) -> None:
         noise = noise_for(policy, 1, seed)[0]
         got, want = (policy.infer(one, noise=noise)["actions"] for one in (given, fitted))
         np.testing.assert_array_equal(got, want)
+
+
+def test_pixel_maps_follow_the_cameras_of_each_call(folder: Path) -> None:
+    """One graph serves cameras of any size: bars as lerobot 0.4 has them, and a camera whose channels are scaled."""
+    scaled = ChannelScale((90.0, 120.0, 150.0), (3.0, 2.0, 4.0))
+    pixels = PixelValues(outside=-255.0, clipped=(-255.0, 255.0), cameras=(ChannelScale(), scaled))
+    native, eager, rng = load(folder), load(folder, EAGER), np.random.default_rng(0)
+    usual = load(folder)
+    for policy in (native, eager):
+        policy.processor = replace(policy.processor, pixels=pixels)
+    kept = len(native.pipelines)
+    for seed, size in enumerate(((48, 64), (48, 64), (64, 30), (28, 28), (48, 64), (90, 120))):
+        given = tiny_observation(seed) | {key: rng.integers(0, 256, (*size, 3), dtype=np.uint8) for key in VIEWS}
+        noise = noise_for(native, 1, seed)
+        answers = [actions_of(policy, [given], noise) for policy in (native, eager, usual)]
+        assert cosines(answers[0], answers[1]).min() >= BF16_COSINE, size
+        assert cosines(answers[0], answers[2]).max() < BF16_COSINE, "the maps change the answer"
+    assert len(native.pipelines) == kept + 1 and used(native)["call"] == "cuda_graph"
 
 
 def test_without_a_graph_the_results_are_the_same(folder: Path) -> None:
