@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import tiny_pi0_fast, tiny_smolvla
@@ -31,11 +30,10 @@ from tests.support.lerobot_saved import (
 from tests.support.published_folders import write_lerobot
 from tests.support.tiny import tiny_observation
 from vla_accel import OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.lerobot import read_processors, relative_dims
+from vla_accel.checkpoints.lerobot import relative_dims
 from vla_accel.checkpoints.lerobot_fields import FIELDS, Setting, refused
 from vla_accel.checkpoints.lerobot_steps import STEPS
 from vla_accel.checkpoints.loading import Checkpoint, load
-from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.models.family import FAMILIES, family_named
