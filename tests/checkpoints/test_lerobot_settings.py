@@ -272,6 +272,13 @@ def test_relative_actions_are_added_to_the_raw_state(kind: str, release: str, tm
     assert np.array_equal(inputs.state, plain.prepare(observation).state), "the state itself is no other"
 
 
+def test_relative_actions_make_targets_of_motion(tmp_path: Path) -> None:
+    """Holding still with zeros would move a robot whose actions are targets."""
+    assert made(tmp_path / "plain", "pi05").processor.preset.motion_dims == (0, 1, 2, 3, 4, 5)
+    assert made(tmp_path / "relative", "pi05", relative()).processor.preset.motion_dims is None
+    assert load(tmp_path / "relative", PolicyConfig(preset="libero")).processor.preset.motion_dims is None
+
+
 def test_a_previous_chunk_is_anchored_at_the_new_state(tmp_path: Path) -> None:
     processor = made(tmp_path, "pi05", relative()).processor
     first, second = tiny_observation(), tiny_observation()
