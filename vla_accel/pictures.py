@@ -13,9 +13,8 @@ from vla_accel.errors import ObservationError
 
 Resize = Literal["antialias", "bilinear", "corner"]
 """How images are brought to another size, each as checkpoints were trained with it. "antialias" is Pillow's bilinear
-filter, as in openpi; "bilinear" samples four neighbours, as in lerobot, rounded to whole numbers (lerobot keeps
-fractions, and pads beyond the range of an image); "corner" does so, too, and leaves the bars above and on the left
-alone."""
+filter, as in openpi; "bilinear" samples four neighbours, as in lerobot, rounded to whole numbers, where lerobot keeps
+fractions; "corner" does so, too, and pads only above and on the left."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORE = {"errors", "files", "numeric", "pictures"}
+CORE = {"errors", "files", "numeric", "pictures", "pixels"}
 # What each part of vla_accel may import of vla_accel, besides itself and `CORE`.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
     "numeric": set(),
     "pictures": set(),
+    "pixels": set(),
     "progress": set(),
     "config": set(),
     "fp8": set(),

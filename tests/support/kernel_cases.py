@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import Library, Own, Pipelined, Product, Tiling, moments_columns
+from vla_accel.pixels import ChannelScale, PixelValues
 
 
 def _add_norm(rows: int, width: int, y: int | None, layer: bool, scale: float | None, alias: bool) -> Callable:
@@ -77,12 +79,25 @@ def _activation(
     return call
 
 
-def _patchify(images: int, size: int, patch: int, stride: int, square: int = 1) -> Callable:
+def _pixel_maps(images: int, size: int) -> Tensor:
+    """Of cameras of several aspect ratios, some scaled, some clipped."""
+    scaled = ChannelScale((60.0, 90.5, 120.0), (1.5, -0.7, 3.25), -20.0)
+    values = (
+        PixelValues(outside=-255.0, clipped=(-255.0, 255.0)), PixelValues(cameras=(scaled,)),
+        PixelValues(clipped=(0.0, 255.0), cameras=(scaled,)),
+    )  # fmt: skip
+    sizes = [(size, 2 * size), (3 * size, size), (size, size + 1)]
+    maps = [values[n % 3].maps([(0, *sizes[n % 3])], size, "bilinear") for n in range(images)]
+    return torch.from_numpy(np.concatenate(maps))
+
+
+def _patchify(images: int, size: int, patch: int, stride: int, square: int = 1, mapped: bool = False) -> Callable:
     def call(draw: Draw) -> Call:
         rows = images * (size // patch) ** 2
         pixels = draw.integers(256, images, size, size, 3, dtype=torch.uint8)
         arguments = {"images": pixels, "out": Empty((rows, 2 * stride), draw.dtype), "patch": patch}
         arguments |= {"square": square} if square > 1 else {}
+        arguments |= {"pixel_maps": _pixel_maps(images, size)} if mapped else {}
         return Call("patchify", arguments, ("out",))
 
     return call
@@ -360,6 +375,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
             yield name, _activation("geglu", rows, hidden, scale, paired=True)
     for shape in ((2, 28, 14, 592), (3, 32, 16, 768), (1, 42, 14, 640)):
         yield f"patchify {shape}", _patchify(*shape)
+    yield "patchify (3, 28, 14, 592) mapped", _patchify(3, 28, 14, 592, mapped=True)
+    yield "patchify (3, 24, 4, 48) by twos, mapped", _patchify(3, 24, 4, 48, 2, mapped=True)
     for shape in ((1, 3, 8, 1, 256), (2, 17, 4, 2, 64), (2, 10, 3, 3, 72), (1, 100, 0, 1, 256), (2, 5, 0, 2, 6)):
         yield f"rope_cache {shape}", _rope_cache(*shape)
     for shape in (

@@ -182,7 +182,8 @@ def write_lerobot(
     features["action"] = {"type": "ACTION", "shape": [ACTION_DIM]}
     files = saved(
         "pi0_fast", release, features, {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
-        paligemma_variant=None, chunk_size=HORIZON, n_action_steps=HORIZON, image_resolution=[side, side],
+        paligemma_variant=None, max_state_dim=STATE_DIM + 2, chunk_size=HORIZON, n_action_steps=HORIZON,
+        image_resolution=[side, side],
         tokenizer_max_length=config.max_token_len - 1, max_decoding_steps=config.max_steps, fast_skip_tokens=SKIPPED,
     )  # fmt: skip
     table = {"observation.state": statistics(STATE_DIM), "action": statistics(ACTION_DIM)}

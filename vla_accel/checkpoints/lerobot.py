@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.lerobot_fields import FIELDS, check
+from vla_accel.checkpoints.lerobot_images import pixel_values, prompt_state_dim
 from vla_accel.checkpoints.lerobot_statistics import ACTION, STATE, Statistics, buffers, of_buffers, of_step
 from vla_accel.checkpoints.lerobot_steps import (
     ABSOLUTE,
@@ -30,6 +31,7 @@ from vla_accel.checkpoints.lora import CONFIG as ADAPTER
 from vla_accel.checkpoints.weights import Weights, listing, read_json, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.pictures import Resize
+from vla_accel.pixels import PixelValues
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import LIBERO, Preset
 
@@ -47,15 +49,15 @@ class Processors:
         state: How the state is normalized.
         actions: How the actions are unnormalized.
         tokenizer: Settings of the tokenizer step. A `tokenizer_name` that lies in the folder is a path.
-        cameras: How the images of each camera are normalized, in the order of `preset.images`, None where they are not.
-            Of images in [0, 1], by channel.
+        pixels: The pixels that the policy was trained with, None for the usual ones. Cameras are in the order of
+            `preset.images`.
     """
 
     preset: Preset
     state: Normaliser
     actions: Normaliser
     tokenizer: Mapping[str, Any]
-    cameras: tuple[Normaliser | None, ...] = ()
+    pixels: PixelValues | None = None
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,7 @@ def read_folder(folder: Path, weights: Weights) -> LerobotFolder:
         max_token_len=longest_prompt(described, config, path),
         image_size=int(resolution[0]),
         variants=(config.get("paligemma_variant"), config.get("action_expert_variant")),
-        # lerobot filled the state up before 0.5. Folders name this key since 0.5.1; 0.5.0's look like older ones.
-        prompt_state_dim=None if "use_relative_actions" in config else size_of(config, "max_state_dim", path),
+        prompt_state_dim=prompt_state_dim(config, path),
         processors=described,
         num_steps=steps_of(config, "num_inference_steps", path),
         trained_delay=delay,
@@ -139,24 +140,24 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     Args: `resize`: how the policy brings images to its size. Raises CheckpointError.
     """
     path = folder / "config.json"
-    inputs, outputs = _features(config, path)
     if not is_migrated(folder) and buffers(weights.shapes):
+        inputs, outputs = _features(config, path)
         modes = member(config, "normalization_mapping", dict, path)
         statistics = of_buffers(weights, inputs | outputs, modes, path.with_name("model.safetensors"))
-        return _processors(path, (inputs, outputs), (statistics, statistics), resize)
+        return _processors(path, config, (statistics, statistics), resize)
     before, after = read_pipelines(folder, config["type"])
     _check_prompt(before, config)
     statistics = of_step(folder, before.steps[NORMALIZE]), of_step(folder, after.steps[UNNORMALIZE])
     renamed = before.config(RENAME).get("rename_map") or {}
     return _processors(
-        path, (inputs, outputs), statistics, resize, renamed=renamed, tokenizer=_tokenizer(before),
+        path, config, statistics, resize, renamed=renamed, tokenizer=_tokenizer(before),
         relative=_relative(config, before, after),
     )  # fmt: skip
 
 
 def _processors(
     path: Path,
-    features: tuple[dict[str, Any], dict[str, Any]],
+    config: Mapping[str, Any],
     statistics: tuple[Statistics, Statistics],
     resize: Resize,
     *,
@@ -164,7 +165,7 @@ def _processors(
     tokenizer: Mapping[str, Any] = {},
     relative: Mapping[str, Any] | None = None,
 ) -> Processors:
-    inputs, outputs = features
+    inputs, outputs = _features(config, path)
     state_dim, action_dim = _size(inputs, STATE, path), _size(outputs, ACTION, path)
     state, actions = statistics[0].scaling(STATE), statistics[1].scaling(ACTION)
     # A policy that was trained from a base for another robot keeps the base's features in config.json.
@@ -174,7 +175,8 @@ def _processors(
         raise CheckpointError(f"{path}: expected statistics of action's {action_dim} values, got {len(actions.low)}")
     cameras = [key for key, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in key]
     preset = _preset(path, cameras, (len(state.low), action_dim), renamed, resize, relative)
-    return Processors(preset, state, actions, tokenizer, tuple(map(statistics[0].camera, cameras)))
+    pixels = pixel_values(config, {key: statistics[0].camera(key) for key in cameras}, path)
+    return Processors(preset, state, actions, tokenizer, pixels)
 
 
 def longest_prompt(described: Processors, config: Mapping[str, Any], path: Path) -> int:

@@ -13,11 +13,13 @@ from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import calibrated_products
 from vla_accel.models.siglip import SiglipLayer
 from vla_accel.native.fold import fold_norm
+from vla_accel.ops.pixels import pixels
 
 
 def calibration(model: PrefixNetwork) -> tuple[nn.Module, Sequence[str]]:
     """(module, names of its products to measure): the module takes an observation's images uint8 (V, S, S, 3), tokens
-    int64 (L,) and state float32, and its products have the names that they have in `model`, which is left as it is."""
+    int64 (L,) and state float32, then pixel maps float32 (V, `pixels.WIDTH`) where the checkpoint needs them. Its
+    products have the names that they have in `model`, which is left as it is."""
     return _Calibrated(model), calibrated_products(model.config)
 
 
@@ -38,11 +40,10 @@ class _Calibrated(nn.Module):
                 _fold_in_place(layer.input_layernorm, layer.qkv_proj)
                 _fold_in_place(layer.post_attention_layernorm, layer.gate_up_proj)
 
-    def forward(self, images: Tensor, tokens: Tensor, state: Tensor) -> None:
+    def forward(self, images: Tensor, tokens: Tensor, state: Tensor, pixel_maps: Tensor | None = None) -> None:
         (model,) = self._model
-        wide = self.vision.patch_embedding.weight.dtype
-        pixels = images.to(wide).permute(0, 3, 1, 2) / 255.0 * 2.0 - 1.0
-        image_tokens = model.project(self.vision(pixels))
+        made = pixels(images, pixel_maps, self.vision.patch_embedding.weight.dtype)
+        image_tokens = model.project(self.vision(made))
         image_tokens = image_tokens.reshape(1, -1, image_tokens.shape[-1])
         self.prefix(*model.prefix_rows(image_tokens, tokens[None], state[None]))
 

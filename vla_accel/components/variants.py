@@ -26,6 +26,7 @@ from vla_accel.models.paligemma import PaliGemma, prefix_positions
 from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.native.fold import fold_norm
+from vla_accel.ops.pixels import pixels
 
 
 class Bridge(nn.Module):
@@ -52,10 +53,10 @@ class Fp16Vision(nn.Module):
         self.bridge = Bridge()
         self.tokens, self.width = model.config.image_tokens, model.config.prefix.width
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, pixel_maps: Tensor | None = None) -> Tensor:
         batch, views = images.shape[:2]
-        pixels = images.float().permute(0, 1, 4, 2, 3) / 255.0 * 2.0 - 1.0
-        features = self.bridge(self.tower(pixels.flatten(0, 1)), self.projector.weight)
+        made = pixels(images, pixel_maps, torch.float32)
+        features = self.bridge(self.tower(made.flatten(0, 1)), self.projector.weight)
         return self.project(features).view(batch, views * self.tokens, self.width)
 
 

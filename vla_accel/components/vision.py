@@ -1,4 +1,4 @@
-"""Vision: uint8 images to projected image tokens. Normalisation runs on the device, so bytes travel, not floats."""
+"""Vision: uint8 images to projected image tokens. The device scales pixels, so that bytes travel and no floats."""
 
 from __future__ import annotations
 
@@ -13,33 +13,44 @@ from vla_accel.components.padding import MOST_VIEWS
 from vla_accel.components.variants import variants
 from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
+from vla_accel.ops.pixels import pixels
+from vla_accel.pixels import WIDTH
 
 if TYPE_CHECKING:
     from vla_accel.native.flow import FlowStore
 
 
 class Vision(nn.Module):
-    """images uint8 (B, V, H, W, 3) to image tokens (B, V * tokens, prefix width) in the prefix's dtype."""
+    """images uint8 (B, V, S, S, 3) to image tokens (B, V * tokens, prefix width) in the prefix's dtype.
+
+    `pixel_maps` float32 (B, V, `pixels.WIDTH`), for checkpoints whose pixels need them.
+    """
 
     def __init__(self, model: PrefixNetwork) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, images: Tensor) -> Tensor:
-        wide = self.model.vision.patch_embedding.weight.dtype
-        # openpi: x / 255 * 2 - 1, in this order, in float32.
-        pixels = images.to(wide).permute(0, 1, 4, 2, 3) / 255.0 * 2.0 - 1.0
-        return self.model.embed_images(pixels).to(self.model.dtype)
+    def forward(self, images: Tensor, pixel_maps: Tensor | None = None) -> Tensor:
+        made = pixels(images, pixel_maps, self.model.vision.patch_embedding.weight.dtype)
+        return self.model.embed_images(made).to(self.model.dtype)
 
 
-def vision_component(model: PrefixNetwork, batch: int, views: int, store: FlowStore[Any] | None = None) -> Component:
-    """The vision component for a fixed number of views."""
+def vision_component(
+    model: PrefixNetwork, batch: int, views: int, store: FlowStore[Any] | None = None, *, mapped: bool = False
+) -> Component:  # fmt: skip
+    """The vision component for a fixed number of views.
+
+    Args: `mapped`: whether it has a second input, `pixel_maps`.
+    """
     config = model.config
     size = config.vision.image_size
+    some = {1: (1, max(views, MOST_VIEWS))}
+    images = TensorSpec("images", (batch, views, size, size, 3), torch.uint8, some)
+    maps = TensorSpec("pixel_maps", (batch, views, WIDTH), torch.float32, some)
     return Component(
         "vision",
         Vision(model),
-        inputs=(TensorSpec("images", (batch, views, size, size, 3), torch.uint8, {1: (1, max(views, MOST_VIEWS))}),),
+        inputs=(images, maps) if mapped else (images,),
         outputs=(TensorSpec("image_tokens", (batch, views * config.image_tokens, config.prefix.width), model.dtype),),
         native=None if store is None else partial(store.vision, batch, views),
         variants=variants(model, "vision"),

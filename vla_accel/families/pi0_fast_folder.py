@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from vla_accel.checkpoints.lerobot import longest_prompt, member, read_processors, read_settings
+from vla_accel.checkpoints.lerobot_images import prompt_state_dim
 from vla_accel.checkpoints.lora import fold
 from vla_accel.checkpoints.pi0_fast import load_weights, pieces, read_sizes, reads_head
 from vla_accel.checkpoints.weights import SafetensorsWeights
@@ -45,7 +46,8 @@ def load_folder(
     config = dataclasses.replace(config, stop_token=detokeniser.stop)
     processor = processor_of(
         FastProcessor, config, preset, (told.state, told.actions), tokenizer, settings, discrete_state=True,
-        prompt_form="fast", detokeniser=detokeniser,
+        prompt_form="fast", prompt_state_dim=prompt_state_dim(content, path), pixels=told.pixels,
+        detokeniser=detokeniser,
     )  # fmt: skip
     model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
     return model if lora is None else fold(model, lora, lambda name: pieces(name, config)), processor

@@ -30,8 +30,9 @@ from vla_accel.families.overrides import (
     warn_of_contradictions,
 )
 from vla_accel.models.pi0 import Pi0, Pi0Config
+from vla_accel.pixels import PixelValues
 from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics, statistics_by_asset
-from vla_accel.transforms.processing import Processor
+from vla_accel.transforms.processing import Processor, PromptForm
 from vla_accel.transforms.robots import BY_ASSET, Preset, load_preset, of_another
 from vla_accel.transforms.tokenizer import PALIGEMMA_HUB, Tokenizer, load_tokenizer
 
@@ -45,6 +46,8 @@ class _Described:
     scales: tuple[Normaliser, Normaliser]
     tokenizer: Tokenizer
     prompt_state_dim: int | None = None
+    prompt_form: PromptForm = "cleaned"
+    pixels: PixelValues | None = None
 
 
 def load_folder(
@@ -69,6 +72,7 @@ def load_folder(
     processor = processor_of(
         Processor, config, described.preset, described.scales, described.tokenizer, settings,
         discrete_state=config.discrete_state_input, prompt_state_dim=described.prompt_state_dim,
+        prompt_form=described.prompt_form, pixels=described.pixels,
     )  # fmt: skip
     model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
     if lora is not None:
@@ -160,7 +164,10 @@ def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) 
     preset = robot_of(saved.preset, settings)
     hub = saved.tokenizer.get("tokenizer_name") or PALIGEMMA_HUB
     tokenizer = load_tokenizer(folder, settings.checkpoint.tokenizer, elsewhere=True, hub=hub)
-    return _Described(config, preset, (saved.state, saved.actions), tokenizer, told.prompt_state_dim)
+    # lerobot's π0 leaves the instruction as it is and ends it by a newline; openpi's cleans it.
+    form: PromptForm = "line" if told.kind == "pi0" else "cleaned"
+    scales = saved.state, saved.actions
+    return _Described(config, preset, scales, tokenizer, told.prompt_state_dim, form, saved.pixels)
 
 
 # -- statistics ---------------------------------------------------------------------------------------------------

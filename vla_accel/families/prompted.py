@@ -33,11 +33,12 @@ from vla_accel.transforms.processing import Inputs, Processor
 @dataclass(frozen=True)
 class PromptShape(Shape):
     """`views`: images of each observation; `tokens`: prompt tokens; `padded`: rows may have fewer, and `lengths` say
-    how many."""
+    how many; `mapped`: vision reads pixel maps (`vla_accel.pixels`)."""
 
     views: int
     tokens: int
     padded: bool
+    mapped: bool = False
 
     @property
     def title(self) -> str:
@@ -102,7 +103,7 @@ class PromptedFamily(TextFamily):
         self, model: Any, shape: PromptShape, *, store: Any = None, scales: Scales | None = None,
         rtc: RtcConfig | None = None,
     ) -> Sequence[Component]:  # fmt: skip
-        vision = vision_component(model, shape.batch, shape.views, store)
+        vision = vision_component(model, shape.batch, shape.views, store, mapped=shape.mapped)
         return vision, self.kv_cache(model, shape, store, scales), self.last(model, shape, store, rtc)
 
     def kv_cache(self, model: Any, shape: PromptShape, store: Any, scales: Scales | None) -> Component:
@@ -118,7 +119,8 @@ class PromptedFamily(TextFamily):
         views = len(inputs[0].images)
         if any(len(i.images) != views for i in inputs):
             raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
-        return PromptShape(len(inputs), steps, views, *self.prompt_place(inputs, specs, self.parts[1:]))
+        tokens, padded = self.prompt_place(inputs, specs, self.parts[1:])
+        return PromptShape(len(inputs), steps, views, tokens, padded, inputs[0].pixel_maps is not None)
 
     def prepare(self, transforms: Any, observation: Mapping[str, Any], device: torch.device) -> Inputs:
         return transforms.prepare(observation, fitted=not fits_on(device))
@@ -128,12 +130,15 @@ class PromptedFamily(TextFamily):
     ) -> dict[str, Rows] | None:  # fmt: skip
         if len(observations) != shape.batch or not fits_on(device):
             return None
-        rows = [transforms.pictures(o) for o in observations]
-        return {"images": rows} if all(row is not None and len(row) == shape.views for row in rows) else None
+        rows = [transforms.early_vision(o) for o in observations]
+        if not all(row is not None and len(row["images"]) == shape.views for row in rows):
+            return None
+        return {name: [row[name] for row in rows] for name in rows[0]}
 
     def feed(self, config: Any, inputs: Sequence[Inputs]) -> dict[str, Rows]:
+        vision = [i.vision for i in inputs]
         return {
-            "images": [i.pictures for i in inputs],
+            **{name: [row[name] for row in vision] for name in vision[0]},
             "tokens": [i.tokens for i in inputs],
             "lengths": np.array([config.prefix_tokens(len(i.images), len(i.tokens)) for i in inputs], np.int32),
             "state": [i.state for i in inputs],
@@ -171,7 +176,10 @@ class PromptedFamily(TextFamily):
     def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
         load_modelopt()  # where it is missing that is said before the weights are read
         with model.present():
-            return calibrate(model, calibration(model), [(i.images, i.tokens, i.state) for i in inputs], source)
+            rows = [(i.images, i.tokens, i.state) for i in inputs]
+            maps = [() if i.pixel_maps is None else (i.pixel_maps,) for i in inputs]
+            arguments = [(*row, *its) for row, its in zip(rows, maps, strict=True)]
+            return calibrate(model, calibration(model), arguments, source)
 
 
 class DenoisingFamily(PromptedFamily):

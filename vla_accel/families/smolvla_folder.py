@@ -71,5 +71,5 @@ def _processor(config: SmolVlaConfig, told: Processors, tokenizer: Tokenizer, se
             raise ConfigError(f"preset: {needed} {what} dimensions do not fit a model of {there}")
     return processor_of(
         Processor, config, told.preset, (told.state, told.actions), tokenizer, settings, discrete_state=False,
-        padded_state=config.state_dim, prompt_form="line",
+        padded_state=config.state_dim, prompt_form="line", pixels=told.pixels,
     )  # fmt: skip

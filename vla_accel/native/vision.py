@@ -128,7 +128,8 @@ def patch_embedding(convolution: Any, position: Tensor, precision: str) -> tuple
 
 
 class NativeVision:
-    """The program. Input `images` uint8 (B, V, S, S, 3); output `image_tokens` (B, V * T, W) in the prefix's dtype."""
+    """The program. Input `images` uint8 (B, V, S, S, 3), and `pixel_maps` float32 (B, V, `pixels.WIDTH`) where the
+    component has them; output `image_tokens` (B, V * T, W) in the prefix's dtype."""
 
     def __init__(self, weights: VisionWeights, batch: int, views: int, attention: str = "own") -> None:
         self.weights = weights
@@ -181,7 +182,10 @@ class NativeVision:
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, images = self.weights, inputs["images"]
         norm: dict[str, Any] = {"layer": True, "eps": w.eps}
-        patchify(images.flatten(0, 1), self.patches, w.patch_size, w.square)
+        maps = inputs.get("pixel_maps")
+        patchify(
+            images.flatten(0, 1), self.patches, w.patch_size, w.square, None if maps is None else maps.flatten(0, 1)
+        )
         patch_product(self.patches, w.patch, self.embedded)
         first = w.layers[0].qkv
         with self.chain:

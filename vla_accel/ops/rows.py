@@ -15,17 +15,23 @@ from vla_accel.fp8 import E4M3, INT8
 from vla_accel.ops import reference
 from vla_accel.ops.activation import Activation
 from vla_accel.ops.dispatch import kernels, path
+from vla_accel.ops.pixels import levels
 
 
-def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1) -> None:
+def patchify(
+    images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_maps: Tensor | None = None
+) -> None:  # fmt: skip
     """Patches of uint8 images (N, S, S, 3) as rows (N * patches, 2 * stride): twice the row of a convolution's weight
     (channel, row, column), padded with zeros. Bytes are exact in BF16, so weights in two halves lose nothing.
 
     `square`: patches come square by square of so many on a side, each row by row, so that those that will be one token
-    lie side by side.
+    lie side by side. `pixel_maps` float32 (N, `pixels.WIDTH`): the rows hold the levels that they make of the bytes,
+    rounded to the dtype of `out`. In BF16 the bars of lerobot 0.4, -255, are exact.
     """
     if path(images) != "reference":
-        return kernels("rows").patchify(images, out, patch, square)
+        return kernels("rows").patchify(images, out, patch, square, pixel_maps)
+    if pixel_maps is not None:
+        images = levels(images, pixel_maps)
     n, size = images.shape[:2]
     side, stride = size // patch, out.shape[1] // 2
     rows = images.permute(0, 3, 1, 2).reshape(n, 3, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)

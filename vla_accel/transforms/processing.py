@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vla_accel.errors import ObservationError
+from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.pictures import Picture, Resize, placed
+from vla_accel.pixels import PixelValues
 from vla_accel.transforms.images import resize, to_uint8
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.observations import Reader, real_numbers
@@ -33,7 +34,8 @@ _TOKENIZE: dict[PromptForm, Callable[..., np.ndarray]] = {
 class Inputs:
     """One observation, ready: images uint8 (size, size, 3) each, of the views that are there; tokens int64 (L,);
     state float32 (action_dim,) normalised and padded; raw_state float64 (state_dim,) as the robot gave it. `to_fit`:
-    size and method by which images of other sizes are still to be fitted.
+    size and method by which images of other sizes are still to be fitted. `pixel_maps`: float32 (views,
+    `pixels.WIDTH`), how the images' bytes become pixels; None where they need no map.
 
     An image that needs no conversion is the observation's own array (or a view of it): copy it to keep it.
     """
@@ -43,13 +45,14 @@ class Inputs:
     state: np.ndarray
     raw_state: np.ndarray
     to_fit: tuple[int, Resize] | None = None
+    pixel_maps: np.ndarray | None = None
 
     @property
-    def pictures(self) -> list[np.ndarray | Picture]:
-        """The images; those that are still to be fitted as `Picture`s."""
-        if self.to_fit is None:
-            return list(self.images)
-        return [_to_fit(image, *self.to_fit) for image in self.images]
+    def vision(self) -> dict[str, Any]:
+        """The inputs of vision by name: `images`, those that are still to be fitted as `Picture`s, and `pixel_maps`
+        where the images need them."""
+        images = list(self.images) if self.to_fit is None else [_to_fit(i, *self.to_fit) for i in self.images]
+        return {"images": images} | ({} if self.pixel_maps is None else {"pixel_maps": self.pixel_maps})
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Processor:
     have fewer views than the preset. `state` and `actions` scale the robot's numbers; `prompt_state_dim`: the state
     is filled with zeros to so many numbers before it enters the prompt (lerobot), None leaves it as it is.
     `padded_state`: numbers of `Inputs.state`, None as many as of an action. `prompt_form`: "cleaned" as openpi
-    does, "line", the instruction as it is and a newline, or "fast", π0-FAST's with the state.
+    does, "line", the instruction as it is and a newline, or "fast", π0-FAST's with the state. `pixels`: the pixels that
+    the checkpoint was trained with; None for byte / 127.5 - 1 and black bars.
     """
 
     tokenizer: Tokenizer
@@ -75,6 +79,7 @@ class Processor:
     prompt_state_dim: int | None = None
     padded_state: int | None = None
     prompt_form: PromptForm = "cleaned"
+    pixels: PixelValues | None = None
     _prompts: dict[str, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
     _counts: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False, default_factory=dict)
     _reader: Reader = field(init=False, repr=False, compare=False)
@@ -90,13 +95,17 @@ class Processor:
         object.__setattr__(self, "_flipped", np.array(self.preset.flipped, np.intp))
         object.__setattr__(self, "_grippers", np.array(self.preset.gripper_dims, np.intp))
         object.__setattr__(self, "_reader", Reader(self.preset, self.default_prompt))
+        scaled, cameras = 0 if self.pixels is None else len(self.pixels.cameras), len(self.preset.images)
+        if scaled not in (0, cameras):
+            raise ConfigError(f"preset: expected {scaled} cameras, whose images the checkpoint scales, got {cameras}")
 
     def prepare(self, observation: Mapping[str, Any], *, fitted: bool = True) -> Inputs:
         """Check and convert one observation. Raises ObservationError that names the key. `fitted`: images of other
         sizes than the model's are fitted here and now."""
         preset = self.preset
         seen = self._reader.read(observation)
-        images = tuple(self._image(to_uint8(image, key), key, fitted) for key, image in seen.views.items())
+        views = {key: to_uint8(image, key) for key, image in seen.views.items()}
+        images = tuple(self._image(image, key, fitted) for key, image in views.items())
         to_fit = None if fitted else (self.image_size, preset.resize)
         raw = seen.state
         normalised = self.state.normalise(self._decoded(raw))
@@ -107,23 +116,33 @@ class Processor:
         if not np.isfinite(padded).all():
             name = " and ".join(preset.state)
             raise ObservationError(f"{name}: expected a state in the checkpoint's range, got up to {abs(raw).max():g}")
-        return Inputs(images, self._tokens(seen.prompt, normalised), padded, raw, to_fit)
+        tokens = self._tokens(seen.prompt, normalised)
+        return Inputs(images, tokens, padded, raw, to_fit, self._pixel_maps(views))
 
-    def pictures(self, observation: Mapping[str, Any]) -> list[np.ndarray | Picture] | None:
-        """What `prepare`, without fitting, has as `Inputs.pictures`; None where an image is to be converted or does
-        not fit."""
+    def early_vision(self, observation: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What `prepare`, without fitting, has as `Inputs.vision`; None where an image is to be converted or does not
+        fit."""
         if not isinstance(observation, Mapping):
             return None
-        found: list[np.ndarray] = []
+        found: dict[str, np.ndarray] = {}
         for key, image in self._reader.views(observation).items():
             if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
                 return None
             try:
-                found.append(self._image(to_uint8(image, key), key, fitted=False))
+                found[key] = self._image(to_uint8(image, key), key, fitted=False)
             except ObservationError:
                 # `prepare` says what is wrong with it.
                 return None
-        return [_to_fit(image, self.image_size, self.preset.resize) for image in found]
+        images = [_to_fit(image, self.image_size, self.preset.resize) for image in found.values()]
+        maps = self._pixel_maps(found)
+        return {"images": images} | ({} if maps is None else {"pixel_maps": maps})
+
+    def _pixel_maps(self, views: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """The pixel maps of images (H, W, 3) in the cameras' own sizes, by key."""
+        if self.pixels is None:
+            return None
+        sizes = [(self.preset.images.index(key), *image.shape[:2]) for key, image in views.items()]
+        return self.pixels.maps(sizes, self.image_size, self.preset.resize)
 
     def _image(self, image: np.ndarray, key: str, fitted: bool) -> np.ndarray:
         size, method = self.image_size, self.preset.resize

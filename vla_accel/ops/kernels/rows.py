@@ -6,15 +6,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vla_accel import pixels
 from vla_accel.numeric import power_of_two
 from vla_accel.ops.activation import Activation
 from vla_accel.ops.chain import launch
 from vla_accel.ops.kernels.common import activated, gelu_tanh, let_next_start, quantised, wait_for_previous
 
+TOP, LEFT, BOTTOM, RIGHT = (tl.constexpr(n) for n in (pixels.TOP, pixels.LEFT, pixels.BOTTOM, pixels.RIGHT))
+OUTSIDE, LOWEST, HIGHEST = tl.constexpr(pixels.OUTSIDE), tl.constexpr(pixels.LOWEST), tl.constexpr(pixels.HIGHEST)
+OFFSET, SHIFT, SCALE = tl.constexpr(pixels.OFFSET), tl.constexpr(pixels.SHIFT), tl.constexpr(pixels.SCALE)
+MAP_WIDTH = tl.constexpr(pixels.WIDTH)
+
 
 @triton.jit
-def _patchify(image_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr, SQUARE: tl.constexpr,
-              STRIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr,
+              SQUARE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MAPPED: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     image, cell = row // (SIDE * SIDE), row % (SIDE * SIDE)
     square, place = cell // (SQUARE * SQUARE), cell % (SQUARE * SQUARE)
@@ -27,18 +33,32 @@ def _patchify(image_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE:
     real = k < 3 * PATCH * PATCH
     base = image_ptr + image.to(tl.int64) * SIZE * SIZE * 3
     pixel = tl.load(base + (y * SIZE + x) * 3 + channel, mask=real, other=0).to(tl.float32)
+    if MAPPED:
+        its = map_ptr + image * MAP_WIDTH
+        inside = (y >= tl.load(its + TOP)) & (y < tl.load(its + BOTTOM))
+        inside = inside & (x >= tl.load(its + LEFT)) & (x < tl.load(its + RIGHT))
+        shift = tl.load(its + SHIFT + channel, mask=real, other=0.0)
+        scale = tl.load(its + SCALE + channel, mask=real, other=0.0)
+        level = (pixel - shift) * scale + tl.load(its + OFFSET)
+        level = tl.minimum(tl.maximum(level, tl.load(its + LOWEST)), tl.load(its + HIGHEST))
+        pixel = tl.where(real, tl.where(inside, level, tl.load(its + OUTSIDE)), 0.0)
     out = out_ptr + row.to(tl.int64) * (2 * STRIDE) + k
     keep = k < STRIDE
     tl.store(out, pixel.to(out_ptr.dtype.element_ty), mask=keep)
     tl.store(out + STRIDE, pixel.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1) -> None:
+def patchify(
+    images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_maps: Tensor | None = None
+) -> None:  # fmt: skip
     """See `vla_accel.ops.rows.patchify`."""
     size = images.shape[1]
     stride = out.shape[1] // 2
     side = size // patch
-    _patchify[(out.shape[0],)](images, out, size, patch, side, square, stride, power_of_two(stride), num_warps=4)
+    _patchify[(out.shape[0],)](
+        images, images if pixel_maps is None else pixel_maps, out, size, patch, side, square, stride,
+        power_of_two(stride), pixel_maps is not None, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
