@@ -38,6 +38,7 @@ from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.measure.systems import CheckpointFactory
 from vla_accel.models.family import FAMILIES, family_named
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
@@ -183,7 +184,8 @@ def test_the_checkpoints_denoising_steps_are_the_default(kind: str, name: str, t
         WRITERS[kind](tmp_path / str(steps), configure(**{name: steps}))
         policy = OptimizedPolicy.from_pretrained(tmp_path / str(steps), FP32)
         assert policy.num_steps == policy.metadata["num_steps"] == policy.latency_report()["steps"] == steps
-        assert policy.family.sweep_of(policy.model.config) == ((10, 3, 1) if steps == 10 else (4, 10, 3, 1))
+        factory = CheckpointFactory(str(tmp_path / str(steps)), ["eager_fp32"], device="cpu", ceilings=None)
+        assert factory.sweep == ((10, 3, 1) if steps == 10 else (4, 10, 3, 1)), "what bench times"
         noise = np.random.default_rng(0).normal(size=policy.family.action_shape(policy.model.config))
         actions[steps] = policy.infer(OBSERVATIONS[kind](), noise=noise)["actions"]
         forced = OptimizedPolicy.from_pretrained(tmp_path / str(steps), FP32, num_steps=4)
