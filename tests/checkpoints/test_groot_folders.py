@@ -241,6 +241,29 @@ def test_lerobots_steps_are_known_or_refused(tmp_path: Path) -> None:
         loaded(write_lerobot(tmp_path / "typo", embodiment_tag="typo"))
 
 
+def test_lerobots_names_of_the_robot_count(tmp_path: Path) -> None:
+    """A renaming step turns the robot's names into the policy's."""
+    folder = write_lerobot(tmp_path, embodiment_tag="new_embodiment")
+    path = folder / "policy_preprocessor.json"
+    content = json.loads(path.read_text())
+    names = {"observation.images.hand": "observation.images.image", "observation.joints": "observation.state"}
+    content["steps"][0]["config"]["rename_map"] = names
+    path.write_text(json.dumps(content))
+    preset = loaded(folder)[1].preset
+    assert preset.images[0] == preset.optional_images[0] == "observation.images.hand"
+    assert preset.images[1] != "observation.images.hand" and preset.state == ("observation.joints",)
+
+
+def test_settings_of_the_steps_that_all_policies_share(tmp_path: Path) -> None:
+    folder = write_lerobot(tmp_path)
+    path = folder / "policy_preprocessor.json"
+    content = json.loads(path.read_text())
+    content["steps"][-1]["config"]["float_dtype"] = "bfloat16"
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"device_processor: float_dtype: expected .*, got .bfloat16"):
+        loaded(folder)
+
+
 def test_a_missing_extra_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The extra that has OpenCV brings tokenizers, too.
     write_isaac(tmp_path, settings={**written.SETTINGS, "use_albumentations": True})

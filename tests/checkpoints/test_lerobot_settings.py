@@ -36,6 +36,7 @@ from vla_accel.checkpoints.lerobot_steps import STEPS
 from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.measure.systems import CheckpointFactory
 from vla_accel.models.family import FAMILIES, family_named
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
@@ -181,7 +182,8 @@ def test_the_checkpoints_denoising_steps_are_the_default(kind: str, name: str, t
         WRITERS[kind](tmp_path / str(steps), configure(**{name: steps}))
         policy = OptimizedPolicy.from_pretrained(tmp_path / str(steps), FP32)
         assert policy.num_steps == policy.metadata["num_steps"] == policy.latency_report()["steps"] == steps
-        assert policy.family.sweep_of(policy.model.config) == ((10, 3, 1) if steps == 10 else (4, 10, 3, 1))
+        factory = CheckpointFactory(str(tmp_path / str(steps)), ["eager_fp32"], device="cpu", ceilings=None)
+        assert factory.sweep == ((10, 3, 1) if steps == 10 else (4, 10, 3, 1)), "what bench times"
         noise = np.random.default_rng(0).normal(size=policy.family.action_shape(policy.model.config))
         actions[steps] = policy.infer(OBSERVATIONS[kind](), noise=noise)["actions"]
         forced = OptimizedPolicy.from_pretrained(tmp_path / str(steps), FP32, num_steps=4)
@@ -268,6 +270,13 @@ def test_relative_actions_are_added_to_the_raw_state(kind: str, release: str, tm
     np.testing.assert_allclose(found, expected, atol=1e-12)
     np.testing.assert_allclose(processor.begin(found, inputs)[:, :count], actions[:, :count], atol=1e-5)
     assert np.array_equal(inputs.state, plain.prepare(observation).state), "the state itself is no other"
+
+
+def test_relative_actions_make_targets_of_motion(tmp_path: Path) -> None:
+    """Holding still with zeros would move a robot whose actions are targets."""
+    assert made(tmp_path / "plain", "pi05").processor.preset.motion_dims == (0, 1, 2, 3, 4, 5)
+    assert made(tmp_path / "relative", "pi05", relative()).processor.preset.motion_dims is None
+    assert load(tmp_path / "relative", PolicyConfig(preset="libero")).processor.preset.motion_dims is None
 
 
 def test_a_previous_chunk_is_anchored_at_the_new_state(tmp_path: Path) -> None:

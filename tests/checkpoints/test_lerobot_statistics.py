@@ -26,6 +26,10 @@ FP32 = load_config("eager_fp32")
 JSON = ("policy_preprocessor.json", "policy_postprocessor.json")
 
 
+def write_pi(kind: Any) -> Any:
+    return lambda folder, change: write_lerobot(folder, kind, change)
+
+
 def write_statistics(folder: Path, change: Mapping[str, Tensor | None]) -> None:
     """Change both files of statistics."""
     for name in state_files(saved_files(folder)):
@@ -112,7 +116,7 @@ def test_statistics_among_the_weights_are_the_same_numbers(tmp_path: Path) -> No
 
 def test_ranges_among_the_weights(tmp_path: Path) -> None:
     """lerobot 0.3 adds its epsilon to every range that it divides by."""
-    low, high = torch.arange(6.0), torch.arange(6.0) + torch.tensor([0.0, 1, 2, 3, 4, 5])
+    low, high = torch.zeros(6), torch.tensor([0.0, 1e-8, 1, 2, 3, 4])
     stored = {
         f"{layer}.buffer_{key}.{name}": value.clone()
         for layer, key in (("normalize_inputs", "observation_state"), ("unnormalize_outputs", "action"))
@@ -122,7 +126,7 @@ def test_ranges_among_the_weights(tmp_path: Path) -> None:
     write_old(tmp_path, stored, lambda files: files["config"].update(normalization_mapping=modes))
     processor = load(tmp_path).processor
     inputs = processor.prepare({**tiny_smolvla.observation(), "observation.state": high.numpy()})
-    np.testing.assert_allclose(inputs.state[:6], [-1, 1, 1, 1, 1, 1], atol=1e-5)
+    np.testing.assert_allclose(inputs.state[:6], [-1, 0, 1, 1, 1, 1], atol=1e-5)
     middle = processor.finish(np.zeros((1, 9), np.float32), inputs)[0]
     np.testing.assert_allclose(middle, ((low + high) / 2).numpy(), atol=1e-6)
 
@@ -190,7 +194,13 @@ def test_statistics_of_several_datasets_without_a_state_say_what_they_are(tmp_pa
     assert "found action of several datasets (so100, so100-blue, so100-red): a base checkpoint to fine-tune" in said
 
 
-def test_a_folder_without_a_type_is_called_lerobots(tmp_path: Path) -> None:
-    write_lerobot(tmp_path, "pi05", lambda files: files["config"].pop("type"))
-    with pytest.raises(CheckpointError, match=r"config\.json: expected type, as lerobot saves it, found n_obs_steps"):
+@pytest.mark.parametrize(
+    "write", [tiny_smolvla.write_lerobot, tiny_pi0_fast.write_lerobot, write_pi("pi0"), write_pi("pi05")]
+)
+@pytest.mark.parametrize("name", ["type", "input_features"])
+def test_a_folder_whose_config_lacks_what_lerobot_saves_is_called_lerobots(
+    write: Any, name: str, tmp_path: Path
+) -> None:
+    write(tmp_path, change=lambda files: files["config"].pop(name))
+    with pytest.raises(CheckpointError, match=rf"config\.json: expected {name}, as lerobot saves it, found "):
         load(tmp_path)

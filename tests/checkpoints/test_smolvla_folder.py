@@ -202,7 +202,7 @@ def test_this_packages_own_form(tmp_path: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "type": (lambda f: f["config"].pop("type"), "expected a policy of type smolvla, got None"),
+    "type": (lambda f: f["config"].pop("type"), "config.json: expected type, as lerobot saves it, found n_obs_steps"),
     "depth": (lambda f: f["config"].update(num_vlm_layers=2), "num_vlm_layers: config says 2, weights say 3"),
     "expert depth": (lambda f: f["config"].update(num_expert_layers=1),
                      "num_expert_layers: config says 1, weights say 3"),

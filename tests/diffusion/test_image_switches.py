@@ -531,7 +531,7 @@ def test_a_prompt_that_is_cut_is_told(caplog: pytest.LogCaptureFixture) -> None:
     ("spec", "message"),
     [
         (EngineSpec("native", precision="fp8"), "expected precision auto, .*got fp8"),
-        (EngineSpec("eager", precision="fp16"), "engine eager: expected precision auto, got fp16"),
+        (EngineSpec("eager", precision="bf16"), "engine eager: expected precision auto, got bf16"),
         (EngineSpec("native", native=NativeOptions(embeddings="host")), "native.embeddings: expected gpu"),
     ],
 )

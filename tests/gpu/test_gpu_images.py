@@ -193,10 +193,11 @@ def test_the_estimate_of_memory_is_near_what_is_used(name: str, engine: str) -> 
     accelerated.decode(component.inputs[0].empty(GPU)[..., :8, :8].zero_())  # weights of the program
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    # Not what is reserved: the allocator gives its cached blocks back when memory runs out.
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     accelerated.decode(torch.zeros(component.inputs[0].shape, device=GPU, dtype=torch.bfloat16))
-    used = torch.cuda.max_memory_reserved() - before
+    used = torch.cuda.max_memory_allocated() - before
     print(f"{name} {engine}: estimated {estimate / 1e9:.2f} GB, used {used / 1e9:.2f} GB")
     assert 0.4 * used < estimate < 3 * used
 

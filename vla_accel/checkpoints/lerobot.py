@@ -222,7 +222,8 @@ def _preset(
     if tuple(cameras) == _LIBERO_IMAGES and sizes == (LIBERO.state_dim, LIBERO.action_dim):
         images, state, prompt = LIBERO.images, LIBERO.state, LIBERO.prompt
         optional: tuple[str, ...] = ()
-        motion = LIBERO.motion_dims
+        # The state is added to relative actions: the robot gets targets.
+        motion = LIBERO.motion_dims if relative is None else None
     else:
         # The robot's names, which the pipeline renames to the policy's.
         given: dict[str, str] = {model: robot for robot, model in renamed.items()}

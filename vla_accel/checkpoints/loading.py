@@ -18,8 +18,9 @@ import torch
 from vla_accel.checkpoints import hub
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.hub import HubName
+from vla_accel.checkpoints.lerobot_steps import is_migrated
 from vla_accel.checkpoints.lora import CONFIG, Lora, is_adapter, read_lora
-from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
+from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, some
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, unknown
 from vla_accel.files import user_path
@@ -214,6 +215,9 @@ def family_of(folder: Path) -> Family:
     """The family whose checkpoint a folder holds. Raises CheckpointError where there is none."""
     path = folder / "config.json"
     content = read_json(path) if path.is_file() else {}
+    if content and is_migrated(folder) and (missing := [n for n in ("type", "input_features") if n not in content]):
+        found = some(list(content))
+        raise CheckpointError(f"{path}: expected {' and '.join(missing)}, as lerobot saves it, found {found}")
     stored = any(folder.glob("model*.safetensors"))
     shapes = SafetensorsWeights(folder).shapes if stored else {}
     families = [family_named(name) for name in FAMILIES]

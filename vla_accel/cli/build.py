@@ -104,7 +104,7 @@ def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, Engine
     model = family.random(sizes, seed=0, device=str(device), dtype=dtype).whole()
     processor = family.stand_in(sizes, family.views)
     scales = calibrate_on_noise(family, model, processor, count=1) if family.needs_scales(specs) else None
-    return Checkpoint(f"random {options.model}", family, model, processor, calibrated=scales)
+    return Checkpoint(f"random {options.model}", family, model, processor, calibrated=scales, settings=config)
 
 
 def _dry_run(todo: list[Job]) -> int:

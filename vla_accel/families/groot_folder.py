@@ -15,7 +15,9 @@ import torch
 from vla_accel.checkpoints.groot import OTHERS, infer_config, load_groot, other_generation
 from vla_accel.checkpoints.groot_settings import DECODE, ENCODE, PACK, UNPACK, refused_in_processor, refused_in_step
 from vla_accel.checkpoints.lerobot import is_lerobot, read_settings
-from vla_accel.checkpoints.lerobot_statistics import statistics_file
+from vla_accel.checkpoints.lerobot_fields import check
+from vla_accel.checkpoints.lerobot_statistics import STATE, statistics_file
+from vla_accel.checkpoints.lerobot_steps import RENAME, STEPS
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arrays, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
@@ -93,10 +95,10 @@ def _preset(robot: Robot) -> Preset:
         name = f"observation.images.{camera}"
         if name not in robot.features and camera == "wrist_image" and "observation.images.image2" in robot.features:
             name = "observation.images.image2"
-        images.append(name)
+        images.append(robot.renamed.get(name, name))
     keys = tuple(images)
     return Preset(
-        images=keys, state=("observation.state",), state_dim=sizes[0], action_dim=sizes[1], prompt="task",
+        images=keys, state=(robot.renamed.get(STATE, STATE),), state_dim=sizes[0], action_dim=sizes[1], prompt="task",
         optional_images=keys,
     )  # fmt: skip
 
@@ -147,7 +149,7 @@ def _processor_folder(folder: Path) -> Path:
 # -- lerobot ------------------------------------------------------------------------------------------------------
 
 _N1_5 = {"groot_pack_inputs_v3", "groot_eagle_encode_v3", "groot_eagle_collate_v3"}
-_KNOWN = {"rename_observations_processor", "to_batch_processor", "device_processor", PACK, ENCODE, DECODE, UNPACK}
+_KNOWN = {RENAME, "to_batch_processor", "device_processor", PACK, ENCODE, DECODE, UNPACK}
 
 
 def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tuple[Robot, Mapping[str, Any]]:
@@ -184,6 +186,7 @@ def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tu
         robot,
         gripper=transform == "libero" or bool(decode.get("libero_gripper_action")),
         features=tuple(features) if isinstance(features, Mapping) else (),
+        renamed={model: robot for robot, model in (before.get(RENAME, {}).get("rename_map") or {}).items()},
     )
     stated = {
         "action_horizon": horizon,
@@ -241,6 +244,9 @@ def _steps(path: Path) -> dict[str, dict[str, Any]]:
     if unknown:
         raise CheckpointError(f"{path}: expected steps among {', '.join(sorted(_KNOWN))}, got {', '.join(unknown)}")
     for step in steps:
-        if wrong := refused_in_step(step["registry_name"], step.get("config") or {}):
-            raise CheckpointError(f"{path}: {step['registry_name']}: cannot run GR00T with {', '.join(wrong)}")
+        name, config = step["registry_name"], step.get("config") or {}
+        if name in STEPS:
+            check(config, STEPS[name], f"{path}: {name}")
+        elif wrong := refused_in_step(name, config):
+            raise CheckpointError(f"{path}: {name}: cannot run GR00T with {', '.join(wrong)}")
     return {s["registry_name"]: {**(s.get("config") or {}), "state_file": s.get("state_file")} for s in steps}

@@ -24,7 +24,8 @@ LIBERO_TAG = "libero_sim"
 @dataclass(frozen=True)
 class Robot:
     """What a folder says of one embodiment. `cameras` in the model's order; `features`: lerobot's own names of the
-    robot's cameras, empty where the folder has none."""
+    robot's cameras, empty where the folder has none; `renamed`: the robot's names of lerobot's features, where they are
+    others."""
 
     tag: str
     embodiment: int
@@ -38,6 +39,7 @@ class Robot:
     gripper: bool
     exclude_state: bool = False
     features: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read_robot(

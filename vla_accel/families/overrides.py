@@ -77,7 +77,9 @@ def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
     if len(given.images) != len(told.images):
         counts = len(given.images), settings.preset, len(told.images)
         _log.warning("preset: %d cameras of %s, where the checkpoint was trained with %d", *counts)
-    return dataclasses.replace(given, resize=told.resize, delta_actions=relative)
+    # With actions relative to the state the robot gets targets, of which a preset without them does not know.
+    motion = given.motion_dims if given.delta_actions == relative else None
+    return dataclasses.replace(given, resize=told.resize, delta_actions=relative, motion_dims=motion)
 
 
 def processor_of(

@@ -18,7 +18,7 @@ from vla_accel.checkpoints.lerobot import is_lerobot, read_folder
 from vla_accel.checkpoints.lerobot_steps import is_migrated
 from vla_accel.checkpoints.lora import fold
 from vla_accel.checkpoints.pi0 import load_weights
-from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of, some
+from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import (
@@ -101,11 +101,8 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
     `pi05`, `max_token_len` and `discrete_state_input` in it are ours (`vla-accel convert`)."""
     path = folder / "config.json"
     content = read_json(path) if path.is_file() else {}
-    if is_migrated(folder):  # lerobot's, but for that file
-        if not path.is_file():
-            raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
-        missing = " and ".join(name for name in ("type", "input_features") if name not in content)
-        raise CheckpointError(f"{path}: expected {missing}, as lerobot saves it, found {some(list(content))}")
+    if not path.is_file() and is_migrated(folder):  # lerobot's, but for that file
+        raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
     asset, statistics = _asset(folder, settings.checkpoint.asset_id)
     sizes = ("action_dim", "action_horizon", "max_token_len")
     told: dict[str, Any] = {name: size_of(content, name, path) for name in sizes if content.get(name) is not None}

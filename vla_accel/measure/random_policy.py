@@ -65,10 +65,11 @@ def random_policy(
         from vla_accel.measure.parity import reference_of
 
         twin = family.random(config, seed=seed, device=str(where), dtype=torch.float32)
-        exact = reference_of(settings, Checkpoint(name, family, twin, processor))
+        exact = reference_of(settings, Checkpoint(name, family, twin, processor, settings=settings))
     if scales is None and family.needs_scales(settings.specs(family.parts)):
         scales = calibrate_on_noise(family, model.placed(None, dtype), processor, seed=seed)
-    return OptimizedPolicy(Checkpoint(name, family, model, processor, calibrated=scales), settings), exact
+    checkpoint = Checkpoint(name, family, model, processor, calibrated=scales, settings=settings)
+    return OptimizedPolicy(checkpoint, settings), exact
 
 
 def noise_scales(

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig, refuse_training
 from lerobot_policy_vla_accel.observations import input_features, observations, stated
-from vla_accel.checkpoints.loading import Checkpoint, base_and_lora, family_of
+from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.checkpoints.weights import read_json
-from vla_accel.config import RtcConfig, load_config
+from vla_accel.config import RtcConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.models.family import Family
 from vla_accel.policy import OptimizedPolicy
@@ -45,13 +45,11 @@ class VlaAccelPolicy(PreTrainedPolicy):
         super().__init__(config)
         if config.checkpoint is None:
             raise ConfigError("policy.checkpoint: expected a folder, a bundled checkpoint or a name on the hub")
-        settings = load_config(config.config)
-        if config.rtc_config is not None and not settings.rtc.trained:
-            family = family_of(base_and_lora(config.checkpoint, config.lora)[0])
-            settings = replace(settings, rtc=_guidance(config.rtc_config, family))
         self.engine = OptimizedPolicy.from_pretrained(
-            config.checkpoint, settings, device=config.device, num_steps=config.num_steps, lora=config.lora
+            config.checkpoint, config.config, device=config.device, num_steps=config.num_steps, lora=config.lora
         )
+        # After loading: a checkpoint that was trained for real-time chunking keeps its own.
+        self.init_rtc_processor()
         self.preset = self.engine.processor.preset
         check_action_steps(config.n_action_steps, self.engine.checkpoint)
         self._executed = config.n_action_steps or stated(self.engine.checkpoint.folder).get("n_action_steps")
