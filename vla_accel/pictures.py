@@ -1,8 +1,13 @@
 """Where a camera's image lies in the square that a model takes, whoever fits it: the host (`transforms.images`) or a
-GPU (`ops.resize`). Knows no pixels."""
+GPU (`ops.resize`); and how its bytes become pixels, for checkpoints that were trained with others than
+`byte / 127.5 - 1` (`ops.pixels`). Knows no arrays of pixels.
+
+A level p is the pixel `p / 127.5 - 1`: 0 is black, 255 is white, and -255 is the pixel -3.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -15,6 +20,10 @@ Resize = Literal["antialias", "bilinear", "corner"]
 """How images are brought to another size, each as checkpoints were trained with it. "antialias" is Pillow's bilinear
 filter, as in openpi; "bilinear" samples four neighbours, as in lerobot, rounded to whole numbers, where lerobot keeps
 fractions; "corner" does so, too, and pads only above and on the left."""
+
+TOP, LEFT, BOTTOM, RIGHT, OUTSIDE, LOWEST, HIGHEST, OFFSET, SHIFT, SCALE, MAP_WIDTH = 0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 14
+"""Columns of a pixel map, and their number; `SHIFT` and `SCALE` are the first of three, one a channel."""
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -51,3 +60,50 @@ def neighbours(count: int, out: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     centre = np.clip((np.arange(out) + 0.5) * (count / out) - 0.5, 0, None)
     low = np.minimum(centre.astype(np.int64), count - 1)
     return low, np.minimum(low + 1, count - 1), (centre - low).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class ChannelScale:
+    """Levels p of a camera's image become `(p - shift) * scale + offset`, with a `shift` and a `scale` for each
+    channel."""
+
+    shift: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class PixelValues:
+    """The pixels that a checkpoint was trained with.
+
+    Attributes:
+        outside: Level of the bars around an image of another aspect ratio.
+        clipped: Lowest and highest level of images that were resized; None for no bounds.
+        cameras: How the levels of each camera are scaled, in the order of the preset's images. Empty where none is.
+    """
+
+    outside: float = 0.0
+    clipped: tuple[float, float] | None = None
+    cameras: tuple[ChannelScale, ...] = ()
+
+    def maps(self, sizes: Sequence[tuple[int, int, int]], size: int, method: Resize) -> np.ndarray:
+        """Return a pixel map for each view.
+
+        Args:
+            sizes: Of each view its camera's place in the preset, and height and width of its image.
+            size: Side of the square that the model takes.
+            method: How images are fitted into that square.
+
+        Returns:
+            float32 (views, `MAP_WIDTH`).
+        """
+        made = np.zeros((len(sizes), MAP_WIDTH), np.float32)
+        for row, (camera, height, width) in zip(made, sizes, strict=True):
+            top, left, inner_height, inner_width = placed(height, width, size, method)
+            scale = self.cameras[camera] if self.cameras else ChannelScale()
+            row[: OUTSIDE + 1] = top, left, top + inner_height, left + inner_width, self.outside
+            resized = (height, width) != (size, size)
+            row[LOWEST:OFFSET] = self.clipped if self.clipped and resized else (-_LARGEST, _LARGEST)
+            row[OFFSET] = scale.offset
+            row[SHIFT:SCALE], row[SCALE:MAP_WIDTH] = scale.shift, scale.scale
+        return made

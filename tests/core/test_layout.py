@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORE = {"errors", "files", "numeric", "pictures", "pixels"}
+CORE = {"errors", "files", "numeric", "pictures"}
 # What each part of vla_accel may import of vla_accel, besides itself and `CORE`.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
     "numeric": set(),
     "pictures": set(),
-    "pixels": set(),
     "progress": set(),
     "config": set(),
     "fp8": set(),

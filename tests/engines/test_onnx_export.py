@@ -29,7 +29,7 @@ from vla_accel.errors import DependencyError, EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.models.family import family_named
 from vla_accel.models.pi0 import Pi0
-from vla_accel.pixels import ChannelScale, PixelValues
+from vla_accel.pictures import ChannelScale, PixelValues
 
 pytestmark = pytest.mark.tensorrt
 

@@ -38,7 +38,7 @@ from vla_accel.errors import EngineError, ObservationError
 from vla_accel.models.pi0 import Pi0
 from vla_accel.models.random_weights import random_model
 from vla_accel.native.loop import LoopProgram
-from vla_accel.pixels import ChannelScale, PixelValues
+from vla_accel.pictures import ChannelScale, PixelValues
 from vla_accel.transforms.images import resize
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families import prompted
-from vla_accel.pixels import PixelValues
+from vla_accel.pictures import PixelValues
 from vla_accel.policy import pipeline as pipelines
 from vla_accel.policy.pipeline import Pipeline
 from vla_accel.transforms.processing import Processor

@@ -49,7 +49,7 @@ from vla_accel.ops.dispatch import steered
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Library
-from vla_accel.pixels import WIDTH
+from vla_accel.pictures import MAP_WIDTH
 
 META = torch.device("meta")
 KINDS = {
@@ -124,7 +124,7 @@ def launches_of(
         resize.rehearse(META)
         for program in programs:
             program(tensors, tensors)
-        programs[0]({**tensors, "pixel_maps": buffer(batch, views, WIDTH, dtype=torch.float32)}, tensors)
+        programs[0]({**tensors, "pixel_maps": buffer(batch, views, MAP_WIDTH, dtype=torch.float32)}, tensors)
         if tried:
             try_cuts(gpu, loop, tensors)  # pyright: ignore[reportArgumentType]
 

@@ -24,7 +24,7 @@ from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import Library, Own, Pipelined, Product, Tiling, moments_columns
-from vla_accel.pixels import ChannelScale, PixelValues
+from vla_accel.pictures import ChannelScale, PixelValues
 
 
 def _add_norm(rows: int, width: int, y: int | None, layer: bool, scale: float | None, alias: bool) -> Callable:

@@ -30,8 +30,7 @@ from vla_accel.checkpoints.lerobot_steps import (
 from vla_accel.checkpoints.lora import CONFIG as ADAPTER
 from vla_accel.checkpoints.weights import Weights, listing, read_json, size_of
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.pictures import Resize
-from vla_accel.pixels import PixelValues
+from vla_accel.pictures import PixelValues, Resize
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import LIBERO, Preset
 

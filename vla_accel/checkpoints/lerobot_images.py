@@ -11,7 +11,7 @@ import numpy as np
 
 from vla_accel.checkpoints.weights import size_of
 from vla_accel.errors import CheckpointError
-from vla_accel.pixels import ChannelScale, PixelValues
+from vla_accel.pictures import ChannelScale, PixelValues
 from vla_accel.transforms.normalisation import Normaliser
 
 _BLACK, _WHITE = 0.0, 255.0

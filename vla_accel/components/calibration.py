@@ -18,7 +18,7 @@ from vla_accel.ops.pixels import pixels
 
 def calibration(model: PrefixNetwork) -> tuple[nn.Module, Sequence[str]]:
     """(module, names of its products to measure): the module takes an observation's images uint8 (V, S, S, 3), tokens
-    int64 (L,) and state float32, then pixel maps float32 (V, `pixels.WIDTH`) where the checkpoint needs them. Its
+    int64 (L,) and state float32, then pixel maps float32 (V, `pictures.MAP_WIDTH`) where the checkpoint needs them. Its
     products have the names that they have in `model`, which is left as it is."""
     return _Calibrated(model), calibrated_products(model.config)
 

@@ -14,7 +14,7 @@ from vla_accel.components.variants import variants
 from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.ops.pixels import pixels
-from vla_accel.pixels import WIDTH
+from vla_accel.pictures import MAP_WIDTH
 
 if TYPE_CHECKING:
     from vla_accel.native.flow import FlowStore
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Vision(nn.Module):
     """images uint8 (B, V, S, S, 3) to image tokens (B, V * tokens, prefix width) in the prefix's dtype.
 
-    `pixel_maps` float32 (B, V, `pixels.WIDTH`), for checkpoints whose pixels need them.
+    `pixel_maps` float32 (B, V, `pictures.MAP_WIDTH`), for checkpoints whose pixels need them.
     """
 
     def __init__(self, model: PrefixNetwork) -> None:
@@ -46,7 +46,7 @@ def vision_component(
     size = config.vision.image_size
     some = {1: (1, max(views, MOST_VIEWS))}
     images = TensorSpec("images", (batch, views, size, size, 3), torch.uint8, some)
-    maps = TensorSpec("pixel_maps", (batch, views, WIDTH), torch.float32, some)
+    maps = TensorSpec("pixel_maps", (batch, views, MAP_WIDTH), torch.float32, some)
     return Component(
         "vision",
         Vision(model),

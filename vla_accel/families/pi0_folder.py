@@ -30,7 +30,7 @@ from vla_accel.families.overrides import (
     warn_of_contradictions,
 )
 from vla_accel.models.pi0 import Pi0, Pi0Config
-from vla_accel.pixels import PixelValues
+from vla_accel.pictures import PixelValues
 from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics, statistics_by_asset
 from vla_accel.transforms.processing import Processor, PromptForm
 from vla_accel.transforms.robots import BY_ASSET, Preset, load_preset, of_another

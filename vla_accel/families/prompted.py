@@ -33,7 +33,7 @@ from vla_accel.transforms.processing import Inputs, Processor
 @dataclass(frozen=True)
 class PromptShape(Shape):
     """`views`: images of each observation; `tokens`: prompt tokens; `padded`: rows may have fewer, and `lengths` say
-    how many; `mapped`: vision reads pixel maps (`vla_accel.pixels`)."""
+    how many; `mapped`: vision reads pixel maps (`vla_accel.pictures`)."""
 
     views: int
     tokens: int

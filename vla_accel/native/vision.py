@@ -128,8 +128,8 @@ def patch_embedding(convolution: Any, position: Tensor, precision: str) -> tuple
 
 
 class NativeVision:
-    """The program. Input `images` uint8 (B, V, S, S, 3), and `pixel_maps` float32 (B, V, `pixels.WIDTH`) where the
-    component has them; output `image_tokens` (B, V * T, W) in the prefix's dtype."""
+    """The program. Inputs `images` uint8 (B, V, S, S, 3) and, where the component has them, `pixel_maps` float32
+    (B, V, `pictures.MAP_WIDTH`); output `image_tokens` (B, V * T, W) in the prefix's dtype."""
 
     def __init__(self, weights: VisionWeights, batch: int, views: int, attention: str = "own") -> None:
         self.weights = weights

@@ -25,8 +25,8 @@ def patchify(
     (channel, row, column), padded with zeros. Bytes are exact in BF16, so weights in two halves lose nothing.
 
     `square`: patches come square by square of so many on a side, each row by row, so that those that will be one token
-    lie side by side. `pixel_maps` float32 (N, `pixels.WIDTH`): the rows hold the levels that they make of the bytes,
-    rounded to the dtype of `out`. In BF16 the bars of lerobot 0.4, -255, are exact.
+    lie side by side. `pixel_maps` float32 (N, `pictures.MAP_WIDTH`): the rows hold the levels that they make of the
+    bytes, rounded to the dtype of `out`. In BF16 the bars of lerobot 0.4, -255, are exact.
     """
     if path(images) != "reference":
         return kernels("rows").patchify(images, out, patch, square, pixel_maps)

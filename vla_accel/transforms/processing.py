@@ -13,8 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vla_accel.errors import ConfigError, ObservationError
-from vla_accel.pictures import Picture, Resize, placed
-from vla_accel.pixels import PixelValues
+from vla_accel.pictures import Picture, PixelValues, Resize, placed
 from vla_accel.transforms.images import resize, to_uint8
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.observations import Reader, real_numbers
@@ -35,7 +34,7 @@ class Inputs:
     """One observation, ready: images uint8 (size, size, 3) each, of the views that are there; tokens int64 (L,);
     state float32 (action_dim,) normalised and padded; raw_state float64 (state_dim,) as the robot gave it. `to_fit`:
     size and method by which images of other sizes are still to be fitted. `pixel_maps`: float32 (views,
-    `pixels.WIDTH`), how the images' bytes become pixels; None where they need no map.
+    `pictures.MAP_WIDTH`), how the images' bytes become pixels; None where they need no map.
 
     An image that needs no conversion is the observation's own array (or a view of it): copy it to keep it.
     """

@@ -6,16 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel import pixels
+from vla_accel import pictures
 from vla_accel.numeric import power_of_two
 from vla_accel.ops.activation import Activation
 from vla_accel.ops.chain import launch
 from vla_accel.ops.kernels.common import activated, gelu_tanh, let_next_start, quantised, wait_for_previous
 
-TOP, LEFT, BOTTOM, RIGHT = (tl.constexpr(n) for n in (pixels.TOP, pixels.LEFT, pixels.BOTTOM, pixels.RIGHT))
-OUTSIDE, LOWEST, HIGHEST = tl.constexpr(pixels.OUTSIDE), tl.constexpr(pixels.LOWEST), tl.constexpr(pixels.HIGHEST)
-OFFSET, SHIFT, SCALE = tl.constexpr(pixels.OFFSET), tl.constexpr(pixels.SHIFT), tl.constexpr(pixels.SCALE)
-MAP_WIDTH = tl.constexpr(pixels.WIDTH)
+TOP, LEFT, BOTTOM, RIGHT = (tl.constexpr(n) for n in (pictures.TOP, pictures.LEFT, pictures.BOTTOM, pictures.RIGHT))
+OUTSIDE, LOWEST, HIGHEST = tl.constexpr(pictures.OUTSIDE), tl.constexpr(pictures.LOWEST), tl.constexpr(pictures.HIGHEST)
+OFFSET, SHIFT, SCALE = tl.constexpr(pictures.OFFSET), tl.constexpr(pictures.SHIFT), tl.constexpr(pictures.SCALE)
+MAP_WIDTH = tl.constexpr(pictures.MAP_WIDTH)
 
 
 @triton.jit
