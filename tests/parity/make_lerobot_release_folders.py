@@ -48,7 +48,7 @@ from lerobot.processor import tokenizer_processor
 CAMERAS = {"observation.images.front": (96, 132), "observation.images.wrist": (250, 150)}
 TASKS = ("pick up the black bowl", "pick_up_the black_bowl")
 JOINTS = ("shoulder_pan.pos", "shoulder_lift.pos", "elbow.pos", "Gripper.pos", "wrist_flex.pos", "wrist_roll.pos", "x")
-STATE_UNIT, SHARP = 4.0, 4.0
+STATE_UNIT, SHARP = 4.0, 3.0
 VISUAL = {"pi0": "MEAN_STD", "pi05": "QUANTILES", "pi0_fast": "MIN_MAX", "smolvla": "MEAN_STD"}
 FAMILIES = tuple(VISUAL)
 
@@ -87,7 +87,6 @@ def family_of(name: str, fast_folder: Path, seed: int) -> Family:
         text, actions = fast.text_tokenizer(fast.VOCAB - 1), fast.fast_tokenizer(rng, fast_folder)
         policy = fast.build(text, actions, CAMERAS)
         fast.randomise(policy, False, generator)
-        attend_sharply(policy)
         write_only_actions(policy)
         return Family(name, policy, text, in_robot_units(flow.statistics(rng), rng), actions)
     policy = flow.build(name, CAMERAS)
@@ -98,8 +97,7 @@ def family_of(name: str, fast_folder: Path, seed: int) -> Family:
 
 @torch.no_grad()
 def attend_sharply(policy: Any) -> None:
-    """With random weights every token attends to all of the 500 of the images alike, and a state or a prompt hardly
-    changes the actions."""
+    """With random weights every token attends alike to all 500 of the images, and the state hardly changes actions."""
     for name, parameter in policy.named_parameters():
         if "vision" not in name and name.endswith("q_proj.weight"):
             parameter *= SHARP
@@ -205,7 +203,8 @@ def write_family(name: str, out: Path, seed: int) -> None:
     (out.parent / "release.txt").write_text(importlib.metadata.version("lerobot"))
     fast_folder = out / "fast"
     family = family_of(name, fast_folder, seed)
-    given = observation(family, np.random.default_rng(seed + 1))
+    # Of the first seeds some give states that change no token of π0-FAST (0.4.4 writes 24 constant numbers behind them).
+    given = observation(family, np.random.default_rng(seed + 7))
     for variant, changes in variants(family).items():
         folder = out / variant / "checkpoint"
         with changed(family.policy.config, changes):
