@@ -89,7 +89,7 @@ PREFIX = {"width": 96, "depth": 3, "mlp_dim": 208, "num_heads": 8, "num_kv_heads
 EXPERT = {"width": 64, "depth": 3, "mlp_dim": 176, "num_heads": 8, "num_kv_heads": 1, "head_dim": 32}
 TASKS = ("pick up the black bowl", "put the wine bottle on the rack", "open the drawer")
 IMAGES = ("observation.images.image", "observation.images.image2", "observation.images.empty_camera_0")
-SQUARE = dict.fromkeys(IMAGES, (CAMERA, CAMERA))
+SQUARE: Mapping[str, tuple[int, int]] = dict.fromkeys(IMAGES, (CAMERA, CAMERA))
 
 
 WORDS = (

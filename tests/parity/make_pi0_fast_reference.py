@@ -48,7 +48,7 @@ from lerobot.processor import tokenizer_processor
 
 VOCAB, FAST_VOCAB, SKIPPED, HORIZON, CAMERA, STEPS = 400, 300, 4, 6, 256, 24
 IMAGES = ("observation.images.image", "observation.images.image2")
-SQUARE = dict.fromkeys(IMAGES, (CAMERA, CAMERA))
+SQUARE: Mapping[str, tuple[int, int]] = dict.fromkeys(IMAGES, (CAMERA, CAMERA))
 SCALE, LOWEST = 10, -40
 
 

@@ -99,8 +99,7 @@ def test_the_actions_are_lerobots(
     index = TASKS.index(task)
     observation = {f"observation.images.{camera}": theirs[camera] for camera in ("front", "wrist")}
     observation |= {"observation.state": theirs["state"], "task": str(theirs["tasks"][index])}
-    noise = {"noise": theirs["noise"]} if "noise" in theirs else {}
-    ours, expected = policy.infer(observation, **noise)["actions"], theirs["actions"][index]
+    ours, expected = policy.infer(observation, noise=theirs.get("noise"))["actions"], theirs["actions"][index]
     assert ours.shape == expected.shape and np.isfinite(ours).all()
     difference, least = float(np.abs(ours - expected).max()), TOLERANCE * span(expected)
     record_property("difference_of_range", difference / span(expected))
