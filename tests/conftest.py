@@ -55,6 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--lerobot-python", default=None, help="interpreter of an environment with lerobot (see CONTRIBUTING)"
     )
     parser.addoption(
+        "--lerobot-051-python",
+        default=None,
+        help="interpreter of an environment with lerobot 0.5.1 (see CONTRIBUTING)",
+    )
+    parser.addoption(
         "--lerobot-main-python",
         default=None,
         help="interpreter of an environment with lerobot's main branch (see CONTRIBUTING)",

@@ -28,7 +28,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -89,6 +89,7 @@ PREFIX = {"width": 96, "depth": 3, "mlp_dim": 208, "num_heads": 8, "num_kv_heads
 EXPERT = {"width": 64, "depth": 3, "mlp_dim": 176, "num_heads": 8, "num_kv_heads": 1, "head_dim": 32}
 TASKS = ("pick up the black bowl", "put the wine bottle on the rack", "open the drawer")
 IMAGES = ("observation.images.image", "observation.images.image2", "observation.images.empty_camera_0")
+SQUARE: Mapping[str, tuple[int, int]] = dict.fromkeys(IMAGES, (CAMERA, CAMERA))
 
 
 WORDS = (
@@ -115,42 +116,45 @@ def small_tokenizer(words: Sequence[str] = WORDS) -> Any:
     )
 
 
-@contextlib.contextmanager
-def small(module: Any, paligemma: str, gemma: str | None = None, *, vocab: int = VOCAB) -> Iterator[None]:
-    """Models that a module of lerobot's makes of its classes of these names have the small size. Its sizes are
-    constants; they are edited in the Hugging Face config on its way into the constructor, which leaves lerobot's code
-    as it is."""
-    make_paligemma = getattr(module, paligemma)
+PALIGEMMA = ("PaliGemmaForConditionalGeneration", "PaliGemmaForConditionalGenerationWithPiGemma")
+GEMMA = ("GemmaForCausalLM", "PiGemmaForCausalLM")
+"""Classes of lerobot 0.4, and of later releases."""
 
-    def made(config: Any) -> Any:
-        config.text_config.vocab_size = vocab
-        for name, value in VISION.items():
-            setattr(config.vision_config, name, value)
-        config.vision_config.projection_dim = PREFIX["width"]
-        return make_paligemma(config=config)
+
+@contextlib.contextmanager
+def small(module: Any, *, vocab: int = VOCAB) -> Iterator[None]:
+    """Models that a module of lerobot builds have the small size. lerobot's sizes are constants; they are edited in the
+    Hugging Face config that it passes to the constructor, which leaves lerobot's code as it is."""
+
+    def small_class(make: Any) -> Any:
+        def made(config: Any) -> Any:
+            if hasattr(config, "vision_config"):
+                for name, value in VISION.items():
+                    setattr(config.vision_config, name, value)
+                config.vision_config.projection_dim = PREFIX["width"]
+                config.text_config.vocab_size = vocab
+            else:
+                config.vocab_size = vocab
+            return make(config=config)
+
+        return made
 
     def sizes(variant: str) -> Any:
         return module.GemmaConfig(**(PREFIX if variant == "gemma_2b" else EXPERT))
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(module, paligemma, made))
         patches.enter_context(mock.patch.object(module, "get_gemma_config", sizes))
-        if gemma is not None:
-            make_expert = getattr(module, gemma)
-
-            def made_expert(config: Any) -> Any:
-                config.vocab_size = vocab
-                return make_expert(config=config)
-
-            patches.enter_context(mock.patch.object(module, gemma, made_expert))
+        for name in (*PALIGEMMA, *GEMMA):
+            if hasattr(module, name):
+                patches.enter_context(mock.patch.object(module, name, small_class(getattr(module, name))))
         yield
 
 
-def build(family: str) -> Any:
-    """lerobot's policy at the small size."""
+def build(family: str, cameras: Mapping[str, tuple[int, int]] = SQUARE) -> Any:
+    """Build lerobot's policy at the small size. Args: `cameras`: height and width of each camera's images."""
     module = modeling_pi05 if family == "pi05" else modeling_pi0
     config_class = PI05Config if family == "pi05" else PI0Config
-    features = {k: PolicyFeature(FeatureType.VISUAL, (3, CAMERA, CAMERA)) for k in IMAGES}
+    features = {k: PolicyFeature(FeatureType.VISUAL, (3, *size)) for k, size in cameras.items()}
     features["observation.state"] = PolicyFeature(FeatureType.STATE, (8,))
     config = config_class(
         input_features=features,
@@ -161,7 +165,7 @@ def build(family: str) -> Any:
         device="cpu",
     )
     policy_class = modeling_pi05.PI05Policy if family == "pi05" else modeling_pi0.PI0Policy
-    with small(module, "PaliGemmaForConditionalGeneration", "GemmaForCausalLM"):
+    with small(module):
         return policy_class(config).eval()
 
 

@@ -66,7 +66,7 @@ def build() -> Any:
         rtc_config=RTCConfig(mode="trained"),
         device="cpu",
     )
-    with small(modeling_pi05, "PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM"):
+    with small(modeling_pi05):
         return modeling_pi05.PI05Policy(config).eval()
 
 

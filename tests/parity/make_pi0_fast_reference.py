@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,8 +46,9 @@ from lerobot.policies.pi0_fast.configuration_pi0_fast import PI0FastConfig
 from lerobot.policies.pi0_fast.processor_pi0_fast import make_pi0_fast_pre_post_processors
 from lerobot.processor import tokenizer_processor
 
-VOCAB, SKIPPED, HORIZON, CAMERA, STEPS = 400, 4, 6, 256, 24
+VOCAB, FAST_VOCAB, SKIPPED, HORIZON, CAMERA, STEPS = 400, 300, 4, 6, 256, 24
 IMAGES = ("observation.images.image", "observation.images.image2")
+SQUARE: Mapping[str, tuple[int, int]] = dict.fromkeys(IMAGES, (CAMERA, CAMERA))
 SCALE, LOWEST = 10, -40
 
 
@@ -63,19 +65,19 @@ def fast_tokenizer(rng: np.random.Generator, folder: Path) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=FAST_VOCAB, show_progress=False))
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    content = {"scale": SCALE, "vocab_size": 300, "min_token": LOWEST, "action_dim": None, "time_horizon": None}
+    content = {"scale": SCALE, "vocab_size": FAST_VOCAB, "min_token": LOWEST, "action_dim": None, "time_horizon": None}
     (folder / "processor_config.json").write_text(json.dumps(content))
     bpe = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
     return SimpleNamespace(bpe_tokenizer=bpe, scale=SCALE, min_token=LOWEST)
 
 
-def build(text: Any, fast: Any) -> Any:
-    """lerobot's policy at a small size."""
+def build(text: Any, fast: Any, cameras: Mapping[str, tuple[int, int]] = SQUARE) -> Any:
+    """Build lerobot's policy at a small size. Args: `cameras`: height and width of each camera's images."""
     module = modeling_pi0_fast
-    features = {k: PolicyFeature(FeatureType.VISUAL, (3, CAMERA, CAMERA)) for k in IMAGES}
+    features = {k: PolicyFeature(FeatureType.VISUAL, (3, *size)) for k, size in cameras.items()}
     config = PI0FastConfig(
         input_features={**features, "observation.state": PolicyFeature(FeatureType.STATE, (8,))},
         output_features={"action": PolicyFeature(FeatureType.ACTION, (7,))},
@@ -84,9 +86,10 @@ def build(text: Any, fast: Any) -> Any:
         validate_action_token_prefix=False, device="cpu",
     )  # fmt: skip
     with (
-        small(module, "PaliGemmaForConditionalGenerationWithPiGemma", vocab=VOCAB),
-        mock.patch.object(module.AutoProcessor, "from_pretrained", lambda *a, **k: fast),
-        mock.patch.object(module.AutoTokenizer, "from_pretrained", lambda *a, **k: text),
+        small(module, vocab=VOCAB),
+        # Up to 0.5 lerobot imports these classes where it calls them.
+        mock.patch.object(transformers.AutoProcessor, "from_pretrained", lambda *a, **k: fast),
+        mock.patch.object(transformers.AutoTokenizer, "from_pretrained", lambda *a, **k: text),
     ):
         return module.PI0FastPolicy(config).eval()
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,9 +72,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...], int, int, tuple[int, 
 }  # fmt: skip
 
 
-def build(variant: str) -> Any:
-    """lerobot's policy. Its sizes come from the hub; they are handed in where it would ask."""
-    sizes, cameras, state, action, camera, changes = VARIANTS[variant]
+def build(variant: str, cameras: Mapping[str, tuple[int, int]] | None = None) -> Any:
+    """Build lerobot's policy. lerobot takes the sizes from the hub; they are passed in its place.
+
+    Args: `cameras`: height and width of each camera's images, instead of the variant's.
+    """
+    sizes, names, state, action, camera, changes = VARIANTS[variant]
+    cameras = cameras or dict.fromkeys(names, camera)
     text = {"model_type": "llama", "rms_norm_eps": 1e-5, "pad_token_id": 0, **sizes["text"]}
     whole: dict[str, Any] = {"vision_config": sizes["vision"], "text_config": text, "pad_token_id": 0}
     vlm = SmolVLMConfig(**whole, scale_factor=4)
@@ -82,7 +87,7 @@ def build(variant: str) -> Any:
     side = sizes["vision"]["image_size"]
     config = SmolVLAConfig(
         input_features={
-            **{k: PolicyFeature(FeatureType.VISUAL, (3, *camera)) for k in cameras},
+            **{k: PolicyFeature(FeatureType.VISUAL, (3, *size)) for k, size in cameras.items()},
             "observation.state": PolicyFeature(FeatureType.STATE, (state,)),
         },
         output_features={"action": PolicyFeature(FeatureType.ACTION, (action,))},
