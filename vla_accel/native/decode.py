@@ -30,6 +30,7 @@ from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import add_norm, rope_tables
+from vla_accel.ops.suffix_types import Heads, Rotation
 from vla_accel.ops.weights import Linear, make_linear
 
 TURN = 4
@@ -211,9 +212,9 @@ class NativeDecode(TurnedProgram):
     def _qkv(self, index: int) -> None:
         moments = self.cuts.read_by(index, self.first)
         suffix.qkv_rope(
-            self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, self.positions, self.q,
-            self.k[index], self.v[index], eps=self.config.prefix.eps,
-            cut=self.cuts.alone("qkv"), moments=moments,
+            self.x, self.weights.layers[index].qkv, None, None,
+            Rotation(self.cos, self.sin, self.positions), Heads(self.q, self.k[index], self.v[index]),
+            eps=self.config.prefix.eps, cut=self.cuts.alone("qkv"), moments=moments,
         )  # fmt: skip
 
     def _attend(self, index: int) -> None:

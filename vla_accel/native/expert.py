@@ -25,6 +25,7 @@ from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.suffix_tilings import Product
+from vla_accel.ops.suffix_types import ActionInput, ActionOutput
 from vla_accel.ops.weights import Linear, make_linear
 
 
@@ -229,22 +230,18 @@ class Pi0LayerLoop(LayerLoop):
 
     def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
         w, tables = self.weights, self.tables
-        first, last = step == 0, step == tables.steps
-        done = max(step - 1, 0)
+        done, at = max(step - 1, 0), self.at(step)
         final_scale = tables.final_scale[done] if tables.adaptive else tables.final_scale
         b_in = tables.b_in if tables.adaptive else tables.b_in[min(step, tables.steps - 1)]
+        output = ActionOutput(final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, self.eps)
+        into = ActionInput(tables.w_in, b_in, Activation.NONE if w.mix is None else Activation.SILU)
         following = self.x if w.mix is None else self.hidden
-        suffix.step(
-            self.x, final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, actions, inputs["target"],
-            inputs["weights"], tables.w_in, b_in, following, dt=-1.0 / tables.steps, time=tables.times[done],
-            gain=tables.gains[done], eps=self.eps, tokens=self.tokens, first=first, last=last,
-            activation=Activation.NONE if w.mix is None else Activation.SILU, pinned=tables.trained,
-        )  # fmt: skip
-        if w.mix is not None and not last:
+        suffix.step(self.x, output, actions, self.guidance(inputs), into, following, at, tokens=self.tokens)
+        if w.mix is not None and not at.last:
             assert state_token is not None
             self.x.view(len(state_token), self.tokens, -1)[:, 0] = state_token.to(self.x.dtype)
             self.chain.restart()
-            suffix.project(self.hidden, w.mix, None, self.x, residual=False, tokens=self.tokens, skip_first=True)
+            suffix.project(self.hidden, w.mix, None, self.x, residual=False, skip_every=self.tokens)
 
     def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
         lengths = inputs["lengths"]
@@ -257,8 +254,8 @@ class Pi0LayerLoop(LayerLoop):
     def _qkv(self, step: int, index: int, lengths: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.qkv_rope(
-            self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index), self.cos, self.sin,
-            lengths, self.q, self.k, self.v, eps=self.eps, pinned=self.pinned,
+            self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index),
+            self.rotation(lengths), self.heads, eps=self.eps, pinned=self.pinned,
             **self.cuts.options("qkv"), moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 

@@ -25,6 +25,7 @@ from vla_accel.ops.chain import Chain
 from vla_accel.ops.dit import NormTables, flow_step, product
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments, measure
+from vla_accel.ops.suffix_types import Guidance
 from vla_accel.ops.weights import Linear, make_linear
 
 
@@ -202,7 +203,7 @@ class NativeTransformer:
         self._flow(inputs, actions, step)
         self.x.copy_(self.start)
         self.chain.restart()
-        suffix.project(self.hidden, self.weights.action_out, None, self.x, tokens=self.tokens, skip_first=True)
+        suffix.project(self.hidden, self.weights.action_out, None, self.x, skip_every=self.tokens)
         measure(self.x, self.tables.rows[step].norms[0][0].scale, self.begun)
         seen = {"text": 0, "image": 0}
         for index, block in enumerate(self.weights.blocks):
@@ -224,7 +225,7 @@ class NativeTransformer:
         before = inputs["noise"] if first else self.flow[(step - 1) % 2]
         b_in = self.tables.rows[min(step, steps - 1)].b_in
         flow_step(
-            self.velocity, before, inputs["target"], inputs["weights"], self.weights.w_in, b_in,
+            self.velocity, before, Guidance(inputs["target"], inputs["weights"]), self.weights.w_in, b_in,
             actions if last else self.flow[step % 2], self.hidden, dt=1.0 / steps, tokens=self.tokens, first=first,
             last=last,
         )  # fmt: skip

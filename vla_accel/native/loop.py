@@ -21,6 +21,7 @@ from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import rope_tables
+from vla_accel.ops.suffix_types import EulerStep, Guidance, Heads, Rotation
 
 Stack = GemmaConfig | SmolLmConfig
 Wait = Callable[[int], None]
@@ -57,11 +58,27 @@ class LayerLoop(ABC):
         self.context = buffer(rows, expert.heads * expert.head_dim)
         self.active = buffer(rows, expert.mlp_dim)
         self.cos, self.sin = rope_tables(prefix_tokens + tokens, expert.head_dim, device)
+        self.heads = Heads(self.q, self.k, self.v)
         self.attention = SuffixAttention(
             batch, tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
         )
         self.cuts = Cuts(device, self.chain)
         self.first = Moments.like(self.x, expert.width, tables.adaptive)
+
+    def rotation(self, lengths: Tensor) -> Rotation:
+        """Rotary embeddings of sequences after prefixes of these lengths (B,) int32."""
+        return Rotation(self.cos, self.sin, lengths)
+
+    def at(self, step: int) -> EulerStep:
+        """The Euler step after evaluation `step` - 1, and before evaluation `step`."""
+        tables, done = self.tables, max(step - 1, 0)
+        return EulerStep(
+            -1.0 / tables.steps, tables.times[done], tables.gains[done], first=step == 0, last=step == tables.steps
+        )
+
+    def guidance(self, inputs: Mapping[str, Tensor]) -> Guidance:
+        """The inputs `target` and `weights`."""
+        return Guidance(inputs["target"], inputs["weights"], self.tables.trained)
 
     @property
     def detail(self) -> str:

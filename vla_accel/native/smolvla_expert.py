@@ -29,6 +29,7 @@ from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, 
 from vla_accel.ops.cuda.denoise.tables import WHOLE
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import SuffixAttention
+from vla_accel.ops.suffix_types import ActionInput, ActionOutput
 from vla_accel.ops.weights import Linear, make_linear
 
 
@@ -202,15 +203,10 @@ class SmolVlaLayerLoop(LayerLoop):
     def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
         del state_token  # The state is in the prefix.
         w, tables = self.weights, self.tables
-        first, last = step == 0, step == tables.steps
-        done = max(step - 1, 0)
-        suffix.step(
-            self.x, tables.final_scale, None, w.w_out, w.b_out, actions, inputs["target"], inputs["weights"],
-            tables.w_in, tables.b_in[min(step, tables.steps - 1)], self.hidden, dt=-1.0 / tables.steps,
-            time=tables.times[done], gain=tables.gains[done], eps=self.eps, tokens=self.tokens,
-            first=first, last=last, activation=Activation.SILU, pinned=tables.trained,
-        )  # fmt: skip
-        if not last:
+        at, output = self.at(step), ActionOutput(tables.final_scale, None, w.w_out, w.b_out, self.eps)
+        into = ActionInput(tables.w_in, tables.b_in[min(step, tables.steps - 1)], Activation.SILU)
+        suffix.step(self.x, output, actions, self.guidance(inputs), into, self.hidden, at, tokens=self.tokens)
+        if not at.last:
             self._mix()
 
     def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
@@ -228,7 +224,7 @@ class SmolVlaLayerLoop(LayerLoop):
 
     def _qkv(self, index: int, lengths: Tensor) -> None:
         suffix.qkv_rope(
-            self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
+            self.x, self.weights.layers[index].qkv, None, None, self.rotation(lengths), self.heads,
             eps=self.eps, **self.cuts.options("qkv"),
             moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip

@@ -18,6 +18,7 @@ from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
+from vla_accel.ops.suffix_types import Guidance
 from vla_accel.ops.weights import Linear
 
 
@@ -57,26 +58,26 @@ def product(
 
 
 def flow_step(
-    velocity: Tensor, before: Tensor, target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, after: Tensor,
+    velocity: Tensor, before: Tensor, guidance: Guidance, w_in: Tensor, b_in: Tensor, after: Tensor,
     hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """Euler step of a flow from noise to actions, and the next evaluation's input.
 
-    after (B, H, A) = before + dt (1 - weights) velocity, all float32; `first`: the target where a weight (B, H) is
-    above zero, else `before`, and no velocity is read. Unless `last`: hidden (B * T, W) gets silu(after · w_in + b_in)
+    after (B, H, A) = before + dt (1 - weights) velocity, all float32; `first`: the target where a weight is above zero,
+    else `before`, and no velocity is read. Unless `last`: hidden (B * T, W) gets silu(after · w_in + b_in)
     in its last H rows of every T = `tokens`; w_in (A, W), b_in (W,) float32. velocity (B * T, A) float32, its last H
     rows.
     """
     if path(before) != "reference":
         return kernels("dit").flow_step(
-            velocity, before, target, weights, w_in, b_in, after, hidden, dt=dt, tokens=tokens, first=first, last=last,
+            velocity, before, guidance, w_in, b_in, after, hidden, dt=dt, tokens=tokens, first=first, last=last,
         )  # fmt: skip
     batch, horizon, _ = before.shape
     if first:
-        after.copy_(torch.where(weights[..., None] > 0, target, before))
+        after.copy_(torch.where(guidance.weights[..., None] > 0, guidance.target, before))
     else:
         moved = velocity.view(batch, tokens, -1)[:, tokens - horizon :]
-        after.copy_(before + dt * (1.0 - weights[..., None]) * moved)
+        after.copy_(before + dt * (1.0 - guidance.weights[..., None]) * moved)
     if not last:
         embedded = F.silu(after.to(w_in.dtype) @ w_in + b_in)
         hidden.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(hidden.dtype)

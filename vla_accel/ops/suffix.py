@@ -22,6 +22,7 @@ from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import normed
 from vla_accel.ops.suffix_tilings import Library, Own, Product, Skinny, Tiling
+from vla_accel.ops.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance, Heads, Rotation
 from vla_accel.ops.weights import Linear
 
 AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
@@ -31,37 +32,34 @@ ProductWorkspace = tuple[Tensor, ...]
 
 
 def qkv_rope(
-    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None = None,
-    cut: Tiling | None = None, workspace: ProductWorkspace | None = None, moments: Moments | None = None,
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, rotation: Rotation, out: Heads, *, eps: float,
+    pinned: Tensor | None = None, cut: Tiling | None = None, workspace: ProductWorkspace | None = None,
+    moments: Moments | None = None,
 ) -> None:  # fmt: skip
     """Norm, q/k/v projection and rotation of the suffix. FP8 and INT8 weights are widened, the activations are not
     quantised.
 
     x (B * T, W); `scale` (W,) float32 of the norm (1 + scale) or None; `shift` (N,) float32: the norm's shift times
-    the weight; positions start at lengths[b]; q (B, T, heads, d), k, v (B, T, kv_heads, d), contiguous.
-    `moments`: of x, with this scale, where they were written beside it. `workspace`: as `product_workspace` makes it.
+    the weight. `moments`: of x, with this scale, where they were written beside it. `workspace`: as
+    `product_workspace` makes it.
     """
     if path(x) != "reference":
-        cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, q, k))
+        cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, out.q, out.k))
         if isinstance(cut, (Library, Own)):
             assert pinned is None
-            return many.qkv_rope(
-                x, layer, shift, cos, sin, lengths, q, k, v, eps=eps, cut=cut, workspace=workspace,
-                moments=moments,
-            )  # fmt: skip
+            return many.qkv_rope(x, layer, shift, rotation, out, eps=eps, cut=cut, workspace=workspace, moments=moments)
         return _kernels(cut).qkv_rope(
-            x, layer.weight, layer.sums_scale, scale, shift, cos, sin, lengths, q, k, v, eps=eps,
-            pinned=pinned, cut=cut, **_reading(cut, moments),
+            x, layer.weight, layer.sums_scale, scale, shift, rotation, out, eps=eps, pinned=pinned, cut=cut,
+            **_reading(cut, moments),
         )  # fmt: skip
-    batch, tokens, heads, head_dim = q.shape
+    batch, tokens, heads, head_dim = out.q.shape
     y = _modulated_product(x, layer, scale, shift, eps, pinned).view(batch, tokens, -1, head_dim)
-    place = lengths[:, None] + torch.arange(tokens, device=x.device)
-    c, s = cos[place][:, :, None].to(y.dtype), sin[place][:, :, None].to(y.dtype)
-    kv_heads = k.shape[2]
-    q.copy_(reference.apply_rope(y[:, :, :heads], c, s))
-    k.copy_(reference.apply_rope(y[:, :, heads : heads + kv_heads], c, s))
-    v.copy_(y[:, :, heads + kv_heads :])
+    place = rotation.starts[:, None] + torch.arange(tokens, device=x.device)
+    c, s = (table[place][:, :, None].to(y.dtype) for table in (rotation.cos, rotation.sin))
+    kv_heads = out.k.shape[2]
+    out.q.copy_(reference.apply_rope(y[:, :, :heads], c, s))
+    out.k.copy_(reference.apply_rope(y[:, :, heads : heads + kv_heads], c, s))
+    out.v.copy_(y[:, :, heads + kv_heads :])
 
 
 def suffix_workspace(sizes: SuffixAttention, device: torch.device, cut: KeySplit | None = None) -> AttentionWorkspace:
@@ -150,13 +148,13 @@ def suffix_attention(
 
 
 def project(
-    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool = True, tokens: int = 1,
-    skip_first: bool = False, pinned: Tensor | None = None, cut: Tiling | None = None,
+    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool = True, skip_every: int = 0,
+    pinned: Tensor | None = None, cut: Tiling | None = None,
     workspace: ProductWorkspace | None = None, moments: Moments | None = None, next_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """x (R, N) += gate ∘ (a Wᵀ + b), or = without `residual`. a (R, K); gate (N,) float32 or None.
 
-    `skip_first`: the first of every `tokens` rows of x is left alone. `workspace`: as `product_workspace` makes it for
+    `skip_every`: the first of every so many rows of x is left alone. `workspace`: as `product_workspace` makes it for
     the same `cut`. `moments`: gets those of the new x, in tiles of the cut's columns, with the next norm's `next_scale`
     (N,) float32; a `Skinny` cut writes none.
     """
@@ -165,12 +163,12 @@ def project(
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.project(
-                a, layer, gate, x, residual=residual, tokens=tokens, skip_first=skip_first, cut=cut,
+                a, layer, gate, x, residual=residual, skip_every=skip_every, cut=cut,
                 workspace=workspace, moments=moments, next_scale=next_scale,
             )  # fmt: skip
         return _kernels(cut).project(
-            a, layer.weight, layer.sums_scale, layer.bias, gate, x, residual=residual, tokens=tokens,
-            skip_first=skip_first, pinned=pinned, cut=cut, workspace=workspace,
+            a, layer.weight, layer.sums_scale, layer.bias, gate, x, residual=residual,
+            skip_every=skip_every, pinned=pinned, cut=cut, workspace=workspace,
             **({} if isinstance(cut, Skinny) else {"moments": moments, "next_scale": next_scale}),
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
@@ -181,8 +179,8 @@ def project(
         y = y * _own(gate, pinned)
     if residual:
         y = y + x.to(wide)
-    if skip_first:
-        y = torch.where((torch.arange(len(x), device=x.device) % tokens > 0)[:, None], y, x.to(wide))
+    if skip_every:
+        y = torch.where((torch.arange(len(x), device=x.device) % skip_every > 0)[:, None], y, x.to(wide))
     x.copy_(y)
     if moments is not None:
         write_moments(x, next_scale, moments)
@@ -224,7 +222,7 @@ def cross_attention(
         if cut is None:
             cut = key_tilings.crossings(Gpu.of(x.device), crossing(x, layer, keys))[0]
         return kernels("cross").cross_attention(
-            x, layer.weight, layer.sums_scale, cos, sin, keys, values, lengths, out, eps=eps,
+            x, layer, cos, sin, keys, values, lengths, out, eps=eps,
             cut=cut, moments=moments,
         )  # fmt: skip
     batch, source, _, head_dim = keys.shape
@@ -238,40 +236,34 @@ def cross_attention(
 
 
 def step(
-    x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
-    target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
-    gain: float, eps: float, tokens: int, first: bool, last: bool, activation: Activation, pinned: bool = False,
+    x: Tensor, output: ActionOutput, actions: Tensor, guidance: Guidance, into: ActionInput, following: Tensor,
+    at: EulerStep, *, tokens: int,
 ) -> None:  # fmt: skip
     """Between two evaluations: final norm, output projection, Euler step, and the next evaluation's input.
 
-    actions (B, H, A) float32 += dt * velocity, unless `first`; following (B * T, W) gets activation(actions · w_in +
-    b_in) in its last H tokens of every T, unless `last`. w_out, w_in (A, W) float32, b_out (A,), b_in (W,);
-    scale (W,): the norm multiplies by 1 + scale; shift (W,) or None. The velocity is guided towards `target` (B, H, A):
-    gain * weights ∘ (target - (actions - time * velocity)) less, weights (B, H) float32; zero changes no bit. `pinned`:
-    instead, actions whose weight is not zero stay what they are, bit for bit; b_in may have two rows then, (2, W), the
-    second theirs.
+    x (B * T, W), T = `tokens`. Unless `at.first`, actions (B, H, A) float32 += dt * velocity, where the guidance takes
+    gain * weights ∘ (target - (actions - time * velocity)) from the velocity. Unless `at.last`, following (B * T, W)
+    gets the input of the new actions in its last H tokens of every T.
     """
     if path(x) != "reference":
-        return kernels("skinny").step(
-            x, scale, shift, w_out, b_out, actions, target, weights, w_in, b_in, following, dt=dt, time=time,
-            gain=gain, eps=eps, tokens=tokens, first=first, last=last, activation=activation, pinned=pinned,
-        )  # fmt: skip
+        return kernels("skinny").step(x, output, actions, guidance, into, following, at, tokens=tokens)
     batch, horizon, _ = actions.shape
-    stays = weights > 0
-    if not first:
-        assert scale is not None
+    weights, stays = guidance.weights, guidance.weights > 0
+    if not at.first:
+        assert output.scale is not None
         tail = x.view(batch, tokens, -1)[:, tokens - horizon :]
-        final = normed(tail, False, eps) * (1.0 + scale)
-        final = final if shift is None else final + shift
-        velocity = (final @ w_out.T + b_out).to(actions.dtype)
-        if pinned:
+        final = normed(tail, False, output.eps) * (1.0 + output.scale)
+        final = final if output.shift is None else final + output.shift
+        velocity = (final @ output.weight.T + output.bias).to(actions.dtype)
+        if guidance.pinned:
             velocity = velocity.masked_fill(stays[..., None], 0)
         else:
-            velocity = velocity - gain * (weights[..., None] * (target - (actions - time * velocity)))
-        actions += dt * velocity
-    if not last:
-        embedded = actions.to(w_in.dtype) @ w_in + (b_in if b_in.ndim == 1 else b_in[stays.long()])
-        embedded = reference.activate(embedded, activation)
+            error = guidance.target - (actions - at.time * velocity)
+            velocity = velocity - at.gain * (weights[..., None] * error)
+        actions += at.dt * velocity
+    if not at.last:
+        bias = into.bias if into.bias.ndim == 1 else into.bias[stays.long()]
+        embedded = reference.activate(actions.to(into.weight.dtype) @ into.weight + bias, into.activation)
         following.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(following.dtype)
 
 

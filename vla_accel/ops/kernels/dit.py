@@ -15,6 +15,7 @@ from vla_accel.ops.kernels.moments import of_tiles, tiles_of
 from vla_accel.ops.kernels.pipelined import by_row, described, multiply, no_sums, row_tile, rows_of, weight_tile
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
+from vla_accel.ops.suffix_types import Guidance
 
 
 @triton.jit
@@ -133,7 +134,7 @@ def _flow_step(velocity_ptr, before_ptr, target_ptr, weights_ptr, w_in_ptr, b_in
 
 
 def flow_step(
-    velocity: Tensor, before: Tensor, target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, after: Tensor,
+    velocity: Tensor, before: Tensor, guidance: Guidance, w_in: Tensor, b_in: Tensor, after: Tensor,
     hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.dit.flow_step`."""
@@ -142,6 +143,7 @@ def flow_step(
     grid = (1 if last else triton.cdiv(width, 32), triton.cdiv(rows, 16))
     launch(
         _flow_step, grid,
-        velocity, before, target, weights, w_in, b_in, after, hidden, dt, rows, horizon, tokens, width, actions, 16, 32,
+        velocity, before, guidance.target, guidance.weights, w_in, b_in, after, hidden,
+        dt, rows, horizon, tokens, width, actions, 16, 32,
         max(16, power_of_two(actions)), first, last, num_warps=4, num_stages=1,
     )  # fmt: skip

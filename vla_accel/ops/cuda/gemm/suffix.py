@@ -21,6 +21,7 @@ from vla_accel.ops.cuda.tensor_map import TensorMap, tensor_map
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.reference import MOMENTS_OF
+from vla_accel.ops.suffix_types import Heads, Rotation
 
 ONTO, GATED, HEADS = 1, 2, 3
 """The macro SUFFIX."""
@@ -53,17 +54,18 @@ def gated(
 
 
 def heads(
-    x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, gpu: Gpu, tiling: Tiling, eps: float,
+    x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, rotation: Rotation, out: Heads, *,
+    gpu: Gpu, tiling: Tiling, eps: float,
 ) -> None:  # fmt: skip
     """q, k, v as `vla_accel.ops.suffix.qkv_rope` has them, of x Wᵀ as in `gated`."""
-    _, tokens, of_q, head_dim = q.shape
+    _, tokens, of_q, head_dim = out.q.shape
     fields = {
-        "shift": _address(shift), **_norm(x, squares), "half": head_dim // 2, "cos": _address(cos),
-        "sin": _address(sin), "lengths": _address(lengths), "k": _address(k), "v": _address(v), "tokens": tokens,
-        "heads": of_q, "kv_heads": k.shape[2],
+        "shift": _address(shift), **_norm(x, squares), "half": head_dim // 2, "cos": _address(rotation.cos),
+        "sin": _address(rotation.sin), "lengths": _address(rotation.starts), "k": _address(out.k), "v": _address(out.v),
+        "tokens": tokens,
+        "heads": of_q, "kv_heads": out.k.shape[2],
     }  # fmt: skip
-    _launch(HEADS, x, weight, q, Activation.NONE, fields, gpu, tiling, len(weight), eps)
+    _launch(HEADS, x, weight, out.q, Activation.NONE, fields, gpu, tiling, len(weight), eps)
 
 
 def source(dtype: torch.dtype, suffix: int, activation: Activation, tiling: Tiling) -> str:
