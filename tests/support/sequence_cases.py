@@ -117,7 +117,6 @@ def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
         hidden = draw(batch * tokens, width)
         arguments = {
             "velocity": draw.wide(batch * tokens, actions), "before": draw.wide(*shape),
-            
             "guidance": Guidance(draw.wide(*shape), weights),
             "w_in": draw.wide(actions, width, scale=actions**-0.5), "b_in": draw.wide(width),
             "after": Empty(shape, torch.float32), "hidden": hidden, "dt": 0.25, "tokens": tokens, "first": "f" in what,

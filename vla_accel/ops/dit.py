@@ -42,7 +42,7 @@ def product(
     if path(x) != "reference":
         cut = cut or suffix_tilings.unshared(Gpu.of(x.device), suffix.project_product(x, layer))[0]
         return kernels("dit").product(
-            x, layer.weight, layer.sums_scale, shift, out, norm=norm, activation=activation, cut=cut,
+            x, layer, shift, out, norm=norm, activation=activation, cut=cut,
             moments=moments,
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)

@@ -49,7 +49,7 @@ def qkv_rope(
             assert pinned is None
             return many.qkv_rope(x, layer, shift, rotation, out, eps=eps, cut=cut, workspace=workspace, moments=moments)
         return _kernels(cut).qkv_rope(
-            x, layer.weight, layer.sums_scale, scale, shift, rotation, out, eps=eps, pinned=pinned, cut=cut,
+            x, layer, scale, shift, rotation, out, eps=eps, pinned=pinned, cut=cut,
             **_reading(cut, moments),
         )  # fmt: skip
     batch, tokens, heads, head_dim = out.q.shape
@@ -167,7 +167,7 @@ def project(
                 workspace=workspace, moments=moments, next_scale=next_scale,
             )  # fmt: skip
         return _kernels(cut).project(
-            a, layer.weight, layer.sums_scale, layer.bias, gate, x, residual=residual,
+            a, layer, gate, x, residual=residual,
             skip_every=skip_every, pinned=pinned, cut=cut, workspace=workspace,
             **({} if isinstance(cut, Skinny) else {"moments": moments, "next_scale": next_scale}),
         )  # fmt: skip
@@ -201,7 +201,7 @@ def gate_up_geglu(
                 x, layer, shift, out, eps=eps, activation=activation, cut=cut, workspace=workspace, moments=moments
             )
         return _kernels(cut).gate_up_geglu(
-            x, layer.weight, layer.sums_scale, scale, shift, out, eps=eps, activation=activation, pinned=pinned,
+            x, layer, scale, shift, out, eps=eps, activation=activation, pinned=pinned,
             cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     y = _modulated_product(x, layer, scale, shift, eps, pinned)

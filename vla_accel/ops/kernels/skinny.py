@@ -29,6 +29,7 @@ from vla_accel.ops.kernels.epilogues import (
 )
 from vla_accel.ops.suffix_tilings import Skinny
 from vla_accel.ops.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance, Heads, Rotation
+from vla_accel.ops.weights import Linear
 
 
 @triton.jit
@@ -192,7 +193,7 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
 
 
 def qkv_rope(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None,
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None,
     rotation: Rotation, out: Heads, *, eps: float, pinned: Tensor | None, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
@@ -201,7 +202,7 @@ def qkv_rope(
     grid = ((heads + 2 * out.k.shape[2]) * triton.cdiv(half, cut.columns), triton.cdiv(rows, cut.rows))
     launch(
         _qkv_rope, grid,
-        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
+        x, layer.weight, layer.sums_scale, scale if scale is not None else x, shift if shift is not None else x,
         pinned if pinned is not None else x, rotation.cos, rotation.sin, rotation.starts, out.q,
         out.k, out.v, rows, tokens, eps, width, heads,
         out.k.shape[2], half, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None,
@@ -210,7 +211,7 @@ def qkv_rope(
 
 
 def gate_up_geglu(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
     eps: float, activation: Activation, pinned: Tensor | None, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
@@ -219,7 +220,7 @@ def gate_up_geglu(
     grid = (triton.cdiv(hidden, cut.columns), triton.cdiv(rows, cut.rows))
     launch(
         _gate_up_geglu, grid,
-        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
+        x, layer.weight, layer.sums_scale, scale if scale is not None else x, shift if shift is not None else x,
         pinned if pinned is not None else x, out, rows, eps, width, hidden, cut.rows, cut.columns, cut.parts,
         cut.block_k // cut.parts, cut.ahead, scale is not None, activation.gate.code, pinned is not None,
         num_warps=cut.parts, num_stages=1,
@@ -227,19 +228,19 @@ def gate_up_geglu(
 
 
 def project(
-    a: Tensor, weight: Tensor, weight_scale: Tensor | float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
+    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *,
     residual: bool, skip_every: int, pinned: Tensor | None, cut: Skinny,
     workspace: object = None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`."""
     rows, k = a.shape
-    n = weight.shape[0]
+    n = layer.weight.shape[0]
     grid = (triton.cdiv(n, cut.columns), triton.cdiv(rows, cut.rows))
     launch(
         _project, grid,
-        a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a,
+        a, layer.weight, layer.sums_scale, a if layer.bias is None else layer.bias, gate if gate is not None else a,
         pinned if pinned is not None else a, x, rows, skip_every or 1, n, k, cut.rows, cut.columns, cut.parts,
-        cut.block_k // cut.parts, cut.ahead, residual, gate is not None, bias is not None, skip_every > 0,
+        cut.block_k // cut.parts, cut.ahead, residual, gate is not None, layer.bias is not None, skip_every > 0,
         pinned is not None, num_warps=cut.parts, num_stages=1,
     )  # fmt: skip
 
