@@ -1,8 +1,8 @@
-"""Products of many rows of a suffix without Triton's: by the library, with kernels around it, or by Hopper's own GEMM.
+"""Products of many rows of a suffix, by cuBLAS with kernels around it, or by Hopper's own GEMM.
 
-The ops are those of `vla_accel.ops.suffix`, for rows whose moments are written beside them: what is multiplied is
-x ∘ (1 + scale) as it was stored there, or x, and the norm is a factor of the sums. The library rounds the sums to the
-rows' dtype before that; the own GEMM does not, but for what it adds to a residual.
+The ops are those of `vla_accel.ops.suffix`, for rows that come with their moments. The product multiplies
+x ∘ (1 + scale), stored with the moments, or x, and the norm is a factor of the sums. cuBLAS rounds the sums to the
+dtype of the rows before that; the own GEMM rounds them only before it adds them to a residual.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def project(
     a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool, skip_every: int,
     cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.ops.suffix.project`. The own GEMM adds to a residual, without a bias and to every row."""
+    """See `vla_accel.ops.suffix.project`. The own GEMM supports only a residual, no bias and no skipped rows."""
     if isinstance(cut, Own):
         from vla_accel.ops.cuda.gemm import suffix
 

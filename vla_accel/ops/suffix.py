@@ -1,9 +1,12 @@
-"""Ops of the few rows of a suffix: each does much at once, because launches cost more than arithmetic there.
+"""Ops on the few rows of a suffix. Each fuses several operations, because launches cost more than arithmetic here.
 
-Conventions as in `vla_accel.ops.rows`. FP8 and INT8 weights are widened in registers, activations are never quantised.
-`cut`: how a kernel is cut into programs, one of `suffix_tilings.candidates`; None takes the first. `pinned` (R,) int32,
-0 or 1: what depends on the flow's time, scale, shift or gate, has two rows then, (2, ·), each row of x takes its own,
-and no moments travel. A cut that is `Library` or `Own` takes rows with moments, none that are pinned (`ops/many.py`).
+Conventions as in `vla_accel.ops.rows`, and of these ops:
+
+- FP8 and INT8 weights are widened in registers; activations are never quantised.
+- `cut`: the tile config, one of `suffix_tilings.candidates`; None takes the first. `Library` and `Own` require rows
+  with moments and support no pinned rows (`ops/many.py`).
+- `pinned` (R,) int32, 0 or 1: scale, shift and gate, which depend on the flow's time, have two rows (2, ·), and each
+  row of x selects its own. Moments are not supported.
 """
 
 from __future__ import annotations
@@ -36,12 +39,14 @@ def qkv_rope(
     pinned: Tensor | None = None, cut: Tiling | None = None, workspace: ProductWorkspace | None = None,
     moments: Moments | None = None,
 ) -> None:  # fmt: skip
-    """Norm, q/k/v projection and rotation of the suffix. FP8 and INT8 weights are widened, the activations are not
-    quantised.
+    """Norm, q/k/v projection and rotation of the suffix.
 
-    x (B * T, W); `scale` (W,) float32 of the norm (1 + scale) or None; `shift` (N,) float32: the norm's shift times
-    the weight. `moments`: of x, with this scale, where they were written beside it. `workspace`: as
-    `product_workspace` makes it.
+    Args:
+        x: (B * T, W).
+        scale: (W,) float32; the norm multiplies by 1 + scale. Or None.
+        shift: (N,) float32, the norm's shift times the weight, or None.
+        moments: of x with this scale, if the rows come with them.
+        workspace: made by `product_workspace` for the same `cut`.
     """
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, out.q, out.k))
@@ -63,7 +68,9 @@ def qkv_rope(
 
 
 def suffix_workspace(sizes: SuffixAttention, device: torch.device, cut: KeySplit | None = None) -> AttentionWorkspace:
-    """What `suffix_attention` keeps between its programs. The counters must be zero at the start, and stay so."""
+    """Allocate what `suffix_attention` keeps between its programs. The counters start as zero, and each call resets
+    them.
+    """
     if path(device) == "reference":
         return (torch.empty(0), torch.empty(0), torch.empty(0))
     cut = cut or key_tilings.key_splits(Gpu.of(device), sizes)[0]
@@ -76,8 +83,10 @@ def suffix_workspace(sizes: SuffixAttention, device: torch.device, cut: KeySplit
 
 
 def product_workspace(product: Product, device: torch.device, cut: Tiling) -> ProductWorkspace | None:
-    """What `project` keeps between programs that share K, and any product by the library between its kernels; None
-    where there is nothing. Its counters are as above."""
+    """Allocate what a product keeps between programs that share K, or between cuBLAS and the kernels around it.
+
+    None if it needs nothing. Counters as in `suffix_workspace`.
+    """
     if isinstance(cut, (Skinny, Own)) or path(device) == "reference":
         return None
     if isinstance(cut, Library):
@@ -91,22 +100,22 @@ def product_workspace(product: Product, device: torch.device, cut: Tiling) -> Pr
 
 
 def qkv_product(x: Tensor, layer: Linear, q: Tensor, k: Tensor) -> Product:
-    """The product that `qkv_rope` makes of these."""
+    """Describe the product of `qkv_rope`."""
     return _product(x, layer, q.shape[3] // 2, q.shape[2] + 2 * k.shape[2], 2)
 
 
 def gate_up_product(x: Tensor, layer: Linear) -> Product:
-    """The product that `gate_up_geglu` makes of these."""
+    """Describe the product of `gate_up_geglu`."""
     return _product(x, layer, layer.weight.shape[0] // 2, 1, 2)
 
 
 def project_product(a: Tensor, layer: Linear) -> Product:
-    """The product that `project` makes of these."""
+    """Describe the product of `project`."""
     return _product(a, layer, layer.weight.shape[0], 1, 1)
 
 
 def crossing(x: Tensor, layer: Linear, keys: Tensor) -> Crossing:
-    """What `cross_attention` makes of these."""
+    """Describe the problem of `cross_attention`."""
     batch, source, _, head_dim = keys.shape
     return Crossing(
         batch, len(x) // batch, x.shape[1], source, layer.weight.shape[0] // head_dim, head_dim,
@@ -119,11 +128,16 @@ def suffix_attention(
     workspace: AttentionWorkspace, *, state_first: bool, causal: bool = False,
     cut: KeySplit | None = None,
 ) -> None:  # fmt: skip
-    """The suffix attends to the first `lengths[b]` keys of the prefix and to itself.
+    """Attention of the suffix to the first `lengths[b]` keys of the prefix and to itself.
 
-    q (B, T, heads, d); prefix_k, prefix_v (B, S, kv_heads, d); k, v (B, T, kv_heads, d); out (B * T, heads * d); all
-    contiguous. `state_first`: the first token sees itself and the prefix only (π0); `causal`: none sees a later one.
-    `workspace`: as `suffix_workspace` makes it for the same `cut`.
+    Args:
+        q: (B, T, heads, d).
+        prefix_k, prefix_v: (B, S, kv_heads, d).
+        k, v: (B, T, kv_heads, d), of the suffix.
+        out: (B * T, heads * d). All tensors are contiguous.
+        workspace: made by `suffix_workspace` for the same `cut`.
+        state_first: the first token attends to the prefix and itself only (π0).
+        causal: no token attends to a later one.
     """
     if path(q) != "reference":
         batch, tokens, heads, head_dim = q.shape
@@ -152,11 +166,16 @@ def project(
     pinned: Tensor | None = None, cut: Tiling | None = None,
     workspace: ProductWorkspace | None = None, moments: Moments | None = None, next_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """x (R, N) += gate ∘ (a Wᵀ + b), or = without `residual`. a (R, K); gate (N,) float32 or None.
+    """x += gate ∘ (a Wᵀ + b), or x = gate ∘ (a Wᵀ + b) without `residual`.
 
-    `skip_every`: the first of every so many rows of x is left alone. `workspace`: as `product_workspace` makes it for
-    the same `cut`. `moments`: gets those of the new x, in tiles of the cut's columns, with the next norm's `next_scale`
-    (N,) float32; a `Skinny` cut writes none.
+    Args:
+        a: (R, K).
+        gate: (N,) float32, or None.
+        x: (R, N).
+        skip_every: if not zero, the first of every `skip_every` rows of x stays unchanged.
+        workspace: made by `product_workspace` for the same `cut`.
+        moments: receives the moments of the new x, in tiles of the columns of `cut`; `Skinny` writes none.
+        next_scale: (N,) float32, the scale of the next norm, or None.
     """
     if path(a) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(a.device), project_product(a, layer))
@@ -191,8 +210,7 @@ def gate_up_geglu(
     activation: Activation = Activation.GEGLU, pinned: Tensor | None = None, cut: Tiling | None = None,
     workspace: ProductWorkspace | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
-    """Norm, gate and up projections and GeGLU or SwiGLU (`activation`) of the suffix: x (R, W) to out (R, H). As
-    `qkv_rope` otherwise."""
+    """Norm, gate and up projections, and GEGLU or SWIGLU. x (R, W), out (R, H). Other arguments as in `qkv_rope`."""
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
         if isinstance(cut, (Library, Own)):
@@ -212,11 +230,15 @@ def cross_attention(
     x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, out: Tensor, *,
     eps: float, cut: CrossTile | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
-    """Norm, query projection and rotation of the suffix, from position 0 on, and attention to the prefix alone.
+    """Norm, query projection and rotation of the suffix, and attention to the prefix only. Positions start at 0.
 
-    x (B * T, W); `layer` of the queries (heads * d, W); keys, values (B, S, kv_heads, d), of which row b has
-    lengths[b]; out (B * T, heads * d); all contiguous. `cut`: how programs share the work (`key_tilings.crossings`);
-    `moments`: of x, where they were written beside it.
+    Args:
+        x: (B * T, W).
+        layer: of the queries, (heads * d, W).
+        keys, values: (B, S, kv_heads, d), of which row b has lengths[b].
+        out: (B * T, heads * d). All tensors are contiguous.
+        cut: one of `key_tilings.crossings`.
+        moments: of x, if the rows come with them.
     """
     if path(x) != "reference":
         if cut is None:
@@ -239,11 +261,13 @@ def step(
     x: Tensor, output: ActionOutput, actions: Tensor, guidance: Guidance, into: ActionInput, following: Tensor,
     at: EulerStep, *, tokens: int,
 ) -> None:  # fmt: skip
-    """Between two evaluations: final norm, output projection, Euler step, and the next evaluation's input.
+    """Between two evaluations of a flow: final norm, output projection, Euler step, and the next evaluation's input.
 
-    x (B * T, W), T = `tokens`. Unless `at.first`, actions (B, H, A) float32 += dt * velocity, where the guidance takes
-    gain * weights ∘ (target - (actions - time * velocity)) from the velocity. Unless `at.last`, following (B * T, W)
-    gets the input of the new actions in its last H tokens of every T.
+    Args:
+        x: (B * T, W), T = `tokens`, the output of the last evaluation. Not read if `at.first`.
+        actions: (B, H, A) float32, += dt * velocity. The guidance subtracts
+            gain * weights ∘ (target - (actions - time * velocity)) from the velocity.
+        following: (B * T, W); its last H rows of every T receive the next input. Not written if `at.last`.
     """
     if path(x) != "reference":
         return kernels("skinny").step(x, output, actions, guidance, into, following, at, tokens=tokens)
