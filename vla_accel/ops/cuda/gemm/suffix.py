@@ -48,7 +48,7 @@ def gated(
     x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling,
     eps: float, activation: Activation,
 ) -> None:  # fmt: skip
-    """out (R, H) = GEGLU or SWIGLU of rstd x Wᵀ + shift. `shift` (2 H,) float32 or None; `squares` (T, R) float32 of x."""
+    """out (R, H) = GEGLU or SWIGLU of rstd x Wᵀ + shift. `shift` (2 H,) float32 or None; `squares` (T, R) of x."""
     fields = {"shift": _address(shift), **_norm(x, squares), "half": len(weight) // 2}
     _launch(GATED, x, weight, out, activation, fields, gpu, tiling, out.shape[1], eps)
 
