@@ -37,6 +37,7 @@ from vla_accel.ops.gpu import Gpu, assumed
 from vla_accel.ops.key_tilings import KeySplit, SuffixAttention
 from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import Product, Skinny, Tiling
+from vla_accel.ops.suffix_types import Heads, Rotation
 from vla_accel.ops.weights import Linear
 
 EPS, WORST = 1e-6, 0.02
@@ -104,7 +105,14 @@ class Bench:
         layer, out = self.layers[name][index], self.out[name]
         if name == "qkv":
             suffix.qkv_rope(
-                self.x, layer, self.scale, self.shifts[name], self.cos, self.sin, self.lengths, *out, eps=EPS, cut=cut
+                self.x,
+                layer,
+                self.scale,
+                self.shifts[name],
+                Rotation(self.cos, self.sin, self.lengths),
+                Heads(*out),
+                eps=EPS,
+                cut=cut,
             )
         elif name == "gate_up":
             suffix.gate_up_geglu(self.x, layer, self.scale, self.shifts[name], out[0], eps=EPS, cut=cut)

@@ -21,6 +21,7 @@ from vla_accel.ops.cuda.gemm.few import few
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import rope_tables
+from vla_accel.ops.suffix_types import Heads, Rotation
 from vla_accel.ops.weights import Linear
 
 SEQUENCES = {33: 3, 40: 2, 80: 2, 160: 4}
@@ -120,12 +121,13 @@ def test_rotated_heads_of_normed_rows(rows: int, tiling: Tiling, gemms: Emulated
         weight, shift = drawn(n, k, seed=2).to(kind) * k**-0.5, drawn(n, seed=3) if shifted else None
         made = [room(rows, heads * HEAD, kind) for heads in (of_q, of_kv, of_kv)]
         q, k_out, v = (out.view(batch, tokens, -1, HEAD) for out, _ in made)
+        rotation = Rotation(cos, sin, lengths)
         want = [torch.empty(out.shape) for out in (q, k_out, v)]
-        ops.qkv_rope(x, Linear(weight), scale, shift, cos, sin, lengths, *want, eps=EPS)
+        ops.qkv_rope(x, Linear(weight), scale, shift, rotation, Heads(*want), eps=EPS)
         assert moments.scaled is not None
         gemms.touch((weight, shift, cos, sin), (moments.scaled, moments.squares, lengths, q, k_out, v))
         run: dict[str, Any] = {"gpu": H200, "tiling": tiling, "eps": EPS}
-        suffix.heads(moments.scaled, weight, moments.squares, shift, cos, sin, lengths, q, k_out, v, **run)
+        suffix.heads(moments.scaled, weight, moments.squares, shift, rotation, Heads(q, k_out, v), **run)
         for got, expected in zip((q, k_out, v), want, strict=True):
             is_close(got, expected, kind)
         assert untouched(*(whole for _, whole in made))

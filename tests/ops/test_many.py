@@ -25,6 +25,7 @@ from vla_accel.ops.cuda.gemm.arguments import Call, Suffix
 from vla_accel.ops.cuda.gemm.few import few
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Library, Own, Pipelined, Product
+from vla_accel.ops.suffix_types import Heads, Rotation
 
 # Weight rows, K, and rows of a group of pairs, of π0's and π0.5's expert.
 WEIGHTS = ((2560, 1024, 256), (1024, 2048, 0), (8192, 1024, 8192), (1024, 4096, 0))
@@ -135,7 +136,7 @@ def test_launches_are_given_what_they_read_and_write(monkeypatch: pytest.MonkeyP
     assert maps[-1] == ([256, 8, 2, 64, 1], [512, 512 * 512, 8 * 512, 1024 * 512], [64, 8, 2, 8, 1])
     cos, sin, lengths = torch.ones(90, 64), torch.zeros(90, 64), torch.tensor([3, 9], dtype=torch.int32)
     q, k, v = (torch.zeros(2, 17, heads, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    suffix.heads(x, weight, squares, None, cos, sin, lengths, q, k, v, eps=1e-3, **run)
+    suffix.heads(x, weight, squares, None, Rotation(cos, sin, lengths), Heads(q, k, v), eps=1e-3, **run)
     got = recorder.launches[-1]
     assert [got[name] for name in ("out", "k", "v", "cos", "sin", "lengths")] == [
         tensor.data_ptr() for tensor in (q, k, v, cos, sin, lengths)

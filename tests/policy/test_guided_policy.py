@@ -36,6 +36,7 @@ from vla_accel.families.pi0 import PI0
 from vla_accel.models.pi0 import Kind
 from vla_accel.ops import suffix
 from vla_accel.ops.activation import Activation
+from vla_accel.ops.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance
 from vla_accel.remote import inference
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.remote.metadata import batches_prev_chunks, supports_prev_chunk
@@ -208,10 +209,9 @@ def test_the_ops_step_with_weights_of_zero_is_the_plain_step() -> None:
 
     def step(weights: Tensor) -> Tensor:
         got = actions.clone()
-        suffix.step(
-            x, scale, None, w_out, b_out, got, target, weights, w_in, b_in, torch.zeros(10, 12), dt=-0.1, time=0.7,
-            gain=3.0, eps=1e-6, tokens=5, first=False, last=True, activation=Activation.NONE,
-        )  # fmt: skip
+        output, into = ActionOutput(scale, None, w_out, b_out, 1e-6), ActionInput(w_in, b_in, Activation.NONE)
+        at = EulerStep(-0.1, 0.7, 3.0, first=False, last=True)
+        suffix.step(x, output, got, Guidance(target, weights), into, torch.zeros(10, 12), at, tokens=5)
         return got
 
     assert torch.equal(step(torch.zeros(2, 5)), want)

@@ -20,6 +20,7 @@ from vla_accel.ops.activation import Activation
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.kernels import around, image
 from vla_accel.ops.moments import Moments
+from vla_accel.ops.suffix_types import Heads, Rotation
 from vla_accel.ops.sums import GroupNorm, Sum
 
 EVERYWHERE = ("pi05", "pi05 fp8", "pi05 int8", "pi0", "pi0 int8")
@@ -78,13 +79,15 @@ def around_products() -> Iterator[Callable[[], Any]]:
     moments, angles = Moments.like(x, width, True), wide(600, head_dim // 2)
     lengths = torch.empty(8, dtype=torch.int32, device=META)
     made = half(rows, (heads + 2) * head_dim)
-    yield lambda: around.heads(made, moments, width, wide(made.shape[1]), angles, angles, lengths, q, k, k, eps=1e-6)
+    yield lambda: around.heads(
+        made, moments, width, wide(made.shape[1]), Rotation(angles, angles, lengths), Heads(q, k, k), eps=1e-6
+    )
     out = half(rows, hidden)
     yield lambda: around.geglu(
         half(rows, 2 * hidden), moments, width, wide(2 * hidden), out, activation=Activation.GEGLU, eps=1e-6
     )
     yield lambda: around.onto(
-        x, wide(width), x, residual=True, tokens=tokens, skip_first=False, moments=moments, next_scale=wide(width),
+        x, wide(width), x, residual=True, skip_every=0, moments=moments, next_scale=wide(width),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,8 @@ from vla_accel.ops import attending, dit, linear, sequence, suffix
 from vla_accel.ops import moments as moment_ops
 from vla_accel.ops import rows as row_ops
 from vla_accel.ops.chain import Chain
-from vla_accel.ops.dit import NormTables
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import KeySplit, SuffixAttention
-from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Library, Pipelined, Product
 from vla_accel.ops.weights import Linear, make_linear
 
@@ -115,7 +113,7 @@ def outputs_of(call: Call, device: torch.device, *, kernel: bool, early: bool = 
     """Run a call and return its outputs. `kernel`: NaN where it must not look, margins checked; else the reference.
     `early`: as a dependent launch, where the device has them."""
     placed = Placed(call, device, kernel)
-    before = {name: _copy(value) for name, value in placed.arguments.items()}
+    before = {name: [tensor.clone() for tensor in _tensors(value)] for name, value in placed.arguments.items()}
     with Chain(Gpu.of(device)).resumed() if early else contextlib.nullcontext():
         for _ in range(repeat):
             getattr(MODULE_OF[call.op], call.op)(**placed.arguments)
@@ -152,13 +150,13 @@ class Placed:
             return value.take(self._place(name, value.whole))
         if isinstance(value, Workspace):
             return self._workspace(value)
-        if isinstance(value, (Linear, NormTables, Moments)):
-            tensors = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return type(value)(
-                **{n: self._place(n, v) if isinstance(v, (Tensor, Empty)) else v for n, v in tensors.items()}
-            )
         if isinstance(value, Empty):
             value = _fill_nan(torch.empty(value.shape, dtype=value.dtype or torch.float32))
+        elif dataclasses.is_dataclass(value):
+            parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            return type(value)(
+                **{n: self._place(n, v) if isinstance(v, (Tensor, Empty)) else v for n, v in parts.items()}
+            )
         if not isinstance(value, Tensor):
             return value
         if name in self.call.hidden:
@@ -189,7 +187,7 @@ class Placed:
         """Nothing was written outside of the tensors; the workspace is as the next call needs it."""
         for buffer, before in self.buffers:
             for margin in (slice(0, MARGIN), slice(-MARGIN, None)):
-                _check_equal(f"{self.call.op} wrote outside of a tensor", buffer[margin], before[margin])
+                _check_equal(f"{self.call.op} wrote outside of a tensor", buffer[margin], [before[margin]])
         assert self.counters is None or not self.counters.any(), f"{self.call.op} left counters that are not zero"
 
 
@@ -226,18 +224,17 @@ def _fill_nan(buffer: Tensor) -> Tensor:
     return buffer
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Linear):
-        return dataclasses.replace(value, weight=value.weight.clone())
-    return value.clone() if isinstance(value, Tensor) else value
+def _tensors(value: Any) -> list[Tensor]:
+    """A tensor, or those in a dataclass."""
+    if dataclasses.is_dataclass(value):
+        return [tensor for f in dataclasses.fields(value) for tensor in _tensors(getattr(value, f.name))]
+    return [value] if isinstance(value, Tensor) else []
 
 
-def _check_equal(message: str, after: Any, before: Any) -> None:
-    if isinstance(after, Linear):
-        after, before = after.weight, before.weight
-    if isinstance(after, Tensor):
-        assert torch.equal(_bits(after), _bits(before)), message
+def _check_equal(message: str, after: Any, before: Sequence[Tensor]) -> None:
+    for one, other in zip(_tensors(after), before, strict=True):
+        assert torch.equal(_bits(one), _bits(other)), message
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+    return x.contiguous().reshape(-1).view(torch.uint8)

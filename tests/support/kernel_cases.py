@@ -24,6 +24,7 @@ from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import rope_tables
 from vla_accel.ops.suffix_tilings import Library, Own, Pipelined, Product, Tiling, moments_columns
+from vla_accel.ops.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance, Heads, Rotation
 from vla_accel.pictures import ChannelScale, PixelValues
 
 
@@ -209,17 +210,16 @@ def _qkv_rope(
         arguments = {
             "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(columns, width, weights=weights),
             "scale": draw.wide(*two, width, scale=0.3) if adaptive else None,
-            "shift": draw.wide(*two, columns) if adaptive else None, "cos": cos, "sin": sin, "lengths": lengths,
-            "q": Empty((batch, tokens, heads, head_dim), draw.dtype),
-            "k": Empty((batch, tokens, kv_heads, head_dim), draw.dtype),
-            "v": Empty((batch, tokens, kv_heads, head_dim), draw.dtype), "eps": EPS, "cut": cut,
+            "shift": draw.wide(*two, columns) if adaptive else None, "rotation": Rotation(cos, sin, lengths),
+            "out": Heads(*(Empty((batch, tokens, n, head_dim), draw.dtype) for n in (heads, kv_heads, kv_heads))),  # type: ignore
+            "eps": EPS, "cut": cut,
         }  # fmt: skip
         if isinstance(cut, Library):
             arguments["workspace"] = Workspace(Product(batch * tokens, width, columns), cut)
         if moments:
             arguments["moments"] = _moments_of(arguments["x"], arguments["scale"], moments)
         arguments |= {"pinned": draw.integers(2, batch * tokens, dtype=torch.int32)} if pinned else {}
-        return Call("qkv_rope", arguments, ("q", "k", "v"))
+        return Call("qkv_rope", arguments, ("out.q", "out.k", "out.v"))
 
     return call
 
@@ -286,7 +286,7 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: Tiling | No
         arguments = {
             "a": draw(rows, k), "layer": draw.linear(n, k, weights=eight_bit(what), bias="b" in what),
             "gate": draw.wide(*two, n) if "g" in what else None, "x": draw(rows, n), "residual": "r" in what,
-            "tokens": tokens, "skip_first": "s" in what, "cut": cut,
+            "skip_every": tokens if "s" in what else 0, "cut": cut,
             "workspace": Workspace(Product(rows, k, n), cut) if isinstance(cut, (Pipelined, Library)) else None,
         }  # fmt: skip
         arguments |= {"pinned": draw.integers(2, rows, dtype=torch.int32)} if two else {}
@@ -326,28 +326,23 @@ def _step(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
         stream = draw(batch * tokens, width, scale=3.0)
         # Only the actions' tokens may be looked at.
         hidden = (torch.arange(batch * tokens) % tokens < tokens - horizon)[:, None].expand_as(stream)
+        output = ActionOutput(
+            draw.wide(width, scale=0.3),
+            draw.wide(width) if "n" in what else None,
+            draw.wide(actions, width, scale=width**-0.5),
+            draw.wide(actions),
+            EPS,
+        )
+        before = draw.wide(batch, horizon, actions)
+        guidance = Guidance(draw.wide(batch, horizon, actions), draw.wide(batch, horizon), "p" in what)
+        activation = Activation.SILU if "s" in what else Activation.NONE
+        bias = draw.wide(*((2,) if "2" in what else ()), width)
         arguments = {
-            "x": stream,
-            "scale": draw.wide(width, scale=0.3),
-            "shift": draw.wide(width) if "n" in what else None,
-            "w_out": draw.wide(actions, width, scale=width**-0.5),
-            "b_out": draw.wide(actions),
-            "actions": draw.wide(batch, horizon, actions),
-            "target": draw.wide(batch, horizon, actions),
-            "weights": draw.wide(batch, horizon),
-            "w_in": draw.wide(actions, width),
-            "b_in": draw.wide(*((2,) if "2" in what else ()), width),
+            "x": stream, "output": output, "actions": before, "guidance": guidance,
+            "into": ActionInput(draw.wide(actions, width), bias, activation),
             "following": draw(batch * tokens, width),
-            "dt": -0.1,
-            "time": 0.7,
-            "gain": 2.5,
-            "eps": EPS,
-            "tokens": tokens,
-            "first": "f" in what,
-            "last": "l" in what,
-            "activation": Activation.SILU if "s" in what else Activation.NONE,
-            "pinned": "p" in what,
-        }
+            "at": EulerStep(-0.1, 0.7, 2.5, "f" in what, "l" in what), "tokens": tokens,
+        }  # fmt: skip
         return Call("step", arguments, ("actions", "following"), {"x": hidden})
 
     return call

@@ -12,6 +12,7 @@ from vla_accel.ops.activation import Activation
 from vla_accel.ops.dit import NormTables
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
+from vla_accel.ops.suffix_types import Guidance
 
 
 def _patchify(images: int, rows: int, columns: int, patch: int, merge: int, stride: int) -> Callable:
@@ -115,8 +116,9 @@ def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
         weights = draw.wide(batch, horizon).clamp(0, 1)
         hidden = draw(batch * tokens, width)
         arguments = {
-            "velocity": draw.wide(batch * tokens, actions), "before": draw.wide(*shape), "target": draw.wide(*shape),
-            "weights": weights, "w_in": draw.wide(actions, width, scale=actions**-0.5), "b_in": draw.wide(width),
+            "velocity": draw.wide(batch * tokens, actions), "before": draw.wide(*shape),
+            "guidance": Guidance(draw.wide(*shape), weights),
+            "w_in": draw.wide(actions, width, scale=actions**-0.5), "b_in": draw.wide(width),
             "after": Empty(shape, torch.float32), "hidden": hidden, "dt": 0.25, "tokens": tokens, "first": "f" in what,
             "last": last,
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The loop's first step beside the prefix: a layer of the expert needs the keys and values of its own layer alone."""
+"""Overlap of the loop's first step with the prefix: each layer of the expert needs only its own keys and values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 class Ahead:
-    """Which of a prefix's `depth` layers have their keys and values, and a stream for what reads them meanwhile.
+    """Events for a prefix's `depth` layers, and a side stream for the consumer of their keys and values.
 
-    The prefix calls `begin` first and `reached` behind each layer's. Who comes after it works inside `beside`, which
-    begins where the prefix does, and asks there by `wait`. `complete`: what is still to be done for a layer, on the
-    stream that waited. In a CUDA graph they become two branches.
+    The prefix calls `begin` first, and `reached` after each layer's keys and values. The consumer runs inside
+    `beside()` and calls `wait(layer)` before it reads that layer. `complete` enqueues the remaining work of a layer on
+    the stream that waited. In a CUDA graph the prefix and the consumer become two branches.
     """
 
     def __init__(self, device: torch.device, depth: int, complete: Callable[[int], None]) -> None:
@@ -22,29 +22,30 @@ class Ahead:
         self.stream, self._complete = _stream(device), complete
 
     def begin(self) -> None:
-        """What the prefix is enqueued behind is there."""
+        """Record that the work before the prefix is enqueued."""
         self.begun.record()
 
     def reached(self, layer: int) -> None:
-        """A layer's keys and values are enqueued."""
+        """Record that the keys and values of a layer are enqueued."""
         self.layers[layer].record()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """What is enqueued inside waits for nothing of the prefix but for what it asks; what comes after it waits for
-        both."""
+        """Run on the side stream, which depends only on the work before the prefix and on the layers in `wait`.
+        Afterwards the current stream waits for both.
+        """
         self.stream.wait_event(self.begun)
         with torch.cuda.stream(self.stream):
             yield
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def wait(self, layer: int) -> None:
-        """What follows on this stream may read the layer's keys and values."""
+        """Order the following work on this stream after the keys and values of a layer."""
         self.stream.wait_event(self.layers[layer])
         self._complete(layer)
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all shapes of a device: cuBLAS keeps a workspace for every stream it has ever seen."""
+    """Return the one side stream of a device: cuBLAS keeps a workspace for every stream that it has seen."""
     return torch.cuda.Stream(device)

@@ -1,7 +1,7 @@
-"""How the ops of a denoise loop are cut into programs: measured where the loop is built, and remembered.
+"""Tile configs of the ops of a denoise loop, measured when the loop is built, and remembered.
 
-Every cut is right; which is the fastest hangs on the GPU, the rows and the weights. What is measured is one kind of op
-in all layers, as the loop runs it, so that weights come from memory and not from the cache.
+Every config is correct; the fastest depends on the GPU, the rows and the weights. One kind of op is measured in all
+layers, as the loop runs it, so that weights come from memory and not from the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WITH_MOMENTS = (Pipelined, Library, Own)
 
 @dataclass(frozen=True)
 class Taken:
-    """A cut, what its programs share, and the moments that they write beside the rows."""
+    """A tile config, the workspace of its programs, and the moments that they write."""
 
     cut: Cut
     workspace: Any
@@ -37,35 +37,36 @@ class Taken:
 
 
 class Cuts:
-    """The cuts of one loop by kind of op."""
+    """The tile configs of one loop by kind of op."""
 
     def __init__(self, device: torch.device, chain: Chain) -> None:
-        """`chain`: the loop's. Ops are measured as they run inside it."""
+        """`chain`: of the loop. Ops are measured with the launches that they have inside it."""
         self.device, self.chain = device, chain
         self.taken: dict[str, Taken] = {}
         self.told: dict[str, str] = {}
 
     @property
     def detail(self) -> str:
-        """What was measured, for the ledger; empty where nothing was."""
+        """The measured configs, for the ledger; empty if none was measured."""
         return "".join(f"; {kind} {way}" for kind, way in self.told.items())
 
     def options(self, kind: str) -> dict[str, Any]:
-        """Arguments `cut` and `workspace` for an op of this kind, as `project` and attention take them."""
+        """Return the arguments `cut` and `workspace` of an op of this kind."""
         taken = self.taken[kind]
         return {"cut": taken.cut, "workspace": taken.workspace}
 
     def alone(self, kind: str) -> Any:
-        """The cut of an op whose programs share nothing."""
+        """Return the config of an op without a workspace."""
         return self.taken[kind].cut
 
     def moments(self, kind: str) -> Moments | None:
-        """What a product of this kind writes for the norm behind it, if it does."""
+        """Return the moments that a product of this kind writes for the next norm, or None."""
         return self.taken[kind].moments
 
     def read_by(self, layer: int, first: Moments) -> Moments | None:
-        """The moments of the rows that a layer reads: those that the layer before wrote with its "down", or `first` of
-        the first one, if that kind writes any."""
+        """Return the moments of the rows that a layer reads: those that "down" of the layer before wrote, or `first` in
+        layer 0. None if that kind writes no moments.
+        """
         written = self.moments("down")
         return first if layer == 0 and written is not None else written
 
@@ -73,9 +74,15 @@ class Cuts:
         self, kind: str, product: Product, run: Callable[[], object], *, shared: bool = True, of: Tensor | None = None,
         scaled: bool = False, beside: bool = False,
     ) -> None:  # fmt: skip
-        """Choose for a product. `run`: it in all layers, with what `options`, `alone` and `moments` say at that time.
-        Not `shared`: its programs share no K. `of`: rows whose moments it writes, `scaled` or not. `beside`: where rows
-        are many, the library and the own GEMM are tried beside Triton's best; it reads or writes moments."""
+        """Choose the config of a product.
+
+        Args:
+            run: runs the product in all layers with the current `options`, `alone` and `moments`.
+            shared: whether programs may share K.
+            of: the rows whose moments the product writes, or None; `scaled`: whether the next norm has a scale.
+            beside: whether to try cuBLAS and the own GEMM as well, for many rows; the product must read or write
+            moments.
+        """
         gpu = Gpu.of(self.device)
 
         def among(what: str, cuts: Sequence[Tiling]) -> Tiling:
@@ -98,14 +105,14 @@ class Cuts:
             among(f"{product}, {best}, without Triton", [best, *others])
 
     def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
-        """Choose for `suffix_attention`; as `products`."""
+        """Choose the config of `suffix_attention`. Arguments as `products`."""
         cuts = key_tilings.key_splits(Gpu.of(self.device), sizes)
         self._choose(
             kind, str(sizes), [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20
         )
 
     def crossing(self, kind: str, sizes: Crossing, run: Callable[[], object]) -> None:
-        """Choose for `cross_attention`; as `products`."""
+        """Choose the config of `cross_attention`. Arguments as `products`."""
         cuts = key_tilings.crossings(Gpu.of(self.device), sizes)
         self._choose(kind, str(sizes), [Taken(cut, None) for cut in cuts], run, 1)
 

@@ -1,9 +1,9 @@
-"""Decoding tokens in fused ops, a token a row: what is read is all of the weights, every time.
+"""Decoding of tokens in fused ops, one token of each row at a time. Every token reads all weights.
 
-Five kernels a layer, as in the denoise loop of few rows (`native.expert`), then the head, the largest logit and a few
-counters, all on the GPU: a token goes from step to step without the host. `TURN` tokens are one turn, after which the
-program says whether every row has its stop token. Exact savings: norm weights folded into q/k/v and gate/up, and the
-weights are the prefix's own where that computes in the same precision.
+A layer is five kernels, as in the denoise loop of few rows (`native.expert`); then follow the head, the largest logit
+and a few counters. All of it runs on the GPU: tokens do not pass through the host. After `TURN` tokens the program
+reports whether every row has its stop token. Exact savings: norm weights are folded into q/k/v and gate/up, and the
+weights are those of the prefix if it computes in the same precision.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import add_norm, rope_tables
+from vla_accel.ops.suffix_types import Heads, Rotation
 from vla_accel.ops.weights import Linear, make_linear
 
 TURN = 4
@@ -39,8 +40,10 @@ many are decoded for nothing."""
 
 @dataclass(frozen=True)
 class DecodeWeights:
-    """Gemma's weights as a token reads them. `table` (vocabulary, W): the token embedding, unscaled; `head`: the same
-    storage where they are tied; `norm` (W,) float32: the factor of the last norm; `precision`: of the layers' weights.
+    """Gemma's weights for decoding.
+
+    `table` (vocabulary, W): the unscaled token embedding; `head`: the same storage if they are tied; `norm` (W,)
+    float32: the factor of the last norm; `precision`: of the layers' weights.
     """
 
     layers: tuple[ExpertLayer, ...]
@@ -52,8 +55,10 @@ class DecodeWeights:
 
     @classmethod
     def of(cls, model: Pi0Fast, precision: str, prefix: PrefixWeights | None = None) -> DecodeWeights:
-        """Prepare from a model; `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`); `prefix`: what there is
-        already."""
+        """Prepare the weights of a model.
+
+        `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`); `prefix`: weights that may be shared.
+        """
         dtype = compute_dtype(precision)
         stored = FORMATS[precision].dtype if precision in FORMATS else dtype
         layers = []
@@ -78,7 +83,7 @@ class DecodeWeights:
 def _layer(
     model: Pi0Fast, name: str, layer: GemmaLayer, precision: str, stored: torch.dtype, there: PrefixLayer | None
 ) -> ExpertLayer:
-    """A block's four products; those that are `there` in the dtype that is `stored` are taken."""
+    """Prepare the products of a block, sharing those of `there` that have the dtype `stored`."""
 
     def made(product: str, own: Linear | None, weight: Callable[[], Tensor], *parts: str) -> Linear:
         if own is not None and own.weight.dtype == stored and not own.paired:
@@ -103,8 +108,11 @@ def _layer(
 
 
 class NativeDecode(TurnedProgram):
-    """The program. Inputs `tokens` (B, L) int64, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32;
-    output `action_tokens` (B, steps) int64, 0 behind the turn in which the last row had its stop token."""
+    """The decode program.
+
+    Inputs `tokens` (B, L) int64, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32; output
+    `action_tokens` (B, steps) int64, 0 after the turn in which the last row had its stop token.
+    """
 
     def __init__(
         self, weights: DecodeWeights, config: Pi0FastConfig, batch: int, prefix_tokens: int, steps: int
@@ -143,7 +151,7 @@ class NativeDecode(TurnedProgram):
         self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.cuts.detail}"
 
     def _cut(self, sizes: SuffixAttention) -> None:
-        """Choose how products and attention are cut."""
+        """Choose the tile configs of the products and of attention."""
         layers, head = self.weights.layers, self.weights.head
 
         def every(op: Callable[[int], None]) -> None:
@@ -183,7 +191,7 @@ class NativeDecode(TurnedProgram):
         outputs["action_tokens"].copy_(self.written[:, : self.steps])
 
     def _next(self) -> None:
-        """One token of every row, from that before it."""
+        """Decode the next token of every row."""
         w = self.weights
         self.positions.copy_(self.places)
         self.x.copy_(w.table[self.token] * math.sqrt(w.table.shape[1]))
@@ -211,13 +219,13 @@ class NativeDecode(TurnedProgram):
     def _qkv(self, index: int) -> None:
         moments = self.cuts.read_by(index, self.first)
         suffix.qkv_rope(
-            self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, self.positions, self.q,
-            self.k[index], self.v[index], eps=self.config.prefix.eps,
-            cut=self.cuts.alone("qkv"), moments=moments,
+            self.x, self.weights.layers[index].qkv, None, None,
+            Rotation(self.cos, self.sin, self.positions), Heads(self.q, self.k[index], self.v[index]),
+            eps=self.config.prefix.eps, cut=self.cuts.alone("qkv"), moments=moments,
         )  # fmt: skip
 
     def _attend(self, index: int) -> None:
-        """To the `positions` keys before each token, and to itself."""
+        """Attend to the `positions` keys before each token, and to the token itself."""
         suffix.suffix_attention(
             self.q, self.keys[index], self.values[index], self.k[index], self.v[index], self.positions, self.context,
             state_first=False, **self.cuts.options("attention"),

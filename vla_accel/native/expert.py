@@ -1,8 +1,8 @@
-"""The denoise loop in fused ops, all of the steps in one program: CUDA C++ for few rows on Hopper, Triton otherwise.
+"""The denoise loop of π0 and π0.5, all steps in one program: CUDA C++ for few rows on Hopper, fused ops otherwise.
 
-Exact savings: everything that depends on the step only is a constant (time embedding, adaptive norms, the product of a
-norm's shift with its weight), π0's two linear maps from actions to the time MLP are one, and the prefix's keys and
-values are read where the prefix wrote them.
+Exact savings: everything that depends only on the step is a constant (time embedding, adaptive norms, the product of a
+norm's shift with its weight), π0's two linear maps from actions to the time MLP are one, and keys and values of the
+prefix are read where the prefix wrote them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from vla_accel.ops.activation import Activation
 from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.suffix_tilings import Product
+from vla_accel.ops.suffix_types import ActionInput, ActionOutput
 from vla_accel.ops.weights import Linear, make_linear
 
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """One block's four products."""
+    """The four products of a block."""
 
     qkv: Linear
     o: Linear
@@ -40,10 +41,11 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The expert's weights. `state` (W, A) and `mix` (W, W): π0's state projection and the second layer of its time
-    MLP, else None. `w_out` (A, W) float32. `precision`: of the layers' weights.
+    """The weights of the expert. Its layers are stored once: as `layers`, or as `packed` for the streamed kernels.
 
-    The layers' weights are there once: as `layers`, or, for the streamed kernels, as `packed`."""
+    `state` (W, A) and `mix` (W, W): π0's state projection and the second layer of its time MLP, else None; `w_out` (A,
+    W) float32; `precision`: of the layers' weights.
+    """
 
     layers: tuple[ExpertLayer, ...]
     packed: Packed | None
@@ -56,7 +58,7 @@ class ExpertWeights:
     head_dim: int
 
     def normed_products(self) -> Iterator[tuple[Linear, Linear]]:
-        """Each layer's q/k/v and gate/up, the products that follow a norm. Of packed weights they are copies."""
+        """Yield q/k/v and gate/up of each layer, the products after a norm. Packed weights yield copies."""
         if self.packed is None:
             yield from ((layer.qkv, layer.gate_up) for layer in self.layers)
         else:
@@ -70,8 +72,7 @@ class ExpertWeights:
 
     @classmethod
     def of(cls, model: Pi0, precision: str, *, streamed: bool = False) -> ExpertWeights:
-        """Prepare from a model; `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`). `streamed`: for the
-        streamed kernels."""
+        """Prepare the weights of a model. `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`)."""
         dtype, adaptive = compute_dtype(precision), model.config.kind == "pi05"
         names = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
         # Adaptive norms have a dense layer of the time instead of weights to fold (`native.constants`).
@@ -112,7 +113,7 @@ class ExpertWeights:
 
 
 def sizes_of(config: Pi0Config) -> Sizes:
-    """What the denoise kernels must know of a model."""
+    """Return the sizes of a model for the streamed kernels."""
     e = config.expert
     return Sizes(
         e.width, e.mlp_dim, e.heads, e.kv_heads, e.head_dim, e.depth, config.suffix_tokens, config.action_horizon,
@@ -121,21 +122,21 @@ def sizes_of(config: Pi0Config) -> Sizes:
 
 
 def why_not_streamed(model: Pi0, precision: str, batch: int) -> str | None:
-    """Why the streamed kernels cannot run a model where its weights are; None where they can."""
+    """Explain why the streamed kernels do not run a model on its device; None if they do."""
     return why_not(Gpu.of(model.device), sizes_of(model.config), batch, precision)
 
 
 def steps_of(
     model: Pi0, weights: ExpertWeights, num_steps: int, max_weight: float | None = None, trained: bool = False
 ) -> StepTables:
-    """What the steps add to these weights; the same for all shapes."""
+    """Return the constants of the steps for these weights; they are the same for all shapes."""
     return step_tables(model, weights.normed_products(), num_steps, max_weight, trained)
 
 
 def streamed_loop(
     gpu: Gpu, weights: ExpertWeights, config: Pi0Config, tables: StepTables, batch: int, prefix_tokens: int
 ) -> StreamedLoop:
-    """The streamed kernels over packed weights."""
+    """Return the loop of streamed kernels over packed weights."""
     assert weights.packed is not None
     return StreamedLoop(
         gpu, sizes_of(config), weights.packed, tables, weights.w_out, weights.b_out,
@@ -144,15 +145,18 @@ def streamed_loop(
 
 
 class NativeDenoise(LoopProgram):
-    """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32,
-    `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call), or, with trained tables, of
-    the actions that are pinned, and, for π0, `state` (B, A) float32; output `actions` (B, H, A) float32."""
+    """The denoise program.
+
+    Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32, and for π0
+    `state` (B, A) float32; `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero for none), or, with
+    trained tables, of the pinned actions. Output `actions` (B, H, A) float32.
+    """
 
     def __init__(
         self, weights: ExpertWeights, config: Pi0Config, tables: StepTables, batch: int, prefix_tokens: int,
         why_not_streamed: str | None = None,
     ) -> None:  # fmt: skip
-        """`why_not_streamed`: of weights that are not packed, for the ledger."""
+        """`why_not_streamed`: for the ledger, if the weights are not packed."""
         self.weights, self.config, self.tables = weights, config, tables
         device = weights.w_out.device
         self.state_token = None
@@ -176,7 +180,7 @@ class NativeDenoise(LoopProgram):
 
 
 class Pi0LayerLoop(LayerLoop):
-    """Five kernels a layer and one between steps."""
+    """Five kernels in a layer and one between steps."""
 
     def __init__(
         self, weights: ExpertWeights, config: Pi0Config, tables: StepTables, batch: int, prefix_tokens: int
@@ -191,7 +195,7 @@ class Pi0LayerLoop(LayerLoop):
 
     @property
     def products(self) -> dict[str, Product]:
-        """The four of a layer."""
+        """The four products of a layer."""
         first = self.weights.layers[0]
         return {
             "qkv": suffix.qkv_product(self.x, first.qkv, self.q, self.k),
@@ -201,7 +205,7 @@ class Pi0LayerLoop(LayerLoop):
         }
 
     def _cut(self) -> None:
-        """Choose how the four products and attention are cut."""
+        """Choose the tile configs of the four products and of attention."""
         sizes, device = self.attention, self.x.device
         lengths = torch.zeros(len(self.q), dtype=torch.int32, device=device)
         # What writes moments comes before what reads them.
@@ -216,7 +220,7 @@ class Pi0LayerLoop(LayerLoop):
         self.cuts.attention("attention", sizes, functools.partial(self._attend, 0, inputs))
 
     def every(self, name: str, lengths: Tensor) -> None:
-        """One of the products in every layer, as the loop runs it."""
+        """Run one of the products in every layer, as the loop does."""
         for index in range(len(self.weights.layers)):
             {"qkv": self._qkv, "o": self._o, "gate_up": self._gate_up, "down": self._down}[name](0, index, lengths)
 
@@ -229,22 +233,18 @@ class Pi0LayerLoop(LayerLoop):
 
     def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
         w, tables = self.weights, self.tables
-        first, last = step == 0, step == tables.steps
-        done = max(step - 1, 0)
+        done, at = max(step - 1, 0), self.at(step)
         final_scale = tables.final_scale[done] if tables.adaptive else tables.final_scale
         b_in = tables.b_in if tables.adaptive else tables.b_in[min(step, tables.steps - 1)]
+        output = ActionOutput(final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, self.eps)
+        into = ActionInput(tables.w_in, b_in, Activation.NONE if w.mix is None else Activation.SILU)
         following = self.x if w.mix is None else self.hidden
-        suffix.step(
-            self.x, final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, actions, inputs["target"],
-            inputs["weights"], tables.w_in, b_in, following, dt=-1.0 / tables.steps, time=tables.times[done],
-            gain=tables.gains[done], eps=self.eps, tokens=self.tokens, first=first, last=last,
-            activation=Activation.NONE if w.mix is None else Activation.SILU, pinned=tables.trained,
-        )  # fmt: skip
-        if w.mix is not None and not last:
+        suffix.step(self.x, output, actions, self.guidance(inputs), into, following, at, tokens=self.tokens)
+        if w.mix is not None and not at.last:
             assert state_token is not None
             self.x.view(len(state_token), self.tokens, -1)[:, 0] = state_token.to(self.x.dtype)
             self.chain.restart()
-            suffix.project(self.hidden, w.mix, None, self.x, residual=False, tokens=self.tokens, skip_first=True)
+            suffix.project(self.hidden, w.mix, None, self.x, residual=False, skip_every=self.tokens)
 
     def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
         lengths = inputs["lengths"]
@@ -257,8 +257,8 @@ class Pi0LayerLoop(LayerLoop):
     def _qkv(self, step: int, index: int, lengths: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         suffix.qkv_rope(
-            self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index), self.cos, self.sin,
-            lengths, self.q, self.k, self.v, eps=self.eps, pinned=self.pinned,
+            self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index),
+            self.rotation(lengths), self.heads, eps=self.eps, pinned=self.pinned,
             **self.cuts.options("qkv"), moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""GR00T's diffusion transformer in fused ops, all steps in one program: five kernels a block.
+"""GR00T's diffusion transformer in fused ops, all steps in one program: five kernels in a block.
 
-Exact savings: all that depends on the step alone is a constant (embeddings of time, the norms' modulations, the
+Exact savings: everything that depends only on the step is a constant (embeddings of time, modulations of the norms, the
 products of their shifts and sums with the weights), the two linear maps from actions to the second action product are
-one, and keys and values of blocks that look outside are read where the prefix wrote them.
+one, and keys and values of blocks with cross-attention are read where the prefix wrote them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from vla_accel.ops.chain import Chain
 from vla_accel.ops.dit import NormTables, flow_step, product
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments, measure
+from vla_accel.ops.suffix_types import Guidance
 from vla_accel.ops.weights import Linear, make_linear
 
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """One block's products: q alone, or q, k and v, and three more. The biases of `first`, `fc1` are in the tables."""
+    """The four products of a block; `first` is q, or q, k and v. The biases of `first` and `fc1` are in the tables."""
 
     first: Linear
     first_bias: Tensor
@@ -43,9 +44,10 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class TransformerWeights:
-    """`ends`: the transformer's output product and the two that decode it, each with its bias in float32; `w_in` (A, W)
-    float32: from actions to the second action product; `action_out`; `state`: two products; `positions` (H, W).
-    `precision`: of the blocks' weights."""
+    """`ends`: the output product of the transformer and the two that decode it, each with its bias in float32; `w_in`
+    (A, W) float32: from actions to the second action product; `state`: two products; `positions` (H, W); `precision`:
+    of the weights of the blocks.
+    """
 
     blocks: tuple[BlockWeights, ...]
     ends: tuple[tuple[Linear, Tensor], ...]
@@ -59,7 +61,7 @@ class TransformerWeights:
 
     @classmethod
     def of(cls, model: Groot, precision: str) -> TransformerWeights:
-        """Prepare from a model; `precision`: fp32, bf16, or, of the blocks, fp8 or int8 (`store.plain_input`)."""
+        """Prepare the weights of a model. `precision`: fp32, bf16, or for blocks fp8 or int8 (`store.plain_input`)."""
         dtype, head, blocks = compute_dtype(precision), model.head, []
         for index, layer in enumerate(head.layers):
             assert isinstance(layer, DitLayer)
@@ -92,7 +94,9 @@ class TransformerWeights:
 
 @dataclass(frozen=True)
 class StepRow:
-    """Of one step: by block the norm before attention and its product's shift; the last norm; the first product's."""
+    """The constants of one step. `norms`: for each block, the norm before attention and the shift of its product;
+    `final`: those of the last norm; `b_in`: the bias of the first product.
+    """
 
     norms: tuple[tuple[NormTables, Tensor], ...]
     final: tuple[NormTables, Tensor]
@@ -101,7 +105,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class TransformerTables:
-    """A row a step, and by block the plain norm before its MLP."""
+    """The constants of each step, and for each block the plain norm before its MLP."""
 
     rows: tuple[StepRow, ...]
     plain: tuple[NormTables, ...]
@@ -109,7 +113,7 @@ class TransformerTables:
 
 @torch.inference_mode()
 def step_tables(model: Groot, weights: TransformerWeights, steps: int) -> TransformerTables:
-    """What `steps` steps compute of their time alone, with the products' weights as they are stored."""
+    """Compute the constants of `steps` steps, with the weights of the products as stored."""
     constants, head = model.constants(steps), model.config.head
     scales, shifts = constants.scales.float(), constants.shifts.float()
     by_block = []
@@ -137,7 +141,7 @@ def _row(
 
 
 class NativeTransformer:
-    """The program. Inputs as `components.groot.Denoise` has them; output `actions` (B, H, A) float32."""
+    """The denoise program. Inputs as `components.groot.Denoise`; output `actions` (B, H, A) float32."""
 
     def __init__(self, weights: TransformerWeights, tables: TransformerTables, config: GrootConfig, batch: int) -> None:
         self.weights, self.tables, self.config, self.batch = weights, tables, config, batch
@@ -166,7 +170,7 @@ class NativeTransformer:
         self.detail = f"fused ops, {kind}, {launches} launches a step{self.cuts.detail}"
 
     def _cut(self) -> None:
-        """Choose how the products are cut; `product` at the ends takes the first cut, as attention does."""
+        """Choose the tile configs of the products. `product` at the ends and attention take the first one."""
         blocks = list(enumerate(self.weights.blocks))
         block = self.weights.blocks[0]
         # What writes moments comes before what reads them.
@@ -202,7 +206,7 @@ class NativeTransformer:
         self._flow(inputs, actions, step)
         self.x.copy_(self.start)
         self.chain.restart()
-        suffix.project(self.hidden, self.weights.action_out, None, self.x, tokens=self.tokens, skip_first=True)
+        suffix.project(self.hidden, self.weights.action_out, None, self.x, skip_every=self.tokens)
         measure(self.x, self.tables.rows[step].norms[0][0].scale, self.begun)
         seen = {"text": 0, "image": 0}
         for index, block in enumerate(self.weights.blocks):
@@ -210,7 +214,7 @@ class NativeTransformer:
         self._velocity(step)
 
     def _begin(self, state: Tensor) -> None:
-        """The state's token and the actions' positions, the same at every step."""
+        """Write the token of the state and the positions of the actions, which are the same in every step."""
         (w_1, b_1), (w_2, b_2) = self.weights.state
         token = torch.addmm(b_2, torch.relu(torch.addmm(b_1, state, w_1.T)), w_2.T)
         start = self.start.view(self.batch, self.tokens, -1)
@@ -224,7 +228,7 @@ class NativeTransformer:
         before = inputs["noise"] if first else self.flow[(step - 1) % 2]
         b_in = self.tables.rows[min(step, steps - 1)].b_in
         flow_step(
-            self.velocity, before, inputs["target"], inputs["weights"], self.weights.w_in, b_in,
+            self.velocity, before, Guidance(inputs["target"], inputs["weights"]), self.weights.w_in, b_in,
             actions if last else self.flow[step % 2], self.hidden, dt=1.0 / steps, tokens=self.tokens, first=first,
             last=last,
         )  # fmt: skip
@@ -248,7 +252,7 @@ class NativeTransformer:
         self._fc2(step, index, block)
 
     def _first(self, step: int, index: int, block: BlockWeights) -> Tensor:
-        """q, or q, k and v, in the buffer that is returned."""
+        """Enqueue q, or q, k and v. Returns their buffer."""
         norm, shift = self.tables.rows[step].norms[index]
         out, kind = (self.first["self"], "qkv") if block.source == "self" else (self.first["other"], "q")
         moments = self.cuts.moments("fc2") if index else self.begun

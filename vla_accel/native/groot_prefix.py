@@ -1,8 +1,8 @@
 """GR00T's language model and vision-language attention in fused ops: image tokens and text to the keys and values that
-the diffusion transformer reads at every step.
+the diffusion transformer reads in every step.
 
-Exact savings: norms folded into the products that follow, no layer behind the last that is read, keys and values of all
-blocks of a source in one product.
+Exact savings: norms are folded into the next products, no layer runs after the last one that is read, and the keys and
+values of all blocks of a source are one product.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vla_accel.ops.weights import Linear, make_linear, pair
 
 @dataclass(frozen=True)
 class LanguageLayer:
-    """One block's four products, its norms folded, and the norms of its heads, (d,) float32."""
+    """The four products of a block with folded norms, and the norms of its heads, (d,) float32."""
 
     qkv: Linear
     o: Linear
@@ -58,8 +58,9 @@ def _folded(product: nn.Linear, norm: nn.RMSNorm) -> Tensor:
 
 @dataclass(frozen=True)
 class ReaderWeights:
-    """`table` (vocabulary, W): token embeddings, shared with the model; `vl_scale`, `vl_shift` (W,) float32 of the norm
-    before the attention; `keys_values`: of text and of images, all blocks' products as one."""
+    """`table` (vocabulary, W): token embeddings, shared with the model; `vl_scale`, `vl_shift` (W,) float32: of the
+    norm before the attention; `keys_values`: one product of all blocks for text, and one for images.
+    """
 
     table: Tensor
     layers: tuple[LanguageLayer, ...]
@@ -71,7 +72,7 @@ class ReaderWeights:
 
     @classmethod
     def of(cls, model: Groot, precision: str) -> ReaderWeights:
-        """Prepare from a model; `precision` fp32 or bf16."""
+        """Prepare the weights of a model. `precision`: fp32 or bf16."""
         dtype, layers = compute_dtype(precision), []
         (table,) = model.fetched("embed")
         for index, layer in enumerate(model.language.layers):
@@ -97,9 +98,11 @@ def _keys_values(model: Groot, source: Source, dtype: torch.dtype) -> Linear:
 
 
 class NativeReader:
-    """The program. Inputs `image_tokens` (B, I, W), `deepstack` (n, B, I, W), `tokens` (B, L) int64, `lengths` (B,)
-    int32 of them; outputs `text_keys`, `text_values` (n, B, L, heads, d), `image_keys`, `image_values` (n, B, I, heads,
-    d)."""
+    """The program of the prefix.
+
+    Inputs `image_tokens` (B, I, W), `deepstack` (n, B, I, W), `tokens` (B, L) int64, and their `lengths` (B,) int32;
+    outputs `text_keys`, `text_values` (n, B, L, heads, d), `image_keys`, `image_values` (n, B, I, heads, d).
+    """
 
     def __init__(self, weights: ReaderWeights, model: Groot, batch: int, layout: Layout, attention: str) -> None:
         config, device, dtype = model.config.language, weights.table.device, weights.dtype
@@ -162,7 +165,7 @@ class NativeReader:
         add_norm(x, y, x, h, layer=False, eps=self.config.eps, inverse_scale=None)
 
     def _attention(self, layer: LanguageLayer, *, normed: bool) -> None:
-        """Attention's context. `normed`: `h` has the normed rows; otherwise `moments` are those of `x`."""
+        """Enqueue attention. `normed`: `h` has the normed rows; otherwise `moments` are those of `x`."""
         c = self.config
         if normed:
             linear(self.h, layer.qkv, self.qkv)
@@ -174,8 +177,9 @@ class NativeReader:
         causal_attention(q, k, v, self.context.view(self.batch, self.layout.tokens, -1))
 
     def _mlp(self, layer: LanguageLayer) -> None:
-        """Output projection, residual, MLP, residual; behind it `h` has the normed rows, or `moments` are those of
-        `x`."""
+        """Enqueue output projection, residual, MLP and residual. Afterwards `h` has the normed rows, or `moments` are
+        those of `x`.
+        """
         if self.norms_inside:
             norms.residual_linear(self.context, layer.o, self.x, self.moments)
             norms.normed_gate_up(

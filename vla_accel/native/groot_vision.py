@@ -1,7 +1,7 @@
 """GR00T's vision tower in fused ops: uint8 images to image tokens and deepstack features.
 
-Exact savings: the pixels' normalisation is folded into the patch embedding, and every LayerNorm's weights into the
-product that follows, the mergers' too.
+Exact savings: the normalisation of the pixels is folded into the patch embedding, and the weights of every LayerNorm,
+also of the mergers, into the next product.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vla_accel.ops.weights import Linear, make_linear
 
 @dataclass(frozen=True)
 class MergerWeights:
-    """One merger's two products, its norm folded. `late`: the norm is of the joined patches."""
+    """The two products of a merger, with its norm folded. `late`: the norm applies to the joined patches."""
 
     fc1: Linear
     fc2: Linear
@@ -52,8 +52,11 @@ class MergerWeights:
 
 @dataclass(frozen=True)
 class TowerWeights:
-    """The tower's weights, folded. `patch` (W, 2 * stride): the embedding in two halves; `offset` (1, W) float32: its
-    bias; `table` (positions, W) float32: position embeddings; the last merger is the tower's own."""
+    """The folded weights of the tower.
+
+    `patch` (W, 2 * stride): the embedding in two halves; `offset` (1, W) float32: its bias; `table` (positions, W)
+    float32: position embeddings. The last merger is that of the tower itself.
+    """
 
     patch: Tensor
     offset: Tensor
@@ -80,7 +83,9 @@ class TowerWeights:
 
 
 class NativeTower:
-    """The program. Input `images` uint8 (B, V, H, W, 3); outputs `image_tokens` (B, I, W), `deepstack` (n, B, I, W)."""
+    """The vision program. Input `images` uint8 (B, V, H, W, 3); outputs `image_tokens` (B, I, W), `deepstack` (n, B, I,
+    W).
+    """
 
     def __init__(self, weights: TowerWeights, model: Groot, batch: int, layout: Layout, attention: str) -> None:
         config, device, dtype = model.config.vision, weights.patch.device, weights.dtype

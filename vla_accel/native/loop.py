@@ -1,4 +1,4 @@
-"""What the denoise programs of all families with a prefix share: where their loop begins, and when."""
+"""What the denoise programs of all families with a prefix share."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import SuffixAttention
 from vla_accel.ops.moments import Moments, measure
 from vla_accel.ops.rows import rope_tables
+from vla_accel.ops.suffix_types import EulerStep, Guidance, Heads, Rotation
 
 Stack = GemmaConfig | SmolLmConfig
 Wait = Callable[[int], None]
@@ -28,12 +29,12 @@ Wait = Callable[[int], None]
 
 
 class LayerLoop(ABC):
-    """A loop of fused ops, layer by layer: as `StreamedLoop`, begun and gone on with. Any number of rows, any GPU. How
-    each op is cut into programs is measured on the GPU at hand, over all layers, and remembered; `detail` says what was
-    taken.
+    """A denoise loop of fused ops, layer by layer, with the interface of `StreamedLoop`. Any number of rows, any GPU.
 
-    Rows of the suffix: `x` (B T, W), what the action MLP's first layer makes of them `hidden`, `q`, `k`, `v`
-    (B, T, heads, d), attention's `context` and the gated `active`. `attention`: its sizes.
+    The tile config of each op is measured over all layers when the loop is built, and remembered; `detail` reports it.
+
+    Buffers of the suffix: `x` (B T, W), `hidden` (B T, W) after the first layer of the action MLP, `q`, `k`, `v`
+    (B, T, heads, d), `context` of the attention and the gated `active`. `attention`: its sizes.
     """
 
     reads_by_layer = True
@@ -42,7 +43,7 @@ class LayerLoop(ABC):
         self, expert: Stack, tables: StepTables, batch: int, tokens: int, prefix_tokens: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """`tokens`: of a sequence's suffix; `dtype`: of what is computed."""
+        """`tokens`: suffix tokens of a sequence; `dtype`: of activations."""
         self.tables, self.tokens, self.eps, self.depth = tables, tokens, expert.eps, expert.depth
         self.chain = Chain(Gpu.of(device))
         rows = batch * tokens
@@ -57,34 +58,54 @@ class LayerLoop(ABC):
         self.context = buffer(rows, expert.heads * expert.head_dim)
         self.active = buffer(rows, expert.mlp_dim)
         self.cos, self.sin = rope_tables(prefix_tokens + tokens, expert.head_dim, device)
+        self.heads = Heads(self.q, self.k, self.v)
         self.attention = SuffixAttention(
             batch, tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
         )
         self.cuts = Cuts(device, self.chain)
         self.first = Moments.like(self.x, expert.width, tables.adaptive)
 
+    def rotation(self, lengths: Tensor) -> Rotation:
+        """Rotary embeddings of sequences after prefixes of these lengths (B,) int32."""
+        return Rotation(self.cos, self.sin, lengths)
+
+    def at(self, step: int) -> EulerStep:
+        """The Euler step after evaluation `step` - 1, and before evaluation `step`."""
+        tables, done = self.tables, max(step - 1, 0)
+        return EulerStep(
+            -1.0 / tables.steps, tables.times[done], tables.gains[done], first=step == 0, last=step == tables.steps
+        )
+
+    def guidance(self, inputs: Mapping[str, Tensor]) -> Guidance:
+        """The inputs `target` and `weights`."""
+        return Guidance(inputs["target"], inputs["weights"], self.tables.trained)
+
     @property
     def detail(self) -> str:
-        """What was measured, for the ledger."""
+        """The measured tile configs, for the ledger."""
         return self.cuts.detail
 
     def begin(
         self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor, wait: Wait | None = None
     ) -> None:
-        """Enqueue the first step; `actions` hold the noise, and are integrated in place. `wait`: with it no layer
-        starts before it is its turn. Call it and `go_on` with `chain` open."""
+        """Enqueue the first step. Call `begin` and `go_on` with `chain` open.
+
+        Args:
+            actions: (B, H, A) float32; they hold the noise and are integrated in place.
+            wait: called with each layer before it is enqueued, until its keys and values are ordered before it.
+        """
         self._between(inputs, actions, state_token, 0)
         self._step(inputs, 0, wait)
 
     def go_on(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
-        """Enqueue the other steps, and the end."""
+        """Enqueue the other steps and the end."""
         for step in range(1, self.tables.steps):
             self._between(inputs, actions, state_token, step)
             self._step(inputs, step)
         self._between(inputs, actions, state_token, self.tables.steps)
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
-        """Enqueue all of it."""
+        """Enqueue the whole loop."""
         with self.chain:
             self.begin(inputs, state_token, actions)
             self.go_on(inputs, state_token, actions)
@@ -105,14 +126,13 @@ class LayerLoop(ABC):
 
     @abstractmethod
     def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
-        """A layer in evaluation `step`."""
+        """Enqueue a layer of evaluation `step`."""
 
 
 class LoopProgram(FollowingProgram):
-    """A `Program` around a loop, a `StreamedLoop` or a `LayerLoop`, that integrates the output `actions` in place.
+    """A `Program` around a `StreamedLoop` or a `LayerLoop` that integrates the output `actions` in place.
 
-    Its first step runs beside the prefix where both are native: a layer of it waits for that layer's keys and values
-    alone.
+    If the prefix is native as well, the first step overlaps it: each layer waits only for its own keys and values.
     """
 
     loop: StreamedLoop | LayerLoop
@@ -138,8 +158,11 @@ class LoopProgram(FollowingProgram):
             self.loop.go_on(inputs, state, actions)
 
     def prepare(self, inputs: Mapping[str, Tensor], actions: Tensor) -> Tensor | None:
-        """Where the loop begins: at the noise, but for actions that a trained model has pinned. Returns the state's
-        token (B, W), None where the suffix has none."""
+        """Write the initial actions: the noise, except for actions that a trained model pins.
+
+        Returns:
+            The token of the state (B, W), or None if the suffix has none.
+        """
         actions.copy_(inputs["noise"])
         if self.tables.trained:
             torch.where(inputs["weights"].unsqueeze(-1) > 0, inputs["target"], actions, out=actions)
@@ -147,8 +170,13 @@ class LoopProgram(FollowingProgram):
 
 
 def described(loop: Any, what: str, why_not_streamed: str | None) -> str:
-    """The ledger's line of a loop: a `StreamedLoop`, or one of fused ops, with `detail`. `what`: of its weights;
-    `why_not_streamed`: of one that might have been."""
+    """Return a loop's text for the ledger.
+
+    Args:
+        loop: a `StreamedLoop`, or a loop of fused ops with `detail`.
+        what: describes the weights.
+        why_not_streamed: why the streamed kernels do not run this loop, if they were considered.
+    """
     if isinstance(loop, StreamedLoop):
         apart = loop.schedule.apart
         return f"streamed CUDA kernels, {what}" + (f" (q/k/v and attention apart: {apart})" if apart else "")

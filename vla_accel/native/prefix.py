@@ -1,7 +1,7 @@
 """The prefix in fused ops: image tokens and prompt to keys and values.
 
-Exact savings: norm weights folded into q/k/v and gate/up, one copy of keys and values that prefix attention and the
-expert both read, nothing after the last layer's keys and values.
+Exact savings: norm weights are folded into q/k/v and gate/up, prefix attention and the expert read the same copy of
+keys and values, and nothing runs after the last layer's keys and values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ N = TypeVar("N", bound=PaliGemma)
 
 @dataclass(frozen=True)
 class PrefixLayer:
-    """One block's four products; the last block has only the first, and of it only keys and values."""
+    """The four products of a block. The last block has only keys and values, in `qkv`."""
 
     qkv: Linear
     o: Linear | None
@@ -50,8 +50,11 @@ class PrefixLayer:
 
 @dataclass(frozen=True)
 class PrefixWeights:
-    """The stack's weights, folded. `table` (vocabulary, W): the token embedding, unscaled, on the GPU or in page-locked
-    memory. `activation`: GEGLU or SWIGLU."""
+    """The folded weights of the stack.
+
+    `table` (vocabulary, W): the unscaled token embedding, on the GPU or in page-locked memory; `activation`: GEGLU or
+    SWIGLU.
+    """
 
     table: Tensor
     layers: tuple[PrefixLayer, ...]
@@ -67,9 +70,14 @@ class PrefixWeights:
         cls, model: PrefixNetwork, precision: str, scales: Scales | None, embeddings: Literal["gpu", "host"] = "gpu",
         keep: Sequence[str] = (), paired: bool = True,
     ) -> PrefixWeights:  # fmt: skip
-        """Prepare from a model; `precision` fp32, bf16, or fp8 or int8 (what `QUANTISED` names, but for `keep`, in it,
-        the rest BF16); `embeddings`: where the table lies (`config.NativeOptions`); `paired`: gate and up by turns
-        (`ops.weights.pair`), the quickest for many rows, which ops of few rows do not read."""
+        """Prepare the weights of a model.
+
+        Args:
+            precision: fp32, bf16, or fp8 or int8, which apply to the products in `QUANTISED` except `keep`; the rest is
+            BF16. embeddings: where the token embedding stays (`config.NativeOptions`). paired: whether the rows of gate
+            and up alternate (`ops.weights.pair`). This is fastest for many rows; ops for few
+                rows do not support it.
+        """
         config, dtype, form = model.config.prefix, compute_dtype(precision), format_of(precision)
         narrow = QUANTISED["kv_cache"]["native"].without(keep)
         layers = []
@@ -109,14 +117,17 @@ class PrefixWeights:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all products' weights."""
+        """Bytes of the weights of all products."""
         products = (p for layer in self.layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
         return sum(p.bytes for p in products if p is not None)
 
 
 class NativePrefix:
-    """The program. Inputs `image_tokens` (B, I, W), `tokens` (B, L) int64, `lengths` (B,) int32, the real tokens of a
-    row, which come first; outputs `keys`, `values` (depth, B, I + L, kv_heads, d)."""
+    """The program of the prefix.
+
+    Inputs `image_tokens` (B, I, W), `tokens` (B, L) int64 and `lengths` (B,) int32, the real tokens of each row, which
+    come first; outputs `keys`, `values` (depth, B, I + L, kv_heads, d).
+    """
 
     state_last: ClassVar[bool] = False
     """Whether a row's last token is its state, which no other token sees."""
@@ -132,7 +143,7 @@ class NativePrefix:
         rows, width = batch * self.tokens, weights.table.shape[1]
 
         def taken_by(product: Linear | None) -> torch.dtype:
-            """The dtype of what a product multiplies."""
+            """The dtype of a product's input."""
             return dtype if product is None or product.weight_scale is None else product.weight.dtype
 
         sizes = Sizes(
@@ -225,22 +236,24 @@ class NativePrefix:
                 self._residual(self.h, w.layers[index + 1].qkv)
 
     def embed(self, inputs: Mapping[str, Tensor]) -> None:
-        """The rows of the stack, and their norm."""
+        """Enqueue the rows of the stack and their norm."""
         w = self.weights
         embed_norm(inputs["image_tokens"], inputs["tokens"], w.table, self.x, self.h, eps=w.eps, inverse_scale=None)
 
     def cache(self, outputs: Mapping[str, Tensor], index: int) -> tuple[Tensor, Tensor]:
-        """Where a layer's keys and values go, (B, S, kv_heads, d) each."""
+        """Return where the keys and values of a layer are written, (B, S, kv_heads, d) each."""
         return outputs["keys"][index], outputs["values"][index]
 
     def finish(self, outputs: Mapping[str, Tensor]) -> None:
-        """What is left to do after the last layer."""
+        """Enqueue the work after the last layer."""
 
     def complete(self, outputs: Mapping[str, Tensor], index: int) -> None:
-        """What is left to do for one layer, once its keys and values are there."""
+        """Enqueue the remaining work of one layer after its keys and values."""
 
     def go_ahead(self, outputs: Mapping[str, Tensor]) -> Ahead:
-        """From now on each layer's keys and values are told of as they come. Who waits for them completes them."""
+        """From now on, record an event for each layer once its keys and values are enqueued. The consumer completes
+        each layer that it waits for.
+        """
         device, depth = self.x.device, len(self.weights.layers)
         self.ahead = Ahead(device, depth, lambda index: self.complete(outputs, index))
         return self.ahead
@@ -256,12 +269,12 @@ class NativePrefix:
 
 
 class PaliGemmaStore(FlowStore[N]):
-    """Prepared weights of one model on PaliGemma."""
+    """Prepared weights of a model on PaliGemma."""
 
     paired: ClassVar[bool] = True
     """As of `PrefixWeights`."""
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
-        """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
+        """Return the prefix program for `image_tokens` image tokens and `length` prompt tokens in each row."""
         weights = self.prefix_weights(spec, partial(PrefixWeights.of, paired=self.paired))
         return NativePrefix(weights, batch, image_tokens, length, spec.attention)

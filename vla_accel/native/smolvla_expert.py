@@ -1,9 +1,9 @@
-"""SmolVLA's denoise loop, all of the steps in one program: CUDA C++ for few rows on Hopper, fused ops otherwise.
+"""SmolVLA's denoise loop, all steps in one program: CUDA C++ for few rows on Hopper, fused ops otherwise.
 
-The layers are so small that launches are the cost: a layer is four kernels, of the fused ops five where it attends to
-the actions, too, and there are two between steps. Exact savings: everything that
-depends on the step only is a constant, the two linear maps from actions to the time MLP are one, norms' weights are
-folded, and the prefix's keys and values are read where the prefix wrote them.
+The layers are so small that launches dominate: a layer is four kernels (five with fused ops if it attends to the
+actions as well), and two kernels run between steps. Exact savings: everything that depends only on the step is a
+constant, the two linear maps from actions to the time MLP are one, norm weights are folded, and keys and values of the
+prefix are read where the prefix wrote them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from vla_accel.ops.cuda.denoise import Packed, Sizes, StepTables, StreamedLoop, 
 from vla_accel.ops.cuda.denoise.tables import WHOLE
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.key_tilings import SuffixAttention
+from vla_accel.ops.suffix_types import ActionInput, ActionOutput
 from vla_accel.ops.weights import Linear, make_linear
 
 
 @dataclass(frozen=True)
 class SmolVlaExpertWeights:
-    """The expert's weights. Of a layer that crosses, `qkv` is its queries' alone; `mix` (W, W): the second layer of the
-    time MLP; `w_out` (A, W) float32; `precision`: of the layers' weights.
+    """The weights of the expert. Its layers are stored once: as `layers`, or as `packed` for the streamed kernels.
 
-    The layers' weights are there once: as `layers`, or, for the streamed kernels, as `packed`. There every width is
-    `sizes_of(config).width`, and a layer that crosses has zeros for keys and values, which no kernel reads."""
+    `qkv` of a crossing layer has only queries; `mix` (W, W): the second layer of the time MLP; `w_out` (A, W) float32;
+    `precision`: of the layers' weights. Packed weights have the width `sizes_of(config).width`, and zeros for the keys
+    and values of a crossing layer, which no kernel reads.
+    """
 
     layers: tuple[ExpertLayer, ...]
     packed: Packed | None
@@ -50,8 +52,7 @@ class SmolVlaExpertWeights:
 
     @classmethod
     def of(cls, model: SmolVla, precision: str, *, streamed: bool = False) -> SmolVlaExpertWeights:
-        """Prepare from a model; `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`). `streamed`: for the
-        streamed kernels."""
+        """Prepare the weights of a model. `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`)."""
         dtype, expert = compute_dtype(precision), model.config.expert
         beyond = sizes_of(model.config).width - expert.width if streamed else 0
 
@@ -84,7 +85,7 @@ class SmolVlaExpertWeights:
 
 
 def sizes_of(config: SmolVlaConfig) -> Sizes:
-    """What the denoise kernels must know of a model."""
+    """Return the sizes of a model for the streamed kernels."""
     e = config.expert
     return Sizes(
         round_up(e.width, WHOLE), e.mlp_dim, e.heads, e.kv_heads, e.head_dim, e.depth, config.action_horizon,
@@ -94,7 +95,7 @@ def sizes_of(config: SmolVlaConfig) -> Sizes:
 
 
 def why_not_streamed(model: SmolVla, precision: str, batch: int) -> str | None:
-    """Why the streamed kernels cannot run a model where its weights are; None where they can."""
+    """Explain why the streamed kernels do not run a model on its device; None if they do."""
     return why_not(Gpu.of(model.device), sizes_of(model.config), batch, precision)
 
 
@@ -102,8 +103,10 @@ def why_not_streamed(model: SmolVla, precision: str, batch: int) -> str | None:
 def steps_of(
     model: SmolVla, num_steps: int, max_weight: float | None = None, trained: bool = False, *, streamed: bool = False
 ) -> StepTables:
-    """What the steps add to any weights of a model; the same for all shapes. `max_weight`, `trained`: as in
-    `RtcConfig`; `streamed`: as in `SmolVlaExpertWeights.of`."""
+    """Return the constants of the steps of a model; they are the same for all weights and shapes.
+
+    `max_weight`, `trained`: as in `RtcConfig`; `streamed`: for the streamed kernels.
+    """
     euler = model.times(num_steps)
     times = tuple(euler.tolist())
     euler = torch.cat((euler, euler.new_zeros(int(trained))))
@@ -123,15 +126,18 @@ def steps_of(
 
 
 class SmolVlaDenoise(LoopProgram):
-    """The program. Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d) as the expert reads
-    them, `lengths` (B,) int32, `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero: a plain call),
-    or, with trained tables, of the actions that are pinned; output `actions` (B, H, A) float32."""
+    """The denoise program.
+
+    Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d) as the expert reads them, `lengths`
+    (B,) int32; `target` (B, H, A) and `weights` (B, H) float32 of the guidance (zero for none), or, with trained
+    tables, of the pinned actions. Output `actions` (B, H, A) float32.
+    """
 
     def __init__(
         self, weights: SmolVlaExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int,
         why_not_streamed: str | None = None,
     ) -> None:  # fmt: skip
-        """`why_not_streamed`: of weights that are not packed, for the ledger."""
+        """`why_not_streamed`: for the ledger, if the weights are not packed."""
         self.weights, self.tables = weights, tables
         device = weights.w_out.device
         gpu = Gpu.of(device)
@@ -146,7 +152,7 @@ class SmolVlaDenoise(LoopProgram):
 def streamed_loop(
     gpu: Gpu, weights: SmolVlaExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
 ) -> StreamedLoop:
-    """The streamed kernels over packed weights and streamed tables."""
+    """Return the loop of streamed kernels over packed weights and streamed tables."""
     assert weights.packed is not None and weights.mix.bias is not None
     return StreamedLoop(
         gpu, sizes_of(config), weights.packed, tables, weights.w_out, weights.b_out,
@@ -155,7 +161,7 @@ def streamed_loop(
 
 
 class SmolVlaLayerLoop(LayerLoop):
-    """Four or five kernels a layer and two between steps."""
+    """Four or five kernels in a layer and two between steps."""
 
     def __init__(
         self, weights: SmolVlaExpertWeights, config: SmolVlaConfig, tables: StepTables, batch: int, prefix_tokens: int
@@ -169,7 +175,7 @@ class SmolVlaLayerLoop(LayerLoop):
         self.kernels_a_step = 5 * self.depth - crossing + 3
 
     def _cut(self, sizes: SuffixAttention) -> None:
-        """Choose how products and attention are cut."""
+        """Choose the tile configs of the products and of attention."""
         device, layers = self.x.device, self.weights.layers
         lengths = torch.zeros(sizes.batch, dtype=torch.int32, device=device)
         crossing = [i for i in range(len(layers)) if self.config.crosses(i)]
@@ -202,15 +208,10 @@ class SmolVlaLayerLoop(LayerLoop):
     def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
         del state_token  # The state is in the prefix.
         w, tables = self.weights, self.tables
-        first, last = step == 0, step == tables.steps
-        done = max(step - 1, 0)
-        suffix.step(
-            self.x, tables.final_scale, None, w.w_out, w.b_out, actions, inputs["target"], inputs["weights"],
-            tables.w_in, tables.b_in[min(step, tables.steps - 1)], self.hidden, dt=-1.0 / tables.steps,
-            time=tables.times[done], gain=tables.gains[done], eps=self.eps, tokens=self.tokens,
-            first=first, last=last, activation=Activation.SILU, pinned=tables.trained,
-        )  # fmt: skip
-        if not last:
+        at, output = self.at(step), ActionOutput(tables.final_scale, None, w.w_out, w.b_out, self.eps)
+        into = ActionInput(tables.w_in, tables.b_in[min(step, tables.steps - 1)], Activation.SILU)
+        suffix.step(self.x, output, actions, self.guidance(inputs), into, self.hidden, at, tokens=self.tokens)
+        if not at.last:
             self._mix()
 
     def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
@@ -228,7 +229,7 @@ class SmolVlaLayerLoop(LayerLoop):
 
     def _qkv(self, index: int, lengths: Tensor) -> None:
         suffix.qkv_rope(
-            self.x, self.weights.layers[index].qkv, None, None, self.cos, self.sin, lengths, self.q, self.k, self.v,
+            self.x, self.weights.layers[index].qkv, None, None, self.rotation(lengths), self.heads,
             eps=self.eps, **self.cuts.options("qkv"),
             moments=self.cuts.read_by(index, self.first),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """A stack of pre-norm blocks in fused ops: GR00T's vision tower and its vision-language attention.
 
-Every LayerNorm's weights are folded into the product that follows, q, k and v are one product.
+The weights of every LayerNorm are folded into the next product; q, k and v are one product.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vla_accel.ops.weights import make_linear
 
 
 def stack_weights(model: Network, name: str, layers: Sequence[object], dtype: torch.dtype) -> tuple[VisionLayer, ...]:
-    """The products of a model's blocks, which are `name`.0, `name`.1, …"""
+    """Prepare the products of a model's blocks, named `name`.0, `name`.1, …"""
     made = []
     for index, layer in enumerate(layers):
         assert isinstance(layer, PreNormLayer)
@@ -45,7 +45,7 @@ def stack_weights(model: Network, name: str, layers: Sequence[object], dtype: to
 
 @dataclass(frozen=True)
 class StackSizes:
-    """`batch` sequences of `tokens` rows; `padded`: of some only the first are real."""
+    """`batch` sequences of `tokens` rows; `padded`: some sequences have fewer real rows, which come first."""
 
     batch: int
     tokens: int
@@ -55,13 +55,13 @@ class StackSizes:
 
 
 class Stack:
-    """Blocks over rows (batch * tokens, W) that stay in `x`."""
+    """Blocks over rows (batch * tokens, W), which stay in `x`."""
 
     def __init__(
         self, layers: Sequence[VisionLayer], sizes: StackSizes, dtype: torch.dtype, asked: str,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """`rope`: cos and sin (tokens, head_dim / 2) float32; `asked`: the way of attention."""
+        """`asked`: the attention backend; `rope`: cos and sin (tokens, head_dim / 2) float32."""
         self.layers, self.sizes, self.rope = layers, sizes, rope
         first, device = layers[0], layers[0].qkv.weight.device
         width, rows = first.qkv.weight.shape[1], sizes.batch * sizes.tokens
@@ -92,8 +92,12 @@ class Stack:
         self.qkv, self.hidden = buffer(3 * width), buffer(first.fc1.weight.shape[0])
 
     def run(self, lengths: Tensor | None = None, after: Callable[[int], None] = lambda index: None) -> None:
-        """All blocks, on `x`. lengths (B,) int32 of the real rows; `after` is called behind each block, when `x` has
-        its output. The caller opens `chain`."""
+        """Enqueue all blocks on `x`. The caller opens `chain`.
+
+        Args:
+            lengths: (B,) int32, the real rows of each sequence, or None for all.
+            after: called with each block's index after it is enqueued; `x` then holds its output.
+        """
         norm = {"layer": True, "eps": self.sizes.eps, "inverse_scale": None}
         add_norm(self.x, None, self.x, self.h, **norm)  # type: ignore[arg-type]
         for index, layer in enumerate(self.layers):

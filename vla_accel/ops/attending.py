@@ -1,7 +1,7 @@
-"""Attention and the ways to it: own kernels, torch's SDPA, flash-attn; by name, or the fastest of them, measured.
+"""Attention by the backends "own" (the project's kernels), "sdpa" (torch) and "flash_attn", by name or the fastest one.
 
-All compute what `attention` says, masked keys and FP8 output included. A library's kernel returns a tensor of its own,
-which is then copied (or quantised) into the output. Knows shapes, not models. Conventions as in `vla_accel.ops.rows`.
+All compute what `attention` defines, including masked keys and FP8 output. A library returns a new tensor, which is
+then copied or quantised into the output. Knows shapes, not models. Conventions as in `vla_accel.ops.rows`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ CALLS = 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """One attention of a program. `padded`: rows may have fewer keys than `source`; `quantised`: its output is
-    `stored`, FP8 or INT8; `last`: of the padded ones, as `attention` has it."""
+    """The shape of a program's attention. `padded`: rows may have fewer keys than `source`; `quantised`: the output is
+    in the dtype `stored`, FP8 or INT8; `last`: as in `attention`.
+    """
 
     batch: int
     tokens: int
@@ -52,8 +53,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Choice:
-    """The way taken, and how the ledger puts it: with the measured times where it was measured. `tile`: Triton's, where
-    the own kernel is."""
+    """The chosen backend `way`, its text for the ledger, and the tile config if it is the own Triton kernel."""
 
     way: str
     detail: str
@@ -64,13 +64,17 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None = None,
     last: bool = False, tile: Tile | None = None,
 ) -> None:  # fmt: skip
-    """Every query sees the first `lengths[b]` keys (all of them for None).
+    """Attention of every query to the first `lengths[b]` keys, or to all of them without lengths.
 
-    `last`: but for the last of these, which only its own query sees (and those behind, which stand for nothing).
+    On Hopper the shapes of the full-size models run in CUDA C++ (`vla_accel.ops.cuda.attention`).
 
-    q (B, T, heads, d), k, v (B, S, kv_heads, d), k and v of equal strides, any strides but the last; out (B, T,
-    heads * d) contiguous; lengths (B,) int32. On a Hopper the shapes of the full-size models run CUDA C++
-    (`vla_accel.ops.cuda.attention`); `tile` is Triton's.
+    Args:
+        q: (B, T, heads, d).
+        k, v: (B, S, kv_heads, d), of equal strides, contiguous in the last dimension.
+        out: (B, T, heads * d), contiguous.
+        lengths: (B,) int32, or None.
+        last: of the real queries, only the last one, lengths[b] - 1, attends to the last key.
+        tile: the tile config of Triton's kernel.
     """
     way = path(q)
     if way == "cuda" and not last:
@@ -87,7 +91,7 @@ def attention(
 
 
 def _seen(lengths: Tensor, tokens: int, source: int, last: bool) -> Tensor:
-    """Who sees whom, (B, T, S) bool, as `attention` says."""
+    """Return the mask of `attention`, (B, T, S) bool."""
     end = lengths[:, None].expand(-1, tokens)
     if last:
         end = end - (torch.arange(tokens, device=lengths.device) < lengths[:, None] - 1).to(end.dtype)
@@ -98,7 +102,7 @@ def attend(
     way: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *,
     inverse_scale: float | None = None, last: bool = False, tile: Tile | None = None,
 ) -> None:  # fmt: skip
-    """`attention` by a way of `WAYS`. `tile` is for the own kernel."""
+    """`attention` by a backend of `WAYS`. `tile`: for the own kernel."""
     if way == "own":
         attention(q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, tile=tile)
     else:
@@ -106,12 +110,16 @@ def attend(
 
 
 def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
-    """The way that a program takes: `asked`, or for "fastest" the one that takes the least time on `device`; "auto" is
-    the same where the own kernel is Triton's, and remembers it, and "own" elsewhere, and inside `autotune.pinned`.
-    Triton's takes the fastest tile.
+    """Choose the attention backend of a program.
 
-    Raises DependencyError where flash-attn is asked for and missing, EngineError where a way cannot run these sizes:
-    each but the own kernels is tried once.
+    Args:
+        asked: a backend of `WAYS`; "fastest", which measures all of them on `device`; or "auto", which measures and
+        remembers
+            the result if the own kernel is Triton's, and is "own" otherwise and inside `autotune.pinned`.
+
+    Raises:
+        DependencyError: flash-attn is requested and missing.
+        EngineError: the backend does not run these sizes. Library backends are tried once.
     """
     if asked not in ("auto", *WAYS, "fastest"):
         raise EngineError(f"attention: expected auto, {', '.join(WAYS)} or fastest, got {asked!r}")
@@ -146,7 +154,7 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
 
 
 def own_kernel(sizes: Sizes, device: torch.device) -> tuple[str, str]:
-    """What "own" is here, and why it is not CUDA C++: empty where it is, and where that is no question."""
+    """Return the name of the own kernel, and why it is not CUDA C++ (empty if it is, or cannot be)."""
     way, gpu = path(device), Gpu.of(device)
     if way != "cuda" or gpu is None:
         return "reference" if way == "reference" else "Triton", ""
@@ -196,7 +204,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, last: bool =
 
 
 def flash_module() -> Any:
-    """flash-attn. Raises DependencyError where it is missing or cannot be imported."""
+    """Return flash-attn. Raises DependencyError if it is missing or cannot be imported."""
     try:
         module = importlib.import_module("flash_attn")
         _ = module.flash_attn_func, module.flash_attn_with_kvcache
@@ -211,7 +219,7 @@ def flash_module() -> Any:
 
 
 def _tensors(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v, out and lengths, laid out as the programs' are, with random values."""
+    """Return random q, k, v, out and lengths in the layout of the programs."""
     s, generator = sizes, torch.Generator(device).manual_seed(0)
     columns = s.heads + 2 * s.kv_heads
 
@@ -231,7 +239,7 @@ def _tensors(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor
 
 
 def _fastest_tile(sizes: Sizes, device: torch.device) -> Tile | None:
-    """Of Triton's kernel, measured once; None where there is no GPU."""
+    """Return the fastest tile config of Triton's kernel, measured once; None without a GPU."""
     if device.type != "cuda":
         return None
     given = _tensors(sizes, device)
@@ -246,7 +254,7 @@ def _call(way: str, sizes: Sizes, given: Any, tile: Tile | None = None) -> Calla
 
 
 def _trial(way: str, sizes: Sizes, device: torch.device, tile: Tile | None = None) -> Callable[[], None]:
-    """A call on tensors of these sizes, run once. Raises EngineError where it cannot be."""
+    """Return a call on tensors of these sizes, after running it once. Raises EngineError if it fails."""
     if way == "flash_attn":
         flash_module()
         if device.type != "cuda" or sizes.dtype not in HALVES:

@@ -1,7 +1,7 @@
-"""Ops of a diffusion transformer's few rows: products with a LayerNorm inside, and the flow's step.
+"""Ops on the few rows of a diffusion transformer: products with a LayerNorm inside, and the step of the flow.
 
-Conventions as in `vla_accel.ops.rows`. FP8 and INT8 weights are widened in registers, activations are never quantised.
-`cut`: as in `vla_accel.ops.suffix`, one of `suffix_tilings.unshared`.
+Conventions as in `vla_accel.ops.rows`. FP8 and INT8 weights are widened in registers; activations are never quantised.
+`cut`: the tile config, one of `suffix_tilings.unshared`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from vla_accel.ops.dispatch import kernels, path
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
+from vla_accel.ops.suffix_types import Guidance
 from vla_accel.ops.weights import Linear
 
 
 @dataclass(frozen=True)
 class NormTables:
-    """A LayerNorm before a product, of one step: `scale` (K,) float32 that rows are multiplied by, plus one, or None;
-    `sums` (N,) float32: of the weight's rows times that; `eps`. The norm's shift is in the product's own `shift`."""
+    """A LayerNorm before a product, in one step of the flow.
+
+    `scale` (K,) float32: the rows are multiplied by 1 + scale, or None; `sums` (N,) float32: of the weight's rows times
+    1 + scale. The norm's shift is part of the `shift` of the product.
+    """
 
     scale: Tensor | None
     sums: Tensor
@@ -36,12 +40,14 @@ def product(
     activation: Activation = Activation.NONE, cut: Pipelined | None = None,
     moments: Moments | None = None,
 ) -> None:  # fmt: skip
-    """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 instead of the layer's bias; GELU is
-    the tanh form. The norm rounds nothing but rows times 1 + scale: rstd ((x ∘ (1 + scale)) Wᵀ - mean sums) + shift."""
+    """out (R, N) = activation(norm(x) Wᵀ + shift). x (R, K); `shift` (N,) float32 replaces the bias of the layer.
+
+    The norm rounds only x ∘ (1 + scale): norm(x) Wᵀ = rstd ((x ∘ (1 + scale)) Wᵀ - mean sums).
+    """
     if path(x) != "reference":
         cut = cut or suffix_tilings.unshared(Gpu.of(x.device), suffix.project_product(x, layer))[0]
         return kernels("dit").product(
-            x, layer.weight, layer.sums_scale, shift, out, norm=norm, activation=activation, cut=cut,
+            x, layer, shift, out, norm=norm, activation=activation, cut=cut,
             moments=moments,
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
@@ -57,26 +63,28 @@ def product(
 
 
 def flow_step(
-    velocity: Tensor, before: Tensor, target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, after: Tensor,
+    velocity: Tensor, before: Tensor, guidance: Guidance, w_in: Tensor, b_in: Tensor, after: Tensor,
     hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool,
 ) -> None:  # fmt: skip
-    """Euler step of a flow from noise to actions, and the next evaluation's input.
+    """Euler step of a flow from noise to actions, and the input of the next evaluation.
 
-    after (B, H, A) = before + dt (1 - weights) velocity, all float32; `first`: the target where a weight (B, H) is
-    above zero, else `before`, and no velocity is read. Unless `last`: hidden (B * T, W) gets silu(after · w_in + b_in)
-    in its last H rows of every T = `tokens`; w_in (A, W), b_in (W,) float32. velocity (B * T, A) float32, its last H
-    rows.
+    Args:
+        velocity: (B * T, A) float32, T = `tokens`; its last H rows of every T are read, none if `first`.
+        before, after: (B, H, A) float32: after = before + dt (1 - weights) velocity. If `first`, after = target where a
+            weight is above zero, and before elsewhere.
+        w_in, b_in: (A, W), (W,) float32.
+        hidden: (B * T, W); its last H rows of every T receive silu(after · w_in + b_in), unless `last`.
     """
     if path(before) != "reference":
         return kernels("dit").flow_step(
-            velocity, before, target, weights, w_in, b_in, after, hidden, dt=dt, tokens=tokens, first=first, last=last,
+            velocity, before, guidance, w_in, b_in, after, hidden, dt=dt, tokens=tokens, first=first, last=last,
         )  # fmt: skip
     batch, horizon, _ = before.shape
     if first:
-        after.copy_(torch.where(weights[..., None] > 0, target, before))
+        after.copy_(torch.where(guidance.weights[..., None] > 0, guidance.target, before))
     else:
         moved = velocity.view(batch, tokens, -1)[:, tokens - horizon :]
-        after.copy_(before + dt * (1.0 - weights[..., None]) * moved)
+        after.copy_(before + dt * (1.0 - guidance.weights[..., None]) * moved)
     if not last:
         embedded = F.silu(after.to(w_in.dtype) @ w_in + b_in)
         hidden.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(hidden.dtype)

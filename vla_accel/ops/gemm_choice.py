@@ -1,9 +1,9 @@
-"""Own GEMM or the library's: measured when a program is built, and remembered. The candidates are the table's tiling,
-or where it has none a few that are searched for, and the library.
+"""The choice between the own GEMM and cuBLAS, measured when a program is built, and remembered.
 
-Nothing is measured while a graph is captured, and inside `autotune.pinned`; there, and where no program asked, the
-table is believed. It also is of a product that takes a norm in or adds to the residual: the library cannot, so that it
-is no candidate, and the table's tilings were timed within their chains.
+Candidates are cuBLAS and the tiling of the table, or, without one, a few that are searched for. Nothing is measured
+during graph capture or inside `autotune.pinned`; then, and for products that no program has measured, the table
+decides. It also decides for a product that norms its input or adds to the residual: cuBLAS cannot do this, and the
+tilings of the table were timed in such chains.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _KNOWN: dict[tuple[torch.device, Gpu | None, torch.dtype, Activation, int, int, 
 def known(
     device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, *, inside: bool = False
 ) -> gemm.Tiling | None:
-    """The tiling that is faster than the library: as it was measured, else by the table; None where none is known.
+    """Return the tiling that is faster than cuBLAS, as measured or else by the table; None if none is known.
 
-    Arguments as `gemm.planned` takes them; `inside`: of a product that takes a norm in or adds to the residual, for
-    which the table comes first.
+    Arguments as `gemm.planned`. `inside`: the product norms its input or adds to the residual, so the table comes
+    first.
     """
     gpu = Gpu.of(device)
     table = gemm.planned(gpu, kind, activation, rows, n, k)
@@ -43,7 +43,7 @@ def known(
 
 
 def why_library(device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int) -> str:
-    """Why `measured` found no tiling, in a clause for the ledger."""
+    """Explain for the ledger why `measured` found no tiling."""
     gpu = Gpu.of(device)
     if gpu is None:
         return "there is no GPU"
@@ -56,7 +56,7 @@ def measured(
     device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, trial: Trial, *,
     inside: bool = False,
 ) -> gemm.Tiling | None:  # fmt: skip
-    """`known`, and measured first where that is needed and can be done; a program asks while it is built."""
+    """`known`, after measuring if that is necessary and possible. Call it while a program is built."""
     gpu, sizes = Gpu.of(device), (kind, activation, rows, n, k)
     table = gemm.planned(gpu, *sizes)
     key = (device, gpu, *sizes)

@@ -1,7 +1,6 @@
-"""Products of INT8 weights and activations with what follows them inside: sums in int32, which are exact, then scales,
-bias and activation in float32.
+"""Products of INT8 weights and activations: exact sums in int32, then scales, bias and activation in float32.
 
-Which tiles a product is computed by is measured when a program is built, and remembered.
+The tile config of a product is measured when a program is built, and remembered.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ CALLS = 10
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block computes: `rows` x `columns` of the sums, `depth` of K at a time, as many as `stages` of them on
-    their way; of gate and up half of the columns each."""
+    """A tile config: `rows` x `columns` of the sums in a block, `depth` of K at a time in `stages` stages. A gated
+    product takes half of the columns from gate and half from up.
+    """
 
     rows: int
     columns: int
@@ -42,7 +42,7 @@ class Tile:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory that its operands take."""
+        """Shared memory of the operands, in bytes."""
         return (self.rows + self.columns) * self.depth * self.stages
 
 
@@ -57,20 +57,19 @@ _KNOWN: dict[tuple[torch.device, Gpu, Activation, int, int, int], Tile] = {}
 
 
 def usual(rows: int) -> Tile:
-    """The tile of a product of so many rows that was not measured, or is `autotune.pinned`."""
+    """Return the tile for this number of rows if none was measured, or inside `autotune.pinned`."""
     return MANY if rows > 64 else SOME if rows > 32 else FEW
 
 
 def searched(gpu: Gpu, rows: int) -> list[Tile]:
-    """The tiles that a GPU has room for and that fit the rows; the usual one first."""
+    """Return the tiles that fit a GPU's shared memory and the rows; the usual one comes first."""
     first = usual(rows)
     heights = range(first.rows // 2, 2 * first.rows + 1 if rows > first.rows else first.rows + 1)
     return [first, *(t for t in TILES if t != first and t.shared <= gpu.shared_per_block and t.rows in heights)]
 
 
 def measure(layer: Linear, activation: Activation, rows: int) -> None:
-    """Find the tile of a product on its weight's GPU; a program asks while it is built. No RELU or
-    SILU."""
+    """Measure the tile of a product on its weight's GPU, while a program is built. No RELU or SILU."""
     device = layer.weight.device
     gpu = Gpu.of(device)
     if gpu is None or is_pinned() or path(layer.weight) == "reference":
@@ -98,8 +97,7 @@ def product(
     activation: Activation = Activation.NONE,
     inverse_scale: float | None = None,
 ) -> None:
-    """out = activation(x Wᵀ + b), no RELU or SILU. x (R, K) and W (N, K) int8; out
-    (R, N), of a gated one (R, N / 2). `inverse_scale`: out is float8_e4m3fn or int8."""
+    """out = activation(x Wᵀ + b), no RELU or SILU. x (R, K) and W (N, K) int8; out (R, N), or (R, N / 2) if gated."""
     if path(x) != "reference":
         return _launch(x, layer, out, tile(layer, activation, len(x)), activation, inverse_scale)
     assert layer.weight_scale is not None
@@ -116,7 +114,7 @@ def product(
 
 
 def tile(layer: Linear, activation: Activation, rows: int) -> Tile:
-    """The tile that a product of so many rows is launched with: as it was measured, else the usual one."""
+    """Return the measured tile of a product, or the usual one."""
     device, (n, k) = layer.weight.device, layer.weight.shape
     gpu = Gpu.of(device)
     known = None if gpu is None or is_pinned() else _KNOWN.get((device, gpu, activation, rows, n, k))

@@ -1,5 +1,7 @@
-"""Products of linear layers, by own kernels where those are the fastest and by cuBLAS elsewhere. Conventions as in
-`vla_accel.ops.rows`."""
+"""Products of linear layers: the project's own kernels where they are the fastest, cuBLAS elsewhere.
+
+Conventions as in `vla_accel.ops.rows`.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,14 @@ from vla_accel.ops.weights import Linear
 def launched_own_gemm(
     x: Tensor, layer: Linear, out: Tensor, activation: Activation, inverse_scale: float | None, **norms: Any
 ) -> bool:
-    """Launch the project's own Hopper GEMM where it is the fastest. False where it is not: nothing was launched.
-    `norms`: what `gemm` takes of a norm of x, or of a residual, which the library cannot."""
+    """Launch the project's own Hopper GEMM if it is the fastest kernel for this product.
+
+    Args:
+        norms: arguments of `gemm` for a norm of x or a residual, which cuBLAS does not offer.
+
+    Returns:
+        Whether a kernel was launched.
+    """
     from vla_accel.ops.cuda import gemm
     from vla_accel.ops.gemm_choice import known
 
@@ -43,15 +51,19 @@ def launched_own_gemm(
 
 
 def has_own_gemm(rows: int, layer: Linear, activation: Activation, *, inside: bool = False) -> bool:
-    """Whether `launched_own_gemm` would take `rows` rows by this weight; arguments as `why_no_own_gemm` has them."""
+    """Return whether `launched_own_gemm` takes this product. Arguments as `why_no_own_gemm`."""
     return why_no_own_gemm(rows, layer, activation, inside=inside) is None
 
 
 def why_no_own_gemm(rows: int, layer: Linear, activation: Activation, *, inside: bool = False) -> str | None:
-    """Why `launched_own_gemm` would not take `rows` rows by this weight, in a clause; None where it would. `inside`:
-    with a norm of the rows inside, or added to the residual; no RELU or SILU.
+    """Explain why `launched_own_gemm` does not take this product; None if it does.
 
-    For programs that are being built: where nobody knows, both are measured.
+    Call it while a program is built: if no measurement exists yet, it measures the GEMM and cuBLAS.
+
+    Args:
+        rows: rows of x.
+        activation: NONE, GELU, GEGLU or SWIGLU.
+        inside: whether the product norms its input or adds to the residual.
     """
     if path(layer.weight) != "cuda":
         return "it runs on a GPU"
@@ -76,7 +88,7 @@ def why_no_own_gemm(rows: int, layer: Linear, activation: Activation, *, inside:
 
 
 def _trial(layer: Linear, activation: Activation, rows: int, gpu: Gpu) -> Callable[[Any], Tensor]:
-    """The product with its activation, on rows of random numbers: by a tiling, by the library for None."""
+    """Return a call of the product on random rows: with a tiling, or with cuBLAS for None."""
     from vla_accel.ops.cuda import gemm
 
     (n, k), device, kind = layer.weight.shape, layer.weight.device, layer.weight.dtype
@@ -113,8 +125,10 @@ def _trial(layer: Linear, activation: Activation, rows: int, gpu: Gpu) -> Callab
 def block_products(
     qkv: Linear, o: Linear, gate: Linear, down: Linear, activation: Activation
 ) -> dict[str, tuple[Linear, Activation]]:
-    """The four products of a language model's block by name, each with its activation: that of `gate`, gate and up,
-    where it is inside their product: they are `paired`, or in INT8."""
+    """Name the four products of a language model's block, each with its activation.
+
+    The activation of gate and up is inside their product if the layer is `paired` or in INT8, otherwise NONE.
+    """
     none = Activation.NONE
     inside = activation if gate.paired or gate.weight.dtype == INT8.dtype else none
     return {"qkv": (qkv, none), "o": (o, none), "gate_up": (gate, inside), "down": (down, none)}
@@ -123,12 +137,16 @@ def block_products(
 def products_by(
     rows: int, products: Mapping[str, tuple[Linear, Activation]], inside: Collection[str] = ()
 ) -> tuple[str, bool]:
-    """What to add to a program's line in the ledger, and whether its kernels should start before others end.
+    """Describe which kernels run a program's products.
 
-    `products`: by name, each with its activation; `inside`: those of them that take a norm
-    in or add to the residual (`norms.can_be_inside`). The line says whose kernels take them, and why the library's do;
-    it is empty where no GPU does. Those of the library wait for all before them: where CUDA
-    C++ has none, to start early beside them costs more than it saves.
+    Args:
+        rows: rows of every product.
+        products: each product by name, with its activation.
+        inside: names of the products that norm their input or add to the residual (`norms.can_be_inside`).
+
+    Returns:
+        The text for the program's ledger entry, with the reasons for cuBLAS, empty without a GPU; and whether dependent
+        launches pay off. They do not if cuBLAS runs every product, because its kernels wait for all their predecessors.
     """
     ways: dict[str, list[str]] = {}
     for name, (layer, activation) in products.items():
@@ -142,7 +160,7 @@ _OWN = "in CUDA C++"
 
 
 def _way(rows: int, layer: Linear, activation: Activation, inside: bool) -> str:
-    """Whose kernel takes a product of a program that is being built, as the ledger puts it."""
+    """Describe for the ledger which kernel runs a product."""
     if layer.weight.dtype == INT8.dtype:
         int8.measure(layer, activation, rows)
         return f"in INT8 by Triton ({int8.tile(layer, activation, rows)})"
@@ -151,7 +169,7 @@ def _way(rows: int, layer: Linear, activation: Activation, inside: bool) -> str:
 
 
 def library_product(x: Tensor, layer: Linear, out: Tensor, activation: Activation = Activation.NONE) -> None:
-    """`linear` on a GPU, by cuBLAS. `activation`: NONE or GELU, which needs a bias."""
+    """`linear` by cuBLAS, on a GPU. `activation`: NONE, or GELU for a layer with a bias."""
     if layer.weight_scale is not None and layer.input_scale is not None:
         torch._scaled_mm(
             x, layer.weight.t(), scale_a=layer.input_scale, scale_b=layer.weight_scale, bias=layer.bias,
@@ -167,7 +185,7 @@ def library_product(x: Tensor, layer: Linear, out: Tensor, activation: Activatio
 
 
 def linear(x: Tensor, layer: Linear, out: Tensor, activation: Activation = Activation.NONE) -> None:
-    """out = x Wᵀ + b, then tanh GELU if that is the activation (not FP8). x (R, K), out (R, N). INT8 sums exactly."""
+    """out = activation(x Wᵀ + b), NONE or GELU (not in FP8). x (R, K), out (R, N). INT8 sums are exact."""
     way = path(x)
     if layer.weight.dtype == INT8.dtype:
         return int8.product(x, layer, out, activation=activation)
@@ -184,7 +202,7 @@ def linear(x: Tensor, layer: Linear, out: Tensor, activation: Activation = Activ
 
 
 def linear_gelu(x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
-    """out = gelu_tanh(x Wᵀ + b). x (R, K), out (R, N), scratch (R, N), which may be used and may be `out`."""
+    """out = gelu_tanh(x Wᵀ + b). x (R, K), out (R, N); `scratch` (R, N) may be `out`."""
     if layer.weight.dtype == INT8.dtype:
         return int8.product(x, layer, out, activation=Activation.GELU, inverse_scale=inverse_scale)
     if path(x) == "cuda" and launched_own_gemm(x, layer, out, Activation.GELU, inverse_scale):
@@ -199,7 +217,7 @@ def gate_up(
     x: Tensor, layer: Linear, scratch: Tensor, out: Tensor, *, inverse_scale: float | None,
     activation: Activation = Activation.GEGLU,
 ) -> None:  # fmt: skip
-    """out = activation(x Wᵀ + b), GEGLU or SWIGLU. x (R, K), out (R, H); scratch (R, 2 H) may be used."""
+    """out = activation(x Wᵀ + b), GEGLU or SWIGLU. x (R, K), out (R, H); `scratch` (R, 2 H)."""
     if layer.weight.dtype == INT8.dtype:
         return int8.product(x, layer, out, activation=activation, inverse_scale=inverse_scale)
     if path(x) == "cuda" and layer.paired and launched_own_gemm(x, layer, out, activation, inverse_scale):

@@ -1,8 +1,8 @@
-"""Products of many rows of a suffix without Triton's: by the library, with kernels around it, or by Hopper's own GEMM.
+"""Products of many rows of a suffix, by cuBLAS with kernels around it, or by Hopper's own GEMM.
 
-The ops are those of `vla_accel.ops.suffix`, for rows whose moments are written beside them: what is multiplied is
-x ∘ (1 + scale) as it was stored there, or x, and the norm is a factor of the sums. The library rounds the sums to the
-rows' dtype before that; the own GEMM does not, but for what it adds to a residual.
+The ops are those of `vla_accel.ops.suffix`, for rows that come with their moments. The product multiplies
+x ∘ (1 + scale), stored with the moments, or x, and the norm is a factor of the sums. cuBLAS rounds the sums to the
+dtype of the rows before that; the own GEMM rounds them only before it adds them to a residual.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.linear import library_product
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Library, Own
+from vla_accel.ops.suffix_types import Heads, Rotation
 from vla_accel.ops.weights import Linear
 
 
 def qkv_rope(
-    x: Tensor, layer: Linear, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, *, eps: float, cut: Library | Own, workspace: tuple[Tensor, ...] | None,
+    x: Tensor, layer: Linear, shift: Tensor | None, rotation: Rotation, out: Heads, *,
+    eps: float, cut: Library | Own, workspace: tuple[Tensor, ...] | None,
     moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
@@ -30,11 +31,11 @@ def qkv_rope(
         from vla_accel.ops.cuda.gemm import suffix
 
         return suffix.heads(
-            x, layer.weight, moments.squares, shift, cos, sin, lengths, q, k, v, gpu=_gpu(x), tiling=cut.tiling,
+            x, layer.weight, moments.squares, shift, rotation, out, gpu=_gpu(x), tiling=cut.tiling,
             eps=eps,
         )  # fmt: skip
     y = _product(x, layer, workspace)
-    kernels("around").heads(y, moments, x.shape[1], shift, cos, sin, lengths, q, k, v, eps=eps)
+    kernels("around").heads(y, moments, x.shape[1], shift, rotation, out, eps=eps)
 
 
 def gate_up_geglu(
@@ -63,17 +64,17 @@ def gate_up_geglu(
 
 
 def project(
-    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool, tokens: int, skip_first: bool,
+    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool, skip_every: int,
     cut: Library | Own, workspace: tuple[Tensor, ...] | None, moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.ops.suffix.project`. The own GEMM adds to a residual, without a bias and to every row."""
+    """See `vla_accel.ops.suffix.project`. The own GEMM supports only a residual, no bias and no skipped rows."""
     if isinstance(cut, Own):
         from vla_accel.ops.cuda.gemm import suffix
 
-        assert residual and not skip_first and layer.bias is None
+        assert residual and not skip_every and layer.bias is None
         return suffix.onto(a, layer.weight, gate, x, moments, next_scale, gpu=_gpu(x), tiling=cut.tiling)
     kernels("around").onto(
-        _product(a, layer, workspace), gate, x, residual=residual, tokens=tokens, skip_first=skip_first,
+        _product(a, layer, workspace), gate, x, residual=residual, skip_every=skip_every,
         moments=moments, next_scale=next_scale,
     )  # fmt: skip
 

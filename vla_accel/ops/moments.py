@@ -1,6 +1,6 @@
-"""What a norm needs of its rows, written by whoever writes the rows: then the product behind the norm reads the rows as
-they are, straight into the tensor cores, and the norm is a factor of its sums.
+"""Moments of rows for the next norm, written by the kernel that writes the rows.
 
+The product after the norm then reads the rows straight into the tensor cores, and the norm is a factor of its sums.
 Conventions as in `vla_accel.ops.rows`.
 """
 
@@ -16,8 +16,11 @@ from vla_accel.ops.dispatch import kernels, path
 
 @dataclass(frozen=True)
 class Moments:
-    """Of rows x (R, W): `sums`, `squares` (T, R) float32 of each tile of `columns` columns, of x and of x²; `scaled`
-    (R, W): x ∘ (1 + scale) in the dtype of x where the norm scales, else None."""
+    """Moments of rows x (R, W) in T tiles of `columns` columns.
+
+    `sums`, `squares` (T, R) float32: of x and of x²; `scaled` (R, W): x ∘ (1 + scale) in the dtype of x, or None if the
+    norm has no scale.
+    """
 
     sums: Tensor
     squares: Tensor
@@ -26,15 +29,17 @@ class Moments:
 
     @classmethod
     def like(cls, x: Tensor, columns: int, scaled: bool) -> Moments:
-        """Room for those of x (R, W)."""
+        """Allocate moments for x (R, W)."""
         rows, width = x.shape
         sums = torch.zeros(-(-width // columns), rows, device=x.device)
         return cls(sums, torch.zeros_like(sums), torch.zeros_like(x) if scaled else None, columns)
 
 
 def measure(x: Tensor, scale: Tensor | None, out: Moments) -> None:
-    """The moments of x (R, W), and x ∘ (1 + `scale`) (W,) float32, for rows that no product has written. `out` has one
-    tile."""
+    """Compute the moments of x (R, W), for rows that no product has written.
+
+    `scale` (W,) float32 of the norm, or None; `out` has one tile.
+    """
     if path(x) != "reference":
         kernels("moments").measure(x, scale, out)
     else:
@@ -42,7 +47,7 @@ def measure(x: Tensor, scale: Tensor | None, out: Moments) -> None:
 
 
 def write(x: Tensor, scale: Tensor | None, out: Moments) -> None:
-    """`measure` without kernels, in any number of tiles."""
+    """`measure` in torch, for any number of tiles."""
     for tile, columns in enumerate(x.to(torch.promote_types(torch.float32, x.dtype)).split(out.columns, 1)):
         out.sums[tile] = columns.sum(1)
         out.squares[tile] = columns.square().sum(1)

@@ -1,8 +1,9 @@
-"""Norms inside the products around them: a product that adds to the residual also writes its rows' moments, and the
-next one multiplies the rows as they are and norms the sums. Between the two there is no pass over the rows.
+"""Norms fused into the products around them, which saves a pass over the rows.
 
-For own Hopper kernels alone (`can_be_inside`); elsewhere than on a GPU the torch reference runs. Norms have no weights:
-those are folded into the product that follows. Conventions as in `vla_accel.ops.rows`.
+A product that adds to the residual also writes the moments of the new rows. The next product multiplies the rows as
+they are and applies the norm to the sums. Only Hopper's own kernels can do this (`can_be_inside`); without a GPU the
+torch reference runs. Norms have no weights: these are folded into the next product. Conventions as in
+`vla_accel.ops.rows`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from vla_accel.ops.weights import Linear
 
 
 def with_sums(layer: Linear) -> Linear:
-    """A product that `normed_linear` can take after a LayerNorm; an FP8 one, which it cannot, as it is."""
+    """Add the sums of the weight's rows, which `normed_linear` needs for a LayerNorm. FP8 layers stay unchanged."""
     if layer.weight_scale is not None:
         return layer
     return replace(layer, sums=layer.weight.sum(1, dtype=torch.float64).float())
 
 
 def can_be_inside(rows: int, width: int, *products: tuple[Linear, Activation]) -> bool:
-    """Whether `residual_linear`, `normed_linear` and `normed_gate_up` can take these products, each with its
-    activation, on this GPU. `width`: of the rows that are normed."""
+    """Return whether `residual_linear`, `normed_linear` and `normed_gate_up` take these products on this GPU.
+
+    Args:
+        rows, width: shape of the rows that are normed.
+        products: each with its activation.
+    """
     # The rows of a quantised product are quantised after their norm.
     quantised = any(kind.gated and layer.weight_scale is not None for layer, kind in products)
     if quantised or width % MOMENTS_OF:
@@ -40,7 +45,7 @@ def can_be_inside(rows: int, width: int, *products: tuple[Linear, Activation]) -
 
 
 def moments_buffer(rows: int, width: int, device: torch.device, eps: float | None = None) -> Tensor:
-    """Moments (width / 64, rows, 2) of rows of this width: for rows with norms of one already, with `eps`."""
+    """Allocate moments (width / 64, rows, 2) float32. With `eps` they are those of rows that are normed already."""
     moments = torch.zeros(-(-width // MOMENTS_OF), rows, 2, device=device)
     if eps is not None:
         moments[..., 1] = MOMENTS_OF * (1.0 - eps)
@@ -48,9 +53,12 @@ def moments_buffer(rows: int, width: int, device: torch.device, eps: float | Non
 
 
 def residual_linear(x: Tensor, layer: Linear, onto: Tensor, moments: Tensor) -> None:
-    """onto += x Wᵀ + b, and the moments of its new rows. x (R, K), onto (R, N), N a multiple of 64.
+    """onto += x Wᵀ + b, and write the moments of the new rows. Requires `can_be_inside`.
 
-    moments (N / 64, R, 2) float32: mean and sum of squared deviations of every 64 columns. Only where `can_be_inside`.
+    Args:
+        x: (R, K).
+        onto: (R, N), N a multiple of 64.
+        moments: (N / 64, R, 2) float32: mean and sum of squared deviations of every 64 columns.
     """
     if path(x) == "cuda":
         if not launched_own_gemm(x, layer, onto, Activation.NONE, None, moments=moments):
@@ -69,10 +77,15 @@ def normed_linear(
     x: Tensor, moments: Tensor, layer: Linear, out: Tensor, *, layer_norm: bool, eps: float,
     activation: Activation = Activation.NONE,
 ) -> None:  # fmt: skip
-    """out = norm(x) Wᵀ + b, then the activation. x (R, K) as it is, and its `moments`; out (R, N).
+    """out = activation(norm(x) Wᵀ + b), NONE or GELU. Requires `can_be_inside`.
 
-    The product is of x itself, so that the norm rounds nothing: rstd (x Wᵀ - mean (1 Wᵀ)). A LayerNorm needs
-    `with_sums`; otherwise it is an RMSNorm. Only where `can_be_inside`.
+    The product takes x itself, so that the norm rounds nothing: norm(x) Wᵀ = rstd (x Wᵀ - mean (1 Wᵀ)).
+
+    Args:
+        x: (R, K), not normed.
+        moments: of x, as `residual_linear` writes them.
+        out: (R, N).
+        layer_norm: LayerNorm, for a layer `with_sums`; otherwise RMSNorm.
     """
     assert not layer_norm or layer.sums is not None
     if path(x) == "cuda":
@@ -96,9 +109,9 @@ def normed_gate_up(
     x: Tensor, moments: Tensor, layer: Linear, out: Tensor, *, eps: float, activation: Activation,
     inverse_scale: float | None = None,
 ) -> None:  # fmt: skip
-    """`linear.gate_up` of the RMSNorm of x (R, K), which is given as it is, with its `moments`. `layer` is `paired`.
+    """`linear.gate_up` of the RMSNorm of x (R, K), by a `paired` layer. Requires `can_be_inside`.
 
-    Only where `can_be_inside`.
+    `moments`: of x, as `residual_linear` writes them.
     """
     if path(x) == "cuda":
         return _launch("normed_gate_up", x, moments, None, layer, out, activation, inverse_scale=inverse_scale, eps=eps)
@@ -119,7 +132,7 @@ def _launch(
     inverse_scale: float | None,
     eps: float,
 ) -> None:
-    """The own GEMM behind a norm; `weight_sums`: of a LayerNorm. Raises EngineError in the words of `name`."""
+    """Launch the own GEMM after a norm. `weight_sums`: for a LayerNorm; `name`: the op in error messages."""
     from vla_accel.ops.cuda.gemm import Norm
 
     norm = Norm(moments, weight_sums, eps)

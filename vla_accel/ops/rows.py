@@ -1,8 +1,8 @@
-"""Ops on rows of a residual stream: norms, activations, patches, embeddings, rotary positions.
+"""Ops on the rows of a residual stream: norms, activations, patches, embeddings, rotary positions.
 
-Conventions of these ops: each writes into buffers that it is given and allocates nothing on a GPU; rows are flattened
-tokens; a weight is (N, K); `inverse_scale` asks for float8_e4m3fn or int8 output, by the buffer's dtype: x *
-inverse_scale, saturated at ±448 or ±127; None for the buffer's dtype.
+Conventions of the ops: each writes into the buffers of its caller and allocates nothing on a GPU. Rows are flattened
+tokens; a weight is (N, K). `inverse_scale`: x * inverse_scale is stored as float8_e4m3fn or int8, by the dtype of the
+buffer, saturated at ±448 or ±127; None stores x in the dtype of the buffer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def patchify(
 
 
 def by_squares(side: int, square: int) -> Tensor:
-    """Places (side * side,) of a grid, row by row, in the order of squares of `square` by `square`."""
+    """Return the cells (side * side,) of a grid, which is row by row, in the order of `square` x `square` blocks."""
     grid = torch.arange(side * side).view(side // square, square, side // square, square)
     return grid.transpose(1, 2).flatten()
 
@@ -49,10 +49,13 @@ def by_squares(side: int, square: int) -> Tensor:
 def add_norm(
     x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
 ) -> None:  # fmt: skip
-    """x_out = x + y, h = norm(x_out), without weights: those are folded into the product that follows.
+    """x_out = x + y and h = norm(x_out). The norm has no weights: these are folded into the next product.
 
-    x, x_out (R, W); y (R', W), R a multiple of R' (repeated), or None: x_out is not written. `layer`: LayerNorm,
-    otherwise RMSNorm.
+    Args:
+        x, x_out: (R, W).
+        y: (R', W), repeated to R rows; or None: x_out is not written.
+        h: (R, W).
+        layer: LayerNorm, otherwise RMSNorm.
     """
     if path(x) != "reference":
         return kernels("rows").add_norm(x, y, x_out, h, layer=layer, eps=eps, inverse_scale=inverse_scale)
@@ -66,10 +69,9 @@ def embed_norm(
     image_tokens: Tensor, tokens: Tensor, table: Tensor, x: Tensor, h: Tensor, *, eps: float,
     inverse_scale: float | None, state: Tensor | None = None, lengths: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """x = image tokens (B, I, W) and then embedded tokens (B, L), times √W, as rows; h = rmsnorm(x).
+    """x = the rows of the image tokens (B, I, W), then of the embedded `tokens` (B, L) times √W; h = rmsnorm(x).
 
-    With `state` (B, W), a row more of each sequence: it is the last real one, lengths[b] - 1 (B,) int32, and fills the
-    last.
+    `state` (B, W): one more row in each sequence. It is row lengths[b] - 1, the last real one, and fills the last row.
     """
     if path(x) != "reference":
         return kernels("rows").embed_norm(
@@ -91,8 +93,9 @@ def geglu(
     gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False,
     activation: Activation = Activation.GEGLU,
 ) -> None:  # fmt: skip
-    """out (R, H) = gelu_tanh(gate) * up of (R, 2 H): gate first, or, `paired`, by turns eight of gate, eight of up.
-    `activation`: GEGLU or SWIGLU, which has silu(gate)."""
+    """out (R, H) = activation(gate) * up, for GEGLU or SWIGLU. `gate_up` (R, 2 H) has gate first; if `paired`, eight
+    columns of gate and eight of up alternate.
+    """
     if path(gate_up) != "reference":
         return kernels("rows").geglu(gate_up, out, inverse_scale=inverse_scale, paired=paired, activation=activation)
     if paired:
@@ -108,15 +111,15 @@ def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
 
 
 def rope_tables(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions 0 … length - 1, each (length, head_dim / 2) float32."""
+    """Return cos and sin of positions 0 … length - 1, each (length, head_dim / 2) float32."""
     cos, sin = reference.rope_tables(torch.arange(length, device=device), head_dim, torch.float32)
     return cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
 
 def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
-    """Rotate q inside `qkv` (B * S, (heads + 2 kv_heads) * d) in place; rotated k and v go to the cache.
+    """Rotate q in `qkv` (B * S, (heads + 2 kv_heads) * d) in place, and write rotated k and v to the cache.
 
-    keys, values (B, S, kv_heads, d), contiguous. The position of a row is its place in the sequence.
+    keys, values (B, S, kv_heads, d), contiguous. Positions count the rows of each sequence.
     """
     if path(qkv) != "reference":
         return kernels("rows").rope_cache(qkv, cos, sin, keys, values, heads)
@@ -129,7 +132,7 @@ def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tens
 
 
 def store(out: Tensor, value: Tensor, inverse_scale: float | None) -> None:
-    """How every op's reference ends: `value` into `out`, quantised where there is a scale."""
+    """Store `value` in `out` as every op's reference does, quantised if there is a scale."""
     if inverse_scale is not None:
         form = INT8 if out.dtype == INT8.dtype else E4M3
         value = form.saturated(value.float() * inverse_scale)
@@ -137,7 +140,7 @@ def store(out: Tensor, value: Tensor, inverse_scale: float | None) -> None:
 
 
 def normed(x: Tensor, layer: bool, eps: float) -> Tensor:
-    """Reference of the norms, without weights: LayerNorm if `layer`, otherwise RMSNorm, in float32 or wider."""
+    """Reference of the norms without weights, in float32 or wider: LayerNorm if `layer`, otherwise RMSNorm."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if layer:
         wide = wide - wide.mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Ops of a multimodal prompt: patches in blocks, tokens put in place, normed and rotated heads, causal attention.
+"""Ops of a multimodal prompt: patches in blocks, placed tokens, normed and rotated heads, causal attention.
 
 Conventions as in `vla_accel.ops.rows`.
 """
@@ -27,8 +27,9 @@ def patchify_blocks(images: Tensor, out: Tensor, patch: int, merge: int) -> None
 
 
 def place_tokens(image_tokens: Tensor, tokens: Tensor, table: Tensor, order: Tensor, x: Tensor) -> None:
-    """x (B * S, W): row s of each prompt is number order[s] of its image tokens (B, I, W) and then its embedded tokens
-    (B, L) int64. order (S,) int64, S = I + L."""
+    """Write the rows x (B * S, W) of prompts: row s is number order[s] of the image tokens (B, I, W) followed by the
+    embedded `tokens` (B, L) int64. order (S,) int64, S = I + L.
+    """
     if path(x) != "reference":
         return kernels("sequence").place_tokens(image_tokens, tokens, table, order, x)
     both = torch.cat((image_tokens, table[tokens].to(image_tokens.dtype)), 1)
@@ -36,7 +37,7 @@ def place_tokens(image_tokens: Tensor, tokens: Tensor, table: Tensor, order: Ten
 
 
 def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
-    """x (B * S, W): y (B, I, W) is added to rows `places` (I,) int64, each once, of every S rows."""
+    """Add y (B, I, W) to the rows `places` (I,) int64, all different, of every S rows of x (B * S, W)."""
     if path(x) != "reference":
         return kernels("sequence").add_at(y, places, x)
     x.view(len(y), -1, x.shape[1]).index_add_(1, places, y.to(x.dtype))
@@ -46,10 +47,11 @@ def norm_rope(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
     eps: float,
 ) -> None:  # fmt: skip
-    """Norm and rotate q and k inside qkv (B * T, (heads + 2 kv_heads) * d) in place; v stays.
+    """Norm and rotate q and k in `qkv` (B * T, (heads + 2 kv_heads) * d) in place; v stays unchanged.
 
-    q_norm, k_norm (d,) float32: weights of an RMSNorm of each head, or both None for no norm; cos, sin (T, d / 2)
-    float32.
+    Args:
+        q_norm, k_norm: (d,) float32, weights of an RMSNorm of each head, or both None for no norm.
+        cos, sin: (T, d / 2) float32.
     """
     if path(qkv) != "reference":
         return kernels("sequence").norm_rope(qkv, q_norm, k_norm, cos, sin, heads, kv_heads, eps=eps)
@@ -63,8 +65,9 @@ def norm_rope(
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Every token sees itself and those before it. q (B, T, heads, d), k, v (B, T, kv_heads, d), k and v of equal
-    strides; out (B, T, heads * d) contiguous."""
+    """Causal attention. q (B, T, heads, d); k, v (B, T, kv_heads, d) of equal strides; out (B, T, heads * d),
+    contiguous.
+    """
     if path(q) != "reference":
         return kernels("sequence").causal_attention(q, k, v, out)
     mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
@@ -72,7 +75,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
 
 
 def exact_gelu(x: Tensor) -> None:
-    """GELU by the error function, in place."""
+    """GELU with the error function, in place."""
     if path(x) != "reference":
         return kernels("sequence").exact_gelu(x)
     x.copy_(F.gelu(x))

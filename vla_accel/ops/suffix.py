@@ -1,9 +1,12 @@
-"""Ops of the few rows of a suffix: each does much at once, because launches cost more than arithmetic there.
+"""Ops on the few rows of a suffix. Each fuses several operations, because launches cost more than arithmetic here.
 
-Conventions as in `vla_accel.ops.rows`. FP8 and INT8 weights are widened in registers, activations are never quantised.
-`cut`: how a kernel is cut into programs, one of `suffix_tilings.candidates`; None takes the first. `pinned` (R,) int32,
-0 or 1: what depends on the flow's time, scale, shift or gate, has two rows then, (2, ·), each row of x takes its own,
-and no moments travel. A cut that is `Library` or `Own` takes rows with moments, none that are pinned (`ops/many.py`).
+Conventions as in `vla_accel.ops.rows`, and of these ops:
+
+- FP8 and INT8 weights are widened in registers; activations are never quantised.
+- `cut`: the tile config, one of `suffix_tilings.candidates`; None takes the first. `Library` and `Own` require rows
+  with moments and support no pinned rows (`ops/many.py`).
+- `pinned` (R,) int32, 0 or 1: scale, shift and gate, which depend on the flow's time, have two rows (2, ·), and each
+  row of x selects its own. Moments are not supported.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from vla_accel.ops.moments import Moments
 from vla_accel.ops.moments import write as write_moments
 from vla_accel.ops.rows import normed
 from vla_accel.ops.suffix_tilings import Library, Own, Product, Skinny, Tiling
+from vla_accel.ops.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance, Heads, Rotation
 from vla_accel.ops.weights import Linear
 
 AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
@@ -31,41 +35,42 @@ ProductWorkspace = tuple[Tensor, ...]
 
 
 def qkv_rope(
-    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None = None,
-    cut: Tiling | None = None, workspace: ProductWorkspace | None = None, moments: Moments | None = None,
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, rotation: Rotation, out: Heads, *, eps: float,
+    pinned: Tensor | None = None, cut: Tiling | None = None, workspace: ProductWorkspace | None = None,
+    moments: Moments | None = None,
 ) -> None:  # fmt: skip
-    """Norm, q/k/v projection and rotation of the suffix. FP8 and INT8 weights are widened, the activations are not
-    quantised.
+    """Norm, q/k/v projection and rotation of the suffix.
 
-    x (B * T, W); `scale` (W,) float32 of the norm (1 + scale) or None; `shift` (N,) float32: the norm's shift times
-    the weight; positions start at lengths[b]; q (B, T, heads, d), k, v (B, T, kv_heads, d), contiguous.
-    `moments`: of x, with this scale, where they were written beside it. `workspace`: as `product_workspace` makes it.
+    Args:
+        x: (B * T, W).
+        scale: (W,) float32; the norm multiplies by 1 + scale. Or None.
+        shift: (N,) float32, the norm's shift times the weight, or None.
+        moments: of x with this scale, if the rows come with them.
+        workspace: made by `product_workspace` for the same `cut`.
     """
     if path(x) != "reference":
-        cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, q, k))
+        cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, out.q, out.k))
         if isinstance(cut, (Library, Own)):
             assert pinned is None
-            return many.qkv_rope(
-                x, layer, shift, cos, sin, lengths, q, k, v, eps=eps, cut=cut, workspace=workspace,
-                moments=moments,
-            )  # fmt: skip
+            return many.qkv_rope(x, layer, shift, rotation, out, eps=eps, cut=cut, workspace=workspace, moments=moments)
         return _kernels(cut).qkv_rope(
-            x, layer.weight, layer.sums_scale, scale, shift, cos, sin, lengths, q, k, v, eps=eps,
-            pinned=pinned, cut=cut, **_reading(cut, moments),
+            x, layer, scale, shift, rotation, out, eps=eps, pinned=pinned, cut=cut,
+            **_reading(cut, moments),
         )  # fmt: skip
-    batch, tokens, heads, head_dim = q.shape
+    batch, tokens, heads, head_dim = out.q.shape
     y = _modulated_product(x, layer, scale, shift, eps, pinned).view(batch, tokens, -1, head_dim)
-    place = lengths[:, None] + torch.arange(tokens, device=x.device)
-    c, s = cos[place][:, :, None].to(y.dtype), sin[place][:, :, None].to(y.dtype)
-    kv_heads = k.shape[2]
-    q.copy_(reference.apply_rope(y[:, :, :heads], c, s))
-    k.copy_(reference.apply_rope(y[:, :, heads : heads + kv_heads], c, s))
-    v.copy_(y[:, :, heads + kv_heads :])
+    place = rotation.starts[:, None] + torch.arange(tokens, device=x.device)
+    c, s = (table[place][:, :, None].to(y.dtype) for table in (rotation.cos, rotation.sin))
+    kv_heads = out.k.shape[2]
+    out.q.copy_(reference.apply_rope(y[:, :, :heads], c, s))
+    out.k.copy_(reference.apply_rope(y[:, :, heads : heads + kv_heads], c, s))
+    out.v.copy_(y[:, :, heads + kv_heads :])
 
 
 def suffix_workspace(sizes: SuffixAttention, device: torch.device, cut: KeySplit | None = None) -> AttentionWorkspace:
-    """What `suffix_attention` keeps between its programs. The counters must be zero at the start, and stay so."""
+    """Allocate what `suffix_attention` keeps between its programs. The counters start as zero, and each call resets
+    them.
+    """
     if path(device) == "reference":
         return (torch.empty(0), torch.empty(0), torch.empty(0))
     cut = cut or key_tilings.key_splits(Gpu.of(device), sizes)[0]
@@ -78,8 +83,10 @@ def suffix_workspace(sizes: SuffixAttention, device: torch.device, cut: KeySplit
 
 
 def product_workspace(product: Product, device: torch.device, cut: Tiling) -> ProductWorkspace | None:
-    """What `project` keeps between programs that share K, and any product by the library between its kernels; None
-    where there is nothing. Its counters are as above."""
+    """Allocate what a product keeps between programs that share K, or between cuBLAS and the kernels around it.
+
+    None if it needs nothing. Counters as in `suffix_workspace`.
+    """
     if isinstance(cut, (Skinny, Own)) or path(device) == "reference":
         return None
     if isinstance(cut, Library):
@@ -93,22 +100,22 @@ def product_workspace(product: Product, device: torch.device, cut: Tiling) -> Pr
 
 
 def qkv_product(x: Tensor, layer: Linear, q: Tensor, k: Tensor) -> Product:
-    """The product that `qkv_rope` makes of these."""
+    """Describe the product of `qkv_rope`."""
     return _product(x, layer, q.shape[3] // 2, q.shape[2] + 2 * k.shape[2], 2)
 
 
 def gate_up_product(x: Tensor, layer: Linear) -> Product:
-    """The product that `gate_up_geglu` makes of these."""
+    """Describe the product of `gate_up_geglu`."""
     return _product(x, layer, layer.weight.shape[0] // 2, 1, 2)
 
 
 def project_product(a: Tensor, layer: Linear) -> Product:
-    """The product that `project` makes of these."""
+    """Describe the product of `project`."""
     return _product(a, layer, layer.weight.shape[0], 1, 1)
 
 
 def crossing(x: Tensor, layer: Linear, keys: Tensor) -> Crossing:
-    """What `cross_attention` makes of these."""
+    """Describe the problem of `cross_attention`."""
     batch, source, _, head_dim = keys.shape
     return Crossing(
         batch, len(x) // batch, x.shape[1], source, layer.weight.shape[0] // head_dim, head_dim,
@@ -121,11 +128,16 @@ def suffix_attention(
     workspace: AttentionWorkspace, *, state_first: bool, causal: bool = False,
     cut: KeySplit | None = None,
 ) -> None:  # fmt: skip
-    """The suffix attends to the first `lengths[b]` keys of the prefix and to itself.
+    """Attention of the suffix to the first `lengths[b]` keys of the prefix and to itself.
 
-    q (B, T, heads, d); prefix_k, prefix_v (B, S, kv_heads, d); k, v (B, T, kv_heads, d); out (B * T, heads * d); all
-    contiguous. `state_first`: the first token sees itself and the prefix only (π0); `causal`: none sees a later one.
-    `workspace`: as `suffix_workspace` makes it for the same `cut`.
+    Args:
+        q: (B, T, heads, d).
+        prefix_k, prefix_v: (B, S, kv_heads, d).
+        k, v: (B, T, kv_heads, d), of the suffix.
+        out: (B * T, heads * d). All tensors are contiguous.
+        workspace: made by `suffix_workspace` for the same `cut`.
+        state_first: the first token attends to the prefix and itself only (π0).
+        causal: no token attends to a later one.
     """
     if path(q) != "reference":
         batch, tokens, heads, head_dim = q.shape
@@ -150,27 +162,32 @@ def suffix_attention(
 
 
 def project(
-    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool = True, tokens: int = 1,
-    skip_first: bool = False, pinned: Tensor | None = None, cut: Tiling | None = None,
+    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *, residual: bool = True, skip_every: int = 0,
+    pinned: Tensor | None = None, cut: Tiling | None = None,
     workspace: ProductWorkspace | None = None, moments: Moments | None = None, next_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """x (R, N) += gate ∘ (a Wᵀ + b), or = without `residual`. a (R, K); gate (N,) float32 or None.
+    """x += gate ∘ (a Wᵀ + b), or x = gate ∘ (a Wᵀ + b) without `residual`.
 
-    `skip_first`: the first of every `tokens` rows of x is left alone. `workspace`: as `product_workspace` makes it for
-    the same `cut`. `moments`: gets those of the new x, in tiles of the cut's columns, with the next norm's `next_scale`
-    (N,) float32; a `Skinny` cut writes none.
+    Args:
+        a: (R, K).
+        gate: (N,) float32, or None.
+        x: (R, N).
+        skip_every: if not zero, the first of every `skip_every` rows of x stays unchanged.
+        workspace: made by `product_workspace` for the same `cut`.
+        moments: receives the moments of the new x, in tiles of the columns of `cut`; `Skinny` writes none.
+        next_scale: (N,) float32, the scale of the next norm, or None.
     """
     if path(a) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(a.device), project_product(a, layer))
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.project(
-                a, layer, gate, x, residual=residual, tokens=tokens, skip_first=skip_first, cut=cut,
+                a, layer, gate, x, residual=residual, skip_every=skip_every, cut=cut,
                 workspace=workspace, moments=moments, next_scale=next_scale,
             )  # fmt: skip
         return _kernels(cut).project(
-            a, layer.weight, layer.sums_scale, layer.bias, gate, x, residual=residual, tokens=tokens,
-            skip_first=skip_first, pinned=pinned, cut=cut, workspace=workspace,
+            a, layer, gate, x, residual=residual,
+            skip_every=skip_every, pinned=pinned, cut=cut, workspace=workspace,
             **({} if isinstance(cut, Skinny) else {"moments": moments, "next_scale": next_scale}),
         )  # fmt: skip
     wide = torch.promote_types(torch.float32, x.dtype)
@@ -181,8 +198,8 @@ def project(
         y = y * _own(gate, pinned)
     if residual:
         y = y + x.to(wide)
-    if skip_first:
-        y = torch.where((torch.arange(len(x), device=x.device) % tokens > 0)[:, None], y, x.to(wide))
+    if skip_every:
+        y = torch.where((torch.arange(len(x), device=x.device) % skip_every > 0)[:, None], y, x.to(wide))
     x.copy_(y)
     if moments is not None:
         write_moments(x, next_scale, moments)
@@ -193,8 +210,7 @@ def gate_up_geglu(
     activation: Activation = Activation.GEGLU, pinned: Tensor | None = None, cut: Tiling | None = None,
     workspace: ProductWorkspace | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
-    """Norm, gate and up projections and GeGLU or SwiGLU (`activation`) of the suffix: x (R, W) to out (R, H). As
-    `qkv_rope` otherwise."""
+    """Norm, gate and up projections, and GEGLU or SWIGLU. x (R, W), out (R, H). Other arguments as in `qkv_rope`."""
     if path(x) != "reference":
         cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
         if isinstance(cut, (Library, Own)):
@@ -203,7 +219,7 @@ def gate_up_geglu(
                 x, layer, shift, out, eps=eps, activation=activation, cut=cut, workspace=workspace, moments=moments
             )
         return _kernels(cut).gate_up_geglu(
-            x, layer.weight, layer.sums_scale, scale, shift, out, eps=eps, activation=activation, pinned=pinned,
+            x, layer, scale, shift, out, eps=eps, activation=activation, pinned=pinned,
             cut=cut, **_reading(cut, moments),
         )  # fmt: skip
     y = _modulated_product(x, layer, scale, shift, eps, pinned)
@@ -214,17 +230,21 @@ def cross_attention(
     x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, out: Tensor, *,
     eps: float, cut: CrossTile | None = None, moments: Moments | None = None,
 ) -> None:  # fmt: skip
-    """Norm, query projection and rotation of the suffix, from position 0 on, and attention to the prefix alone.
+    """Norm, query projection and rotation of the suffix, and attention to the prefix only. Positions start at 0.
 
-    x (B * T, W); `layer` of the queries (heads * d, W); keys, values (B, S, kv_heads, d), of which row b has
-    lengths[b]; out (B * T, heads * d); all contiguous. `cut`: how programs share the work (`key_tilings.crossings`);
-    `moments`: of x, where they were written beside it.
+    Args:
+        x: (B * T, W).
+        layer: of the queries, (heads * d, W).
+        keys, values: (B, S, kv_heads, d), of which row b has lengths[b].
+        out: (B * T, heads * d). All tensors are contiguous.
+        cut: one of `key_tilings.crossings`.
+        moments: of x, if the rows come with them.
     """
     if path(x) != "reference":
         if cut is None:
             cut = key_tilings.crossings(Gpu.of(x.device), crossing(x, layer, keys))[0]
         return kernels("cross").cross_attention(
-            x, layer.weight, layer.sums_scale, cos, sin, keys, values, lengths, out, eps=eps,
+            x, layer, cos, sin, keys, values, lengths, out, eps=eps,
             cut=cut, moments=moments,
         )  # fmt: skip
     batch, source, _, head_dim = keys.shape
@@ -238,40 +258,36 @@ def cross_attention(
 
 
 def step(
-    x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
-    target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
-    gain: float, eps: float, tokens: int, first: bool, last: bool, activation: Activation, pinned: bool = False,
+    x: Tensor, output: ActionOutput, actions: Tensor, guidance: Guidance, into: ActionInput, following: Tensor,
+    at: EulerStep, *, tokens: int,
 ) -> None:  # fmt: skip
-    """Between two evaluations: final norm, output projection, Euler step, and the next evaluation's input.
+    """Between two evaluations of a flow: final norm, output projection, Euler step, and the next evaluation's input.
 
-    actions (B, H, A) float32 += dt * velocity, unless `first`; following (B * T, W) gets activation(actions · w_in +
-    b_in) in its last H tokens of every T, unless `last`. w_out, w_in (A, W) float32, b_out (A,), b_in (W,);
-    scale (W,): the norm multiplies by 1 + scale; shift (W,) or None. The velocity is guided towards `target` (B, H, A):
-    gain * weights ∘ (target - (actions - time * velocity)) less, weights (B, H) float32; zero changes no bit. `pinned`:
-    instead, actions whose weight is not zero stay what they are, bit for bit; b_in may have two rows then, (2, W), the
-    second theirs.
+    Args:
+        x: (B * T, W), T = `tokens`, the output of the last evaluation. Not read if `at.first`.
+        actions: (B, H, A) float32, += dt * velocity. The guidance subtracts
+            gain * weights ∘ (target - (actions - time * velocity)) from the velocity.
+        following: (B * T, W); its last H rows of every T receive the next input. Not written if `at.last`.
     """
     if path(x) != "reference":
-        return kernels("skinny").step(
-            x, scale, shift, w_out, b_out, actions, target, weights, w_in, b_in, following, dt=dt, time=time,
-            gain=gain, eps=eps, tokens=tokens, first=first, last=last, activation=activation, pinned=pinned,
-        )  # fmt: skip
+        return kernels("skinny").step(x, output, actions, guidance, into, following, at, tokens=tokens)
     batch, horizon, _ = actions.shape
-    stays = weights > 0
-    if not first:
-        assert scale is not None
+    weights, stays = guidance.weights, guidance.weights > 0
+    if not at.first:
+        assert output.scale is not None
         tail = x.view(batch, tokens, -1)[:, tokens - horizon :]
-        final = normed(tail, False, eps) * (1.0 + scale)
-        final = final if shift is None else final + shift
-        velocity = (final @ w_out.T + b_out).to(actions.dtype)
-        if pinned:
+        final = normed(tail, False, output.eps) * (1.0 + output.scale)
+        final = final if output.shift is None else final + output.shift
+        velocity = (final @ output.weight.T + output.bias).to(actions.dtype)
+        if guidance.pinned:
             velocity = velocity.masked_fill(stays[..., None], 0)
         else:
-            velocity = velocity - gain * (weights[..., None] * (target - (actions - time * velocity)))
-        actions += dt * velocity
-    if not last:
-        embedded = actions.to(w_in.dtype) @ w_in + (b_in if b_in.ndim == 1 else b_in[stays.long()])
-        embedded = reference.activate(embedded, activation)
+            error = guidance.target - (actions - at.time * velocity)
+            velocity = velocity - at.gain * (weights[..., None] * error)
+        actions += at.dt * velocity
+    if not at.last:
+        bias = into.bias if into.bias.ndim == 1 else into.bias[stays.long()]
+        embedded = reference.activate(actions.to(into.weight.dtype) @ into.weight + bias, into.activation)
         following.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(following.dtype)
 
 

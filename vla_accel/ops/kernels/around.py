@@ -25,6 +25,7 @@ from vla_accel.ops.kernels.epilogues import (
 )
 from vla_accel.ops.kernels.moments import of_tiles, store_moments, tiles_of
 from vla_accel.ops.moments import Moments
+from vla_accel.ops.suffix_types import Heads, Rotation
 
 ROWS = 4
 """Rows of a program that rotates or gates: as many as keep its loads long and the chip busy."""
@@ -96,15 +97,16 @@ def _residual_around(y_ptr, gate_ptr, x_ptr, next_scale_ptr, sums_ptr, squares_p
 
 
 def heads(
-    y: Tensor, moments: Moments, width: int, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, eps: float,
+    y: Tensor, moments: Moments, width: int, shift: Tensor | None, rotation: Rotation, out: Heads, *,
+    eps: float,
 ) -> None:  # fmt: skip
-    """q, k, v of the product y (R, N) of rows of this width, as `suffix.qkv_rope` makes them."""
-    tokens, heads, head_dim = q.shape[1:]
-    rows, kv_heads, half = len(y), k.shape[2], head_dim // 2
+    """The heads of the product y (R, N) of rows of this width, as `suffix.qkv_rope` makes them."""
+    tokens, heads, head_dim = out.q.shape[1:]
+    rows, kv_heads, half = len(y), out.k.shape[2], head_dim // 2
     launch(
         _heads_around, (triton.cdiv(rows, ROWS), heads + 2 * kv_heads),
-        y, moments.squares, y if shift is None else shift, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads,
+        y, moments.squares, y if shift is None else shift, rotation.cos, rotation.sin, rotation.starts,
+        out.q, out.k, out.v, rows, tokens, eps, width, heads,
         kv_heads, half, ROWS, power_of_two(half), *tiles_of(moments), shift is not None, num_warps=4,
     )  # fmt: skip
 
@@ -123,7 +125,7 @@ def geglu(
 
 
 def onto(
-    y: Tensor, gate: Tensor | None, x: Tensor, *, residual: bool, tokens: int, skip_first: bool,
+    y: Tensor, gate: Tensor | None, x: Tensor, *, residual: bool, skip_every: int,
     moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """x (R, N) and its moments, of one tile, of the product y (R, N), as `suffix.project` makes them."""
@@ -133,6 +135,6 @@ def onto(
     launch(
         _residual_around, (rows,),
         y, y if gate is None else gate, x, y if next_scale is None else next_scale, sums, squares, scaled, rows,
-        tokens, n, power_of_two(n), residual, gate is not None, skip_first, moments is not None,
+        skip_every or 1, n, power_of_two(n), residual, gate is not None, skip_every > 0, moments is not None,
         moments is not None and moments.scaled is not None and next_scale is not None, num_warps=4,
     )  # fmt: skip

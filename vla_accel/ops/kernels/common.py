@@ -1,4 +1,4 @@
-"""Pieces that several kernels share: FP8 and INT8 rounding and programmatic dependent launch."""
+"""Functions that several kernels share: activations, FP8 and INT8 rounding, programmatic dependent launch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ FP8_MAX, INT8_MAX = tl.constexpr(E4M3.largest), tl.constexpr(INT8.largest)
 
 @triton.jit
 def quantised(x, inverse_scale, DTYPE: tl.constexpr):
-    """float32 to E4M3 or INT8, as `fp8.Format.saturated`: an FP8 conversion alone would turn what is too large into
-    NaN, an integer one would cut off."""
+    """float32 to E4M3 or INT8, as `fp8.Format.saturated`. A plain conversion to FP8 would turn large values into NaN,
+    and one to integers would wrap them around.
+    """
     if DTYPE == tl.int8:  # noqa: SIM300 - a constant of the kernel only in this order
         return tl.clamp(tl.floor(x * inverse_scale + 0.5), -INT8_MAX, INT8_MAX).to(tl.int8)
     else:
@@ -24,8 +25,9 @@ def quantised(x, inverse_scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def scale_of_sums(w_ptr, wscale, n):
-    """What sums of a weight's rows n, (BLOCK_N,), are multiplied by: of INT8 each row's own, (1, BLOCK_N), else the one
-    of all. Constant: it may be read before the wait."""
+    """The factor of the sums of a weight's rows n, (BLOCK_N,): each row's own for INT8, (1, BLOCK_N), otherwise one
+    scalar. It is constant and may be read before the wait.
+    """
     if w_ptr.dtype.element_ty == tl.int8:
         return tl.load(wscale + n)[None, :]
     else:
@@ -50,7 +52,7 @@ GELU, SILU, RELU = (tl.constexpr(a.code) for a in (Activation.GELU, Activation.S
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """x with the activation of this code, none that is gated."""
+    """Apply the activation with this code, which must not be gated."""
     if ACTIVATION == GELU:
         return gelu_tanh(x)
     elif ACTIVATION == SILU:
@@ -63,11 +65,14 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def softmax_step(s, best, total, EMPTY: tl.constexpr):
-    """One block of the softmax over all blocks: of scores s, (M, N) float32 for exp2, after blocks whose largest score
-    was `best`, (M,), and whose weights' sum was `total`, (M,). EMPTY: a row may have no key so far, all of whose scores
-    are -inf; otherwise the first block must hold one of every row.
+    """One block of an online softmax.
 
-    Returns the block's weights, what to multiply earlier sums with, and `best` and `total` with this block."""
+    Scores s (M, N) float32 are for exp2. `best` (M,) is the largest score and `total` (M,) the sum of weights of the
+    blocks so far. EMPTY: a row may have no key yet, so that all its scores are -inf; otherwise the first block has a
+    key of every row.
+
+    Returns the weights of the block, the factor of earlier sums, and the new `best` and `total`.
+    """
     new_best = tl.maximum(best, tl.max(s, 1))
     base = tl.where(new_best == -float("inf"), 0.0, new_best) if EMPTY else new_best
     p = tl.exp2(s - base[:, None])
@@ -77,7 +82,7 @@ def softmax_step(s, best, total, EMPTY: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """What the previous kernel wrote is visible after this. Before it, only constants may be read."""
+    """Wait until the writes of the previous kernel are visible. Before it, read only constants."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         # From here the next kernel may start and fetch its weights while this one computes.
@@ -104,11 +109,11 @@ def fetch_ahead(rows_ptr, elements, AHEAD: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """The next kernel may start; it waits by itself for what this one writes."""
+    """Allow the next kernel to start. It waits itself for what this one writes."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def can_fetch_ahead(weight: Tensor) -> bool:
-    """Whether `fetch_ahead` takes the rows of a contiguous (N, K) weight: they begin at multiples of 16 bytes."""
+    """Return whether the rows of a contiguous weight start at multiples of 16 bytes, as `fetch_ahead` requires."""
     return weight.shape[1] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0

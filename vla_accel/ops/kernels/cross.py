@@ -24,6 +24,7 @@ from vla_accel.ops.kernels.moments import tiles_of
 from vla_accel.ops.kernels.pipelined import normed_pair
 from vla_accel.ops.key_tilings import CrossTile
 from vla_accel.ops.moments import Moments
+from vla_accel.ops.weights import Linear
 
 
 @triton.jit
@@ -97,17 +98,17 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
 
 
 def cross_attention(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | float, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+    x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
     lengths: Tensor, out: Tensor, *, eps: float, cut: CrossTile, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.cross_attention`."""
     batch, source, kv_heads, head_dim = keys.shape
     tokens, width, half = len(x) // batch, x.shape[1], head_dim // 2
-    heads = weight.shape[0] // head_dim
+    heads = layer.weight.shape[0] // head_dim
     launch(
         _cross_attention, (heads, triton.cdiv(tokens, cut.rows), batch),
-        x, weight, weight_scale, x if moments is None else moments.squares, cos, sin, keys, values, lengths, out,
-        len(x), tokens, eps, head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, cut.rows,
-        max(16, power_of_two(half)), cut.keys, cut.block_k, width % cut.block_k == 0, can_fetch_ahead(weight),
+        x, layer.weight, layer.sums_scale, x if moments is None else moments.squares, cos, sin, keys, values, lengths,
+        out, len(x), tokens, eps, head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, cut.rows,
+        max(16, power_of_two(half)), cut.keys, cut.block_k, width % cut.block_k == 0, can_fetch_ahead(layer.weight),
         *tiles_of(moments), num_warps=8, num_stages=cut.stages,
     )  # fmt: skip

@@ -15,6 +15,8 @@ from vla_accel.ops.kernels.moments import of_tiles, tiles_of
 from vla_accel.ops.kernels.pipelined import by_row, described, multiply, no_sums, row_tile, rows_of, weight_tile
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
+from vla_accel.ops.suffix_types import Guidance
+from vla_accel.ops.weights import Linear
 
 
 @triton.jit
@@ -78,21 +80,21 @@ def _product(x_ptr, x_tma, w_ptr, w_tma, wscale, scale_ptr, sums_ptr, total_ptr,
 
 
 def product(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | float, shift: Tensor, out: Tensor, *, norm: NormTables | None,
+    x: Tensor, layer: Linear, shift: Tensor, out: Tensor, *, norm: NormTables | None,
     activation: Activation, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.dit.product`."""
     rows, k = x.shape
-    n = weight.shape[0]
+    n = layer.weight.shape[0]
     grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns))
     scale = None if norm is None else norm.scale
     sums, squares = (shift, shift) if moments is None else (moments.sums, moments.squares)
     launch(
         _product, grid,
-        *described(rows_of(x, moments), weight, cut), weight_scale, shift if scale is None else scale,
+        *described(rows_of(x, moments), layer.weight, cut), layer.sums_scale, shift if scale is None else scale,
         shift if norm is None else norm.sums, sums, squares, shift, out, rows,
         0.0 if norm is None else norm.eps, n, k, cut.rows, cut.columns, cut.block_k, k % cut.block_k == 0,
-        cut.tma, cut.ahead and can_fetch_ahead(weight), norm is not None, scale is not None, *tiles_of(moments),
+        cut.tma, cut.ahead and can_fetch_ahead(layer.weight), norm is not None, scale is not None, *tiles_of(moments),
         activation.code, cut.weights_first, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
 
@@ -133,7 +135,7 @@ def _flow_step(velocity_ptr, before_ptr, target_ptr, weights_ptr, w_in_ptr, b_in
 
 
 def flow_step(
-    velocity: Tensor, before: Tensor, target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, after: Tensor,
+    velocity: Tensor, before: Tensor, guidance: Guidance, w_in: Tensor, b_in: Tensor, after: Tensor,
     hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.dit.flow_step`."""
@@ -142,6 +144,7 @@ def flow_step(
     grid = (1 if last else triton.cdiv(width, 32), triton.cdiv(rows, 16))
     launch(
         _flow_step, grid,
-        velocity, before, target, weights, w_in, b_in, after, hidden, dt, rows, horizon, tokens, width, actions, 16, 32,
+        velocity, before, guidance.target, guidance.weights, w_in, b_in, after, hidden,
+        dt, rows, horizon, tokens, width, actions, 16, 32,
         max(16, power_of_two(actions)), first, last, num_warps=4, num_stages=1,
     )  # fmt: skip

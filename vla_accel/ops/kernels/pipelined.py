@@ -31,6 +31,8 @@ from vla_accel.ops.kernels.epilogues import (
 from vla_accel.ops.kernels.moments import of_tiles, store_moments, tiles_of
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.suffix_tilings import Pipelined
+from vla_accel.ops.suffix_types import Heads, Rotation
+from vla_accel.ops.weights import Linear
 
 
 @triton.jit
@@ -270,26 +272,26 @@ def _prefetches(weight: Tensor, cut: Pipelined) -> bool:
 
 
 def qkv_rope(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
-    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None,
-    cut: Pipelined, moments: Moments | None,
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None,
+    rotation: Rotation, out: Heads, *, eps: float, pinned: Tensor | None, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
-    batch, tokens, heads, head_dim = q.shape
+    batch, tokens, heads, head_dim = out.q.shape
     rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
-    grid = (triton.cdiv(rows, cut.rows), (heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns))
+    grid = (triton.cdiv(rows, cut.rows), (heads + 2 * out.k.shape[2]) * triton.cdiv(half, cut.columns))
     launch(
         _qkv_rope_pipelined, grid,
-        *described(rows_of(x, moments), weight, cut), weight_scale, scale if scale is not None else x,
-        _squares(x, moments), shift if shift is not None else x, pinned if pinned is not None else x, cos, sin, lengths,
-        q, k, v, rows, tokens, eps, width, heads, k.shape[2], half, cut.rows, cut.columns, cut.block_k,
-        width % cut.block_k == 0, cut.tma, _prefetches(weight, cut), scale is not None, *tiles_of(moments),
+        *described(rows_of(x, moments), layer.weight, cut), layer.sums_scale, scale if scale is not None else x,
+        _squares(x, moments), shift if shift is not None else x, pinned if pinned is not None else x, rotation.cos,
+        rotation.sin, rotation.starts, out.q, out.k, out.v, rows, tokens, eps, width, heads, out.k.shape[2], half,
+        cut.rows, cut.columns, cut.block_k,
+        width % cut.block_k == 0, cut.tma, _prefetches(layer.weight, cut), scale is not None, *tiles_of(moments),
         pinned is not None, cut.weights_first, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
 
 
 def gate_up_geglu(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
     eps: float, activation: Activation, pinned: Tensor | None, cut: Pipelined, moments: Moments | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
@@ -298,8 +300,8 @@ def gate_up_geglu(
     launch(
         _gate_up_pipelined,
         (triton.cdiv(rows, cut.rows), triton.cdiv(hidden, cut.columns)),
-        *described(rows_of(x, moments), weight, cut),
-        weight_scale,
+        *described(rows_of(x, moments), layer.weight, cut),
+        layer.sums_scale,
         scale if scale is not None else x,
         _squares(x, moments),
         shift if shift is not None else x,
@@ -314,7 +316,7 @@ def gate_up_geglu(
         cut.block_k,
         width % cut.block_k == 0,
         cut.tma,
-        _prefetches(weight, cut),
+        _prefetches(layer.weight, cut),
         scale is not None,
         *tiles_of(moments),
         activation.gate.code,
@@ -326,22 +328,47 @@ def gate_up_geglu(
 
 
 def project(
-    a: Tensor, weight: Tensor, weight_scale: Tensor | float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
-    residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, cut: Pipelined,
+    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *,
+    residual: bool, skip_every: int, pinned: Tensor | None, cut: Pipelined,
     workspace: tuple[Tensor, Tensor] | None, moments: Moments | None, next_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`."""
     rows, k = a.shape
-    n = weight.shape[0]
+    n = layer.weight.shape[0]
     parts, counters = workspace if workspace is not None and cut.split > 1 else (a, a)
     grid = (triton.cdiv(rows, cut.rows), triton.cdiv(n, cut.columns), cut.split)
     launch(
-        _project_pipelined, grid,
-        *described(a, weight, cut), weight_scale, bias if bias is not None else a, gate if gate is not None else a,
-        pinned if pinned is not None else a, x, parts, counters, next_scale if next_scale is not None else a,
-        *_room(a, moments), rows, tokens, n, k, cut.rows, cut.columns, cut.block_k, cut.split,
-        k % (cut.block_k * cut.split) == 0, cut.tma, _prefetches(weight, cut), residual, gate is not None,
-        bias is not None, skip_first, moments is not None,
-        moments is not None and moments.scaled is not None and next_scale is not None, pinned is not None,
-        cut.weights_first, num_warps=cut.warps, num_stages=cut.stages,
-    )  # fmt: skip
+        _project_pipelined,
+        grid,
+        *described(a, layer.weight, cut),
+        layer.sums_scale,
+        a if layer.bias is None else layer.bias,
+        gate if gate is not None else a,
+        pinned if pinned is not None else a,
+        x,
+        parts,
+        counters,
+        next_scale if next_scale is not None else a,
+        *_room(a, moments),
+        rows,
+        skip_every or 1,
+        n,
+        k,
+        cut.rows,
+        cut.columns,
+        cut.block_k,
+        cut.split,
+        k % (cut.block_k * cut.split) == 0,
+        cut.tma,
+        _prefetches(layer.weight, cut),
+        residual,
+        gate is not None,
+        layer.bias is not None,
+        skip_every > 0,
+        moments is not None,
+        moments is not None and moments.scaled is not None and next_scale is not None,
+        pinned is not None,
+        cut.weights_first,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+    )

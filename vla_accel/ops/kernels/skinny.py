@@ -28,6 +28,8 @@ from vla_accel.ops.kernels.epilogues import (
     store_residual,
 )
 from vla_accel.ops.suffix_tilings import Skinny
+from vla_accel.ops.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance, Heads, Rotation
+from vla_accel.ops.weights import Linear
 
 
 @triton.jit
@@ -191,25 +193,25 @@ def _project(a_ptr, w_ptr, wscale, bias_ptr, gate_ptr, pinned_ptr, x_ptr, rows, 
 
 
 def qkv_rope(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, cos: Tensor,
-    sin: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, eps: float, pinned: Tensor | None,
-    cut: Skinny,
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None,
+    rotation: Rotation, out: Heads, *, eps: float, pinned: Tensor | None, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.qkv_rope`."""
-    batch, tokens, heads, head_dim = q.shape
+    batch, tokens, heads, head_dim = out.q.shape
     rows, width, half = batch * tokens, x.shape[-1], head_dim // 2
-    grid = ((heads + 2 * k.shape[2]) * triton.cdiv(half, cut.columns), triton.cdiv(rows, cut.rows))
+    grid = ((heads + 2 * out.k.shape[2]) * triton.cdiv(half, cut.columns), triton.cdiv(rows, cut.rows))
     launch(
         _qkv_rope, grid,
-        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
-        pinned if pinned is not None else x, cos, sin, lengths, q, k, v, rows, tokens, eps, width, heads,
-        k.shape[2], half, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None,
+        x, layer.weight, layer.sums_scale, scale if scale is not None else x, shift if shift is not None else x,
+        pinned if pinned is not None else x, rotation.cos, rotation.sin, rotation.starts, out.q,
+        out.k, out.v, rows, tokens, eps, width, heads,
+        out.k.shape[2], half, cut.rows, cut.columns, cut.parts, cut.block_k // cut.parts, cut.ahead, scale is not None,
         pinned is not None, num_warps=cut.parts, num_stages=1,
     )  # fmt: skip
 
 
 def gate_up_geglu(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | float, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
+    x: Tensor, layer: Linear, scale: Tensor | None, shift: Tensor | None, out: Tensor, *,
     eps: float, activation: Activation, pinned: Tensor | None, cut: Skinny,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.gate_up_geglu`."""
@@ -218,7 +220,7 @@ def gate_up_geglu(
     grid = (triton.cdiv(hidden, cut.columns), triton.cdiv(rows, cut.rows))
     launch(
         _gate_up_geglu, grid,
-        x, weight, weight_scale, scale if scale is not None else x, shift if shift is not None else x,
+        x, layer.weight, layer.sums_scale, scale if scale is not None else x, shift if shift is not None else x,
         pinned if pinned is not None else x, out, rows, eps, width, hidden, cut.rows, cut.columns, cut.parts,
         cut.block_k // cut.parts, cut.ahead, scale is not None, activation.gate.code, pinned is not None,
         num_warps=cut.parts, num_stages=1,
@@ -226,19 +228,19 @@ def gate_up_geglu(
 
 
 def project(
-    a: Tensor, weight: Tensor, weight_scale: Tensor | float, bias: Tensor | None, gate: Tensor | None, x: Tensor, *,
-    residual: bool, tokens: int, skip_first: bool, pinned: Tensor | None, cut: Skinny,
+    a: Tensor, layer: Linear, gate: Tensor | None, x: Tensor, *,
+    residual: bool, skip_every: int, pinned: Tensor | None, cut: Skinny,
     workspace: object = None,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.project`."""
     rows, k = a.shape
-    n = weight.shape[0]
+    n = layer.weight.shape[0]
     grid = (triton.cdiv(n, cut.columns), triton.cdiv(rows, cut.rows))
     launch(
         _project, grid,
-        a, weight, weight_scale, bias if bias is not None else a, gate if gate is not None else a,
-        pinned if pinned is not None else a, x, rows, tokens, n, k, cut.rows, cut.columns, cut.parts,
-        cut.block_k // cut.parts, cut.ahead, residual, gate is not None, bias is not None, skip_first,
+        a, layer.weight, layer.sums_scale, a if layer.bias is None else layer.bias, gate if gate is not None else a,
+        pinned if pinned is not None else a, x, rows, skip_every or 1, n, k, cut.rows, cut.columns, cut.parts,
+        cut.block_k // cut.parts, cut.ahead, residual, gate is not None, layer.bias is not None, skip_every > 0,
         pinned is not None, num_warps=cut.parts, num_stages=1,
     )  # fmt: skip
 
@@ -292,17 +294,16 @@ def _step(x_ptr, scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, actions_ptr, target
 
 
 def step(
-    x: Tensor, scale: Tensor | None, shift: Tensor | None, w_out: Tensor, b_out: Tensor, actions: Tensor,
-    target: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor, following: Tensor, *, dt: float, time: float,
-    gain: float, eps: float, tokens: int, first: bool, last: bool, activation: Activation, pinned: bool,
+    x: Tensor, output: ActionOutput, actions: Tensor, guidance: Guidance, into: ActionInput, following: Tensor,
+    at: EulerStep, *, tokens: int,
 ) -> None:  # fmt: skip
     """See `vla_accel.ops.suffix.step`."""
     batch, horizon, action_dim = actions.shape
-    width = w_out.shape[1]
+    width, scale, shift = output.weight.shape[1], output.scale, output.shift
     launch(
         _step, (batch * horizon,),
-        x, scale if scale is not None else x, shift if shift is not None else x, w_out, b_out, actions, target,
-        weights, w_in, b_in, following, dt, time, gain, eps, tokens, horizon, width, power_of_two(width), action_dim,
-        power_of_two(action_dim), first, last, shift is not None, activation.code, pinned, b_in.ndim == 2, num_warps=8,
-        num_stages=1,
+        x, scale if scale is not None else x, shift if shift is not None else x, output.weight, output.bias, actions,
+        guidance.target, guidance.weights, into.weight, into.bias, following, at.dt, at.time, at.gain, output.eps,
+        tokens, horizon, width, power_of_two(width), action_dim, power_of_two(action_dim), at.first, at.last,
+        shift is not None, into.activation.code, guidance.pinned, into.bias.ndim == 2, num_warps=8, num_stages=1,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Attention of many queries in CUDA C++ (`whole.cu`, `shared_keys.cu`): which shapes it takes, its source, launches.
+"""Attention of many queries in CUDA C++ (`whole.cu`, `shared_keys.cu`): supported shapes, source, launches.
 
-For Hopper. Where `kernel_for` names none, the Triton kernel runs; results are the same up to rounding.
+For Hopper. Triton's kernel runs if `kernel_for` returns None; results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ SharedKeys = block(
 
 
 def kernel_for(gpu: Gpu | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> Kernel | None:
-    """The kernel that runs this call on a GPU, None where neither does. Arguments as `ops.attending` has them."""
+    """Return the kernel for this call, or None if neither supports it. Arguments as `ops.attending`."""
     if gpu is None or why_not(gpu, q, k, v, out, lengths) is not None:
         return None
     return "whole" if _fits_whole(q, k, lengths) else "shared_keys"
 
 
 def why_not(gpu: Gpu, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> str | None:
-    """Why neither kernel takes this call on a GPU; None where one does."""
+    """Explain why neither kernel takes this call; None if one does."""
     if gpu.architecture != ARCHITECTURE:
         return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
     if q.dtype not in _KINDS or not q.dtype == k.dtype == v.dtype or out.dtype not in (q.dtype, torch.float8_e4m3fn):
@@ -128,7 +128,7 @@ def shared_keys(
 
 
 def splits_of(blocks: int, gpu: Gpu) -> int:
-    """Blocks of a cluster, which share the keys that each of `blocks` would read alone: as many as run all at once."""
+    """Return how many blocks of a cluster share the keys of a tile: as many as run at once for `blocks` tiles."""
     fitting = (n for n in range(MAX_SPLITS, 1, -1) if blocks <= gpu.clusters_at_once(n))
     return next(fitting, 1)
 
@@ -140,7 +140,7 @@ def _module(kernel: str, dtype: torch.dtype, quantised: bool, device: torch.devi
 
 
 def plan(kernel: str, dtype: torch.dtype, quantised: bool, **sizes: int) -> tuple[str, int]:
-    """Source of a kernel for these sizes, and the bytes of shared memory that it takes."""
+    """Return the source of a kernel for these sizes, and its shared memory in bytes."""
     head_dim = sizes["D"]
     macros = {"QUANT": int(quantised), "HALF": int(dtype == torch.float16), **sizes}
     if kernel == "whole":

@@ -1,6 +1,6 @@
-"""The denoise loop in CUDA C++: deals out the work, holds the buffers, launches the phases.
+"""The denoise loop in CUDA C++: plans the work, holds the buffers, launches the phases.
 
-For Hopper, up to 64 suffix rows, with weights in BF16 or INT8; `why_not` says why not otherwise. Each phase is a kernel
+For Hopper, up to 64 suffix rows, with weights in BF16 or INT8; `why_not` explains other cases. Each phase is a kernel
 that fetches its weights while its predecessors still run.
 """
 
@@ -30,7 +30,7 @@ MOST_ROWS = 64
 
 
 def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, precision: str) -> str | None:
-    """Why the kernels cannot run this on a GPU; None where they can. `precision`: of the layers' weights."""
+    """Explain why the kernels do not run this loop; None if they do. `precision`: of the layers' weights."""
     attended = sizes.heads * sizes.head_dim
     if gpu is None:
         return "there is no GPU"
@@ -50,7 +50,7 @@ def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, precision: str) -> str | 
 def planned(
     gpu: Gpu, sizes: Sizes, batch: int, prefix_tokens: int, weight_bytes: int, device: torch.device
 ) -> tuple[Schedule, runtime.Module]:
-    """The schedule and its kernels, loaded; planned again where the device itself does not hold its clusters."""
+    """Return the schedule and its loaded kernels. Plans again if the device does not hold the clusters at once."""
 
     def plan(**limits: Any) -> Schedule:
         return Schedule.of(sizes, batch, prefix_tokens, gpu, weight_bytes, **limits)
@@ -138,14 +138,14 @@ class StreamedLoop:
 
     @property
     def reads_by_layer(self) -> bool:
-        """Whether a layer reads the prefix's keys and values of that layer alone, as they are."""
+        """Whether each layer reads only the keys and values of its own layer, in the layout of the prefix."""
         return self.values_t is None
 
     def begin(
         self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor,
         wait: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        """Enqueue the first step. `wait`: is called before a layer that reads the prefix's."""
+        """Enqueue the first step. `wait`: called with each layer before it is enqueued."""
         if self.schedule.attend is not None:
             # It reads the suffix's keys and values until they are there; an interrupted run may have left some.
             self._suffix.view(torch.int32).fill_(NOTHING_YET)
@@ -155,14 +155,14 @@ class StreamedLoop:
         self._step(self._launcher(inputs, state_token, actions), 0, wait)
 
     def go_on(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
-        """Enqueue the other steps, and the end."""
+        """Enqueue the other steps and the end."""
         launch = self._launcher(inputs, state_token, actions)
         for step in range(1, self.steps):
             self._step(launch, step)
         launch("between", self._eps, self.steps, *self._guidance(self.steps - 1))
 
     def _launcher(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> Launch:
-        """A launch by the kernel's name and what it takes besides the model and the call."""
+        """Return a function that launches a kernel by name with its arguments after the model and the call."""
         buffers = {n: _address(n, t) for n, t in self._buffers.items()}
         call = Call(
             **{field: _address(name, inputs[name], alignment) for field, (name, alignment) in _INPUTS.items()},
@@ -208,7 +208,7 @@ class StreamedLoop:
         return (3 + attention) * self.depth + (1 if self.sizes.adaptive else 2)
 
     def _guidance(self, step: int) -> tuple[ctypes.c_float, ctypes.c_float]:
-        """Time and gain of an evaluation; there is none before the first."""
+        """Return time and gain of an evaluation; the first one has those of step 0."""
         return ctypes.c_float(self._times[max(step, 0)]), ctypes.c_float(self._gains[max(step, 0)])
 
 

@@ -1,7 +1,7 @@
-"""Launches of the GEMM of many rows on Hopper (`gemm.cu`, `epilogue.cu`): its source, tensor maps and checks.
+"""Launches of Hopper's GEMM for many rows (`gemm.cu`, `epilogue.cu`): source, tensor maps and checks.
 
-Knows matrices and epilogues, not layers or models. Which tiling is fast for which shape says `table.py`; every tiling
-that `Tiling.why_not` accepts is right for every shape that `why_not` accepts.
+Knows matrices and epilogues, not layers or models. `table.py` holds the fast tilings; every tiling that
+`Tiling.why_not` accepts is correct for every shape that `why_not` accepts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _WGMMA = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm without weights of a product's rows x (M, K): LayerNorm with `weight_sums`, otherwise RMSNorm.
+    """A norm without weights of the rows x (M, K): LayerNorm with `weight_sums`, otherwise RMSNorm.
 
     `moments` (K / 64, M, 2) float32: mean and sum of squared deviations of every 64 columns of x, as a product that
-    adds to x writes them. `weight_sums` (N,) float32: of each row of the weight.
+    adds to x writes them. `weight_sums` (N,) float32: the sum of each row of the weight.
     """
 
     moments: Tensor
@@ -51,9 +51,16 @@ def source(
     k: int = 0,
     suffix: int = 0,
 ) -> str:
-    """The CUDA C++ of one kernel. `kind`: dtype of both operands; `fp8_out`: it writes FP8; `residual`: the product is
-    added to what `out` holds; `norm` of the rows of x: none, rms, layer, or squares, by a suffix's moments; `k`: their
-    width, for a norm; `suffix`: what it does for a suffix's rows (`suffix.cu`)."""
+    """Return the CUDA C++ source of one kernel.
+
+    Args:
+        kind: dtype of both operands.
+        fp8_out: whether the output is FP8.
+        residual: whether the product is added to `out`.
+        norm: of the rows of x: "none", "rms", "layer", or "squares" for the moments of a suffix.
+        k: columns of x, for a norm.
+        suffix: the macro SUFFIX (`suffix.cu`).
+    """
     memory = tiling.memory(activation, norm != "none")
     sizes = {
         "KIND": _KINDS[kind], "NARROW": int(fp8_out), "ACTIVATION": activation.code, "GROUPS": tiling.groups,
@@ -75,14 +82,14 @@ def rows_map(matrix: Tensor, rows: int) -> TensorMap:
 
 
 def why_not_on(gpu: Gpu) -> str | None:
-    """Why the kernel cannot run on a GPU, whatever its matrices; None where it can."""
+    """Explain why the kernel does not run on a GPU; None if it does."""
     if gpu.architecture != ARCHITECTURE:
         return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
     return None
 
 
 def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: Activation) -> str | None:
-    """Why the kernel cannot take these matrices on a GPU; None where it can. Arguments as `gemm` has them."""
+    """Explain why the kernel does not take these matrices on a GPU; None if it does. Arguments as `gemm`."""
     if reason := why_not_on(gpu):
         return reason
     if x.dtype not in _KINDS or weight.dtype != x.dtype:
@@ -117,12 +124,18 @@ def gemm(
     moments: Tensor | None = None,
     norm: Norm | None = None,
 ) -> None:
-    """out = activation(scale * x weightᵀ + bias), times `inverse_scale` and saturated where out is float8_e4m3fn.
+    """out = activation(scale * x weightᵀ + bias), times `inverse_scale` and saturated if out is float8_e4m3fn.
 
-    x (M, K), weight (N, K), bias (N,), out (M, N), or (M, N / 2) for GEGLU and SWIGLU, whose weight rows alternate:
-    eight of gate, eight of up. `moments` (N / 64, M, 2) float32: the product is added to `out`, and the new rows'
-    moments are written (see `Norm`). `norm`: x is normed first, unrounded.
-    Raises EngineError for what the kernel cannot take.
+    Args:
+        x: (M, K).
+        weight: (N, K). For GEGLU and SWIGLU its rows alternate: eight of gate, eight of up.
+        bias: (N,) or None.
+        out: (M, N), or (M, N / 2) for GEGLU and SWIGLU.
+        moments: (N / 64, M, 2) float32: the product is added to `out`, and the moments of the new rows are written.
+        norm: x is normed first, without rounding.
+
+    Raises:
+        EngineError: the kernel does not take these arguments.
     """
     from vla_accel.ops.cuda.runtime import load_module
 
@@ -165,7 +178,7 @@ def _address(tensor: Tensor | None) -> int | None:
 def _why_no_norms(
     x: Tensor, weight: Tensor, out: Tensor, activation: Activation, moments: Tensor | None, norm: Norm | None
 ) -> str | None:
-    """Why the kernel cannot add to `out`, and norm x, with these; None where it can."""
+    """Explain why the kernel cannot add to `out` or norm x with these; None if it can."""
 
     def wrong(given: Tensor, columns: int, rows: int) -> str | None:
         expected, got = (columns // MOMENTS_OF, rows, 2), tuple(given.shape)

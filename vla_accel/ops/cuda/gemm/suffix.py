@@ -1,8 +1,8 @@
-"""Launches of the GEMM with what the rows of a suffix need (`suffix.cu`): a gated residual with the next norm's
-moments, and gate and up, or heads, of rows whose moments were written beside them.
+"""Launches of the GEMM for the rows of a suffix (`suffix.cu`): a gated residual with the moments for the next norm, and
+gate and up, or heads, of rows that come with their moments.
 
-Conventions as in `vla_accel.ops.suffix`; 16-bit operands. Weights are as they are for every other way: pairs of their
-rows meet by a tensor map, not by their order in memory.
+Conventions as in `vla_accel.ops.suffix`; operands have 16 bits. Weights keep their order in memory: a tensor map brings
+the two rows of a pair together.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vla_accel.ops.cuda.tensor_map import TensorMap, tensor_map
 from vla_accel.ops.gpu import Gpu
 from vla_accel.ops.moments import Moments
 from vla_accel.ops.reference import MOMENTS_OF
+from vla_accel.ops.suffix_types import Heads, Rotation
 
 ONTO, GATED, HEADS = 1, 2, 3
 """The macro SUFFIX."""
@@ -32,7 +33,7 @@ def onto(
     a: Tensor, weight: Tensor, gate: Tensor | None, x: Tensor, moments: Moments | None, next_scale: Tensor | None, *,
     gpu: Gpu, tiling: Tiling,
 ) -> None:  # fmt: skip
-    """x (R, N) += gate ∘ (a Wᵀ), rounded before it is added, and the moments of the new rows, of 64 columns each."""
+    """x (R, N) += gate ∘ (a Wᵀ), rounded before the addition, and the moments of the new x in tiles of 64 columns."""
     fields: dict[str, int | None] = {"gate": _address(gate)}
     if moments is not None:
         if moments.columns != MOMENTS_OF:
@@ -47,23 +48,24 @@ def gated(
     x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, out: Tensor, *, gpu: Gpu, tiling: Tiling,
     eps: float, activation: Activation,
 ) -> None:  # fmt: skip
-    """out (R, H): GeGLU, or SwiGLU, of x Wᵀ times the norm's factor, plus `shift` (2 H,) float32; `squares` (T, R)."""
+    """out (R, H) = GEGLU or SWIGLU of rstd x Wᵀ + shift. `shift` (2 H,) float32 or None; `squares` (T, R) of x."""
     fields = {"shift": _address(shift), **_norm(x, squares), "half": len(weight) // 2}
     _launch(GATED, x, weight, out, activation, fields, gpu, tiling, out.shape[1], eps)
 
 
 def heads(
-    x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *, gpu: Gpu, tiling: Tiling, eps: float,
+    x: Tensor, weight: Tensor, squares: Tensor, shift: Tensor | None, rotation: Rotation, out: Heads, *,
+    gpu: Gpu, tiling: Tiling, eps: float,
 ) -> None:  # fmt: skip
-    """q, k, v as `vla_accel.ops.suffix.qkv_rope` has them, of x Wᵀ as in `gated`."""
-    _, tokens, of_q, head_dim = q.shape
+    """Heads as `vla_accel.ops.suffix.qkv_rope` makes them, of x Wᵀ as in `gated`."""
+    _, tokens, of_q, head_dim = out.q.shape
     fields = {
-        "shift": _address(shift), **_norm(x, squares), "half": head_dim // 2, "cos": _address(cos),
-        "sin": _address(sin), "lengths": _address(lengths), "k": _address(k), "v": _address(v), "tokens": tokens,
-        "heads": of_q, "kv_heads": k.shape[2],
+        "shift": _address(shift), **_norm(x, squares), "half": head_dim // 2, "cos": _address(rotation.cos),
+        "sin": _address(rotation.sin), "lengths": _address(rotation.starts), "k": _address(out.k), "v": _address(out.v),
+        "tokens": tokens,
+        "heads": of_q, "kv_heads": out.k.shape[2],
     }  # fmt: skip
-    _launch(HEADS, x, weight, q, Activation.NONE, fields, gpu, tiling, len(weight), eps)
+    _launch(HEADS, x, weight, out.q, Activation.NONE, fields, gpu, tiling, len(weight), eps)
 
 
 def source(dtype: torch.dtype, suffix: int, activation: Activation, tiling: Tiling) -> str:
@@ -88,7 +90,7 @@ def _launch(
     columns: int,
     eps: float,
 ) -> None:
-    """`columns`: of a row of `out`, whatever it is a part of."""
+    """`columns`: the row length of `out`, or of the tensor that it is a part of."""
     from vla_accel.ops.cuda.runtime import load_module
 
     (rows, k), n, half = x.shape, len(weight), fields.get("half") or 0
@@ -110,7 +112,10 @@ def _launch(
 
 
 def why_not(gpu: Gpu, x: Tensor, weight: Tensor, tiling: Tiling, half: int) -> str | None:
-    """Why the kernel cannot take these with a tiling; None where it can. `half`: rows between those of a pair, or 0."""
+    """Explain why the kernel does not take these operands with a tiling; None if it does.
+
+    `half`: distance of the two rows of a pair, or 0 without pairs.
+    """
     (rows, k), (n, k_weight) = x.shape, weight.shape
     if gpu.architecture != ARCHITECTURE:
         return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
