@@ -3,6 +3,7 @@ expected values follow lerobot's formulas, in float64."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,18 @@ def test_the_model_reads_the_pixels_of_the_release(
             rounding = 0.0 if image.shape == (size, size, 3) else 0.5 / 127.5
             steepest = {"IDENTITY": 1.0, "MEAN_STD": 1 / 0.2}.get(mode, 2 / 0.45)
             torch.testing.assert_close(view, expected, rtol=0, atol=rounding * steepest + 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05", "pi0_fast"])
+def test_a_training_config_of_lerobot_0_5_0_shows_its_release(kind: str, tmp_path: Path) -> None:
+    """config.json and the pipelines of 0.5.0 are those of 0.4.4."""
+    write(tmp_path, kind, "0.4.4")
+    training = tmp_path / "train_config.json"
+    for content, old in (({"steps": 100}, True), ({"steps": 100, "cudnn_deterministic": False}, False)):
+        training.write_text(json.dumps(content))
+        processor = load(tmp_path).processor
+        assert (processor.pixels is not None) == old
+        assert (processor.prompt_state_dim is not None) == old
 
 
 def test_bars_of_lerobot_0_4_are_minus_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel.checkpoints.weights import size_of
+from vla_accel.checkpoints.weights import read_json, size_of
 from vla_accel.errors import CheckpointError
 from vla_accel.pictures import ChannelScale, PixelValues
 from vla_accel.transforms.normalisation import Normaliser
@@ -17,18 +17,22 @@ from vla_accel.transforms.normalisation import Normaliser
 _BLACK, _WHITE = 0.0, 255.0
 
 
-def is_of_04(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json of π0, π0.5 or π0-FAST is one of lerobot 0.4.
+def is_of_04(config: Mapping[str, Any], path: Path) -> bool:
+    """Whether the folder of a π0, π0.5 or π0-FAST was saved by lerobot 0.4.
 
-    Releases since 0.5.1 save `use_relative_actions`. Folders of 0.5.0 cannot be told from those of 0.4.
+    Releases since 0.5.1 write `use_relative_actions` into config.json. The config.json of 0.5.0 is that of 0.4, but the
+    train_config.json that its training saves next to it has `cudnn_deterministic`, which 0.4 does not know.
     """
-    return "use_relative_actions" not in config
+    if "use_relative_actions" in config:
+        return False
+    training = path.with_name("train_config.json")
+    return not training.is_file() or "cudnn_deterministic" not in read_json(training)
 
 
 def prompt_state_dim(config: Mapping[str, Any], path: Path) -> int | None:
     """The numbers that π0.5's and π0-FAST's prompts fill the state up to, as lerobot did before 0.5; None where they do
     not."""
-    return size_of(config, "max_state_dim", path) if is_of_04(config) else None
+    return size_of(config, "max_state_dim", path) if is_of_04(config, path) else None
 
 
 def pixel_values(
@@ -52,7 +56,7 @@ def pixel_values(
     scales = tuple(_channels(camera, f"{path}: {key}") for key, camera in cameras.items()) if scaled else ()
     if config["type"] == "smolvla":
         return PixelValues(cameras=scales) if scaled else None
-    if is_of_04(config):
+    if is_of_04(config, path):
         return PixelValues(outside=-_WHITE, clipped=(-_WHITE, _WHITE), cameras=scales)
     return PixelValues(clipped=(_BLACK, _WHITE), cameras=scales) if scaled else None
 
