@@ -70,12 +70,14 @@ class TensorSpec:
     """One named input or output.
 
     `shape`: of the example. `ranges`: for each dynamic dimension its (minimum, maximum); absent means static.
+    `example`: values along the last axis to try the component with, for an input of which random values are no example.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     ranges: dict[int, tuple[int, int]] = field(default_factory=dict)
+    example: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for dim, (low, high) in self.ranges.items():

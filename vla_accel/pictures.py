@@ -107,3 +107,10 @@ class PixelValues:
             row[OFFSET] = scale.offset
             row[SHIFT:SCALE], row[SCALE:MAP_WIDTH] = scale.shift, scale.scale
         return made
+
+
+def example_map(size: int) -> tuple[float, ...]:
+    """Return a pixel map of a wide image in a square of `size`, with bars, bounds and a scale for each channel."""
+    scale = ChannelScale((110.0, 120.0, 130.0), (0.9, 1.0, 1.1), 100.0)
+    values = PixelValues(outside=-255.0, clipped=(-255.0, 255.0), cameras=(scale,))
+    return tuple(values.maps([(0, size, 2 * size)], size, "bilinear")[0].tolist())

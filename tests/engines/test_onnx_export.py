@@ -264,6 +264,25 @@ def prefix_inputs(model: Pi0) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["auto", "fp16"])
+def test_vision_with_pixel_maps_is_checked_on_images_that_count(tmp_path: Path, precision: Any) -> None:
+    """A random pixel map leaves no image inside of the bars, so a graph without images would pass."""
+    model = random_model(tiny_config("pi05")).to_compute_dtype(torch.bfloat16)
+    component = vision_component(model, 1, 2, mapped=True)
+    module = onnx.module_at(component, precision)
+    images, maps = examples(component, lambda s: s.shape)
+    size = images.shape[-2]
+    for row in (0, size - 1):
+        of_bars = images.clone()
+        of_bars[:, :, row] = 255 - of_bars[:, :, row]
+        assert torch.equal(module(of_bars, maps), module(images, maps))
+    of_image = images.clone()
+    of_image[:, :, size // 2] = 255 - of_image[:, :, size // 2]
+    assert not torch.allclose(module(of_image, maps), module(images, maps), atol=1e-2)
+    graph = export(component, module, tmp_path)
+    assert graph.similarity is not None and graph.similarity > SIMILARITY
+
+
 def test_the_quantised_prefix_is_nearly_the_component() -> None:
     model = random_model(tiny_config("pi05"))
     before = {n: p.clone() for n, p in model.named_parameters()}

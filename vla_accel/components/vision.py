@@ -14,7 +14,7 @@ from vla_accel.components.variants import variants
 from vla_accel.models.prefixed import PrefixNetwork
 from vla_accel.models.quantised import QUANTISED
 from vla_accel.ops.pixels import pixels
-from vla_accel.pictures import MAP_WIDTH
+from vla_accel.pictures import MAP_WIDTH, example_map
 
 if TYPE_CHECKING:
     from vla_accel.native.flow import FlowStore
@@ -46,7 +46,7 @@ def vision_component(
     size = config.vision.image_size
     some = {1: (1, max(views, MOST_VIEWS))}
     images = TensorSpec("images", (batch, views, size, size, 3), torch.uint8, some)
-    maps = TensorSpec("pixel_maps", (batch, views, MAP_WIDTH), torch.float32, some)
+    maps = TensorSpec("pixel_maps", (batch, views, MAP_WIDTH), torch.float32, some, example_map(size))
     return Component(
         "vision",
         Vision(model),

@@ -144,13 +144,16 @@ def _dynamic(component: Component, module: nn.Module) -> tuple[Any, ...]:
 
 def examples(component: Component, shape_of: Any = largest) -> tuple[Tensor, ...]:
     """Random inputs on the module's device: normal floats, any bytes, token ids 0 or 1, lengths (int32) of 1, masks of
-    True. Without a real token there is nothing to attend to, and every library makes something else of that."""
+    True; a spec's own `example` where it has one. Without a real token there is nothing to attend to, and every library
+    makes something else of that."""
     device = next((p.device for p in component.module.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
 
     def draw(spec: TensorSpec) -> Tensor:
         shape = shape_of(spec)
-        if spec.dtype.is_floating_point:
+        if spec.example is not None:
+            value = torch.tensor(spec.example).expand(shape)
+        elif spec.dtype.is_floating_point:
             value = torch.randn(shape, generator=generator)
         elif spec.dtype in (torch.bool, torch.int32):
             value = torch.ones(shape)
