@@ -205,7 +205,9 @@ def test_a_tower_with_pixel_maps_exports(tmp_path: Path, precision: EnginePrecis
     component = vision_component(random_model(tiny_config("pi05")), 1, 2, mapped=True)
     module = onnx.module_at(component, precision)
     path = export(component, module, tmp_path).path
-    values = PixelValues(outside=-255.0, clipped=(-255.0, 255.0), cameras=(ChannelScale(), ChannelScale((9.0,) * 3)))
+    values = PixelValues(
+        outside=-255.0, clipped=(-255.0, 255.0), cameras=(ChannelScale(), ChannelScale((9.0, 9.0, 9.0)))
+    )
     images = np.random.default_rng(0).integers(0, 256, (1, 2, 28, 28, 3), np.uint8)
     maps = values.maps([(0, 36, 60), (1, 50, 20)], 28, "bilinear")[None]
     session = onnxruntime.InferenceSession(path)
