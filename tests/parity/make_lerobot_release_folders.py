@@ -247,7 +247,8 @@ def write_family(name: str, out: Path, seed: int) -> None:
             actions = np.stack([answer(family, processors, given, task) for task in TASKS])
         if fast_folder.is_dir():
             shutil.copytree(fast_folder, folder / "fast")
-        np.savez(out / variant / "answers.npz", **given, tasks=np.array(TASKS), actions=actions)
+        answers: dict[str, Any] = {**given, "tasks": np.array(TASKS), "actions": actions}
+        np.savez(out / variant / "answers.npz", **answers)
         print(
             f"{name} {variant}: {len(list(folder.iterdir()))} files, actions {actions.min():.2f} to {actions.max():.2f}"
         )
