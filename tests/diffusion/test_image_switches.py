@@ -44,7 +44,7 @@ def inputs(name: str, height: int = 64, width: int = 64, batch: int = 1) -> tupl
     return image, 2 * torch.randn(batch, 4, *frames, height // 8, width // 8, generator=generator)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # as diffusers' pipelines call: tiles are blended in place
 def both(vae: Any, image: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
     return vae.encode(image).latent_dist.parameters, vae.decode(latents).sample
 

@@ -18,8 +18,9 @@ from vla_accel.component import Component
 from vla_accel.errors import DeviceMemoryError
 from vla_accel.models import memory
 
-MARGIN = 0.1
-"""Of the activations: workspaces of convolutions, fragmentation."""
+MARGIN = 0.5
+"""Of the activations, for workspaces of convolutions and fragmentation. Decoding 1024x1024 in BF16 on an H100 took 1.4
+times the activations for Stable Diffusion in eager and 1.7 times in native, 1.0 and 0.9 times for Qwen-Image."""
 
 
 def required_bytes(component: Component) -> int:

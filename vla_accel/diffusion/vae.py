@@ -141,7 +141,9 @@ class AcceleratedVae:
             (source,) = component.inputs
             (result,) = stage(**{source.name: value}).values()
             require_finite(result, component, (value,))
-            return result.clone()
+            # diffusers blends tiles in place, which only tensors from outside inference mode allow.
+            with torch.inference_mode(False), torch.no_grad():
+                return result.clone()
 
     def stage(self, side: Side, size: Size, batch: int = 1) -> None:
         """Make the engine for a size now, so that its errors come before other work. Raises as `run` does."""
