@@ -54,7 +54,7 @@ class GraphedForward:
         made._exclusive, made._recorded, made._weights = Exclusive(), OrderedDict(), None
         return made
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: callbacks of a pipeline may change the sample in place
     def __call__(self, *args: Any, **named: Any) -> Any:
         """The module's forward. Raises EngineError for a forward that cannot be recorded, or hooks on the module."""
         refuse_offloading("transformer", self.module)
