@@ -191,7 +191,7 @@ def gpu_of_program(given: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Recorder:
-    """A builder's configuration, or a part of the library, that keeps what was asked of it."""
+    """A builder's configuration, or a part of the library, that records the calls that it gets."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -219,7 +219,7 @@ def conversion(given: EngineSpec) -> Any:
 
 
 def verified(given: EngineSpec, folder: Path) -> Any:
-    """Whether the export is told to compare the graph with the module."""
+    """Whether the export is requested to compare the graph with the module."""
 
     class Exports:
         def graph(self, content: str, component: Any, module: Any, verify: bool) -> Any:

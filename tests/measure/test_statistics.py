@@ -1,4 +1,4 @@
-"""Statistics beside data: the share of values outside of them, by dimension, in the commands that have observations."""
+"""The share of recorded values outside the statistics, by dimension, in the commands that have observations."""
 
 from __future__ import annotations
 

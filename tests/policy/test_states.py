@@ -119,7 +119,7 @@ def test_statistics_without_any_span_are_an_error(kind: str, quantity: str, tmp_
 
 
 def test_numbers_that_are_not_normalised_need_no_span(tmp_path: Path) -> None:
-    """IDENTITY beside statistics of zeros."""
+    """IDENTITY with statistics of zeros."""
 
     def identity(files: dict[str, Any]) -> None:
         modes = {"VISUAL": "IDENTITY", "STATE": "IDENTITY", "ACTION": "IDENTITY"}

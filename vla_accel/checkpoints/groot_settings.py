@@ -75,7 +75,7 @@ _PROCESSOR = KnownSettings.of(
 _EMBEDDING = "sin_cos_embedding_keys mean_std_embedding_keys"
 _MODALITIES = {
     "video": KnownSettings.of("delta_indices modality_keys"),
-    # A state of the past is not asked of the robot.
+    # The robot sends no past states.
     "state": KnownSettings.of(f"modality_keys exclude_state {_EMBEDDING}", delta_indices=([], [0])),
     "action": KnownSettings.of(
         "delta_indices modality_keys action_configs mean_std_embedding_keys", "sin_cos_embedding_keys"

@@ -44,7 +44,7 @@ def resized(config: C, settings: PolicyConfig) -> C:
 
 
 def warn_of_contradictions(given: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-    """Log each setting of `checkpoint:` that the folder says differently; `told`: what it says, None where it does
+    """Log each setting of `checkpoint:` that contradicts the folder; `told`: the folder's values, None where it has
     not."""
     for name, value in given.items():
         if told.get(name) is not None and told[name] != value:

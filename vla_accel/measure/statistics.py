@@ -21,7 +21,7 @@ ACTIONS = ("actions", "action")
 
 @dataclass(frozen=True)
 class Fit:
-    """One quantity's statistics beside data.
+    """Statistics of one quantity, compared with data.
 
     Attributes:
         name: "state" or "actions".

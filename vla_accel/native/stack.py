@@ -61,7 +61,7 @@ class Stack:
         self, layers: Sequence[VisionLayer], sizes: StackSizes, dtype: torch.dtype, asked: str,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """`asked`: the attention backend; `rope`: cos and sin (tokens, head_dim / 2) float32."""
+        """`asked`: the requested attention backend; `rope`: cos and sin (tokens, head_dim / 2) float32."""
         self.layers, self.sizes, self.rope = layers, sizes, rope
         first, device = layers[0], layers[0].qkv.weight.device
         width, rows = first.qkv.weight.shape[1], sizes.batch * sizes.tokens

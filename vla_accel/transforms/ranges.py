@@ -71,8 +71,8 @@ class Range:
         return f"{low[dimension]:.4g} to {high[dimension]:.4g}"
 
     def suspicious(self) -> dict[int, str]:
-        """What is unusual about the statistics themselves, by dimension: no span, or one that is tiny beside the
-        largest or beside its own distance from zero."""
+        """What is unusual about the statistics themselves, by dimension: no span, or one that is tiny compared with the
+        largest or with its own distance from zero."""
         low, high = self.limits()
         known = np.isfinite(high - low)
         span = np.where(known, high - low, 0.0)
