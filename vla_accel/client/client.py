@@ -11,6 +11,7 @@ import contextlib
 import logging
 import ssl
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class PolicyClient:
         policy: its name, if the server has several; the address's path may name it, too.
         api_key: sent as `Authorization: Api-Key …`.
         tls_ca: file with the certificates to trust for `wss`; None for the system's.
-        timeout_s: longest wait for an answer, in seconds.
+        timeout_s: longest wait for an answer, in seconds; also for a server that stops reading the request.
         connect_timeout_s: longest wait for a connection and for its metadata, in seconds.
         reconnect: what happens when there is no connection.
         proxy: None connects directly, whatever `http_proxy` says, so that no observation passes through a proxy
@@ -222,8 +223,9 @@ class PolicyClient:
         try:
             if self._interrupted.is_set():  # closed while it connected
                 raise ConnectionError("closed")
+            end = time.monotonic() + self._timeout_s
             connection.send_binary(request)
-            return connection.recv(timeout=self._timeout_s)
+            return connection.recv(timeout=max(end - time.monotonic(), 0.0))
         except TimeoutError as error:
             self.close()  # a late answer must not meet the next request
             raise ServerError(f"policy server {self.address}: no answer within {self._timeout_s:g} s") from error
@@ -297,6 +299,7 @@ class PolicyClient:
         except BaseException:
             stack.close()
             raise
+        connection.limit_sends(self._timeout_s)
         self._stack, self._connection = stack, connection
         return connection
 
