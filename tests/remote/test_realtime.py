@@ -416,6 +416,25 @@ def test_start_begins_anew() -> None:
     stopped(loop)
 
 
+def test_a_start_that_fails_ends_the_episode_before_it() -> None:
+    """The inference of the old episode does not end in time: neither its plan nor its answer may move the robot."""
+    loop = Loop(Plain())
+    loop.start()
+    for _ in range(5):
+        loop.step()  # four actions are executed, an inference is under way
+    with pytest.raises(EngineError, match="the last inference did not end"):
+        loop.runner.start({"tick": np.array([100.0])}, timeout_s=0.05)
+    with pytest.raises(ConfigError, match="call start"):
+        loop.step()
+    loop.finish()
+    with pytest.raises(ConfigError, match="call start"):
+        loop.step()
+    loop.tick = 200
+    loop.start()
+    assert loop.step()[1] == 200
+    stopped(loop)
+
+
 def test_start_gives_up_on_a_policy_that_hangs() -> None:
     loop = Loop(Plain())
     with pytest.raises(EngineError, match=r"no first chunk within 0\.1 s"):
