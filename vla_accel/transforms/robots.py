@@ -32,7 +32,7 @@ class Preset:
     slashes may also be a path into nested mappings. `optional_images`: those of them that may be missing; what is
     missing is a masked view. `ignored_images`: keys a client may send that the model never sees. `state`: keys whose
     values are joined to the state, `state_dim` numbers in all. `action_dim`: numbers of an action that the robot
-    takes. `prompt`: key of the instruction.
+    takes. `prompt`: key of the instruction, or a path as for images.
 
     `delta_actions`: dimensions whose model output is relative to the state when the chunk begins; the robot gets
     absolute targets. `motion_dims`: dimensions of the robot's action that are motion, a velocity or a step for one
