@@ -130,3 +130,13 @@ def test_an_alpha_channel_is_named_with_what_to_pass_instead(shape: Any, colours
 def test_what_is_no_image_is_told_as_what_it_is(image: Any, got: str) -> None:
     with pytest.raises(ObservationError, match=f"cam: expected .*, got {got}$"):
         to_uint8(image, "cam")
+
+
+@pytest.mark.parametrize("mode", ["HSV", "YCbCr", "L", "P", "RGBA"])
+def test_an_image_of_pillow_in_other_colours_is_refused(mode: str) -> None:
+    """HSV and YCbCr have three channels of bytes, too."""
+    image = Image.fromarray(picture(20, 30))
+    np.testing.assert_array_equal(to_uint8(image, "camera"), picture(20, 30))
+    with pytest.raises(ObservationError, match=rf"^camera: expected .*RGB, got {mode};.*convert") as refused:
+        to_uint8(image.convert(mode), "camera")
+    assert "\n" not in str(refused.value)

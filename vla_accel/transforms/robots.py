@@ -72,6 +72,8 @@ class Preset:
         if others:
             expected = f"some of {list(self.images)}, or [] for none"
             raise ConfigError(f"preset.optional_images: expected {expected}, got {sorted(others)}")
+        if both := sorted(set(self.ignored_images) & set(self.images)):
+            raise ConfigError(f"preset.ignored_images: expected keys that are not in images, got {both}")
         for name in ("state_dim", "action_dim"):
             if not 1 <= getattr(self, name) <= LARGEST:
                 raise ConfigError(f"preset.{name}: expected 1 to {LARGEST}, got {getattr(self, name)}")
