@@ -11,6 +11,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -466,6 +467,20 @@ def test_an_answer_that_is_no_chunk_is_refused(answer: Any, got: str) -> None:
 
     with AsyncRunner(Odd(), 10.0) as runner, pytest.raises(EngineError, match=f"(actions|policy): expected .*{got}"):
         runner.start({})
+
+
+def test_closing_from_another_thread_ends_a_start() -> None:
+    """An emergency stop closes the runner while its robot waits for the first chunk."""
+    policy = Plain()
+    runner = AsyncRunner(policy, 50.0)
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(runner.start, {"tick": np.zeros(1)}, 10 * PATIENCE_S)
+        assert policy.entered.acquire(timeout=PATIENCE_S)
+        with pytest.raises(EngineError, match="did not end within"):
+            runner.close(0.0)
+        policy.gate.release(2)  # the call that warms up ends; the second one must not be waited for
+        with pytest.raises(ConfigError, match="it is closed"):
+            started.result(PATIENCE_S)
 
 
 def test_a_closed_runner_says_so() -> None:

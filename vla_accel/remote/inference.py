@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel.errors import EngineError
+from vla_accel.errors import ConfigError, EngineError
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Done:
 
 
 class Inference:
-    """Calls `policy.infer` in a thread of its own. All methods are for one other thread."""
+    """Calls `policy.infer` in a thread of its own. All methods are for one other thread, `close` for any."""
 
     def __init__(self, policy: Any) -> None:
         self.busy = False
@@ -53,10 +53,10 @@ class Inference:
         self._thread.start()
 
     def begin(self, job: Job) -> None:
-        """Begin an inference; none is under way."""
+        """Begin an inference; none is under way. After `close` it fails at once."""
         self.busy = True
         with self._condition:
-            self._done, self._job = None, job
+            self._done, self._job = (_refused(job), None) if self._closed else (None, job)
             self._condition.notify_all()
 
     def wait_until(self, end: float) -> bool:
@@ -75,7 +75,9 @@ class Inference:
     def close(self, timeout_s: float) -> bool:
         """Begin no further inference and wait for the one under way; False if it has not ended by then."""
         with self._condition:
-            self._closed, self._job = True, None
+            self._closed = True
+            if self._job is not None:  # the thread has not begun it, and another one may wait for it
+                self._done, self._job = _refused(self._job), None
             self._condition.notify_all()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -98,6 +100,10 @@ class Inference:
             with self._condition:
                 self._done = done
                 self._condition.notify_all()
+
+
+def _refused(job: Job) -> Done:
+    return Done(job, None, ConfigError("async runner: it is closed"), 0.0)
 
 
 def actions_of(result: Any) -> np.ndarray:
