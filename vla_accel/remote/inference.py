@@ -118,11 +118,14 @@ def actions_of(result: Any) -> np.ndarray:
             "arrays in the order of the robot's action"
         )
     try:
-        actions = np.array(given, np.float64)
-    except (TypeError, ValueError) as error:
+        found = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises RuntimeError for one with a gradient
         raise EngineError(
             f"actions: expected numbers (n, action_dim), got a {type(given).__name__} ({error})"
         ) from error
+    if found.dtype.kind not in "iuf":  # NumPy would convert text, booleans and complex values without an error
+        raise EngineError(f"actions: expected numbers (n, action_dim), got dtype {found.dtype}")
+    actions = np.array(found, np.float64)
     if actions.ndim != 2 or not actions.size:
         raise EngineError(f"actions: expected (n, action_dim), got shape {actions.shape}")
     if not np.isfinite(actions).all():
