@@ -140,3 +140,11 @@ def test_an_image_of_pillow_in_other_colours_is_refused(mode: str) -> None:
     with pytest.raises(ObservationError, match=rf"^camera: expected .*RGB, got {mode};.*convert") as refused:
         to_uint8(image.convert(mode), "camera")
     assert "\n" not in str(refused.value)
+
+
+def test_a_masked_image_is_refused() -> None:
+    """NumPy drops the mask, so that the model would see the pixels below it."""
+    image = picture(20, 30)
+    np.testing.assert_array_equal(to_uint8(np.ma.array(image), "camera"), image)
+    with pytest.raises(ObservationError, match=r"^camera: expected an image without a mask, got"):
+        to_uint8(np.ma.array(image, mask=image > 200), "camera")

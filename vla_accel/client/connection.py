@@ -24,6 +24,7 @@ from vla_accel.errors import DependencyError
 _ROOM = 16
 """Bytes before the payload: a header has at most 14, and the payload is aligned."""
 _BINARY, _MASKED = 0x82, 0x80
+_LONGEST_S = 1e6  # fits every platform's SO_SNDTIMEO
 
 
 def websockets_client() -> Any:
@@ -48,6 +49,7 @@ def connection_class() -> type:
 
         def limit_sends(self, seconds: float) -> None:
             """Limit how long a server may read nothing of a message before sending fails."""
+            seconds = min(seconds, _LONGEST_S)
             if isinstance(self.socket, TlsSocket):
                 self.socket.settimeout(seconds)
                 return

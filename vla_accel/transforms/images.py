@@ -21,6 +21,8 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
     """
     if type(image).__module__.partition(".")[0] == "PIL" and getattr(image, "mode", "RGB") != "RGB":
         raise ObservationError(f'{key}: expected an image of mode RGB, got {image.mode}; pass image.convert("RGB")')
+    if np.ma.is_masked(image):
+        raise ObservationError(f"{key}: expected an image without a mask, got a masked array; fill its pixels first")
     try:
         image = np.asarray(image)
     except (TypeError, ValueError) as error:  # lists of unequal length, a tensor that lies on a GPU

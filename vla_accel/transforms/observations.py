@@ -145,8 +145,11 @@ def real_numbers(value: Any, name: str) -> np.ndarray:
     """`value` (an array, a scalar, nested lists) as a new float64 array of its shape. NumPy would read text,
     booleans, dates and complex values as numbers, in silence.
 
-    Raises ObservationError that names `name` for anything but integers and floats, and for NaN and infinity.
+    Raises ObservationError that names `name` for anything but integers and floats, and for NaN, infinity and masked
+    numbers, whose mask NumPy would drop.
     """
+    if np.ma.is_masked(value):
+        raise ObservationError(f"{name}: expected numbers without a mask, got {np.ma.count_masked(value)} masked ones")
     try:
         given = np.asarray(value)
     except (TypeError, ValueError) as error:  # lists of unequal length, a tensor that lies on a GPU
