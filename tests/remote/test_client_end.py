@@ -174,8 +174,8 @@ def test_a_server_that_stops_reading_is_given_up(
     huge = {"image": np.zeros((4000, 4000, 3), np.uint8)}
     with listening, ThreadPoolExecutor(2) as pool:
         accepted = pool.submit(_shake_hands, listening)
-        options = {"tls_ca": cert} if encrypted else {}
-        client = PolicyClient(address, timeout_s=0.5, reconnect=Reconnect(resend=True), **options)
+        trusted = cert if encrypted else None
+        client = PolicyClient(address, timeout_s=0.5, reconnect=Reconnect(resend=True), tls_ca=trusted)
         with accepted.result(PATIENCE_S):
             asked = pool.submit(client.infer, huge)
             try:

@@ -163,7 +163,7 @@ IMAGES: dict[str, Any] = {
     "png": memoryview(encoded("png")),
     "jpeg in an array": np.frombuffer(encoded("jpeg"), np.uint8),
     "webp": encoded("webp"),
-    "memoryview": memoryview(image()),
+    "memoryview": image().data,
     "frame": Frame(),
     "time and image": (1.5, image()),
     "time and jpeg": ["12:00", encoded("jpeg")],
