@@ -343,6 +343,23 @@ def test_what_cannot_be_is_one_error_that_names_it(policy: VlaAccelPolicy, arm: 
         policy.predict_action_chunk({**batch, "task": [""]})
 
 
+@pytest.mark.parametrize("key", [*ARM, "task"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_images_state_and_tasks_have_as_many_rows(policy: VlaAccelPolicy, key: str, rows: int) -> None:
+    """Otherwise a robot would get no action, or an action for another robot's images."""
+    _, batch = arm_batch(0, 1)
+    other = arm_batch(*range(rows))[1]
+    with pytest.raises(ObservationError, match=rf"batch: expected as many rows .*{key} {rows}"):
+        policy.predict_action_chunk({**batch, key: other[key]})
+
+
+@pytest.mark.parametrize("key", ARM)
+def test_values_of_fewer_bits_are_refused_by_name(policy: VlaAccelPolicy, key: str) -> None:
+    _, batch = arm_batch(0)
+    with pytest.raises(ObservationError, match=f"{key}: expected dtype float32 or uint8, got bfloat16"):
+        policy.predict_action_chunk({**batch, key: batch[key].bfloat16()})
+
+
 @pytest.mark.parametrize(
     ("device", "config"),
     [pytest.param("cpu", "eager", marks=pytest.mark.slow), pytest.param("cuda", "native", marks=pytest.mark.gpu)],

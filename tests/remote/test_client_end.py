@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ import pytest
 pytest.importorskip("websockets", reason="needs websockets")
 pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 
+from tests.remote.test_security import make_certificate
 from tests.support.openpi_wire import openpi_pack, serving
 from tests.support.server_support import EchoPolicy, local, observation
 from tests.support.waiting import PATIENCE_S, eventually, silent_port
 from vla_accel.client import PolicyClient, Reconnect
 from vla_accel.errors import ServerError
 from vla_accel.server import background
+
+__all__ = ["make_certificate"]
 
 SOON_S = 30.0
 """Far more than an end takes, and far less than the time limits of the clients here."""
@@ -154,6 +158,31 @@ def test_a_server_that_never_reads_keeps_nobody(hung: tuple[str, threading.Event
             pool.submit(client.close).result(SOON_S)
             with pytest.raises(ServerError):
                 asked.result(SOON_S)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_server_that_stops_reading_is_given_up(
+    encrypted: bool, make_certificate: Callable[[str], tuple[Path, Path]]
+) -> None:
+    """The request is larger than the socket's buffers, so that the client waits inside `send`."""
+    cert, key = make_certificate("server")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening = context.wrap_socket(listening, server_side=True) if encrypted else listening
+    address = f"{'wss' if encrypted else 'ws'}://127.0.0.1:{listening.getsockname()[1]}"
+    huge = {"image": np.zeros((4000, 4000, 3), np.uint8)}
+    with listening, ThreadPoolExecutor(2) as pool:
+        accepted = pool.submit(_shake_hands, listening)
+        trusted = cert if encrypted else None
+        client = PolicyClient(address, timeout_s=0.5, reconnect=Reconnect(resend=True), tls_ca=trusted)
+        with accepted.result(PATIENCE_S):
+            asked = pool.submit(client.infer, huge)
+            try:
+                with pytest.raises(ServerError, match=r"no answer within 0\.5 s"):
+                    asked.result(SOON_S)
+            finally:
+                client.close()  # also ends a request that is never given up
 
 
 def _shake_hands(listening: socket.socket) -> socket.socket:

@@ -11,6 +11,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -416,6 +417,25 @@ def test_start_begins_anew() -> None:
     stopped(loop)
 
 
+def test_a_start_that_fails_ends_the_episode_before_it() -> None:
+    """The inference of the old episode does not end in time: neither its plan nor its answer may move the robot."""
+    loop = Loop(Plain())
+    loop.start()
+    for _ in range(5):
+        loop.step()  # four actions are executed, an inference is under way
+    with pytest.raises(EngineError, match="the last inference did not end"):
+        loop.runner.start({"tick": np.array([100.0])}, timeout_s=0.05)
+    with pytest.raises(ConfigError, match="call start"):
+        loop.step()
+    loop.finish()
+    with pytest.raises(ConfigError, match="call start"):
+        loop.step()
+    loop.tick = 200
+    loop.start()
+    assert loop.step()[1] == 200
+    stopped(loop)
+
+
 def test_start_gives_up_on_a_policy_that_hangs() -> None:
     loop = Loop(Plain())
     with pytest.raises(EngineError, match=r"no first chunk within 0\.1 s"):
@@ -433,7 +453,11 @@ def test_start_gives_up_on_a_policy_that_hangs() -> None:
         ({"actions": np.zeros((0, 2))}, r"got shape \(0, 2\)"),
         ({"actions": np.full((2, 2), np.nan)}, "got NaN"),
         ({"actions": {"arm": np.zeros((2, 6)), "gripper": np.zeros((2, 1))}}, "got a mapping of arm, gripper"),
-        ({"actions": "left"}, "got a str"),
+        ({"actions": "left"}, "numbers .*got dtype <U4"),
+        ({"actions": [["1", "2"]]}, "numbers .*got dtype <U1"),
+        ({"actions": np.ones((2, 2), bool)}, "numbers .*got dtype bool"),
+        ({"actions": np.ones((2, 2), complex)}, "numbers .*got dtype complex128"),
+        ({"actions": np.full((2, 2), None)}, "numbers .*got dtype object"),
         ({"actions": [[1.0, 2.0], [3.0]]}, "got a list"),
         ({"action": np.zeros((2, 2))}, r"got the keys \['action'\]"),
         ([np.zeros((2, 2))], "got a list"),
@@ -447,6 +471,20 @@ def test_an_answer_that_is_no_chunk_is_refused(answer: Any, got: str) -> None:
 
     with AsyncRunner(Odd(), 10.0) as runner, pytest.raises(EngineError, match=f"(actions|policy): expected .*{got}"):
         runner.start({})
+
+
+def test_closing_from_another_thread_ends_a_start() -> None:
+    """An emergency stop closes the runner while its robot waits for the first chunk."""
+    policy = Plain()
+    runner = AsyncRunner(policy, 50.0)
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(runner.start, {"tick": np.zeros(1)}, 10 * PATIENCE_S)
+        assert policy.entered.acquire(timeout=PATIENCE_S)
+        with pytest.raises(EngineError, match="did not end within"):
+            runner.close(0.0)
+        policy.gate.release(2)  # the call that warms up ends; the second one must not be waited for
+        with pytest.raises(ConfigError, match="it is closed"):
+            started.result(PATIENCE_S)
 
 
 def test_a_closed_runner_says_so() -> None:

@@ -91,14 +91,17 @@ def shelf(loads: list[str], budget: int | None = None) -> Shelf:
 def test_clients_choose_a_policy_by_key_or_by_path() -> None:
     loads: list[str] = []
     with background(shelf(loads), LOCAL) as server:
-        for where, policy, factor in (("", None, 1), ("", "two", 2), ("/three", None, 3), ("/three", "two", 2)):
+        for where, policy, factor in (("", None, 1), ("", "two", 2), ("/three", None, 3), ("/two/", "two", 2)):
             with PolicyClient(server.address + where, policy=policy) as client:
                 assert client.metadata["policies"] == ["one", "two", "three"]
-                assert client.metadata["factor"] == (3 if where else factor), "a path of one's own decides"
+                assert client.metadata["factor"] == factor, "the metadata are those of the policy that answers"
                 assert client.infer(observation(5))["actions"][0, 0] == 5 * factor
                 assert client.infer_batch([observation(6)] * 2)[1]["actions"][0, 0] == 6 * factor
         with pytest.raises(ServerError, match=r"HTTP 404.*; policy: expected one of three, two, one as the path$"):
             PolicyClient(server.address + "/four")
+        # The metadata would be of one policy and the actions of another one.
+        with pytest.raises(ConfigError, match=r"policy: expected one of .*, got 'two', below the path 'three'"):
+            PolicyClient(server.address + "/three", policy="two")
         with pytest.raises(ConfigError, match=r"policy: expected one of .*two.*, of the server .*, got 'four'"):
             PolicyClient(server.address, policy="four")
         with (
@@ -157,3 +160,13 @@ def test_policies_on_the_command_line() -> None:
             loader(Serve(policy=wrong))
     with pytest.raises(ConfigError, match="got both"):
         loader(Serve(checkpoint="demo", policy=("a=auto:demo",)))
+
+
+def test_a_path_that_chooses_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A server with one policy answers whatever the path, so it may be another policy than the robot's."""
+    with background(scaled(2.0), LOCAL) as server:
+        for where, warnings in (("", 0), ("/two", 1)):
+            caplog.clear()
+            with PolicyClient(server.address + where) as client:
+                client.infer(observation(1))
+            assert sum("whatever the path" in record.message for record in caplog.records) == warnings

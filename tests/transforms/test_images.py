@@ -130,3 +130,21 @@ def test_an_alpha_channel_is_named_with_what_to_pass_instead(shape: Any, colours
 def test_what_is_no_image_is_told_as_what_it_is(image: Any, got: str) -> None:
     with pytest.raises(ObservationError, match=f"cam: expected .*, got {got}$"):
         to_uint8(image, "cam")
+
+
+@pytest.mark.parametrize("mode", ["HSV", "YCbCr", "L", "P", "RGBA"])
+def test_an_image_of_pillow_in_other_colours_is_refused(mode: str) -> None:
+    """HSV and YCbCr have three channels of bytes, too."""
+    image = Image.fromarray(picture(20, 30))
+    np.testing.assert_array_equal(to_uint8(image, "camera"), picture(20, 30))
+    with pytest.raises(ObservationError, match=rf"^camera: expected .*RGB, got {mode};.*convert") as refused:
+        to_uint8(image.convert(mode), "camera")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_masked_image_is_refused() -> None:
+    """NumPy drops the mask, so that the model would see the pixels below it."""
+    image = picture(20, 30)
+    np.testing.assert_array_equal(to_uint8(np.ma.array(image), "camera"), image)
+    with pytest.raises(ObservationError, match=r"^camera: expected an image without a mask, got"):
+        to_uint8(np.ma.array(image, mask=image > 200), "camera")

@@ -229,6 +229,10 @@ def test_at_least_one_camera_is_needed() -> None:
         ({"base": "libero", "imges": []}, r"unknown key imges: did you mean images\?"),
         ({"base": "libero", "images": []}, "images: expected at least one key"),
         ({"base": "libero", "images": ["a", "a"]}, "images: expected at least one key, each once"),
+        (
+            {"base": "libero", "ignored_images": ["observation/image"]},
+            r"ignored_images: expected keys that are not in images, got \['observation/image'\]",
+        ),
         ({"base": "libero", "optional_images": ["c"]}, r"optional_images: expected some of .* got \['c'\]"),
         ({"base": "libero", "delta_actions": [7]}, r"delta_actions: expected dimensions 0 to 6, got \[7\]"),
         ({"base": "libero", "flipped": [-1]}, r"flipped: expected dimensions 0 to 6, got \[-1\]"),

@@ -302,6 +302,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("observation/state", np.zeros(7), r"observation/state: expected shape \(8,\), got \(7,\)"),
     ("observation/state", np.zeros((1, 8)), r"observation/state: expected shape \(8,\), got \(1, 8\)"),
     ("observation/state", np.array([0] * 7 + [np.nan]), "observation/state: expected finite numbers"),
+    (
+        "observation/state",
+        np.ma.array(np.zeros(8), mask=[1] + [0] * 7),
+        "observation/state: expected numbers without a mask, got 1",
+    ),
     ("observation/state", np.array([0] * 7 + [np.inf]), "observation/state: expected finite numbers"),
     ("observation/state", ["x"] * 8, "observation/state: expected numbers, got"),
     ("observation/state", None, r"observation/state: expected"),

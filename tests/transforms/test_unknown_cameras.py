@@ -134,6 +134,19 @@ def encoded(kind: str) -> bytes:
     return file.getvalue()
 
 
+class Frame:
+    """A driver's own image, which NumPy reads."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return image()
+
+
+def objects(*values: Any) -> np.ndarray:
+    made = np.empty(len(values), object)
+    made[:] = values
+    return made
+
+
 IMAGES: dict[str, Any] = {
     "channels first": np.moveaxis(image(), -1, 0),
     "not contiguous": image(24, 40)[::2, ::-2],
@@ -149,7 +162,18 @@ IMAGES: dict[str, Any] = {
     "jpeg": encoded("jpeg"),
     "png": memoryview(encoded("png")),
     "jpeg in an array": np.frombuffer(encoded("jpeg"), np.uint8),
+    "webp": encoded("webp"),
+    "memoryview": image().data,
+    "frame": Frame(),
+    "time and image": (1.5, image()),
+    "time and jpeg": ["12:00", encoded("jpeg")],
+    "pillow in an array": objects(Image.fromarray(image())),
+    "jpeg in an array of objects": objects(encoded("jpeg")),
+    "one jpeg as an array": np.array(encoded("jpeg"), object),
+    "jpeg as raw bytes": np.void(encoded("jpeg")),
 }
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
 OTHERS: dict[str, Any] = {
     "joints": np.zeros(7),
     "one number": 3,
@@ -164,6 +188,9 @@ OTHERS: dict[str, Any] = {
     "empty": np.zeros((0, 20, 3), np.uint8),
     "empty list": [],
     "mapping": {"force": [0.0, 1.0], "none": {}},
+    "time and joints": (1.5, np.zeros(7)),
+    "objects": objects("a", None, [1.0, 2.0]),
+    "nothing but itself": ITSELF,
 }
 
 

@@ -11,12 +11,13 @@ import contextlib
 import logging
 import ssl
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from vla_accel.remote import wire
 from vla_accel.remote.metadata import difference
 from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 
+logger = logging.getLogger("vla_accel.client")
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -63,10 +65,10 @@ class PolicyClient:
 
     Args:
         address: `ws://host:port` or `wss://host:port`.
-        policy: its name, if the server has several; the address's path may name it, too.
+        policy: its name, if the server has several; the address's path may name it instead.
         api_key: sent as `Authorization: Api-Key …`.
         tls_ca: file with the certificates to trust for `wss`; None for the system's.
-        timeout_s: longest wait for an answer, in seconds.
+        timeout_s: longest wait for an answer, in seconds; also for a server that stops reading the request.
         connect_timeout_s: longest wait for a connection and for its metadata, in seconds.
         reconnect: what happens when there is no connection.
         proxy: None connects directly, whatever `http_proxy` says, so that no observation passes through a proxy
@@ -222,8 +224,9 @@ class PolicyClient:
         try:
             if self._interrupted.is_set():  # closed while it connected
                 raise ConnectionError("closed")
+            end = time.monotonic() + self._timeout_s
             connection.send_binary(request)
-            return connection.recv(timeout=self._timeout_s)
+            return connection.recv(timeout=max(end - time.monotonic(), 0.0))
         except TimeoutError as error:
             self.close()  # a late answer must not meet the next request
             raise ServerError(f"policy server {self.address}: no answer within {self._timeout_s:g} s") from error
@@ -278,7 +281,9 @@ class PolicyClient:
             said = bytes(getattr(answer, "body", None) or b"")[:500].decode(errors="replace").strip()
             if self._policy is not None and getattr(answer, "status_code", 0) == 404:
                 known = said.removesuffix(" as the path")
-                raise ConfigError(f"{known}, of the server {self.address}, got {self._policy!r:.60}") from error
+                own = urlsplit(self.address).path.strip("/")
+                below = f", below the path {own!r:.60} of the address" if own else ""
+                raise ConfigError(f"{known}, of the server {self.address}, got {self._policy!r:.60}{below}") from error
             hints = {401: "its key is missing or wrong: api_key", 404: said, 503: "it has no room for another client"}
             hint = hints.get(getattr(answer, "status_code", 0))
             if isinstance(error, ssl.SSLCertVerificationError):
@@ -297,13 +302,17 @@ class PolicyClient:
         except BaseException:
             stack.close()
             raise
+        connection.limit_sends(self._timeout_s)
         self._stack, self._connection = stack, connection
         return connection
 
     def _url(self) -> str:
-        """The address with the policy as its path, so that the metadata are this policy's."""
+        """The address with the policy at the end of its path, so that the metadata are this policy's. What is before it
+        is a reverse proxy's; a server has no such path."""
         parts = urlsplit(self.address)
-        if not isinstance(self._policy, str) or parts.path.strip("/") or parts.query:
+        if not isinstance(self._policy, str) or parts.query:
+            return self.address
+        if unquote(parts.path.rstrip("/").rpartition("/")[2]) == self._policy:
             return self.address
         return f"{self.address.rstrip('/')}/{quote(self._policy, safe='')}"
 
@@ -326,6 +335,9 @@ class PolicyClient:
         if self._policy is not None and self._policy not in names:
             known = f"one of {', '.join(map(str, names))}" if names else "none, as it serves only one"
             raise ConfigError(f"policy: expected {known}, of the server {self.address}, got {self._policy!r:.60}")
+        path = urlsplit(self.address).path.strip("/")
+        if path and not names and self._first is None:  # not an error: the path may be a reverse proxy's
+            logger.warning("policy server %s: it has one policy, which answers whatever the path", self.address)
 
     def _check_same(self) -> None:
         """Raise PolicyChangedError if another policy answers than at the first connection."""

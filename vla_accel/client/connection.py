@@ -8,6 +8,7 @@ what a message says.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import socket
 import ssl
@@ -23,6 +24,7 @@ from vla_accel.errors import DependencyError
 _ROOM = 16
 """Bytes before the payload: a header has at most 14, and the payload is aligned."""
 _BINARY, _MASKED = 0x82, 0x80
+_LONGEST_S = 1e6  # fits every platform's SO_SNDTIMEO
 
 
 def websockets_client() -> Any:
@@ -35,17 +37,39 @@ def websockets_client() -> Any:
 
 
 def connection_class() -> type:
-    """A subclass of websockets' `ClientConnection` with `send_binary`, which sends one binary message, and `abort`."""
+    """A subclass of websockets' `ClientConnection` with `limit_sends`, `send_binary`, which sends one binary message,
+    and `abort`."""
+    client = websockets_client()
+    from websockets.exceptions import ConnectionClosed
 
-    class Connection(websockets_client().ClientConnection):  # type: ignore[misc]
+    class Connection(client.ClientConnection):  # type: ignore[misc]
         def __init__(self, sock: Any, *arguments: Any, **options: Any) -> None:
             super().__init__(TlsSocket(sock) if isinstance(sock, ssl.SSLSocket) else sock, *arguments, **options)
             self._frame = Frame()
 
+        def limit_sends(self, seconds: float) -> None:
+            """Limit how long a server may read nothing of a message before sending fails."""
+            seconds = min(seconds, _LONGEST_S)
+            if isinstance(self.socket, TlsSocket):
+                self.socket.settimeout(seconds)
+                return
+            # Not `settimeout`, which also limits how long the receiving thread waits.
+            if sys.platform == "win32":
+                limit = struct.pack("@L", math.ceil(seconds * 1e3))
+            else:
+                whole = int(seconds)
+                limit = struct.pack("@ll", whole, max(int((seconds - whole) * 1e6), 1))
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
         def send_binary(self, message: memoryview) -> None:
-            """As `send`. Raises what it raises."""
-            with self.send_context():
-                self.protocol.writes.append(self._frame.of(message))
+            """As `send`. Raises what it raises, and TimeoutError if the limit of `limit_sends` is over."""
+            try:
+                with self.send_context():
+                    self.protocol.writes.append(self._frame.of(message))
+            except ConnectionClosed as error:
+                if isinstance(error.__cause__, (TimeoutError, BlockingIOError)):
+                    raise TimeoutError("the server does not read the message") from error
+                raise
 
         def abort(self) -> None:
             """Shut the socket without a closing handshake; from any thread, also while another one sends or waits."""

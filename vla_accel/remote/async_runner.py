@@ -162,6 +162,8 @@ class AsyncRunner:
     def start(self, observation: Mapping[str, Any], timeout_s: float = 120.0) -> None:
         """Begin an episode: forget old actions and wait for the first chunk while the robot stands still.
 
+        If it fails, `step` raises until another `start` succeeds.
+
         The first `start` of a runner infers twice: the first call of a policy may compile or load, so the second one is
         measured and used.
 
@@ -172,6 +174,7 @@ class AsyncRunner:
         """
         self._check_open()
         end = time.monotonic() + above_zero(timeout_s, "timeout_s")
+        self._forget()  # the old plan must not go on if this start fails
         if self._inference.busy and not self._inference.wait_until(end):
             raise EngineError(f"async runner: the last inference did not end within {timeout_s:g} s")
         for measured in (True,) if self._delay.measured else (False, True):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel.errors import EngineError
+from vla_accel.errors import ConfigError, EngineError
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Done:
 
 
 class Inference:
-    """Calls `policy.infer` in a thread of its own. All methods are for one other thread."""
+    """Calls `policy.infer` in a thread of its own. All methods are for one other thread, `close` for any."""
 
     def __init__(self, policy: Any) -> None:
         self.busy = False
@@ -53,10 +53,10 @@ class Inference:
         self._thread.start()
 
     def begin(self, job: Job) -> None:
-        """Begin an inference; none is under way."""
+        """Begin an inference; none is under way. After `close` it fails at once."""
         self.busy = True
         with self._condition:
-            self._done, self._job = None, job
+            self._done, self._job = (_refused(job), None) if self._closed else (None, job)
             self._condition.notify_all()
 
     def wait_until(self, end: float) -> bool:
@@ -75,7 +75,9 @@ class Inference:
     def close(self, timeout_s: float) -> bool:
         """Begin no further inference and wait for the one under way; False if it has not ended by then."""
         with self._condition:
-            self._closed, self._job = True, None
+            self._closed = True
+            if self._job is not None:  # the thread has not begun it, and another one may wait for it
+                self._done, self._job = _refused(self._job), None
             self._condition.notify_all()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -100,6 +102,10 @@ class Inference:
                 self._condition.notify_all()
 
 
+def _refused(job: Job) -> Done:
+    return Done(job, None, ConfigError("async runner: it is closed"), 0.0)
+
+
 def actions_of(result: Any) -> np.ndarray:
     """The actions (n, action_dim) float64 of a policy's answer. Raises EngineError for any other answer."""
     if not isinstance(result, Mapping) or "actions" not in result:
@@ -112,11 +118,14 @@ def actions_of(result: Any) -> np.ndarray:
             "arrays in the order of the robot's action"
         )
     try:
-        actions = np.array(given, np.float64)
-    except (TypeError, ValueError) as error:
+        found = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises RuntimeError for one with a gradient
         raise EngineError(
             f"actions: expected numbers (n, action_dim), got a {type(given).__name__} ({error})"
         ) from error
+    if found.dtype.kind not in "iuf":  # NumPy would convert text, booleans and complex values without an error
+        raise EngineError(f"actions: expected numbers (n, action_dim), got dtype {found.dtype}")
+    actions = np.array(found, np.float64)
     if actions.ndim != 2 or not actions.size:
         raise EngineError(f"actions: expected (n, action_dim), got shape {actions.shape}")
     if not np.isfinite(actions).all():

@@ -192,6 +192,10 @@ class GrootProcessor:
         text = prompt or EMPTY_PROMPT
         if self.formal:
             text = "".join(c for c in text.lower() if c.isalnum() or c.isspace() or c == "_")
+        if not text.replace("_", " ").strip():  # blanks or punctuation, which is not the robot's empty text
+            raise ObservationError(
+                f"{self.preset.prompt}: expected an instruction, or an empty text, got {prompt!r:.60}"
+            )
         whole = f"<|im_start|>user\n{_VIEW * images}{text}<|im_end|>\n"
         ids = self.tokenizer.encode(whole, add_bos=False)
         view = self.tokenizer.encode(_VIEW, add_bos=False)

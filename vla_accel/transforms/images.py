@@ -17,8 +17,12 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
     """An image as uint8 (H, W, 3), without a copy where it is one already.
 
     Takes uint8, or floats in [0, 1] (truncated, not rounded, as openpi does), channels last or first. Raises
-    ObservationError that names `key`.
+    ObservationError that names `key`, also for an image of Pillow in other colours than RGB (HSV, YCbCr, LAB).
     """
+    if type(image).__module__.partition(".")[0] == "PIL" and getattr(image, "mode", "RGB") != "RGB":
+        raise ObservationError(f'{key}: expected an image of mode RGB, got {image.mode}; pass image.convert("RGB")')
+    if np.ma.is_masked(image):
+        raise ObservationError(f"{key}: expected an image without a mask, got a masked array; fill its pixels first")
     try:
         image = np.asarray(image)
     except (TypeError, ValueError) as error:  # lists of unequal length, a tensor that lies on a GPU

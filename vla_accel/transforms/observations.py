@@ -14,6 +14,7 @@ import numpy as np
 from vla_accel.errors import ObservationError
 from vla_accel.transforms.robots import Preset
 from vla_accel.transforms.unknown_images import unknown_images
+from vla_accel.transforms.unknown_prompts import unknown_prompts
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Reader:
         preset = self.preset
         views = self.views(observation)
         states = [_find(observation, k) for k in preset.state]
-        prompt: Any = observation.get(preset.prompt, self.default_prompt)
+        prompt = self._prompt(observation)
         if prompt is None or len(views) < len(preset.images) or any(s is _ABSENT for s in states):
             self._report_missing(observation, views.keys(), prompt)
         if len(views) < len(preset.images):
@@ -52,13 +53,27 @@ class Reader:
         """The views that are there, by key, in the preset's order; not checked."""
         return {k: image for k in self.preset.images if (image := _find(observation, k)) is not _ABSENT}
 
+    def _prompt(self, observation: Mapping[str, Any]) -> Any:
+        """The instruction, or the default one where the robot sends none. Raises ObservationError for another
+        instruction under an unknown key, which the default one would replace."""
+        prompt = _find(observation, self.preset.prompt)
+        if prompt is not _ABSENT:
+            return prompt
+        for key, text in unknown_prompts(observation, self.preset.prompt) if self.default_prompt is not None else ():
+            if text != self.default_prompt:
+                raise ObservationError(
+                    f"observation: expected the instruction at {self.preset.prompt}, got {text!r:.60} at {key}; rename "
+                    f"that key, or leave it out to run the configuration's default_prompt, {self.default_prompt!r:.60}"
+                )
+        return self.default_prompt
+
     def _report_missing(self, observation: Mapping[str, Any], present: Any, prompt: Any) -> None:
         preset = self.preset
         missing = [k for k in preset.images if k not in present and k not in preset.optional_images]
         if not present and not missing:
             missing.append(" or ".join(preset.images))
         missing += [k for k in preset.state if _find(observation, k) is _ABSENT]
-        if prompt is None and preset.prompt not in observation:
+        if prompt is None and _find(observation, preset.prompt) is _ABSENT:
             missing.append(preset.prompt)
         if missing:
             found = ", ".join(map(str, observation)) or "nothing"
@@ -130,8 +145,11 @@ def real_numbers(value: Any, name: str) -> np.ndarray:
     """`value` (an array, a scalar, nested lists) as a new float64 array of its shape. NumPy would read text,
     booleans, dates and complex values as numbers, in silence.
 
-    Raises ObservationError that names `name` for anything but integers and floats, and for NaN and infinity.
+    Raises ObservationError that names `name` for anything but integers and floats, and for NaN, infinity and masked
+    numbers, whose mask NumPy would drop.
     """
+    if np.ma.is_masked(value):
+        raise ObservationError(f"{name}: expected numbers without a mask, got {np.ma.count_masked(value)} masked ones")
     try:
         given = np.asarray(value)
     except (TypeError, ValueError) as error:  # lists of unequal length, a tensor that lies on a GPU

@@ -32,7 +32,7 @@ class Preset:
     slashes may also be a path into nested mappings. `optional_images`: those of them that may be missing; what is
     missing is a masked view. `ignored_images`: keys a client may send that the model never sees. `state`: keys whose
     values are joined to the state, `state_dim` numbers in all. `action_dim`: numbers of an action that the robot
-    takes. `prompt`: key of the instruction.
+    takes. `prompt`: key of the instruction, or a path as for images.
 
     `delta_actions`: dimensions whose model output is relative to the state when the chunk begins; the robot gets
     absolute targets. `motion_dims`: dimensions of the robot's action that are motion, a velocity or a step for one
@@ -72,6 +72,8 @@ class Preset:
         if others:
             expected = f"some of {list(self.images)}, or [] for none"
             raise ConfigError(f"preset.optional_images: expected {expected}, got {sorted(others)}")
+        if both := sorted(set(self.ignored_images) & set(self.images)):
+            raise ConfigError(f"preset.ignored_images: expected keys that are not in images, got {both}")
         for name in ("state_dim", "action_dim"):
             if not 1 <= getattr(self, name) <= LARGEST:
                 raise ConfigError(f"preset.{name}: expected 1 to {LARGEST}, got {getattr(self, name)}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from lerobot.configs import FeatureType, PolicyFeature
-from torch import Tensor
+from torch import Tensor, bfloat16
 
 from vla_accel.checkpoints.lerobot import is_lerobot
 from vla_accel.checkpoints.weights import read_json
@@ -52,8 +52,8 @@ def observations(batch: Mapping[str, Any], preset: Preset) -> list[dict[str, Any
     """A batch, images float in [0, 1] or uint8 (B, 3, H, W), state (B, n), `task` B texts, as B observations. An empty
     text, which environments without a task give, is none: the configuration's `default_prompt` takes its place.
 
-    Raises ObservationError for images under unknown keys while a camera of the checkpoint is missing, and for batches
-    that lerobot has normalised or tokenised already.
+    Raises ObservationError for images under unknown keys while a camera of the checkpoint is missing, for images,
+    states and tasks of different numbers of rows, and for batches that lerobot has normalised or tokenised already.
     """
     if done := [k for k in batch if k.startswith("observation.language.")]:
         raise ObservationError(
@@ -70,11 +70,16 @@ def observations(batch: Mapping[str, Any], preset: Preset) -> list[dict[str, Any
             f"observation: expected {', '.join((*names, state))}, got {given}; --rename_map says what is which"
         )
     images = {key: _pixels(batch[name], name) for name, key in names.items() if name in batch}
-    states = _array(batch[state])
+    states = _array(batch[state], state)
     if states.ndim != 2:
         raise ObservationError(f"{state}: expected shape (batch, {preset.state_dim}), got {states.shape}")
     tasks = batch.get("task")
     tasks = [tasks] * len(states) if tasks is None or isinstance(tasks, str) else list(tasks)
+    rows = {state: len(states), "task": len(tasks)}
+    rows |= {name: len(images[key]) for name, key in names.items() if key in images}
+    if len(set(rows.values())) > 1:
+        got = ", ".join(f"{name} {count}" for name, count in rows.items())
+        raise ObservationError(f"batch: expected as many rows of each, got {got}")
     return [
         {**{k: v[row] for k, v in images.items()}, **preset.split(states[row])}
         | ({preset.prompt: tasks[row]} if tasks[row] else {})
@@ -86,13 +91,17 @@ def _state_name(preset: Preset) -> str:
     return preset.state[0] if preset.state[0].startswith("observation.") else _STATE
 
 
-def _array(value: Any) -> np.ndarray:
-    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+def _array(value: Any, name: str) -> np.ndarray:
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    if value.dtype == bfloat16:  # NumPy has none, and it has already lost bits of pixels and joints
+        raise ObservationError(f"{name}: expected dtype float32 or uint8, got bfloat16")
+    return value.detach().cpu().numpy()
 
 
 def _pixels(value: Any, name: str) -> np.ndarray:
     """uint8 (B, H, W, 3). lerobot has divided by 255; rounding undoes that exactly."""
-    images = _array(value)
+    images = _array(value, name)
     if images.ndim != 4 or images.shape[1] != 3:
         raise ObservationError(f"{name}: expected shape (batch, 3, height, width), got {images.shape}")
     if images.dtype != np.uint8:
