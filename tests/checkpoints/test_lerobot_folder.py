@@ -123,6 +123,57 @@ def test_other_robots_keep_lerobots_keys(tmp_path: Path) -> None:
         load(tmp_path, PolicyConfig(preset=str(mine)))
 
 
+IMAGE, IMAGE2 = "observation.images.image", "observation.images.image2"
+HAND, STATE = "observation.images.hand", "observation.state"
+
+
+def rename(names: dict[str, str]) -> Callable[[dict[str, Any]], None]:
+    """A change of saved files: the robot's names become the policy's."""
+    return lambda files: step(files, "rename_observations_processor")["config"].update(rename_map=names)
+
+
+@pytest.mark.parametrize(
+    ("names", "images"),
+    [
+        ({HAND: IMAGE2}, (IMAGE, HAND)),
+        ({IMAGE: IMAGE2, IMAGE2: IMAGE}, (IMAGE2, IMAGE)),
+        # No image reaches a camera whose name becomes another.
+        ({IMAGE: IMAGE2}, (IMAGE,)),
+        ({IMAGE: "observation.images.other"}, (IMAGE2,)),
+        # These rename nothing that the policy reads.
+        ({IMAGE: IMAGE}, PRESETS["libero"].images),
+        ({HAND: "observation.images.other"}, PRESETS["libero"].images),
+    ],
+)
+def test_a_rename_map_counts_for_cameras_with_liberos_names(
+    tmp_path: Path, names: dict[str, str], images: tuple[str, ...]
+) -> None:
+    write_lerobot(tmp_path, "pi05", rename(names))
+    assert load(tmp_path).processor.preset.images == images
+
+
+def test_a_state_with_another_name_counts_with_liberos_cameras(tmp_path: Path) -> None:
+    write_lerobot(tmp_path, "pi05", rename({"joints": STATE}))
+    assert load(tmp_path).processor.preset.state == ("joints",)
+
+
+@pytest.mark.parametrize(
+    ("names", "parts"),
+    [
+        ({"a": STATE, "b": STATE}, ("rename_map", f"one name that becomes {STATE}", "got a, b")),
+        ({HAND: IMAGE, "b": IMAGE}, ("rename_map", f"one name that becomes {IMAGE}", f"got {HAND}, b")),
+        ({STATE: "observation.other"}, ("rename_map", f"a name that becomes {STATE}", "as observation.other")),
+    ],
+)
+def test_a_rename_map_that_does_not_say_what_the_policy_reads_is_refused(
+    tmp_path: Path, names: dict[str, str], parts: tuple[str, ...]
+) -> None:
+    write_lerobot(tmp_path, "pi05", rename(names))
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert all(part in str(caught.value) for part in parts)
+
+
 def drop(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda files: files.__setitem__(name, None)
 

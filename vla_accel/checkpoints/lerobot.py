@@ -173,7 +173,10 @@ def _processors(
     if len(actions.low) != action_dim:
         raise CheckpointError(f"{path}: expected statistics of action's {action_dim} values, got {len(actions.low)}")
     cameras = [key for key, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in key]
-    preset = _preset(path, cameras, (len(state.low), action_dim), renamed, resize, relative)
+    names = _robot_names(renamed, (*cameras, STATE), path.with_name(BEFORE))
+    # A camera that no image reaches is a masked view, as an empty camera is.
+    cameras = [key for key in cameras if key in names]
+    preset = _preset(path, cameras, (len(state.low), action_dim), names, resize, relative)
     pixels = pixel_values(config, {key: statistics[0].camera(key) for key in cameras}, path)
     return Processors(preset, state, actions, tokenizer, pixels)
 
@@ -212,22 +215,21 @@ def _preset(
     path: Path,
     cameras: Sequence[str],
     sizes: tuple[int, int],
-    renamed: Mapping[str, str],
+    names: Mapping[str, str],
     resize: Resize,
     relative: Mapping[str, Any] | None,
 ) -> Preset:
-    """The robot's keys: those of LIBERO where the features are LIBERO's, else the features' own names."""
+    """The robot's keys: LIBERO's where the features are LIBERO's and none is renamed, else the robot's `names`."""
     state_dim, action_dim = sizes
-    if tuple(cameras) == _LIBERO_IMAGES and sizes == (LIBERO.state_dim, LIBERO.action_dim):
+    is_libero = tuple(cameras) == _LIBERO_IMAGES and sizes == (LIBERO.state_dim, LIBERO.action_dim)
+    if is_libero and all(key == name for key, name in names.items()):
         images, state, prompt = LIBERO.images, LIBERO.state, LIBERO.prompt
         optional: tuple[str, ...] = ()
         # The state is added to relative actions: the robot gets targets.
         motion = LIBERO.motion_dims if relative is None else None
     else:
-        # The robot's names, which the pipeline renames to the policy's.
-        given: dict[str, str] = {model: robot for robot, model in renamed.items()}
-        images = tuple(given.get(k, k) for k in cameras)
-        state, prompt, optional = (given.get(STATE, STATE),), "task", images
+        images = tuple(names[key] for key in cameras)
+        state, prompt, optional = (names[STATE],), "task", images
         motion = None  # such a folder does not say whether its actions are targets or motion
     try:
         return Preset(
@@ -244,6 +246,34 @@ def _preset(
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _robot_names(renamed: Mapping[str, str], keys: Sequence[str], path: Path) -> dict[str, str]:
+    """Return the robot's name of each of the policy's `keys`, without the cameras whose name goes to another key.
+
+    Args:
+        renamed: The policy's names by the robot's, as the step saves them.
+        keys: The policy's cameras and its state.
+        path: Of the pipeline that renames.
+
+    Raises:
+        CheckpointError: Several names become one key, or the state's name becomes another key.
+    """
+    names: dict[str, str] = {}
+    for key in keys:
+        sources = [robot for robot, model in renamed.items() if model == key]
+        if len(sources) > 1:
+            raise CheckpointError(
+                f"{path}: {RENAME}: rename_map: expected one name that becomes {key}, got {', '.join(sources)}"
+            )
+        if sources or key not in renamed:
+            names[key] = sources[0] if sources else key
+    if STATE not in names:
+        raise CheckpointError(
+            f"{path}: {RENAME}: rename_map: expected a name that becomes {STATE}, which the policy reads, got "
+            f"{STATE} as {renamed[STATE]}"
+        )
+    return names
 
 
 # -- relative actions ---------------------------------------------------------------------------------------------
