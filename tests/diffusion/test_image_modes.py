@@ -29,30 +29,12 @@ def pair(name: str, engine: str) -> tuple[Any, Any]:
     return plain, fast
 
 
-def inputs(name: str, height: int = 64, width: int = 64, batch: int = 1) -> tuple[Tensor, Tensor]:
+def inputs(name: str) -> tuple[Tensor, Tensor]:
     """An image and latents."""
     frames = (1,) if name == "tiny-qwen-vae" else ()
-    generator = torch.Generator().manual_seed(height)
-    image = torch.rand(batch, 3, *frames, height, width, generator=generator) * 2 - 1
-    return image, torch.randn(batch, 4, *frames, height // 8, width // 8, generator=generator)
-
-
-@pytest.mark.parametrize("engine", ["eager", "native"])
-@pytest.mark.parametrize("name", VAES)
-def test_tiles_and_slices_run_under_no_grad_as_pipelines_call_them(name: str, engine: str) -> None:
-    plain, fast = pair(name, engine)
-    image, latents = inputs(name, 136, 72, batch=2)
-    for vae in (plain, fast):
-        vae.enable_slicing()
-        vae.enable_tiling()
-        if name == "tiny-sd-vae":
-            vae.tile_sample_min_size, vae.tile_latent_min_size = 64, 8
-        else:
-            vae.enable_tiling(64, 64, 48, 48)
-    with torch.no_grad():
-        torch.testing.assert_close(fast.decode(latents).sample, plain.decode(latents).sample, rtol=1e-4, atol=1e-4)
-        want = plain.encode(image).latent_dist.parameters
-        torch.testing.assert_close(fast.encode(image).latent_dist.parameters, want, rtol=1e-4, atol=1e-4)
+    generator = torch.Generator().manual_seed(0)
+    image = torch.rand(1, 3, *frames, 64, 64, generator=generator) * 2 - 1
+    return image, torch.randn(1, 4, *frames, 8, 8, generator=generator)
 
 
 @pytest.mark.parametrize("name", VAES)
@@ -83,7 +65,7 @@ def test_gradients_are_refused_instead_of_lost(name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
-def test_autocast_is_refused_and_leaves_nothing_behind(engine: str) -> None:
+def test_autocast_is_refused_and_leaves_nothing_behind(engine: Any) -> None:
     plain, fast = pair("tiny-sd-vae", engine)
     _, latents = inputs("tiny-sd-vae")
     parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
