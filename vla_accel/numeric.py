@@ -40,3 +40,11 @@ def matmul_precision(name: str | None = None) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Switch torch.autocast off: it would compute in another precision than the configuration's, and stay in graphs
+    that are recorded under it."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vla_accel.config import EngineSpec, PolicyConfig, load_config, shipped_configs
@@ -208,3 +209,29 @@ def test_values_given_in_python_are_checked_as_those_of_a_file() -> None:
 def test_what_is_no_configuration_is_refused(source: Any) -> None:
     with pytest.raises(ConfigError, match=r"^config: expected "):
         load_config(source)
+
+
+@pytest.mark.parametrize("value", [["eager"], None, 3, {"a": 1}])
+def test_an_engine_that_is_no_name_is_refused_in_python_too(value: Any) -> None:
+    with pytest.raises(ConfigError, match="engine: expected str, got"):
+        EngineSpec(value)
+
+
+@pytest.mark.parametrize("value", ["eager", None, 3, [3]])
+def test_fallbacks_that_are_no_list_of_names_are_refused_in_python_too(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"fallback.*: expected (a list|str), got"):
+        EngineSpec("native", fallback=value)
+
+
+def test_numbers_may_be_those_of_numpy() -> None:
+    config = PolicyConfig(num_steps=np.int64(3), seed=np.uint8(4), pipeline_memory_gib=np.float32(0.5))  # type: ignore[arg-type]
+    assert config == PolicyConfig(num_steps=3, seed=4, pipeline_memory_gib=0.5)
+    assert [type(v) for v in (config.num_steps, config.seed, config.pipeline_memory_gib)] == [int, int, float]
+    with pytest.raises(ConfigError, match="num_steps: expected int, got"):
+        PolicyConfig(num_steps=np.float32(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["precision", "vision"])
+def test_an_array_in_the_place_of_a_name_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: expected"):
+        PolicyConfig(**{field: np.zeros(2)})  # type: ignore[arg-type]

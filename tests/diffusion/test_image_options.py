@@ -163,3 +163,22 @@ def test_precision_counts_for_both_ways_that_inductor_measures(monkeypatch: pyte
     assert seen == [torch.bfloat16]
     for result in results:
         assert result.dtype == torch.float32 and 1e-3 < float((result - exact).abs().max()) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("precision tiny-sd-vae --tokens 5", "tokens: expected a text encoder with it, got tiny-sd-vae"),
+        ("precision tiny-qwen-text-encoder --size 64", "size: expected an image model with it"),
+        ("precision tiny-sd-vae --size 3", "size: expected at least 8, got 3"),
+        ("bench-vae --vae tiny-sd-vae --systems eager,native --compile-sizes 72x72", "compile-sizes: expected one of"),
+        ("doctor --count 3", "count: expected --observations with it, got 3"),
+        ("convert folder out --lora-scale nan", "lora-scale: expected more than 0, got nan"),
+    ],
+)
+def test_options_that_no_part_would_read_are_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*words.split(), *(() if words.startswith("convert") else ("--device", "cpu"))]) == 1
+    assert message in capsys.readouterr().err

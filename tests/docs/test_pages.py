@@ -154,3 +154,20 @@ def test_every_page_is_in_the_navigation() -> None:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     pages = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
     assert set(leaves(config["nav"])) == pages | {"index.md", "contributing.md", "changelog.md"}
+
+
+def test_every_name_of_the_reference_is_where_the_page_says() -> None:
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert len(names) > 10
+    for name in names:
+        if ROOT.joinpath(*name.split(".")).with_suffix(".py").is_file():
+            continue
+        module, _, member = name.rpartition(".")
+        path = ROOT.joinpath(*module.split("."))
+        source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        tree = ast.parse(source.read_text())
+        defined = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+        # mkdocstrings follows what a package re-exports by `__all__`, not what a module imports for its own use.
+        exported = {one.value for node in tree.body if isinstance(node, ast.Assign) for one in ast.walk(node.value)
+                    if getattr(node.targets[0], "id", "") == "__all__" and isinstance(one, ast.Constant)}  # fmt: skip
+        assert member in defined | exported, f"docs/api.md: {name} is not there"

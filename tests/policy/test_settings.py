@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
 from tests.support.published_folders import write_lerobot, write_openpi
@@ -296,3 +297,19 @@ def test_what_a_checkpoint_was_not_loaded_with_is_refused(folders: dict[str, Pat
     for name, value in others.items():
         with pytest.raises(ConfigError, match=f"{name}: expected what .* was loaded with"):
             OptimizedPolicy(made, load_config({"device": "cpu", name: value}))
+
+
+@pytest.mark.parametrize("engine", ["eager", "native"])
+def test_autocast_does_not_change_the_configured_precision(engine: str, tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path)
+    config = {**EAGER, "precision": "fp32", **dict.fromkeys(("vision", "kv_cache", "denoise"), engine)}
+
+    def actions(policy: OptimizedPolicy) -> np.ndarray:
+        policy.reset()
+        return policy.infer(tiny_observation())["actions"]
+
+    policy = OptimizedPolicy.from_pretrained(tmp_path, config)
+    want = actions(policy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert np.array_equal(actions(policy), want)
+        assert np.array_equal(actions(OptimizedPolicy.from_pretrained(tmp_path, config)), want)

@@ -61,10 +61,18 @@ def _check(options: BenchVae) -> None:
         for name, given in (("engine-path", options.engine_path), ("multi-profile", options.multi_profile)):
             if given:
                 raise ConfigError(f"{name}: expected tensorrt or tensorrt_rtx among --systems, got {options.systems}")
+    if options.compile_sizes != BenchVae.compile_sizes and not {*_COMPILED} & {*options.systems}:
+        raise ConfigError(
+            f"compile-sizes: expected one of {', '.join(_COMPILED)} among --systems, got {', '.join(options.systems)}"
+        )
     if options.picture is not None and _to_compare(options) is None:
         raise ConfigError(
             f"picture: expected an accelerated system to compare with eager, got {', '.join(options.systems)}"
         )
+
+
+_COMPILED = ("compile", "inductor", "native-measured")
+"""Systems that compile anew at each size."""
 
 
 def _to_compare(options: BenchVae) -> str | None:
@@ -95,7 +103,7 @@ class _Bench:
                 references = self._diffusers(self.reference, image.float(), latents.float())
                 want = {side: run().float() for side, run in references.items()}
                 all_of_them = size in map(parse_size, self.options.compile_sizes)
-                late = () if all_of_them else ("compile", "inductor", "native-measured")
+                late = () if all_of_them else _COMPILED
                 taken = [name for name in self.options.systems if name not in late]
                 if out := [name for name in self.options.systems if name in late]:
                     say(f"{size_key(size)}: without {', '.join(out)}, which --compile-sizes leaves out at this size")

@@ -42,6 +42,8 @@ PACKAGE = "vla_accel"
 
 def main(chosen: Doctor, words: list[str]) -> int:
     """Look, test and report; 0 if the self-test passed, or if a checkpoint's statistics fit the data."""
+    if chosen.observations is None and chosen.count != Doctor.count:
+        raise ConfigError(f"count: expected --observations with it, got {chosen.count} alone")
     if chosen.checkpoint is not None:
         return examine_checkpoint(chosen)
     for name in ("config", "observations"):

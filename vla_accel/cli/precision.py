@@ -15,6 +15,7 @@ from vla_accel.cli.asked.images import Precision
 from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_json, print_table, say, write_asked
 from vla_accel.diffusion.measure import parity
 from vla_accel.diffusion.models import diffusers_module, filled, load_model
+from vla_accel.errors import ConfigError
 from vla_accel.measure.reduced_precision import (
     Cost,
     ModuleRange,
@@ -92,7 +93,13 @@ def _measured(
 
 def _model(options: Precision, device: torch.device) -> tuple[nn.Module, Callable[..., Callable[[], Tensor]]]:
     """The model in float32, and what makes a call on its example: `call(model, dtype)()` gives one tensor."""
-    if options.model in TEXT_ENCODERS:
+    text = options.model in TEXT_ENCODERS
+    unread, expected = ("size", "an image model") if text else ("tokens", "a text encoder")
+    if getattr(options, unread) != getattr(Precision, unread):
+        raise ConfigError(f"{unread}: expected {expected} with it, got {options.model}")
+    if not text and options.size < SCALE:
+        raise ConfigError(f"size: expected at least {SCALE}, got {options.size}")
+    if text:
         model = text_encoder(options.model, device)
         ids = torch.randint(0, model.config.vocab_size, (1, options.tokens), device=device)
         return model, lambda m, _: lambda: m(input_ids=ids).last_hidden_state.float()

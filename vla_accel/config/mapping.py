@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import numbers
 import types
 import typing
 from collections.abc import Mapping
@@ -27,8 +28,8 @@ class Checked:
 
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
-            if name in ("engine", "fallback"):
-                continue  # looked up in `engines.ENGINES`, which in Python may hold more than a file can name
+            # Engines are looked up in `engines.ENGINES`, which in Python may hold more than a file can name.
+            hint = {"engine": str, "fallback": tuple[str, ...]}.get(name, hint)
             object.__setattr__(self, name, _convert(hint, getattr(self, name), f"{self.where}{name}"))
 
 
@@ -129,7 +130,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}: expected {expected}, got {value!r}")
         return from_mapping(hint, value, f"{where}.")
     if origin is Literal:
-        if value not in arguments:
+        if not isinstance(value, str) or value not in arguments:
             raise ConfigError(unknown(where, value, map(str, arguments)))
         return value
     if origin in (typing.Union, types.UnionType):
@@ -145,8 +146,11 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{where}: expected a list, got {value!r}")
         return tuple(_convert(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    # NumPy's numbers, too.
+    if hint is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
+    if hint is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
     if hint is Path and isinstance(value, str):
         return Path(value)
     assert isinstance(hint, type)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from vla_accel.components.vae import Side, Size, check_size, size_key, size_text
 from vla_accel.config import EngineSpec
-from vla_accel.config.mapping import from_mapping, read_mapping
+from vla_accel.config.mapping import Checked, from_mapping, read_mapping
 from vla_accel.errors import ConfigError
 
 VaeType = Literal["eager", "native", "tensorrt", "tensorrt_rtx"]
@@ -22,16 +22,18 @@ VaePrecision = Literal["auto", "fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
-class TrtVaeConfig:
+class TrtVaeConfig(Checked):
     """Where the engine files are. `trt_engine_path`: a folder, or the encoder's file (the old way). `multi_profile`:
     one file for every size, not one folder a size."""
+
+    where = "trt_vae_config."
 
     trt_engine_path: str = ""
     multi_profile: bool = False
 
 
 @dataclass(frozen=True)
-class VaeConfig:
+class VaeConfig(Checked):
     """How an autoencoder runs. `vae_type` and `trt_vae_config` are LightX2V's keys, the others are ours.
 
     `vae_type`: the engine. `trt_vae_config`: the engine files of the TensorRT types. `pad`: what happens to a size
@@ -51,10 +53,11 @@ class VaeConfig:
     precision: VaePrecision = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, given in (("precision", self.precision != "auto"), ("inductor", self.inductor != "never")):
             if given and self.vae_type != "native":
                 raise ConfigError(f"{name}: {getattr(self, name)} is for vae_type native, got {self.vae_type}")
-        if self.memory_budget_gib <= 0:
+        if not self.memory_budget_gib > 0:
             raise ConfigError(f"memory_budget_gib: expected more than 0, got {self.memory_budget_gib}")
         if self.from_files and not self.trt_vae_config.trt_engine_path:
             raise ConfigError(f"trt_vae_config.trt_engine_path: expected a path for vae_type {self.vae_type}, got none")

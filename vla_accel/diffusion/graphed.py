@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_u
 
 from vla_accel.diffusion.exclusive import Exclusive
 from vla_accel.diffusion.plugged import original
-from vla_accel.diffusion.switches import refuse_hooks, refuse_offloading
+from vla_accel.diffusion.switches import refuse_hooks, refuse_modes, refuse_offloading
 from vla_accel.diffusion.weights import WeightState
 from vla_accel.engines.graph import recording
 from vla_accel.errors import EngineError
@@ -54,9 +54,12 @@ class GraphedForward:
         made._exclusive, made._recorded, made._weights = Exclusive(), OrderedDict(), None
         return made
 
-    @torch.no_grad()  # not inference mode: callbacks of a pipeline may change the sample in place
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """The module's forward. Raises EngineError for a forward that cannot be recorded, or hooks on the module."""
+        """The module's forward.
+
+        Raises:
+            EngineError: a forward that cannot be recorded, an input that needs a gradient, or hooks on the module.
+        """
         refuse_offloading("transformer", self.module)
         whole = named.pop("return_dict", True)
         paths, layout = tree_flatten_with_path((args, named))
@@ -67,7 +70,8 @@ class GraphedForward:
             self._note(device)
             return original(self.module, "forward")(*args, **named, return_dict=whole)
         refuse_hooks("transformer", self.module)
-        with self._exclusive.on(device):
+        refuse_modes("transformer", tensors, device)
+        with self._exclusive.on(device), torch.no_grad():
             self._note(device)
             # A graph reads the module's own weights: their values may change, their places may not.
             if self._weights is None or self._weights.changed():
@@ -79,10 +83,11 @@ class GraphedForward:
                     raise EngineError(
                         f"transformer{name}: expected tensors, numbers or texts, got {type(leaf).__name__}"
                     )
-            recorded = self._graph(leaves, layout)
-            for static, value in zip(recorded.inputs, tensors, strict=True):
-                static.copy_(value, non_blocking=True)
-            recorded.graph.replay()
+            with torch.inference_mode():
+                recorded = self._graph(leaves, layout)
+                for static, value in zip(recorded.inputs, tensors, strict=True):
+                    static.copy_(value, non_blocking=True)
+                recorded.graph.replay()
             sample = recorded.output.clone()
         if not whole:
             return (sample,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,48 @@ RANDOM = {"random": False, "tiny-random": True}
 """Instead of a folder: version 1.4's configuration, or a tiny one, with random weights."""
 
 
+_SCHEDULER_PARTS = ("init_noise_sigma", "scale_model_input", "order")
+_SUITABLE = "expected one of Stable Diffusion's, like DDIMScheduler"
+
+
 def unet_engine_file(folder: str | Path) -> Path:
     """Where `build-unet` puts a model's engine."""
     return Path(folder) / "unet" / "trt" / "unet.trt"
 
 
 def make_scheduler(own: Any, name: str | None) -> Any:
-    """A fresh scheduler: of the checkpoint's class, or of another diffusers class with the checkpoint's settings.
+    """Make a scheduler of the checkpoint's class, or of another diffusers class with the checkpoint's settings.
 
-    Raises ConfigError for a name that diffusers does not have.
+    Raises:
+        ConfigError: diffusers has no such class, or the class does not suit Stable Diffusion or these settings.
     """
-    return (type(own) if name is None else scheduler_class(name)).from_config(own.config)
+    kind = type(own) if name is None else scheduler_class(name)
+    try:
+        made = kind.from_config(own.config)
+    except (TypeError, ValueError, KeyError, NotImplementedError, ImportError) as error:
+        raise ConfigError(
+            f"scheduler {kind.__name__}: expected a class that the checkpoint's settings suit, got: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    lacking = [part for part in _SCHEDULER_PARTS if not hasattr(made, part)]
+    if lacking:
+        raise ConfigError(f"scheduler {kind.__name__}: {_SUITABLE}, got one without {', '.join(lacking)}")
+    try:
+        inspect.signature(made.step).bind(None, None, None, return_dict=False)
+    except TypeError as error:
+        raise ConfigError(f"scheduler {kind.__name__}: {_SUITABLE}, got one whose step has {error}") from error
+    return made
 
 
 def scheduler_class(name: str) -> Any:
     """A diffusers class, its name with or without "Scheduler". Raises ConfigError for one that is not there."""
     package = diffusers_module()
     kind = getattr(package, name if name.endswith("Scheduler") else f"{name}Scheduler", None)
-    if kind is None or not hasattr(kind, "set_timesteps"):
+    try:
+        usable = hasattr(kind, "set_timesteps")
+    except ImportError as error:  # diffusers has a dummy in the place of a class that needs another package
+        raise ConfigError(f"scheduler {name}: {' '.join(str(error).split())}") from error
+    if not usable or kind is None:
         like = nearest(name, (n.removesuffix("Scheduler") for n in dir(package) if n.endswith("Scheduler")))
         raise ConfigError(f"scheduler: expected a diffusers class like DDIMScheduler, got {name}{like}")
     return kind

@@ -50,6 +50,8 @@ class Plugged:
 
     @staticmethod
     def _one_frame(value: Tensor) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise EngineError(f"vae: expected a tensor, got {type(value).__name__}")
         if value.dim() == 5 and value.shape[2] != 1:
             raise EngineError(f"vae: expected one frame, (B, C, 1, H, W), got {tuple(value.shape)}; undo() runs videos")
         return value

@@ -8,8 +8,11 @@ engines run, diffusers' schedulers step.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +27,14 @@ from torch.nn import functional as F
 from vla_accel import latency
 from vla_accel.components.unet import check_file_size, check_size, text_component, unet_component
 from vla_accel.config import EngineSpec
+from vla_accel.config.mapping import Checked
 from vla_accel.diffusion.config import VaeConfig, check_spec
 from vla_accel.diffusion.exclusive import Exclusive
 from vla_accel.diffusion.parts import check_parts, load_parts, make_scheduler, unet_engine_file
 from vla_accel.diffusion.picture import to_uint8
 from vla_accel.diffusion.plugged import Plugged
 from vla_accel.diffusion.stage import Stage, require_finite
-from vla_accel.diffusion.switches import refuse_adapters, refuse_freeu, refuse_hooks, refuse_offloading
+from vla_accel.diffusion.switches import refuse_adapters, refuse_freeu, refuse_hooks, refuse_modes, refuse_offloading
 from vla_accel.diffusion.vae import AcceleratedVae
 from vla_accel.diffusion.weights import WeightState
 from vla_accel.engines.tensorrt_session import Scratch
@@ -45,7 +49,7 @@ _log = logging.getLogger("vla_accel")
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Checked):
     """What to generate. Sizes in pixels, multiples of 8; None for the model's own, or the input image's.
 
     `guidance`: of the prompt over the negative prompt; 1 or less runs the prompt alone. `strength`: how much of an
@@ -64,6 +68,11 @@ class Request:
     scheduler: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if not math.isfinite(self.guidance):
+            raise ConfigError(f"guidance: expected a finite number, got {self.guidance}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed: expected 0 to 2**63 - 1, got {self.seed}")
         if not 1 <= self.steps <= TRAIN_TIMESTEPS:
             raise ConfigError(f"steps: expected 1 to {TRAIN_TIMESTEPS}, got {self.steps}")
         if not 0 <= self.strength <= 1:
@@ -150,6 +159,10 @@ class StableDiffusion:
         self._weights: WeightState | None = None
         self._exclusive, self._generating = Exclusive(), False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StableDiffusion:
+        parts = copy.deepcopy(self.parts, memo)
+        return StableDiffusion(parts, self.engines, strict=self.ledger.strict, unet_file=self.unet_file)
+
     @property
     def device(self) -> torch.device:
         """Where the UNet is now."""
@@ -179,7 +192,6 @@ class StableDiffusion:
         parts = load_parts(folder, device=device, dtype=dtype)
         return cls(parts, engines, strict=strict, unet_file=file if use else None)
 
-    @torch.inference_mode()
     def generate(
         self, request: Request, image: Tensor | None = None, *, on_step: Callable[[int, int], None] | None = None
     ) -> Generated:
@@ -196,12 +208,16 @@ class StableDiffusion:
             EngineError: an output that is not finite, naming component and module; or a switch of the parts that the
                 engines would ignore.
         """
-        with self._exclusive.on(self.device):
+        refuse_modes("generate", (), self.device)
+        with self._exclusive.on(self.device), torch.no_grad():
             if self._generating:
                 raise EngineError("generate: expected a call after the one in progress, got one from its on_step")
             self._generating = True
             try:
-                return self._generate(request, image, on_step)
+                with torch.inference_mode():
+                    made = self._generate(request, image, on_step)
+                # Outside of inference mode the copy is an ordinary tensor.
+                return dataclasses.replace(made, latents=made.latents.clone())
             finally:
                 self._generating = False
 
@@ -209,6 +225,10 @@ class StableDiffusion:
         self, request: Request, image: Tensor | None, on_step: Callable[[int, int], None] | None
     ) -> Generated:
         height, width = self._size(request, image)
+        if image is not None and not bool((image.abs() <= 1 + 1e-3).all()):
+            raise ConfigError(
+                f"image: expected values of -1 to 1, got {float(image.min()):g} to {float(image.max()):g}"
+            )
         if image is not None and image.shape[2:] != (height, width):
             image = F.interpolate(image, size=(height, width))
         guided = request.guidance > 1
@@ -254,6 +274,9 @@ class StableDiffusion:
             own = self.parts.unet.config.sample_size
             given = (own * SCALE, own * SCALE) if isinstance(own, int) else (own[0] * SCALE, own[1] * SCALE)
         else:
+            if not isinstance(image, Tensor) or not image.is_floating_point():
+                got = str(image.dtype) if isinstance(image, Tensor) else type(image).__name__
+                raise ConfigError(f"image: expected a floating-point tensor (1, 3, H, W) in -1 to 1, got {got}")
             if image.dim() != 4 or image.shape[:2] != (1, 3) or min(image.shape[2:]) < SCALE:
                 raise ConfigError(
                     f"image: expected (1, 3, H, W) of at least {SCALE} pixels a side, got {tuple(image.shape)}"
@@ -344,9 +367,19 @@ class StableDiffusion:
     def _schedule(self, request: Request, from_image: bool) -> tuple[Any, Tensor]:
         scheduler = make_scheduler(self.parts.scheduler, request.scheduler)
         # On the CPU: schedulers look their tables up by timestep, which would wait for the GPU at every step.
-        scheduler.set_timesteps(request.steps, device="cpu")
+        try:
+            scheduler.set_timesteps(request.steps, device="cpu")
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"scheduler {type(scheduler).__name__}: expected one that runs {request.steps} steps, got: {error}"
+            ) from error
         timesteps = scheduler.timesteps
         if from_image:
+            if not hasattr(scheduler, "add_noise"):
+                raise ConfigError(
+                    f"scheduler {type(scheduler).__name__}: expected one with add_noise for an input image, such as "
+                    "DDIMScheduler, got one without"
+                )
             skipped = request.steps - request.run(from_image)
             timesteps = timesteps[skipped * scheduler.order :]
             if hasattr(scheduler, "set_begin_index"):
@@ -392,7 +425,9 @@ class StableDiffusion:
         halves = buffers["sample"].shape[0]
         on_device = timesteps.to(torch.int64).to(self.device, non_blocking=True)
         accepted = inspect.signature(scheduler.step).parameters
-        extra = {"generator": generator} if "generator" in accepted else {}
+        # As diffusers' pipelines: TCD's own default of eta is another.
+        options: dict[str, Any] = {"generator": generator, "eta": 0.0}
+        extra = {name: value for name, value in options.items() if name in accepted}
         for i, timestep in enumerate(timesteps):
             with watch.section("scheduler"):
                 scaled = scheduler.scale_model_input(latents, timestep)

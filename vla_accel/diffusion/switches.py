@@ -6,11 +6,12 @@ adapter or an attention processor. Each switch is honoured, makes no difference,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from vla_accel.errors import EngineError
 
@@ -59,6 +60,10 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         ("enable_layerwise_casting", "enable_cache", "register_forward_hook"),
         "every part but an eager UNet", "refused", "engines do not call the hooked modules",
+    ),
+    Switch(
+        ("torch.autocast", "requires_grad_"),
+        "every part", "refused", "engines compute in their own dtype, without gradients",
     ),
     Switch(
         ("enable_attention_slicing", "enable_xformers_memory_efficient_attention", "fuse_qkv_projections"),
@@ -129,6 +134,20 @@ def refuse_adapters(part: str, module: nn.Module) -> None:
                 f"{name}: expected an attention processor of the same mathematics ({_NEUTRAL_PROCESSORS[1]}), got "
                 f"{_kind(processor)} (set_attn_processor, load_ip_adapter); use engine eager for it"
             )
+
+
+def refuse_modes(part: str, inputs: Iterable[Any], device: torch.device) -> None:
+    """Raise EngineError if torch.autocast is on for `device`, or an input of a call needs a gradient."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        raise EngineError(
+            f"{part}: expected a call outside of torch.autocast, which engines do not apply, got one inside; use "
+            f'torch.autocast("{device.type}", enabled=False) around it, or undo the acceleration'
+        )
+    if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+        raise EngineError(
+            f"{part}: expected inputs without gradient, which engines do not compute, got requires_grad=True; call it "
+            "under torch.no_grad(), or undo the acceleration"
+        )
 
 
 def refuse_freeu(unet: nn.Module) -> None:

@@ -21,7 +21,7 @@ from vla_accel.diffusion.config import VaeConfig, check_spec, load_vae_config, w
 from vla_accel.diffusion.exclusive import Exclusive
 from vla_accel.diffusion.memory import check_fits
 from vla_accel.diffusion.stage import Stage, require_finite
-from vla_accel.diffusion.switches import refuse_adapters, refuse_hooks, refuse_offloading
+from vla_accel.diffusion.switches import refuse_adapters, refuse_hooks, refuse_modes, refuse_offloading
 from vla_accel.diffusion.weights import WeightState
 from vla_accel.engines.eager import EagerEngine
 from vla_accel.engines.tensorrt_session import Scratch
@@ -99,12 +99,10 @@ class AcceleratedVae:
         """Where the autoencoder is now."""
         return next(self.vae.parameters()).device
 
-    @torch.inference_mode()
     def encode(self, image: Tensor) -> Tensor:
         """Image (B, 3[, 1], H, W) in -1..1 to moments (B, 2 z[, 1], H // 8, W // 8): mean, then log variance."""
         return self.run("encoder", image)
 
-    @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (B, z[, 1], h, w) to an image (B, 3[, 1], 8 h, 8 w) in -1..1."""
         image = self.run("decoder", latents)
@@ -122,29 +120,32 @@ class AcceleratedVae:
         with self._exclusive.on(torch.device("cpu")):
             return sum(stage.bytes for _, stage in self._stages.values())
 
-    @torch.inference_mode()
     def run(self, side: Side, value: Tensor) -> Tensor:
         """One side, as its network gives it: `decode` holds the image of Qwen-Image to -1..1, this need not.
 
         Raises:
             ConfigError: the engine files do not have this size.
-            EngineError: an input of another shape, dtype or device, a result that is not finite, or a switch of the
-                autoencoder that engines would ignore.
+            EngineError: an input of another shape, dtype or device, or that needs a gradient; a result that is not
+                finite; a switch of the autoencoder, or torch.autocast, that engines would ignore.
             DeviceMemoryError: an engine of this size does not fit.
         """
-        with self._exclusive.on(value.device):
+        if not isinstance(value, Tensor):
+            raise EngineError(f"vae_{side}: expected a tensor, got {type(value).__name__}")
+        refuse_modes(f"vae_{side}", (value,), value.device)
+        with self._exclusive.on(value.device), torch.no_grad():
             self._follow()
             half = self._halves[side]
             self._check(side, half, value)
             unit = 1 if side == "encoder" else SCALE
-            component, stage = self._stage(side, (value.shape[-2] * unit, value.shape[-1] * unit), value.shape[0])
-            (source,) = component.inputs
-            (result,) = stage(**{source.name: value}).values()
-            require_finite(result, component, (value,))
-            # diffusers blends tiles in place, which only tensors from outside inference mode allow.
-            with torch.inference_mode(False), torch.no_grad():
-                return result.clone()
+            with torch.inference_mode():
+                component, stage = self._stage(side, (value.shape[-2] * unit, value.shape[-1] * unit), value.shape[0])
+                (source,) = component.inputs
+                (result,) = stage(**{source.name: value}).values()
+                require_finite(result, component, (value,))
+            # Outside of inference mode the copy is an ordinary tensor, which diffusers blends tiles of in place.
+            return result.clone()
 
+    @torch.inference_mode()
     def stage(self, side: Side, size: Size, batch: int = 1) -> None:
         """Make the engine for a size now, so that its errors come before other work. Raises as `run` does."""
         with self._exclusive.on(self.device):

@@ -30,7 +30,7 @@ from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.models.family import Shape, Store
 from vla_accel.models.memory import Counted, free_memory
-from vla_accel.numeric import DTYPES
+from vla_accel.numeric import DTYPES, without_autocast
 from vla_accel.ops import resize
 from vla_accel.ops.phases import recorded
 from vla_accel.policy import agreement
@@ -53,6 +53,7 @@ class OptimizedPolicy:
     `checkpoint` where it came from (`checkpoint.folder`).
     """
 
+    @without_autocast()
     def __init__(self, checkpoint: Checkpoint, config: PolicyConfig, *, store: Store | None = None) -> None:
         """`checkpoint`: its model is moved and cast in place, unless it can be read again; `store`: of another policy
         of the same model, to share its prepared weights. Raises ConfigError for a component that the model lacks, and
@@ -127,7 +128,7 @@ class OptimizedPolicy:
         hub name of an adapter that is folded into the weights. Raises CheckpointError for anything incomplete,
         ConfigError for settings that cannot be, and for those that would change nothing.
         """
-        with recorded() as spent:
+        with recorded() as spent, without_autocast():
             settings = load_config(config)
             overrides = {"device": None if device is None else str(device), "num_steps": num_steps, "seed": seed}
             settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
@@ -173,6 +174,7 @@ class OptimizedPolicy:
             inference_delays=[inference_delay],
         )[0]
 
+    @without_autocast()
     @torch.inference_mode()
     def infer_batch(
         self,
@@ -248,6 +250,7 @@ class OptimizedPolicy:
         with self._lock:
             self._noise.manual_seed(self.config.seed)
 
+    @without_autocast()
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Build the engines that calls will need, and run them once, so that the ledger is complete, a strict fallback

@@ -271,7 +271,7 @@ class Convert:
     """mixed: float32 for what openpi computes in float32, bfloat16 for the rest; or everything in one."""
     assets: Folder = None
     """Folder of the statistics, if it is not beside params/."""
-    lora_scale: float = 1.0
+    lora_scale: Annotated[float, Within(0, above=True)] = 1.0
     """alpha / rank of the attention's LoRA adapters, which are folded in; openpi's variants have alpha = rank."""
     unused_head: bool = False
     """Also write the expert's output head, which nothing reads: openpi's own loader insists on it."""
