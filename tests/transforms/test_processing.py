@@ -304,7 +304,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("observation/state", np.array([0] * 7 + [np.nan]), "observation/state: expected finite numbers"),
     (
         "observation/state",
-        np.ma.array(np.zeros(8), mask=[1] + [0] * 7),
+        np.ma.array(np.zeros(8), mask=np.arange(8) == 0),
         "observation/state: expected numbers without a mask, got 1",
     ),
     ("observation/state", np.array([0] * 7 + [np.inf]), "observation/state: expected finite numbers"),
