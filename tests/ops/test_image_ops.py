@@ -131,15 +131,17 @@ COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
+from vla_accel.ops.activation import Activation
 from vla_accel.ops.kernels import image as K
 half = {n: "*bf16" for n in ("x_ptr", "residual_ptr", "sum_ptr", "out_ptr", "skip_ptr")}
 wide = {n: "*fp32" for n in ("shift_ptr", "gamma_ptr", "part_ptr", "weight_ptr", "bias_ptr")}
 add = {"HAS_RESIDUAL": True, "SHIFT": 2, "PHASED": True}
 group = {"C": 320, "GROUPS": 32, "PER_GROUP": 10, "PASSES": 2, "BLOCK": 128, "TAKEN": 12, "ROWS": 32, **add}
 work = [
-    (K._rows, {"C": 96, "BLOCK_C": 128, "ROWS": 32, "NORM": True, "SILU": True, "KEEP": True, "PAD": True, **add}),
+    (K._rows, {"C": 96, "BLOCK_C": 128, "ROWS": 32, "NORM": True, "ACTIVATION": Activation.SILU.code,
+               "KEEP": True, "PAD": True, **add}),
     (K._group_sums, {**group, "SKIP": 0, "KEEP": True}),
-    (K._group_apply, {**group, "PIECES": 16, "SILU": True}),
+    (K._group_apply, {**group, "PIECES": 16, "ACTIVATION": Activation.SILU.code}),
     (K._layer_norm, {"C": 320, "BLOCK_C": 512, "ROWS": 4, "HAS_RESIDUAL": True, "HAS_SHIFT": True, "KEEP": True}),
     (K._geglu_erf, {"HIDDEN": 1280, "BLOCK": 256, "ROWS": 8}),
     (K._softmax, {"COLUMNS": 16384, "BLOCK": 4096}),

@@ -42,6 +42,9 @@ class Loud(Nothing):
         answer = super().infer(observation)
         return {**answer, "noise": np.zeros(LOUD_BYTES, np.uint8)} if observation["prompt"] == "loud" else answer
 
+    def infer_batch(self, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [self.infer(one) for one in observations]
+
 
 @dataclass(frozen=True)
 class Arguments:
