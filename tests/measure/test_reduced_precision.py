@@ -160,7 +160,8 @@ def test_the_command_reports(model: str, capsys: pytest.CaptureFixture[str], mon
     assert precision._cells(costs[0])[1] == "-" and precision._cells({**costs[0], "peak_mib": 2.4})[1] == "2"
     # As far from float32 as the model that is simply cast.
     torch.manual_seed(0)
-    wide, call = precision._model(Precision(model=model, **{name: number}), CPU)
+    sized = Precision(model=model, tokens=number) if name == "tokens" else Precision(model=model, size=number)
+    wide, call = precision._model(sized, CPU)
     with torch.inference_mode():
         exact = call(wide, torch.float32)()
         plain = call(copy.deepcopy(wide).bfloat16(), torch.bfloat16)()
