@@ -17,7 +17,7 @@ from vla_accel.checkpoints import checkpoint as checkpoint_module
 from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.checkpoints.loading import load
 from vla_accel.errors import CheckpointError
-from vla_accel.models.pi0 import Kind, Pi0
+from vla_accel.families.pi0.network import Kind, Pi0
 
 KINDS: tuple[Kind, ...] = ("pi0", "pi05")
 CONFIG = tiny_config("pi05")

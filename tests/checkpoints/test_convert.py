@@ -29,9 +29,9 @@ from vla_accel.checkpoints.orbax import OrbaxParameters, _import
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.cli import main
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, OutputError
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import SIZES, Kind, Pi0Config
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.families.pi0.network import SIZES, Kind, Pi0Config
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.siglip import SiglipConfig
 
 KINDS: tuple[Kind, ...] = ("pi0", "pi05")
 

@@ -16,7 +16,7 @@ from vla_accel.engines import ENGINES, tensorrt_library
 from vla_accel.engines.native import NativeEngine
 from vla_accel.engines.tensorrt import TensorrtEngine, TensorrtRtxEngine
 from vla_accel.errors import EngineError
-from vla_accel.ops.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu, assumed
 from vla_accel.policy import OptimizedPolicy
 
 GPU = torch.device("cuda")

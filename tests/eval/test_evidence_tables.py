@@ -18,8 +18,8 @@ from eval.late_table import late
 from eval.libero_tables import stressed
 from eval.shapes_table import shapes
 from eval.tune_table import tune
+from vla_accel.kernels.phases import PHASES
 from vla_accel.measure.roofline import Ceilings, add_batch_floors
-from vla_accel.ops.phases import PHASES
 from vla_accel.report.bench import batch_lines
 
 GPU = {"hardware": {"gpu": "NVIDIA X", "device": "cuda"}, "software": {"torch": "2.11.0"}}

@@ -20,11 +20,11 @@ from eval.models_picture import PUBLISHED, draw_models, sources
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli.options import read
 from vla_accel.component import BESIDE
+from vla_accel.families.family import Work
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.parity import Agreement, Report
 from vla_accel.measure.roofline import Ceilings, floors_ms, rates
-from vla_accel.models.family import Work
 
 
 @pytest.mark.parametrize("page", tables.pages(), ids=lambda p: p.name)

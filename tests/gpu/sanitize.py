@@ -28,20 +28,20 @@ import torch
 from torch import Tensor
 
 from eval.script import concluded
-from tests.ops.test_gemm import TILINGS
+from tests.kernels.test_gemm import TILINGS
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
 from tests.support.kernel_shapes import CUTS, check_on_gpu
 from tests.support.streamed_support import LoopCase, streamable
+from vla_accel.families.pi0.network import Pi0
 from vla_accel.fp8 import E4M3
+from vla_accel.kernels import nvrtc
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.gemm.suffix_tilings import Own, Product, beside
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.cuda import runtime
-from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.suffix_tilings import Own, Product, beside
+from vla_accel.nn.random_weights import random_model
 
 DEVICE = torch.device("cuda")
 Cases = dict[str, Callable[[], None]]
@@ -112,8 +112,8 @@ def denoise() -> Cases:
     from tests.gpu import test_gpu_smolvla as smolvla
     from tests.support.gpu_policies import BF16_COSINE, cosines, on_gpu
     from tests.support.streamed_support import loop_of, loops_inputs, run_loop
-    from vla_accel.native.constants import step_tables
-    from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop
+    from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop
+    from vla_accel.nn.constants import step_tables
 
     def run(case: LoopCase) -> None:
         model = random_model(Pi0, case.config)
@@ -179,8 +179,8 @@ def triton() -> Cases:
 
 def image() -> Cases:
     """The kernels of the autoencoders and UNets, against their references on the CPU."""
-    from vla_accel.ops import image as ops
-    from vla_accel.ops.sums import GroupNorm, Sum
+    from vla_accel.kernels.image import image as ops
+    from vla_accel.kernels.image.sums import GroupNorm, Sum
 
     def draw(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -243,9 +243,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the cases and end")
     options = parser.parse_args()
     resolve_device(DEVICE.type)
-    runtime.MACROS["WAIT_TICKS"] = 32  # 2 minutes: under a sanitizer everything takes longer
+    nvrtc.MACROS["WAIT_TICKS"] = 32  # 2 minutes: under a sanitizer everything takes longer
     if options.delays:
-        runtime.MACROS["INJECT_DELAY"] = options.delays
+        nvrtc.MACROS["INJECT_DELAY"] = options.delays
     chosen = itertools.chain.from_iterable(
         ((f"{group} {name}", run) for name, run in GROUPS[group]().items()) for group in options.groups or GROUPS
     )

@@ -17,15 +17,16 @@ from tests.support import kernel_cases as cases
 from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu, scratch_of
 from tests.support.kernel_calls import Call, Draw
 from tests.support.streamed_support import FULL, LoopCase, loops_inputs, run_loop, streamable
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native import cuts
-from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, steps_of
-from vla_accel.ops import key_tilings, suffix_tilings
-from vla_accel.ops.autotune import Fastest, compile_all
-from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.key_tilings import SuffixAttention
-from vla_accel.ops.suffix_tilings import Library, Own, Product, Tiling
+from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.kernels.attention import key_tilings
+from vla_accel.kernels.attention.key_tilings import SuffixAttention
+from vla_accel.kernels.autotune import Fastest, compile_all
+from vla_accel.kernels.gemm import suffix_tilings
+from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Product, Tiling
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn.random_weights import random_model
 
 pytestmark = pytest.mark.gpu
 

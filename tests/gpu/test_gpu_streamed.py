@@ -12,12 +12,12 @@ import torch
 
 from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu
 from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, run_loop
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, sizes_of
-from vla_accel.ops.cuda.denoise import why_not
-from vla_accel.ops.gpu import Gpu
+from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, sizes_of
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.loop import why_not
+from vla_accel.nn.constants import step_tables
+from vla_accel.nn.random_weights import random_model
 
 pytestmark = pytest.mark.gpu
 
@@ -114,7 +114,7 @@ def test_a_wait_that_is_never_answered_ends() -> None:
         pytest.skip("NOT RUN: needs compute capability 9.0")
     code = """
 import ctypes, torch
-from vla_accel.ops.cuda import runtime
+from vla_accel.kernels.cuda import runtime
 kernel = '''extern "C" __global__ void f() {
   __shared__ u64 barrier;
   mbarrier_init(smem_of(&barrier), 1);

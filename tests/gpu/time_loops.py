@@ -35,21 +35,23 @@ from tests.support import kernel_calls as calls
 from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
 from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
 from tests.support.streamed_support import FULL, LoopCase, streamable
+from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, sizes_of, steps_of, why_not_streamed
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.fp8 import E4M3
+from vla_accel.kernels import autotune, nvrtc
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.autotune import milliseconds, unfit
+from vla_accel.kernels.dispatch import steered
+from vla_accel.kernels.gemm import hopper as gemm
+from vla_accel.kernels.gemm import linear
+from vla_accel.kernels.gemm.hopper import Tiling, launch
+from vla_accel.kernels.gemm.weights import make_linear, pair
+from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.loop import StreamedLoop, why_not
 from vla_accel.machine import resolve_device
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native import cuts, smolvla_expert
-from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, sizes_of, steps_of, why_not_streamed
-from vla_accel.ops import autotune, linear
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.autotune import milliseconds, unfit
-from vla_accel.ops.cuda import gemm, runtime
-from vla_accel.ops.cuda.denoise import StreamedLoop, why_not
-from vla_accel.ops.cuda.gemm import Tiling, launch
-from vla_accel.ops.dispatch import steered
-from vla_accel.ops.gpu import Gpu, assumed
-from vla_accel.ops.weights import make_linear, pair
+from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn.random_weights import random_model
 
 COSINE, WORST = 0.9995, 0.13
 """Of a step's velocity with float32, where plain BF16 does as well; and of an element of a product, where a step of FP8
@@ -281,7 +283,7 @@ def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
     with ThreadPoolExecutor() as pool:
         # Nothing but the compiler takes long, and it needs no GPU.
         texts = {text for (kind, act, n, k), rows in products for text in sources(gpu, kind, rows, act, n, k)}
-        list(pool.map(lambda text: runtime.compile_source(text, launch.ARCHITECTURE), texts))
+        list(pool.map(lambda text: nvrtc.compile_source(text, launch.ARCHITECTURE), texts))
     for (kind, activation, n, k), rows in products:
         draw = calls.Draw(f"{n}x{k}", torch.bfloat16)
         bias = None if n in (32_768, 2048, 2560) else draw(n).to(device)

@@ -25,12 +25,12 @@ from torch import Tensor
 from eval.script import concluded
 from tests.gpu.time_loops import LOOPS, SMOLVLA, inputs_of
 from tests.support.smolvla_loops import Loops
+from vla_accel.families.pi0.native_loop import ExpertWeights, steps_of, streamed_loop
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.kernels import nvrtc
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native.expert import ExpertWeights, steps_of, streamed_loop
-from vla_accel.ops.cuda import runtime
-from vla_accel.ops.gpu import Gpu
+from vla_accel.nn.random_weights import random_model
 
 CASES = ("pi05 H=10 batch 1", "pi05 H=50", "pi0 H=50", *SMOLVLA)
 KERNELS = ("attention", "output", "gate_up", "down")
@@ -180,14 +180,14 @@ def measure(name: str, precision: str, device: torch.device) -> dict[str, Any]:
 
 
 def main(output: Path, only: str) -> int:
-    real = runtime.Module.__init__
+    real = nvrtc.Module.__init__
 
     def loaded(self: Any, source: str, shared: dict[str, int], *rest: Any) -> None:
         for attention in LAST_EMIT.keys() & shared.keys():
             source, shared = stamped(source, attention), {**shared, "read_stamps": 0}
         real(self, source, shared, *rest)
 
-    runtime.Module.__init__ = loaded  # type: ignore[method-assign]
+    nvrtc.Module.__init__ = loaded  # type: ignore[method-assign]
     rows = []
     with torch.inference_mode():
         for name, precision in itertools.product((case for case in CASES if only in case), ("bf16", "int8")):

@@ -14,14 +14,14 @@ import torch
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import cli
 from vla_accel.config import EngineSpec, PolicyConfig
-from vla_accel.families.pi0 import Pi0Family
+from vla_accel.families.pi0.family import Pi0Family
+from vla_accel.families.pi0.network import pi05
 from vla_accel.ledger import Ledger
 from vla_accel.measure.parity import FLIP_RATE, LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import save_observations
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import pi05
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.siglip import SiglipConfig
 from vla_accel.policy import OptimizedPolicy
 
 

@@ -15,8 +15,8 @@ from tests.support.agreement import RATIO
 from vla_accel import cli
 from vla_accel.cli import precision
 from vla_accel.cli.asked.images import Precision
-from vla_accel.diffusion.measure import parity
 from vla_accel.errors import ConfigError
+from vla_accel.images.measure import parity
 from vla_accel.measure.reduced_precision import (
     ModuleRange,
     ReducedPrecision,

@@ -18,9 +18,9 @@ from vla_accel.engines.auto import Choice, Shown, choose
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.fp8 import Scales, fingerprint
+from vla_accel.kernels.gpu import Gpu, assumed
 from vla_accel.measure.recording import save_observations
-from vla_accel.models.quantised import calibrated_products
-from vla_accel.ops.gpu import Gpu, assumed
+from vla_accel.nn.quantised import calibrated_products
 from vla_accel.policy import agreement, optimized
 
 PARTS: tuple[str, ...] = ("vision", "kv_cache", "denoise")

@@ -14,7 +14,7 @@ from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import ConfigError
-from vla_accel.ops.autotune import is_pinned
+from vla_accel.kernels.autotune import is_pinned
 
 NATIVE = {"device": "cpu", "num_steps": 2, "vision": "native", "kv_cache": "native", "denoise": "native"}
 

@@ -12,11 +12,11 @@ import torch
 
 from tests.support.compile_kernels import META, Launch, print_compiled, recorded
 from vla_accel.config import EngineSpec
-from vla_accel.models.pi0_fast import Pi0Fast, pi0_fast
-from vla_accel.native.decode import NativeDecode
-from vla_accel.native.pi0 import Pi0FastStore
-from vla_accel.ops.dispatch import steered
-from vla_accel.ops.gpu import Gpu
+from vla_accel.families.pi0.native import Pi0FastStore
+from vla_accel.families.pi0_fast.native_decode import NativeDecode
+from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
+from vla_accel.kernels.dispatch import steered
+from vla_accel.kernels.gpu import Gpu
 
 
 def launches_of(gpu: Gpu, precision: str, batch: int) -> list[Launch]:

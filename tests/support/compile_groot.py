@@ -13,13 +13,13 @@ import sys
 import torch
 
 from tests.support.compile_kernels import META, Launch, print_compiled, recorded
-from vla_accel.components.groot import groot_components
 from vla_accel.config import EngineSpec
-from vla_accel.models.groot import Groot, groot_n17
-from vla_accel.models.groot_language import Layout
-from vla_accel.native.groot import GrootStore
-from vla_accel.ops.dispatch import steered
-from vla_accel.ops.gpu import Gpu
+from vla_accel.families.groot.components import groot_components
+from vla_accel.families.groot.language import Layout
+from vla_accel.families.groot.native import GrootStore
+from vla_accel.families.groot.network import Groot, groot_n17
+from vla_accel.kernels.dispatch import steered
+from vla_accel.kernels.gpu import Gpu
 
 STEPS = 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vla_accel.ops.gpu import Gpu
+from vla_accel.kernels.gpu import Gpu
 
 KB, GB = 1 << 10, 1 << 30
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.models.random_weights import random_model
-from vla_accel.models.siglip import SiglipConfig
-from vla_accel.models.smollm import SmolLmConfig
-from vla_accel.models.smolvla import SmolVla, SmolVlaConfig
-from vla_accel.native.smolvla_expert import SmolVlaExpertWeights, SmolVlaLayerLoop, steps_of, streamed_loop
-from vla_accel.ops.cuda.denoise import StreamedLoop
-from vla_accel.ops.gpu import Gpu
+from vla_accel.families.smolvla.native_loop import SmolVlaExpertWeights, SmolVlaLayerLoop, steps_of, streamed_loop
+from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.loop import StreamedLoop
+from vla_accel.nn.random_weights import random_model
+from vla_accel.nn.siglip import SiglipConfig
+from vla_accel.nn.smollm import SmolLmConfig
 
 
 def expert_of(

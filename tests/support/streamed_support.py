@@ -14,14 +14,14 @@ from torch import Tensor
 
 from tests.support.gpus import H200
 from tests.support.tiny import random_model
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import Kind, Pi0Config
-from vla_accel.models.siglip import SiglipConfig
-from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights, sizes_of, streamed_loop
-from vla_accel.ops.cuda import runtime
-from vla_accel.ops.cuda.denoise import StepTables, StreamedLoop, why_not
-from vla_accel.ops.gpu import Gpu
+from vla_accel.families.pi0.native_loop import ExpertWeights, sizes_of, streamed_loop
+from vla_accel.families.pi0.network import Kind, Pi0Config
+from vla_accel.kernels import nvrtc
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.loop import StepTables, StreamedLoop, why_not
+from vla_accel.nn.constants import step_tables
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.siglip import SiglipConfig
 
 
 def streamable(kind: Kind, *, width: int, mlp: int, heads: int, kv_heads: int = 1, head_dim: int = 64, depth: int = 2,
@@ -102,7 +102,7 @@ def recorded_loop(
     case: LoopCase, monkeypatch: pytest.MonkeyPatch, gpu: Gpu = H200
 ) -> tuple[StreamedLoop, RecordedModule]:
     """The loop of a case with random weights, on the CPU, as it would run on a GPU."""
-    monkeypatch.setattr(runtime, "load_module", RecordedModule)
+    monkeypatch.setattr(nvrtc, "load_module", RecordedModule)
     model = random_model(case.config)
     with torch.inference_mode():
         weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), case.precision, streamed=True)

@@ -14,10 +14,10 @@ from vla_accel.component import Component, FollowingProgram, TurnedProgram
 from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
-from vla_accel.ops.attending import Choice
-from vla_accel.ops.autotune import is_pinned
-from vla_accel.ops.cuda.runtime import on
-from vla_accel.ops.gpu import Gpu, assumed
+from vla_accel.kernels.attention.attending import Choice
+from vla_accel.kernels.autotune import is_pinned
+from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.nvrtc import on
 
 
 def why_not(gpu: Gpu, precision: str) -> str | None:

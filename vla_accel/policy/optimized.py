@@ -26,13 +26,13 @@ from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, of_one, unknown
+from vla_accel.families.family import Shape, Store
+from vla_accel.kernels.image import resize
+from vla_accel.kernels.phases import recorded
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
-from vla_accel.models.family import Shape, Store
-from vla_accel.models.memory import Counted, free_memory
+from vla_accel.nn.memory import Counted, free_memory
 from vla_accel.numeric import DTYPES, without_autocast
-from vla_accel.ops import resize
-from vla_accel.ops.phases import recorded
 from vla_accel.policy import agreement
 from vla_accel.policy.footprint import told_if_too_large
 from vla_accel.policy.given import given_noise, guidance, refuse_unused_rtc

@@ -26,14 +26,14 @@ from vla_accel.engines import Engine, build
 from vla_accel.engines.auto import Choice
 from vla_accel.engines.graph import Captured, capture
 from vla_accel.errors import EngineError
+from vla_accel.families.family import Family, Rows, Shape, Store, Transforms
 from vla_accel.fp8 import Scales
+from vla_accel.kernels.autotune import pinned
+from vla_accel.kernels.nvrtc import on, synchronize
 from vla_accel.ledger import Ledger
-from vla_accel.models.family import Family, Rows, Shape, Store, Transforms
-from vla_accel.models.memory import Counted
-from vla_accel.models.network import Network
+from vla_accel.nn.memory import Counted
+from vla_accel.nn.network import Network
 from vla_accel.numeric import round_up
-from vla_accel.ops.autotune import pinned
-from vla_accel.ops.cuda.runtime import on, synchronize
 from vla_accel.pictures import Picture
 from vla_accel.policy.sending import ALIGNMENT, Sending, beside
 
