@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Iterable
 
 from eval.markdown import rows
-from vla_accel.checkpoints.lerobot_fields import FIELDS, RELEASES, Setting, shown
-from vla_accel.checkpoints.lerobot_steps import STEPS
+from vla_accel.checkpoints.lerobot_settings import FIELDS, RELEASES, STEPS, releases
+from vla_accel.checkpoints.settings import Setting, shown
 
 _USES = {"read": "honoured", "neutral": "changes no action", "refused": "refused"}
 
@@ -23,15 +23,13 @@ def _names(setting: Setting) -> str:
 
 
 def _releases(setting: Setting) -> str:
-    first, last = setting.since, setting.until
-    if first == last:
-        return first
-    return f"{first} to {last}"
+    first, *others = releases(setting)
+    return f"{first} to {others[-1]}" if others else first
 
 
 def _fields(kind: str, _: object) -> str:
     order = [*_USES, "fixed"]
-    settings = sorted(FIELDS[kind], key=lambda s: (order.index(s.use), RELEASES.index(s.since)))
+    settings = sorted(FIELDS[kind], key=lambda s: (order.index(s.use), RELEASES.index(releases(s)[0])))
     body = [[_names(s), _releases(s), _use(s), s.reason] for s in settings]
     return rows(["field", "lerobot", "here", "what it is"], body)
 
