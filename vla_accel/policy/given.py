@@ -29,8 +29,8 @@ def refuse_unused_rtc(family: Family, rtc: RtcConfig) -> None:
     """Raise ConfigError for a setting of real-time chunking that the family would ignore."""
     for field in fields(rtc):
         value = getattr(rtc, field.name)
-        if value != field.default and field.name not in family.rtc_settings:
-            known = ", ".join(family.rtc_settings)
+        if value != field.default and field.name not in family.chunking.settings:
+            known = ", ".join(family.chunking.settings)
             why = f"which takes only {known} of rtc" if known else "which has no real-time chunking"
             raise ConfigError(f"rtc.{field.name}: expected none for {family.name}, {why}, got {value!r}")
 
@@ -68,7 +68,7 @@ def guidance(
             previous = processor.begin(chunk, one)
             if len(previous) > horizon:
                 raise ObservationError(f"prev_chunk: expected at most {horizon} actions, got {len(previous)}")
-            one_row = family.guide(model, rtc, previous, int(delay))
+            one_row = family.chunking.guide(model, rtc, previous, int(delay))
         if found is None:
             found = {n: np.zeros((len(inputs), *a.shape), a.dtype) for n, a in one_row.items()}
         for name, array in one_row.items():

@@ -25,6 +25,7 @@ from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, of_one, unknown
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import Shape, Store
 from vla_accel.families.loading import Checkpoint, load
 from vla_accel.kernels.image import resize
@@ -65,8 +66,8 @@ class OptimizedPolicy:
                 raise ConfigError(f"{name}: expected what {checkpoint.name} was loaded with, {read}, got {value}")
         self.name, self.family = checkpoint.name, checkpoint.family
         sizes = checkpoint.model.config
-        self.num_steps = config.num_steps or self.family.steps(sizes)
-        rtc = self.family.chunking(sizes, config.rtc)
+        self.num_steps = config.num_steps or sizes.num_steps
+        rtc = self.family.chunking.resolve(sizes, config.rtc)
         refuse_unused_rtc(self.family, rtc)
         self.config = config = replace(config, num_steps=self.num_steps, rtc=rtc)
         self.device = resolve_device(config.device)
@@ -88,9 +89,9 @@ class OptimizedPolicy:
                         f"deterministic: {part}: {engine} takes the kernels that it measures as the fastest"
                     )
         on_host = [part for part, spec in specs.items() if spec.native.embeddings == "host"]
-        unread = [part for part in on_host if part not in self.family.host_embeddings]
+        unread = [part for part in on_host if part not in self.family.capabilities.host_embeddings]
         if unread and (config.native.embeddings == "gpu" or unread == on_host):
-            have = ", ".join(self.family.host_embeddings) or "no component"
+            have = ", ".join(self.family.capabilities.host_embeddings) or "no component"
             raise ConfigError(
                 f"{unread[0]}.native.embeddings: host is for {have} of {self.family.name}, got it for {unread[0]}"
             )
@@ -235,14 +236,14 @@ class OptimizedPolicy:
         self, observation: Mapping[str, Any], *, noise: np.ndarray
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """`infer`, and besides it, float32: the normalised `actions` (H, A) and what the family compares of its
-        components (`Family.internals`). For comparing paths; copies much, so do not time it."""
+        components (`BenchCard.internals`). For comparing paths; copies much, so do not time it."""
         with self._lock:
             result = self.infer(observation, noise=noise)
             outputs, inputs = self.pipelines.newest.outputs, self.processor.prepare(observation)
             raw = outputs[self.family.result][:1].cpu().numpy()
             kept = {
                 "actions": torch.from_numpy(self.family.normalised(self.processor, raw)[0]),
-                **self.family.internals(self.model.config, outputs, inputs),
+                **bench_card(self.family).internals(self.model.config, outputs, inputs),
             }
             # Copies: the next call overwrites the buffers.
             return result, {name: tensor.to("cpu", torch.float32, copy=True).numpy() for name, tensor in kept.items()}
@@ -271,12 +272,12 @@ class OptimizedPolicy:
         with self._lock:
             own = [(o, self._shape([self.processor.prepare(o)])) for o in (example, *prompts)]
             ordinary = own[0][1]
-            ranges = [self.family.shapes_of(self.processor, o, shape) for o, shape in own]
+            ranges = [shape.reachable(self.processor, o) for o, shape in own]
             # Dictionaries as sets that keep their order.
             wanted = dict.fromkeys(shape for shapes in ranges for shape in shapes[:MOST_BUILT])
             possible = dict.fromkeys((*wanted, *chain.from_iterable(ranges)))
             if any(spec.engine == "native" for spec in self.specs.values()):
-                possible = dict.fromkeys((*self.family.shapes(self.model.config, ordinary), *possible))
+                possible = dict.fromkeys((*ordinary.buckets(self.model.config), *possible))
             if len(possible) <= MOST_BUILT:
                 wanted = possible
             for shape in wanted:
@@ -311,7 +312,7 @@ class OptimizedPolicy:
     @property
     def supports_prev_chunk(self) -> bool:
         """Whether `infer` takes `prev_chunk` and `inference_delay`: whether the family has real-time chunking."""
-        return bool(self.family.guidance)
+        return bool(self.family.chunking.inputs)
 
     @property
     def batches_prev_chunks(self) -> bool:

@@ -145,7 +145,8 @@ class Pipeline:
             part = slice(start, start + like.nbytes)
             on_device[name] = self._given[part].view(like.dtype).view(like.shape)
             self._host[name] = self._staged[part].view(like.dtype).view(like.shape).numpy()
-        fed = [(name, place) for name, place in self._host.items() if name not in self._family.guidance]
+        guided = self._family.chunking.inputs
+        fed = [(name, place) for name, place in self._host.items() if name not in guided]
         self._first = [(name, place) for name, place in fed if places[name][1] < first]
         self._others = [(name, place) for name, place in fed if places[name][1] >= first]
         made = {}
@@ -172,7 +173,7 @@ class Pipeline:
     def _rehearse(self) -> None:
         for place in self._host.values():
             place.fill(0)
-        self._family.rehearse(self._sizes, self.shape, self._host)
+        self.shape.make_valid(self._sizes, self._host)
         self._sending.send()
         self._send_others()
         if self._drawn is not None:
@@ -221,7 +222,7 @@ class Pipeline:
                 np.copyto(self._host[name], rows, casting="no")
         elif self._guided:
             # The graph that guides computes a plain call, too: with zeros.
-            for name in self._family.guidance:
+            for name in self._family.chunking.inputs:
                 self._host[name].fill(0)
             self._guided = False
         self._send_others()
