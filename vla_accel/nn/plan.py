@@ -21,11 +21,11 @@ from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import gate_up, linear, linear_gelu, products_by
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, rope_cache
 from vla_accel.kernels.rows.sequence import causal_attention, norm_rope
 from vla_accel.nn.block import Attention
 from vla_accel.nn.weights import BlockWeights, StackWeights
+from vla_accel.runtime import current
 
 Product = tuple[Linear, Activation]
 Pair = tuple[Tensor, Tensor]
@@ -96,7 +96,7 @@ class StackPlan:
         self.attention_norm_inside = self.mlp_norm_inside = early = False
         if first is not None:
             early = self._fuse(first, count)
-        self.chain = Chain(Gpu.of(device), early)
+        self.chain = Chain(current(device).gpu, early)
         self.moments = norms.moments_buffer(count, block.width, device)
         self.normed = norms.moments_buffer(count, block.width, device, block.eps)
         self.x, self.y, self.h = buffer(block.width), buffer(block.width), buffer(block.width, first and first.qkv)
@@ -126,7 +126,7 @@ class StackPlan:
             rows.batch, rows.tokens, rows.tokens, block.heads, block.kv_heads, block.head_dim, dtype,
             padded=rows.padded, quantised=stored != dtype, stored=stored, last=rows.state_last,
         )  # fmt: skip
-        return choose(asked, sizes, device)
+        return choose(asked, sizes, current(device))
 
     def _fuse(self, first: BlockWeights, count: int) -> bool:
         """Decide which norms run inside the products around them; whether dependent launches pay off."""
