@@ -20,8 +20,8 @@ from vla_accel.checkpoints.stacks import Names, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, expert_mlp_dim
+from vla_accel.nn.gemma import SmolLmConfig
 from vla_accel.nn.siglip import SiglipConfig
-from vla_accel.nn.smollm import SmolLmConfig
 
 _log = logging.getLogger("vla_accel.checkpoints")
 _ROOT = "model.vlm_with_expert."
