@@ -110,7 +110,7 @@ def test_the_default_on_a_cpu(folder: Path, caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages == [said], "once a policy, whatever shapes come"
     assert caplog.records[0].levelname == "INFO", "which is no fault"
     policy.device = torch.device("cuda")
-    policy._say_what_auto_chose()
+    policy._log_auto_choices()
     assert caplog.records[1].levelname == "WARNING", "a GPU without its kernels"
 
 
