@@ -215,14 +215,14 @@ class Family(ABC):
         """All shapes that an observation of `shape` may need with the same prompt and other states, `shape` first."""
         return (shape,)
 
-    def image_feed(self, config: Any, seen: Sequence[Any]) -> dict[str, Rows]:
+    def image_feed(self, config: Any, seen: Sequence[Any]) -> Mapping[str, Rows]:
         """The host inputs of the first component, as in `feed`, if images are all that it reads; empty otherwise.
 
         The pipeline then starts that component before the rest of the observations is encoded."""
         return {}
 
     @abstractmethod
-    def feed(self, config: Any, inputs: Sequence[Any]) -> dict[str, Rows]:
+    def feed(self, config: Any, inputs: Sequence[Any]) -> Mapping[str, Rows]:
         """The host inputs of a call from its prepared observations, but for `guidance` and noise."""
 
     def normalised(self, transforms: Any, result: np.ndarray) -> np.ndarray:

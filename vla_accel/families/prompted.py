@@ -126,11 +126,11 @@ class PromptedFamily(TextFamily):
         mapped, cameras = inputs[0].pixel_maps is not None, inputs[0].cameras
         return PromptShape(len(inputs), steps, views, tokens, padded, mapped, cameras=cameras)
 
-    def image_feed(self, config: Any, seen: Sequence[Observed | Inputs]) -> dict[str, Rows]:
+    def image_feed(self, config: Any, seen: Sequence[Observed | Inputs]) -> Mapping[str, Rows]:
         maps = [one.pixel_maps for one in seen if one.pixel_maps is not None]
         return {IMAGES: [image for one in seen for image in one.images]} | ({"pixel_maps": maps} if maps else {})
 
-    def feed(self, config: Any, inputs: Sequence[Inputs]) -> dict[str, Rows]:
+    def feed(self, config: Any, inputs: Sequence[Inputs]) -> Mapping[str, Rows]:
         return {
             **self.image_feed(config, inputs),
             "tokens": [i.tokens for i in inputs],

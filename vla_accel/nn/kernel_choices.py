@@ -20,7 +20,7 @@ from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import suffix, suffix_tilings
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Pipelined, Product, Skinny, Tiling
-from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import current
 
 Cut = Tiling | KeySplit | CrossTile
 
@@ -84,7 +84,7 @@ class Cuts:
             beside: whether to try cuBLAS and the own GEMM as well, for many rows; the product must read or write
             moments.
         """
-        gpu = Gpu.of(self.device)
+        gpu = current(self.device).gpu
 
         def among(what: str, cuts: Sequence[Tiling]) -> Tiling:
             ways = []
@@ -107,14 +107,14 @@ class Cuts:
 
     def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
         """Choose the config of `suffix_attention`. Arguments as `products`."""
-        cuts = key_tilings.key_splits(Gpu.of(self.device), sizes)
+        cuts = key_tilings.key_splits(current(self.device).gpu, sizes)
         self._choose(
             kind, str(sizes), [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20
         )
 
     def crossing(self, kind: str, sizes: Crossing, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. Arguments as `products`."""
-        cuts = key_tilings.crossings(Gpu.of(self.device), sizes)
+        cuts = key_tilings.crossings(current(self.device).gpu, sizes)
         self._choose(kind, str(sizes), [Taken(cut, None) for cut in cuts], run, 1)
 
     def _choose(self, kind: str, what: str, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:
@@ -128,7 +128,9 @@ class Cuts:
             return call
 
         with self.chain.resumed():
-            found = remembered(f"{kind} of {what}", {n: measured(w) for n, w in by_name.items()}, self.device, repeats)
+            found = remembered(
+                f"{kind} of {what}", {n: measured(w) for n, w in by_name.items()}, current(self.device), repeats
+            )
         self.taken[kind] = by_name[found.way]
         if found.times:
             self.told[kind] = found.way

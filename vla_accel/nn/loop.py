@@ -14,7 +14,6 @@ from vla_accel.kernels.attention.key_tilings import SuffixAttention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.suffix_types import EulerStep, Guidance, Heads, Rotation
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StepTables, StreamedLoop
 from vla_accel.kernels.rows.rows import rope_tables
 from vla_accel.nn.gemma import GemmaConfig
@@ -22,6 +21,7 @@ from vla_accel.nn.kernel_choices import Cuts
 from vla_accel.nn.native_prefix import NativePrefix
 from vla_accel.nn.overlap import Ahead
 from vla_accel.nn.smollm import SmolLmConfig
+from vla_accel.runtime import current
 
 Stack = GemmaConfig | SmolLmConfig
 Wait = Callable[[int], None]
@@ -45,7 +45,7 @@ class LayerLoop(ABC):
     ) -> None:  # fmt: skip
         """`tokens`: suffix tokens of a sequence; `dtype`: of activations."""
         self.tables, self.tokens, self.eps, self.depth = tables, tokens, expert.eps, expert.depth
-        self.chain = Chain(Gpu.of(device))
+        self.chain = Chain(current(device).gpu)
         rows = batch * tokens
 
         def buffer(*shape: int) -> Tensor:

@@ -43,6 +43,7 @@ from vla_accel.policy.checks import (
 )
 from vla_accel.policy.footprint import explained_if_too_large
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
+from vla_accel.runtime import Runtime
 from vla_accel.transforms.observations import real_numbers
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class OptimizedPolicy:
         """The engine of each component, with "auto" resolved."""
         self.scales = checkpoint.scales if self.family.needs_scales(self.specs) else None
         self.store = store or self.family.store(self.model, self.scales)
-        plan = Plan(self.family, self.model, config, self.choices, self.store, self.device, self.ledger, self.scales)
+        runtime = Runtime.of(self.device, deterministic=config.deterministic)
+        plan = Plan(self.family, self.model, config, self.choices, self.store, runtime, self.ledger, self.scales)
         self.pipelines = Pipelines(plan)
         self._free = free_memory(self.device) if self.device.type == "cuda" else (0, 0)
         if any(ENGINES[name].needs == "all" for spec in self.specs.values() for name in (spec.engine, *spec.fallback)):

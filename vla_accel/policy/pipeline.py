@@ -26,7 +26,6 @@ from vla_accel.engines.graph import Captured, capture
 from vla_accel.errors import EngineError
 from vla_accel.families.family import IMAGES, Family, Rows, Shape, Store
 from vla_accel.fp8 import Scales
-from vla_accel.kernels.autotune import pinned
 from vla_accel.kernels.image import resize
 from vla_accel.kernels.nvrtc import on, synchronize
 from vla_accel.ledger import Ledger
@@ -34,6 +33,7 @@ from vla_accel.nn.memory import Counted
 from vla_accel.nn.network import Network
 from vla_accel.numeric import round_up
 from vla_accel.pictures import Cameras
+from vla_accel.runtime import Runtime
 
 NOISE = "noise"
 """The input that is drawn on the device unless the caller passes it."""
@@ -74,9 +74,14 @@ class Plan:
     config: PolicyConfig
     choices: Mapping[str, Choice]
     store: Store
-    device: torch.device
+    runtime: Runtime
     ledger: Ledger
     scales: Scales | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of weights and engines."""
+        return self.runtime.device
 
     def weight_bytes(self) -> int:
         """Bytes of all weights on the device, the model's own and the store's."""
@@ -92,7 +97,7 @@ class Pipeline:
     """The components of one shape, one after the other."""
 
     def __init__(self, plan: Plan, shape: Shape) -> None:
-        self.shape, self.device, self._pinned = shape, plan.device, plan.config.deterministic
+        self.shape, self.runtime, self.device = shape, plan.runtime, plan.device
         self._family, self._sizes = plan.family, plan.model.config
         self._guided = False
         """Whether the staged guidance may differ from zero."""
@@ -189,9 +194,9 @@ class Pipeline:
             for name in list(engine.inputs):
                 if name in produced or name in self._inputs:
                     engine.bind(name, produced[name] if name in produced else self._inputs[name])
-                elif name == NOISE and noise is None:
+                elif noise is None:
                     noise = engine.inputs[name]
-                elif name == NOISE:
+                else:
                     engine.bind(name, noise)
             if again := sorted(engine.outputs.keys() & produced.keys()):
                 raise EngineError(f"{component}.{again[0]}: an earlier component has an output of this name")
@@ -241,12 +246,7 @@ class Pipeline:
         that gives up after `start` must synchronise.
         """
         self._write(self._first, inputs)
-        if self.captured is None:
-            with on(self.device):
-                self._upload_images()
-        else:
-            self.captured.start()
-        self.launched = time.perf_counter()
+        self._launch_first()
 
     def finish(self, feed: Feed, generator: torch.Generator) -> tuple[np.ndarray, dict[str, float]]:
         """Stage and upload everything else, run the other engines and wait for the result.
@@ -280,12 +280,17 @@ class Pipeline:
     def rehearse(self) -> None:
         """Run once on valid inputs, so that the first call finds every kernel compiled."""
         self._fill_with_examples()
+        self._launch_first()
         self._upload_rest()
+        self._run()
+
+    def _launch_first(self) -> None:
         if self.captured is None:
-            self._upload_images()
+            with on(self.device), self.runtime.open():
+                self._upload_images()
         else:
             self.captured.start()
-        self._run()
+        self.launched = time.perf_counter()
 
     def _write(self, slots: Mapping[str, Sequence[np.ndarray]], inputs: Mapping[str, Rows]) -> None:
         for name, buffers in slots.items():
@@ -298,7 +303,7 @@ class Pipeline:
             self.captured.replay()
             synchronize(self.device)
             return self._host_result.numpy(), self.captured.times()
-        with on(self.device), pinned(self._pinned):
+        with on(self.device), self.runtime.open():
             times = self._run_on_stream() if self.device.type == "cuda" else self._run_on_cpu()
         return self._host_result.numpy(), times
 
@@ -403,7 +408,7 @@ class Pipelines:
             return known[0]
         before = self._allocated() - self.plan.weight_bytes()
         # Kernels that are tried while it is built run on the current device.
-        with on(self.plan.device), pinned(self.plan.config.deterministic):
+        with on(self.plan.device), self.plan.runtime.open():
             pipeline = Pipeline(self.plan, shape)
         # Weights are shared by all shapes and stay.
         self._kept[shape] = (pipeline, max(0, self._allocated() - self.plan.weight_bytes() - before))

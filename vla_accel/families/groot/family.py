@@ -97,10 +97,10 @@ class GrootFamily(TextFamily):
         place = self.prompt_place(inputs, specs, self.parts)
         return GrootShape(len(inputs), steps, views, config.vision.grid(height, width), *place)
 
-    def image_feed(self, config: GrootConfig, seen: Sequence[Observed | GrootInputs]) -> dict[str, Rows]:
+    def image_feed(self, config: GrootConfig, seen: Sequence[Observed | GrootInputs]) -> Mapping[str, Rows]:
         return {IMAGES: [image for one in seen for image in one.images]}
 
-    def feed(self, config: GrootConfig, inputs: Sequence[GrootInputs]) -> dict[str, Rows]:
+    def feed(self, config: GrootConfig, inputs: Sequence[GrootInputs]) -> Mapping[str, Rows]:
         return {
             **self.image_feed(config, inputs),
             "tokens": [i.tokens for i in inputs],

@@ -24,9 +24,9 @@ from vla_accel.kernels.gemm.dit import NormTables, flow_step, product
 from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.suffix_types import Guidance
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.kernel_choices import Cuts
 from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class NativeTransformer:
         self.weights, self.tables, self.config, self.batch = weights, tables, config, batch
         head, device, dtype = config.head, weights.w_in.device, weights.dtype
         self.tokens, horizon = config.action_horizon + 1, config.action_horizon
-        self.chain = Chain(Gpu.of(device))
+        self.chain = Chain(current(device).gpu)
         rows = batch * self.tokens
         kind = weights_in(weights.precision)
         launches = 4 + 5 * head.depth + 3

@@ -27,6 +27,7 @@ from vla_accel.nn.fold import fold_norm, plain
 from vla_accel.nn.gemma import GemmaLayer
 from vla_accel.nn.loop import LayerLoop, LoopProgram, Wait, described
 from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def sizes_of(config: Pi0Config) -> Sizes:
 
 def why_not_streamed(model: Pi0, precision: str, batch: int) -> str | None:
     """Explain why the streamed kernels do not run a model on its device; None if they do."""
-    return why_not(Gpu.of(model.device), sizes_of(model.config), batch, precision)
+    return why_not(current(model.device).gpu, sizes_of(model.config), batch, precision)
 
 
 def steps_of(
@@ -162,7 +163,7 @@ class NativeDenoise(LoopProgram):
         self.state_token = None
         if weights.state is not None:
             self.state_token = torch.zeros(batch, config.expert.width, device=device)
-        gpu = Gpu.of(device)
+        gpu = current(device).gpu
         kind = weights_in(weights.precision)
         if gpu is not None and weights.packed is not None:
             self.loop = streamed_loop(gpu, weights, config, self.tables, batch, prefix_tokens)

@@ -31,6 +31,7 @@ from vla_accel.nn.loop import LayerLoop, LoopProgram, described
 from vla_accel.nn.rtc import step_gains
 from vla_accel.nn.store import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def sizes_of(config: SmolVlaConfig) -> Sizes:
 
 def why_not_streamed(model: SmolVla, precision: str, batch: int) -> str | None:
     """Explain why the streamed kernels do not run a model on its device; None if they do."""
-    return why_not(Gpu.of(model.device), sizes_of(model.config), batch, precision)
+    return why_not(current(model.device).gpu, sizes_of(model.config), batch, precision)
 
 
 @torch.inference_mode()
@@ -140,7 +141,7 @@ class SmolVlaDenoise(LoopProgram):
         """`why_not_streamed`: for the ledger, if the weights are not packed."""
         self.weights, self.tables = weights, tables
         device = weights.w_out.device
-        gpu = Gpu.of(device)
+        gpu = current(device).gpu
         if gpu is not None and weights.packed is not None:
             self.loop = streamed_loop(gpu, weights, config, tables, batch, prefix_tokens)
         else:
