@@ -92,7 +92,7 @@ def smaller(
 
 
 @contextlib.contextmanager
-def told_if_too_large(
+def explained_if_too_large(
     plan: Plan, checkpoint: Checkpoint, free: tuple[int, int], shape: Callable[[], Shape]
 ) -> Iterator[None]:
     """Running out of device memory inside ends in one error: what the weights need, what was `free` of what before
