@@ -9,7 +9,7 @@ from typing import Any
 from eval.harness.report import read_result
 from vla_accel.errors import ConfigError
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def stored_like(result: Mapping[str, Any], benchmark: str) -> dict[str, Mapping[str, Any]]:

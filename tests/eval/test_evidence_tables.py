@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from eval import pictures, tables
-from eval.attention_table import attention
-from eval.bench_tables import batches, paced, starts
-from eval.goals_table import goals
+from benchmarks import pictures, tables
+from benchmarks.attention_table import attention
+from benchmarks.bench_tables import batches, paced, starts
+from benchmarks.goals_table import goals
+from benchmarks.late_table import late
+from benchmarks.libero_tables import stressed
+from benchmarks.shapes_table import shapes
+from benchmarks.tune_table import tune
 from eval.harness.late import _kind
-from eval.late_table import late
-from eval.libero_tables import stressed
-from eval.shapes_table import shapes
-from eval.tune_table import tune
 from vla_accel.measure.roofline import Ceilings, add_batch_floors
 from vla_accel.ops.phases import PHASES
 from vla_accel.report.bench import batch_lines

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import markdown, paired, store, tables
+from benchmarks import markdown, store, tables
+from benchmarks.latency_picture import draw
+from benchmarks.markdown import machine
+from benchmarks.models_picture import PUBLISHED, draw_models, sources
+from eval import paired
 from eval.harness.statistics import smallest_difference
-from eval.latency_picture import draw
-from eval.markdown import machine
-from eval.models_picture import PUBLISHED, draw_models, sources
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli.options import read
 from vla_accel.component import BESIDE
@@ -30,12 +31,12 @@ from vla_accel.models.family import Work
 @pytest.mark.parametrize("page", tables.pages(), ids=lambda p: p.name)
 def test_a_page_is_up_to_date(page: Path) -> None:
     text = page.read_text()
-    assert tables.render(text) == text, f"{page.name} differs from eval/results: run `make tables`"
+    assert tables.render(text) == text, f"{page.name} differs from benchmarks/results: run `make tables`"
 
 
 def test_the_command_line_may_check_alone() -> None:
-    assert read(tables.Arguments, ["--check"], "python -m eval.tables").check
-    assert not read(tables.Arguments, [], "python -m eval.tables").check
+    assert read(tables.Arguments, ["--check"], "python -m benchmarks.tables").check
+    assert not read(tables.Arguments, [], "python -m benchmarks.tables").check
 
 
 def test_the_pictures_are_up_to_date() -> None:

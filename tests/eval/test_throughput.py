@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from eval import tables, throughput
-from eval.server_tables import draw_server_gpus, server, server_gpus
+from benchmarks import tables
+from benchmarks.server_tables import draw_server_gpus, server, server_gpus
+from benchmarks.throughput_table import plan
+from benchmarks.throughput_table import throughput as table
+from eval import throughput
 from eval.throughput import Arguments, Case, Watch, figures, told
-from eval.throughput_table import plan
-from eval.throughput_table import throughput as table
 from vla_accel.cli.options import read
 from vla_accel.errors import ConfigError
 

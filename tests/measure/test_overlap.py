@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.bench_tables import bench as table
+from benchmarks.bench_tables import bench as table
 from tests.eval.test_evidence_tables import bench as report
 from vla_accel import cli
 from vla_accel.errors import EngineError
