@@ -5,32 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Room = Literal["shared", "alone", "machine"]
 STORED_GPU = "H200"
-"""Runs of other GPUs are not stored under names that say H200. Where a run's times do not count, its name says none."""
+"""Runs whose name ends in this GPU are stored only when they come from one."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One command and the one JSON that it writes, a stored run. A job whose name has a folder is a step towards
-    others, and its JSON is kept among the runs alone.
+    """A command that writes one JSON file, which is stored as NAME.json. A name with a folder is a step of other jobs,
+    and its JSON is not stored.
 
-    `command`, as it is typed, has places for what differs by machine and call: {json}, the file to write, or {folder},
-    a folder to write to; {work}/NAME.json, what the job NAME made, after which this one comes; {workers}, simulators
-    for its cores; {observations}, {realtime_vla}, {stress}, {starts}, what was given.
-
-    `room`: "alone" on its GPUs and their cores, because it takes times; "shared", half a GPU and half its cores;
-    "machine", nothing beside it. `gpus`: how many at least. `needs`: packages to import, options that must be
-    given. `file`: what it writes within {folder}. `only`: another GPU whose run this is, and which it needs.
-    `checkpoint`: a bundled one that it plays, besides the one that is always there.
+    Attributes:
+        command: as typed, with placeholders: {json}, the file to write, or {folder}, a folder to write to;
+            {work}/NAME.json, the result of job NAME, which then runs first; {workers}, simulators for the cores;
+            {observations}, {realtime_vla}, {stress}, {starts}, options of `benchmarks.measure`.
+        gpus: how many it needs.
+        whole_machine: nothing else may run at the same time.
+        needs: packages to import, and options of `benchmarks.measure`.
+        file: what it writes within {folder}.
+        only: the GPU model that it needs, in place of `STORED_GPU`.
+        checkpoint: a bundled checkpoint that it needs in addition to `demo`.
     """
 
     name: str
     command: str
     gpus: int = 1
-    room: Room = "alone"
+    whole_machine: bool = False
     needs: tuple[str, ...] = ()
     file: str = ""
     only: str = ""
@@ -38,12 +38,12 @@ class Job:
 
     @property
     def after(self) -> tuple[str, ...]:
-        """Names of the jobs whose JSON it reads."""
+        """The jobs whose results it reads."""
         return tuple(re.findall(r"\{work\}/(\S+?)\.json", self.command))
 
     @property
     def stored(self) -> bool:
-        """Whether its JSON belongs in benchmarks/results."""
+        """Whether its result belongs in benchmarks/results."""
         return "/" not in self.name
 
 
@@ -53,81 +53,80 @@ def bench(name: str, options: str, *needs: str, only: str = "") -> Job:
     return Job(f"bench_{name}_{gpu}", f"vla-accel bench {options} --output {{json}}", needs=needs, only=only)
 
 
+def stem(config: str) -> str:
+    """The name of a configuration."""
+    return config.rpartition("/")[2].removesuffix(".yaml")
+
+
 def parity(config: str) -> Job:
-    """A configuration of the bundled checkpoint on recorded observations."""
-    name = config.rpartition("/")[2].removesuffix(".yaml")
+    """Agreement of a configuration of the bundled checkpoint on recorded observations."""
     command = f"vla-accel parity demo --config {config} --observations {{observations}} --count 120 --draws 8"
-    return Job(f"parity_{name}", f"{command} --output {{json}}", room="shared", needs=("observations",))
+    return Job(f"parity_{stem(config)}", f"{command} --output {{json}}", needs=("observations",))
 
 
 def synthetic(family: str, config: str) -> Job:
-    """A configuration of random weights of a published size."""
+    """Agreement of a configuration with random weights of a published size."""
     command = f"vla-accel parity --model {family} --config {config} --count 16 --output {{json}}"
-    return Job(f"parity_{family}_{config}", command, room="shared")
+    return Job(f"parity_{family}_{config}", command)
 
 
 def serving(name: str, policy: str, devices: str) -> Job:
-    """Calls over a server, by one process beside it or by two. Those of one GPU and of two stand beside each other, so
-    that one machine runs both: their names, and no other's, are bench_server_*."""
+    """Calls over a server with a process for each device. Runs of one GPU and of two are compared, so both use a
+    machine with two."""
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
-    command = f"vla-accel bench-server {options} --output {{json}}"
-    return Job(f"{name}_h200", command, gpus=2, room="machine")
+    return Job(f"{name}_h200", f"vla-accel bench-server {options} --output {{json}}", gpus=2, whole_machine=True)
 
 
 def played(folder: str, config: str, options: str = "--trials 50", *needs: str, checkpoint: str = "") -> Job:
-    """Episodes of one configuration, for `paired`. Two share a GPU and its cores: what takes the time is simulators, of
-    which a run alone would have one more (throughput_simulators_h200: each keeps a core busy, the GPU is idle most of
-    the time), and two runs start, and end with fewer episodes than simulators, at the same time."""
-    name = config.rpartition("/")[2].removesuffix(".yaml")
+    """Episodes of one configuration, for `paired`."""
     command = f"python -m eval.libero --config {config} --steps 10 {options} --workers {{workers}} --device cuda"
     command += f" --retry-errors{checkpoint and f' --policy {checkpoint}'} --output {{json}}"
-    return Job(f"{folder}/{name}", command, room="shared", needs=("libero", *needs), checkpoint=checkpoint)
+    return Job(f"{folder}/{stem(config)}", command, needs=("libero", *needs), checkpoint=checkpoint)
 
 
 def paired(name: str, runs: Sequence[Job]) -> Job:
     """A comparison of runs of `played` with the first of them."""
     files = " ".join(f"{{work}}/{run.name}.json" for run in runs)
-    note = (
-        "Several runs shared a machine, each with simulators that shared one policy and the GPU, which also rendered."
-    )
-    return Job(name, f'python -m eval.paired {files} --note "{note}" --output {{json}}', gpus=0, room="shared")
+    note = "The simulators of a run shared one policy and its GPU, which also rendered."
+    return Job(name, f'python -m eval.paired {files} --note "{note}" --output {{json}}', gpus=0)
 
 
-def stored(name: str, options: str, gpus: int, room: Room) -> tuple[Job, Job]:
-    """A run of the bundled checkpoint by steps, and what of it is kept."""
+def stored(name: str, options: str, gpus: int, whole_machine: bool = False) -> tuple[Job, Job]:
+    """Episodes of the bundled checkpoint by step count, and the part of the result that is stored."""
     play = f"python -m eval.libero {options} --output {{json}}"
     keep = f"python -m benchmarks.store {{work}}/steps/{name}.json --name {name} --folder {{folder}}"
     return (
-        Job(f"steps/{name}", play, gpus=gpus, room=room, needs=("libero",)),
-        Job(name, keep, gpus=0, room="shared", file=f"{name}.json"),
+        Job(f"steps/{name}", play, gpus=gpus, whole_machine=whole_machine, needs=("libero",)),
+        Job(name, keep, gpus=0, file=f"{name}.json"),
     )
 
 
 def late(chunking: str) -> Job:
-    """Success against latency, with one kind of chunks; openpi's call on an H200 comes six ticks late."""
+    """Success against latency with one kind of chunks; openpi's call on an H200 is six ticks late."""
     command = f"python -m eval.libero.late --config native --trials 30 --steps 10 --chunkings {chunking}"
     options = "--ticks 0,1,2,4,5,6,8 --workers {workers} --device cuda --output {json}"
-    return Job(f"libero_late_{chunking}", f"{command} {options}", room="shared", needs=("libero",))
+    return Job(f"libero_late_{chunking}", f"{command} {options}", needs=("libero",))
 
 
 def throughput(name: str, cases: str, gpus: int, *needs: str, only: str = "") -> Job:
-    """Episodes an hour; the cores of the whole machine are watched."""
+    """Episodes an hour; it watches the cores of the whole machine."""
     gpu = (only or STORED_GPU).lower()
     command = f'python -m eval.throughput --case {cases} --options="--config native_fp8" --output {{json}}'
-    return Job(f"throughput_{name}_{gpu}", command, gpus=gpus, room="machine", needs=("libero", *needs), only=only)
+    needs = ("libero", *needs)
+    return Job(f"throughput_{name}_{gpu}", command, gpus=gpus, whole_machine=True, needs=needs, only=only)
 
 
 OURS = "native-bf16,native-fp8,native-fp8-vision"
 INT8_EXPERT = "native-int8-denoise,native-fp8-int8-denoise,native-fp8-vision-int8-denoise"
 SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
 PORTABLE = "portable-bf16,portable-fp8,portable-int8"
-BESIDE_REALTIME = f"--systems native-bf16,native-fp8,{PORTABLE} {SHAPE} --realtime-vla {{realtime_vla}}"
+WITH_REALTIME = f"--systems native-bf16,native-fp8,{PORTABLE} {SHAPE} --realtime-vla {{realtime_vla}}"
 UNDER_STRESS = "--starts {starts} --stress {stress} --trials 100"
-"""A thousand pairs need more start states than are shipped."""
+"""A thousand pairs need more start states than LIBERO ships."""
 COMPARED = ("eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8_denoise")
-"""Hopper's kernels; the reference first."""
+"""Hopper's kernels, the reference first."""
 ELSEWHERE = ("native_int8", "benchmarks/configs/native_portable.yaml", "benchmarks/configs/native_portable_int8.yaml")
-"""What GPUs without FP8, or without Hopper's kernels, run."""
+"""The configurations for GPUs without FP8 or without Hopper's kernels."""
 PAIRED, PAIRED_ELSEWHERE = ([played("paired", config) for config in configs] for configs in (COMPARED, ELSEWHERE))
 SMOLVLA = [
     played("paired_smolvla", config, checkpoint="smolvla_demo") for config in ("eager_fp32", "native", "native_fp8")
@@ -139,7 +138,7 @@ STRESSED, STRESSED_ELSEWHERE = (
 
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
-    # Without openpi's own max-autotune, which compiles for longer than all of this takes: that is in bench_compile.
+    # openpi's max-autotune compiles for longer than all of this takes; it is in bench_compile.
     bench("record", f"--model pi05 --systems {OURS},{INT8_EXPERT},eager,openpi-eager,realtime-vla --steps 10,3,1 "
           "--calls 60 --realtime-vla {realtime_vla}", "openpi", "realtime_vla"),
     bench("pi05_alone", f"--model pi05 --systems {OURS} --steps 10,3,1 --calls 60 --hz 20"),
@@ -153,8 +152,8 @@ JOBS: tuple[Job, ...] = (
           "--profile", "lerobot"),
     bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "
           "--calls 20"),
-    bench("portable_pi05", f"--model pi05 {BESIDE_REALTIME}", "realtime_vla"),
-    bench("portable_pi0", f"--model pi0 {BESIDE_REALTIME}", "realtime_vla"),
+    bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla"),
+    bench("portable_pi0", f"--model pi0 {WITH_REALTIME}", "realtime_vla"),
     bench("portable_short", f"--model pi05 --systems {PORTABLE},realtime-vla --steps 10 --calls 60 --realtime-vla "
           "{realtime_vla}", "realtime_vla"),
     bench("pi05_prompt60", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 60 --calls 60"),
@@ -166,7 +165,7 @@ JOBS: tuple[Job, ...] = (
     bench("compile", f"--systems {OURS},openpi-eager,openpi-compile,openpi-max-autotune --steps 10 --batch 1 "
           "--calls 50", "openpi"),
     bench("pi05", f"--model pi05 --systems {OURS},portable-bf16,portable-fp8 --steps 10 --calls 60", only="H100"),
-    bench("portable_pi05", f"--model pi05 {BESIDE_REALTIME}", "realtime_vla", only="H100"),
+    bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla", only="H100"),
     bench("pi0", f"--model pi0 --systems {OURS},portable-bf16,portable-fp8 {SHAPE}", only="H100"),
     Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "
         "{json}"),
@@ -191,7 +190,7 @@ JOBS: tuple[Job, ...] = (
     *(synthetic("pi05", config) for config in ("native", "native_fp8")),
     *(synthetic("smolvla", config) for config in ("native", "native_fp8")),
     *(synthetic("groot", config) for config in ("native", "native_fp8_denoise")),
-    # Success. The first names are the reference's.
+    # Success; the first run of a comparison is the reference.
     *PAIRED,
     *PAIRED_ELSEWHERE,
     paired("libero_paired", [*PAIRED, *PAIRED_ELSEWHERE[:-1]]),
@@ -205,35 +204,36 @@ JOBS: tuple[Job, ...] = (
     late("plain"),
     late("rtc"),
     *(job for suite in ("libero_spatial", "libero_object") for job in stored(f"{suite}_demo",
-        f"--suite {suite} --steps 10,3,1 --trials 50 --workers {{workers}} --device cuda", 1, "shared")),
-    *stored("libero_spatial_quick_cpu", "--steps 1,2,3,5,10 --quick --device cpu", 0, "alone"),
+        f"--suite {suite} --steps 10,3,1 --trials 50 --workers {{workers}} --device cuda", 1)),
+    *stored("libero_spatial_quick_cpu", "--steps 1,2,3,5,10 --quick --device cpu", 0),
     Job("tune_demo_h100", "python -m eval.libero.tune demo --observations {observations} --suite libero_spatial "
         "--workers {workers} --no-films --device cuda --output {folder}", needs=("libero", "observations"),
         file="tune.json", only="H100"),
-    # Many at once: simulators, and clients of a server.
+    # Many simulators, and many clients of a server.
     throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
     throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray", only="H100"),
-    # In the server's own process, as `vla-accel serve demo` has it.
+    # The policy in the server's process, as with `vla-accel serve demo`.
     Job("bench_server_h200", "vla-accel bench-server demo --config native --device cuda --clients 1,4,16,64 "
-        "--seconds 2 --output {json}", room="machine"),
+        "--seconds 2 --output {json}", whole_machine=True),
     serving("bench_server_demo_1", "demo", "cuda:0"),
     serving("bench_server_demo_2", "demo", "cuda:0,cuda:1"),
     serving("bench_server_pi05_1", "--model pi05", "cuda:0"),
     serving("bench_server_pi05_2", "--model pi05", "cuda:0,cuda:1"),
     Job("server_faults_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
-        "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, room="machine"),
+        "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, whole_machine=True),
     # Without a GPU.
-    Job("bench_server_cpu", "vla-accel bench-server --seconds 5 --device cpu --output {json}", gpus=0, room="machine"),
-    Job("server_faults_cpu", "python -m tests.remote.load_server --output {json}", gpus=0, room="machine"),
-    Job("memory_counted", "python -m benchmarks.memory --output {json}", gpus=0, room="shared"),
+    Job("bench_server_cpu", "vla-accel bench-server --seconds 5 --device cpu --output {json}", gpus=0,
+        whole_machine=True),
+    Job("server_faults_cpu", "python -m tests.remote.load_server --output {json}", gpus=0, whole_machine=True),
+    Job("memory_counted", "python -m benchmarks.memory --output {json}", gpus=0),
     Job("tensorrt_rtx_demo_cpu", "vla-accel build demo --config tensorrt_rtx --targets sm89,sm120 --manifest {json}",
         gpus=0, needs=("tensorrt_rtx", "onnx")),
 )  # fmt: skip
-"""In the order in which they are begun."""
+"""In the order in which they run."""
 
 EXCEPTIONS = {
-    "lerobot_parity_cpu": "it needs lerobot's interpreter besides; tests/parity/compare_with_lerobot.py says how",
-    "openpi_parity_h200": "it needs openpi's packages; tests/parity/compare_with_openpi.py says how",
+    "lerobot_parity_cpu": "it also needs lerobot's interpreter; see tests/parity/compare_with_lerobot.py",
+    "openpi_parity_h200": "it needs openpi's packages; see tests/parity/compare_with_openpi.py",
     "tensorrt_rtx_full_width_cpu": "engines of random weights, built once; no command makes such a checkpoint",
     "torch_tensorrt_h200": "engines of random weights, built once; no command makes such a checkpoint",
 }

@@ -11,7 +11,7 @@ import torch
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
-from benchmarks.image_tables import autoencoder_sizes, autoencoders, qwen_images  # noqa: E402
+from benchmarks.tables.images import autoencoder_sizes, autoencoders, qwen_images  # noqa: E402
 from tests.support.pictures import read_parameters  # noqa: E402
 from vla_accel import cli  # noqa: E402
 from vla_accel.diffusion.measure import Parity, in_turns, parity, peak_memory  # noqa: E402

@@ -67,8 +67,8 @@ LOOKED_UP: dict[str, str] = {
     "python -m eval.throughput --": f"{MINUTES}; tests/eval/test_throughput.py plays a case",
     "python -m benchmarks.time_": MINUTES,
     "python -m benchmarks.accumulation": MINUTES,
-    "python -m benchmarks.measure ": f"{MINUTES}; tests/eval/test_measure.py runs jobs of its own and parses these",
-    "python -m benchmarks.pictures": "it writes into this repository; tests/eval/test_evidence_tables.py draws them",
+    "python -m benchmarks.measure ": f"{MINUTES}; tests/benchmarks/test_measure.py parses its jobs",
+    "python -m benchmarks.pictures": "it writes into this repository; tests/benchmarks/test_tables.py draws them",
     "python -m eval.demo.states ": f"{MINUTES}; tests/eval/test_demo.py samples a few",
     "python -m eval.demo.observations ": f"{MINUTES}; tests/eval/test_demo.py records of a toy's tasks",
 }
