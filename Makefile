@@ -78,7 +78,7 @@ COMPILED := (capability or elsewhere or models_kernels or test_compiling) and no
 test-triton: setup
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/newer-triton $(NEWER_TRITON)
 	PYTHONPATH=$(VENV)/newer-triton $(TEST) --dist load -k "$(COMPILED)" \
-		tests/ops/test_kernels_compile.py tests/ops/test_compiling.py
+		tests/kernels/test_kernels_compile.py tests/kernels/test_compiling.py
 
 setup: $(STAMP)
 

@@ -37,14 +37,14 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import NativeOptions
 from vla_accel.fp8 import E4M3
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.autotune import milliseconds, unfit
+from vla_accel.kernels.gemm import hopper as gemm
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import load_observations
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.autotune import milliseconds, unfit
-from vla_accel.ops.cuda import gemm
-from vla_accel.ops.gpu import Gpu
 
 WORST = 0.05
 """Of an error beside the exact sum: more is a mistake, not a way to sum."""

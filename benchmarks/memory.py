@@ -15,9 +15,9 @@ from typing import Annotated
 from eval.script import run_script
 from vla_accel.cli.common import say
 from vla_accel.cli.options import Listed, Written
+from vla_accel.families.family import family_named
 from vla_accel.files import without_folders, write_json
 from vla_accel.measure.memory import counted
-from vla_accel.models.family import family_named
 from vla_accel.progress import going_on
 
 

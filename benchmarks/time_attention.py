@@ -23,10 +23,10 @@ import torch
 from eval.script import concluded
 from tests.support import kernel_calls as calls
 from vla_accel.errors import VlaAccelError
+from vla_accel.kernels.attention import attending
+from vla_accel.kernels.attention.attending import WAYS, Sizes, attend
+from vla_accel.kernels.autotune import milliseconds, unfit
 from vla_accel.machine import hardware, resolve_device, software
-from vla_accel.ops import attending
-from vla_accel.ops.attending import WAYS, Sizes, attend
-from vla_accel.ops.autotune import milliseconds, unfit
 
 WORST, MEAN = 0.02, 0.003
 """Differences from float32 that BF16 may have, as in the tests."""

@@ -35,20 +35,20 @@ from eval.script import concluded
 from tests.gpu import chains
 from tests.gpu.chains import CHAINS, DEVICE, DTYPE, FP8, Chain, Product
 from vla_accel.fp8 import E4M3
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.autotune import milliseconds, unfit
+from vla_accel.kernels.chain import Chain as LaunchChain
+from vla_accel.kernels.gemm import choice as gemm_choice
+from vla_accel.kernels.gemm import hopper as gemm
+from vla_accel.kernels.gemm.hopper import Tiling, launch
+from vla_accel.kernels.gemm.linear import library_product
+from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.nvrtc import compiled
+from vla_accel.kernels.reference import MOMENTS_OF
+from vla_accel.kernels.rows.rows import geglu, gelu
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.numeric import round_up
-from vla_accel.ops import gemm_choice
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.autotune import milliseconds, unfit
-from vla_accel.ops.chain import Chain as LaunchChain
-from vla_accel.ops.cuda import gemm
-from vla_accel.ops.cuda.gemm import Tiling, launch
-from vla_accel.ops.cuda.runtime import compiled
-from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.linear import library_product
-from vla_accel.ops.reference import MOMENTS_OF
-from vla_accel.ops.rows import geglu, gelu
-from vla_accel.ops.weights import Linear
 
 ROUNDS, REPLAYS = 5, 3
 APART = 0.1

@@ -32,24 +32,28 @@ from torch import Tensor
 
 from eval.script import concluded
 from tests.support import kernel_calls as calls
+from tests.support.gpus import assumed
+from tests.support.runtimes import steered
 from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
 from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
 from tests.support.streamed_support import FULL, LoopCase, streamable
+from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of, streamed_loop, why_not_streamed
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.fp8 import E4M3
+from vla_accel.kernels import autotune, nvrtc
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.autotune import milliseconds, unfit
+from vla_accel.kernels.gemm import hopper as gemm
+from vla_accel.kernels.gemm import linear
+from vla_accel.kernels.gemm.hopper import Tiling, launch
+from vla_accel.kernels.gemm.weights import make_linear, pair
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.loop import why_not
 from vla_accel.machine import resolve_device
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native import cuts, smolvla_expert
-from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, sizes_of, steps_of, why_not_streamed
-from vla_accel.ops import autotune, linear
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.autotune import milliseconds, unfit
-from vla_accel.ops.cuda import gemm, runtime
-from vla_accel.ops.cuda.denoise import StreamedLoop, why_not
-from vla_accel.ops.cuda.gemm import Tiling, launch
-from vla_accel.ops.dispatch import steered
-from vla_accel.ops.gpu import Gpu, assumed
-from vla_accel.ops.weights import make_linear, pair
+from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn.random_weights import random_model
+from vla_accel.runtime import Runtime
 
 COSINE, WORST = 0.9995, 0.13
 """Of a step's velocity with float32, where plain BF16 does as well; and of an element of a product, where a step of FP8
@@ -114,7 +118,7 @@ def timed(
     for way, build in ways.items():
         row: dict[str, Any] = {"loop": name, "rows": rows, "way": way}
         try:
-            with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton"):
+            with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton", device):
                 began = time.perf_counter()
                 loop = build()
                 row["build_s"] = round(time.perf_counter() - began, 1)
@@ -138,7 +142,7 @@ def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
             continue
         loops, config = Loops(case), case.config
         inputs = loops.placed(place, beyond=0.0) | {"noise": loops.noise.to(device)}
-        with steered("reference"):
+        with steered("reference", device):
             exact = loops.placed(place, torch.float32, beyond=0.0) | {"noise": inputs["noise"]}
             want = velocity(loops.fused("fp32", place), exact, None)
         ways: dict[str, Callable[[], Any]] = {
@@ -146,10 +150,9 @@ def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
         }
         if here is not None:
             ways["portable"] = ways["triton"]
-            for precision, way in (("bf16", "streamed"), ("int8", "streamed int8")):
-                if why_not(here, smolvla_expert.sizes_of(config), 1, precision) is None:
-                    other = Loops(dataclasses.replace(case, precision=precision))
-                    ways[way] = functools.partial(other.streamed, here, place)
+            ways["triton int8"] = functools.partial(loops.fused, "int8", place)
+            if why_not(here, smolvla_expert.sizes_of(config), 1, "bf16") is None:
+                ways["streamed"] = functools.partial(loops.streamed, here, place)
         yield from timed(name, config.action_horizon, config.expert.depth, ways, inputs, None, want, COSINE)
 
 
@@ -158,9 +161,9 @@ def preferring(name: str, seen: Callable[[str, autotune.Fastest], None]) -> Iter
     """Within it a loop's cuts are chosen among those whose name begins so, where there are any. `seen`: told of all
     that is measured."""
 
-    def among(what: str, ways: Mapping[str, Any], device: torch.device, repeats: int = 5) -> autotune.Fastest:
+    def among(what: str, ways: Mapping[str, Any], runtime: Runtime, repeats: int = 5) -> autotune.Fastest:
         wanted = {way: run for way, run in ways.items() if way.startswith(name)}
-        found = autotune.remembered(what, wanted or ways, device, repeats)
+        found = autotune.remembered(what, wanted or ways, runtime, repeats)
         seen(what, found)
         return found
 
@@ -188,7 +191,7 @@ def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str])
         (exact, wide_tables), (weights, tables) = prepared[alike]
         sizes = (case.batch, case.prefix_tokens)
         inputs, state = inputs_of(case, device, dtype)
-        with steered("reference"):
+        with steered("reference", device):
             wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
             want = velocity(Pi0LayerLoop(exact, case.config, wide_tables, *sizes), wide, state)
             plainly = velocity(Pi0LayerLoop(weights, case.config, tables, *sizes), inputs, state)
@@ -228,7 +231,7 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
             return weights, steps_of(model, weights, 1)
 
         inputs, state = inputs_of(case, device, dtype)
-        with steered("reference"):
+        with steered("reference", device):
             exact, tables = weights_in("fp32")
             wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
             want = velocity(Pi0LayerLoop(exact, case.config, tables, *sizes), wide, state)
@@ -245,15 +248,11 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         if here is not None:
             ways["portable"] = ways["triton"]
             model = model.to_compute_dtype(torch.bfloat16)
-            for precision, way in (("bf16", "streamed"), ("int8", "streamed int8")):
-                if why_not_streamed(model, precision, case.batch) is not None:
-                    continue
-                packed, tables = weights_in(precision, streamed=True)
-                mix_bias = None if packed.mix is None else packed.mix_bias
-                ways[way] = functools.partial(
-                    StreamedLoop, here, sizes_of(case.config), packed.packed, tables, packed.w_out, packed.b_out,
-                    mix_bias, *sizes,
-                )  # fmt: skip
+            narrow, own = weights_in("int8")
+            ways["triton int8"] = functools.partial(Pi0LayerLoop, narrow, case.config, own, *sizes)
+            if why_not_streamed(model, "bf16", case.batch) is None:
+                packed, tables = weights_in("bf16", streamed=True)
+                ways["streamed"] = functools.partial(streamed_loop, here, packed, case.config, tables, *sizes)
         yield from timed(
             name, case.batch * case.config.suffix_tokens, case.config.expert.depth, ways, inputs, state, want, least
         )
@@ -281,7 +280,7 @@ def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
     with ThreadPoolExecutor() as pool:
         # Nothing but the compiler takes long, and it needs no GPU.
         texts = {text for (kind, act, n, k), rows in products for text in sources(gpu, kind, rows, act, n, k)}
-        list(pool.map(lambda text: runtime.compile_source(text, launch.ARCHITECTURE), texts))
+        list(pool.map(lambda text: nvrtc.compile_source(text, launch.ARCHITECTURE), texts))
     for (kind, activation, n, k), rows in products:
         draw = calls.Draw(f"{n}x{k}", torch.bfloat16)
         bias = None if n in (32_768, 2048, 2560) else draw(n).to(device)

@@ -27,7 +27,7 @@ from eval.training import runs_of
 from vla_accel.checkpoints.loading import family_of, find, load
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.cli.options import Listed, Words, Written
-from vla_accel.models.flow import FlowNetwork
+from vla_accel.nn.flow import FlowNetwork
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.tokenizer import STATE_BINS, SmallTokenizer, discretise_state
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from eval.demo.crew import Seen
 from eval.demo.objective import remember
 from vla_accel.engines.graph import recording
-from vla_accel.models.flow import FlowNetwork
+from vla_accel.nn.flow import FlowNetwork
 
 STEPS = 4
 """Of denoising, when the policy acts in training."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eval.demo.collect import AUX_DIM, HORIZON
-from vla_accel import ops
-from vla_accel.models.flow import FlowNetwork
-from vla_accel.models.gemma import AdaRmsNorm
-from vla_accel.models.smolvla import SmolVla
+from vla_accel.families.smolvla.network import SmolVla
+from vla_accel.kernels import reference
+from vla_accel.nn.flow import FlowNetwork
+from vla_accel.nn.gemma import AdaRmsNorm
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 
@@ -36,7 +36,7 @@ class Heads(nn.Module):
         batch, tokens, width = hidden.shape
         key, value = self.key_value(self.norm(hidden)).view(batch, tokens, 2, 4, width // 4).unbind(2)
         query = self.query.to(key.dtype).view(1, -1, 4, width // 4).expand(batch, -1, -1, -1)
-        pooled = self.mlp(ops.attention(query, key, value, None).flatten(1))
+        pooled = self.mlp(reference.attention(query, key, value, None).flatten(1))
         return self.aux(pooled), self.chunk(pooled).view(batch, HORIZON, 7)
 
 

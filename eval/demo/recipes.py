@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints import smolvla as lerobot_names
 from vla_accel.checkpoints.checkpoint import FORMAT
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.errors import ConfigError, unknown
-from vla_accel.models.flow import FlowNetwork
-from vla_accel.models.pi0 import Pi0, pi05_demo
-from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, smolvla_demo
+from vla_accel.families.pi0.network import Pi0, pi05_demo
+from vla_accel.families.smolvla import checkpoint as lerobot_names
+from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla_demo
+from vla_accel.nn.flow import FlowNetwork
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 ASSETS = Path("vla_accel/assets")

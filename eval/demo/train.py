@@ -43,7 +43,7 @@ from vla_accel.checkpoints.writer import save_weights
 from vla_accel.cli.options import Count, Listed, Words
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.machine import hardware
-from vla_accel.models.flow import FlowNetwork
+from vla_accel.nn.flow import FlowNetwork
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import LIBERO
 

@@ -25,8 +25,8 @@ from benchmarks.tables.registry import RESULTS, TABLES
 from tests.support.waiting import PATIENCE_S
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.families.family import family_named
 from vla_accel.measure.systems import Factory
-from vla_accel.models.family import family_named
 
 TOY = """
 import json, os, pathlib, sys, time

@@ -34,11 +34,11 @@ from tests.support.reports import (
 )
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.component import BESIDE
+from vla_accel.kernels.phases import PHASES
 from vla_accel.ledger import LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.parity import Agreement, Report
 from vla_accel.measure.roofline import add_batch_floors, rates
-from vla_accel.ops.phases import PHASES
 from vla_accel.report.bench import batch_lines
 
 WEIGHTS = registry.load("training/demo")["weights"]

@@ -21,8 +21,8 @@ from vla_accel import PolicyConfig
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import CheckpointSpec
 from vla_accel.errors import CheckpointError
-from vla_accel.transforms.groot import GrootProcessor
-from vla_accel.transforms.groot_images import Cropping
+from vla_accel.families.groot.images import Cropping
+from vla_accel.families.groot.transforms import GrootProcessor
 
 Change = Callable[[Any], None]
 # processor_kwargs as NVIDIA's checkpoints have them.

@@ -20,10 +20,10 @@ from tests.support.tiny import random_state, statistics, tiny_observation
 from vla_accel import PolicyConfig
 from vla_accel.checkpoints.dialects import DEAD
 from vla_accel.checkpoints.loading import load
-from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.weights import read_arrays
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.models.pi0 import Kind
+from vla_accel.families.pi0.checkpoint import check_weights
+from vla_accel.families.pi0.network import Kind
 from vla_accel.transforms.robots import PRESETS
 
 

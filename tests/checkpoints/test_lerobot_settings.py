@@ -36,8 +36,8 @@ from vla_accel.checkpoints.lerobot_steps import STEPS
 from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.families.family import FAMILIES, family_named
 from vla_accel.measure.systems import CheckpointFactory
-from vla_accel.models.family import FAMILIES, family_named
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 FP32 = load_config("eager_fp32")
@@ -89,7 +89,7 @@ def test_a_field_is_in_the_table_once(kind: str) -> None:
 @pytest.mark.parametrize("release", releases())
 @pytest.mark.parametrize("kind", [*WRITERS])
 def test_the_table_has_the_fields_that_each_release_saves(kind: str, release: str) -> None:
-    """Of the classes of `tests.parity.make_lerobot_folders`, whose files lerobot's own code wrote."""
+    """Of the classes of `tests.references.make_lerobot_folders`, whose files lerobot's own code wrote."""
     known = {name for setting in FIELDS[kind] if release in setting.releases for name in setting.names}
     saved = json.loads((Path(__file__).parents[1] / "support" / "lerobot_saved.json").read_text())[release][kind]
     assert saved["config"].keys() == known

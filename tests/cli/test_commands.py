@@ -26,9 +26,9 @@ from vla_accel.cli.asked.policies import Bench, Build, Parity, PolicySource
 from vla_accel.cli.asked.servers import BenchServer, Serve
 from vla_accel.cli.options import read, told
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
+from vla_accel.families.family import family_named
 from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure.recording import load_observations, save_observations
-from vla_accel.models.family import family_named
 
 
 @pytest.fixture(scope="module")

@@ -18,16 +18,16 @@ from tests.support.scales import scales_of_any
 from tests.support.tiny import random_model, tiny_config, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, progress
 from vla_accel.checkpoints.loading import find, load
-from vla_accel.components.calibration import calibration
-from vla_accel.components.quantize import calibrate, load_modelopt
-from vla_accel.components.variants import needs_scales
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
+from vla_accel.families.family import family_named
+from vla_accel.families.pi0.native_loop import ExpertWeights
 from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
-from vla_accel.models.family import family_named
-from vla_accel.models.quantised import QUANTISED, calibrated_products
-from vla_accel.native.expert import ExpertWeights
-from vla_accel.native.prefix import PrefixWeights
-from vla_accel.native.vision import VisionWeights
+from vla_accel.nn.calibration import calibration
+from vla_accel.nn.native_prefix import PrefixWeights
+from vla_accel.nn.native_vision import VisionWeights
+from vla_accel.nn.quantised import QUANTISED, calibrated_products
+from vla_accel.nn.quantize import calibrate, load_modelopt
+from vla_accel.nn.variants import needs_scales
 
 CPU = torch.device("cpu")
 PARTS = ("vision", "kv_cache", "denoise")
@@ -271,7 +271,7 @@ def test_how_far_it_is_is_told_observation_by_observation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
-    monkeypatch.setattr(progress, "SAID_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     one = (np.zeros((1, 28, 28, 3), np.uint8), np.ones(3, np.int64), np.zeros(MODEL.config.action_dim, np.float32))
     seen = [tuple(value + i if value.dtype == np.uint8 else value for value in one) for i in (1, 2)]
     calibrate(MODEL, calibration(MODEL), seen, "test")

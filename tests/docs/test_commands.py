@@ -27,9 +27,9 @@ from tests.support.pages import PAGES, ROOT, Command, commands, inline_commands,
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli import COMMANDS, main, options
 from vla_accel.config import load_config
+from vla_accel.families.family import family_named
 from vla_accel.measure.recording import save_observations
 from vla_accel.measure.systems import configs
-from vla_accel.models.family import family_named
 from vla_accel.policy import OptimizedPolicy
 
 SHOWN = list(dict.fromkeys(command for page in PAGES for command in commands(page)))

@@ -14,7 +14,7 @@ import yaml
 
 from tests.support.pages import PAGES, ROOT, text_of
 from vla_accel.errors import unknown
-from vla_accel.models.family import Family
+from vla_accel.families.family import Family
 
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)#\s]*)(?:#([^)]*))?\)")
 

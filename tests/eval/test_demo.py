@@ -31,12 +31,12 @@ from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError, OutputError, VlaAccelError
+from vla_accel.families.pi0.network import Pi0, Pi0Config, pi05_demo
 from vla_accel.machine import hardware
 from vla_accel.measure.recording import load_observations
-from vla_accel.models.flow import FlowNetwork
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import Pi0, Pi0Config, pi05_demo
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.nn.flow import FlowNetwork
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.siglip import SiglipConfig
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.transforms.tokenizer import SmallTokenizer
 

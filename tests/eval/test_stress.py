@@ -391,5 +391,5 @@ def test_what_makes_no_sense_of_a_grid_is_no_option_of_it(words: list[str], caps
 
 def test_chunks_of_a_policy_trained_for_them_have_their_own_name() -> None:
     trained = {"policy": {"config": {"rtc": {"trained": True}}}}
-    assert (_kind(trained, "rtc"), _kind(trained, "plain")) == ("trained", "plain")
-    assert _kind({"policy": {"config": None}}, "rtc") == "rtc", "a server does not report it"
+    assert (late._kind(trained, "rtc"), late._kind(trained, "plain")) == ("trained", "plain")
+    assert late._kind({"policy": {"config": None}}, "rtc") == "rtc", "a server does not report it"

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from vla_accel.fp8 import E4M3
-from vla_accel.native.prefix import NativePrefix, PrefixLayer, PrefixWeights
-from vla_accel.native.vision import NativeVision, VisionLayer, VisionWeights
-from vla_accel.ops import gemm_choice
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.cuda.gemm import Tiling, launch
-from vla_accel.ops.norms import with_sums
-from vla_accel.ops.weights import Linear, make_linear, pair
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.gemm import choice as gemm_choice
+from vla_accel.kernels.gemm.hopper import Tiling, launch
+from vla_accel.kernels.gemm.norms import with_sums
+from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
+from vla_accel.nn.native_prefix import NativePrefix, PrefixLayer, PrefixWeights
+from vla_accel.nn.native_vision import NativeVision, VisionLayer, VisionWeights
 
 DTYPE, FP8, DEVICE = torch.bfloat16, E4M3.dtype, torch.device("cuda")
 WIDTH, MLP, HEADS, TOKENS = 1152, 4352, 16, 256

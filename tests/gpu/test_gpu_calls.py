@@ -35,9 +35,9 @@ from tests.support.tiny import tiny_observation
 from vla_accel.component import BESIDE
 from vla_accel.config import NativeOptions
 from vla_accel.errors import EngineError, ObservationError
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native.loop import LoopProgram
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.nn.loop import LoopProgram
+from vla_accel.nn.random_weights import random_model
 from vla_accel.pictures import ChannelScale, PixelValues
 from vla_accel.transforms.images import resize
 

@@ -38,11 +38,11 @@ from tests.support.streamed_support import streamable
 from tests.support.tiny import tiny_observation
 from vla_accel import EngineSpec, OptimizedPolicy
 from vla_accel.config import EnginePrecision
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native.expert import why_not_streamed
-from vla_accel.native.pi0 import Pi0Store
-from vla_accel.native.prefix import PrefixWeights
+from vla_accel.families.pi0.native import Pi0Store
+from vla_accel.families.pi0.native_loop import why_not_streamed
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.nn.native_prefix import PrefixWeights
+from vla_accel.nn.random_weights import random_model
 
 pytestmark = pytest.mark.gpu
 

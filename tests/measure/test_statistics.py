@@ -16,9 +16,9 @@ from vla_accel.checkpoints.loading import load
 from vla_accel.cli import main
 from vla_accel.errors import ObservationError
 from vla_accel.families import stand_in
+from vla_accel.families.family import family_named
 from vla_accel.measure.recording import save_observations
 from vla_accel.measure.statistics import fits
-from vla_accel.models.family import family_named
 from vla_accel.transforms.ranges import DEVIATIONS, FAR, Range
 
 

@@ -32,11 +32,11 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import RtcConfig
 from vla_accel.errors import ObservationError
-from vla_accel.families.pi0 import PI0
-from vla_accel.models.pi0 import Kind
-from vla_accel.ops import suffix
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance
+from vla_accel.families.pi0.family import PI0
+from vla_accel.families.pi0.network import Kind
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.gemm import suffix
+from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance
 from vla_accel.remote import inference
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.remote.metadata import batches_prev_chunks, supports_prev_chunk

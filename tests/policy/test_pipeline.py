@@ -16,7 +16,7 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.errors import EngineError, ObservationError
 from vla_accel.families import prompted
-from vla_accel.families.pi0 import PI0
+from vla_accel.families.pi0.family import PI0
 from vla_accel.policy.pipeline import Feed
 from vla_accel.transforms.images import resize
 from vla_accel.transforms.robots import PRESETS

@@ -15,10 +15,10 @@ from vla_accel import OptimizedPolicy
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.errors import DependencyError, ObservationError
-from vla_accel.families.smolvla import SMOLVLA
+from vla_accel.families.smolvla.family import SMOLVLA
+from vla_accel.families.smolvla.network import SmolVla
 from vla_accel.measure.parity import compare, reference_of
-from vla_accel.models.rtc import chunk_weights
-from vla_accel.models.smolvla import SmolVla
+from vla_accel.nn.rtc import chunk_weights
 
 FP32 = load_config("eager_fp32")
 PROMPTS = ("pick up the bowl", "place it on the plate", "pick it")

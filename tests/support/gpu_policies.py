@@ -19,16 +19,17 @@ from tests.support.tiny import TOKENIZER, statistics
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.engines.auto import choose
-from vla_accel.families.pi0 import PI0, PI05
+from vla_accel.families.pi0.family import PI0, PI05
+from vla_accel.families.pi0.native import Pi0Store
+from vla_accel.families.pi0.native_loop import Pi0LayerLoop
+from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.families.prompted import PromptShape
+from vla_accel.kernels.loop import StreamedLoop
 from vla_accel.ledger import Ledger
-from vla_accel.models.memory import Counted
-from vla_accel.models.pi0 import Pi0, Pi0Config
-from vla_accel.models.random_weights import random_model
-from vla_accel.native.expert import Pi0LayerLoop
-from vla_accel.native.pi0 import Pi0Store
-from vla_accel.ops.cuda.denoise import StreamedLoop
+from vla_accel.nn.memory import Counted
+from vla_accel.nn.random_weights import random_model
 from vla_accel.policy.pipeline import Feed, Pipelines, Plan
+from vla_accel.runtime import Runtime
 
 DEVICE = "cuda"
 BF16_COSINE = 0.9995
@@ -114,7 +115,7 @@ def pipelines_of(model: Pi0, config: PolicyConfig, store: Pi0Store | None = None
     family = {"pi0": PI0, "pi05": PI05}[model.config.kind]
     device = torch.device(DEVICE)
     choices = choose(config.specs(PARTS), device, model.dtype)
-    return Pipelines(Plan(family, model, config, choices, store or Pi0Store(model), device, Ledger()))
+    return Pipelines(Plan(family, model, config, choices, store or Pi0Store(model), Runtime.of(device), Ledger()))
 
 
 def run(pipelines: Pipelines, shape: PromptShape, feed: Feed) -> np.ndarray:

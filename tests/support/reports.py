@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from vla_accel.families.family import Work
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.roofline import Ceilings, floors_ms, rates
-from vla_accel.models.family import Work
 
 ROOT = Path(__file__).parents[2]
 GPU: dict[str, Any] = {"hardware": {"device": "cuda", "gpu": "NVIDIA X"}, "software": {"torch": "2.11.0"}}

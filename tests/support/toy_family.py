@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from vla_accel.checkpoints.checkpoint import load_own, read_config
 from vla_accel.component import Component, TensorSpec
 from vla_accel.errors import ObservationError
-from vla_accel.models.family import Family, Shape, Work
-from vla_accel.models.network import Network
-from vla_accel.native.store import NativeStore
+from vla_accel.families.family import Family, Shape, Work
+from vla_accel.nn.network import Network
+from vla_accel.nn.store import NativeStore
 
 REAL = 3
 """Of the four patches of a frame, what the mask leaves."""

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from vla_accel.errors import CheckpointError, ObservationError
-from vla_accel.families.groot_stand_in import processor as stand_in
-from vla_accel.models.groot import groot_n17
-from vla_accel.transforms.groot import GrootProcessor
-from vla_accel.transforms.groot_images import Cropping, whole_tokens
-from vla_accel.transforms.modalities import Group, Groups
+from vla_accel.families.groot.images import Cropping, whole_tokens
+from vla_accel.families.groot.modalities import Group, Groups
+from vla_accel.families.groot.network import groot_n17
+from vla_accel.families.groot.stand_in import processor as stand_in
+from vla_accel.families.groot.transforms import GrootProcessor
 from vla_accel.transforms.robots import Preset
 
 LOW, HIGH = np.array([-1.0, 0.0, 2.0]), np.array([1.0, 4.0, 2.0])

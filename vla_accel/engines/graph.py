@@ -18,8 +18,8 @@ import torch
 
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
+from vla_accel.kernels.phases import phase
 from vla_accel.ledger import Ledger, LedgerEntry
-from vla_accel.ops.phases import phase
 
 GRAPH = "cuda_graph"
 STREAM = "stream"

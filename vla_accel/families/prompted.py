@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 
 from vla_accel.component import Component
-from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.components.calibration import calibration
-from vla_accel.components.padding import PROMPT_BUCKET, padded_prompt
-from vla_accel.components.quantize import calibrate, load_modelopt
-from vla_accel.components.variants import needs_scales
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families import stand_in
+from vla_accel.families.family import Family, Rows, Shape, Store, Work, products_of
 from vla_accel.fp8 import Scales
-from vla_accel.models.family import Family, Rows, Shape, Store, Work, products_of
-from vla_accel.models.network import Network
-from vla_accel.models.random_weights import Drawn, drawn_model
-from vla_accel.models.rtc import chunk_weights
-from vla_accel.ops.resize import fits_on
+from vla_accel.kernels.image.resize import fits_on
+from vla_accel.nn.calibration import calibration
+from vla_accel.nn.denoise import denoise_component
+from vla_accel.nn.kv_cache import kv_cache_component
+from vla_accel.nn.network import Network
+from vla_accel.nn.padding import PROMPT_BUCKET, padded_prompt
+from vla_accel.nn.quantize import calibrate, load_modelopt
+from vla_accel.nn.random_weights import Drawn, drawn_model
+from vla_accel.nn.rtc import chunk_weights
+from vla_accel.nn.variants import needs_scales
+from vla_accel.nn.vision import vision_component
 from vla_accel.transforms.processing import Inputs, Processor
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from vla_accel.config import RtcConfig
 from vla_accel.errors import ConfigError, ObservationError, of_one
-from vla_accel.models.family import Family
+from vla_accel.families.family import Family
 from vla_accel.transforms.observations import real_numbers
 
 

@@ -26,19 +26,20 @@ from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, of_one, unknown
+from vla_accel.families.family import Shape, Store
+from vla_accel.kernels.image import resize
+from vla_accel.kernels.phases import recorded
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
-from vla_accel.models.family import Shape, Store
-from vla_accel.models.memory import Counted, free_memory
+from vla_accel.nn.memory import Counted, free_memory
 from vla_accel.numeric import DTYPES, without_autocast
-from vla_accel.ops import resize
-from vla_accel.ops.phases import recorded
 from vla_accel.policy import agreement
 from vla_accel.policy.footprint import told_if_too_large
 from vla_accel.policy.given import given_noise, guidance, refuse_unused_rtc
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.policy.states import StateCheck
 from vla_accel.remote.async_runner import AsyncRunner
+from vla_accel.runtime import Runtime
 from vla_accel.transforms.observations import real_numbers
 
 MOST_BUILT = 4
@@ -98,7 +99,8 @@ class OptimizedPolicy:
         """The engine that each component is built with; "auto" is resolved."""
         self.scales = checkpoint.scales if self.family.needs_scales(self.specs) else None
         self.store = store or self.family.store(self.model, self.scales)
-        plan = Plan(self.family, self.model, config, self.choices, self.store, self.device, self.ledger, self.scales)
+        runtime = Runtime.of(self.device, deterministic=config.deterministic)
+        plan = Plan(self.family, self.model, config, self.choices, self.store, runtime, self.ledger, self.scales)
         self.pipelines = Pipelines(plan)
         self._free = free_memory(self.device) if self.device.type == "cuda" else (0, 0)
         if any(ENGINES[name].needs == "all" for spec in self.specs.values() for name in (spec.engine, *spec.fallback)):

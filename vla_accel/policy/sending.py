@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vla_accel.engines.graph import side_stream
+from vla_accel.kernels.image.resize import Fit, fit, fit_of
+from vla_accel.kernels.nvrtc import on
 from vla_accel.numeric import round_up
-from vla_accel.ops.cuda.runtime import on
-from vla_accel.ops.resize import Fit, fit, fit_of
 from vla_accel.pictures import Picture
 
 ALIGNMENT = 256
