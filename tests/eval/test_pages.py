@@ -11,7 +11,7 @@ import pytest
 
 from eval import paired
 from eval.harness import pages
-from eval.harness.stored import stored_like
+from eval.harness.report import stored_like
 from tests.support.reports import ROOT, figures_in
 from vla_accel.report.page import Films, Page, Section, Text, render
 

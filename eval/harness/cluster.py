@@ -1,8 +1,8 @@
-"""A run on a Ray cluster: a replica of the policy on each GPU, simulators wherever there are cores.
+"""Play a run on a Ray cluster: a replica of the policy on each GPU, simulators wherever there are cores.
 
-This process hands out episodes and takes their results, one at a time from each simulator; only it writes. What dies is
-replaced where the cluster has room: an episode that was being played when its simulator, its replica or their node died
-is played again from its start, so that it counts once. One that has lost its players `TRIES` times is an error.
+This process hands out episodes and collects their results; only it writes. A process that dies is replaced where the
+cluster has room. An episode whose simulator, replica or node died is played again from its start, and counts once;
+after `TRIES` times it is an error.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any
 
 from eval.harness import conditions
 from eval.harness.benchmark import Benchmark
-from eval.harness.cluster_actors import Loaded, Played, Replica, Simulator
-from eval.harness.crew import LocalCrew
+from eval.harness.cluster_actors import Played, Replica, Simulator
 from eval.harness.log import differences
 from eval.harness.policies import PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult
 from eval.harness.runner import Setup
-from eval.harness.schedule import Schedule
+from eval.harness.sharing import Schedule
+from eval.harness.workers import Loaded, LocalWorkers
 from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.files import replacing
 from vla_accel.remote import cluster
 from vla_accel.remote.cluster import last_line
 
 TRIES = 5
-PLACE_TIMEOUT_S = 60.0
-"""How long nothing may happen because the cluster has no room."""
+START_TIMEOUT_S = 60.0
+"""Longest wait for a free core or GPU while nothing else happens."""
 Then = Callable[[Any, Any], "Iterable[EpisodeResult]"]
 
 
 @dataclass(eq=False)
 class _Actor:
-    """A process on a node: its Ray handle, and the node's name once it is known."""
+    """A process on a node: its Ray handle, and the name of the node once it is known."""
 
     handle: Any
     node: str = "not placed"
@@ -57,17 +57,17 @@ class _Simulator(_Actor):
     task: tuple[str, int] | None = None
 
 
-class RayCrew:
-    """Simulators and replicas on a cluster. `eval.harness.crew.Crew` says the rest.
+class RayWorkers:
+    """Simulators and replicas on a cluster. Implements `eval.harness.workers.Workers`.
 
     Args:
         address: `auto`, `local` or HOST:PORT.
-        workers: simulators; None for one a core.
-        warn: is told of what dies.
+        workers: simulators; None for one for each core.
+        warn: receives a message for each process that dies.
 
     Raises:
-        ConfigError: no cluster at that address, or a GPU is asked for and no node has one.
-        EngineError: a node has other versions, or its policy is another one.
+        ConfigError: no cluster at that address, or a GPU is requested and no node has one.
+        EngineError: a node has other versions, or loads another policy.
     """
 
     def __init__(
@@ -87,35 +87,34 @@ class RayCrew:
             nodes = cluster.nodes(self._ray)
             places = cluster.places(nodes, source.device) if source.kind == "local" else []
             for node in nodes:
-                self._meet(node)
+                self._check(node)
             self.size = max(1, sum(node.cores for node in nodes) if workers is None else workers)
+            for place in places[: self.size]:
+                self._start_replica(place)
             if source.kind == "local":
-                for place in places[: self.size]:
-                    self._start_replica(place)
-                loaded = self._loaded().loaded
-                assert loaded is not None
-                known: Loaded | LocalCrew = loaded
+                known = self._any_replica().loaded
+                assert known is not None
             else:
-                known = LocalCrew(source, benchmark, self.size)
-            self.metadata, self.identity, self.hardware = known.metadata, known.identity, dict(known.hardware)
-            self.supports_prev_chunk = known.supports_prev_chunk
-            self.hardware["nodes"] = sorted(f"{node.cores} cores, {node.gpus} GPUs" for node in nodes)
+                known = LocalWorkers(source, benchmark, self.size).loaded
+            listed = sorted(f"{node.cores} cores, {node.gpus} GPUs" for node in nodes)
+            hardware = {**known.hardware, "nodes": listed}
+            self.loaded = Loaded(known.metadata, known.identity, hardware, known.supports_prev_chunk)
         except BaseException:
             self.close()
             raise
 
     def metadata_at(self, steps: int | None) -> Mapping[str, Any]:
         if self._source.kind != "local":
-            return self.metadata or {}
+            return self.loaded.metadata or {}
         while True:
-            replica = self._loaded()
+            replica = self._any_replica()
             try:
                 return self._ray.get(replica.handle.metadata_at.remote(steps))
             except self._ray.exceptions.RayActorError as error:
                 self._replica_died(replica, error)
 
     def warm_up(self, protocol: Protocol, instruction: str) -> None:
-        """Nothing: a simulator warms its replica up when it builds a task's environment."""
+        """Nothing: a simulator warms its replica up when it builds the environment of a task."""
 
     def play(self, setup: Setup, episodes: Sequence[EpisodeKey]) -> Generator[EpisodeResult, None, None]:
         self._setup, self._schedule = setup, Schedule(episodes)
@@ -141,15 +140,15 @@ class RayCrew:
             self._forget(actor)
         self._ray.shutdown()
 
-    # -- what happens on the cluster ----------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
-    def _wait(self, timeout_s: float = PLACE_TIMEOUT_S) -> Iterator[EpisodeResult]:
-        """Handle the next thing that happens; yields the results of episodes, if it was one."""
-        ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
+    def _wait(self) -> Iterator[EpisodeResult]:
+        """Handle the next event; yields the results of episodes, if it was one."""
+        ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=START_TIMEOUT_S)
         if not ready and not self._busy():
             raise EngineError(
                 f"ray: expected room for a {'simulator (a core)' if self._simulators else 'policy'} on the cluster, "
-                f"got none for {timeout_s:.0f} s"
+                f"got none for {START_TIMEOUT_S:.0f} s"
             )
         for reference in ready:
             actor, then = self._pending.pop(reference)
@@ -163,7 +162,7 @@ class RayCrew:
                 yield from then(actor, value)
 
     def _busy(self) -> bool:
-        """Whether an episode is played or a policy loaded, either of which may take as long as it likes."""
+        """Whether an episode is played or a policy loads, either of which may take any time."""
         loads = any(then == self._replica_loaded for _, then in self._pending.values())
         return loads or any(simulator.episode is not None for simulator in self._simulators)
 
@@ -179,14 +178,13 @@ class RayCrew:
             self._count_failed_start(actor, error)
         self._forget(actor)
         self._simulators.remove(actor)
-        episode, actor.episode = actor.episode, None
-        if episode is not None:
-            yield from self._again(episode, f"its simulator on node {actor.node} ended ({last_line(error)})")
+        if actor.episode is not None:
+            yield from self._again(actor.episode, f"its simulator on node {actor.node} ended ({last_line(error)})")
         self._start_simulator()
         self._assign()
 
     def _replica_died(self, replica: _Replica, error: Exception) -> None:
-        """Its simulators give their episodes back as they notice."""
+        """Start another; the simulators give their episodes back as they notice."""
         if replica.dead:
             return
         if replica.loaded is None:
@@ -206,21 +204,22 @@ class RayCrew:
             ) from error
 
     def _forget(self, actor: _Actor) -> None:
-        """End a process, and whatever is awaited of it."""
+        """End a process, and ignore its pending events."""
         actor.dead = True
         self._pending = {ref: waiting for ref, waiting in self._pending.items() if waiting[0] is not actor}
         self._ray.kill(actor.handle)
 
-    def _meet(self, node: cluster.Node) -> None:
+    def _check(self, node: cluster.Node) -> None:
+        """Check the versions of a node."""
         cluster.check_node(self._ray, node, partial(conditions.software, self._benchmark))
         self._nodes[node.id] = node
 
     def _name(self, node_id: str) -> str:
-        """A node's name; one that joined later is checked first."""
+        """The name of a node; one that joined later is checked first."""
         if node_id not in self._nodes:
             for node in cluster.nodes(self._ray):
                 if node.id == node_id:
-                    self._meet(node)
+                    self._check(node)
         return self._nodes[node_id].name if node_id in self._nodes else node_id[:6]
 
     # -- replicas -----------------------------------------------------------------------------------------------------
@@ -249,20 +248,20 @@ class RayCrew:
         self._assign()
         return ()
 
-    def _loaded(self) -> _Replica:
-        """Any replica that answers; waits for one."""
+    def _any_replica(self) -> _Replica:
+        """A replica that has loaded its policy; waits for one."""
         while True:
             for replica in self._replicas:
                 if replica.loaded is not None:
                     return replica
             for _ in self._wait():
-                raise AssertionError("no episode is played before a policy is there")
+                raise AssertionError("no episode is played before a policy is loaded")
 
     # -- simulators ---------------------------------------------------------------------------------------------------
 
     def _start_simulator(self) -> None:
         make = self._ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(Simulator)
-        metadata = self.metadata if self._source.kind == "local" else None
+        metadata = self.loaded.metadata if self._source.kind == "local" else None
         simulator = _Simulator(make.remote(self._setup, metadata))
         self._simulators.append(simulator)
         self._await(simulator.handle.place.remote(), simulator, self._simulator_placed)
@@ -278,7 +277,7 @@ class RayCrew:
         for simulator in self._simulators:
             if not simulator.placed or simulator.episode is not None:
                 continue
-            replica = self._least_asked(simulator)
+            replica = self._least_busy(simulator)
             if replica is None and self._source.kind == "local":
                 return
             busy = {other.task for other in self._simulators if other.episode is not None}
@@ -286,14 +285,14 @@ class RayCrew:
             if episode is None:
                 return
             simulator.episode, simulator.task, simulator.replica = episode, episode.task, replica
-            asked = None if replica is None else replica.handle
-            self._await(simulator.handle.play.remote(episode, asked), simulator, self._simulator_played)
+            handle = None if replica is None else replica.handle
+            self._await(simulator.handle.play.remote(episode, handle), simulator, self._simulator_played)
 
-    def _least_asked(self, simulator: _Simulator) -> _Replica | None:
+    def _least_busy(self, simulator: _Simulator) -> _Replica | None:
         """The replica with the fewest simulators; among equals one on the simulator's own node."""
-        asked = Counter(id(other.replica) for other in self._simulators if other.episode is not None)
+        count = Counter(id(other.replica) for other in self._simulators if other.episode is not None)
         loaded = [replica for replica in self._replicas if replica.loaded is not None]
-        return min(loaded, key=lambda r: (asked[id(r)], r.node != simulator.node), default=None)
+        return min(loaded, key=lambda r: (count[id(r)], r.node != simulator.node), default=None)
 
     def _simulator_played(self, simulator: _Simulator, played: Played | None) -> Iterable[EpisodeResult]:
         episode, simulator.episode = simulator.episode, None
@@ -305,18 +304,14 @@ class RayCrew:
         self._assign()  # before the result is handled, so that the simulator does not wait
         if played is not None:
             self._played[simulator.node] += 1
-            self._keep_video(played)
+            folder, name = self._setup.video_folder, played.result.video
+            if played.video is not None and folder is not None and name is not None:
+                with replacing(folder / name) as temporary:
+                    temporary.write_bytes(played.video)
             yield played.result
 
-    def _keep_video(self, played: Played) -> None:
-        folder = self._setup.video_folder
-        if played.video is None or folder is None or played.result.video is None:
-            return
-        with replacing(folder / played.result.video) as temporary:
-            temporary.write_bytes(played.video)
-
     def _again(self, episode: EpisodeKey, why: str) -> Iterator[EpisodeResult]:
-        """An episode that nobody finished: its turn comes again, but not for ever."""
+        """Schedule an unfinished episode again; after `TRIES` times yield it as an error."""
         self._tries[episode] += 1
         if self._tries[episode] >= TRIES:
             yield EpisodeResult(episode, False, 0, f"PlayerDied: {TRIES} times; at last {why}", 0.0, 0)
@@ -326,7 +321,7 @@ class RayCrew:
 
 
 def _cause(node: str, error: Any) -> VlaAccelError:
-    """What a process on a node raised: our own errors as they are, but for the node's name."""
+    """The error that a process on a node raised, with the name of the node."""
     cause = error.cause
     if isinstance(cause, VlaAccelError):
         return type(cause)(f"node {node}: {cause}")
