@@ -97,7 +97,7 @@ def test_lerobots_scaling_by_hand(tmp_path: Path, mode: str) -> None:
     }[mode]
     inputs = processor.prepare(tiny_observation())
     np.testing.assert_allclose(inputs.state[:8], expected[0], atol=1e-6)
-    np.testing.assert_allclose(processor.finish(actions, inputs), expected[1], atol=1e-12)
+    np.testing.assert_allclose(processor.unnormalize_actions(actions, inputs), expected[1], atol=1e-12)
 
 
 def test_other_robots_keep_lerobots_keys(tmp_path: Path) -> None:

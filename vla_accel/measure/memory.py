@@ -78,7 +78,8 @@ def counted(name: str) -> dict[str, Count]:
         if name.startswith("native-") and not name.endswith("-host"):
             found[name] = count(low)
     able = family.capabilities
-    smallest = count(dict.fromkeys(able.quantised, "fp8"), on_host=bool(able.host_embeddings))
+    every: dict[str, EnginePrecision] = dict.fromkeys(able.quantised, "fp8")
+    smallest = count(every, on_host=bool(able.host_embeddings))
     if all(sum(smallest.bytes.values()) < sum(one.bytes.values()) for one in found.values()):
         found[SMALLEST] = smallest
     return found

@@ -103,7 +103,7 @@ def _quantised_parts(family: Family, precision: EnginePrecision) -> list[list[st
 
 
 @contextlib.contextmanager
-def told_if_too_large(
+def explained_if_too_large(
     plan: Plan, checkpoint: Checkpoint, free: tuple[int, int], shape: Callable[[], Shape]
 ) -> Iterator[None]:
     """Running out of device memory inside ends in one error: what the weights need, what was `free` of what before

@@ -29,21 +29,31 @@ class ToyInputs:
 
     frame: np.ndarray
     raw_state: np.ndarray
+    cameras: None = None
 
 
 class ToyTransforms:
     """Actions are relative to the joints."""
 
-    def prepare(self, observation: Mapping[str, Any]) -> ToyInputs:
+    def observe(self, observation: Mapping[str, Any]) -> ToyInputs:
         if "frame" not in observation:
             raise ObservationError(f"observation: missing frame; got {', '.join(observation)}")
         frame = np.asarray(observation["frame"], np.uint8).reshape(4, 4, 3)
         return ToyInputs(frame, np.asarray(observation["joints"], np.float64))
 
-    def finish(self, actions: np.ndarray, inputs: ToyInputs) -> np.ndarray:
+    def resized(self, seen: ToyInputs) -> ToyInputs:
+        return seen
+
+    def encode(self, seen: ToyInputs) -> ToyInputs:
+        return seen
+
+    def prepare(self, observation: Mapping[str, Any]) -> ToyInputs:
+        return self.observe(observation)
+
+    def unnormalize_actions(self, actions: np.ndarray, inputs: ToyInputs) -> np.ndarray:
         return actions.astype(np.float64) + inputs.raw_state
 
-    def begin(self, actions: Any, inputs: ToyInputs, name: str = "prev_chunk") -> np.ndarray:
+    def normalize_actions(self, actions: Any, inputs: ToyInputs, name: str = "prev_chunk") -> np.ndarray:
         return (np.asarray(actions, np.float64) - inputs.raw_state).astype(np.float32)
 
     def example(self, prompt: str | None = None) -> dict[str, Any]:
@@ -110,7 +120,7 @@ class ToyFamily(Family[ToyConfig, ToyInputs, Shape]):
     ) -> Shape:
         return Shape(len(inputs), steps)
 
-    def feed(self, config: ToyConfig, inputs: Sequence[ToyInputs]) -> dict[str, Rows]:
+    def feed(self, config: ToyConfig, inputs: Sequence[ToyInputs]) -> Mapping[str, Rows]:
         # The mask is shorter than its buffer: the rest is zero.
         mask = [np.ones(REAL, np.float32) for _ in inputs]
         joints = np.stack([i.raw_state for i in inputs]).astype(np.float32)

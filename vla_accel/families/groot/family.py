@@ -14,7 +14,7 @@ from vla_accel.checkpoints.weights import read_json
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
-from vla_accel.families.family import Capabilities, Chunking, Rows
+from vla_accel.families.family import IMAGES, Capabilities, Chunking, Rows
 from vla_accel.families.groot.checkpoint import OTHERS, is_groot, model_type
 from vla_accel.families.groot.components import QUANTISED, groot_components
 from vla_accel.families.groot.folder import load_folder
@@ -25,6 +25,7 @@ from vla_accel.families.groot.transforms import GrootInputs
 from vla_accel.families.groot.vision import Grid
 from vla_accel.families.prompted import TextFamily, TextShape
 from vla_accel.fp8 import Scales
+from vla_accel.transforms.observations import Observed
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,12 @@ class GrootFamily(TextFamily[GrootConfig, GrootInputs, GrootShape]):
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
         return GrootShape(len(inputs), steps, views, tokens, padded, config.vision.grid(height, width))
 
-    def feed(self, config: GrootConfig, inputs: Sequence[GrootInputs]) -> dict[str, Rows]:
+    def image_feed(self, config: GrootConfig, seen: Sequence[Observed | GrootInputs]) -> Mapping[str, Rows]:
+        return {IMAGES: [image for one in seen for image in one.images]}
+
+    def feed(self, config: GrootConfig, inputs: Sequence[GrootInputs]) -> Mapping[str, Rows]:
         return {
-            "images": [i.images for i in inputs],
+            **self.image_feed(config, inputs),
             "tokens": [i.tokens for i in inputs],
             "lengths": np.array([len(i.tokens) for i in inputs], np.int32),
             "state": [i.state for i in inputs],

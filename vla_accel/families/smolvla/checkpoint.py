@@ -29,8 +29,8 @@ from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, expert_mlp_dim
+from vla_accel.nn.gemma import SmolLmConfig
 from vla_accel.nn.siglip import SiglipConfig
-from vla_accel.nn.smollm import SmolLmConfig
 from vla_accel.transforms.normalisation import Normaliser, load_statistics
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import load_preset

@@ -29,7 +29,7 @@ from vla_accel.kernels.loop.tables import WHOLE
 from vla_accel.nn.fold import fold_norm, plain
 from vla_accel.nn.loop import LayerLoop, LoopProgram, described
 from vla_accel.nn.rtc import step_gains
-from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
 from vla_accel.runtime import current
 
