@@ -94,7 +94,8 @@ def test_work_of_the_published_size() -> None:
 def test_a_random_policy_of_any_size(policy: OptimizedPolicy) -> None:
     assert sized("groot_n17")[0].name == "groot" and bench_card(family_named("groot")).sweep == (4, 2, 1)
     other, _ = random_policy("groot", PolicyConfig(device="cpu", num_steps=1), model=policy.model)
-    result = other.infer(bench_card(family_named("groot")).random_observation(other.processor, np.random.default_rng(0)))
+    card = bench_card(other.family)
+    result = other.infer(card.random_observation(other.processor, np.random.default_rng(0)))
     assert result["actions"].shape == (8, 7) and np.isfinite(result["actions"]).all()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig, load_config, shipped_configs
 from vla_accel.errors import ConfigError, unknown
-from vla_accel.fp8 import FORMATS, Products, Scales
+from vla_accel.fp8 import FORMATS, Products, Scales, can_quantise
 from vla_accel.nn.network import Network
 from vla_accel.pictures import Cameras
 
@@ -257,13 +257,13 @@ class Family(ABC, Generic[C, X, S]):
 
     def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:
         """Return whether an engine quantizes its inputs, for which calibrated scales are required."""
-        return any(
-            products.activations
-            for part, spec in specs.items()
-            if spec.precision in FORMATS
-            for engine, products in self.capabilities.quantised.get(part, {}).items()
-            if spec.engine == "auto" or engine in (spec.engine, *spec.fallback)
-        )
+        for part, spec in specs.items():
+            quantised = self.capabilities.quantised.get(part, {})
+            for engine in (spec.engine, *spec.fallback):
+                engine = "native" if engine == "auto" else engine
+                if can_quantise(quantised, engine, spec.precision) and quantised[engine].activations:
+                    return True
+        return False
 
     def calibrate(self, model: Any, inputs: Sequence[X], source: str) -> Scales:
         """Return scales measured on prepared observations. Raises ConfigError for a family that needs none."""
@@ -306,9 +306,9 @@ def quantised_configs(family: Family[Any, Any, Any]) -> dict[str, PolicyConfig]:
             specs = config.specs(family.parts)
         except ConfigError:  # it names components of other models
             continue
-        low = [part for part, spec in specs.items() if spec.precision in FORMATS and spec.engine == "native"]
+        low = {part: spec for part, spec in specs.items() if spec.precision in FORMATS and spec.engine == "native"}
         able = family.capabilities.quantised
-        if low and all("native" in able.get(part, {}) for part in low):
+        if low and all(can_quantise(able.get(part, {}), "native", spec.precision) for part, spec in low.items()):
             found[name] = config.with_specs({part: replace(spec, fallback=()) for part, spec in specs.items()})
     return found
 
