@@ -160,5 +160,5 @@ def test_what_is_loaded_is_said_before_it_takes_its_time(
 
 
 def test_who_can_reach_an_address() -> None:
-    assert [ServerConfig(h).beyond for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [False] * 4
-    assert [ServerConfig(h).beyond for h in ("0.0.0.0", "::", "192.168.1.5", "robot", "")] == [True] * 5
+    assert [ServerConfig(h).public for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [False] * 4
+    assert [ServerConfig(h).public for h in ("0.0.0.0", "::", "192.168.1.5", "robot", "")] == [True] * 5

@@ -23,8 +23,9 @@ from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpoint
 from vla_accel.cli import COMMANDS, calibrate, ended, main, parity
 from vla_accel.cli.asked.policies import Bench, Build, Parity, PolicySource
-from vla_accel.cli.asked.servers import BenchServer, Serve
+from vla_accel.cli.bench_server import BenchServer
 from vla_accel.cli.options import read, told
+from vla_accel.cli.serve import Serve
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
 from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure.recording import load_observations, save_observations

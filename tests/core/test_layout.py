@@ -138,6 +138,7 @@ OPTIONAL = {
     "orbax",
     "pynvml",
     "playwright",
+    "prometheus_client",
     "ray",
     "robosuite",
     "sentencepiece",

@@ -98,8 +98,11 @@ def run(
                 stack.enter_context(repeated(every_s, count(done, name, work)))
         seen = load(server.address, clients, seconds, observation or Nothing.example())
         stack.close()
-        requests, refused = dict(server.metrics.requests.values), dict(server.metrics.refused.values)
-        deaths, retried = sum(server.metrics.replica_deaths.values.values()), server.metrics.retried.values[""]
+        requests, refused = dict(server.metrics.counters["requests"]), dict(server.metrics.counters["refused"])
+        deaths, retried = (
+            sum(server.metrics.counters["replica_deaths"].values()),
+            server.metrics.counters["retried"][""],
+        )
     settled = memory[len(memory) // 4 :] or memory
     return {
         "clients": clients,
@@ -169,7 +172,7 @@ def take_no_answer(server: PolicyServer) -> None:
     """A client that asks for much and reads nothing, until the server drops it."""
 
     def dropped() -> float:
-        return server.metrics.refused.values.get("slow reader", 0.0)
+        return server.metrics.counters["refused"].get("slow reader", 0.0)
 
     client, before = RawClient(server.address), dropped()
     with contextlib.closing(client):
@@ -200,7 +203,7 @@ def those_serving(server: PolicyServer) -> list[Any]:
     """The replicas that serve now, asked from a thread of one's own."""
     while True:
         with contextlib.suppress(RuntimeError):  # the event loop changed the list meanwhile
-            return list(server.dispatcher.serving)
+            return list(server.dispatcher.loaded)
 
 
 def main() -> int:

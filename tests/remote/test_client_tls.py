@@ -14,11 +14,8 @@ import pytest
 
 pytest.importorskip("websockets", reason="needs websockets")
 
-from tests.remote.test_security import make_certificate
 from tests.support.waiting import PATIENCE_S
 from vla_accel.client.tls import TlsSocket
-
-__all__ = ["make_certificate"]
 
 Pair = tuple[ssl.SSLSocket, ssl.SSLSocket]
 

@@ -57,7 +57,7 @@ def ask(address: str, times: int, prompt: str = "") -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_replicas_on_two_nodes_lose_no_answer_whatever_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_replica, "PLACE_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(ray_replica, "PLACEMENT_TIMEOUT_S", 20.0)
     with cluster_of({"num_cpus": 1}, {"num_cpus": 1}) as cluster, served(cluster) as server:
         address, nodes = server.address, {node.node_id for node in cluster.worker_nodes}
         answers = ask(address, 4)
@@ -79,7 +79,7 @@ def test_replicas_on_two_nodes_lose_no_answer_whatever_dies(tmp_path: Path, monk
         # A node goes: its replica is started where there is room.
         gone = next(node for node in cluster.worker_nodes if node.node_id == second["node"])
         cluster.remove_node(gone, allow_graceful=False)
-        eventually(lambda: len(ask(address, 1)) == sum(server.metrics.replica_deaths.values.values()) - 1)
+        eventually(lambda: len(ask(address, 1)) == sum(server.metrics.counters["replica_deaths"].values()) - 1)
         eventually(lambda: metric(address, "vla_accel_replicas") == 2)
         assert gone.node_id not in {answer["node"] for answer in ask(address, 4)}
 

@@ -34,7 +34,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where a copy of a policy goes; elsewhere once that node is gone. `gpu`: Ray lends one to its process."""
 
     node: Node
@@ -83,15 +83,15 @@ def nodes(ray: Any) -> list[Node]:
     return found
 
 
-def places(nodes: Sequence[Node], device: str) -> list[Place]:
+def placements(nodes: Sequence[Node], device: str) -> list[Placement]:
     """Where copies of a policy go: one on each GPU, or on each node where there is none or `device` is cpu. Raises
     ConfigError if a GPU is asked for and no node lends one."""
-    gpus = [Place(node, True) for node in nodes for _ in range(node.gpus)]
+    gpus = [Placement(node, True) for node in nodes for _ in range(node.gpus)]
     if device.startswith("cuda") and not gpus:
         raise ConfigError(f"device: {device!r} was asked for, but no node of the Ray cluster lends a GPU")
     if gpus and device != "cpu":
         return gpus
-    return [Place(node, False) for node in nodes if node.cores]
+    return [Placement(node, False) for node in nodes if node.cores]
 
 
 def check_node(ray: Any, node: Node, software: Callable[[], Mapping[str, str]]) -> None:
