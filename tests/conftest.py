@@ -12,7 +12,7 @@ import torch
 from tests.support import groot_folders
 from tests.support.cuda_emulator import compiler
 from tests.support.rounding import round_otherwise
-from vla_accel.transforms import groot_images
+from vla_accel.families.groot import images as groot_images
 
 LONGEST = ("test_kernels_compile.py", "test_image_engine_files.py", "test_kernels.py", "test_tensorrt_build.py",
            "test_libero_sim.py", "test_onnx_export.py")  # fmt: skip

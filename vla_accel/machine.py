@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vla_accel.errors import ConfigError
-from vla_accel.ops.gpu import Gpu
+from vla_accel.kernels.gpu import Gpu
 
 
 def resolve_device(name: str) -> torch.device:

@@ -16,8 +16,8 @@ from tests.support.groot_folders import TAG, tensors, write_isaac, write_lerobot
 from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
-from vla_accel.models.groot import Groot
-from vla_accel.transforms.groot import GrootProcessor
+from vla_accel.families.groot.network import Groot
+from vla_accel.families.groot.transforms import GrootProcessor
 
 
 @pytest.fixture(scope="module")

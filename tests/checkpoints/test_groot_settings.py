@@ -21,8 +21,8 @@ from vla_accel import PolicyConfig
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import CheckpointSpec
 from vla_accel.errors import CheckpointError
-from vla_accel.transforms.groot import GrootProcessor
-from vla_accel.transforms.groot_images import Cropping
+from vla_accel.families.groot.images import Cropping
+from vla_accel.families.groot.transforms import GrootProcessor
 
 Change = Callable[[Any], None]
 # processor_kwargs as NVIDIA's checkpoints have them.
@@ -156,7 +156,9 @@ def test_an_excluded_state_is_zeros_to_the_model(place: str, plain: GrootProcess
     inputs = found.prepare(given)
     assert not inputs.state.any() and np.array_equal(inputs.raw_state, given["observation/state"])
     rows = np.random.default_rng(0).uniform(-1, 1, (8, 132))
-    np.testing.assert_array_equal(found.finish(rows, inputs), plain.finish(rows, plain.prepare(given)))
+    np.testing.assert_array_equal(
+        found.unnormalize_actions(rows, inputs), plain.unnormalize_actions(rows, plain.prepare(given))
+    )
 
 
 def test_angles_of_actions_are_not_encoded(plain: GrootProcessor, tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from tests.support.tiny import random_state, statistics, tiny_observation
 from vla_accel import PolicyConfig
 from vla_accel.checkpoints.dialects import DEAD
 from vla_accel.checkpoints.loading import load
-from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.weights import read_arrays
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.models.pi0 import Kind
+from vla_accel.families.pi0.checkpoint import check_weights
+from vla_accel.families.pi0.network import Kind
 from vla_accel.transforms.robots import PRESETS
 
 
@@ -97,7 +97,7 @@ def test_lerobots_scaling_by_hand(tmp_path: Path, mode: str) -> None:
     }[mode]
     inputs = processor.prepare(tiny_observation())
     np.testing.assert_allclose(inputs.state[:8], expected[0], atol=1e-6)
-    np.testing.assert_allclose(processor.finish(actions, inputs), expected[1], atol=1e-12)
+    np.testing.assert_allclose(processor.unnormalize_actions(actions, inputs), expected[1], atol=1e-12)
 
 
 def test_other_robots_keep_lerobots_keys(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ from vla_accel.checkpoints.lerobot_steps import STEPS
 from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.families.family import FAMILIES, family_named
 from vla_accel.measure.systems import CheckpointFactory
-from vla_accel.models.family import FAMILIES, family_named
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 FP32 = load_config("eager_fp32")
@@ -89,7 +89,7 @@ def test_a_field_is_in_the_table_once(kind: str) -> None:
 @pytest.mark.parametrize("release", releases())
 @pytest.mark.parametrize("kind", [*WRITERS])
 def test_the_table_has_the_fields_that_each_release_saves(kind: str, release: str) -> None:
-    """Of the classes of `tests.parity.make_lerobot_folders`, whose files lerobot's own code wrote."""
+    """Of the classes of `tests.references.make_lerobot_folders`, whose files lerobot's own code wrote."""
     known = {name for setting in FIELDS[kind] if release in setting.releases for name in setting.names}
     saved = json.loads((Path(__file__).parents[1] / "support" / "lerobot_saved.json").read_text())[release][kind]
     assert saved["config"].keys() == known
@@ -264,11 +264,11 @@ def test_relative_actions_are_added_to_the_raw_state(kind: str, release: str, tm
     state = state_of(observation)
     actions = np.random.default_rng(0).normal(size=(5, processor.action_dim)).astype(np.float32)
     inputs = processor.prepare(observation)
-    expected = plain.finish(actions, plain.prepare(observation))
+    expected = plain.unnormalize_actions(actions, plain.prepare(observation))
     expected[:, : count - 1] += state[: count - 1]
-    found = processor.finish(actions, inputs)
+    found = processor.unnormalize_actions(actions, inputs)
     np.testing.assert_allclose(found, expected, atol=1e-12)
-    np.testing.assert_allclose(processor.begin(found, inputs)[:, :count], actions[:, :count], atol=1e-5)
+    np.testing.assert_allclose(processor.normalize_actions(found, inputs)[:, :count], actions[:, :count], atol=1e-5)
     assert np.array_equal(inputs.state, plain.prepare(observation).state), "the state itself is no other"
 
 
@@ -284,9 +284,9 @@ def test_a_previous_chunk_is_anchored_at_the_new_state(tmp_path: Path) -> None:
     first, second = tiny_observation(), tiny_observation()
     second["observation/state"] = first["observation/state"] + 0.25
     actions = np.zeros((3, processor.action_dim), np.float32)
-    targets = processor.finish(actions, processor.prepare(first))
-    again = processor.begin(targets, processor.prepare(second))
-    np.testing.assert_allclose(processor.finish(again, processor.prepare(second)), targets, atol=1e-5)
+    targets = processor.unnormalize_actions(actions, processor.prepare(first))
+    again = processor.normalize_actions(targets, processor.prepare(second))
+    np.testing.assert_allclose(processor.unnormalize_actions(again, processor.prepare(second)), targets, atol=1e-5)
     assert np.abs(again - actions).max() > 1e-2
 
 
@@ -371,7 +371,9 @@ def test_a_state_that_lerobot_leaves_raw_stays_raw(kind: str, change: Change, tm
     assert np.abs(plain.prepare(observation).state[:size] - found[:size]).max() > 1e-2
     actions = np.ones((2, processor.action_dim), np.float32)
     inputs = processor.prepare(observation)
-    assert np.array_equal(processor.finish(actions, inputs), plain.finish(actions, inputs)), "the actions are scaled"
+    assert np.array_equal(processor.unnormalize_actions(actions, inputs), plain.unnormalize_actions(actions, inputs)), (
+        "the actions are scaled"
+    )
 
 
 def test_the_kind_of_a_feature_decides_its_mode(tmp_path: Path) -> None:
@@ -399,7 +401,9 @@ def test_quantiles_of_ten_percent(tmp_path: Path) -> None:
     np.testing.assert_allclose(inputs.state[:8], 2 * (state - low) / (high - low) - 1, atol=1e-5)
     low, high = table["action.q10"].double().numpy(), table["action.q90"].double().numpy()
     actions = np.full((2, processor.action_dim), 0.5, np.float32)
-    np.testing.assert_allclose(processor.finish(actions, inputs)[0], 1.5 / 2 * (high - low) + low, atol=1e-6)
+    np.testing.assert_allclose(
+        processor.unnormalize_actions(actions, inputs)[0], 1.5 / 2 * (high - low) + low, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from tests.support.openpi_dialect import to_openpi
 from tests.support.tiny import random_state
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import Pi0Config
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.families.pi0.network import Pi0Config
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.siglip import SiglipConfig
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: reads Linux's /proc")
 
@@ -37,7 +37,7 @@ import torch
 from vla_accel.config.mapping import from_mapping
 import rich.progress, safetensors
 from tests.support.in_memory import load_file_or_folder, load_tensors
-from vla_accel.models.pi0 import Pi0, Pi0Config, pi05_demo
+from vla_accel.families.pi0.network import Pi0, Pi0Config, pi05_demo
 
 SMALL = pi05_demo(vocab_size=8)
 

@@ -16,11 +16,11 @@ from vla_accel import PolicyConfig
 from vla_accel.checkpoints.bundled import NAMED, bundled
 from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.loading import find, load
-from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import CheckpointSpec
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.models.pi0 import SIZES, Kind
+from vla_accel.families.pi0.checkpoint import check_weights
+from vla_accel.families.pi0.network import SIZES, Kind
 from vla_accel.transforms.robots import PRESETS
 
 # -- the published sizes, by name and shape -----------------------------------------------------------------------

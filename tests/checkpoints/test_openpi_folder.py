@@ -19,7 +19,7 @@ from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import CheckpointSpec, load_config
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
-from vla_accel.models.pi0 import Kind, Pi0
+from vla_accel.families.pi0.network import Kind, Pi0
 from vla_accel.transforms.robots import PRESETS
 
 

@@ -16,10 +16,10 @@ from tests.support.lerobot_saved import edit
 from tests.support.tiny_pi0_fast import HORIZON, STOP, VOCABULARY, observation, tiny_config, write_fast, write_lerobot
 from tests.support.tiny_smolvla import statistics
 from vla_accel.checkpoints.loading import load
-from vla_accel.checkpoints.pi0_fast import pieces
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
-from vla_accel.models.pi0_fast import Pi0Fast, pi0_fast
+from vla_accel.families.pi0_fast.checkpoint import pieces
+from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
 
 ROOT = "model.paligemma_with_expert.paligemma."
 TABLE, HEAD = ROOT + "model.language_model.embed_tokens.weight", ROOT + "lm_head.weight"

@@ -30,10 +30,10 @@ from tests.support.tiny_smolvla import (
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.checkpoints.loading import load
-from vla_accel.checkpoints.smolvla import DEAD, pieces
 from vla_accel.config import CheckpointSpec, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
-from vla_accel.models.smolvla import SmolVla, smolvla
+from vla_accel.families.smolvla.checkpoint import DEAD, pieces
+from vla_accel.families.smolvla.network import SmolVla, smolvla
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 FP32 = load_config("eager_fp32")

@@ -25,10 +25,10 @@ from vla_accel.cli import main
 from vla_accel.cli.bench_server import LoadRandom
 from vla_accel.client import load
 from vla_accel.errors import DependencyError, EngineError
+from vla_accel.families.family import FAMILIES
 from vla_accel.measure import serving
 from vla_accel.measure.random_policy import random_observation
 from vla_accel.measure.serving import Nothing, served
-from vla_accel.models.family import FAMILIES
 from vla_accel.remote.processes import start
 from vla_accel.server import background
 

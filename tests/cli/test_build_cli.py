@@ -23,8 +23,8 @@ from vla_accel.config import load_config, shipped_configs
 from vla_accel.engines import torch_tensorrt_versions
 from vla_accel.engines.tensorrt_plan import obtain
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.families.family import sized
 from vla_accel.measure.random_policy import calibrate_on_noise
-from vla_accel.models.family import sized
 from vla_accel.policy import ahead_of_time as building
 
 pytestmark = pytest.mark.tensorrt
@@ -203,7 +203,7 @@ def test_an_interrupted_build_keeps_what_is_whole(
 ) -> None:
     real = building.build
     cache = tmp_path / "engines"
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
 
     def interrupted(job: Any, *args: Any, **given: Any) -> Any:
         if job.component.name == "denoise":

@@ -27,9 +27,9 @@ from vla_accel.cli.bench_server import BenchServer
 from vla_accel.cli.options import read, told
 from vla_accel.cli.serve import Serve
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
+from vla_accel.families.family import family_named
 from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure.recording import load_observations, save_observations
-from vla_accel.models.family import family_named
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,12 @@ def test_the_help_of_bench_names_the_systems_that_one_family_alone_has(capsys: p
     assert {*family_named("pi0_fast").systems} <= {*said}
 
 
-SCRIPTS = [p for p in sorted((ROOT / "eval").rglob("*.py")) if "class Arguments" in p.read_text()]
+SCRIPTS = [
+    p
+    for part in ("eval", "benchmarks")
+    for p in sorted((ROOT / part).rglob("*.py"))
+    if "class Arguments" in p.read_text()
+]
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *(str(p.relative_to(ROOT).with_suffix("")) for p in SCRIPTS)])

@@ -16,12 +16,11 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 FEATURES = {
     "checkpoints": "import huggingface_hub, sentencepiece, tokenizers; from PIL import Image",
-    "diffusion": "from vla_accel.diffusion.models import diffusers_module; d = diffusers_module(); "
+    "diffusion": "from vla_accel.images.models import diffusers_module; d = diffusers_module(); "
     "d.AutoencoderKLQwenImage, d.StableDiffusionPipeline, d.UNet2DConditionModel",
     "groot": "import cv2, tokenizers; from PIL import Image",
     "jax": "import jax, orbax.checkpoint",
-    "onnx": "from vla_accel.components.quantize import load_modelopt; load_modelopt()\n"
-    "import onnx, onnxruntime, onnxscript",
+    "onnx": "from vla_accel.nn.quantize import load_modelopt; load_modelopt()\nimport onnx, onnxruntime, onnxscript",
     "ray": "import ray",
     "report": "from vla_accel.report.charts import figure_class; figure_class()",
     "serve": "from vla_accel.server.connection import connection_class; connection_class(1, print); import msgpack; "

@@ -77,7 +77,7 @@ def test_examples_run_in_order(page: Path, names: dict[str, Any], policy: Optimi
             examples = [text.replace(SERVER, address) for text in examples]
         if any("(pipeline" in text for text in examples):
             pytest.importorskip("diffusers")
-            from vla_accel.diffusion.qwen import random_qwen_image
+            from vla_accel.images.qwen import random_qwen_image
 
             names["pipeline"] = random_qwen_image(tiny=True, layers=1, dtype=torch.float32, device=torch.device("cpu"))
         for text in examples:

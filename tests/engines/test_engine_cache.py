@@ -16,7 +16,7 @@ from vla_accel.cli import main
 from vla_accel.engines import cache
 from vla_accel.engines.cache import EngineCache, code_hash, default_folder, examine, key_of, weights_hash
 from vla_accel.errors import EngineError
-from vla_accel.ops.cuda import runtime
+from vla_accel.kernels import nvrtc
 
 ABOUT = {"target": "sm89", "content": "c", "library": "tensorrt_rtx", "version": "1.7", "precision": "auto"}
 
@@ -208,7 +208,7 @@ def test_clear_and_targets(tmp_path: Path) -> None:
 
 def test_clear_removes_compiled_kernels_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernel = runtime.compiled_folder() / "a.cubin"
+    kernel = nvrtc.compiled_folder() / "a.cubin"
     kernel.parent.mkdir(parents=True)
     kernel.touch()
     (tmp_path / "mine").mkdir()

@@ -19,16 +19,18 @@ from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
 from vla_accel import OptimizedPolicy
 from vla_accel.component import Component, TensorSpec
-from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.components.step import DenoiseStep
-from vla_accel.components.variants import QuantisedKvCache
 from vla_accel.config import EnginePrecision
 from vla_accel.engines import onnx
 from vla_accel.engines.onnx import SIMILARITY, compare, examples, export, largest, smallest
 from vla_accel.errors import DependencyError, EngineError
+from vla_accel.families.family import family_named
+from vla_accel.families.pi0.network import Pi0
 from vla_accel.fp8 import E4M3
-from vla_accel.models.family import family_named
-from vla_accel.models.pi0 import Pi0
+from vla_accel.nn.denoise import denoise_component
+from vla_accel.nn.kv_cache import kv_cache_component
+from vla_accel.nn.step import DenoiseStep
+from vla_accel.nn.variants import QuantisedKvCache
+from vla_accel.nn.vision import vision_component
 from vla_accel.pictures import ChannelScale, PixelValues
 
 pytestmark = pytest.mark.tensorrt

@@ -17,8 +17,6 @@ from tests.support.small_components import small
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.loading import load
 from vla_accel.component import Component, Island, TensorSpec
-from vla_accel.components import denoise_component, kv_cache_component, vision_component
-from vla_accel.components.variants import QuantisedKvCache
 from vla_accel.config import TensorrtOptions
 from vla_accel.engines import tensorrt_builder
 from vla_accel.engines.onnx import OnnxFile, export, module_at
@@ -26,10 +24,14 @@ from vla_accel.engines.tensorrt_builder import Plan, build_plan, layer_counts, p
 from vla_accel.engines.tensorrt_library import Capability, Library, load_library
 from vla_accel.engines.tensorrt_plan import body_of
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.fp8 import Scales
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import Pi0, Pi0Config
-from vla_accel.models.siglip import SiglipConfig, SiglipVision
+from vla_accel.nn.denoise import denoise_component
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.kv_cache import kv_cache_component
+from vla_accel.nn.siglip import SiglipConfig, SiglipVision
+from vla_accel.nn.variants import QuantisedKvCache
+from vla_accel.nn.vision import vision_component
 
 pytestmark = pytest.mark.tensorrt
 TARGETS: list[Capability] = [(8, 9), (12, 0)]

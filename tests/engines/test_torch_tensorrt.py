@@ -1,5 +1,5 @@
 """Torch-TensorRT without its package, which needs a CUDA torch and a GPU: versions, options, what is cut out of a
-module, and how a conversion's failures are told. Conversions themselves run on a GPU machine (see eval/results)."""
+module, and how a conversion's failures are reported. Conversions run on a GPU machine (see benchmarks/results)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
 from vla_accel.component import Component, Island, TensorSpec
-from vla_accel.components import denoise_component, kv_cache_component, vision_component
 from vla_accel.config import EngineSpec, TensorrtOptions
 from vla_accel.engines import tensorrt_library, torch_tensorrt, torch_tensorrt_versions
 from vla_accel.engines.tensorrt_library import Library
 from vla_accel.engines.torch_tensorrt import build_islands, convert, island_module
 from vla_accel.engines.torch_tensorrt_versions import Flavour, conversion_options, find_flavour
 from vla_accel.errors import DependencyError, EngineError
+from vla_accel.nn.denoise import denoise_component
+from vla_accel.nn.kv_cache import kv_cache_component
+from vla_accel.nn.vision import vision_component
 
 CPU = torch.device("cpu")
 

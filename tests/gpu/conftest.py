@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.gpu_policies import NATIVE, SMALL, save
 from vla_accel import OptimizedPolicy
-from vla_accel.native import cuts
-from vla_accel.ops import attending
-from vla_accel.ops.autotune import Fastest
+from vla_accel.kernels.attention import attending
+from vla_accel.kernels.autotune import Fastest
+from vla_accel.nn import kernel_choices as cuts
 
 
 @pytest.fixture(scope="session", autouse=True)

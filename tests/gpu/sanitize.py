@@ -28,20 +28,20 @@ import torch
 from torch import Tensor
 
 from eval.script import concluded
-from tests.ops.test_gemm import TILINGS
+from tests.kernels.test_gemm import TILINGS
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
 from tests.support.kernel_shapes import CUTS, check_on_gpu
 from tests.support.streamed_support import LoopCase, streamable
+from vla_accel.families.pi0.network import Pi0
 from vla_accel.fp8 import E4M3
+from vla_accel.kernels import nvrtc
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.gemm.suffix_tilings import Own, Product, beside
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.cuda import runtime
-from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.suffix_tilings import Own, Product, beside
+from vla_accel.nn.random_weights import random_model
 
 DEVICE = torch.device("cuda")
 Cases = dict[str, Callable[[], None]]
@@ -112,8 +112,8 @@ def denoise() -> Cases:
     from tests.gpu import test_gpu_smolvla as smolvla
     from tests.support.gpu_policies import BF16_COSINE, cosines, on_gpu
     from tests.support.streamed_support import loop_of, loops_inputs, run_loop
-    from vla_accel.native.constants import step_tables
-    from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop
+    from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop
+    from vla_accel.nn.constants import step_tables
 
     def run(case: LoopCase) -> None:
         model = random_model(Pi0, case.config)
@@ -124,13 +124,12 @@ def denoise() -> Cases:
             tables = step_tables(model, exact.normed_products(), case.steps)
             wide = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
             want = run_loop(Pi0LayerLoop(exact, case.config, tables, *sizes), wide, state, noise, "cpu")
-            weights = ExpertWeights.of(on_gpu(model), case.precision, streamed=True)
+            weights = ExpertWeights.of(on_gpu(model), "bf16", streamed=True)
             tables = step_tables(model, weights.normed_products(), case.steps)
             loop = loop_of(case, weights, tables)
         got = run_loop(loop, inputs, state, noise, "cuda")
         start = noise.numpy()
-        # Weights rounded to INT8 are further from float32.
-        assert cosines(got - start, want - start).min() >= BF16_COSINE - (case.precision == "int8") * 2e-3
+        assert cosines(got - start, want - start).min() >= BF16_COSINE
         np.testing.assert_array_equal(run_loop(loop, inputs, state, noise, "cuda"), got)
 
     one = LoopCase(streamable("pi05", width=128, mlp=2048, heads=4, head_dim=128, depth=1), steps=2)
@@ -144,9 +143,8 @@ def denoise() -> Cases:
             one, config=streamable("pi05", width=512, mlp=512, heads=2, head_dim=128, depth=1, horizon=50)
         ),
         "attend one key": replace(one, prefix_tokens=1),
-        "attend int8": replace(one, precision="int8"),
         "group": LoopCase(streamable("pi05", width=128, mlp=512, heads=4, depth=1), steps=2),
-        "group int8": LoopCase(streamable("pi0", width=128, mlp=512, heads=4, depth=1), steps=2, precision="int8"),
+        "group π0": LoopCase(streamable("pi0", width=128, mlp=512, heads=4, depth=1), steps=2),
         "split": LoopCase(streamable("pi05", width=128, mlp=512, heads=4, depth=1), batch=2, steps=2),
         "split x 4": LoopCase(streamable("pi05", width=128, mlp=512, heads=4, depth=1), batch=4, steps=2),
         "split π0 grouped": LoopCase(
@@ -159,7 +157,7 @@ def denoise() -> Cases:
             streamable("pi05", width=32, mlp=96, heads=1, depth=1, horizon=1, action_dim=7), prefix_tokens=1, steps=1
         ),
     }
-    in_order = ("16 actions", "50 actions", "all cross", "three sequences", "int8")
+    in_order = ("16 actions", "50 actions", "all cross", "three sequences")
     return {name: lambda c=case: run(c) for name, case in found.items()} | {
         f"causal {name}": lambda n=name: smolvla.test_the_streamed_loop_is_as_near_as_the_fused(n) for name in in_order
     }
@@ -179,8 +177,8 @@ def triton() -> Cases:
 
 def image() -> Cases:
     """The kernels of the autoencoders and UNets, against their references on the CPU."""
-    from vla_accel.ops import image as ops
-    from vla_accel.ops.sums import GroupNorm, Sum
+    from vla_accel.kernels.image import image as ops
+    from vla_accel.kernels.image.sums import GroupNorm, Sum
 
     def draw(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -243,9 +241,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the cases and end")
     options = parser.parse_args()
     resolve_device(DEVICE.type)
-    runtime.MACROS["WAIT_TICKS"] = 32  # 2 minutes: under a sanitizer everything takes longer
+    nvrtc.MACROS["WAIT_TICKS"] = 32  # 2 minutes: under a sanitizer everything takes longer
     if options.delays:
-        runtime.MACROS["INJECT_DELAY"] = options.delays
+        nvrtc.MACROS["INJECT_DELAY"] = options.delays
     chosen = itertools.chain.from_iterable(
         ((f"{group} {name}", run) for name, run in GROUPS[group]().items()) for group in options.groups or GROUPS
     )

@@ -17,11 +17,12 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import Attention
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
-from vla_accel.ops import attending, reference
-from vla_accel.ops.attending import Sizes, choose
-from vla_accel.ops.chain import Chain
-from vla_accel.ops.cuda import attention as hopper
-from vla_accel.ops.gpu import Gpu
+from vla_accel.kernels import reference
+from vla_accel.kernels.attention import attending
+from vla_accel.kernels.attention import cuda as hopper
+from vla_accel.kernels.attention.attending import Sizes, choose
+from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.gpu import Gpu
 
 pytestmark = pytest.mark.gpu
 

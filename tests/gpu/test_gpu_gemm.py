@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.ops.test_gemm import TILINGS
+from tests.kernels.test_gemm import TILINGS
 from tests.support.gemm_reference import product
 from vla_accel.fp8 import E4M3
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.chain import Chain
-from vla_accel.ops.cuda import gemm
-from vla_accel.ops.cuda.gemm import TABLES, Tiling
-from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.rows import add_norm, geglu
-from vla_accel.ops.weights import Linear, make_linear, pair
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.gemm import hopper as gemm
+from vla_accel.kernels.gemm.hopper import TABLES, Tiling
+from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.rows.rows import add_norm, geglu
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from tests.support.agreement import assert_as_near
 from tests.support.groot_folders import observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import EnginePrecision
-from vla_accel.families.groot import GROOT
+from vla_accel.families.groot.family import GROOT
 from vla_accel.measure.parity import LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.numeric import cosine

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
-from vla_accel.components.vae import vae_component  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
-from vla_accel.diffusion import AcceleratedVae, plug_in  # noqa: E402
-from vla_accel.diffusion.memory import required_bytes  # noqa: E402
-from vla_accel.diffusion.models import random_model, random_stable_diffusion  # noqa: E402
-from vla_accel.diffusion.qwen import accelerate, random_qwen_image  # noqa: E402
-from vla_accel.diffusion.stable import Engines, Request, StableDiffusion  # noqa: E402
 from vla_accel.errors import DeviceMemoryError, EngineError  # noqa: E402
+from vla_accel.images import AcceleratedVae, plug_in  # noqa: E402
+from vla_accel.images.autoencoder import split_autoencoder  # noqa: E402
+from vla_accel.images.memory import required_bytes  # noqa: E402
+from vla_accel.images.models import random_model, random_stable_diffusion  # noqa: E402
+from vla_accel.images.qwen import accelerate, random_qwen_image  # noqa: E402
+from vla_accel.images.stable import Engines, Request, StableDiffusion  # noqa: E402
+from vla_accel.images.vae_component import vae_component  # noqa: E402
 from vla_accel.ledger import Ledger  # noqa: E402
-from vla_accel.models.autoencoder import split_autoencoder  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

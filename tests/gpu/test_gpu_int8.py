@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.support.gpu_policies import DEVICE, NAN
 from vla_accel.fp8 import INT8
-from vla_accel.ops import int8
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.weights import Linear, make_linear
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.gemm import int8
+from vla_accel.kernels.gemm.weights import Linear, make_linear
+from vla_accel.kernels.gpu import Gpu
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(1, 128, 64), (50, 272, 200), (130, 4352, 1152), (968, 2048, 2048)]

@@ -10,7 +10,7 @@ from tests.support import kernel_cases as cases
 from tests.support.gpu_policies import DEVICE, NAN
 from tests.support.kernel_shapes import check_on_gpu
 from vla_accel.fp8 import E4M3
-from vla_accel.ops.activation import Activation
+from vla_accel.kernels.activation import Activation
 
 pytestmark = pytest.mark.gpu
 
@@ -29,8 +29,8 @@ def test_a_product_of_cublas(rows: int, k: int, n: int, fp8: bool, what: str) ->
     generator = torch.Generator().manual_seed(rows)
     weight, bias = torch.randn(n, k, generator=generator) / k**0.5, torch.randn(n, generator=generator)
     x = torch.randn(rows, k, generator=generator).bfloat16()
-    from vla_accel.ops import linear as ops
-    from vla_accel.ops import weights
+    from vla_accel.kernels.gemm import linear as ops
+    from vla_accel.kernels.gemm import weights
 
     def layer(device: str) -> weights.Linear:
         return weights.make_linear(
@@ -49,7 +49,7 @@ def test_a_product_of_cublas(rows: int, k: int, n: int, fp8: bool, what: str) ->
 
 
 def test_the_patch_product_is_exact_to_float32() -> None:
-    from vla_accel.ops import linear as ops
+    from vla_accel.kernels.gemm import linear as ops
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 256, (37, 1184), generator=generator).bfloat16()

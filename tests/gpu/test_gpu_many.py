@@ -17,15 +17,17 @@ from tests.support import kernel_cases as cases
 from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu, scratch_of
 from tests.support.kernel_calls import Call, Draw
 from tests.support.streamed_support import FULL, LoopCase, loops_inputs, run_loop, streamable
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native import cuts
-from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, steps_of
-from vla_accel.ops import key_tilings, suffix_tilings
-from vla_accel.ops.autotune import Fastest, compile_all
-from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.key_tilings import SuffixAttention
-from vla_accel.ops.suffix_tilings import Library, Own, Product, Tiling
+from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.kernels.attention import key_tilings
+from vla_accel.kernels.attention.key_tilings import SuffixAttention
+from vla_accel.kernels.autotune import Fastest, compile_all
+from vla_accel.kernels.gemm import suffix_tilings
+from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Product, Tiling
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn.random_weights import random_model
+from vla_accel.runtime import Runtime
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +74,7 @@ def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adapti
         call = called[type(cut)]
         call = replace(call, arguments={**call.arguments, "cut": cut})
         runs[cut] = partial(calls.outputs_of, call, device, kernel=True, early=True)
-    compile_all(runs.values(), device)
+    compile_all(runs.values(), Runtime.of(device))
     for cut, run in runs.items():
         found = [calls.difference(a, b) for a, b in zip(run(), wanted[type(cut)], strict=True)]
         if not all(d.worst <= WORST[type(cut)] and d.mean <= MEAN for d in found):
@@ -89,7 +91,10 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
     for cut in key_tilings.key_splits(Gpu.of(device), SuffixAttention(batch, tokens, prefix, 8, 1, 256)):
         made = cases._suffix_attention(tokens, prefix, 8, 1, 256, lengths, tokens == 50, cut)
         called[str(cut)] = made(Draw(f"attention {batch}", torch.bfloat16))
-    compile_all([partial(calls.outputs_of, call, device, kernel=True, early=True) for call in called.values()], device)
+    compile_all(
+        [partial(calls.outputs_of, call, device, kernel=True, early=True) for call in called.values()],
+        Runtime.of(device),
+    )
     for cut, call in called.items():
         want = want or calls.outputs_of(call, torch.device("cpu"), kernel=False)
         got = calls.outputs_of(call, device, kernel=True, early=True, repeat=3)

@@ -13,9 +13,9 @@ import torch
 from tests.support.tiny_pi0_fast import observation, tiny_config, write_lerobot
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
-from vla_accel.families.pi0_fast import PI0_FAST
+from vla_accel.families.pi0_fast.family import PI0_FAST
+from vla_accel.families.pi0_fast.native_decode import TURN
 from vla_accel.measure.random_policy import random_observations, random_policy
-from vla_accel.native.decode import TURN
 
 pytestmark = pytest.mark.gpu
 

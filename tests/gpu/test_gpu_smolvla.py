@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from tests.support.agreement import assert_as_near
+from tests.support.runtimes import steered
 from tests.support.smolvla_loops import EXPERTS, Loops
 from tests.support.tiny_smolvla import observation, write_lerobot
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
-from vla_accel.families.smolvla import SMOLVLA
+from vla_accel.families.smolvla.family import SMOLVLA
+from vla_accel.families.smolvla.native_loop import sizes_of
+from vla_accel.kernels import nvrtc
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.loop import StreamedLoop, schedule, why_not
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_observations, random_policy
-from vla_accel.native.smolvla_expert import sizes_of
-from vla_accel.ops.cuda import runtime
-from vla_accel.ops.cuda.denoise import StreamedLoop, schedule, why_not
-from vla_accel.ops.dispatch import steered
-from vla_accel.ops.gpu import Gpu
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -101,7 +101,7 @@ def as_near_as_fused(loops: Loops, loop: StreamedLoop) -> None:
     whatever is behind the lengths."""
     with steered("reference"):
         exact = loops.moved(loops.fused("fp32", "cpu"), loops.placed("cpu", torch.float32, beyond=0.0))
-    plain = loops.moved(loops.fused(loops.case.precision, DEVICE), loops.placed(DEVICE, beyond=0.0))
+    plain = loops.moved(loops.fused("bf16", DEVICE), loops.placed(DEVICE, beyond=0.0))
     got = loops.moved(loop, loops.placed(DEVICE))
     assert_as_near(got, plain, exact)
     for beyond in (0.0, float("inf"), float("nan")):
@@ -118,7 +118,7 @@ def test_the_streamed_loop_is_as_near_as_the_fused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["16 actions", "three sequences", "full"])
 def test_no_kernel_reads_ahead_of_its_predecessor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(runtime.MACROS, "INJECT_DELAY", 20)
+    monkeypatch.setitem(nvrtc.MACROS, "INJECT_DELAY", 20)
     gpu, loops = hopper(), Loops(EXPERTS[name])
     as_near_as_fused(loops, loops.streamed(gpu, DEVICE))
 
@@ -128,7 +128,7 @@ def test_a_device_of_fewer_places(kernel: str, cluster: int, monkeypatch: pytest
     """In small clusters, and where no warp holds the keys, which makes two kernels of q/k/v and attention."""
     gpu, loops = hopper(), Loops(EXPERTS["full"])
     if kernel == "grouped":
-        monkeypatch.setattr(runtime.Module, "clusters_at_once", lambda *_: 0)
+        monkeypatch.setattr(nvrtc.Module, "clusters_at_once", lambda *_: 0)
     else:
         monkeypatch.setattr(schedule, "MOST_ROUNDS", 0)
     loop = loops.streamed(gpu, DEVICE)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from tests.support.gpu_policies import BF16_COSINE, DEVICE, cosines, on_gpu
+from tests.support.gpus import assumed
 from tests.support.streamed_support import LOOPS, loops_inputs, run_loop
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native import cuts
-from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, steps_of
-from vla_accel.ops import autotune
-from vla_accel.ops.gpu import Gpu, assumed
+from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.kernels import autotune
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn.random_weights import random_model
 
 pytestmark = pytest.mark.gpu
 

@@ -23,14 +23,14 @@ from vla_accel import OptimizedPolicy, PolicyConfig, cli
 from vla_accel.cli import bench as command
 from vla_accel.config.mapping import from_mapping
 from vla_accel.errors import ConfigError, DependencyError, EngineError
-from vla_accel.families.pi0 import PI0, PI05
+from vla_accel.families.pi0.family import PI0, PI05
+from vla_accel.kernels import phases
 from vla_accel.measure import bench, paced, start, systems
 from vla_accel.measure import random_policy as random_policy_module
 from vla_accel.measure.bench import System
 from vla_accel.measure.random_policy import random_policy
 from vla_accel.measure.roofline import Ceilings, floors_ms
 from vla_accel.measure.systems import CheckpointFactory, Factory, observer, timed
-from vla_accel.ops import phases
 
 CPU = torch.device("cpu")
 

@@ -14,14 +14,14 @@ import torch
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import cli
 from vla_accel.config import EngineSpec, PolicyConfig
-from vla_accel.families.pi0 import Pi0Family
+from vla_accel.families.pi0.family import Pi0Family
+from vla_accel.families.pi0.network import pi05
 from vla_accel.ledger import Ledger
 from vla_accel.measure.parity import FLIP_RATE, LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import save_observations
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import pi05
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.siglip import SiglipConfig
 from vla_accel.policy import OptimizedPolicy
 
 
@@ -111,7 +111,7 @@ def test_progress_ends_with_the_last_call(monkeypatch: pytest.MonkeyPatch) -> No
     reference, asked = Stub(), []
     report(Stub(), reference, count=20, progress=lambda line: asked.append((line, reference.calls)))
     assert asked[-1] == ("20/20 calls of each", 40) and reference.calls == 40 and len(asked) == 1
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
     report(Stub(), Stub(), count=20, progress=lambda line: asked.append((line, 0)))
     assert [line for line, _ in asked[1:]] == [f"{done}/20 calls of each" for done in range(1, 21)], "each takes longer"
 

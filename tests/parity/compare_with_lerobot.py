@@ -2,10 +2,10 @@
 
 With lerobot's interpreter, then with this package's, on the CPU (12 GB of memory, 9 of disk; a quarter of an hour)::
 
-    python tests/parity/make_smolvla_reference.py --out DIR/smolvla --variants full
-    python tests/parity/make_groot_reference.py --out DIR/groot --full
-    python tests/parity/make_pi0_fast_reference.py --out DIR/pi0_fast
-    python -m tests.parity.compare_with_lerobot DIR/smolvla/full DIR/groot --output eval/results/lerobot_parity_cpu.json
+    python tests/references/make_smolvla_reference.py --out DIR/smolvla --variants full
+    python tests/references/make_groot_reference.py --out DIR/groot --full
+    python tests/references/make_pi0_fast_reference.py --out DIR/pi0_fast
+    python -m tests.parity.compare_with_lerobot DIR/smolvla/full DIR/groot --output lerobot_parity_cpu.json
 
 π0-FAST is compared at a small size (`DIR/pi0_fast/apart`), its tokens' actions as lerobot makes them of any tokens.
 Batch 1 and 3, a camera less, padded prompts, on weights of lerobot's that ours reads from the file. In float32 actions
@@ -33,15 +33,15 @@ from tests.support.agreement import ACTIONS_ATOL, rms
 from tests.support.whole_calls import pi0_fast_tokens, smolvla_actions
 from vla_accel.checkpoints.loading import Checkpoint, family_of, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
-from vla_accel.families.pi0_fast import PI0_FAST
+from vla_accel.families.groot.language import Layout
+from vla_accel.families.groot.network import Groot, overlap_weights
+from vla_accel.families.pi0_fast.family import PI0_FAST
+from vla_accel.families.pi0_fast.network import Pi0Fast
+from vla_accel.families.pi0_fast.transforms import FastProcessor
+from vla_accel.families.smolvla.network import SmolVla
 from vla_accel.files import write_json
 from vla_accel.machine import hardware, software
-from vla_accel.models.groot import Groot, overlap_weights
-from vla_accel.models.groot_language import Layout
-from vla_accel.models.network import Network
-from vla_accel.models.pi0_fast import Pi0Fast
-from vla_accel.models.smolvla import SmolVla
-from vla_accel.transforms.fast import FastProcessor
+from vla_accel.nn.network import Network
 
 BF16_RATIO = 1.5
 """Ours to lerobot's float32, beside lerobot's own bfloat16 to it: as near, within the spread of two roundings."""

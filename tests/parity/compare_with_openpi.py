@@ -118,8 +118,8 @@ def compare(family: str, sizes: Any, reference: Any, device: str, folder: Path, 
     from safetensors.torch import save_model
 
     from vla_accel.checkpoints.dialects import Stated, infer_config
-    from vla_accel.checkpoints.pi0 import load_weights
     from vla_accel.checkpoints.weights import SafetensorsWeights
+    from vla_accel.families.pi0.checkpoint import load_weights
 
     started = time.perf_counter()
     with torch.device(device):

@@ -15,8 +15,8 @@ from tests.support import tiny_pi0_fast
 from tests.support.tiny_smolvla import write_lerobot
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import CheckpointSpec, PolicyConfig
-from vla_accel.models.pi0_fast import Pi0Fast
-from vla_accel.models.smolvla import SmolVla
+from vla_accel.families.pi0_fast.network import Pi0Fast
+from vla_accel.families.smolvla.network import SmolVla
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 saves them.
 
 Needs an interpreter with lerobot 0.6.1 installed, given as ``--groot-python=PATH``; without it every test here is
-skipped and says so. lerobot runs in its own process through ``tests/parity/make_groot_reference.py``, which knows
+skipped and says so. lerobot runs in its own process through ``references/make_groot_reference.py``, which knows
 nothing of this package. Covers float32 on the CPU: the model alone (batch 1 and 3, a missing camera, padded prompts, a
 previous chunk), and whole observations from uint8 images to a robot's actions. And bfloat16: the model alone, as near
 to float32 as lerobot's is with weights in BF16.
@@ -25,11 +25,11 @@ from tests.support.groot_folders import REFERENCE
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
 from vla_accel.checkpoints.loading import load
-from vla_accel.models.groot import Groot
+from vla_accel.families.groot.network import Groot
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parent / "make_groot_reference.py"
+SCRIPT = Path(__file__).parents[1] / "references" / "make_groot_reference.py"
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_whole_observations(reference: Path, form: str, record_property: Any) ->
 
 
 def test_what_is_kept_is_what_it_answers(reference: Path) -> None:
-    """tests/models/groot_reference.json, which tests without lerobot compare with."""
+    """tests/nn/groot_reference.json, which tests without lerobot compare with."""
     kept = json.loads((reference / "kept.json").read_text())
     assert kept["shapes"] == REFERENCE["shapes"]
     for name, values in kept["answers"].items():

@@ -2,7 +2,7 @@
 
 Needs an interpreter with openpi installed, given as ``--openpi-python=PATH``, and jax and orbax in this one; without
 them every test here is skipped and says so. openpi runs in its own process through
-``tests/parity/make_jax_reference.py``, which knows nothing of this package.
+``references/make_jax_reference.py``, which knows nothing of this package.
 
 Covers float32 on the CPU: two batch sizes, masked views, padded prompts, 1 and 10 steps.
 """
@@ -25,11 +25,11 @@ from tests.support.whole_calls import pi0_actions
 from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.cli import main
-from vla_accel.models.pi0 import Pi0
+from vla_accel.families.pi0.network import Pi0
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parent / "make_jax_reference.py"
+SCRIPT = Path(__file__).parents[1] / "references" / "make_jax_reference.py"
 
 
 @pytest.fixture(scope="module")

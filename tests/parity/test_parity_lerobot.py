@@ -2,7 +2,7 @@
 
 Needs an interpreter with lerobot installed, given as ``--lerobot-python=PATH``; without it every test here is skipped
 and says so. lerobot runs in its own process (its packages pin other versions than ours) through
-``tests/parity/make_lerobot_reference.py``, which knows nothing of this package.
+``references/make_lerobot_reference.py``, which knows nothing of this package.
 
 Covers float32 on the CPU: the model alone (batch 1 and 3, masked views, padded prompts), and whole observations from
 uint8 images, state and task to a robot's actions, through lerobot's saved processors.
@@ -25,12 +25,12 @@ from tests.support.agreement import assert_same
 from tests.support.reference_script import make_reference, python_of
 from tests.support.whole_calls import pi0_actions
 from vla_accel.checkpoints.loading import load
-from vla_accel.models.pi0 import Pi0
+from vla_accel.families.pi0.network import Pi0
 from vla_accel.transforms.processing import Processor
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parent / "make_lerobot_reference.py"
+SCRIPT = Path(__file__).parents[1] / "references" / "make_lerobot_reference.py"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def test_whole_observations(reference: Reference, record_property: Any) -> None:
             noise=torch.from_numpy(robot["noise"][i : i + 1]),
             num_steps=10,
         )
-        answers.append(reference.processor.finish(actions[0].numpy(), inputs))
+        answers.append(reference.processor.unnormalize_actions(actions[0].numpy(), inputs))
     ours = np.stack(answers)
     flat = f"{model.config.kind} whole observation, flat images"
     assert_same(ours[:1], robot["actions"][:1], flat, record_property)

@@ -2,7 +2,7 @@
 
 Needs an interpreter with each release: ``--lerobot-python`` (0.4.4), ``--lerobot-051-python`` and ``--groot-python``
 (0.6.1); without an option the tests of its release are skipped with a message. lerobot runs in its own process through
-``tests/parity/make_lerobot_release_folders.py``, which imports nothing of this package and describes the variants.
+``references/make_lerobot_release_folders.py``, which imports nothing of this package and describes the variants.
 
 Covers π0, π0.5, π0-FAST and SmolVLA in float32 on the CPU, from the images of two cameras of different sizes, neither
 of them square, to the robot's actions. Does not cover batches, missing cameras or bfloat16, which the tests of each
@@ -23,7 +23,7 @@ from vla_accel.config import load_config
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parent / "make_lerobot_release_folders.py"
+SCRIPT = Path(__file__).parents[1] / "references" / "make_lerobot_release_folders.py"
 RELEASES = {"0.4.4": "lerobot", "0.5.1": "lerobot-051", "0.6.1": "groot"}
 """The option that names the interpreter of each release, as `python_of` spells it."""
 RELATIVE = {"0.5.1": "delta", "0.6.1": "relative"}

@@ -2,7 +2,7 @@
 
 Needs an interpreter with openpi installed, given as ``--openpi-python=PATH``; without it every test
 here is skipped and says so. openpi runs in its own process (its packages pin other versions than
-ours) through ``tests/parity/make_openpi_reference.py``, which knows nothing of this package.
+ours) through ``references/make_openpi_reference.py``, which knows nothing of this package.
 
 Covers float32 on the CPU, from images in [-1, 1] and tokens to normalised actions: two batch sizes,
 masked views, padded prompts, several step counts. Does not cover pixels to floats, normalisation or
@@ -25,13 +25,13 @@ from tests.support.agreement import assert_same
 from tests.support.in_memory import load_file_or_folder
 from tests.support.reference_script import make_reference, python_of
 from tests.support.whole_calls import pi0_actions
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import Pi0, Pi0Config
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.families.pi0.network import Pi0, Pi0Config
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.siglip import SiglipConfig
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parent / "make_openpi_reference.py"
+SCRIPT = Path(__file__).parents[1] / "references" / "make_openpi_reference.py"
 VISION_ATOL = 1e-5
 
 

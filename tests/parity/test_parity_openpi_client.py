@@ -25,7 +25,7 @@ from vla_accel import OptimizedPolicy
 from vla_accel.server import ServerConfig, background
 
 pytestmark = pytest.mark.parity
-BRIDGE = Path(__file__).parent / "openpi_client_bridge.py"
+BRIDGE = Path(__file__).parents[1] / "references" / "openpi_client_bridge.py"
 
 
 class OpenpiClient:

@@ -1,7 +1,7 @@
 """π0-FAST and the whole path around it against lerobot's own code, on folders that lerobot itself saves.
 
 Needs an interpreter with lerobot 0.6.1 installed, given as ``--groot-python=PATH``; without it every test here is
-skipped and says so. lerobot runs in its own process through ``tests/parity/make_pi0_fast_reference.py``, which knows
+skipped and says so. lerobot runs in its own process through ``references/make_pi0_fast_reference.py``, which knows
 nothing of this package.
 
 Covers float32 on the CPU: the model's tokens (batch 1 and 3, a camera less, padded prompts, a stop token that some rows
@@ -27,11 +27,11 @@ from tests.support.agreement import assert_same
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
 from vla_accel.config import load_config
-from vla_accel.models.pi0_fast import Pi0Fast
+from vla_accel.families.pi0_fast.network import Pi0Fast
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parent / "make_pi0_fast_reference.py"
+SCRIPT = Path(__file__).parents[1] / "references" / "make_pi0_fast_reference.py"
 STEPS = 24
 SETTINGS = {"precision": "fp32", "denoise": "eager", "checkpoint": {"relaxed_actions": True}}
 

@@ -1,7 +1,7 @@
 """SmolVLA and the whole path around it against lerobot's own code, on folders that lerobot itself saves.
 
 Needs an interpreter with lerobot installed, given as ``--lerobot-python=PATH``; without it every test here is skipped
-and says so. lerobot runs in its own process through ``tests/parity/make_smolvla_reference.py``, which knows nothing of
+and says so. lerobot runs in its own process through ``references/make_smolvla_reference.py``, which knows nothing of
 this package.
 
 Covers float32 on the CPU: the model alone (batch 1 and 3, a camera less, padded prompts, the shapes of `smolvla_base`
@@ -29,11 +29,11 @@ from tests.support.agreement import assert_as_near, assert_same
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
 from vla_accel.checkpoints.loading import load
-from vla_accel.models.smolvla import SmolVla
+from vla_accel.families.smolvla.network import SmolVla
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parent / "make_smolvla_reference.py"
+SCRIPT = Path(__file__).parents[1] / "references" / "make_smolvla_reference.py"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 No release of lerobot has it so far (0.6.1 has not): its pull request 4056 put it into the main branch, for π0.5 alone.
 Needs an interpreter with lerobot at that commit, given as ``--lerobot-main-python=PATH``; without it every test here is
-skipped and says so. lerobot runs in its own process through ``tests/parity/make_lerobot_trained_reference.py``, which
+skipped and says so. lerobot runs in its own process through ``references/make_lerobot_trained_reference.py``, which
 knows nothing of this package.
 
 Covers float32 on the CPU, eager and native, from camera images and a previous chunk in the robot's units to the robot's
@@ -26,7 +26,7 @@ from vla_accel.config import RtcConfig
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parent / "make_lerobot_trained_reference.py"
+SCRIPT = Path(__file__).parents[1] / "references" / "make_lerobot_trained_reference.py"
 EAGER = PolicyConfig(
     precision="fp32", device="cpu", denoise=EngineSpec("eager"), rtc=RtcConfig(trained=True, max_delay=4)
 )

@@ -2,7 +2,7 @@
 
 Needs an interpreter with openpi installed, given as ``--openpi-python=PATH``, and sentencepiece and Pillow in this
 one; without them every test here is skipped and says so. openpi runs in its own process through
-``tests/parity/make_openpi_transforms.py``.
+``references/make_openpi_transforms.py``.
 
 Covers cameras of other sizes, cameras that are missing, channels first, statistics longer than the state, delta
 actions, flipped joints and grippers, and prompts with and without the state. Pixels, tokens and states must agree bit
@@ -25,7 +25,7 @@ from vla_accel.transforms.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parent / "make_openpi_transforms.py"
+SCRIPT = Path(__file__).parents[1] / "references" / "make_openpi_transforms.py"
 CASES = (
     "pi0_libero",
     "pi05_libero",
@@ -74,6 +74,6 @@ def test_a_preset_is_openpis(folder: Path, name: str) -> None:
         np.testing.assert_array_equal(inputs.images, given["images"])
         np.testing.assert_array_equal(inputs.tokens, given["tokens"])
         np.testing.assert_allclose(inputs.state, given["state"].astype(np.float32), rtol=0, atol=0)
-        robot = processor.finish(given["actions"], inputs)
+        robot = processor.unnormalize_actions(given["actions"], inputs)
         # openpi adds 1 to π0.5's float32 actions before it widens them; otherwise the last bits of float64 remain.
         np.testing.assert_allclose(robot, given["robot"], rtol=0, atol=1e-6 if kind == "quantile" else 1e-12)

@@ -12,12 +12,12 @@ from tests.support.groot_folders import observation
 from vla_accel import OptimizedPolicy, PolicyConfig, cli
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError, ObservationError
-from vla_accel.families.groot import GROOT
+from vla_accel.families.family import family_named, sized
+from vla_accel.families.groot.family import GROOT
+from vla_accel.families.groot.network import groot_n17
 from vla_accel.measure import systems
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
-from vla_accel.models.family import family_named, sized
-from vla_accel.models.groot import groot_n17
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,14 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.loading import load
 from vla_accel.config import NativeOptions, TensorrtOptions
 from vla_accel.errors import DeviceMemoryError
-from vla_accel.families.groot import GROOT
-from vla_accel.families.pi0 import PI0, PI05
+from vla_accel.families.groot.family import GROOT
+from vla_accel.families.pi0.family import PI0, PI05
+from vla_accel.families.pi0.native import Pi0Store
+from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.prompted import PromptShape
-from vla_accel.models.memory import Counted, free_memory, tensors_in
-from vla_accel.models.pi0 import Pi0
-from vla_accel.native.pi0 import Pi0Store
-from vla_accel.native.vision import VisionWeights
-from vla_accel.ops.gpu import Gpu
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.nn.memory import Counted, free_memory, tensors_in
+from vla_accel.nn.native_vision import VisionWeights
 from vla_accel.policy import footprint
 
 PARTS = ("vision", "kv_cache", "denoise")

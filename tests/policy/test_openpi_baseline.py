@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from vla_accel.families import pi0_openpi
+from vla_accel.families.pi0 import openpi as pi0_openpi
 from vla_accel.numeric import matmul_precision
 
 SEEN: list[str] = []

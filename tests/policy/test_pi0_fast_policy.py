@@ -27,10 +27,10 @@ from tests.support.waiting import PATIENCE_S
 from vla_accel import EngineSpec, OptimizedPolicy
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import ActionError, ConfigError, ObservationError
-from vla_accel.families.pi0_fast import PI0_FAST
+from vla_accel.families.pi0_fast.family import PI0_FAST
+from vla_accel.families.pi0_fast.network import Pi0Fast
 from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import random_observations, random_policy
-from vla_accel.models.pi0_fast import Pi0Fast
 
 RELAXED = load_config({
     "precision": "fp32", "strict": True, "vision": "eager", "kv_cache": "eager", "denoise": "eager",

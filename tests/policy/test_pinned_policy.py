@@ -20,7 +20,7 @@ from tests.support.tiny import tiny_observation, write_tiny_checkpoints
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
-from vla_accel.models.pi0 import Kind
+from vla_accel.families.pi0.network import Kind
 from vla_accel.remote import inference
 
 TRAINED = RtcConfig(trained=True, max_delay=3)

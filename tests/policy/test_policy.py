@@ -23,7 +23,7 @@ from vla_accel.config import load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.eager import EagerEngine
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
-from vla_accel.models.pi0 import Kind
+from vla_accel.families.pi0.network import Kind
 from vla_accel.transforms.tokenizer import tokenize_prompt
 
 PARTS = ("preprocess", "vision", "kv_cache", "denoise", "transfer", "postprocess")

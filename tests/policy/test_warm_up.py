@@ -124,7 +124,7 @@ def with_digits(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -
     write_tiny_checkpoint(folder, **changes)
     content = json.loads((folder / "config.json").read_text())
     assert content["vocab_size"] >= Digits.vocab_size
-    monkeypatch.setattr("vla_accel.families.pi0_folder.load_tokenizer", lambda *_, **__: Digits())
+    monkeypatch.setattr("vla_accel.families.pi0.folder.load_tokenizer", lambda *_, **__: Digits())
 
 
 def state_of(policy: OptimizedPolicy, value: float) -> np.ndarray:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from tests.support import compile_decode, compile_groot, compile_int8, compile_kernels
 from tests.support.compile_kernels import META, MODELS, Launch, print_compiled, recorded, source_of
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.kernels import around, image
-from vla_accel.ops.moments import Moments
-from vla_accel.ops.suffix_types import Heads, Rotation
-from vla_accel.ops.sums import GroupNorm, Sum
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.gemm import triton_around as around
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.image import triton_image as image
+from vla_accel.kernels.image.sums import GroupNorm, Sum
 
 EVERYWHERE = ("pi05", "pi05 fp8", "pi05 int8", "pi0", "pi0 int8")
 """Models that compile_kernels.py compiles for every capability."""

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tests.support.compile_kernels import META, Launch, print_compiled, recorded
 from vla_accel.fp8 import INT8
-from vla_accel.ops import int8
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.weights import Linear, make_linear
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.gemm import int8
+from vla_accel.kernels.gemm.weights import Linear, make_linear
+from vla_accel.kernels.gpu import Gpu
 
 ROWS, WIDTH, HIDDEN = 544, 2048, 4096
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.cuda_emulator import EmulatedDriver, EmulatedModule
 from vla_accel.fp8 import E4M3
-from vla_accel.ops.cuda import runtime
+from vla_accel.kernels import nvrtc
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, E4M3.dtype
 _BEFORE = """
@@ -33,8 +33,8 @@ class EmulatedGemm:
         self.folder = folder
         self.constant: list[Tensor] = []
         self.produced: list[Tensor] = []
-        patch.setattr(runtime, "load_module", self._load)
-        patch.setattr(runtime, "driver", EmulatedDriver)
+        patch.setattr(nvrtc, "load_module", self._load)
+        patch.setattr(nvrtc, "driver", EmulatedDriver)
 
     def touch(self, constant: Iterable[Tensor | None], produced: Iterable[Tensor | None]) -> None:
         """What the next launch may touch; `produced`: what a kernel before it writes."""

@@ -13,12 +13,12 @@ from torch import Tensor
 from tests.support.cuda_emulator import EmulatedModule
 from tests.support.gpus import H200
 from tests.support.streamed_support import LoopCase
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights, Pi0LayerLoop, streamed_loop
-from vla_accel.ops.cuda import runtime
-from vla_accel.ops.cuda.denoise import StreamedLoop
+from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, streamed_loop
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.kernels import nvrtc
+from vla_accel.kernels.loop import StreamedLoop
+from vla_accel.nn.constants import step_tables
+from vla_accel.nn.random_weights import random_model
 
 
 class EmulatedLoop:
@@ -32,7 +32,7 @@ class EmulatedLoop:
             return EmulatedModule(changed(source), *rest, folder=folder)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runtime, "load_module", load)
+            patch.setattr(nvrtc, "load_module", load)
             self.loop = build()
         assert isinstance(self.loop.module, EmulatedModule)
         self.module = self.loop.module
@@ -82,7 +82,7 @@ class Pi0Loops:
         """The loop of streamed kernels."""
         case, model = self.case, random_model(Pi0, self.case.config).to_compute_dtype(torch.bfloat16)
         with torch.inference_mode():
-            weights = ExpertWeights.of(model, case.precision, streamed=True)
+            weights = ExpertWeights.of(model, "bf16", streamed=True)
             tables = step_tables(model, weights.normed_products(), case.steps)
             return streamed_loop(H200, weights, case.config, tables, case.batch, case.prefix_tokens)
 

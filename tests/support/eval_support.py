@@ -98,7 +98,7 @@ def write_checkpoint(folder: Path) -> Path:
     """A random checkpoint of the demo's architecture: it loads and acts, and knows nothing."""
     from vla_accel.checkpoints.bundled import NAMED
     from vla_accel.checkpoints.checkpoint import save_checkpoint
-    from vla_accel.models.pi0 import Pi0, pi05_demo
+    from vla_accel.families.pi0.network import Pi0, pi05_demo
 
     torch.manual_seed(0)
     config = pi05_demo()

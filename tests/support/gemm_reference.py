@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.ops.activation import Activation
+from vla_accel.kernels.activation import Activation
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, activation: Activation) -> Tensor:

@@ -1,5 +1,5 @@
 """Small GR00T N1.7 checkpoint folders with the key names and shapes of lerobot's own code, which it left in
-tests/models/groot_reference.json (tests/parity/make_groot_reference.py)."""
+tests/nn/groot_reference.json (tests/references/make_groot_reference.py)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.parity.groot_weights import draw, weight
+from tests.references.groot_weights import draw, weight
 
-REFERENCE = json.loads((Path(__file__).parents[1] / "models" / "groot_reference.json").read_text())
+REFERENCE = json.loads((Path(__file__).parents[1] / "nn" / "groot_reference.json").read_text())
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>", "<unk>")  # fmt: skip
 WORDS = ("user", "\n", "pick", "up", "the", "black", "bowl", "open", "it", "put", "perform", "task")

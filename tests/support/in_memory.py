@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vla_accel.checkpoints.checkpoint import read_config
-from vla_accel.checkpoints.pi0 import load_weights
 from vla_accel.checkpoints.weights import SafetensorsWeights
-from vla_accel.models.pi0 import Pi0, Pi0Config
+from vla_accel.families.pi0.checkpoint import load_weights
+from vla_accel.families.pi0.network import Pi0, Pi0Config
 
 
 class MemoryWeights:

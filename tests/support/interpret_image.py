@@ -1,4 +1,4 @@
-"""A script: every kernel of vla_accel.ops.kernels.image in Triton's interpreter, on a CPU, against its torch reference.
+"""Run every kernel of `kernels/image/triton_image.py` in Triton's interpreter, against its torch reference.
 
 Prints one line a case: name and the largest difference, relative to the largest value; with --few about half of them.
 Run by test_image_ops.py in a process of its own, because the interpreter is chosen when triton is first imported.
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from tests.support.interpreter import patch_once
-from vla_accel.ops import image as ops
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.dispatch import steered
-from vla_accel.ops.sums import GroupNorm, Sum
+from tests.support.runtimes import steered
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.image import image as ops
+from vla_accel.kernels.image.sums import GroupNorm, Sum
 
 DTYPE = torch.float16
 

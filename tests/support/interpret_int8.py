@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from tests.support.interpreter import patch_once
+from tests.support.runtimes import steered
 from vla_accel.fp8 import INT8
-from vla_accel.ops import attending, int8, linear, rows
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.dispatch import steered
-from vla_accel.ops.weights import Linear
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.attention import attending
+from vla_accel.kernels.gemm import int8, linear
+from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.kernels.rows import rows
 
 # Rows of every tile size, columns and depths that end in the middle of a tile.
 PRODUCTS = ((1, 8, 16), (33, 130, 48), (70, 128, 200), (130, 24, 64), (257, 264, 136))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vla_accel.models.pi0 import Pi0Config
+from vla_accel.families.pi0.network import Pi0Config
 
 
 def jax_shapes(config: Pi0Config) -> dict[str, tuple[int, ...]]:

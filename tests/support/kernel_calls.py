@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from vla_accel.fp8 import E4M3, FORMATS
-from vla_accel.ops import attending, dit, linear, sequence, suffix
-from vla_accel.ops import moments as moment_ops
-from vla_accel.ops import rows as row_ops
-from vla_accel.ops.chain import Chain
-from vla_accel.ops.gpu import Gpu
-from vla_accel.ops.key_tilings import KeySplit, SuffixAttention
-from vla_accel.ops.suffix_tilings import Library, Pipelined, Product
-from vla_accel.ops.weights import Linear, make_linear
+from vla_accel.kernels.attention import attending
+from vla_accel.kernels.attention.key_tilings import KeySplit, SuffixAttention
+from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.gemm import dit, linear, suffix
+from vla_accel.kernels.gemm import moments as moment_ops
+from vla_accel.kernels.gemm.suffix_tilings import Library, Pipelined, Product
+from vla_accel.kernels.gemm.weights import Linear, make_linear
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.rows import rows as row_ops
+from vla_accel.kernels.rows import sequence
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
 FP8 = E4M3.dtype

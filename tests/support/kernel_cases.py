@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, Workspace, eight_bit
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.attention_tiles import Tile
-from vla_accel.ops.key_tilings import CrossTile, KeySplit, SuffixAttention, key_splits
-from vla_accel.ops.moments import Moments
-from vla_accel.ops.moments import write as write_moments
-from vla_accel.ops.rows import rope_tables
-from vla_accel.ops.suffix_tilings import Library, Own, Pipelined, Product, Tiling, moments_columns
-from vla_accel.ops.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance, Heads, Rotation
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.attention.key_tilings import CrossTile, KeySplit, SuffixAttention, key_splits
+from vla_accel.kernels.attention.tiles import Tile
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.moments import write as write_moments
+from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Pipelined, Product, Tiling, moments_columns
+from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance, Heads, Rotation
+from vla_accel.kernels.rows.rows import rope_tables
 from vla_accel.pictures import ChannelScale, PixelValues
 
 

@@ -26,8 +26,8 @@ from tests.support.kernel_cases import (
     _step,
     _suffix_attention,
 )
-from vla_accel.ops.key_tilings import KeySplit
-from vla_accel.ops.suffix_tilings import Pipelined
+from vla_accel.kernels.attention.key_tilings import KeySplit
+from vla_accel.kernels.gemm.suffix_tilings import Pipelined
 
 Cases = Iterator[tuple[str, Callable[[Draw], Call]]]
 # Around every size of tile, and up to four views of 256 tokens.

@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor
 
-from vla_accel.models.pi0 import Pi0Config
+from vla_accel.families.pi0.network import Pi0Config
 
 ROOT = "paligemma_with_expert."
 LANGUAGE = ROOT + "paligemma.model.language_model."

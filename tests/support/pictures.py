@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vla_accel.diffusion.picture import PARAMETERS
+from vla_accel.images.picture import PARAMETERS
 
 
 def read_parameters(path: Path) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from tests.support.lerobot_saved import Change, saved, state_files
 from tests.support.openpi_dialect import ROOT, openpi_names, to_openpi
 from tests.support.tiny import TOKENIZER, random_state, statistics, tiny_config
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.network import Network
-from vla_accel.models.pi0 import Kind, Pi0, Pi0Config
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.network import Network
+from vla_accel.nn.siglip import SiglipConfig
 
 KINDS: tuple[Kind, ...] = ("pi0", "pi05")
 LIBERO_ASSET = "physical-intelligence/libero"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.models.pi0 import Pi0Config
+from vla_accel.families.pi0.network import Pi0Config
 
 MASKED = -2.3819763e38
 State = dict[str, Tensor]

@@ -1,5 +1,5 @@
 """Real-time chunking as a plain loop over a velocity, also with the exact Jacobian of the paper: what engines are
-compared with. `vla_accel.models.rtc` says what the letters mean."""
+compared with. `vla_accel.nn.rtc` says what the letters mean."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vla_accel.models.rtc import corrected, step_gains
+from vla_accel.nn.rtc import corrected, step_gains
 
 Jacobian = Literal["identity", "exact"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from vla_accel.components.calibration import calibration
-from vla_accel.components.quantize import calibrate
+from vla_accel.families.pi0.network import Pi0
 from vla_accel.fp8 import Scales
 from vla_accel.measure.memory import stand_in_scales
-from vla_accel.models.pi0 import Pi0
+from vla_accel.nn.calibration import calibration
+from vla_accel.nn.quantize import calibrate
 
 
 def scales_of_any(value: float = 32.0) -> Scales:

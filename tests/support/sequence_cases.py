@@ -8,11 +8,11 @@ import torch
 
 from tests.support.kernel_calls import EPS, Call, Draw, Empty, Part, eight_bit
 from tests.support.kernel_cases import _moments_of
-from vla_accel.ops.activation import Activation
-from vla_accel.ops.dit import NormTables
-from vla_accel.ops.moments import Moments
-from vla_accel.ops.suffix_tilings import Pipelined
-from vla_accel.ops.suffix_types import Guidance
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.gemm.dit import NormTables
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.suffix_tilings import Pipelined
+from vla_accel.kernels.gemm.suffix_types import Guidance
 
 
 def _patchify(images: int, rows: int, columns: int, patch: int, merge: int, stride: int) -> Callable:

@@ -11,18 +11,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.ops.test_gemm import TILINGS
+from tests.kernels.test_gemm import TILINGS
 from tests.support import kernel_calls as calls
 from tests.support import kernel_shapes as shapes
 from tests.support.smolvla_loops import EXPERTS, Loops
 from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, reason, run_loop
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.random_weights import random_model
-from vla_accel.native.constants import step_tables
-from vla_accel.native.expert import ExpertWeights
-from vla_accel.ops.chain import Chain
-from vla_accel.ops.cuda import gemm
-from vla_accel.ops.gpu import Gpu
+from vla_accel.families.pi0.native_loop import ExpertWeights
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.gemm import hopper as gemm
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.nn.constants import step_tables
+from vla_accel.nn.random_weights import random_model
 
 DEVICE = "cuda"
 # Two views of the vision tower, and prefixes of two and of three.
@@ -44,7 +44,7 @@ def streamed() -> dict[str, Run]:
         case = LOOPS[name]
         model = random_model(Pi0, case.config).to(DEVICE).to_compute_dtype(torch.bfloat16)
         with torch.inference_mode():
-            weights = ExpertWeights.of(model, case.precision, streamed=True)
+            weights = ExpertWeights.of(model, "bf16", streamed=True)
             loop = loop_of(case, weights, step_tables(model, weights.normed_products(), case.steps))
         inputs, state, noise = loops_inputs(case)
         return lambda: torch.from_numpy(run_loop(loop, inputs, state, noise, DEVICE))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from vla_accel.checkpoints.checkpoint import save_checkpoint
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import Kind, Pi0, Pi0Config
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.siglip import SiglipConfig
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 WORDS = ("task", "state", "action", "pick", "up", "the", "bowl", "place", "it", "on", "plate", ":", ",", ";", "\n")

@@ -18,10 +18,10 @@ from torch import Tensor
 from tests.support import reference_pi0 as slow
 from tests.support.lerobot_saved import Change, saved, state_files
 from tests.support.tiny_smolvla import CAMERAS, statistics
-from vla_accel.checkpoints.pi0_fast import pieces
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0_fast import Pi0Fast, Pi0FastConfig
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.families.pi0_fast.checkpoint import pieces
+from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.siglip import SiglipConfig
 
 HORIZON, ACTION_DIM, STATE_DIM = 5, 3, 4
 SCALE, LOWEST = 10, -30

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from tests.support.lerobot_saved import Change, saved, state_files
 from tests.support.tiny import TOKENIZER
-from vla_accel.checkpoints.smolvla import DEAD, pieces
-from vla_accel.models.siglip import SiglipConfig
-from vla_accel.models.smollm import SmolLmConfig
-from vla_accel.models.smolvla import SmolVla, SmolVlaConfig, expert_mlp_dim
+from vla_accel.families.smolvla.checkpoint import DEAD, pieces
+from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, expert_mlp_dim
+from vla_accel.nn.gemma import SmolLmConfig
+from vla_accel.nn.siglip import SiglipConfig
 
 CAMERAS = ("observation.images.front", "observation.images.wrist")
 LIBERO_CAMERAS = ("observation.images.image", "observation.images.image2")

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vla_accel.models.pi0 import Pi0
-from vla_accel.models.pi0_fast import Pi0Fast, last_tokens
-from vla_accel.models.smolvla import SmolVla
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.pi0_fast.network import Pi0Fast, last_tokens
+from vla_accel.families.smolvla.network import SmolVla
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from tests.support.tiny_pi0_fast import (
     written,
 )
 from vla_accel.errors import ActionError, CheckpointError
-from vla_accel.transforms.fast import Detokeniser, FastTokenizer, load_fast
+from vla_accel.families.pi0_fast.transforms import Detokeniser, FastTokenizer, load_fast
 from vla_accel.transforms.tokenizer import PaliGemmaTokenizer, tokenize_fast
 
 

@@ -11,7 +11,7 @@ from tests.support.gpus import H200, RTX_4090
 from vla_accel.config import EnginePrecision, EngineSpec, PolicyConfig
 from vla_accel.engines import ENGINES
 from vla_accel.fp8 import Products
-from vla_accel.ops.gpu import Gpu
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.tune import candidates
 from vla_accel.tune.search import Candidate, Tried
 

@@ -22,7 +22,7 @@ from vla_accel.config.mapping import from_mapping, read_mapping
 from vla_accel.config.policy import LARGEST
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.files import write_json
-from vla_accel.models.network import Network
+from vla_accel.nn.network import Network
 from vla_accel.progress import shown
 
 FORMAT = "vla_accel.checkpoint/1"

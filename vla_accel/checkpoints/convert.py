@@ -19,11 +19,11 @@ from torch import Tensor
 from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, Stated, infer_config
 from vla_accel.checkpoints.jax_layout import Target, targets
 from vla_accel.checkpoints.jax_lora import FoldedParameters
-from vla_accel.checkpoints.pi0 import check_weights
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.pi0.checkpoint import check_weights
+from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.files import replacing, write_json
-from vla_accel.models.pi0 import Pi0, Pi0Config
 
 StoredPrecision = Literal["mixed", "bfloat16", "float32"]
 SCHEMA = "vla_accel.conversion/1"

@@ -15,9 +15,9 @@ from vla_accel.checkpoints.checkpoint import compare_sizes
 from vla_accel.checkpoints.stacks import Names, ShapeOf, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, some
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.models.gemma import GemmaConfig
-from vla_accel.models.pi0 import Kind, Pi0Config
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.families.pi0.network import Kind, Pi0Config
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.siglip import SiglipConfig
 
 Dialect = Literal["vla_accel", "openpi", "lerobot"]
 

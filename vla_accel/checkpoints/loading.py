@@ -23,10 +23,10 @@ from vla_accel.checkpoints.lora import CONFIG, Lora, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, some
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, unknown
+from vla_accel.families.family import FAMILIES, Family, family_named
 from vla_accel.files import user_path
 from vla_accel.fp8 import Scales, scales_for
-from vla_accel.models.family import FAMILIES, Family, family_named
-from vla_accel.models.network import Network
+from vla_accel.nn.network import Network
 
 _FILES = (".yaml", ".yml", ".json", ".npz", ".safetensors", ".pt", ".bin")
 """Endings of files: a name with one of them is not looked up on the hub."""

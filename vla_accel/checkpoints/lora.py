@@ -25,7 +25,7 @@ from vla_accel.checkpoints.hub import HubName
 from vla_accel.checkpoints.settings import KnownSettings
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, listing, read_json, some
 from vla_accel.errors import CheckpointError
-from vla_accel.models.network import Network, Origin
+from vla_accel.nn.network import Network, Origin
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WRAPPED = "base_model.model."

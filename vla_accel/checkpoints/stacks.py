@@ -12,7 +12,7 @@ from typing import Protocol
 
 from vla_accel.checkpoints.weights import Piece
 from vla_accel.errors import CheckpointError
-from vla_accel.models.siglip import SiglipConfig
+from vla_accel.nn.siglip import SiglipConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 ShapeOf = Callable[[str, int], tuple[int, ...]]

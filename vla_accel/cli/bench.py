@@ -13,9 +13,9 @@ import numpy as np
 
 from vla_accel.cli.asked.policies import Bench
 from vla_accel.cli.common import print_json, print_table, say, write_asked
-from vla_accel.components.quantize import load_modelopt
 from vla_accel.config import AUTO, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, DependencyError
+from vla_accel.families.family import Family, family_named
 from vla_accel.files import without_folders
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
@@ -25,7 +25,7 @@ from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
 from vla_accel.measure.start import starts
 from vla_accel.measure.systems import REALTIME_VLA_STEPS, CheckpointFactory, Factory, camera_size, free, observer
-from vla_accel.models.family import Family, family_named
+from vla_accel.nn.quantize import load_modelopt
 from vla_accel.progress import going_on
 from vla_accel.report.bench import page, ran, tables
 from vla_accel.report.page import check_path, write

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from vla_accel.cli.asked.images import BenchQwen
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
-from vla_accel.diffusion.config import load_vae_config
-from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
-from vla_accel.diffusion.models import diffusers_module
-from vla_accel.diffusion.qwen import LAYERS, Transformer, accelerate, random_qwen_image
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.images.config import load_vae_config
+from vla_accel.images.measure import first_calls, in_turns, parity, peak_memory
+from vla_accel.images.models import diffusers_module
+from vla_accel.images.qwen import LAYERS, Transformer, accelerate, random_qwen_image
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.numeric import DTYPES

@@ -18,15 +18,15 @@ from vla_accel.cli.asked.images import BenchUnet
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say, write_asked
 from vla_accel.cli.generate import dtype_on
 from vla_accel.config import EngineSpec
-from vla_accel.diffusion.measure import first_calls, in_turns, parity, peak_memory
-from vla_accel.diffusion.models import diffusers_module
-from vla_accel.diffusion.parts import load_parts, unet_engine_file
-from vla_accel.diffusion.picture import side_by_side
-from vla_accel.diffusion.stable import Engines, Request, StableDiffusion
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.images.autoencoder import SCALE
+from vla_accel.images.measure import first_calls, in_turns, parity, peak_memory
+from vla_accel.images.models import diffusers_module
+from vla_accel.images.parts import load_parts, unet_engine_file
+from vla_accel.images.picture import side_by_side
+from vla_accel.images.stable import Engines, Request, StableDiffusion
+from vla_accel.images.unet import TEXT_TOKENS
 from vla_accel.machine import resolve_device
-from vla_accel.models.autoencoder import SCALE
-from vla_accel.models.unet import TEXT_TOKENS
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from vla_accel.cli.asked.images import BenchVae
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
-from vla_accel.components.vae import PROFILES, Size, parse_size, size_key, static_sizes
-from vla_accel.diffusion.measure import first_calls, in_turns, parity
-from vla_accel.diffusion.models import CONFIGS, load_model
-from vla_accel.diffusion.vae import AcceleratedVae
 from vla_accel.errors import ConfigError
+from vla_accel.images.autoencoder import AUTOENCODERS, SCALE, split_autoencoder
+from vla_accel.images.measure import first_calls, in_turns, parity
+from vla_accel.images.models import CONFIGS, load_model
+from vla_accel.images.vae import AcceleratedVae
+from vla_accel.images.vae_component import PROFILES, Size, parse_size, size_key, static_sizes
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
-from vla_accel.models.autoencoder import AUTOENCODERS, SCALE, split_autoencoder
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
 
@@ -166,7 +166,7 @@ class _Bench:
     @torch.inference_mode()
     def picture(self) -> dict[str, Any]:
         """Write the picture of the first size; what is on it, and how far its two decodings are apart."""
-        from vla_accel.diffusion.picture import AMPLIFIED, compared, scene
+        from vla_accel.images.picture import AMPLIFIED, compared, scene
 
         assert self.options.picture is not None
         size = next(iter(_sizes(self.options.sizes).values()))

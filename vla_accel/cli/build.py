@@ -22,9 +22,9 @@ from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines import tensorrt_plan
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.errors import ConfigError
+from vla_accel.families.family import Family, sized
 from vla_accel.files import require_writable_folder
 from vla_accel.measure.random_policy import calibrate_on_noise
-from vla_accel.models.family import Family, sized
 from vla_accel.policy import ahead_of_time as building
 from vla_accel.policy.ahead_of_time import Job
 from vla_accel.progress import Advance, in_lines

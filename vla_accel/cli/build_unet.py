@@ -11,16 +11,16 @@ import torch
 from vla_accel.cli.asked.images import BuildUnet
 from vla_accel.cli.build_vae import check_built, describe, pick_targets, print_files
 from vla_accel.cli.common import print_json, say
-from vla_accel.components.unet import unet_component
 from vla_accel.config import TensorrtOptions
-from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx, found_file, identity
-from vla_accel.diffusion.models import load_model
-from vla_accel.diffusion.parts import RANDOM, unet_engine_file
 from vla_accel.engines.onnx import OnnxFile
 from vla_accel.engines.tensorrt_library import load_library
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
-from vla_accel.models.unet import UNET, Unet
+from vla_accel.images.engine_files import BuiltFile, build_file, export_onnx, found_file, identity
+from vla_accel.images.models import load_model
+from vla_accel.images.parts import RANDOM, unet_engine_file
+from vla_accel.images.unet import UNET, Unet
+from vla_accel.images.unet_component import unet_component
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
 

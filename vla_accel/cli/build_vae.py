@@ -12,20 +12,7 @@ import torch
 
 from vla_accel.cli.asked.images import BuildVae
 from vla_accel.cli.common import print_json, print_table, say
-from vla_accel.components.vae import (
-    PROFILES,
-    SMALLEST,
-    Side,
-    Size,
-    parse_size,
-    profile_texts,
-    static_sizes,
-    vae_component,
-)
 from vla_accel.config import TensorrtOptions
-from vla_accel.diffusion.config import TrtVaeConfig, VaeConfig
-from vla_accel.diffusion.engine_files import BuiltFile, build_file, export_onnx, found_file
-from vla_accel.diffusion.models import load_model
 from vla_accel.engines.tensorrt_library import (
     LibraryName,
     capability_of,
@@ -36,8 +23,21 @@ from vla_accel.engines.tensorrt_library import (
 )
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
+from vla_accel.images.autoencoder import AUTOENCODERS, Half, split_autoencoder
+from vla_accel.images.config import TrtVaeConfig, VaeConfig
+from vla_accel.images.engine_files import BuiltFile, build_file, export_onnx, found_file
+from vla_accel.images.models import load_model
+from vla_accel.images.vae_component import (
+    PROFILES,
+    SMALLEST,
+    Side,
+    Size,
+    parse_size,
+    profile_texts,
+    static_sizes,
+    vae_component,
+)
 from vla_accel.machine import resolve_device
-from vla_accel.models.autoencoder import AUTOENCODERS, Half, split_autoencoder
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
 

@@ -14,13 +14,13 @@ from vla_accel import machine
 from vla_accel.cli.asked.images import Dtype, ImageToImage, TextToImage
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import EngineSpec
-from vla_accel.diffusion.measure import parity
-from vla_accel.diffusion.models import diffusers_module
-from vla_accel.diffusion.parts import make_scheduler, scheduler_class
-from vla_accel.diffusion.picture import load_image, save_png
-from vla_accel.diffusion.stable import Engines, Request, StableDiffusion
 from vla_accel.errors import ConfigError
-from vla_accel.models.autoencoder import SCALE
+from vla_accel.images.autoencoder import SCALE
+from vla_accel.images.measure import parity
+from vla_accel.images.models import diffusers_module
+from vla_accel.images.parts import make_scheduler, scheduler_class
+from vla_accel.images.picture import load_image, save_png
+from vla_accel.images.stable import Engines, Request, StableDiffusion
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on, shown
 

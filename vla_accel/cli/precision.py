@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from vla_accel import machine
 from vla_accel.cli.asked.images import Precision
 from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_json, print_table, say, write_asked
-from vla_accel.diffusion.measure import parity
-from vla_accel.diffusion.models import diffusers_module, filled, load_model
 from vla_accel.errors import ConfigError
+from vla_accel.images.autoencoder import AUTOENCODERS, SCALE
+from vla_accel.images.measure import parity
+from vla_accel.images.models import diffusers_module, filled, load_model
+from vla_accel.images.unet import UNET
 from vla_accel.measure.reduced_precision import (
     Cost,
     ModuleRange,
@@ -28,8 +30,6 @@ from vla_accel.measure.reduced_precision import (
     ranges,
     reduce_precision,
 )
-from vla_accel.models.autoencoder import AUTOENCODERS, SCALE
-from vla_accel.models.unet import UNET
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on, in_lines
 

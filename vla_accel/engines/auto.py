@@ -14,8 +14,8 @@ import torch
 from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions
 from vla_accel.engines.native import NativeEngine, why_not
 from vla_accel.errors import ConfigError
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.numeric import DTYPES
-from vla_accel.ops.gpu import Gpu
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from vla_accel.errors import EngineError
 from vla_accel.files import cache_folder, content_hash, replacing_privately, require_private, why_not_private
-from vla_accel.ops.cuda.runtime import compiled_folder
+from vla_accel.kernels.nvrtc import compiled_folder
 
 SCHEMA = "vla_accel.engine/1"
 _NAME = re.compile(r".+-[0-9a-f]{20}\.engine")

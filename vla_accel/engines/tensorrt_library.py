@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from vla_accel.errors import ConfigError, DependencyError, EngineError
-from vla_accel.ops.gpu import Gpu
+from vla_accel.kernels.gpu import Gpu
 
 LibraryName = Literal["tensorrt", "tensorrt_rtx"]
 Capability = tuple[int, int]

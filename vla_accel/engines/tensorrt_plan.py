@@ -78,7 +78,7 @@ def content_key(component: Component, module: nn.Module, spec: EngineSpec, kind:
             "module": repr(module),
             "weights": cache.weights_hash(module),
             "code": cache.code_hash(
-                module, *(_HERE.parent / "ops").glob("*.py"), _HERE / "onnx.py", _HERE / "tensorrt_builder.py"
+                module, *(_HERE.parent / "kernels").rglob("*.py"), _HERE / "onnx.py", _HERE / "tensorrt_builder.py"
             ),
             "torch": torch.__version__,
         }

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions
+from vla_accel.families.family import family_named
 from vla_accel.fp8 import Scales
-from vla_accel.models.family import family_named
 from vla_accel.policy.footprint import weight_bytes
 
 SMALLEST = "smallest"

@@ -11,10 +11,10 @@ import torch
 
 from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import PolicyConfig
+from vla_accel.families.family import Family, family_named
 from vla_accel.fp8 import Scales
 from vla_accel.machine import resolve_device
-from vla_accel.models.family import Family, family_named
-from vla_accel.models.network import Network
+from vla_accel.nn.network import Network
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.policy.optimized import resolve_dtype
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.numeric import DTYPES
-from vla_accel.ops.gpu import Gpu
 
 ReducedDtype = Literal["bf16", "fp16"]
 HEADROOM = 0.5

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from vla_accel.component import BESIDE
-from vla_accel.models.family import Work
-from vla_accel.ops.gpu import Gpu
+from vla_accel.families.family import Work
+from vla_accel.kernels.gpu import Gpu
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,9 @@ def _process(what: str, config: PolicyConfig, source: Mapping[str, Any], cache: 
 def _write(config: PolicyConfig, source: Mapping[str, Any]) -> None:
     """Random weights, as a policy of this configuration reads them, and the scales that it needs."""
     from vla_accel.checkpoints.checkpoint import save_checkpoint
+    from vla_accel.families.family import family_named
     from vla_accel.machine import resolve_device
     from vla_accel.measure.random_policy import calibrate_on_noise
-    from vla_accel.models.family import family_named
     from vla_accel.policy.optimized import resolve_dtype
 
     family, device = family_named(source["family"]), resolve_device(config.device)
@@ -95,10 +95,10 @@ def _write(config: PolicyConfig, source: Mapping[str, Any]) -> None:
 def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
     """A policy that is ready, and what its start took."""
     from vla_accel.checkpoints.checkpoint import fitted_own
+    from vla_accel.families.family import family_named
     from vla_accel.fp8 import read_scales
+    from vla_accel.kernels.phases import recorded
     from vla_accel.measure.random_policy import random_policy
-    from vla_accel.models.family import family_named
-    from vla_accel.ops.phases import recorded
     from vla_accel.policy import OptimizedPolicy
 
     if "checkpoint" in source:

@@ -15,7 +15,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.engines.auto import Shown
 from vla_accel.files import write_json
 from vla_accel.fp8 import fingerprint
-from vla_accel.models.network import Network
+from vla_accel.nn.network import Network
 
 PATTERN = "parity_*.json"
 """Files of kept reports, named after the configuration: parity_native_fp8.json."""

@@ -18,12 +18,12 @@ from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import EnginePrecision, EngineSpec
 from vla_accel.engines import build
 from vla_accel.errors import CheckpointError, DeviceMemoryError
+from vla_accel.families.family import Family, Shape
 from vla_accel.fp8 import Scales
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.ledger import Ledger
-from vla_accel.models.family import Family, Shape
-from vla_accel.models.memory import Counted
-from vla_accel.models.network import Network
-from vla_accel.ops.gpu import Gpu
+from vla_accel.nn.memory import Counted
+from vla_accel.nn.network import Network
 from vla_accel.policy.pipeline import Plan
 
 _META = torch.device("meta")
@@ -92,7 +92,7 @@ def smaller(
 
 
 @contextlib.contextmanager
-def told_if_too_large(
+def explained_if_too_large(
     plan: Plan, checkpoint: Checkpoint, free: tuple[int, int], shape: Callable[[], Shape]
 ) -> Iterator[None]:
     """Running out of device memory inside ends in one error: what the weights need, what was `free` of what before

@@ -16,7 +16,7 @@ import torch
 from vla_accel.config import Attention, EngineName, EnginePrecision, EngineSpec, PolicyConfig
 from vla_accel.engines import ENGINES
 from vla_accel.fp8 import FORMATS, Products
-from vla_accel.ops.gpu import Gpu
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.tune.search import REFERENCE, Candidate, Stage, Tried
 
 Lower = Mapping[str, Mapping[str, Products]]

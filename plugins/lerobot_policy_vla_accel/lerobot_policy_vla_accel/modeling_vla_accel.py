@@ -23,7 +23,7 @@ from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.config import RtcConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.models.family import Family
+from vla_accel.families.family import Family
 from vla_accel.policy import OptimizedPolicy
 
 _log = logging.getLogger("vla_accel.lerobot")

@@ -1,0 +1,301 @@
+"""TensorRT engine files of image models, built with TensorRT-RTX without a GPU: tiny ones quickly, and the real sizes.
+
+The full-size Qwen-Image autoencoder with all nine profiles and the full-size Stable Diffusion UNet take some minutes on
+two cores; the tiny ones go the same way, static sizes alone.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
+pytest.importorskip("tensorrt_rtx", reason="NOT RUN: needs tensorrt-rtx")
+pytest.importorskip("onnxruntime", reason="NOT RUN: needs onnxruntime")
+
+from vla_accel import cli  # noqa: E402
+from vla_accel.cli import build_unet, build_vae  # noqa: E402
+from vla_accel.config import EngineSpec  # noqa: E402
+from vla_accel.engines.tensorrt_builder import pick_profile  # noqa: E402
+from vla_accel.errors import ConfigError, EngineError  # noqa: E402
+from vla_accel.images import AcceleratedVae, load_vae_config  # noqa: E402
+from vla_accel.images.autoencoder import split_autoencoder  # noqa: E402
+from vla_accel.images.engine_files import FileEngine, found_file, identity, profiles_in  # noqa: E402
+from vla_accel.images.models import random_model, random_stable_diffusion  # noqa: E402
+from vla_accel.images.stable import StableDiffusion, unet_engine_file  # noqa: E402
+from vla_accel.images.vae_component import PROFILES, RATIOS, vae_component  # noqa: E402
+
+pytestmark = pytest.mark.tensorrt
+CPU = torch.device("cpu")
+FP16 = torch.float16
+
+
+def last_json(text: str) -> dict[str, Any]:
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def command(*words: str) -> dict[str, Any]:
+    """A command in a process of its own, whose memory goes back when it ends; its JSON line."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "vla_accel", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return last_json(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def multi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with multi-profile engines of the tiny Qwen autoencoder."""
+    folder = tmp_path_factory.mktemp("multi")
+    words = ["build-vae", "--vae", "tiny-qwen-vae", "--output-dir", str(folder), "--targets", "sm89"]
+    assert cli.main(words) == 0
+    return folder
+
+
+def encoder_component(dtype: torch.dtype = FP16, name: str = "tiny-qwen-vae", seed: int = 0) -> Any:
+    encoder, _ = split_autoencoder(random_model(name, dtype=dtype, device=CPU, seed=seed))
+    return vae_component(encoder, "encoder", (512, 512), dynamic=True)
+
+
+# -- multi-profile ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_one_file_has_nine_profiles_over_the_whole_range(multi: Path) -> None:
+    names = {p.name for p in multi.iterdir()}
+    assert names == {f"vae_{s}_multi_profile.{e}" for s in ("encoder", "decoder") for e in ("trt", "json")} | {
+        "vae_config.json"
+    }
+    for side, unit, name in (("encoder", 1, "image"), ("decoder", 8, "latents")):
+        about = json.loads((multi / f"vae_{side}_multi_profile.json").read_text())
+        assert len(about["profiles"]) == 9 and about["target"] == "sm89" and about["library"] == "tensorrt_rtx"
+        for profile, (height, width) in zip(about["profiles"], PROFILES, strict=True):
+            low, best, high = profile[name]
+            assert low[3:] == [64 // unit] * 2 and high[3:] == [1920 // unit] * 2
+            assert best[3:] == [height // unit, width // unit]
+        # Compared with the module before it was built.
+        assert about["similarity"] > 0.9999
+
+
+@pytest.mark.slow
+def test_the_config_beside_them_is_the_guides(multi: Path) -> None:
+    content = json.loads((multi / "vae_config.json").read_text())
+    assert content == {
+        "vae_type": "tensorrt_rtx",
+        "trt_vae_config": {"trt_engine_path": str(multi), "multi_profile": True},
+    }
+    assert load_vae_config(multi / "vae_config.json").trt_vae_config.multi_profile
+
+
+@pytest.mark.slow
+def test_every_size_finds_its_profile(multi: Path) -> None:
+    found = found_file(encoder_component(), multi / "vae_encoder_multi_profile.trt", "tensorrt_rtx")
+    assert found is not None
+    profiles = profiles_in(found)
+    for index, size in enumerate(PROFILES):
+        assert pick_profile(profiles, {"image": (1, 3, 1, *size)}, "vae") == index
+    for height in range(64, 1921, 16):
+        pick_profile(profiles, {"image": (1, 3, 1, height, 64)}, "vae")
+    with pytest.raises(EngineError, match=r"no optimization profile covers image \(1, 3, 1, 1936, 64\)"):
+        pick_profile(profiles, {"image": (1, 3, 1, 1936, 64)}, "vae")
+
+
+@pytest.mark.slow
+def test_inspect_tells_what_is_in_them(multi: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert cli.main(["inspect", str(multi / "vae_encoder_multi_profile.trt")]) == 0
+    found = last_json(capsys.readouterr().out)
+    assert found["layers"] == sum(found["types"].values()) > 50 and found["types"]["convolution"] > 10
+    assert found["inputs"] and found["outputs"] and len(found["profiles"]) == len(PROFILES)
+
+
+def test_what_is_there_is_used(multi: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (multi / "vae_encoder_multi_profile.trt").stat().st_mtime
+    words = ["build-vae", "--vae", "tiny-qwen-vae", "--output-dir", str(multi), "--targets", "sm89"]
+    assert cli.main(words) == 0
+    assert [f["built"] for f in last_json(capsys.readouterr().out)["files"]] == [False, False]
+    assert (multi / "vae_encoder_multi_profile.trt").stat().st_mtime == before
+
+
+@pytest.mark.slow
+def test_an_engine_of_another_model_dtype_or_library_is_refused(multi: Path) -> None:
+    path = multi / "vae_encoder_multi_profile.trt"
+    with pytest.raises(EngineError, match="was built from another model"):
+        found_file(encoder_component(seed=1), path, "tensorrt_rtx")
+    with pytest.raises(EngineError, match="computes in float16, and the model is in float32: load the"):
+        found_file(encoder_component(torch.float32), path, "tensorrt_rtx")
+    with pytest.raises(EngineError, match="is an engine of tensorrt_rtx, tensorrt was asked for"):
+        found_file(encoder_component(), path, "tensorrt")
+    decoder = split_autoencoder(random_model("tiny-qwen-vae", dtype=FP16, device=CPU))[1]
+    with pytest.raises(EngineError, match="was built from another model"):
+        found_file(vae_component(decoder, "decoder", (64, 64)), path, "tensorrt_rtx")
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_named(multi: Path, tmp_path: Path) -> None:
+    for suffix in ("trt", "json"):
+        (tmp_path / f"a.{suffix}").write_bytes((multi / f"vae_encoder_multi_profile.{suffix}").read_bytes())
+    component = encoder_component()
+    assert found_file(component, tmp_path / "a.trt", "tensorrt_rtx") is not None
+    content = bytearray((tmp_path / "a.trt").read_bytes())
+    content[1000] ^= 1
+    (tmp_path / "a.trt").write_bytes(content)
+    with pytest.raises(EngineError, match=r"a\.trt is damaged.*--force-engine"):
+        found_file(component, tmp_path / "a.trt", "tensorrt_rtx")
+    (tmp_path / "a.trt").write_bytes(content[:2000])
+    with pytest.raises(EngineError, match="truncated"):
+        found_file(component, tmp_path / "a.trt", "tensorrt_rtx")
+    (tmp_path / "a.json").unlink()
+    with pytest.raises(EngineError, match="has no description"):
+        found_file(component, tmp_path / "a.trt", "tensorrt_rtx")
+    assert found_file(component, tmp_path / "b.trt", "tensorrt_rtx") is None
+
+
+@pytest.mark.slow
+def test_without_a_gpu_that_is_what_is_said(multi: Path) -> None:
+    vae = random_model("tiny-qwen-vae", dtype=FP16, device=CPU)
+    accelerated = AcceleratedVae(vae, multi / "vae_config.json")
+    with pytest.raises(EngineError, match=r"vae_encoder: vae_encoder_multi_profile\.trt needs an NVIDIA GPU"):
+        accelerated.encode(torch.zeros(1, 3, 1, 64, 64, dtype=FP16))
+    missing = {"vae_type": "tensorrt_rtx", "trt_vae_config": {"trt_engine_path": str(multi)}}
+    with pytest.raises(ConfigError, match=r"expected 512x64/vae_encoder\.trt, found: vae_config\.json, vae_decoder"):
+        AcceleratedVae(vae, missing).encode(torch.zeros(1, 3, 1, 64, 512, dtype=FP16))
+    component = encoder_component()
+    with pytest.raises(EngineError, match="no such engine file"):
+        FileEngine(component, CPU, EngineSpec("tensorrt_rtx"), multi / "gone.trt")
+
+
+@pytest.mark.slow
+def test_targets_are_needed_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["build-vae", "--vae", "tiny-qwen-vae", "--output-dir", str(tmp_path)]
+    if not torch.cuda.is_available():
+        assert cli.main(words) == 1
+        assert "expected --targets (like sm89) for tensorrt_rtx, got none" in capsys.readouterr().err
+    assert cli.main([*words, "--targets", "sm90"]) == 1
+    assert "does not run on compute capability 9.0" in capsys.readouterr().err
+    assert cli.main([*words, "--targets", "sm89", "--sizes", "64x64"]) == 1
+    assert "belong to --static" in capsys.readouterr().err
+
+
+# -- static -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_static_folders_are_named_as_they_are_looked_up(tmp_path: Path) -> None:
+    words = ["build-vae", "--vae", "tiny-qwen-vae", "--output-dir", str(tmp_path), "--targets", "sm89", "--static"]
+    assert cli.main([*words, "--only", "3_4,64x80", "--sides", "decoder"]) == 0
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.trt")) == [
+        "3_4/vae_decoder.trt",
+        "64x80/vae_decoder.trt",
+    ]
+    content = json.loads((tmp_path / "vae_config.json").read_text())
+    assert content["trt_vae_config"] == {"trt_engine_path": str(tmp_path), "multi_profile": False}
+    _, decoder = split_autoencoder(random_model("tiny-qwen-vae", dtype=FP16, device=CPU))
+    found = found_file(
+        vae_component(decoder, "decoder", RATIOS["3_4"]), tmp_path / "3_4" / "vae_decoder.trt", "tensorrt_rtx"
+    )
+    assert found is not None
+    (profile,) = profiles_in(found)
+    assert profile["latents"] == ((1, 4, 1, 128, 96),) * 3
+
+
+@pytest.mark.slow
+def test_identity_is_of_weights_and_dtypes_not_of_size() -> None:
+    encoder, _ = split_autoencoder(random_model("tiny-sd-vae", dtype=torch.float32, device=CPU))
+    small, large = (vae_component(encoder, "encoder", s) for s in ((64, 64), (512, 512)))
+    assert identity(small) == identity(large)
+    other, _ = split_autoencoder(random_model("tiny-sd-vae", dtype=torch.float32, device=CPU))
+    assert identity(vae_component(other, "encoder", (64, 64))) == identity(small)
+    other.conv_in.weight.data[0, 0, 0, 0] += 1
+    assert identity(vae_component(other, "encoder", (64, 64))) != identity(small)
+
+
+# -- UNet ---------------------------------------------------------------------------------------------------------
+
+
+class Exported(Exception):
+    """Raised where an export would begin, which takes most of a build's time."""
+
+    @classmethod
+    def instead(cls, component: Any, folder: Path, **_: Any) -> None:
+        raise cls(f"{component.name} to {folder.name}")
+
+
+def test_what_takes_minutes_is_said_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, words, file in (
+        (build_unet, "build-unet --sd-dir tiny-random", unet_engine_file(tmp_path)),
+        (build_vae, "build-vae --vae tiny-qwen-vae", tmp_path / "vae_encoder_multi_profile.trt"),
+    ):
+        monkeypatch.setattr(module, "export_onnx", Exported.instead)
+        with pytest.raises(Exported):
+            cli.main([*words.split(), "--output-dir", str(tmp_path), "--targets", "sm89"])
+        assert capsys.readouterr().err.splitlines()[-1] == f"building {file}: minutes"
+
+
+@pytest.mark.slow
+def test_the_unet_is_exported_once_and_built_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU).save_pretrained(tmp_path)
+    words = ["build-unet", "--sd-dir", str(tmp_path), "--targets", "sm89"]
+
+    def run(*extra: str) -> dict[str, Any]:
+        assert cli.main([*words, *extra]) == 0
+        return last_json(capsys.readouterr().out)["files"][0]
+
+    first = run()
+    assert first["built"] and first["similarity"] > 0.9999 and first["file"] == "unet/trt/unet.trt"
+    graph, engine = tmp_path / "unet" / "onnx" / "unet.onnx", unet_engine_file(tmp_path)
+    exported, built = graph.stat().st_mtime_ns, engine.stat().st_mtime_ns
+    assert not run()["built"]
+    assert (graph.stat().st_mtime_ns, engine.stat().st_mtime_ns) == (exported, built)
+    assert run("--force-engine")["built"]
+    assert graph.stat().st_mtime_ns == exported and engine.stat().st_mtime_ns > built
+    with monkeypatch.context() as patch, pytest.raises(Exported, match=r"^unet to onnx$"):
+        patch.setattr(build_unet, "export_onnx", Exported.instead)
+        run("--force-onnx")
+    # The pipeline finds it; without a GPU that is where it ends.
+    from vla_accel.images.stable import Engines, Request
+
+    engines = Engines(unet=EngineSpec("tensorrt_rtx"))
+    pipeline = StableDiffusion.from_pretrained(tmp_path, engines, device=CPU, dtype=FP16)
+    assert pipeline.unet_file == engine
+    if not torch.cuda.is_available():
+        with pytest.raises(EngineError, match=r"unet: unet\.trt needs an NVIDIA GPU"):
+            pipeline.generate(Request("x", height=256, width=256, steps=1))
+
+
+def test_random_weights_need_a_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build-unet", "--sd-dir", "tiny-random", "--targets", "sm89"]) == 1
+    assert "expected a folder for the files of tiny-random, got none" in capsys.readouterr().err
+
+
+# -- the real sizes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_full_size_autoencoder_builds_with_nine_profiles(tmp_path: Path) -> None:
+    report = command("build-vae", "--vae", "qwen-vae", "--output-dir", str(tmp_path), "--targets", "sm89")
+    encoder, decoder = report["files"]
+    assert encoder["profiles"] == decoder["profiles"] == 9
+    # 54 and 73 million half-precision weights, less two thirds of the 3-D kernels.
+    assert 35 < encoder["mb"] < 150 and 45 < decoder["mb"] < 150
+    assert min(encoder["similarity"], decoder["similarity"]) > 0.9999
+
+
+@pytest.mark.slow
+def test_the_full_size_unet_builds(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--full-size"):
+        pytest.skip("NOT RUN: needs --full-size, and five minutes of two cores (see CONTRIBUTING)")
+    report = command("build-unet", "--sd-dir", "random", "--output-dir", str(tmp_path), "--targets", "sm89")
+    (file,) = report["files"]
+    # 860 million half-precision weights.
+    assert 1700 < file["mb"] < 1900 and file["similarity"] > 0.9999

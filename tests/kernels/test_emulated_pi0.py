@@ -1,0 +1,103 @@
+"""The streamed kernels of π0's and π0.5's loop, run as they are in an emulator on the CPU, against the loop of fused
+ops: as near to float32 as that loop is in BF16; the same bits in any order of warps, whatever lies
+behind a prefix's length. And the same kernels with mistakes, which must show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.agreement import assert_as_near
+from tests.support.cuda_emulator import EmulationError
+from tests.support.emulated_loops import EmulatedLoop, Pi0Loops
+from tests.support.streamed_support import LOOPS, LoopCase, streamable
+
+NAN, INFINITY = float("nan"), float("inf")
+
+# `attend` is for heads of 128 or more: one to four tiles of rows, with a state's token and without.
+ATTEND = {"width": 128, "mlp": 256, "heads": 2, "head_dim": 128, "depth": 1}
+TWO_LAYERS = ATTEND | {"depth": 2}  # What π0's state token sees, actions see a layer later.
+CASES = {
+    "pi05 10": LoopCase(streamable("pi05", **ATTEND), steps=2),
+    "pi05 17": LoopCase(streamable("pi05", **ATTEND, horizon=17), steps=1),
+    "pi05 50": LoopCase(streamable("pi05", **ATTEND, horizon=50), prefix_tokens=41, steps=2),
+    "pi0 9": LoopCase(streamable("pi0", **TWO_LAYERS, horizon=9), prefix_tokens=8, steps=1),
+    "pi0 16": LoopCase(streamable("pi0", **ATTEND, horizon=16), prefix_tokens=130, steps=1),
+    "pi0 33": LoopCase(streamable("pi0", **ATTEND, horizon=33), prefix_tokens=41, steps=1),
+    "pi0 50": LoopCase(streamable("pi0", **TWO_LAYERS, horizon=50), steps=1),
+    # Gate and up load so many rows of such a width in batches.
+    "pi05 50 in batches": LoopCase(
+        streamable("pi05", **ATTEND | {"width": 1024}, horizon=50), prefix_tokens=41, steps=1
+    ),
+    "pi0 50 in batches": LoopCase(streamable("pi0", **ATTEND | {"width": 1024}, horizon=50), steps=1),
+    # Small heads, several sequences, four parts of K, products of two chunks.
+    **{name: replace(LOOPS[name], steps=2) for name in ("demo", "demo x 4", "narrow")},
+    "grouped": replace(LOOPS["grouped"], steps=1),
+    "two chunks": LoopCase(streamable("pi05", width=64, mlp=8192, heads=4, depth=1), prefix_tokens=31, steps=1),
+    "two tiles of keys a block": LoopCase(
+        streamable("pi05", width=64, mlp=128, heads=4, depth=1, horizon=5), batch=2, prefix_tokens=646, steps=1
+    ),
+}
+QUICK = ("pi05 10", "pi0 50")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+def test_the_loop_is_as_near_as_fused_ops(name: str, emulated: Path) -> None:
+    loops = Pi0Loops(CASES[name])
+    exact = loops.moved(loops.fused("fp32"), loops.inputs(0.0, torch.float32))
+    plain = loops.moved(loops.fused("bf16"), loops.inputs(0.0))
+    loop = EmulatedLoop(loops.streamed, emulated)
+    got = loops.moved(loop, loops.inputs(NAN))
+    assert_as_near(got, plain, exact)
+    assert torch.equal(loops.moved(loop, loops.inputs(INFINITY)), got)  # in another order of warps, too
+    assert set(loop.module.launches) == set(loop.loop.schedule.blocks)
+    assert loop.loop.schedule.macros["BATCHED_ROWS"] == ("in batches" in name)
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+# What a line of the source becomes, and what is then said; where nothing is said, the actions are off.
+MISTAKES = {
+    "no barrier": ("    __syncthreads();\n    put_sums<N>", "    put_sums<N>", "with no barrier between"),
+    "no wait for the copy": ("  mbarrier_wait(kv_barrier, 0);\n", "", "which its copy engine wrote with no barrier"),
+    "another phase": ("mbarrier_wait(kv_barrier, 0);", "mbarrier_wait(kv_barrier, 1);", "copy engine|wait for ever"),
+    "too many bytes": ("cached * D * 4)", "cached * D * 4 + 16)", "256 at mbarrier_wait|for ever: .* at mbarrier_wait"),
+    "too few bytes": ("cached * D * 4)", "cached * D * 4 - 16)", "wait for ever: .* at mbarrier_wait"),
+    "blocks that may not have started": (
+        "  cluster_wait();  // The other blocks have started, so their memory may be written.\n  // A warp sends", "//",
+        "nothing says yet that block . of the cluster has started",
+    ),
+    "an early read": ("const float held = hold(column);", "const float held = hold(column) + 0.f * late(0, column);",
+                      "reads, before griddepcontrol.wait, byte"),
+    "a tile too far": ("k + (lane >> 4) * 8) * 2);", "k + 8 + (lane >> 4) * 8) * 2);", ""),
+    "a row too far": ("const int row = min(first + mt * 16 + half * 8 + g, M - 1);",
+                      "const int row = first + mt * 16 + half * 8 + g + 32;", "outside of every tensor"),
+    "keys behind the length": ("first + key < length", "first + key <= length", ""),
+    "a column's neighbour": ("const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2",
+                             "const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2 ^ 1", ""),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_shows(name: str, emulated: Path) -> None:
+    text, becomes, says = MISTAKES[name]
+    loops = Pi0Loops(replace(CASES["pi05 10"], steps=1))
+
+    def changed(source: str) -> str:
+        assert text in source
+        return source.replace(text, becomes)
+
+    loop = EmulatedLoop(loops.streamed, emulated, changed)
+    if says:
+        with pytest.raises(EmulationError, match=says):
+            loops.moved(loop, loops.inputs(NAN))
+        return
+    got = loops.moved(loop, loops.inputs(NAN))
+    exact = loops.moved(loops.fused("fp32"), loops.inputs(0.0, torch.float32))
+    plain = loops.moved(loops.fused("bf16"), loops.inputs(0.0))
+    with pytest.raises(AssertionError):
+        assert_as_near(got, plain, exact)

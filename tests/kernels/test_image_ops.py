@@ -1,0 +1,177 @@
+"""Fused image operations: references against torch's own, kernels against references (in Triton's interpreter), and
+kernels through the compiler for Hopper."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.agreement import RATIO
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.image import image as ops
+from vla_accel.kernels.image.sums import GroupNorm, Sum
+
+ROOT = Path(__file__).parents[2]
+HAS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="NOT RUN: needs triton")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def nchw(x: Tensor) -> Tensor:
+    return x.permute(0, 3, 1, 2)
+
+
+# -- references ---------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_adds_value_residual_and_shift_of_each_image() -> None:
+    value, residual, shift = randn(2, 3, 5, 4), randn(2, 3, 5, 4, seed=1), randn(2, 4, seed=2)
+    want = value + residual + shift[:, None, None]
+    torch.testing.assert_close(ops.add_up(Sum(value, residual, shift)), want)
+    torch.testing.assert_close(ops.add_up(Sum(value, None, shift[0])), value + shift[0])
+
+
+def test_padding_is_zeros_at_the_far_edges() -> None:
+    value = randn(1, 3, 5, 4)
+    padded = ops.add_up(Sum(value, shift=torch.ones(4, dtype=torch.float64)), pad=True)
+    assert padded.shape == (1, 4, 6, 4)
+    torch.testing.assert_close(padded[:, :3, :5], value + 1)
+    assert not padded[:, 3].any() and not padded[:, :, 5].any()
+
+
+def test_group_act_is_group_norm_and_silu_over_sum_and_skip() -> None:
+    x, skip = Sum(randn(2, 3, 5, 8), randn(2, 3, 5, 8, seed=1), randn(2, 8, seed=2)), randn(2, 3, 5, 4, seed=3)
+    norm = GroupNorm(3, randn(12, seed=4), randn(12, seed=5), 1e-3)
+    whole = torch.cat((ops.add_up(x), skip), -1)
+    want = F.silu(F.group_norm(nchw(whole), 3, norm.weight, norm.bias, 1e-3))
+    total, normed = ops.group_act(x, norm, activation=Activation.SILU, keep=True, skip=skip)
+    torch.testing.assert_close(nchw(normed), want)
+    torch.testing.assert_close(total, whole)
+
+
+def test_layer_norm_of_a_sum() -> None:
+    x, residual, shift = randn(4, 6), randn(4, 6, seed=1), randn(6, seed=2)
+    weight, bias = randn(6, seed=3), randn(6, seed=4)
+    total, normed = ops.add_layer_norm(x, residual, shift, weight, bias, 1e-5)
+    torch.testing.assert_close(total, x + residual + shift)
+    torch.testing.assert_close(normed, F.layer_norm(total, (6,), weight, bias))
+
+
+@pytest.mark.parametrize("size", [(4, 6), (5, 3)])
+def test_doubling_folds_into_the_convolution(size: tuple[int, int]) -> None:
+    x, weight = randn(2, *size, 3), randn(5, 3, 3, 3, seed=1)
+    want = F.conv2d(F.interpolate(nchw(x), scale_factor=2.0), weight, padding=1)
+    folded = ops.conv_phases(x, ops.phase_weights(weight))
+    assert folded.shape == (2, 2 * size[0], 2 * size[1], 5)
+    torch.testing.assert_close(nchw(ops.add_up(folded)), want)
+
+
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (1, 0)])
+def test_a_convolution_is_one_product(stride: int, padding: int) -> None:
+    x, weight = randn(2, 6, 7, 3), randn(5, 3, 3, 3, seed=1).contiguous(memory_format=torch.channels_last)
+    got = ops.conv_product(x, weight, stride, padding)
+    torch.testing.assert_close(got, ops.conv(x, weight, stride, padding))
+
+
+@pytest.mark.parametrize("how", list(ops.SCORES))
+def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small enough that the rows come in several parts, the last one short.
+    monkeypatch.setitem(ops.SCORES, how, 1)
+    q, k, v = (randn(2, 300, 12, seed=s) for s in range(3))
+    torch.testing.assert_close(ops.attend(q, k, v, how=how), ops.attend(q, k, v))
+    with pytest.raises(ValueError, match="expected sdpa, products, products-wide, flash, flash-64, got 'fast'"):
+        ops.attend(q, k, v, how="fast")
+    with pytest.raises(NotImplementedError, match="flash needs a GPU and BF16 or FP16"):
+        ops.attend(q, k, v, how="flash")
+
+
+# -- kernels ------------------------------------------------------------------------------------------------------
+
+
+def interpreted(script: str, *options: str) -> list[list[str]]:
+    """What a script of tests/support prints, a value and a name a line, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script), *options],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [line.split(" ", 1) for line in done.stdout.splitlines()]
+
+
+@HAS_TRITON
+@pytest.mark.parametrize(("options", "count"), [(["--few"], 52), pytest.param([], 115, marks=pytest.mark.slow)])
+def test_kernels_compute_what_the_references_do(options: list[str], count: int) -> None:
+    cases = interpreted("interpret_image.py", *options)
+    assert len(cases) == count
+    # float16 holds 11 bits: two roundings of one value differ by at most 2 ** -10.
+    assert not [name for difference, name in cases if not float(difference) < 2e-3]
+
+
+@HAS_TRITON
+@pytest.mark.slow
+def test_whole_models_run_on_the_kernels() -> None:
+    pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
+    found = {name: float(value) for value, name in interpreted("interpret_image_models.py")}
+    assert len(found) == 5 and 0 < max(found.values()) < RATIO, found
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.kernels import image as K
+half = {n: "*bf16" for n in ("x_ptr", "residual_ptr", "sum_ptr", "out_ptr", "skip_ptr")}
+wide = {n: "*fp32" for n in ("shift_ptr", "gamma_ptr", "part_ptr", "weight_ptr", "bias_ptr")}
+add = {"HAS_RESIDUAL": True, "SHIFT": 2, "PHASED": True}
+group = {"C": 320, "GROUPS": 32, "PER_GROUP": 10, "PASSES": 2, "BLOCK": 128, "TAKEN": 12, "ROWS": 32, **add}
+work = [
+    (K._rows, {"C": 96, "BLOCK_C": 128, "ROWS": 32, "NORM": True, "ACTIVATION": Activation.SILU.code,
+               "KEEP": True, "PAD": True, **add}),
+    (K._group_sums, {**group, "SKIP": 0, "KEEP": True}),
+    (K._group_apply, {**group, "PIECES": 16, "ACTIVATION": Activation.SILU.code}),
+    (K._layer_norm, {"C": 320, "BLOCK_C": 512, "ROWS": 4, "HAS_RESIDUAL": True, "HAS_SHIFT": True, "KEEP": True}),
+    (K._geglu_erf, {"HIDDEN": 1280, "BLOCK": 256, "ROWS": 8}),
+    (K._softmax, {"COLUMNS": 16384, "BLOCK": 4096}),
+    (K._wide_attention, {"SOURCE": 16384, "D1": 256, "D2": 128, "BLOCK_M": 128, "BLOCK_N": 32}),
+    (K._wide_attention, {"SOURCE": 4096, "D1": 256, "D2": 256, "BLOCK_M": 64, "BLOCK_N": 32}),
+]
+for kernel, constants in work:
+    kinds = {**half, **wide, "eps": "fp32", "scale": "fp32", **{f"{n}_ptr": "*bf16" for n in "qkv"}}
+    options = {"num_warps": 8, "num_stages": 2} if kernel is K._wide_attention else {}
+    if kernel is K._softmax:
+        kinds["x_ptr"] = "*fp32"
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
+    places = {(kernel.arg_names.index(n),): v for n, v in constants.items()}
+    made = triton.compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options)
+    print(kernel.__name__, len(made.asm["cubin"]), made.metadata.shared)
+"""
+
+
+@HAS_TRITON
+@pytest.mark.slow
+def test_kernels_compile_for_hopper_without_a_gpu(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "TRITON_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = [line.split() for line in done.stdout.splitlines()]
+    assert len(made) == 8 and all(int(size) > 1000 for _, size, _ in made)
+    # Hopper has 227 KiB of shared memory a program; the row kernels stay far below.
+    assert all(int(shared) < (227 if "attention" in name else 48) * 1024 for name, _, shared in made)

@@ -1,1 +1,0 @@
-"""The native engine's programs, beside the networks that they run."""

@@ -1,0 +1,210 @@
+"""The loop's first step beside the prefix: who waits for what, with streams and events that only write it down. Bits
+are compared on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.emulated_loops import Pi0Loops
+from tests.support.smolvla_loops import EXPERTS, Loops
+from tests.support.streamed_support import LOOPS
+from tests.support.tiny_smolvla import tiny_config, tiny_model
+from vla_accel.engines.native import NativeEngine
+from vla_accel.families.smolvla.native import SmolVlaPrefix, SmolVlaPrefixWeights
+from vla_accel.kernels.gemm import suffix
+from vla_accel.ledger import Ledger, LedgerEntry
+from vla_accel.nn import native_prefix as prefixes
+from vla_accel.nn import overlap as module
+from vla_accel.nn.overlap import Ahead
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    made = 0
+
+    def __init__(self) -> None:
+        self.name, Event.made = Event.made, Event.made + 1
+
+    def record(self) -> None:
+        LINES.append(f"recorded {self.name}")
+
+
+class Stream:
+    device = CPU
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_event(self, event: Event) -> None:
+        LINES.append(f"{self.name} waits for {event.name}")
+
+    def wait_stream(self, other: Stream) -> None:
+        LINES.append(f"{self.name} waits for {other.name}")
+
+
+LINES: list[str] = []
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        LINES.append(f"on {stream.name}")
+        yield
+
+    LINES.clear()
+    Event.made = 0
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(module, "_stream", lambda device: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    return LINES
+
+
+def test_streams_wait_for_what_they_read(lines: list[str]) -> None:
+    ahead = Ahead(CPU, 2, lambda layer: lines.append(f"layer {layer} completed"))
+    ahead.begin()
+    ahead.reached(0)
+    ahead.reached(1)
+    with ahead.beside():
+        ahead.wait(1)
+    assert lines == [
+        "recorded 0", "recorded 1", "recorded 2",
+        "side waits for 0", "on side", "side waits for 2", "layer 1 completed",
+        "main waits for side",
+    ]  # fmt: skip
+
+
+class Told:
+    """Stands for `Ahead`: completes every layer when it is reached."""
+
+    def __init__(self, device: torch.device, depth: int, complete: Callable[[int], None]) -> None:
+        self.depth, self.complete = depth, complete
+        self.reached_so_far: list[int] = []
+
+    def begin(self) -> None:
+        self.reached_so_far = []
+
+    def reached(self, layer: int) -> None:
+        self.reached_so_far.append(layer)
+        self.complete(layer)
+
+
+@pytest.mark.parametrize("every", [2, 3, 0])
+def test_layers_completed_one_by_one_are_those_completed_together(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolVLA's keys and values of crossing layers, in float32."""
+    monkeypatch.setattr(prefixes, "Ahead", Told)
+    model = tiny_model(tiny_config(self_every=every))
+    depth = model.config.expert.depth
+    with torch.inference_mode():
+        weights = SmolVlaPrefixWeights.of(model, "fp32", None, "gpu")
+        stack = weights.stack
+        program = SmolVlaPrefix(weights, 2, 3, 4)
+        generator = torch.Generator().manual_seed(0)
+        given = {
+            "image_tokens": torch.randn(2, 3, stack.table.shape[1], generator=generator),
+            "tokens": torch.randint(0, 9, (2, 4), generator=generator),
+            "state": torch.randn(2, weights.state.weight.shape[1], generator=generator),
+            "lengths": torch.tensor([8, 6], dtype=torch.int32),
+        }
+
+        def made() -> dict[str, Tensor]:
+            shape = (depth, 2, 8, stack.stack.block.kv_heads, stack.stack.block.head_dim)
+            return {name: torch.full(shape, float("nan")) for name in ("keys", "values")}
+
+        want, got = made(), made()
+        program(given, want)
+        told: Any = program.go_ahead(got)
+        assert isinstance(told, Told) and told.depth == depth
+        program(given, got)
+    assert told.reached_so_far == list(range(depth))
+    for name in want:
+        assert want[name].isfinite().all()
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+
+
+def pi0_loop(name: str) -> tuple[Any, dict[str, Tensor], Tensor | None, Tensor]:
+    """A loop of fused ops, its inputs, the state's token and the noise."""
+    case = Pi0Loops(LOOPS[name])
+    return case.fused("fp32"), case.inputs(0.0, torch.float32), case.state, case.noise
+
+
+def smolvla_loop(name: str) -> tuple[Any, dict[str, Tensor], Tensor | None, Tensor]:
+    case = Loops(EXPERTS[name], beyond=0.0)
+    return case.fused("fp32", "cpu"), case.placed("cpu", torch.float32), None, case.noise
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(pi0_loop, "demo"), (pi0_loop, "grouped"), (smolvla_loop, "17 actions"), (smolvla_loop, "three sequences")],
+)
+def test_a_layer_reads_nothing_before_its_turn(made: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values are NaN until a layer has waited for them. A launch is dependent unless it comes first, after an
+    event, or after torch code that writes rows."""
+    loop, inputs, state, noise = made(name)
+    want, got = noise.clone(), noise.clone()
+    late = inputs | {key: torch.full_like(inputs[key], float("nan")) for key in ("keys", "values")}
+    told: list[Any] = []
+
+    def wait(layer: int) -> None:
+        told.append(layer)
+        for key in ("keys", "values"):
+            late[key][layer] = inputs[key][layer]
+
+    def noted(name: str) -> Any:
+        run = getattr(suffix, name)
+
+        def op(*given: Any, **options: Any) -> Any:
+            told.append((name, loop.chain.advance()))  # As a launch does.
+            return run(*given, **options)
+
+        return op
+
+    for one in ("qkv_rope", "cross_attention", "suffix_attention", "project", "gate_up_geglu", "step"):
+        monkeypatch.setattr(suffix, one, noted(one))
+    loop.chain.early = True
+    with torch.inference_mode():
+        loop.run(inputs, state, want)
+        behind = [told.copy(), told.clear()][0]
+        with loop.chain:
+            loop.begin(late, state, got, wait)
+        assert torch.isnan(late["keys"]).sum() == 0
+        second = len(told)
+        with loop.chain:
+            loop.go_on(late, state, got)
+    assert torch.equal(got, want) and torch.isfinite(want).all() and not torch.equal(want, noise)
+    waits = [index for index, one in enumerate(told) if isinstance(one, int)]
+    assert [told[index] for index in waits] == list(range(len(inputs["keys"])))
+    assert all(told[index + 1][0] in ("qkv_rope", "cross_attention") for index in waits)
+
+    def mixes(launches: list[Any]) -> set[int]:
+        """The products after a step of π0, whose first row torch writes."""
+        after = {i + 1 for i, one in enumerate(launches) if isinstance(one, tuple) and one[0] == "step"}
+        return after - {len(launches)} if state is not None and loop.weights.mix is not None else set()
+
+    def late_of(launches: list[Any]) -> set[int]:
+        return {i for i, one in enumerate(launches) if isinstance(one, tuple) and not one[1]}
+
+    assert late_of(behind) == {0} | mixes(behind)
+    assert late_of(told) == {0, second, *(index + 1 for index in waits)} | mixes(told)
+
+
+def test_who_cannot_follow_says_nothing() -> None:
+    """On a CPU nothing runs beside anything."""
+    engine = object.__new__(NativeEngine)
+    engine.capturable = False
+    assert engine.follow(engine) == ""
+
+
+def test_the_ledger_says_what_runs_beside_what() -> None:
+    ledger = Ledger()
+    ledger.record(LedgerEntry("denoise", "native", "native", detail="streamed"))
+    ledger.add("denoise", "the first step beside the prefix")
+    assert ledger.as_list()[0]["detail"] == "streamed, the first step beside the prefix"

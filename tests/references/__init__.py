@@ -1,0 +1,1 @@
+"""Programs that run other projects' code to make references."""

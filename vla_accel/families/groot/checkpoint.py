@@ -1,0 +1,290 @@
+"""GR00T N1.7's weights under the names of Isaac-GR00T, or of lerobot, which puts `_groot_model.` before them.
+
+Sizes are read off the shapes and checked against what config.json states. Knows nothing of files or of robots.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
+from vla_accel.checkpoints.lora import Lora, fold
+from vla_accel.checkpoints.stacks import shapes_by_name
+from vla_accel.checkpoints.weights import Piece, Weights, size_of
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.groot.head import HeadConfig
+from vla_accel.families.groot.language import QwenConfig
+from vla_accel.families.groot.network import Groot, GrootConfig
+from vla_accel.families.groot.settings import refused_in_config
+from vla_accel.families.groot.vision import QwenVisionConfig
+
+LEROBOT = "_groot_model."
+_VISION, _LANGUAGE = "backbone.model.model.visual.", "backbone.model.model.language_model."
+_HEAD, _DIT = "action_head.", "action_head.model."
+SIGN = _DIT + "proj_out_1.weight"
+"""A tensor that GR00T's checkpoints have and others do not."""
+# One table under two names; savers keep either or both.
+_EMBEDDINGS = (_LANGUAGE + "embed_tokens.weight", "backbone.model.lm_head.weight")
+# Nothing reads the last layer's norm: the head takes what comes before it. The mask token and the dropout are for
+# training.
+_DEAD = (_LANGUAGE + "norm.weight", _HEAD + "mask_token", _HEAD + "dropout_prob_by_embodiment", *_EMBEDDINGS)
+# Heads' widths that no shape shows: of vision, of the vision-language attention, of the diffusion transformer.
+_VISION_HEAD, _VL_HEAD, _DIT_HEAD = 64, 64, 48
+
+_MERGER = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
+_PRE_NORM = {
+    "layer_norm1": ("norm1",), "qkv_proj": ("attn.qkv",), "out_proj": ("attn.proj",), "layer_norm2": ("norm2",),
+    "fc1": ("mlp.linear_fc1",), "fc2": ("mlp.linear_fc2",),
+}  # fmt: skip
+_QWEN = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",), "o_proj": ("self_attn.o_proj",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"), "down_proj": ("mlp.down_proj",),
+}  # fmt: skip
+_DIFFUSERS = {
+    "layer_norm1": ("norm1",), "layer_norm2": ("norm3",), "modulation": ("norm1.linear",), "q_proj": ("attn1.to_q",),
+    "kv_proj": ("attn1.to_k", "attn1.to_v"), "qkv_proj": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "out_proj": ("attn1.to_out.0",), "fc1": ("ff.net.0.proj",), "fc2": ("ff.net.2",),
+}  # fmt: skip
+_BY_EMBODIMENT = {
+    "state_in": "state_encoder.layer1", "state_out": "state_encoder.layer2", "action_in": "action_encoder.W1",
+    "action_mix": "action_encoder.W2", "action_out": "action_encoder.W3", "decode_in": "action_decoder.layer1",
+    "decode_out": "action_decoder.layer2",
+}  # fmt: skip
+_SHARED = {
+    "vl_norm": "vlln", "time_in": "model.timestep_encoder.timestep_embedder.linear_1",
+    "time_out": "model.timestep_encoder.timestep_embedder.linear_2", "final_modulation": "model.proj_out_1",
+    "out_proj": "model.proj_out_2",
+}  # fmt: skip
+
+
+def prefix_of(shapes: Mapping[str, object]) -> str | None:
+    """What stands before each of GR00T's names; None where these are no GR00T's."""
+    return next((prefix for prefix in ("", LEROBOT) if prefix + SIGN in shapes), None)
+
+
+OTHERS = "another network, which is not supported; lerobot up to 0.5.1 runs N1.5, Isaac-GR00T has a branch for each"
+
+
+def other_generation(content: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """Which other GR00T a folder holds, by its weights' names or by the base that lerobot's config.json names; None for
+    N1.7."""
+    for part, generation in ((".eagle_model.", "N1.5"), ("backbone.model.vision_model.", "N1.6")):
+        if any(part in name for name in names):
+            return generation
+    for key in ("base_model_path", "model_name"):
+        if match := re.search(r"gr00t.n1[._d]?([0-6])(?!\d)", str(content.get(key)).lower()):
+            return f"N1.{match[1]}"
+    return None
+
+
+def load_groot(
+    weights: Weights, config: GrootConfig, embodiment: int, where: str, *, lora: Lora | None = None,
+    device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
+) -> Groot:  # fmt: skip
+    """The model of one embodiment, whose weights are read when they are needed, with an adapter folded in. Raises
+    CheckpointError that lists keys missing, left over or misshaped.
+
+    Language layers behind the last that is read, and the other embodiments' weights, are not loaded.
+    """
+    network = Groot.empty(config)
+    prefix = prefix_of(weights.shapes) or ""
+    recipe: dict[str, tuple[Piece, ...]] = {
+        name: tuple(Piece(prefix + p.name, p.rows, p.entry) for p in pieces(name, config, embodiment))
+        for name in shapes_of(network)
+    }
+    table = next((prefix + e for e in _EMBEDDINGS if prefix + e in weights.shapes), prefix + _EMBEDDINGS[0])
+    recipe["embed.weight"] = (Piece(table),)
+    deeper = (n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth)
+    dead = [*(prefix + d for d in _DEAD), *deeper]
+    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead).bound_for(torch.device(device), dtype)
+    if lora is None:
+        return model
+    unread = [name.removeprefix(prefix) for name in dead]
+    unread += [name for name in lora.changes if _layer(name, _LANGUAGE) >= config.language.depth]
+    return fold(model, lora, lambda name: pieces(name, config, embodiment), unread)
+
+
+def pieces(name: str, config: GrootConfig, embodiment: int) -> tuple[Piece, ...]:
+    """The tensors in Isaac-GR00T's names that make up one canonical tensor, in order along its first axis."""
+    part, _, rest = name.partition(".")
+    if part == "embed":
+        return (Piece(_EMBEDDINGS[0]),)
+    if match := re.fullmatch(r"(vl_layers|layers)\.(\d+)\.(\w+)\.(.+)", rest):
+        stack, index, module, leaf = match.groups()
+        start, names = {
+            ("vision", "layers"): (_VISION + "blocks.", _PRE_NORM),
+            ("language", "layers"): (_LANGUAGE + "layers.", _QWEN),
+            ("head", "vl_layers"): (_HEAD + "vl_self_attention.transformer_blocks.", _DIFFUSERS),
+            ("head", "layers"): (_DIT + "transformer_blocks.", _DIFFUSERS),
+        }[part, stack]
+        stored = names.get(module, (module,))
+        rows = _rows(config, part, stack, module) if len(stored) > 1 else (None,)
+        return tuple(Piece(f"{start}{index}.{s}.{leaf}", r) for s, r in zip(stored, rows, strict=True))
+    if part == "vision":
+        rest = rest.replace("patch_embedding", "patch_embed.proj").replace("position_embedding", "pos_embed.weight")
+        rest = rest.replace("deepstack.", "deepstack_merger_list.")
+        for ours, theirs in _MERGER.items():
+            rest = rest.replace(f".{ours}.", f".{theirs}.")
+        return (Piece(_VISION + rest),)
+    if rest == "action_positions":
+        return (Piece(_HEAD + "position_embedding.weight"),)
+    module, _, leaf = rest.partition(".")
+    if module in _BY_EMBODIMENT:
+        return (Piece(f"{_HEAD}{_BY_EMBODIMENT[module]}.{'W' if leaf == 'weight' else 'b'}", entry=embodiment),)
+    return (Piece(f"{_HEAD}{_SHARED[module]}.{leaf}"),)
+
+
+def _rows(config: GrootConfig, part: str, stack: str, module: str) -> tuple[int | None, ...]:
+    if part == "language":
+        c = config.language
+        if module == "gate_up_proj":
+            return (c.mlp_dim, c.mlp_dim)
+        return (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
+    width = config.head.vl_width if stack == "vl_layers" else config.head.width
+    return (width,) * (2 if module == "kv_proj" else 3)
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """Shapes by Isaac-GR00T's names."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    prefix: str
+    where: str
+
+    def __call__(self, name: str, axes: int) -> tuple[int, ...]:
+        return shapes_by_name(self.shapes, self.prefix, self.where)(name, axes)
+
+    def depth(self, start: str) -> int:
+        return 1 + max((_layer(n.removeprefix(self.prefix), start) for n in self.shapes), default=-1)
+
+
+def _layer(name: str, start: str) -> int:
+    match = re.match(re.escape(start) + r"(?:\w+\.)?(\d+)\.", name)
+    return -1 if match is None else int(match[1])
+
+
+def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any], where: str) -> GrootConfig:
+    """The architecture of stored weights, checked against a config.json of Isaac-GR00T's (`stated`, empty: none).
+
+    What no shape shows is as stated, or as published: heads' widths, the language layers read, denoising steps. Raises
+    CheckpointError that names what is missing or contradicts.
+    """
+    shape = _Shapes(shapes, prefix_of(shapes) or "", where)
+    _refuse_others(stated, where)
+    try:
+        vision, language = _vision(shape), _language(shape, stated)
+        head, horizon = _head(shape, stated), _whole(shape, stated, "action_horizon", 40)
+        config = GrootConfig(
+            vision=vision,
+            language=language,
+            head=head,
+            action_dim=shape(_HEAD + "action_encoder.W1.W", 3)[1],
+            state_dim=shape(_HEAD + "state_encoder.layer1.W", 3)[1],
+            action_horizon=horizon,
+            num_steps=_whole(shape, stated, "num_inference_timesteps", 4),
+            ramp=float(stated.get("rtc_ramp_rate") or 6.0),
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"checkpoint {where}: {error}") from error
+    _cross_check(config, stated, shape)
+    return config
+
+
+def _vision(shape: _Shapes) -> QwenVisionConfig:
+    width, _, frames, patch, _ = shape(_VISION + "patch_embed.proj.weight", 5)
+    positions, _ = shape(_VISION + "pos_embed.weight", 2)
+    depth = shape.depth(_VISION + "blocks.")
+    out_width, joined = shape(_VISION + "merger.linear_fc2.weight", 2)
+    levels = shape.depth(_VISION + "deepstack_merger_list.")
+    if width % _VISION_HEAD:
+        raise ConfigError(f"vision.width {width}: expected heads of {_VISION_HEAD}, as Qwen3-VL's are")
+    return QwenVisionConfig(
+        width=width, depth=depth, mlp_dim=shape(_VISION + "blocks.0.mlp.linear_fc1.weight", 2)[0],
+        heads=width // _VISION_HEAD, patch_size=patch, frames=frames, merge=round((joined / width) ** 0.5),
+        # Blocks that leave something stand in equal distances: 5, 11 and 17 of 24.
+        positions=positions, deepstack=tuple(depth * (j + 1) // (levels + 1) - 1 for j in range(levels)),
+        out_width=out_width,
+    )  # fmt: skip
+
+
+def _language(shape: _Shapes, stated: Mapping[str, Any]) -> QwenConfig:
+    start = _LANGUAGE + "layers.0."
+    (head_dim,) = shape(start + "self_attn.q_norm.weight", 1)
+    queries, width = shape(start + "self_attn.q_proj.weight", 2)
+    stored, half = shape.depth(_LANGUAGE + "layers."), head_dim // 2
+    table = next((e for e in _EMBEDDINGS if shape.prefix + e in shape.shapes), _EMBEDDINGS[0])
+    return QwenConfig(
+        width=width, depth=_whole(shape, stated, "select_layer", min(16, stored)),
+        mlp_dim=shape(start + "mlp.gate_proj.weight", 2)[0], heads=queries // head_dim,
+        kv_heads=shape(start + "self_attn.k_proj.weight", 2)[0] // head_dim, head_dim=head_dim,
+        vocab_size=shape(table, 2)[0],
+        # Row and column have five sixteenths of the frequencies each: 20 of 64.
+        sections=(half - 2 * (5 * half // 16), 5 * half // 16, 5 * half // 16),
+    )  # fmt: skip
+
+
+def _whole(shape: _Shapes, stated: Mapping[str, Any], key: str, published: int) -> int:
+    return size_of(stated, key, Path(shape.where) / "config.json", published)
+
+
+def _head(shape: _Shapes, stated: Mapping[str, Any]) -> HeadConfig:
+    (vl_width,) = shape(_HEAD + "vlln.weight", 1)
+    vl, dit = _HEAD + "vl_self_attention.transformer_blocks.", _DIT + "transformer_blocks."
+    width, vl_depth = shape(_DIT + "proj_out_1.weight", 2)[1], shape.depth(vl)
+    vl_head = _stated(shape, stated, "vl_self_attention_cfg", "attention_head_dim", _VL_HEAD)
+    head_dim = _stated(shape, stated, "diffusion_model_cfg", "attention_head_dim", _DIT_HEAD)
+    if vl_width % vl_head or width % head_dim:
+        raise ConfigError(f"head: expected widths of whole heads of {vl_head} and {head_dim}, got {vl_width}, {width}")
+    return HeadConfig(
+        vl_width=vl_width, vl_depth=vl_depth, vl_heads=vl_width // vl_head,
+        vl_mlp_dim=shape(vl + "0.ff.net.0.proj.weight", 2)[0] if vl_depth else 4 * vl_width, width=width,
+        depth=shape.depth(dit), heads=width // head_dim, head_dim=head_dim,
+        mlp_dim=shape(dit + "0.ff.net.0.proj.weight", 2)[0], hidden=shape(_DIT + "proj_out_2.weight", 2)[0],
+        text_every=_whole(shape, stated, "attend_text_every_n_blocks", 2),
+        longest_chunk=shape(_HEAD + "position_embedding.weight", 2)[0],
+        buckets=_whole(shape, stated, "num_timestep_buckets", 1000),
+    )  # fmt: skip
+
+
+def _stated(shape: _Shapes, stated: Mapping[str, Any], part: str, key: str, default: int) -> int:
+    content = stated.get(part)
+    return _whole(shape, content, key, default) if isinstance(content, Mapping) else default
+
+
+def _refuse_others(stated: Mapping[str, Any], where: str) -> None:
+    """GR00T's code can build networks that no published N1.7 is."""
+    if wrong := refused_in_config(stated):
+        raise CheckpointError(f"checkpoint {where}: cannot run GR00T with {', '.join(wrong)}")
+
+
+def _cross_check(config: GrootConfig, stated: Mapping[str, Any], shape: _Shapes) -> None:
+    head, vl = config.head, stated.get("vl_self_attention_cfg")
+    dit = stated.get("diffusion_model_cfg")
+    vl, dit = (c if isinstance(c, Mapping) else {} for c in (vl, dit))
+    pairs: list[tuple[str, object, object]] = [
+        ("max_state_dim", stated.get("max_state_dim"), config.state_dim),
+        ("max_action_dim", stated.get("max_action_dim"), config.action_dim),
+        ("hidden_size", stated.get("hidden_size"), head.hidden),
+        ("input_embedding_dim", stated.get("input_embedding_dim"), head.width),
+        ("backbone_embedding_dim", stated.get("backbone_embedding_dim"), head.vl_width),
+        ("max_seq_len", stated.get("max_seq_len"), head.longest_chunk),
+        ("max_num_embodiments", stated.get("max_num_embodiments"), shape(_HEAD + "action_encoder.W1.W", 3)[0]),
+        ("diffusion_model_cfg.num_layers", dit.get("num_layers"), head.depth),
+        ("diffusion_model_cfg.num_attention_heads", dit.get("num_attention_heads"), head.heads),
+        ("diffusion_model_cfg.output_dim", dit.get("output_dim"), head.hidden),
+        ("use_vl_self_attention", stated.get("use_vl_self_attention"), head.vl_depth > 0),
+        ("vl_self_attention_cfg.num_layers", vl.get("num_layers"), head.vl_depth),
+        ("vl_self_attention_cfg.num_attention_heads", vl.get("num_attention_heads"), head.vl_heads),
+    ]
+    compare_sizes(pairs, shape.where)

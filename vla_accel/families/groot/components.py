@@ -1,0 +1,175 @@
+"""GR00T N1.7's components: vision → image_tokens, deepstack → kv_cache → keys and values of the transformer's blocks
+that look outside → denoise → actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vla_accel.component import Component, TensorSpec
+from vla_accel.families.groot.head import Cache, StepConstants
+from vla_accel.families.groot.language import Layout, Places
+from vla_accel.families.groot.network import Groot
+from vla_accel.families.groot.vision import Placed
+from vla_accel.fp8 import Products
+
+if TYPE_CHECKING:
+    from vla_accel.families.groot.native import GrootStore
+
+QUANTISED = {"denoise": {"native": Products(("qkv_proj", "q_proj", "out_proj", "fc1", "fc2"), activations=False)}}
+"""By component, then engine. What is not in here is computed in the policy's own precision."""
+CACHE = ("text_keys", "text_values", "image_keys", "image_values")
+
+
+class _Fixed(nn.Module):
+    """A component that computes some of its tensors, `names`, once: when its weights are fetched."""
+
+    def __init__(self, model: Groot, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self._names = model, tuple(names)
+        for name in names:
+            self.register_buffer(name, None, persistent=False)
+        if model.origin is None:
+            self.fetch()
+
+    def fixed(self) -> Any:
+        """A dataclass of the tensors."""
+        raise NotImplementedError
+
+    def parts(self) -> list[str]:
+        """Parameters that `forward` reads."""
+        raise NotImplementedError
+
+    def fetch(self) -> list[Tensor]:
+        """Compute what is fixed, and bring the weights that `forward` reads."""
+        if getattr(self, self._names[0]) is None:
+            with torch.inference_mode():
+                for name, value in vars(self.fixed()).items():
+                    setattr(self, name, value)
+        return self.model.fetched(*self.parts())
+
+    def kept(self) -> list[Any]:
+        """The tensors, in the order of their names."""
+        return [getattr(self, name) for name in self._names]
+
+
+class Vision(_Fixed):
+    """images uint8 (B, V, H, W, 3) to image tokens (B, I, width) and deepstack features (n, B, I, width)."""
+
+    def __init__(self, model: Groot, layout: Layout) -> None:
+        self._grid = layout.grid
+        super().__init__(model, ("embedding", "cos", "sin"))
+
+    def fixed(self) -> Placed:
+        with self.model.present("vision.position_embedding"):
+            return self.model.vision.placed(self._grid)
+
+    def parts(self) -> list[str]:
+        return [name for name in self.model.names("vision") if name != "vision.position_embedding"]
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        wide = self.model.vision.patch_embedding.weight.dtype
+        # The processor's order: x / 255, then minus and over a half.
+        pixels = (images.to(wide).permute(0, 1, 4, 2, 3) / 255.0 - 0.5) / 0.5
+        return self.model.see(pixels, Placed(*self.kept()))
+
+
+class KvCache(_Fixed):
+    """image_tokens, deepstack, tokens (B, L) int64 of the text, and, where rows may be shorter, `lengths` (B,) int32 of
+    them, to keys and values of text (n, B, L, heads, d) and of image tokens (n, B, I, heads, d)."""
+
+    def __init__(self, model: Groot, layout: Layout) -> None:
+        self._layout = layout
+        super().__init__(model, ("image", "text", "order", "positions"))
+
+    def fixed(self) -> Places:
+        return self._layout.places(self.model.device)
+
+    def parts(self) -> list[str]:
+        head = [name for name in self.model.names("head") if name.startswith("head.vl_") or ".kv_proj." in name]
+        return [*self.model.names("embed", "language"), *head]
+
+    def forward(
+        self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        cache = self.model.read(image_tokens, deepstack, tokens, Places(*self.kept()), lengths)
+        return cache.text_keys, cache.text_values, cache.image_keys, cache.image_values
+
+
+class Denoise(_Fixed):
+    """noise (B, H, A) float32, the cache, `state` (B, state_dim), `target` (B, H, A) and `weights` (B, H) float32 of a
+    previous chunk (weights of zero: a plain call), then, where rows may be shorter, `lengths` (B,) int32 of the text,
+    to normalised actions (B, H, A) float32."""
+
+    def __init__(self, model: Groot, steps: int) -> None:
+        self._steps = steps
+        super().__init__(model, ("time", "scales", "shifts", "final_scale", "final_shift"))
+
+    def fixed(self) -> StepConstants:
+        return self.model.constants(self._steps)
+
+    def parts(self) -> list[str]:
+        # What is fixed has the times' and the norms' share; the cache has the rest.
+        others = ("head.vl_", "head.time_", "head.final_modulation")
+        names = [n for n in self.model.names("head") if not n.startswith(others)]
+        return [n for n in names if ".kv_proj." not in n and ".modulation." not in n]
+
+    def forward(
+        self, noise: Tensor, text_keys: Tensor, text_values: Tensor, image_keys: Tensor, image_values: Tensor,
+        state: Tensor, target: Tensor, weights: Tensor, lengths: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        cache = Cache(text_keys, text_values, image_keys, image_values)
+        return self.model.integrate(noise, StepConstants(*self.kept()), state, cache, lengths, target, weights)
+
+
+def groot_components(
+    model: Groot, layout: Layout, batch: int, steps: int, padded: bool, store: GrootStore | None
+) -> tuple[Component, Component, Component]:
+    """The three components of a shape. `padded`: rows may have fewer text tokens than the layout."""
+    config, dtype = model.config, model.dtype
+    head, vision = config.head, config.vision
+    images, text, unit = layout.views * layout.view_tokens, layout.text, vision.unit
+    pixels = (batch, layout.views, layout.grid[0] * unit, layout.grid[1] * unit, 3)
+    hidden = (batch, images, config.language.width)
+    image_tokens = TensorSpec("image_tokens", hidden, dtype)
+    deepstack = TensorSpec("deepstack", (len(vision.deepstack), *hidden), dtype)
+    lengths = (TensorSpec("lengths", (batch,), torch.int32),) if padded else ()
+    actions = (batch, config.action_horizon, config.action_dim)
+
+    def cached(name: str) -> TensorSpec:
+        source, tokens = ("text", text) if name.startswith("text") else ("image", images)
+        return TensorSpec(name, (len(head.blocks(source)), batch, tokens, head.heads, head.head_dim), dtype)
+
+    cache = tuple(map(cached, CACHE))
+
+    def native(make: str, *sizes: Any) -> Callable[..., Any] | None:
+        return None if store is None or not padded else partial(getattr(store, make), batch, layout, *sizes)
+
+    made: Mapping[str, tuple[_Fixed, tuple[TensorSpec, ...], tuple[TensorSpec, ...], Any]] = {
+        "vision": (
+            Vision(model, layout), (TensorSpec("images", pixels, torch.uint8),), (image_tokens, deepstack),
+            native("vision"),
+        ),
+        "kv_cache": (
+            KvCache(model, layout), (image_tokens, deepstack, TensorSpec("tokens", (batch, text), torch.int64),
+            *lengths), cache, native("kv_cache"),
+        ),
+        "denoise": (
+            Denoise(model, steps),
+            (
+                TensorSpec("noise", actions, torch.float32), *cache,
+                TensorSpec("state", (batch, config.state_dim), torch.float32),
+                TensorSpec("target", actions, torch.float32), TensorSpec("weights", actions[:2], torch.float32),
+                *lengths,
+            ),
+            (TensorSpec("actions", actions, torch.float32),), native("denoise", steps),
+        ),
+    }  # fmt: skip
+    return tuple(
+        Component(name, m, i, o, n, quantised=QUANTISED.get(name, {}), fetch=m.fetch, products=model.dtype)
+        for name, (m, i, o, n) in made.items()
+    )  # type: ignore[return-value]

@@ -1,0 +1,36 @@
+"""The native programs of GR00T N1.7: the components written in fused ops over static buffers, for a CUDA graph."""
+
+from __future__ import annotations
+
+from vla_accel.component import Program
+from vla_accel.config import EngineSpec
+from vla_accel.families.groot.language import Layout
+from vla_accel.families.groot.native_loop import NativeTransformer, TransformerWeights, step_tables
+from vla_accel.families.groot.native_prefix import NativeReader, ReaderWeights
+from vla_accel.families.groot.native_vision import NativeTower, TowerWeights
+from vla_accel.families.groot.network import Groot
+from vla_accel.nn.store import NativeStore
+
+
+class GrootStore(NativeStore[Groot]):
+    """Prepared weights of one GR00T."""
+
+    def vision(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
+        """The vision program of `batch` observations."""
+        precision = self.precision("vision", spec, ())
+        weights = self.weights(("vision", precision), lambda: TowerWeights.of(self.model, precision))
+        return NativeTower(weights, batch, layout, spec.attention)
+
+    def kv_cache(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
+        """The program of language model and vision-language attention."""
+        precision = self.precision("kv_cache", spec, ())
+        weights = self.weights(("kv_cache", precision), lambda: ReaderWeights.of(self.model, precision))
+        return NativeReader(weights, batch, layout, spec.attention)
+
+    def denoise(self, batch: int, layout: Layout, steps: int, spec: EngineSpec) -> Program:
+        """The whole Euler loop of `steps`. Its FP8 and INT8 are of weights alone and need no scales."""
+        precision = self.precision("denoise", spec, self.beside_bf16("fp8", "int8"), calibrated=False)
+        form = ("denoise", precision)
+        weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))
+        tables = self.weights((*form, steps), lambda: step_tables(self.model, weights, steps))
+        return NativeTransformer(weights, tables, self.model.config, batch)

@@ -1,0 +1,151 @@
+"""GR00T N1.7 at any size: one definition for inference and for training.
+
+Knows nothing about robots, prompts or engines. Same mathematics as lerobot 0.6.1's and Isaac-GR00T's, with the exact
+savings applied: q, k, v and gate, up are single products; padding and missing views are dropped before anything is
+computed; layers whose output nothing reads are not there; what depends on the observation or on the step alone is
+computed once for all steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vla_accel.errors import ConfigError
+from vla_accel.families.groot.head import Cache, GrootHead, HeadConfig, StepConstants
+from vla_accel.families.groot.language import Places, QwenConfig, QwenLanguage
+from vla_accel.families.groot.vision import Placed, QwenVision, QwenVisionConfig
+from vla_accel.nn.network import Network
+
+
+@dataclass(frozen=True)
+class GrootConfig:
+    """Architecture and sizes.
+
+    `action_dim`, `state_dim` and `action_horizon` are the model's own (padded) sizes; `num_steps`: denoising steps that
+    the checkpoint asks for; `max_token_len`: the longest prompt in tokens, those of images left out; `ramp`: how fast
+    real-time chunking lets go of the previous chunk.
+    """
+
+    vision: QwenVisionConfig = field(default_factory=QwenVisionConfig)
+    language: QwenConfig = field(default_factory=QwenConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    action_dim: int = 132
+    state_dim: int = 132
+    action_horizon: int = 40
+    num_steps: int = 4
+    max_token_len: int = 128
+    ramp: float = 6.0
+
+    def __post_init__(self) -> None:
+        if not self.vision.out_width == self.language.width == self.head.vl_width:
+            raise ConfigError(
+                f"vision.out_width {self.vision.out_width}, language.width {self.language.width} and head.vl_width "
+                f"{self.head.vl_width} must be equal"
+            )
+        if len(self.vision.deepstack) > self.language.depth:
+            raise ConfigError(f"vision.deepstack: expected at most {self.language.depth}, got {self.vision.deepstack}")
+        if self.action_horizon > self.head.longest_chunk:
+            raise ConfigError(f"action_horizon: expected at most {self.head.longest_chunk}, got {self.action_horizon}")
+
+
+def groot_n17(**changes: object) -> GrootConfig:
+    """GR00T N1.7 at the published size (3 B with all embodiments)."""
+    return GrootConfig(**changes)  # type: ignore[arg-type]
+
+
+_WIDE = ("vision.patch_", "vision.position_", "head.state_", "head.action_", "head.time_", "head.decode_")
+
+
+class Groot(Network):
+    """The model. Module names are the canonical checkpoint keys (see `vla_accel.families.groot.checkpoint`)."""
+
+    config: GrootConfig
+
+    def __init__(self, config: GrootConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vision = QwenVision(config.vision)
+        self.embed = nn.Embedding(config.language.vocab_size, config.language.width)
+        self.language = QwenLanguage(config.language)
+        self.head = GrootHead(config.head, config.state_dim, config.action_dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the large products; small projections may be wider."""
+        return self.head.out_proj.weight.dtype
+
+    @staticmethod
+    def kept_wide(name: str) -> bool:
+        """Patch and position embeddings, and the small projections of state, actions and time."""
+        return name.startswith(_WIDE)
+
+    def see(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor]:
+        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * tokens, width) and deepstack features (n, B,
+        V * tokens, width). `placed`: as `QwenVision.placed` gives it, to compute it once."""
+        batch, width = len(pixels), self.config.language.width
+        tokens, deepstack = self.vision(pixels.flatten(0, 1), placed)
+        return tokens.reshape(batch, -1, width), deepstack.reshape(len(deepstack), batch, -1, width)
+
+    def read(
+        self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, places: Places, lengths: Tensor | None = None
+    ) -> Cache:
+        """What the action head attends to, of what `see` gave and of text tokens (B, L) int64, of which the first
+        `lengths` (B,) of each row are real; None: all."""
+        text = self.embed(tokens).to(image_tokens.dtype)
+        x = torch.cat((image_tokens, text), 1)[:, places.order]
+        hidden = self.language(x, places.positions, places.order, deepstack)
+        real = None
+        if lengths is not None:
+            real = torch.arange(len(places.order), device=tokens.device) < (len(places.image) + lengths)[:, None]
+        features = self.head.features(hidden, real)
+        return self.head.cache(features[:, places.text], features[:, places.image])
+
+    def constants(self, steps: int) -> StepConstants:
+        """What each of so many steps computes of its time alone. Weights that were not here are let go again."""
+        norms = [f"head.layers.{i}.modulation" for i in range(self.config.head.depth)]
+        small = ("head.time_in", "head.time_out", "head.final_modulation", "head.action_mix")
+        with self.present(*small, *norms):
+            return self.head.constants(steps)
+
+    def integrate(
+        self, noise: Tensor, constants: StepConstants, state: Tensor, cache: Cache, lengths: Tensor | None = None,
+        target: Tensor | None = None, weights: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Euler from t = 0 (noise) to 1. noise (B, H, action_dim) float32; state (B, state_dim); returns the actions,
+        same shape and dtype as the noise.
+
+        `target` (B, H, action_dim) and `weights` (B, H): rows with a weight begin at the target instead of the noise,
+        and move by 1 - weight of the velocity (GR00T's own real-time chunking); weights of zero: a plain call.
+        """
+        text = None
+        if lengths is not None:
+            text = torch.arange(cache.text_keys.shape[2], device=noise.device) < lengths[:, None]
+        token = self.head.state_token(state)
+        x, pace = noise, None
+        if target is not None and weights is not None:
+            x = torch.where(weights[..., None] > 0, target.to(noise.dtype), noise)
+            pace = (1.0 - weights)[..., None]
+        for step in range(constants.steps):
+            v = self.head.velocity(x, constants, step, token, cache, text).to(x.dtype)
+            x = x + (1.0 / constants.steps) * (v if pace is None else v * pace)
+        return x
+
+
+def overlap_weights(previous: int, delay: int, horizon: int, ramp: float, until: int | None) -> Tensor:
+    """Weights (horizon,) float32 of `Groot.integrate` for a previous chunk of which `previous` actions are left and
+    `delay` are sure to be executed: 1 for these, then falling as exp(-ramp u) to none after `until` (None: all).
+
+    Source: lerobot 0.6.1, `GR00TN17ActionHead.get_action_with_features`, whose factors of the velocity are one less
+    these.
+    """
+    overlap = min(previous, horizon, previous if until is None else until)
+    frozen = min(delay, overlap)
+    place = torch.linspace(0.0, 1.0, overlap - frozen + 2)[1:-1]
+    weights = torch.zeros(horizon)
+    weights[:frozen] = 1.0
+    weights[frozen:overlap] = 1.0 - torch.expm1(-ramp * place) / math.expm1(-ramp)
+    return weights

@@ -1,0 +1,210 @@
+"""One embodiment of a GR00T checkpoint, from Isaac-GR00T's settings: its cameras, its groups of states and actions, and
+how its images are fitted. Knows nothing of where a folder keeps them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from vla_accel.checkpoints.weights import size_of
+from vla_accel.errors import CheckpointError
+from vla_accel.families.groot.images import Cropping
+from vla_accel.families.groot.modalities import Group, Groups, Scaling, check_references
+from vla_accel.families.groot.settings import refused_in_modality
+
+D = TypeVar("D")
+LIBERO_TAG = "libero_sim"
+
+
+@dataclass(frozen=True)
+class Robot:
+    """What a folder says of one embodiment. `cameras` in the model's order; `features`: lerobot's own names of the
+    robot's cameras, empty where the folder has none; `renamed`: the robot's names of lerobot's features, where they are
+    others."""
+
+    tag: str
+    embodiment: int
+    cameras: tuple[str, ...]
+    frames: int
+    rows: int
+    state: Groups
+    actions: Groups
+    cropping: Cropping
+    formal: bool
+    gripper: bool
+    exclude_state: bool = False
+    features: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def read_robot(
+    tag: str, embodiment: Any, modality: Any, statistics: Any, settings: Mapping[str, Any], cropping: Cropping,
+    path: Path,
+) -> Robot:  # fmt: skip
+    """One embodiment's groups and cameras, from Isaac-GR00T's settings. Raises CheckpointError for settings that are
+    not honoured."""
+    if wrong := refused_in_modality(modality):
+        raise CheckpointError(f"{path}: {tag}: cannot run GR00T with {', '.join(wrong)}")
+    video, action = mapping(modality, "video", path), mapping(modality, "action", path)
+    if not isinstance(embodiment, int) or isinstance(embodiment, bool) or embodiment < 0:
+        raise CheckpointError(f"{path}: expected a number for embodiment {tag}, got {embodiment!r}")
+    rows = len(action.get("delta_indices") or ())
+    cameras = tuple(map(str, video.get("modality_keys") or ()))
+    if not rows or not cameras:
+        raise CheckpointError(f"{path}: {tag}: expected video.modality_keys and action.delta_indices, got none")
+    state = _groups("state", modality, statistics, settings, f"{path}: {tag}")
+    actions = _groups("action", modality, statistics, settings, f"{path}: {tag}")
+    check_references(actions, state.groups, f"{path}: {tag}")
+    return Robot(
+        tag=tag, embodiment=embodiment, cameras=cameras, frames=max(1, len(video.get("delta_indices") or ())),
+        rows=rows, state=state, actions=actions, cropping=cropping,
+        formal=settings.get("formalize_language", True) is not False, gripper=tag == LIBERO_TAG,
+    )  # fmt: skip
+
+
+def _groups(kind: str, modality: Any, statistics: Any, settings: Mapping[str, Any], where: str) -> Groups:
+    config = mapping(modality, kind, where)
+    table = mapping(statistics, kind, where)
+    names = [str(n) for n in config.get("modality_keys") or ()]
+    forms = config.get("action_configs") or []
+    found = []
+    for index, name in enumerate(names):
+        entry = mapping(table, name, f"{where}: statistics of {kind}")
+        size = _size(entry, f"{where}: statistics of {kind} {name}")
+        form = forms[index] if index < len(forms) and isinstance(forms[index], Mapping) else {}
+        relative = bool(settings.get("use_relative_action")) and _word(form.get("rep")) == "relative"
+        group = Group(name, size, "sin_cos")
+        if relative:
+            entry = mapping(mapping(statistics, "relative_action", where), name, f"{where}: relative_action")
+            group = dataclasses.replace(
+                group, relative=_relation(form, f"{where}: action {name}"), reference=form.get("state_key") or name
+            )
+        angles = config.get("sin_cos_embedding_keys") if settings.get("apply_sincos_state_encoding") else None
+        as_angles = kind == "state" and name in (angles or ())
+        if not as_angles:
+            scaling = "mean_std" if name in (config.get("mean_std_embedding_keys") or ()) else "range"
+            group = _scaled(group, entry, scaling, settings, relative, f"{where}: {kind} {name}")
+        found.append(group)
+    if not found:
+        raise CheckpointError(f"{where}: expected {kind}.modality_keys, got none")
+    return Groups(tuple(found))
+
+
+def _scaled(
+    group: Group, entry: Mapping[str, Any], scaling: Scaling, settings: Mapping[str, Any], relative: bool, where: str
+) -> Group:
+    names = ("mean", "std") if scaling == "mean_std" else ("min", "max")
+    if scaling == "range" and settings.get("use_percentiles") and not relative:
+        names = ("q01", "q99")
+    low, high = (_numbers(entry.get(n), f"{where}: {n}") for n in names)
+    if (high < (0.0 if scaling == "mean_std" else low)).any():
+        raise CheckpointError(f"{where}: expected {'std >= 0' if scaling == 'mean_std' else ' <= '.join(names)}")
+    clipped = settings.get("clip_outliers", True) is not False
+    return dataclasses.replace(group, scaling=scaling, low=low, high=high, clipped=clipped)
+
+
+def _relation(form: Mapping[str, Any], where: str) -> Any:
+    kind, layout = _word(form.get("type")), _word(form.get("format")).replace("_", "+")
+    if kind == "non+eef" or kind == "non_eef":
+        return "difference"
+    if kind == "eef" and layout == "xyz+rot6d":
+        return "pose"
+    raise CheckpointError(f"{where}: expected NON_EEF, or EEF as XYZ_ROT6D, got {dict(form)}")
+
+
+def _word(value: Any) -> str:
+    return str(value).lower()
+
+
+# -- images -------------------------------------------------------------------------------------------------------
+
+
+def lerobot_cropping(settings: Mapping[str, Any], path: Path) -> Cropping:
+    """How lerobot fits images. It falls back to a crop of 230 of 256 pixels where no target size is stored."""
+    target, crop = _sides(settings, "image_target_size", path, (256, 256)), settings.get("crop_fraction")
+    if settings.get("image_target_size") is None:
+        crop = 230 / 256
+    elif crop is None:
+        crop = _sides(settings, "image_crop_size", path, target)[0] / target[0]
+    crop = _fraction(crop, path)
+    return Cropping(
+        filter="area" if settings.get("use_albumentations") else "bicubic",
+        edge=size_of(settings, "shortest_image_edge", path, target[0]),
+        crop=crop if 0.0 < crop < 1.0 else 1.0,
+        target=target,
+        letterbox=bool(settings.get("letter_box_transform")),
+    )
+
+
+def isaac_cropping(settings: Mapping[str, Any], path: Path) -> Cropping:
+    """How Isaac-GR00T fits images: without `use_albumentations`, the fraction and the shortest edge do not count."""
+    letterbox, fraction = bool(settings.get("letter_box_transform")), settings.get("crop_fraction", 0.95)
+    target, crop = (_sides(settings, key, path, None) for key in ("image_target_size", "image_crop_size"))
+    fraction = None if fraction is None else _fraction(fraction, path)
+    if fraction is not None and not 0.0 < fraction <= 1.0:
+        raise CheckpointError(f"{path}: crop_fraction: expected more than 0 and at most 1, got {fraction}")
+    edge: int | None = size_of(settings, "shortest_image_edge", path, 256)
+    if settings.get("shortest_image_edge", edge) is None:
+        edge = None
+    area = bool(settings.get("use_albumentations"))
+    # The two sizes are what decides, where there is neither a fraction nor an edge.
+    if target is None and not (area and fraction is not None and edge is not None):
+        raise CheckpointError(f"{path}: image_target_size: expected a height and a width, got None")
+    if crop is None and not (area and fraction is not None):
+        raise CheckpointError(f"{path}: image_crop_size: expected a height and a width, got None")
+    if target is not None and crop is not None and (crop[0] > target[0] or crop[1] > target[1]):
+        raise CheckpointError(f"{path}: image_crop_size: expected at most {target}, got {crop}")
+    if area:
+        share = fraction if fraction is not None else crop[0] / target[0]  # type: ignore[index]
+        return Cropping("area", edge, share, target or (edge, edge), letterbox)  # type: ignore[arg-type]
+    return Cropping("bilinear", None, crop, target, letterbox)  # type: ignore[arg-type]
+
+
+def _sides(settings: Mapping[str, Any], key: str, path: Path, default: D) -> tuple[int, int] | D:
+    value = settings.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise CheckpointError(f"{path}: {key}: expected a height and a width, got {value!r:.60}")
+    height, width = (size_of({key: side}, key, path) for side in value)
+    return height, width
+
+
+def _fraction(value: Any, path: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise CheckpointError(f"{path}: crop_fraction: expected a number, got {value!r:.60}")
+    return float(value)
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def mapping(content: Any, key: str, where: object) -> Mapping[str, Any]:
+    value = content.get(key) if isinstance(content, Mapping) else None
+    if not isinstance(value, Mapping):
+        found = sorted(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
+        raise CheckpointError(f"{where}: expected {key}, found {found}")
+    return value
+
+
+def _size(entry: Mapping[str, Any], where: str) -> int:
+    for name in ("mean", "q01", "min", "max", "std"):
+        if entry.get(name) is not None:
+            return int(_numbers(entry[name], f"{where}: {name}").shape[-1])
+    raise CheckpointError(f"{where}: expected mean, q01 or min, found {sorted(entry)}")
+
+
+def _numbers(value: Any, where: str) -> np.ndarray:
+    """Float64 (n,) or (rows, n) of finite numbers."""
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: expected finite numbers, got {value!r:.60}") from error
+    if array.ndim not in (1, 2) or not array.size or not np.isfinite(array).all():
+        raise CheckpointError(f"{where}: expected finite numbers, got {value!r:.60}")
+    return array

@@ -1,0 +1,40 @@
+"""The native programs of π0, π0.5 and π0-FAST: components in fused ops over static buffers, for a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from vla_accel.component import Program
+from vla_accel.config import EngineSpec
+from vla_accel.families.pi0.native_loop import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.pi0_fast.native_decode import DecodeWeights, NativeDecode
+from vla_accel.families.pi0_fast.network import Pi0Fast
+from vla_accel.nn.native_prefix import PaliGemmaStore, PrefixWeights
+
+
+class Pi0Store(PaliGemmaStore[Pi0]):
+    """Prepared weights of one π0 or π0.5."""
+
+    def denoise(
+        self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None,
+        trained: bool = False,
+    ) -> Program:  # fmt: skip
+        """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
+        key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, ExpertWeights.of)
+        steps = (*key, num_steps, max_weight, trained)
+        tables = self.weights(steps, lambda: steps_of(self.model, weights, num_steps, max_weight, trained))
+        return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)
+
+
+class Pi0FastStore(PaliGemmaStore[Pi0Fast]):
+    """Prepared weights of one π0-FAST. Prefix and decode are the same layers, and read the same weights."""
+
+    paired: ClassVar[bool] = False
+
+    def decode(self, batch: int, prefix_tokens: int, steps: int, spec: EngineSpec) -> Program:
+        """At most `steps` tokens behind a prefix."""
+        precision = self.loop_precision("decode", spec)
+        prefix = next((w for w in self.prepared.values() if isinstance(w, PrefixWeights)), None)
+        weights = self.weights(("decode", precision), lambda: DecodeWeights.of(self.model, precision, prefix))
+        return NativeDecode(weights, self.model.config, batch, prefix_tokens, steps)

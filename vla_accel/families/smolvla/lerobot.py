@@ -1,0 +1,105 @@
+"""lerobot's own SmolVLA as a baseline: used where it is installed (`lerobot` 0.4.4 or 0.6.1 from the package index)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vla_accel.errors import DependencyError
+from vla_accel.families.smolvla.network import smolvla
+from vla_accel.numeric import matmul_precision
+
+MODES: dict[str, bool] = {"lerobot-eager": False, "lerobot-compile": True}
+"""Names that `bench` knows, with whether lerobot compiles its model (torch.compile, max-autotune)."""
+TOKENS = 20
+"""Of the prompt, about as many as a LIBERO instruction has: lerobot pads to the longest of a batch."""
+
+
+def sampler(horizon: int, device: str, name: str, steps: int) -> Callable[[Mapping[str, Any]], Any]:
+    """`infer(observation)` of one of `MODES`. Raises DependencyError without lerobot."""
+    with matmul_precision():
+        policy = _policy(horizon, device, MODES[name], steps)
+        # A compiled policy asks for TF32's products: for its own calls alone.
+        precision = torch.get_float32_matmul_precision()
+
+    def infer(observation: Mapping[str, Any]) -> dict[str, Any]:
+        with matmul_precision(precision):
+            return _infer(policy, device, observation)
+
+    return infer
+
+
+def _policy(horizon: int, device: str, compiled: bool, steps: int) -> Any:
+    """lerobot's policy of the published size with random weights, in the dtypes that its checkpoint loads in: BF16, but
+    for the small projections and those of the prefix's keys and values."""
+    try:
+        from lerobot.configs.types import FeatureType, PolicyFeature
+        from lerobot.policies.smolvla import smolvlm_with_expert
+        from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+        from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+    except ImportError as error:
+        raise DependencyError(f"lerobot is not installed: pip install lerobot==0.6.1 ({error})") from error
+    config = SmolVLAConfig(
+        input_features={"observation.state": PolicyFeature(FeatureType.STATE, (8,))},
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (7,))},
+        chunk_size=horizon, n_action_steps=horizon, num_steps=steps, load_vlm_weights=False, device=device,
+        compile_model=compiled,
+    )  # fmt: skip
+    with _sizes_handed_in(smolvlm_with_expert), torch.device(device):
+        policy = SmolVLAPolicy(config).eval()
+    for name, parameter in policy.model.vlm_with_expert.named_parameters():
+        cross = "lm_expert" in name and name.endswith(("k_proj.weight", "v_proj.weight"))
+        if not (cross and parameter.shape[0] == parameter.shape[1]):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return policy.to(device)
+
+
+@contextlib.contextmanager
+def _sizes_handed_in(module: Any) -> Iterator[None]:
+    """Where lerobot would ask the hub for SmolVLM2's sizes and tokenizer, it finds the sizes here."""
+    from transformers.models.smolvlm import SmolVLMConfig
+
+    ours = smolvla()
+    v, p = ours.vision, ours.prefix
+    vision = {"hidden_size": v.width, "num_hidden_layers": v.depth, "intermediate_size": v.mlp_dim,
+              "num_attention_heads": v.heads, "image_size": v.image_size, "patch_size": v.patch_size}  # fmt: skip
+    text = {"model_type": "llama", "hidden_size": p.width, "num_hidden_layers": 2 * p.depth,
+            "intermediate_size": p.mlp_dim, "num_attention_heads": p.heads, "num_key_value_heads": p.kv_heads,
+            "head_dim": p.head_dim, "vocab_size": ours.vocab_size, "rms_norm_eps": p.eps,
+            "pad_token_id": 0}  # fmt: skip
+    whole: dict[str, Any] = {"vision_config": vision, "text_config": text, "pad_token_id": 0}
+    config = SmolVLMConfig(**whole, scale_factor=ours.shuffle)
+    tokenizer = SimpleNamespace(fake_image_token_id=1, global_image_token_id=2)
+    stand_ins = {"AutoConfig": config, "AutoProcessor": SimpleNamespace(tokenizer=tokenizer)}
+    kept = {name: getattr(module, name) for name in stand_ins}
+    try:
+        for name, made in stand_ins.items():
+            setattr(module, name, SimpleNamespace(from_pretrained=lambda _, made=made: made))
+        yield
+    finally:
+        for name, real in kept.items():
+            setattr(module, name, real)
+
+
+@torch.inference_mode()
+def _infer(policy: Any, device: str, observation: Mapping[str, Any]) -> dict[str, Any]:
+    from lerobot.configs.types import FeatureType, PolicyFeature
+
+    images = {f"observation.images.{i}": v for i, v in enumerate(v for k, v in observation.items() if "image" in k)}
+    if not policy.config.image_features:
+        for key, image in images.items():
+            policy.config.input_features[key] = PolicyFeature(FeatureType.VISUAL, (3, *image.shape[:2]))
+    batch: dict[str, Any] = {}
+    for key, image in images.items():
+        # As lerobot's own server does: bytes travel, and become floats on the device.
+        batch[key] = torch.from_numpy(image)[None].to(device).permute(0, 3, 1, 2).float() / 255
+    state = torch.from_numpy(np.asarray(observation["observation/state"], np.float32))
+    batch["observation.state"] = state[None].to(device)
+    batch["observation.language.tokens"] = torch.arange(2, TOKENS + 2, device=device)[None]
+    batch["observation.language.attention_mask"] = torch.ones(1, TOKENS, dtype=torch.bool, device=device)
+    return {"actions": policy.predict_action_chunk(batch).float().cpu().numpy()[0]}

@@ -1,0 +1,195 @@
+"""TensorRT engine files at paths of the user's choosing: built, described, checked and opened.
+
+Each NAME.trt has a NAME.json beside it: what it was built from, its profiles and its SHA-256. A file that is damaged,
+of another model, another library or another shape is refused by name. Building needs no GPU with TensorRT-RTX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from vla_accel.component import Component
+from vla_accel.config import EngineSpec, TensorrtOptions
+from vla_accel.engines import cache, onnx, tensorrt_library
+from vla_accel.engines.base import Engine
+from vla_accel.engines.onnx import OnnxFile
+from vla_accel.engines.tensorrt_builder import Profile, build_plan
+from vla_accel.engines.tensorrt_library import Capability, Library, LibraryName, load_library, target_name
+from vla_accel.engines.tensorrt_plan import described
+from vla_accel.engines.tensorrt_session import Scratch, Session, shared_engine
+from vla_accel.errors import EngineError
+from vla_accel.files import replacing_privately
+from vla_accel.images.config import VaeConfig, engine_file
+from vla_accel.images.stage import Stage
+from vla_accel.images.vae_component import Side, Size
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.ledger import Ledger, LedgerEntry
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltFile:
+    """An engine file and its description; `built`: now, not found as it was."""
+
+    path: Path
+    about: dict[str, Any]
+    built: bool
+
+
+def export_onnx(component: Component, folder: Path, *, check: Component | None) -> OnnxFile:
+    """The component's ONNX file, compared with the module at the shapes of `check` (the component at a small size).
+
+    Large models are compared small: a convolution does not know the size, and the largest would take a CPU an hour.
+    """
+    graph = onnx.export(component, component.module, folder, verify=False)
+    if check is None:
+        return graph
+    began = time.perf_counter()
+    similarity = onnx.compare(check, component.module, graph.path)
+    seconds = {**graph.seconds, "verify": time.perf_counter() - began}
+    return dataclasses.replace(graph, similarity=similarity, seconds=seconds)
+
+
+def build_file(
+    component: Component,
+    graph: OnnxFile,
+    path: Path,
+    library: Library,
+    targets: Sequence[Capability],
+    options: TensorrtOptions,
+) -> BuiltFile:
+    """Build `path` and its description from an ONNX file. Raises EngineError as `build_plan` does."""
+    ahead = library.name == "tensorrt_rtx"
+    plan = build_plan(library, graph, component, options, targets=targets, ahead=ahead)
+    content = memoryview(plan.content)
+    about = {
+        "schema": cache.SCHEMA,
+        "name": component.name,
+        "key": identity(component),
+        "component": component.name,
+        "library": library.name,
+        "version": library.version,
+        "target": "+".join(target_name(c) for c in targets),
+        "optimization_level": options.optimization_level,
+        "profiles": plan.profiles,
+        "inputs": [described(spec) for spec in component.inputs],
+        "outputs": [described(spec) for spec in component.outputs],
+        "layers": plan.layers,
+        "similarity": graph.similarity,
+        "seconds": {**graph.seconds, **plan.seconds},
+        "bytes": content.nbytes,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "torch": torch.__version__,
+        "written": time.time(),
+    }
+    description = path.with_suffix(".json")
+    # An old description must not vouch for the new content, should this end between the two.
+    description.unlink(missing_ok=True)
+    with replacing_privately(path) as temporary, open(temporary, "wb") as file:
+        file.write(content)
+    with replacing_privately(description) as temporary:
+        temporary.write_text(json.dumps(about, indent=1) + "\n")
+    return BuiltFile(path, json.loads(description.read_text()), built=True)
+
+
+def found_file(component: Component, path: Path, library: LibraryName) -> BuiltFile | None:
+    """The engine file at `path`, if it is whole and of this component and library; None where there is none.
+
+    Raises EngineError for one that is damaged, or of another model or library, saying what to do.
+    """
+    if not path.is_file():
+        return None
+    entry = cache.examine(path)
+    if entry.problem:
+        raise EngineError(f"{component.name}: {path}: {entry.problem}; build it again with --force-engine")
+    about = dict(entry.about)
+    own, there = described(component.inputs[0])["dtype"], (about.get("inputs") or [{}])[0].get("dtype")
+    if about.get("component") == component.name and own != there:
+        raise EngineError(
+            f"{component.name}: {path} computes in {there}, and the model is in {own}: load the model in {there}, "
+            f"or build the file in {own} (--dtype, with --force-engine)"
+        )
+    if about.get("component") != component.name or about.get("key") != identity(component):
+        raise EngineError(
+            f"{component.name}: {path} was built from another model ({about.get('component')}, other weights, dtype or "
+            "channels): build it again with --force-engine, or name the folder of this model's engines"
+        )
+    if about.get("library") != library:
+        raise EngineError(f"{component.name}: {path} is an engine of {about.get('library')}, {library} was asked for")
+    return BuiltFile(path, about, built=False)
+
+
+def identity(component: Component) -> str:
+    """A hash of a component's weights, names and dtypes: what two sizes of one engine have in common."""
+    tensors = [(s.name, str(s.dtype), s.shape[1:2]) for s in (*component.inputs, *component.outputs)]
+    return cache.key_of({"tensors": tensors, "weights": cache.weights_hash(component.module)})
+
+
+class FileEngine(Engine):
+    """An engine file run at one size: the profile that fits best is chosen once, here.
+
+    Raises EngineError for a library that does not run on this GPU, a damaged file, or a size outside its profiles.
+    """
+
+    def __init__(
+        self,
+        component: Component,
+        device: torch.device,
+        spec: EngineSpec,
+        path: Path,
+        scratch: Scratch | None = None,
+    ) -> None:
+        """`scratch`: memory that engines share which never run at the same time, because one lock guards them."""
+        super().__init__(component, device, spec)
+        self.name = spec.engine
+        library_name = cast(LibraryName, spec.engine)
+        found = found_file(component, path, library_name)
+        if found is None:
+            raise EngineError(f"{component.name}: {path}: no such engine file")
+        gpu = Gpu.of(device)
+        if gpu is None:
+            raise EngineError(f"{component.name}: {path.name} needs an NVIDIA GPU, got device {device}")
+        if not tensorrt_library.runs_on(library_name, gpu.capability):
+            raise EngineError(
+                f"{component.name}: {path.name} was built for {found.about['target']}; {library_name} runs on "
+                f"{tensorrt_library.known_capabilities(library_name)}, this GPU has {gpu.version}"
+            )
+        library = load_library(library_name)
+        self._allocate()
+        engine = shared_engine(library, path, device, spec.tensorrt.weight_streaming)
+        self.session = Session(library, engine, profiles_in(found), component, device, scratch)
+        self.capturable = self.session.capturable
+        self.detail = f"{library.title}, {path.name}, profile {self.session.profile}"
+
+    def run(self) -> None:
+        self.session.enqueue({**self.inputs, **self.outputs}, tensorrt_library.stream_of(self.device))
+
+
+def profiles_in(found: BuiltFile) -> tuple[Profile, ...]:
+    """The optimization profiles of an engine file."""
+    return tuple(
+        {n: (tuple(low), tuple(best), tuple(high)) for n, (low, best, high) in p.items()}
+        for p in found.about["profiles"]
+    )
+
+
+def open_file(component: Component, spec: EngineSpec, path: Path, scratch: Scratch, ledger: Ledger) -> Stage:
+    """An engine file as a stage on the device of `scratch`, with an entry in the ledger."""
+    engine = FileEngine(component, scratch.device, spec, path, scratch)
+    ledger.record(LedgerEntry(component.name, spec.engine, spec.engine, "", engine.detail))
+    return Stage(component, spec, scratch.device, ledger, engine=engine)
+
+
+def open_engine(
+    config: VaeConfig, side: Side, size: Size, component: Component, scratch: Scratch, ledger: Ledger
+) -> Stage:
+    """The stage for one side and size of an autoencoder, from the files that its configuration names."""
+    path = engine_file(config.trt_vae_config, side, size)
+    return open_file(component, EngineSpec(engine=config.vae_type), path, scratch, ledger)

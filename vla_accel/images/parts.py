@@ -1,0 +1,96 @@
+"""A Stable Diffusion pipeline's parts: where they are, which of them we can run, and its scheduler."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vla_accel.errors import CheckpointError, ConfigError, nearest
+from vla_accel.images.models import diffusers_module, from_folder, random_stable_diffusion
+
+RANDOM = {"random": False, "tiny-random": True}
+"""Instead of a folder: version 1.4's configuration, or a tiny one, with random weights."""
+
+
+_SCHEDULER_PARTS = ("init_noise_sigma", "scale_model_input", "order")
+_SUITABLE = "expected one of Stable Diffusion's, like DDIMScheduler"
+
+
+def unet_engine_file(folder: str | Path) -> Path:
+    """Where `build-unet` puts a model's engine."""
+    return Path(folder) / "unet" / "trt" / "unet.trt"
+
+
+def make_scheduler(own: Any, name: str | None) -> Any:
+    """Make a scheduler of the checkpoint's class, or of another diffusers class with the checkpoint's settings.
+
+    Raises:
+        ConfigError: diffusers has no such class, or the class does not suit Stable Diffusion or these settings.
+    """
+    kind = type(own) if name is None else scheduler_class(name)
+    try:
+        made = kind.from_config(own.config)
+    except (TypeError, ValueError, KeyError, NotImplementedError, ImportError) as error:
+        raise ConfigError(
+            f"scheduler {kind.__name__}: expected a class that the checkpoint's settings suit, got: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    lacking = [part for part in _SCHEDULER_PARTS if not hasattr(made, part)]
+    if lacking:
+        raise ConfigError(f"scheduler {kind.__name__}: {_SUITABLE}, got one without {', '.join(lacking)}")
+    try:
+        inspect.signature(made.step).bind(None, None, None, return_dict=False)
+    except TypeError as error:
+        raise ConfigError(f"scheduler {kind.__name__}: {_SUITABLE}, got one whose step has {error}") from error
+    return made
+
+
+def scheduler_class(name: str) -> Any:
+    """A diffusers class, its name with or without "Scheduler". Raises ConfigError for one that is not there."""
+    package = diffusers_module()
+    kind = getattr(package, name if name.endswith("Scheduler") else f"{name}Scheduler", None)
+    try:
+        usable = hasattr(kind, "set_timesteps")
+    except ImportError as error:  # diffusers has a dummy in the place of a class that needs another package
+        raise ConfigError(f"scheduler {name}: {' '.join(str(error).split())}") from error
+    if not usable or kind is None:
+        like = nearest(name, (n.removesuffix("Scheduler") for n in dir(package) if n.endswith("Scheduler")))
+        raise ConfigError(f"scheduler: expected a diffusers class like DDIMScheduler, got {name}{like}")
+    return kind
+
+
+def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) -> Any:
+    """A diffusers `StableDiffusionPipeline` without its safety checker; a name of `RANDOM` has random weights. Raises
+    CheckpointError."""
+    if folder in RANDOM:
+        return random_stable_diffusion(tiny=RANDOM[str(folder)], dtype=dtype, device=device)
+    path = Path(folder)
+    if path.is_dir() or str(folder).startswith((".", "/")):
+        if not (path / "model_index.json").is_file():
+            raise CheckpointError(f"Stable Diffusion folder {path}: expected a model_index.json, found none")
+    elif str(folder).count("/") != 1:
+        raise CheckpointError(
+            f"Stable Diffusion: expected a diffusers folder, or owner/name of one on the hub, got {str(folder)!r}"
+        )
+    unchecked: dict[str, Any] = {"safety_checker": None, "requires_safety_checker": False}
+    return from_folder("StableDiffusionPipeline", folder, "Stable Diffusion", dtype=dtype, **unchecked).to(device)
+
+
+def check_parts(parts: Any) -> None:
+    """Raise CheckpointError for models that need inputs which Stable Diffusion 1 does not have."""
+    unet, text = parts.unet.config, parts.text_encoder.config
+    for key in ("time_cond_proj_dim", "encoder_hid_dim_type", "addition_embed_type", "class_embed_type"):
+        if unet.get(key) is not None:
+            raise CheckpointError(
+                f"unet: expected {key} None, as in Stable Diffusion 1, got {unet[key]!r}; use diffusers' own pipeline"
+            )
+    if unet.in_channels != parts.vae.config.latent_channels:
+        raise CheckpointError(
+            f"unet: expected {parts.vae.config.latent_channels} input channels, as the latents have, got "
+            f"{unet.in_channels}; use diffusers' own pipeline"
+        )
+    if getattr(text, "use_attention_mask", False):
+        raise CheckpointError("text_encoder: expected use_attention_mask false, got true; use diffusers' own pipeline")

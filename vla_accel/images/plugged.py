@@ -1,0 +1,133 @@
+"""An `AcceleratedVae` inside a diffusers autoencoder: diffusers' own `encode` and `decode`, over engines."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from vla_accel.errors import EngineError
+from vla_accel.images.vae import AcceleratedVae
+
+_LAYERS = "_vla_accel_layers"
+
+
+def plug_in(vae: Any, accelerated: AcceleratedVae) -> Callable[[], None]:
+    """Make a diffusers autoencoder's `encode` and `decode` run the engines.
+
+    The object stays the pipeline's own, with its configuration, dtype and scaling. Slicing and tiling work as before,
+    on the engines. A deep copy of the autoencoder gets engines of its own.
+
+    Returns:
+        A function that undoes it. Several may be undone in any order.
+
+    Raises:
+        EngineError: `accelerated` was made from another autoencoder.
+    """
+    if accelerated.vae is not vae:
+        raise EngineError("plug_in: expected an AcceleratedVae made from this autoencoder, got one of another")
+    methods = Plugged(vae, accelerated)
+    return exchanged(vae, encode=methods.encode, decode=methods.decode)
+
+
+class Plugged:
+    """`encode` and `decode` as diffusers has them, with the two networks on engines.
+
+    Bound methods of this object stand in the autoencoder, so that `copy.deepcopy` copies it along.
+    """
+
+    def __init__(self, vae: Any, accelerated: AcceleratedVae) -> None:
+        self.vae, self.accelerated = vae, accelerated
+
+    def encode(self, x: Tensor, *options: Any, **named: Any) -> Any:
+        return type(self.vae).encode(_OnEngines(self.vae, self.accelerated), self._one_frame(x), *options, **named)
+
+    def decode(self, z: Tensor, *options: Any, **named: Any) -> Any:
+        return type(self.vae).decode(_OnEngines(self.vae, self.accelerated), self._one_frame(z), *options, **named)
+
+    @staticmethod
+    def _one_frame(value: Tensor) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise EngineError(f"vae: expected a tensor, got {type(value).__name__}")
+        if value.dim() == 5 and value.shape[2] != 1:
+            raise EngineError(f"vae: expected one frame, (B, C, 1, H, W), got {tuple(value.shape)}; undo() runs videos")
+        return value
+
+
+class _OnEngines:
+    """An autoencoder as diffusers' methods see it during one call: its two networks are engines.
+
+    The convolutions for quantisation are inside the engines. What diffusers keeps for videos, or writes while it
+    runs, stays in this object: any number of threads may call.
+    """
+
+    def __init__(self, vae: Any, accelerated: AcceleratedVae) -> None:
+        self._vae, self._accelerated = vae, accelerated
+        self._feat_map = self._enc_feat_map = None
+
+    def encoder(self, x: Tensor, **_: Any) -> Tensor:
+        return self._accelerated.run("encoder", x)
+
+    def decoder(self, z: Tensor, **_: Any) -> Tensor:
+        return self._accelerated.run("decoder", z)
+
+    def quant_conv(self, x: Tensor) -> Tensor:
+        return x
+
+    post_quant_conv = quant_conv
+
+    def clear_cache(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_hf_hook":  # refused by name when an engine is called
+            raise AttributeError(name)
+        found = inspect.getattr_static(type(self._vae), name, None)
+        return MethodType(found, self) if isinstance(found, FunctionType) else getattr(self._vae, name)
+
+
+class _Layers:
+    """What `exchanged` has put into a module, the newest last, and what was there before."""
+
+    def __init__(self, base: dict[str, Any]) -> None:
+        self.base = base
+        self.stack: list[dict[str, Any]] = []
+
+
+def exchanged(module: nn.Module, **functions: Callable[..., Any]) -> Callable[[], None]:
+    """Put functions in the place of a module's own; returns what takes them out, as often as it is called.
+
+    Several exchanges of one module may be undone in any order: the newest that is left counts.
+    """
+    own = vars(module)
+    layers: _Layers = own.setdefault(_LAYERS, _Layers({}))
+    for name in functions:
+        if not any(name in layer for layer in layers.stack) and name in own:
+            layers.base[name] = own[name]
+    layers.stack.append(functions)
+    own.update(functions)
+
+    def undo() -> None:
+        if not any(layer is functions for layer in layers.stack):
+            return
+        layers.stack = [layer for layer in layers.stack if layer is not functions]
+        for name in functions:
+            own.pop(name, None)
+            for layer in (layers.base, *layers.stack):
+                if name in layer:
+                    own[name] = layer[name]
+        if not layers.stack:
+            own.pop(_LAYERS, None)
+
+    return undo
+
+
+def original(module: nn.Module, name: str) -> Callable[..., Any]:
+    """A method of a module as it was before any exchange."""
+    layers: _Layers | None = vars(module).get(_LAYERS)
+    if layers is not None and any(name in layer for layer in layers.stack):
+        return layers.base.get(name) or MethodType(getattr(type(module), name), module)
+    return getattr(module, name)

@@ -1,0 +1,102 @@
+"""Qwen-Image in diffusers' own pipelines, with our autoencoder and a transformer that is not launched op by op.
+
+The pipelines stay diffusers': `accelerate` exchanges what runs inside and returns what undoes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from vla_accel.errors import ConfigError, unknown
+from vla_accel.images.autoencoder import AUTOENCODERS
+from vla_accel.images.config import VaeConfig
+from vla_accel.images.graphed import CompiledForward, GraphedForward
+from vla_accel.images.models import diffusers_module, filled, random_model
+from vla_accel.images.plugged import exchanged, plug_in
+from vla_accel.images.vae import AcceleratedVae
+from vla_accel.ledger import Ledger
+
+Transformer = Literal["eager", "compile", "native"]
+TRANSFORMER = "QwenImageTransformer2DModel"
+_FORWARDS = {"compile": CompiledForward, "native": GraphedForward}
+LAYERS = 60
+"""Of the published transformer: 20 billion weights, 41 GB in BF16."""
+
+
+def accelerate(
+    pipeline: Any,
+    vae: VaeConfig | Mapping[str, Any] | str | Path | None = None,
+    transformer: Transformer = "eager",
+    *,
+    ledger: Ledger | None = None,
+) -> Callable[[], None]:
+    """Speed up a Qwen-Image pipeline of diffusers in place.
+
+    Args:
+        pipeline: a `QwenImagePipeline`, `QwenImageEditPipeline` or another pipeline with the same autoencoder and
+            transformer.
+        vae: the autoencoder's configuration, LightX2V's JSON or ours; None leaves the autoencoder as it is.
+        transformer: "compile" is torch.compile with mode reduce-overhead, "native" one CUDA graph for each shape.
+        ledger: where the engines that run are recorded.
+
+    Returns:
+        A function that undoes it. Several may be undone in any order.
+
+    Raises:
+        ConfigError: the pipeline has no such part; it is left as it is.
+    """
+    if transformer not in get_args(Transformer):
+        raise ConfigError(unknown("transformer", transformer, get_args(Transformer)))
+    if vae is not None:
+        _require(pipeline, "vae", AUTOENCODERS)
+    if transformer != "eager":
+        _require(pipeline, "transformer", (TRANSFORMER,))
+    ledger = ledger or Ledger()
+    # Everything that may fail comes before the first exchange.
+    accelerated = None if vae is None else AcceleratedVae(pipeline.vae, vae, ledger=ledger)
+    forward = None if transformer == "eager" else _FORWARDS[transformer](pipeline.transformer, ledger)
+    undo: list[Callable[[], None]] = []
+    if accelerated is not None:
+        undo.append(plug_in(pipeline.vae, accelerated))
+    if forward is not None:
+        undo.append(exchanged(pipeline.transformer, forward=forward))
+
+    def undo_all() -> None:
+        for restore in reversed(undo):
+            restore()
+
+    return undo_all
+
+
+def _require(pipeline: Any, part: str, kinds: Collection[str]) -> None:
+    found = getattr(pipeline, part, None)
+    if type(found).__name__ not in kinds:
+        got = "no such part" if found is None else f"the class {type(found).__name__}"
+        raise ConfigError(f"{type(pipeline).__name__}.{part}: expected {' or '.join(kinds)}, got {got}")
+
+
+def random_qwen_image(*, tiny: bool, layers: int = LAYERS, dtype: torch.dtype, device: torch.device) -> Any:
+    """A `QwenImagePipeline` of the published sizes (or tiny) with random weights, without its text encoder: call it
+    with `prompt_embeds` of `pipeline.transformer.config.joint_attention_dim`."""
+    package = diffusers_module()
+    config: dict[str, Any] = {"num_layers": layers}
+    if tiny:
+        config |= {
+            "in_channels": 16,
+            "out_channels": 4,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 24,
+            "axes_dims_rope": (4, 6, 6),
+        }
+    return package.QwenImagePipeline(
+        scheduler=package.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=random_model("tiny-qwen-vae" if tiny else "qwen-vae", dtype=dtype, device=device),
+        text_encoder=None,
+        tokenizer=None,
+        transformer=filled(lambda: package.QwenImageTransformer2DModel(**config), dtype=dtype, device=device),
+    )

@@ -1,0 +1,130 @@
+"""Products of INT8 weights and activations, on any GPU with BF16: exact sums in int32, scales, bias and activation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.chain import launch
+from vla_accel.kernels.triton_common import activated, let_next_start, quantised, wait_for_previous
+
+if TYPE_CHECKING:
+    from vla_accel.kernels.gemm.int8 import Tile
+
+GROUP = 8
+"""Row tiles that take turns at the same columns of weights, which stay in L2 meanwhile."""
+
+
+@triton.jit
+def _own_tile(rows, column_tiles, ROWS: tl.constexpr, TURNS: tl.constexpr):
+    """A program's rows (ROWS,) and which of the column tiles is its own."""
+    program = tl.program_id(0)
+    first = program // (TURNS * column_tiles) * TURNS
+    turns = min(tl.cdiv(rows, ROWS) - first, TURNS)
+    row = (first + program % turns) * ROWS + tl.arange(0, ROWS)
+    return row, program % (TURNS * column_tiles) // turns
+
+
+@triton.jit
+def _fetched(at, real, k, K: tl.constexpr, DEPTH: tl.constexpr):
+    """An operand's next DEPTH of K, zero beyond its end."""
+    if K % DEPTH == 0:
+        return tl.load(at, mask=real, other=0)
+    else:
+        return tl.load(at, mask=real & (k < K), other=0)
+
+
+@triton.jit
+def _in_units(total, n, real, scale_ptr, bias_ptr, input_scale, HAS_BIAS: tl.constexpr):
+    """Sums of the weight's rows n times their scales, and the bias."""
+    y = total.to(tl.float32) * (tl.load(scale_ptr + n, mask=real, other=0.0) * input_scale)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def _store(out_ptr, y, row, n, rows, inverse_scale, N: tl.constexpr, QUANT: tl.constexpr):
+    place = out_ptr + row.to(tl.int64)[:, None] * N + n[None, :]
+    keep = (row < rows)[:, None] & (n < N)[None, :]
+    if QUANT:
+        tl.store(place, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
+    else:
+        tl.store(place, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _int8_linear(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, inverse_scale, rows, N: tl.constexpr,
+                 K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNS: tl.constexpr,
+                 HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    let_next_start(PDL)
+    row, tile = _own_tile(rows, tl.cdiv(N, COLUMNS), ROWS, TURNS)
+    n = tile * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    x_at = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
+    w_at = w_ptr + n.to(tl.int64)[None, :] * K + k[:, None]
+    wait_for_previous(PDL)
+    total = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, K, DEPTH):
+        x = _fetched(x_at, (row < rows)[:, None], start + k[None, :], K, DEPTH)
+        w = _fetched(w_at, (n < N)[None, :], start + k[:, None], K, DEPTH)
+        total = tl.dot(x, w, total, out_dtype=tl.int32)
+        x_at += DEPTH
+        w_at += DEPTH
+    y = _in_units(total, n, n < N, scale_ptr, bias_ptr, input_scale, HAS_BIAS)
+    _store(out_ptr, activated(y, ACTIVATION), row, n, rows, inverse_scale, N, QUANT)
+
+
+@triton.jit
+def _int8_gated(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, inverse_scale, rows, HIDDEN: tl.constexpr,
+                K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNS: tl.constexpr,
+                HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, GATE: tl.constexpr, QUANT: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
+    """COLUMNS of the gate and as many of up, which lie eight by eight in turns where PAIRED, else one half behind the
+    other."""
+    let_next_start(PDL)
+    row, tile = _own_tile(rows, tl.cdiv(HIDDEN, COLUMNS), ROWS, TURNS)
+    n = tile * COLUMNS + tl.arange(0, COLUMNS)
+    gate_row, up_row = n, n + HIDDEN
+    if PAIRED:
+        gate_row = n // 8 * 16 + n % 8
+        up_row = gate_row + 8
+    k = tl.arange(0, DEPTH)
+    x_at = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
+    gate_at = w_ptr + gate_row.to(tl.int64)[None, :] * K + k[:, None]
+    up_at = w_ptr + up_row.to(tl.int64)[None, :] * K + k[:, None]
+    wait_for_previous(PDL)
+    gates, ups = tl.zeros((ROWS, COLUMNS), tl.int32), tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, K, DEPTH):
+        x = _fetched(x_at, (row < rows)[:, None], start + k[None, :], K, DEPTH)
+        gate = _fetched(gate_at, (n < HIDDEN)[None, :], start + k[:, None], K, DEPTH)
+        up = _fetched(up_at, (n < HIDDEN)[None, :], start + k[:, None], K, DEPTH)
+        gates = tl.dot(x, gate, gates, out_dtype=tl.int32)
+        ups = tl.dot(x, up, ups, out_dtype=tl.int32)
+        x_at += DEPTH
+        gate_at += DEPTH
+        up_at += DEPTH
+    g = _in_units(gates, gate_row, n < HIDDEN, scale_ptr, bias_ptr, input_scale, HAS_BIAS)
+    u = _in_units(ups, up_row, n < HIDDEN, scale_ptr, bias_ptr, input_scale, HAS_BIAS)
+    _store(out_ptr, activated(g, GATE) * u, row, n, rows, inverse_scale, HIDDEN, QUANT)
+
+
+def int8_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: float, bias: Tensor | None, out: Tensor, *,
+    tile: Tile, activation: Activation, paired: bool, inverse_scale: float | None,
+) -> None:  # fmt: skip
+    """See `vla_accel.kernels.gemm.int8.product`."""
+    (rows, k), n = x.shape, out.shape[1]
+    gated = activation.gated
+    columns = tile.columns // 2 if gated else tile.columns
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, columns),)
+    kernel, kind = (_int8_gated, (paired, activation.gate.code)) if gated else (_int8_linear, (activation.code,))
+    launch(
+        kernel, grid, x, weight, weight_scale, weight_scale if bias is None else bias, out, input_scale,
+        inverse_scale or 1.0, rows, n, k, tile.rows, columns, tile.depth, GROUP, bias is not None, *kind,
+        inverse_scale is not None, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Operations of image networks and image preprocessing."""

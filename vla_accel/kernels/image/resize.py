@@ -1,0 +1,136 @@
+"""Cameras' images to the square that a model takes, on a GPU: what `transforms.images.resize` does on the host, to the
+bit. (Of images more than twice as high as wide Pillow's newest versions filter rows first, which moves a byte by 1.)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vla_accel.kernels.dispatch import kernels, path
+from vla_accel.kernels.nvrtc import on
+from vla_accel.pictures import Resize, neighbours, placed
+
+PRECISION = 22
+"""Bits of a filter's weights behind the point, as in Pillow: sums of bytes times weights fit into 32 bits."""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One axis of Pillow's bilinear filter: output j is Σ weights[j, t] · input[first[j] + t], rounded to a byte.
+    `first` (n,), `weights` (n, taps) int32, taps a power of two; those that it does not take are zero."""
+
+    first: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One axis of bilinear sampling: low + part · (next - low) of the inputs `low` and `next` (n,) int32, with `part`
+    (n,) float32."""
+
+    low: Tensor
+    next: Tensor
+    part: Tensor
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How images (height, width, 3) become (size, size, 3): `inner` (top, left, height, width) of the square is the
+    image, the rest is black."""
+
+    size: int
+    inner: tuple[int, int, int, int]
+    rows: Filter | Sampling
+    columns: Filter | Sampling
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing stays black."""
+        return self.inner[2:] == (self.size, self.size)
+
+
+def fits_on(device: torch.device) -> bool:
+    """Whether a device fits images itself; a CPU has Pillow."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+@functools.lru_cache(maxsize=64)
+def fit_of(height: int, width: int, size: int, method: Resize, device: torch.device) -> Fit:
+    """The fit of images of a size. Raises ObservationError where nothing of the image would be left."""
+    inner = placed(height, width, size, method)
+    axis = _filter if method == "antialias" else _sampling
+    return Fit(size, inner, axis(height, inner[2], device), axis(width, inner[3], device))
+
+
+def fit(image: Tensor, how: Fit, out: Tensor) -> None:
+    """out (size, size, 3) = the image (H, W, 3), fitted; all uint8 and contiguous."""
+    if not how.whole:
+        out.zero_()
+    top, left, height, width = how.inner
+    inner = out[top : top + height, left : left + width]
+    if isinstance(how.rows, Filter) and isinstance(how.columns, Filter):
+        # Columns first, as Pillow does: what is between is rounded, too.
+        between = image.new_empty(len(image), width, 3)
+        filtered(image, how.columns, between, axis=1)
+        filtered(between, how.rows, inner, axis=0)
+    elif isinstance(how.rows, Sampling) and isinstance(how.columns, Sampling):
+        sampled(image, how.rows, how.columns, inner)
+
+
+def rehearse(device: torch.device) -> None:
+    """Have the kernels compiled before the first call, for cameras of up to fifteen times the model's size."""
+    out = torch.empty(8, 8, 3, dtype=torch.uint8, device=device)
+    with on(device):
+        for size in (4, 12, 40, 80):
+            fit(out.new_zeros(size, size, 3), fit_of(size, size, 8, "antialias", device), out)
+        fit(out.new_zeros(4, 4, 3), fit_of(4, 4, 8, "bilinear", device), out)
+
+
+def filtered(image: Tensor, by: Filter, out: Tensor, *, axis: int) -> None:
+    """`out` is `image` filtered along an axis; the last of its dimensions are contiguous."""
+    if path(image) != "reference":
+        return kernels("image.triton_resize").filtered(image, by, out, axis=axis)
+    lines = image.movedim(axis, 0).long()
+    sums = lines.new_full((len(by.first), *lines.shape[1:]), 1 << (PRECISION - 1))
+    for tap in range(by.weights.shape[1]):
+        place = (by.first.long() + tap).clamp(max=len(lines) - 1)
+        sums += lines[place] * by.weights[:, tap].long()[:, None, None]
+    out.copy_((sums >> PRECISION).clamp(0, 255).movedim(0, axis).to(torch.uint8))
+
+
+def sampled(image: Tensor, rows: Sampling, columns: Sampling, out: Tensor) -> None:
+    """`out` is `image` sampled along both axes, rows first, and rounded, halves to even."""
+    if path(image) != "reference":
+        return kernels("image.triton_resize").sampled(image, rows, columns, out)
+    pixels = image.float()
+    above, below = pixels[rows.low.long()], pixels[rows.next.long()]
+    lines = above + rows.part[:, None, None] * (below - above)
+    left, right = lines[:, columns.low.long()], lines[:, columns.next.long()]
+    out.copy_((left + columns.part[None, :, None] * (right - left)).round().to(torch.uint8))
+
+
+def _filter(count: int, out: int, device: torch.device) -> Filter:
+    """Triangles as wide as an output pixel, at least as an input pixel."""
+    step = count / out
+    reach = max(step, 1.0)
+    first = np.zeros(out, np.int32)
+    weights = np.zeros((out, 1 << (math.ceil(reach) * 2).bit_length()))
+    for j in range(out):
+        centre = (j + 0.5) * step
+        low, high = max(int(centre - reach + 0.5), 0), min(int(centre + reach + 0.5), count)
+        triangle = np.maximum(1.0 - np.abs((np.arange(low, high) - centre + 0.5) / reach), 0.0)
+        first[j], weights[j, : high - low] = low, triangle / triangle.sum()
+    fixed = np.trunc(weights * (1 << PRECISION) + 0.5).astype(np.int32)
+    return Filter(torch.from_numpy(first).to(device), torch.from_numpy(fixed).to(device))
+
+
+def _sampling(count: int, out: int, device: torch.device) -> Sampling:
+    low, following, part = (torch.from_numpy(x).to(device) for x in neighbours(count, out))
+    return Sampling(low.int(), following.int(), part)

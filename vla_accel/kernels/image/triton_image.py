@@ -1,0 +1,383 @@
+"""Kernels of image networks on (B, H, W, C): norms that first add up what convolutions left apart, and activations.
+
+All compute in float32. A pixel's channels lie together, so Qwen-Image's norm is a row operation; a group norm needs
+two launches: partial sums over stretches of pixels (fixed order, so that a result repeats bit for bit), then the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.image.sums import GroupNorm, Sum
+from vla_accel.kernels.triton_common import activated
+from vla_accel.numeric import power_of_two
+
+TILE = 4096
+"""Elements that one program holds at a time: 32 a thread with 4 warps."""
+
+
+@triton.jit
+def _summed(x_ptr, residual_ptr, shift_ptr, row, column, keep, real, pixels, height, width, C: tl.constexpr,
+            HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr):  # fmt: skip
+    # `row` counts pixels over the batch (int64), `column` counts channels, valid where `real`; the two broadcast.
+    batch = row // pixels
+    if PHASED:
+        y, x = (row % pixels) // width, row % width
+        base = (batch * (height // 2 + 1) + y // 2 + y % 2) * (width // 2 + 1) + x // 2 + x % 2
+        place = base * (4 * C) + ((y % 2) * 2 + x % 2) * C
+    else:
+        place = row * C
+    total = tl.load(x_ptr + place + column, mask=keep, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + row * C + column, mask=keep, other=0.0).to(tl.float32)
+    if SHIFT == 1:
+        total += tl.load(shift_ptr + column, mask=real, other=0.0)
+    if SHIFT == 2:
+        total += tl.load(shift_ptr + batch * C + column, mask=keep, other=0.0)
+    return total
+
+
+@triton.jit
+def _rows(x_ptr, residual_ptr, shift_ptr, gamma_ptr, sum_ptr, out_ptr, rows, pixels, height, width,
+          C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+          SHIFT: tl.constexpr, PHASED: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr,
+          PAD: tl.constexpr):  # fmt: skip
+    target = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_C)
+    keep = (target < rows)[:, None] & (column < C)[None, :]
+    if PAD:
+        # The padded image has one row and one column more; its pixels there are zeros.
+        padded = (height + 1) * (width + 1)
+        inside = target % padded
+        y, x = inside // (width + 1), inside % (width + 1)
+        real = (y < height) & (x < width)
+        row = (target // padded) * pixels + y * width + x
+        source = keep & real[:, None]
+    else:
+        row = target
+        source = keep
+    total = _summed(x_ptr, residual_ptr, shift_ptr, row[:, None], column[None, :], source,
+                    (column < C)[None, :], pixels, height, width, C, HAS_RESIDUAL, SHIFT, PHASED)  # fmt: skip
+    if PAD:
+        total = tl.where(source, total, 0.0)
+    place = target[:, None] * C + column[None, :]
+    if KEEP:
+        tl.store(sum_ptr + place, total.to(sum_ptr.dtype.element_ty), mask=keep)
+    if NORM:
+        square = tl.sum(tl.where(keep, total * total, 0.0), 1)
+        # x / max(|x|, 1e-12), as F.normalize has it.
+        scale = tl.sqrt(float(C)) / tl.maximum(tl.sqrt(square), 1e-12)
+        gamma = tl.load(gamma_ptr + column, mask=column < C, other=0.0)
+        normed = total * scale[:, None] * gamma[None, :]
+        normed = activated(normed, ACTIVATION)
+        tl.store(out_ptr + place, normed.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def rows(x: Sum, gamma: Tensor | None, *, activation: Activation, keep: bool, pad: bool) -> tuple[Tensor, Tensor]:
+    """See `vla_accel.kernels.image.image.rms_act` and, without `gamma`, `add_up`."""
+    batch, height, width, channels = x.shape
+    size = (batch, height + pad, width + pad, channels)
+    total = torch.empty(size, dtype=x.value.dtype, device=x.value.device) if keep else None
+    out = torch.empty(size, dtype=x.value.dtype, device=x.value.device) if gamma is not None else None
+    block = power_of_two(channels)
+    tile = max(1, TILE // block)
+    count = batch * size[1] * size[2]
+    first = total if total is not None else out
+    second = out if out is not None else total
+    assert first is not None and second is not None
+    _rows[(triton.cdiv(count, tile),)](
+        x.value, _or(x.residual, x.value), _or(x.shift, x.value), _or(gamma, x.value), first, second, count,
+        height * width, height, width, channels, block, tile, x.residual is not None,
+        _shift_kind(x), x.phased, gamma is not None, activation.code, keep, pad, num_warps=4,
+    )  # fmt: skip
+    return first, second
+
+
+@triton.jit
+def _group_sums(x_ptr, residual_ptr, shift_ptr, skip_ptr, sum_ptr, part_ptr, pixels, height, width,
+                C: tl.constexpr, SKIP: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr,
+                PASSES: tl.constexpr, BLOCK: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr,
+                HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
+    # A program has TAKEN whole groups side by side in BLOCK lanes, so that loads are long and aligned for any width
+    # of a group.
+    piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    channel = (block * (TAKEN * PER_GROUP) + lane)[None, :]
+    real = (lane < TAKEN * PER_GROUP)[None, :] & (channel < C + SKIP)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for turn in range(PASSES):
+        pixel = (piece * PASSES + turn) * ROWS + tl.arange(0, ROWS)
+        row = (batch * pixels + pixel)[:, None]
+        keep = (pixel < pixels)[:, None] & real
+        total = _summed(x_ptr, residual_ptr, shift_ptr, row, channel, keep & (channel < C), real & (channel < C),
+                        pixels, height, width, C, HAS_RESIDUAL, SHIFT, PHASED)  # fmt: skip
+        if SKIP > 0:
+            other = tl.load(skip_ptr + row * SKIP + (channel - C), mask=keep & (channel >= C), other=0.0)
+            total += other.to(tl.float32)
+        if KEEP:
+            tl.store(sum_ptr + row * (C + SKIP) + channel, total.to(sum_ptr.dtype.element_ty), mask=keep)
+        # `_summed` gives pixels beyond the last their shift, which does not count.
+        total = tl.where(keep, total, 0.0)
+        sums += tl.sum(total, 0)
+        squares += tl.sum(total * total, 0)
+    # The channels' sums are added up to the groups', once.
+    member = _membership(BLOCK, TAKEN, PER_GROUP)
+    local = tl.arange(0, member.shape[0])
+    group = block * TAKEN + local
+    parts = part_ptr + ((batch * tl.num_programs(0) + piece) * 2) * GROUPS + group
+    mine = (local < TAKEN) & (group < GROUPS)
+    tl.store(parts, tl.sum(tl.where(member, sums[None, :], 0.0), 1), mask=mine)
+    tl.store(parts + GROUPS, tl.sum(tl.where(member, squares[None, :], 0.0), 1), mask=mine)
+
+
+@triton.jit
+def _membership(BLOCK: tl.constexpr, TAKEN: tl.constexpr, PER_GROUP: tl.constexpr):
+    # (groups, lanes): true where the lane belongs to the group.
+    lane, local = tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(TAKEN))
+    return (lane // PER_GROUP)[None, :] == local[:, None]
+
+
+@triton.jit
+def _group_apply(x_ptr, residual_ptr, shift_ptr, part_ptr, weight_ptr, bias_ptr, out_ptr, pixels, height, width,
+                 pieces, eps, C: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, PASSES: tl.constexpr,
+                 BLOCK: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
+                 HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr,
+                 ACTIVATION: tl.constexpr):  # fmt: skip
+    piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    channel = (block * (TAKEN * PER_GROUP) + lane)[None, :]
+    real = (lane < TAKEN * PER_GROUP)[None, :] & (channel < C)
+    member = _membership(BLOCK, TAKEN, PER_GROUP)
+    local = tl.arange(0, member.shape[0])
+    group = block * TAKEN + local
+    part = tl.arange(0, PIECES)
+    parts = part_ptr + (batch * pieces + part)[:, None] * (2 * GROUPS) + group[None, :]
+    have = (part < pieces)[:, None] & ((local < TAKEN) & (group < GROUPS))[None, :]
+    count = pixels * PER_GROUP * 1.0
+    mean = tl.sum(tl.load(parts, mask=have, other=0.0), 0) / count
+    square = tl.sum(tl.load(parts + GROUPS, mask=have, other=0.0), 0) / count
+    scale = tl.rsqrt(tl.maximum(square - mean * mean, 0.0) + eps)
+    # Each channel takes its group's values: a lane belongs to one group, so the sum has one term.
+    means = tl.sum(tl.where(member, mean[:, None], 0.0), 0)[None, :]
+    scales = tl.sum(tl.where(member, scale[:, None], 0.0), 0)[None, :]
+    weight = tl.load(weight_ptr + channel, mask=real, other=0.0) * scales
+    bias = tl.load(bias_ptr + channel, mask=real, other=0.0) - means * weight
+    for turn in range(PASSES):
+        pixel = (piece * PASSES + turn) * ROWS + tl.arange(0, ROWS)
+        row = (batch * pixels + pixel)[:, None]
+        keep = (pixel < pixels)[:, None] & real
+        total = _summed(x_ptr, residual_ptr, shift_ptr, row, channel, keep, real, pixels, height, width, C,
+                        HAS_RESIDUAL, SHIFT, PHASED)  # fmt: skip
+        normed = total * weight + bias
+        normed = activated(normed, ACTIVATION)
+        tl.store(out_ptr + row * C + channel, normed.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def groups(
+    x: Sum, norm: GroupNorm, *, activation: Activation, keep: bool, skip: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `vla_accel.kernels.image.image.group_act`."""
+    batch, height, width, channels = x.shape
+    extra = 0 if skip is None else skip.shape[-1]
+    wide, pixels = channels + extra, height * width
+    per_group = wide // norm.groups
+    # A program takes the whole groups that 128 lanes hold: in these networks a multiple of 8 channels, or 16 bytes.
+    taken = min(norm.groups, max(1, 128 // per_group))
+    block = power_of_two(taken * per_group)
+    blocks = triton.cdiv(norm.groups, taken)
+    tile = max(1, TILE // block)
+    # There are enough programs to fill the GPU twice, but no more partial sums than one tile holds.
+    pieces = max(1, min(128, triton.cdiv(pixels, tile), triton.cdiv(264, batch * blocks)))
+    passes = triton.cdiv(triton.cdiv(pixels, pieces), tile)
+    pieces = triton.cdiv(pixels, passes * tile)
+    device, dtype = x.value.device, x.value.dtype
+    plain = x.residual is None and x.shift is None and not x.phased
+    # An input that is not stored as it will be read (it is added up or appended) is written on the way, once.
+    written = (keep and not plain) or skip is not None
+    total = torch.empty((batch, height, width, wide), dtype=dtype, device=device) if written else x.value
+    out = torch.empty((batch, height, width, wide), dtype=dtype, device=device)
+    parts = torch.empty((batch, pieces, 2, norm.groups), dtype=torch.float32, device=device)
+    shape = {"GROUPS": norm.groups, "PER_GROUP": per_group, "BLOCK": block, "TAKEN": taken}
+    _group_sums[(pieces, blocks, batch)](
+        x.value, _or(x.residual, x.value), _or(x.shift, x.value), _or(skip, x.value), total, parts, pixels, height,
+        width, C=channels, SKIP=extra, **shape, PASSES=passes, ROWS=tile,
+        HAS_RESIDUAL=x.residual is not None, SHIFT=_shift_kind(x), PHASED=x.phased, KEEP=written, num_warps=4,
+    )  # fmt: skip
+    source = Sum(total) if written else x
+    # Large images get more programs than partial sums, with fewer passes each, for balance.
+    passes = min(passes, 4)
+    _group_apply[(triton.cdiv(pixels, passes * tile), blocks, batch)](
+        source.value, _or(source.residual, x.value), _or(source.shift, x.value), parts, norm.weight, norm.bias, out,
+        pixels, height, width, pieces, norm.eps, C=wide, **shape, PASSES=passes, ROWS=tile,
+        PIECES=power_of_two(pieces), HAS_RESIDUAL=source.residual is not None, SHIFT=_shift_kind(source),
+        PHASED=source.phased, ACTIVATION=activation.code, num_warps=4,
+    )  # fmt: skip
+    return (total if keep else out), out
+
+
+@triton.jit
+def _layer_norm(x_ptr, residual_ptr, shift_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, rows, eps, C: tl.constexpr,
+                BLOCK_C: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SHIFT: tl.constexpr,
+                KEEP: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_C)
+    real = column < C
+    keep = (row < rows)[:, None] & real[None, :]
+    place = row[:, None] * C + column[None, :]
+    total = tl.load(x_ptr + place, mask=keep, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + place, mask=keep, other=0.0).to(tl.float32)
+    if HAS_SHIFT:
+        total += tl.load(shift_ptr + column, mask=real, other=0.0)[None, :]
+    if KEEP:
+        tl.store(sum_ptr + place, total.to(sum_ptr.dtype.element_ty), mask=keep)
+    mean = tl.sum(total, 1) / C
+    centred = tl.where(keep, total - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 1) / C + eps)
+    weight = tl.load(weight_ptr + column, mask=real, other=0.0)
+    bias = tl.load(bias_ptr + column, mask=real, other=0.0)
+    normed = centred * scale[:, None] * weight[None, :] + bias[None, :]
+    tl.store(out_ptr + place, normed.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def layer_norm(
+    x: Tensor, residual: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `vla_accel.kernels.image.image.add_layer_norm`."""
+    width = x.shape[-1]
+    count = x.numel() // width
+    keep = residual is not None or shift is not None
+    total = torch.empty_like(x) if keep else x
+    out = torch.empty_like(x)
+    block = power_of_two(width)
+    tile = max(1, 2048 // block)
+    _layer_norm[(triton.cdiv(count, tile),)](
+        x, _or(residual, x), _or(shift, x), weight, bias, total, out, count, eps, width, block, tile,
+        residual is not None, shift is not None, keep, num_warps=4,
+    )  # fmt: skip
+    return total, out
+
+
+@triton.jit
+def _geglu_erf(x_ptr, out_ptr, rows, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    keep = (row < rows) & (column < HIDDEN)
+    value = tl.load(x_ptr + row * (2 * HIDDEN) + column, mask=keep, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + row * (2 * HIDDEN) + HIDDEN + column, mask=keep, other=0.0).to(tl.float32)
+    gelu = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    tl.store(out_ptr + row * HIDDEN + column, (value * gelu).to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def geglu_erf(x: Tensor) -> Tensor:
+    """See `vla_accel.kernels.image.image.geglu_erf`."""
+    hidden = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], hidden), dtype=x.dtype, device=x.device)
+    count, block = out.numel() // hidden, min(256, power_of_two(hidden))
+    tile = 2048 // block
+    _geglu_erf[(triton.cdiv(count, tile), triton.cdiv(hidden, block))](x, out, count, hidden, block, tile, num_warps=4)
+    return out
+
+
+@triton.jit
+def _softmax(x_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    # Every lane keeps its own maximum and sum; they are combined once, at the end.
+    for start in range(0, COLUMNS, BLOCK):
+        keep = start + column < COLUMNS
+        x = tl.load(x_ptr + row * COLUMNS + start + column, mask=keep, other=-float("inf"))
+        new = tl.maximum(best, x)
+        safe = tl.where(new == -float("inf"), 0.0, new)
+        total = total * tl.exp2((best - safe) * 1.4426950408889634) + tl.exp2((x - safe) * 1.4426950408889634)
+        best = new
+    top = tl.max(best, 0)
+    total = tl.where(best == -float("inf"), 0.0, total * tl.exp2((best - top) * 1.4426950408889634))
+    scale = 1.0 / tl.sum(total, 0)
+    for start in range(0, COLUMNS, BLOCK):
+        keep = start + column < COLUMNS
+        x = tl.load(x_ptr + row * COLUMNS + start + column, mask=keep, other=-float("inf"))
+        y = tl.exp2((x - top) * 1.4426950408889634) * scale
+        tl.store(out_ptr + row * COLUMNS + start + column, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `vla_accel.kernels.image.image.softmax`."""
+    out = torch.empty(scores.shape, dtype=dtype, device=scores.device)
+    columns = scores.shape[-1]
+    _softmax[(scores.numel() // columns,)](scores, out, columns, min(4096, power_of_two(columns)), num_warps=8)
+    return out
+
+
+@triton.jit
+def _wide_attention(q_ptr, k_ptr, v_ptr, out_ptr, tokens, row, scale, SOURCE: tl.constexpr, D1: tl.constexpr,
+                    D2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    # A head has D1 + D2 channels: blocks are powers of two, and one of 512 would not fit the registers.
+    batch = tl.program_id(1).to(tl.int64)
+    m, n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    a, b = tl.arange(0, D1), D1 + tl.arange(0, D2)
+    mine = (m < tokens)[:, None]
+    place = (batch * tokens + m)[:, None] * row
+    q1 = tl.load(q_ptr + place + a[None, :], mask=mine, other=0.0)
+    q2 = tl.load(q_ptr + place + b[None, :], mask=mine, other=0.0)
+    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc1 = tl.zeros((BLOCK_M, D1), tl.float32)
+    acc2 = tl.zeros((BLOCK_M, D2), tl.float32)
+    for start in range(0, SOURCE, BLOCK_N):
+        key = start + n
+        real = key < SOURCE
+        there = (batch * SOURCE + key) * row
+        k1 = tl.load(k_ptr + there[None, :] + a[:, None], mask=real[None, :], other=0.0)
+        k2 = tl.load(k_ptr + there[None, :] + b[:, None], mask=real[None, :], other=0.0)
+        s = tl.dot(q2, k2, tl.dot(q1, k1)) * scale
+        s = tl.where(real[None, :], s, -float("inf"))
+        new = tl.maximum(best, tl.max(s, 1))
+        p = tl.exp2(s - new[:, None])
+        shrink = tl.exp2(best - new)
+        total = total * shrink + tl.sum(p, 1)
+        best = new
+        p = p.to(q1.dtype)
+        v1 = tl.load(v_ptr + there[:, None] + a[None, :], mask=real[:, None], other=0.0)
+        v2 = tl.load(v_ptr + there[:, None] + b[None, :], mask=real[:, None], other=0.0)
+        acc1 = tl.dot(p, v1, acc1 * shrink[:, None])
+        acc2 = tl.dot(p, v2, acc2 * shrink[:, None])
+    share = (1.0 / total)[:, None]
+    target = (batch * tokens + m)[:, None] * (D1 + D2)
+    tl.store(out_ptr + target + a[None, :], (acc1 * share).to(out_ptr.dtype.element_ty), mask=mine)
+    tl.store(out_ptr + target + b[None, :], (acc2 * share).to(out_ptr.dtype.element_ty), mask=mine)
+
+
+def wide_attention(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
+    """See `vla_accel.kernels.image.image.attend`, how "flash": heads of 384 or 512, `rows` queries a program."""
+    batch, tokens, width = q.shape
+    first = power_of_two(width) // 2
+    row = q.stride(1)
+    strides = any(t.stride() != (t.shape[1] * row, row, 1) for t in (q, k, v))
+    # Triton's products take at least 16 channels.
+    if strides or width - first < 16 or power_of_two(width - first) != width - first:
+        raise NotImplementedError(f"wide_attention: a head of {width}, or strides, that it does not take")
+    out = torch.empty((batch, tokens, width), dtype=q.dtype, device=q.device)
+    # With 8 warps 128 rows of 384 channels just fill the registers; 64 rows of either width leave room.
+    _wide_attention[(triton.cdiv(tokens, rows), batch)](
+        q, k, v, out, tokens, row, width**-0.5 * 1.4426950408889634, k.shape[1], first, width - first, rows, 32,
+        num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    # A kernel needs some pointer; the flag beside it says that this one is not read.
+    return other if tensor is None else tensor
+
+
+def _shift_kind(x: Sum) -> int:
+    # SHIFT is 0 for none, 1 for one of all images, 2 for one of each image.
+    return 0 if x.shift is None else x.shift.dim()

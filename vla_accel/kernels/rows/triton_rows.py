@@ -1,0 +1,250 @@
+"""Kernels that work row by row: norms with residual and quantisation, embedding, activations, rotary embeddings."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vla_accel import pictures
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.chain import launch
+from vla_accel.kernels.triton_common import activated, gelu_tanh, let_next_start, quantised, wait_for_previous
+from vla_accel.numeric import power_of_two
+
+TOP, LEFT, BOTTOM, RIGHT = (tl.constexpr(n) for n in (pictures.TOP, pictures.LEFT, pictures.BOTTOM, pictures.RIGHT))
+OUTSIDE, LOWEST, HIGHEST = tl.constexpr(pictures.OUTSIDE), tl.constexpr(pictures.LOWEST), tl.constexpr(pictures.HIGHEST)
+OFFSET, SHIFT, SCALE = tl.constexpr(pictures.OFFSET), tl.constexpr(pictures.SHIFT), tl.constexpr(pictures.SCALE)
+MAP_WIDTH = tl.constexpr(pictures.MAP_WIDTH)
+
+
+@triton.jit
+def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr,
+              SQUARE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MAPPED: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    image, cell = row // (SIDE * SIDE), row % (SIDE * SIDE)
+    square, place = cell // (SQUARE * SQUARE), cell % (SQUARE * SQUARE)
+    top = (square // (SIDE // SQUARE) * SQUARE + place // SQUARE) * PATCH
+    left = (square % (SIDE // SQUARE) * SQUARE + place % SQUARE) * PATCH
+    k = tl.arange(0, BLOCK)
+    # A row is in the order of the convolution's weight: channel, row, column.
+    channel, inside = k // (PATCH * PATCH), k % (PATCH * PATCH)
+    y, x = top + inside // PATCH, left + inside % PATCH
+    real = k < 3 * PATCH * PATCH
+    base = image_ptr + image.to(tl.int64) * SIZE * SIZE * 3
+    pixel = tl.load(base + (y * SIZE + x) * 3 + channel, mask=real, other=0).to(tl.float32)
+    if MAPPED:
+        its = map_ptr + image * MAP_WIDTH
+        inside = (y >= tl.load(its + TOP)) & (y < tl.load(its + BOTTOM))
+        inside = inside & (x >= tl.load(its + LEFT)) & (x < tl.load(its + RIGHT))
+        shift = tl.load(its + SHIFT + channel, mask=real, other=0.0)
+        scale = tl.load(its + SCALE + channel, mask=real, other=0.0)
+        level = (pixel - shift) * scale + tl.load(its + OFFSET)
+        level = tl.minimum(tl.maximum(level, tl.load(its + LOWEST)), tl.load(its + HIGHEST))
+        pixel = tl.where(real, tl.where(inside, level, tl.load(its + OUTSIDE)), 0.0)
+    out = out_ptr + row.to(tl.int64) * (2 * STRIDE) + k
+    keep = k < STRIDE
+    tl.store(out, pixel.to(out_ptr.dtype.element_ty), mask=keep)
+    tl.store(out + STRIDE, pixel.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def patchify(
+    images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_maps: Tensor | None = None
+) -> None:  # fmt: skip
+    """See `vla_accel.kernels.rows.rows.patchify`."""
+    size = images.shape[1]
+    stride = out.shape[1] // 2
+    side = size // patch
+    _patchify[(out.shape[0],)](
+        images, images if pixel_maps is None else pixel_maps, out, size, patch, side, square, stride,
+        power_of_two(stride), pixel_maps is not None, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _normed_store(
+    x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr, QUANT: tl.constexpr
+):
+    if LAYER:
+        centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
+        h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    else:
+        h = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    if QUANT:
+        tl.store(h_ptr + offset, quantised(h, inverse_scale, h_ptr.dtype.element_ty), mask=keep)
+    else:
+        tl.store(h_ptr + offset, h.to(h_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+              LAYER: tl.constexpr, HAS_Y: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    keep = column < WIDTH
+    offset = row.to(tl.int64) * WIDTH + column
+    x = tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32)
+    if HAS_Y:
+        x += tl.load(y_ptr + (row % y_rows) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+        rounded = x.to(x_out_ptr.dtype.element_ty)
+        tl.store(x_out_ptr + offset, rounded, mask=keep)
+        # The norm takes the rounded sum, to which the next residual will be added.
+        x = rounded.to(tl.float32)
+    _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH, LAYER, QUANT)
+
+
+def add_norm(
+    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
+) -> None:  # fmt: skip
+    """See `vla_accel.kernels.rows.rows.add_norm`."""
+    rows, width = x.shape
+    block = power_of_two(width)
+    launch(
+        _add_norm, (rows,),
+        x, y if y is not None else x, x_out, h, y.shape[0] if y is not None else 1, eps, inverse_scale or 1.0,
+        width, block, layer, y is not None, inverse_scale is not None, num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _embed_norm(image_ptr, token_ptr, table_ptr, state_ptr, length_ptr, x_ptr, h_ptr, multiplier, eps, inverse_scale,
+                IMAGES: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                QUANT: tl.constexpr, HAS_STATE: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    TOTAL: tl.constexpr = IMAGES + LENGTH + HAS_STATE
+    batch, place = row // TOTAL, row % TOTAL
+    column = tl.arange(0, BLOCK)
+    keep = column < WIDTH
+    is_state = False
+    if HAS_STATE:
+        is_state = (place == tl.load(length_ptr + batch) - 1) | (place == TOTAL - 1)
+    if is_state:
+        x = tl.load(state_ptr + batch.to(tl.int64) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    elif place < IMAGES:
+        source = image_ptr + (batch * IMAGES + place).to(tl.int64) * WIDTH
+        x = tl.load(source + column, mask=keep, other=0.0).to(tl.float32)
+    else:
+        token = tl.load(token_ptr + batch * LENGTH + place - IMAGES)
+        embedded = tl.load(table_ptr + token.to(tl.int64) * WIDTH + column, mask=keep, other=0.0)
+        x = (embedded.to(tl.float32) * multiplier).to(x_ptr.dtype.element_ty).to(tl.float32)
+    offset = row.to(tl.int64) * WIDTH + column
+    tl.store(x_ptr + offset, x.to(x_ptr.dtype.element_ty), mask=keep)
+    _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH, False, QUANT)
+
+
+def embed_norm(
+    image_tokens: Tensor, tokens: Tensor, table: Tensor, x: Tensor, h: Tensor, *, eps: float,
+    inverse_scale: float | None, state: Tensor | None, lengths: Tensor | None,
+) -> None:  # fmt: skip
+    """See `vla_accel.kernels.rows.rows.embed_norm`."""
+    rows, width = x.shape
+    block = power_of_two(width)
+    launch(
+        _embed_norm, (rows,),
+        image_tokens, tokens, table, x if state is None else state, tokens if lengths is None else lengths, x, h,
+        float(width) ** 0.5, eps, inverse_scale or 1.0, image_tokens.shape[1], tokens.shape[1], width, block,
+        inverse_scale is not None, int(state is not None), num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr,
+           PAIRED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keep = column < HIDDEN
+    source = x_ptr + row * (2 * HIDDEN) + (column // 8 * 16 + column % 8 if PAIRED else column)
+    gate = tl.load(source, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(source + (8 if PAIRED else HIDDEN), mask=keep, other=0.0).to(tl.float32)
+    y = activated(gate, GATE) * up
+    if QUANT:
+        tl.store(out_ptr + row * HIDDEN + column, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
+    else:
+        tl.store(out_ptr + row * HIDDEN + column, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, activation: Activation) -> None:
+    """See `vla_accel.kernels.rows.rows.geglu`."""
+    rows, hidden = out.shape
+    block = min(2048, power_of_two(hidden))
+    grid = (triton.cdiv(hidden, block), rows)
+    launch(
+        _geglu, grid,
+        gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, paired, activation.gate.code,
+        num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = offset < total
+    y = gelu_tanh(tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32))
+    if QUANT:
+        tl.store(out_ptr + offset, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
+    else:
+        tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
+    """See `vla_accel.kernels.rows.rows.gelu`."""
+    total = x.numel()
+    launch(
+        _gelu,
+        (triton.cdiv(total, 4096),),
+        x,
+        out,
+        total,
+        inverse_scale or 1.0,
+        4096,
+        inverse_scale is not None,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _rope_cache(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+                KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+                BLOCK_HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    real = (i < HALF) & (head < HEADS + 2 * KV_HEADS)
+    source = qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + head * (2 * HALF) + i
+    a = tl.load(source, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
+    place = row % TOKENS
+    cos = tl.load(cos_ptr + place * HALF + i, mask=i < HALF, other=0.0)
+    sin = tl.load(sin_ptr + place * HALF + i, mask=i < HALF, other=0.0)
+    kind = qkv_ptr.dtype.element_ty
+    rotated_a, rotated_b = (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
+    is_q = real & (head < HEADS)
+    tl.store(source, rotated_a, mask=is_q)
+    tl.store(source + HALF, rotated_b, mask=is_q)
+    is_k = real & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    k = k_ptr + (row.to(tl.int64) * KV_HEADS + head - HEADS) * (2 * HALF) + i
+    tl.store(k, rotated_a, mask=is_k)
+    tl.store(k + HALF, rotated_b, mask=is_k)
+    is_v = real & (head >= HEADS + KV_HEADS)
+    v = v_ptr + (row.to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF) + i
+    tl.store(v, a.to(kind), mask=is_v)
+    tl.store(v + HALF, b.to(kind), mask=is_v)
+
+
+def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
+    """See `vla_accel.kernels.rows.rows.rope_cache`."""
+    tokens, kv_heads, head_dim = keys.shape[1:]
+    launch(
+        _rope_cache, (qkv.shape[0],),
+        qkv, cos, sin, keys, values, tokens, heads, kv_heads, head_dim // 2, power_of_two(heads + 2 * kv_heads),
+        power_of_two(head_dim // 2), num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""Functions that several kernels share: activations, FP8 and INT8 rounding, programmatic dependent launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vla_accel.fp8 import E4M3, INT8
+from vla_accel.kernels.activation import Activation
+
+FP8_MAX, INT8_MAX = tl.constexpr(E4M3.largest), tl.constexpr(INT8.largest)
+
+
+@triton.jit
+def quantised(x, inverse_scale, DTYPE: tl.constexpr):
+    """float32 to E4M3 or INT8, as `fp8.Format.saturated`. A plain conversion to FP8 would turn large values into NaN,
+    and one to integers would wrap them around.
+    """
+    if DTYPE == tl.int8:  # noqa: SIM300 - a constant of the kernel only in this order
+        return tl.clamp(tl.floor(x * inverse_scale + 0.5), -INT8_MAX, INT8_MAX).to(tl.int8)
+    else:
+        return tl.clamp(x * inverse_scale, -FP8_MAX, FP8_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def scale_of_sums(w_ptr, wscale, n):
+    """The factor of the sums of a weight's rows n, (BLOCK_N,): each row's own for INT8, (1, BLOCK_N), otherwise one
+    scalar. It is constant and may be read before the wait.
+    """
+    if w_ptr.dtype.element_ty == tl.int8:
+        return tl.load(wscale + n)[None, :]
+    else:
+        return wscale
+
+
+@triton.jit
+def gelu_tanh(x):
+    """tanh GELU, by exp2 alone: 0.5 x (1 + tanh u) = x sigmoid(2 u)."""
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp2(-2.8853900817779268 * u))
+
+
+@triton.jit
+def silu(x):
+    """x sigmoid(x)."""
+    return x / (1.0 + tl.exp2(-1.4426950408889634 * x))
+
+
+GELU, SILU, RELU = (tl.constexpr(a.code) for a in (Activation.GELU, Activation.SILU, Activation.RELU))
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """Apply the activation with this code, which must not be gated."""
+    if ACTIVATION == GELU:
+        return gelu_tanh(x)
+    elif ACTIVATION == SILU:
+        return silu(x)
+    elif ACTIVATION == RELU:
+        return tl.maximum(x, 0.0)
+    else:
+        return x
+
+
+@triton.jit
+def softmax_step(s, best, total, EMPTY: tl.constexpr):
+    """One block of an online softmax.
+
+    Scores s (M, N) float32 are for exp2. `best` (M,) is the largest score and `total` (M,) the sum of weights of the
+    blocks so far. EMPTY: a row may have no key yet, so that all its scores are -inf; otherwise the first block has a
+    key of every row.
+
+    Returns the weights of the block, the factor of earlier sums, and the new `best` and `total`.
+    """
+    new_best = tl.maximum(best, tl.max(s, 1))
+    base = tl.where(new_best == -float("inf"), 0.0, new_best) if EMPTY else new_best
+    p = tl.exp2(s - base[:, None])
+    shrink = tl.exp2(best - base)
+    return p, shrink, new_best, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the writes of the previous kernel are visible. Before it, read only constants."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # From here the next kernel may start and fetch its weights while this one computes.
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_ahead(rows_ptr, elements, AHEAD: tl.constexpr, PDL: tl.constexpr):
+    """Prefetch rows of a weight into the L2 cache before the wait, while the previous kernel still computes.
+
+    `rows_ptr`: (N,) pointers, aligned to 16 bytes; `elements`: int32, of each row, a multiple of 16 bytes. Only a
+    dependent launch has time to prefetch; like those, bulk prefetch needs Hopper or newer."""
+    if AHEAD and PDL:
+        size = elements * (rows_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        at = rows_ptr.to(tl.int64)
+        # Every thread runs this, and rows repeat where there are more threads: one for each row is enough.
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, $3;"
+            " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+            "=r,l,r,r", [at, tl.zeros_like(at).to(tl.int32) + size, tl.zeros_like(at).to(tl.int32) + rows_ptr.shape[0]],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Allow the next kernel to start. It waits itself for what this one writes."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def can_fetch_ahead(weight: Tensor) -> bool:
+    """Return whether the rows of a contiguous weight start at multiples of 16 bytes, as `fetch_ahead` requires."""
+    return weight.shape[1] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0

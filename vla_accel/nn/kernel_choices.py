@@ -1,0 +1,136 @@
+"""Tile configs of the ops of a denoise loop, measured when the loop is built, and remembered.
+
+Every config is correct; the fastest depends on the GPU, the rows and the weights. One kind of op is measured in all
+layers, as the loop runs it, so that weights come from memory and not from the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla_accel.kernels.attention import key_tilings
+from vla_accel.kernels.attention.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
+from vla_accel.kernels.autotune import remembered
+from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.gemm import suffix, suffix_tilings
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Pipelined, Product, Skinny, Tiling
+from vla_accel.runtime import current
+
+Cut = Tiling | KeySplit | CrossTile
+
+WITH_MOMENTS = (Pipelined, Library, Own)
+"""Ways of a product that write moments for the norm behind it, each in tiles of its own."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A tile config, the workspace of its programs, and the moments that they write."""
+
+    cut: Cut
+    workspace: Any
+    moments: Moments | None = None
+
+
+class Cuts:
+    """The tile configs of one loop by kind of op."""
+
+    def __init__(self, device: torch.device, chain: Chain) -> None:
+        """`chain`: of the loop. Ops are measured with the launches that they have inside it."""
+        self.device, self.chain = device, chain
+        self.taken: dict[str, Taken] = {}
+        self.told: dict[str, str] = {}
+
+    @property
+    def detail(self) -> str:
+        """The measured configs, for the ledger; empty if none was measured."""
+        return "".join(f"; {kind} {way}" for kind, way in self.told.items())
+
+    def options(self, kind: str) -> dict[str, Any]:
+        """Return the arguments `cut` and `workspace` of an op of this kind."""
+        taken = self.taken[kind]
+        return {"cut": taken.cut, "workspace": taken.workspace}
+
+    def alone(self, kind: str) -> Any:
+        """Return the config of an op without a workspace."""
+        return self.taken[kind].cut
+
+    def moments(self, kind: str) -> Moments | None:
+        """Return the moments that a product of this kind writes for the next norm, or None."""
+        return self.taken[kind].moments
+
+    def read_by(self, layer: int, first: Moments) -> Moments | None:
+        """Return the moments of the rows that a layer reads: those that "down" of the layer before wrote, or `first` in
+        layer 0. None if that kind writes no moments.
+        """
+        written = self.moments("down")
+        return first if layer == 0 and written is not None else written
+
+    def products(
+        self, kind: str, product: Product, run: Callable[[], object], *, shared: bool = True, of: Tensor | None = None,
+        scaled: bool = False, beside: bool = False,
+    ) -> None:  # fmt: skip
+        """Choose the config of a product.
+
+        Args:
+            run: runs the product in all layers with the current `options`, `alone` and `moments`.
+            shared: whether programs may share K.
+            of: the rows whose moments the product writes, or None; `scaled`: whether the next norm has a scale.
+            beside: whether to try cuBLAS and the own GEMM as well, for many rows; the product must read or write
+            moments.
+        """
+        gpu = current(self.device).gpu
+
+        def among(what: str, cuts: Sequence[Tiling]) -> Tiling:
+            ways = []
+            for cut in cuts:
+                moments = None
+                if of is not None and isinstance(cut, WITH_MOMENTS):
+                    moments = Moments.like(of, suffix_tilings.moments_columns(product, cut), scaled)
+                ways.append(Taken(cut, suffix.product_workspace(product, self.device, cut), moments))
+            self._choose(kind, what, ways, run, 1)
+            return self.alone(kind)
+
+        best = among(
+            str(product), suffix_tilings.candidates(gpu, product) if shared else suffix_tilings.unshared(gpu, product)
+        )
+        assert isinstance(best, (Skinny, Pipelined))
+        best = among(f"{product}, {best}", suffix_tilings.variants(gpu, product, best))
+        others = suffix_tilings.beside(gpu, product) if beside else []
+        if others:
+            among(f"{product}, {best}, without Triton", [best, *others])
+
+    def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
+        """Choose the config of `suffix_attention`. Arguments as `products`."""
+        cuts = key_tilings.key_splits(current(self.device).gpu, sizes)
+        self._choose(
+            kind, str(sizes), [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20
+        )
+
+    def crossing(self, kind: str, sizes: Crossing, run: Callable[[], object]) -> None:
+        """Choose the config of `cross_attention`. Arguments as `products`."""
+        cuts = key_tilings.crossings(current(self.device).gpu, sizes)
+        self._choose(kind, str(sizes), [Taken(cut, None) for cut in cuts], run, 1)
+
+    def _choose(self, kind: str, what: str, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:
+        by_name = {str(way.cut): way for way in ways}
+
+        def measured(way: Taken) -> Callable[[], None]:
+            def call() -> None:
+                self.taken[kind] = way
+                run()
+
+            return call
+
+        with self.chain.resumed():
+            found = remembered(
+                f"{kind} of {what}", {n: measured(w) for n, w in by_name.items()}, current(self.device), repeats
+            )
+        self.taken[kind] = by_name[found.way]
+        if found.times:
+            self.told[kind] = found.way

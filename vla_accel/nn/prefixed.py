@@ -1,0 +1,54 @@
+"""Networks that see images and read a prompt once, as a prefix that leaves keys and values: what components ask.
+
+Knows nothing of what reads the keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from vla_accel.nn.network import Network
+from vla_accel.nn.reference import PrefixStack
+from vla_accel.nn.siglip import SiglipVision
+
+
+class PrefixNetwork(Network):
+    """A network of a vision tower and a prefix that leaves keys and values.
+
+    Its config has `vision`, `prefix`, `image_tokens` (of a view), `shuffle`, `image_scale`, `prefix_tokens`,
+    `action_horizon`, `action_dim` and `max_token_len`.
+    """
+
+    vision: SiglipVision
+    prefix: PrefixStack
+    projector: nn.Linear
+    embed: nn.Embedding
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the prefix's products, and of what reads it; small projections and norms may be wider."""
+        layer = self.prefix.layers[0]
+        return layer.qkv_proj.weight.dtype  # type: ignore[union-attr,return-value]
+
+    @abstractmethod
+    def project(self, features: Tensor) -> Tensor:
+        """The tower's features (N, patches, width) as image tokens (N, image_tokens, prefix width)."""
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * image_tokens, prefix width)."""
+        batch, views = pixels.shape[:2]
+        features = self.vision(pixels.flatten(0, 1))
+        return self.project(features).view(batch, views * self.config.image_tokens, -1)
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, L) to embeddings (B, L, prefix width), scaled by √width."""
+        return self.embed(tokens) * math.sqrt(self.config.prefix.width)
+
+    @abstractmethod
+    def prefix_rows(self, image_tokens: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the prefix stack takes, of rows that are all real: (B, S, width), positions (B, S) and who sees whom
+        (B, S, S), None where all see all. `state` (B, state_dim) where it is in the prefix."""

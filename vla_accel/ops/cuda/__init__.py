@@ -1,1 +1,0 @@
-"""CUDA C++ kernels, compiled at run time by the NVRTC that comes with torch: no compiler has to be installed."""

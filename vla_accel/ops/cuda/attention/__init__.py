@@ -1,5 +1,0 @@
-"""Attention of many queries in CUDA C++ for Hopper: a vision tower's, and a prefix's."""
-
-from vla_accel.ops.cuda.attention.launch import attention, kernel_for, why_not
-
-__all__ = ["attention", "kernel_for", "why_not"]
