@@ -103,7 +103,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(OptimizedPolicy, "from_pretrained", from_pretrained)
     monkeypatch.setattr(ServerConfig, "require_free", lambda self: None)
     monkeypatch.setattr(ServerConfig, "tls", lambda self: None)
-    monkeypatch.setattr(serve, "check_names", lambda *given: None)
+    monkeypatch.setattr("vla_accel.cli.common.check_names", lambda *given: None)
     monkeypatch.setattr(serve.Load, "sized", lambda self, device: (self(device), 1))
     found: list[Any] = []
     monkeypatch.setattr(serve, "serve", lambda what, limits: found.append((what, limits)))

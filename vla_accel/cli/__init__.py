@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vla_accel.errors import VlaAccelError, nearest
 
@@ -64,12 +65,16 @@ def run(words: list[str]) -> int:
         return 2
     from vla_accel.cli.options import read
 
+    chosen = read(options_of(name), rest, f"vla-accel {name}")
+    return importlib.import_module(f"vla_accel.cli.{COMMANDS[name][0]}").main(chosen, rest)
+
+
+def options_of(name: str) -> Any:
+    """The options class of a command."""
     module, options, _ = COMMANDS[name]
-    place, _, kind_name = options.partition(".")
-    package = "vla_accel.cli" if place == module else "vla_accel.cli.asked"
-    kind = getattr(importlib.import_module(f"{package}.{place}"), kind_name)
-    chosen = read(kind, rest, f"vla-accel {name}")
-    return importlib.import_module(f"vla_accel.cli.{module}").main(chosen, rest)
+    home, _, kind = options.partition(".")
+    package = "vla_accel.cli" if home == module else "vla_accel.cli.asked"
+    return getattr(importlib.import_module(f"{package}.{home}"), kind)
 
 
 def ended(run: Callable[[], int]) -> tuple[int, str | None]:
