@@ -119,9 +119,9 @@ class ThreadReplica:
 
 
 class ProcessReplica:
-    """Policies in a process of its own. Calls and answers travel through a `multiprocessing` connection; frames are
-    written to shared memory. Two threads serve the connection, so that a process that hangs never blocks the event
-    loop."""
+    """Policies in a process of its own. Calls and answers travel through a `multiprocessing` connection, frames through
+    shared memory. A thread receives, and another sends large messages, so that a process that hangs never blocks the
+    event loop."""
 
     capacity = 2
 
@@ -132,6 +132,7 @@ class ProcessReplica:
         self._process: Any = None
         self._connection: Any = None
         self._sender: ThreadPoolExecutor | None = None
+        self._sending: Future[None] | None = None
         self._running: deque[Batch] = deque()
         self._half = 0
 
@@ -154,6 +155,9 @@ class ProcessReplica:
         loaded: asyncio.Future[Any] = loop.create_future()
 
         def received(message: Any) -> None:
+            if message is None:
+                sender.submit(ours.close)  # the sender may still be writing to it
+                sender.shutdown(wait=False)
             if self._connection is not ours:
                 return
             if not loaded.done():
@@ -167,12 +171,10 @@ class ProcessReplica:
             with contextlib.suppress(EOFError, OSError):
                 while True:
                     _on_loop(loop, received, ours.recv())
-            sender.submit(ours.close)  # not here: the sender may be writing to this file descriptor
-            sender.shutdown(wait=False)
             _on_loop(loop, received, None)
 
         sender = ThreadPoolExecutor(1)
-        self._connection, self._sender = ours, sender
+        self._connection, self._sender, self._sending = ours, sender, None
         threading.Thread(target=receive, name=f"replica {self.name}", daemon=True).start()
         result = await loaded
         if isinstance(result, Exception):
@@ -185,16 +187,21 @@ class ProcessReplica:
         # The process may still read the frames of the batch before, in the other half.
         position = self._half * _BATCH_BYTES
         end, self._half = position + _BATCH_BYTES, 1 - self._half
-        calls = []
+        calls, small = [], self._sending is None or self._sending.done()
         for call in batch.calls:
             frame, stop = call.frame, position + len(call.frame)
             if isinstance(frame, bytes) and stop <= end:
                 self._frames[position:stop] = frame
                 frame, position = slice(position, stop), stop
+            else:
+                small = False
             calls.append(call.portable(frame))
         self._running.append(batch)
-        with contextlib.suppress(RuntimeError):  # the process has just died: `on_death` follows
-            self._sender.submit(self._connection.send, calls)
+        if small:  # it fits into the connection's buffer, so this does not wait
+            with contextlib.suppress(OSError):  # the process has just died: `on_death` follows
+                self._connection.send(calls)
+        else:
+            self._sending = self._sender.submit(self._connection.send, calls)
 
     def _answered(self, answers: Answers) -> None:
         batch = self._running[0]
