@@ -17,9 +17,9 @@ from torch import nn
 from tests.support.scales import scales_of_any
 from tests.support.tiny import random_model, tiny_config, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, progress
-from vla_accel.checkpoints.loading import find, load
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
 from vla_accel.families.family import family_named
+from vla_accel.families.loading import find, load
 from vla_accel.families.pi0.native_loop import ExpertWeights
 from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
 from vla_accel.nn.calibration import calibrate, load_modelopt

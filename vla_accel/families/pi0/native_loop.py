@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.families.pi0.network import Pi0, Pi0Config
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm import suffix
 from vla_accel.kernels.gemm.suffix_tilings import Product
@@ -22,7 +23,6 @@ from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import Packed, Sizes, StepTables, StreamedLoop, why_not
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.fold import fold_norm, plain
 from vla_accel.nn.loop import LayerLoop, LoopProgram, Wait, described
 from vla_accel.nn.reference import TransformerBlock
