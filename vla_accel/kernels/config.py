@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from vla_accel.kernels.autotune import is_pinned, remembered
+from vla_accel.kernels.autotune import remembered
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import current
 
 MOST_MEASURED = 6
 """Configs that are measured for one problem: each one is a kernel to compile at the first start."""
@@ -81,7 +82,7 @@ _MEASURED: dict[tuple[str, torch.device, Gpu | None], Any] = {}
 def measure(what: str, configs: Sequence[T], run: Callable[[T], object], device: torch.device, calls: int) -> Choice:
     """Choose the fastest of some configs, and remember it for `measured` and for later starts of the process.
 
-    On a CPU, during graph capture and inside `autotune.pinned` the first one is chosen, and nothing is stored.
+    On a CPU, during graph capture and in a deterministic runtime the first one is chosen, and nothing is stored.
 
     Args:
         what: names the kernel and the problem.
@@ -90,14 +91,16 @@ def measure(what: str, configs: Sequence[T], run: Callable[[T], object], device:
         device: where to measure.
         calls: calls in a row that are measured together.
     """
-    by_name = {str(config): config for config in configs}
-    found = remembered(what, {name: functools.partial(run, c) for name, c in by_name.items()}, device, calls)
+    by_name, runtime = {str(config): config for config in configs}, current(device)
+    found = remembered(what, {name: functools.partial(run, c) for name, c in by_name.items()}, runtime, calls)
     choice = Choice(by_name[found.way], found.times)
     if found.times:
-        _MEASURED[what, device, Gpu.of(device)] = choice.config
+        _MEASURED[what, device, runtime.gpu] = choice.config
     return choice
 
 
 def measured(what: str, device: torch.device) -> Any:
-    """Return what `measure` chose under this name in this process; None if nothing, and inside `autotune.pinned`."""
-    return None if is_pinned() else _MEASURED.get((what, device, Gpu.of(device)))
+    """Return what `measure` chose under this name in this process; None if nothing, and in a
+    deterministic runtime."""
+    runtime = current(device)
+    return None if runtime.deterministic else _MEASURED.get((what, device, runtime.gpu))

@@ -18,8 +18,7 @@ from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import linear, linear_gelu, products_by
 from vla_accel.kernels.gemm.norms import with_sums
 from vla_accel.kernels.gemm.weights import make_linear
-from vla_accel.kernels.rows.rows import add_norm
-from vla_accel.kernels.rows.sequence import norm_rope
+from vla_accel.kernels.rows.rows import add_norm, norm_rope
 from vla_accel.nn.fold import fold_norm
 from vla_accel.nn.native_vision import VisionLayer
 from vla_accel.nn.network import Network

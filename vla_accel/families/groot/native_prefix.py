@@ -17,12 +17,12 @@ from vla_accel.families.groot.head import DitLayer, Source
 from vla_accel.families.groot.language import Layout, QwenLayer, language_rope
 from vla_accel.families.groot.network import Groot
 from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.attention.attending import causal_attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import block_products, gate_up, linear, products_by
 from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
-from vla_accel.kernels.rows.rows import add_norm
-from vla_accel.kernels.rows.sequence import add_at, causal_attention, norm_rope, place_tokens
+from vla_accel.kernels.rows.rows import add_at, add_norm, norm_rope, place_tokens
 from vla_accel.nn.native_vision import VisionLayer
 from vla_accel.nn.stack import Stack, StackSizes, stack_weights
 from vla_accel.nn.store import compute_dtype
