@@ -37,7 +37,7 @@ from tests.support.runtimes import steered
 from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
 from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
 from tests.support.streamed_support import FULL, LoopCase, streamable
-from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, sizes_of, steps_of, why_not_streamed
+from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of, streamed_loop, why_not_streamed
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.fp8 import E4M3
@@ -49,7 +49,7 @@ from vla_accel.kernels.gemm import linear
 from vla_accel.kernels.gemm.hopper import Tiling, launch
 from vla_accel.kernels.gemm.weights import make_linear, pair
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.kernels.loop import StreamedLoop, why_not
+from vla_accel.kernels.loop import why_not
 from vla_accel.machine import resolve_device
 from vla_accel.nn import kernel_choices as cuts
 from vla_accel.nn.random_weights import random_model
@@ -150,10 +150,9 @@ def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
         }
         if here is not None:
             ways["portable"] = ways["triton"]
-            for precision, way in (("bf16", "streamed"), ("int8", "streamed int8")):
-                if why_not(here, smolvla_expert.sizes_of(config), 1, precision) is None:
-                    other = Loops(dataclasses.replace(case, precision=precision))
-                    ways[way] = functools.partial(other.streamed, here, place)
+            ways["triton int8"] = functools.partial(loops.fused, "int8", place)
+            if why_not(here, smolvla_expert.sizes_of(config), 1, "bf16") is None:
+                ways["streamed"] = functools.partial(loops.streamed, here, place)
         yield from timed(name, config.action_horizon, config.expert.depth, ways, inputs, None, want, COSINE)
 
 
@@ -249,15 +248,11 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         if here is not None:
             ways["portable"] = ways["triton"]
             model = model.to_compute_dtype(torch.bfloat16)
-            for precision, way in (("bf16", "streamed"), ("int8", "streamed int8")):
-                if why_not_streamed(model, precision, case.batch) is not None:
-                    continue
-                packed, tables = weights_in(precision, streamed=True)
-                mix_bias = None if packed.mix is None else packed.mix_bias
-                ways[way] = functools.partial(
-                    StreamedLoop, here, sizes_of(case.config), packed.packed, tables, packed.w_out, packed.b_out,
-                    mix_bias, *sizes,
-                )  # fmt: skip
+            narrow, own = weights_in("int8")
+            ways["triton int8"] = functools.partial(Pi0LayerLoop, narrow, case.config, own, *sizes)
+            if why_not_streamed(model, "bf16", case.batch) is None:
+                packed, tables = weights_in("bf16", streamed=True)
+                ways["streamed"] = functools.partial(streamed_loop, here, packed, case.config, tables, *sizes)
         yield from timed(
             name, case.batch * case.config.suffix_tokens, case.config.expert.depth, ways, inputs, state, want, least
         )

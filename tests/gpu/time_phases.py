@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import dataclasses
 import itertools
 import json
 import sys
@@ -152,18 +151,18 @@ def told(stamps: Tensor, blocks: dict[str, int]) -> dict[str, Any]:
     return found
 
 
-def measure(name: str, precision: str, device: torch.device) -> dict[str, Any]:
+def measure(name: str, device: torch.device) -> dict[str, Any]:
     """A row: one step of a loop."""
     gpu = Gpu.of(device)
     assert gpu is not None
     if name in SMOLVLA:
-        loops = Loops(dataclasses.replace(SMOLVLA[name], precision=precision))
+        loops = Loops(SMOLVLA[name])
         loop, state = loops.streamed(gpu, str(device)), None
         inputs = loops.placed(str(device), beyond=0.0) | {"noise": loops.noise.to(device)}
     else:
         case = LOOPS[name]
         model = random_model(Pi0, case.config).to(device).to_compute_dtype(torch.bfloat16)
-        weights = ExpertWeights.of(model, precision, streamed=True)
+        weights = ExpertWeights.of(model, "bf16", streamed=True)
         inputs, state = inputs_of(case, device, torch.bfloat16)
         tables = steps_of(model, weights, 1)
         loop = streamed_loop(gpu, weights, case.config, tables, case.batch, case.prefix_tokens)
@@ -176,7 +175,7 @@ def measure(name: str, precision: str, device: torch.device) -> dict[str, Any]:
         graph.replay()
     stamps = torch.zeros(len(KERNELS), BLOCKS, PLACES, dtype=torch.int64, device=device)
     loop.module.launch("read_stamps", 1, 256, (ctypes.c_void_p(stamps.data_ptr()),))
-    return {"loop": name, "precision": precision, "kernels": told(stamps.cpu(), loop.schedule.blocks)}
+    return {"loop": name, "kernels": told(stamps.cpu(), loop.schedule.blocks)}
 
 
 def main(output: Path, only: str) -> int:
@@ -190,8 +189,8 @@ def main(output: Path, only: str) -> int:
     nvrtc.Module.__init__ = loaded  # type: ignore[method-assign]
     rows = []
     with torch.inference_mode():
-        for name, precision in itertools.product((case for case in CASES if only in case), ("bf16", "int8")):
-            rows.append(measure(name, precision, resolve_device("cuda")))
+        for name in (case for case in CASES if only in case):
+            rows.append(measure(name, resolve_device("cuda")))
             print(json.dumps(rows[-1]), flush=True)
             output.write_text(json.dumps(rows, indent=1))
     return 0

@@ -82,7 +82,7 @@ class Pi0Loops:
         """The loop of streamed kernels."""
         case, model = self.case, random_model(Pi0, self.case.config).to_compute_dtype(torch.bfloat16)
         with torch.inference_mode():
-            weights = ExpertWeights.of(model, case.precision, streamed=True)
+            weights = ExpertWeights.of(model, "bf16", streamed=True)
             tables = step_tables(model, weights.normed_products(), case.steps)
             return streamed_loop(H200, weights, case.config, tables, case.batch, case.prefix_tokens)
 

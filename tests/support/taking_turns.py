@@ -44,7 +44,7 @@ def streamed() -> dict[str, Run]:
         case = LOOPS[name]
         model = random_model(Pi0, case.config).to(DEVICE).to_compute_dtype(torch.bfloat16)
         with torch.inference_mode():
-            weights = ExpertWeights.of(model, case.precision, streamed=True)
+            weights = ExpertWeights.of(model, "bf16", streamed=True)
             loop = loop_of(case, weights, step_tables(model, weights.normed_products(), case.steps))
         inputs, state, noise = loops_inputs(case)
         return lambda: torch.from_numpy(run_loop(loop, inputs, state, noise, DEVICE))
