@@ -173,7 +173,7 @@ class NativeUnet:
         if key not in self.choices:
             if like.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise EngineError("native unet: run once at this size before the graph is captured")
-            self.choices[key] = fastest(ways, current(like)).way
+            self.choices[key] = fastest(ways, current(like)).candidate
         return self.choices[key]
 
 

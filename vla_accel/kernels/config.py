@@ -93,7 +93,7 @@ def measure(what: str, configs: Sequence[T], run: Callable[[T], object], device:
     """
     by_name, runtime = {str(config): config for config in configs}, current(device)
     found = remembered(what, {name: functools.partial(run, c) for name, c in by_name.items()}, runtime, calls)
-    choice = Choice(by_name[found.way], found.times)
+    choice = Choice(by_name[found.candidate], found.times)
     if found.times:
         _MEASURED[what, device, runtime.gpu] = choice.config
     return choice

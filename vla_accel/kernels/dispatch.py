@@ -30,7 +30,8 @@ def kernels(module: str) -> Any:
 
 
 def op(module: str, supported: Callable[[Any], bool] = lambda x: True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make an op of a torch reference: with another backend, the function of the same name in `module` runs instead.
+    """Make an op of a torch reference: with another backend, the function of the same name in `module` runs instead. It
+    gets all arguments, those that have defaults by name.
 
     Args:
         module: a module of Triton kernels, as `kernels` takes it.
@@ -38,14 +39,17 @@ def op(module: str, supported: Callable[[Any], bool] = lambda x: True) -> Callab
     """
 
     def decorate(reference: Callable[P, R]) -> Callable[P, R]:
-        first = next(iter(inspect.signature(reference).parameters))
+        parameters = inspect.signature(reference).parameters
+        names = list(parameters)
+        defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
 
         @functools.wraps(reference)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            x: Any = args[0] if args else kwargs[first]
+            x: Any = args[0] if args else kwargs[names[0]]
             if path(x) == "reference" or not supported(x):
                 return reference(*args, **kwargs)
-            return getattr(kernels(module), reference.__name__)(*args, **kwargs)
+            omitted = {name: value for name, value in defaults.items() if name not in names[: len(args)]}
+            return getattr(kernels(module), reference.__name__)(*args, **{**omitted, **kwargs})
 
         return run
 

@@ -18,7 +18,9 @@ from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.fp8 import Scales, named
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.attending import Sizes, attend, choose
+from vla_accel.kernels.attention.choice import choose
+from vla_accel.kernels.attention.config import AttentionShape
+from vla_accel.kernels.attention.ops import attend
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import block_products, gate_up, linear, products_by
@@ -146,7 +148,7 @@ class NativePrefix:
             """The dtype of a product's input."""
             return dtype if product is None or product.weight_scale is None else product.weight.dtype
 
-        sizes = Sizes(
+        sizes = AttentionShape(
             batch, self.tokens, self.tokens, weights.heads, weights.kv_heads, weights.head_dim, dtype, padded=True,
             quantised=taken_by(first.o) != dtype, stored=taken_by(first.o), last=self.state_last,
         )  # fmt: skip
@@ -217,7 +219,7 @@ class NativePrefix:
             rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads)
             self._reached(index)
             attend(
-                self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
+                self.attention.backend, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
                 last=self.state_last, tile=self.attention.tile,
             )  # fmt: skip
             active = {"inverse_scale": layer.down.inverse_scale, "activation": w.activation}

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from vla_accel.fp8 import Scales, named
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.attending import Sizes, attend, choose
+from vla_accel.kernels.attention.choice import choose
+from vla_accel.kernels.attention.config import AttentionShape
+from vla_accel.kernels.attention.ops import attend
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import linear, linear_gelu, patch_product, products_by
@@ -145,7 +147,7 @@ class NativeVision:
             kind = dtype if like is None or like.weight_scale is None else like.weight.dtype
             return torch.empty(rows, columns, dtype=kind, device=device)
 
-        sizes = Sizes(
+        sizes = AttentionShape(
             self.images, weights.place.shape[0], weights.place.shape[0], weights.heads, weights.heads,
             width // weights.heads, dtype, padded=False, quantised=first.out.weight_scale is not None,
             stored=first.out.weight.dtype,
@@ -207,7 +209,7 @@ class NativeVision:
         heads = self.qkv.view(self.images, self.weights.place.shape[0], 3, self.weights.heads, -1)
         q, k, v = heads.unbind(2)
         attend(
-            self.attention.way, q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale,
+            self.attention.backend, q, k, v, self.context, None, inverse_scale=layer.out.inverse_scale,
             tile=self.attention.tile,
         )  # fmt: skip
 

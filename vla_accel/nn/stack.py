@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.attending import Sizes, attend, choose
+from vla_accel.kernels.attention.choice import choose
+from vla_accel.kernels.attention.config import AttentionShape
+from vla_accel.kernels.attention.ops import attend
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import linear, linear_gelu, products_by
@@ -65,7 +67,7 @@ class Stack:
         first, device = layers[0], layers[0].qkv.weight.device
         width, rows = first.qkv.weight.shape[1], sizes.batch * sizes.tokens
         self.head_dim = width // sizes.heads
-        attention = Sizes(
+        attention = AttentionShape(
             sizes.batch, sizes.tokens, sizes.tokens, sizes.heads, sizes.heads, self.head_dim, dtype,
             padded=sizes.padded, quantised=False,
         )  # fmt: skip
@@ -113,7 +115,7 @@ class Stack:
         if self.rope is not None:
             norm_rope(self.qkv, None, None, *self.rope, s.heads, s.heads, eps=0.0)
         q, k, v = self.qkv.view(s.batch, s.tokens, 3, s.heads, self.head_dim).unbind(2)
-        attend(self.attention.way, q, k, v, self.context, lengths, tile=self.attention.tile)
+        attend(self.attention.backend, q, k, v, self.context, lengths, tile=self.attention.tile)
 
     def _mlp(self, layer: VisionLayer, norm: dict[str, object]) -> None:
         """Output projection, residual, MLP, residual."""

@@ -17,7 +17,7 @@ from vla_accel.families.groot.head import DitLayer, Source
 from vla_accel.families.groot.language import Layout, QwenLayer, language_rope
 from vla_accel.families.groot.network import Groot
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.attending import causal_attention
+from vla_accel.kernels.attention.ops import causal_attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import block_products, gate_up, linear, products_by

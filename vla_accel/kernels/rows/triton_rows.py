@@ -48,9 +48,7 @@ def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constex
     tl.store(out + STRIDE, pixel.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def patchify(
-    images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_maps: Tensor | None = None
-) -> None:  # fmt: skip
+def patchify(images: Tensor, out: Tensor, patch: int, square: int, pixel_maps: Tensor | None) -> None:
     """See `vla_accel.kernels.rows.rows.patchify`."""
     size = images.shape[1]
     stride = out.shape[1] // 2
