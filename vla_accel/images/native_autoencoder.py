@@ -19,8 +19,8 @@ from vla_accel.errors import EngineError
 from vla_accel.images.autoencoder import ChannelRms, Downsample, Half, Norm, ResBlock, SpatialAttention, Upsample
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import fastest
-from vla_accel.kernels.image import image as ops
-from vla_accel.kernels.image.sums import Sum
+from vla_accel.kernels.image import ops
+from vla_accel.kernels.image.ops import Sum
 from vla_accel.runtime import current
 
 _MULTIPLE = 8

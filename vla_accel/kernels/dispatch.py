@@ -35,7 +35,7 @@ def op(module: str, supported: Callable[[Any], bool] = lambda x: True) -> Callab
 
     Args:
         module: a module of Triton kernels, as `kernels` takes it.
-        supported: whether the kernels take the first argument, which also decides about the backend.
+        supported: whether the kernels take the first argument, whose device decides about the backend.
     """
 
     def decorate(reference: Callable[P, R]) -> Callable[P, R]:
@@ -46,7 +46,7 @@ def op(module: str, supported: Callable[[Any], bool] = lambda x: True) -> Callab
         @functools.wraps(reference)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             x: Any = args[0] if args else kwargs[names[0]]
-            if path(x) == "reference" or not supported(x):
+            if path(x.device) == "reference" or not supported(x):
                 return reference(*args, **kwargs)
             omitted = {name: value for name, value in defaults.items() if name not in names[: len(args)]}
             return getattr(kernels(module), reference.__name__)(*args, **{**omitted, **kwargs})
