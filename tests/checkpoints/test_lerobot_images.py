@@ -21,9 +21,9 @@ from tests.support.lerobot_saved import Change, configure, saved_files, state_fi
 from tests.support.published_folders import write_lerobot, write_openpi
 from tests.support.tiny import tiny_observation, write_robot
 from vla_accel import OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.loading import load
 from vla_accel.kernels.image import resize
 
 Writer = Callable[[Path, Change, str], object]

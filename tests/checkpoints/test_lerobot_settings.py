@@ -31,12 +31,13 @@ from tests.support.published_folders import write_lerobot
 from tests.support.tiny import tiny_observation
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.lerobot import relative_dims
-from vla_accel.checkpoints.lerobot_fields import FIELDS, Setting, refused
-from vla_accel.checkpoints.lerobot_steps import STEPS
-from vla_accel.checkpoints.loading import Checkpoint, load
+from vla_accel.checkpoints.lerobot_settings import FIELDS, STEPS
+from vla_accel.checkpoints.lerobot_settings import releases as releases_of
+from vla_accel.checkpoints.settings import Setting, refused
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.family import FAMILIES, family_named
+from vla_accel.families.loading import Checkpoint, load
 from vla_accel.measure.systems import CheckpointFactory
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
@@ -82,7 +83,7 @@ def state_of(observation: dict[str, Any]) -> np.ndarray:
 def test_a_field_is_in_the_table_once(kind: str) -> None:
     names = [name for setting in FIELDS[kind] for name in setting.names]
     assert len(names) == len(set(names))
-    assert all(setting.releases for setting in FIELDS[kind])
+    assert all(releases_of(setting) for setting in FIELDS[kind])
     assert {s.use for s in FIELDS[kind] if s.values} <= {"fixed"}
 
 
@@ -90,7 +91,7 @@ def test_a_field_is_in_the_table_once(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*WRITERS])
 def test_the_table_has_the_fields_that_each_release_saves(kind: str, release: str) -> None:
     """Of the classes of `tests.references.make_lerobot_folders`, whose files lerobot's own code wrote."""
-    known = {name for setting in FIELDS[kind] if release in setting.releases for name in setting.names}
+    known = {name for setting in FIELDS[kind] if release in releases_of(setting) for name in setting.names}
     saved = json.loads((Path(__file__).parents[1] / "support" / "lerobot_saved.json").read_text())[release][kind]
     assert saved["config"].keys() == known
     for pipeline in ("policy_preprocessor", "policy_postprocessor"):
@@ -107,7 +108,7 @@ def test_the_table_has_the_fields_of_the_lerobot_that_is_installed(kind: str) ->
     release = importlib.metadata.version("lerobot")
     module = importlib.import_module(f"lerobot.policies.{kind}.configuration_{kind}")
     (config,) = (c for n, c in vars(module).items() if n.lower() == f"{kind.replace('_', '')}config")
-    known = {name for setting in FIELDS[kind] if release in setting.releases for name in setting.names}
+    known = {name for setting in FIELDS[kind] if release in releases_of(setting) for name in setting.names}
     assert {f.name for f in dataclasses.fields(config)} | {"type"} == known
 
 
@@ -128,6 +129,14 @@ def test_an_unknown_field_is_refused_by_name(kind: str, value: Any, tmp_path: Pa
         made(tmp_path, kind, configure(use_depth_encoder=value))
     assert f"{tmp_path / 'config.json'}: expected settings of lerobot 0.3.3 to 0.6.1 and main" in str(raised.value)
     assert "use_depth_encoder" in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [*WRITERS])
+def test_more_executed_actions_than_a_chunk_has_are_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: n_action_steps: expected at most chunk_size, \d+, got 99"
+    ):
+        made(tmp_path, kind, configure(n_action_steps=99))
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
@@ -151,10 +160,10 @@ def test_a_fixed_field_is_refused_by_name(kind: str, name: str, setting: Setting
 
 
 def test_groots_config_has_a_table_too(tmp_path: Path) -> None:
-    assert not [*refused({"type": "groot", "num_inference_timesteps": 8, "lora_rank": 0}, FIELDS["groot"])]
-    (found,) = refused({"type": "groot", "tokenizer_assets_repo": "lerobot/eagle"}, FIELDS["groot"])
+    assert not [*refused({"type": "groot", "num_inference_timesteps": 8, "lora_rank": 0}, FIELDS["groot"], "lerobot")]
+    (found,) = refused({"type": "groot", "tokenizer_assets_repo": "lerobot/eagle"}, FIELDS["groot"], "lerobot")
     assert "N1.5" in found
-    (found,) = refused({"type": "groot", "use_depth_encoder": True}, FIELDS["groot"])
+    (found,) = refused({"type": "groot", "use_depth_encoder": True}, FIELDS["groot"], "lerobot")
     assert "use_depth_encoder True" in found
 
 

@@ -18,9 +18,9 @@ from tests.support.lerobot_saved import Change, edit, saved_files, state_files, 
 from tests.support.published_folders import write_lerobot
 from tests.support.tiny import tiny_observation
 from vla_accel import OptimizedPolicy
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.errors import CheckpointError
+from vla_accel.families.loading import load
 
 FP32 = load_config("eager_fp32")
 JSON = ("policy_preprocessor.json", "policy_postprocessor.json")

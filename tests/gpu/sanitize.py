@@ -113,7 +113,7 @@ def denoise() -> Cases:
     from tests.support.gpu_policies import BF16_COSINE, cosines, on_gpu
     from tests.support.streamed_support import loop_of, loops_inputs, run_loop
     from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop
-    from vla_accel.nn.constants import step_tables
+    from vla_accel.families.pi0.step_tables import step_tables
 
     def run(case: LoopCase) -> None:
         model = random_model(Pi0, case.config)

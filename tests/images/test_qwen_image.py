@@ -11,7 +11,7 @@ import torch
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
-from eval.image_tables import autoencoder_sizes, autoencoders, qwen_images  # noqa: E402
+from benchmarks.tables.images import autoencoder_sizes, autoencoders, qwen_images  # noqa: E402
 from tests.support.pictures import read_parameters  # noqa: E402
 from vla_accel import cli  # noqa: E402
 from vla_accel.errors import ConfigError  # noqa: E402

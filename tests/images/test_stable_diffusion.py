@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
-from eval.image_tables import unets  # noqa: E402
+from benchmarks.tables.images import unets  # noqa: E402
 from tests.support.agreement import RATIO  # noqa: E402
 from tests.support.pictures import read_parameters  # noqa: E402
 from vla_accel import cli, latency  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.time_phases import stamped, stamps_of
+from benchmarks.time_phases import stamped, stamps_of
 from tests.support import streamed_support
 from tests.support.gpus import GPUS, H20, H100, H200, MIG_SLICE, MIG_TWO
 from tests.support.smolvla_loops import EXPERTS
@@ -406,7 +406,7 @@ def test_blocks_of_gate_up_with_many_rows_lie_beside_those_of_output_and_down(ad
 
 
 def test_stamps_find_their_lines() -> None:
-    """`tests.gpu.time_phases` writes into the source."""
+    """`benchmarks.time_phases` writes into the source."""
     smolvla = smolvla_expert.sizes_of(EXPERTS["full"].config)
     lines = ((FULL, "attend", "float o[MT][VT][4];"), (smolvla, "grouped", "float o[D / 8][4];"))
     for sizes, attention, line in lines:

@@ -12,11 +12,11 @@ import pytest
 
 from tests.support import groot_folders, tiny_smolvla
 from tests.support.tiny import statistics, tiny_observation, write_tiny_checkpoint
-from vla_accel.checkpoints.loading import load
 from vla_accel.cli import main
 from vla_accel.errors import ObservationError
 from vla_accel.families import stand_in
 from vla_accel.families.family import family_named
+from vla_accel.families.loading import load
 from vla_accel.measure.recording import save_observations
 from vla_accel.measure.statistics import fits
 from vla_accel.transforms.normalisation import DEVIATIONS, FAR, Range

@@ -30,7 +30,7 @@ from vla_accel.kernels.gemm import suffix
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.loop import described
-from vla_accel.nn.store import plain_input
+from vla_accel.nn.weights import plain_input
 
 PARTS = ("vision", "kv_cache", "denoise")
 PRODUCTS = {"pi0": 4 * 3, "pi05": 4 * 3, "smolvla": 4 * 3, "groot": 4 * 8}
@@ -168,7 +168,8 @@ def test_hopper_runs_int8_in_fused_ops_and_the_ledger_says_why(
     programs: Any = {"pi05": expert, "smolvla": smolvla_loop}[name]
     why_not = programs.why_not_streamed(policy.model, "int8", 1)
     assert why_not == "it takes BF16 weights, not INT8"
-    assert "(no streamed kernels: it takes BF16 weights, not INT8)" in described(SimpleNamespace(detail=""), "INT8 weights", why_not)
+    text = described(SimpleNamespace(detail=""), "INT8 weights", why_not)
+    assert "(no streamed kernels: it takes BF16 weights, not INT8)" in text
 
 
 def test_gpus_without_fp8_have_it() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from tests.support.agreement import assert_same
 from tests.support.reference_script import make_reference, python_of
 from tests.support.whole_calls import pi0_actions
-from vla_accel.checkpoints.loading import load
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.transforms.processing import Processor
 

@@ -29,9 +29,9 @@ from tests.support.tiny import (
 from tests.support.waiting import PATIENCE_S
 from tests.transforms.test_presets import inputs_of, processor_of
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import RtcConfig
 from vla_accel.errors import ObservationError
+from vla_accel.families.loading import Checkpoint
 from vla_accel.families.pi0.family import PI0
 from vla_accel.families.pi0.network import Kind
 from vla_accel.kernels.activation import Activation

@@ -13,8 +13,8 @@ import torch
 from tests.support.tiny import TOKENIZER, random_model, tiny_config, tiny_observation, write_tiny_checkpoint
 from tests.transforms.test_presets import ALL, aloha, processor_of
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.errors import EngineError, ObservationError
+from vla_accel.families.loading import Checkpoint
 from vla_accel.families.pi0.family import PI0
 from vla_accel.transforms.images import resize
 from vla_accel.transforms.robots import PRESETS

@@ -12,9 +12,9 @@ import torch
 from tests.support.reference_rtc import guided_euler
 from tests.support.tiny_smolvla import observation, write_lerobot
 from vla_accel import OptimizedPolicy
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.errors import DependencyError, ObservationError
+from vla_accel.families.loading import load
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.network import SmolVla
 from vla_accel.measure.parity import compare, reference_of

@@ -140,14 +140,14 @@ def save(config: Pi0Config, folder: Path) -> None:
 
 # What programs write before they read.
 SCRATCH = (
-    "patches", "embedded", "x", "y", "h", "h_mlp", "qkv", "last_kv", "context", "hidden", "active", "last", "gate_up",
+    "patches", "embedded", "x", "y", "h", "h_mlp", "qkv", "last_kv", "context", "hidden", "active", "last",
     "q", "k", "v", "state_token",
 )  # fmt: skip
 
 
 def scratch_of(program: Any) -> Iterator[Tensor]:
     """What a program writes before it reads. Not the padding of values, which must stay zero, nor the counters."""
-    for holder in (program, getattr(program, "loop", program)):
+    for holder in (program, getattr(program, "loop", program), getattr(program, "stack", program)):
         for name in SCRATCH:
             buffer = vars(holder).get(name)
             if isinstance(buffer, Tensor):

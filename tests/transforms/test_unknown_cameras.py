@@ -17,9 +17,9 @@ from PIL import Image
 from tests.support import groot_folders, tiny_smolvla
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
-from vla_accel.checkpoints.loading import load
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ObservationError, ServerError
+from vla_accel.families.loading import load
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.server import ServerConfig, background
 from vla_accel.transforms import observations

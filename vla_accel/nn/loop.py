@@ -20,10 +20,9 @@ from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.kernel_choices import Cuts
 from vla_accel.nn.native_prefix import NativePrefix
 from vla_accel.nn.overlap import Ahead
-from vla_accel.nn.smollm import SmolLmConfig
 from vla_accel.runtime import current
 
-Stack = GemmaConfig | SmolLmConfig
+Stack = GemmaConfig
 Wait = Callable[[int], None]
 """Called before a layer that reads the prefix's keys and values of that layer."""
 

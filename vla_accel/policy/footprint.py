@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import EnginePrecision, EngineSpec
 from vla_accel.engines import build
 from vla_accel.errors import CheckpointError, DeviceMemoryError
 from vla_accel.families.family import Family, Shape
+from vla_accel.families.loading import Checkpoint
 from vla_accel.fp8 import Scales
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.ledger import Ledger

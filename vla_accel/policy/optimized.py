@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from vla_accel import latency
-from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, of_one
 from vla_accel.families.family import Shape, Store
+from vla_accel.families.loading import Checkpoint, load
 from vla_accel.kernels.image import resize
 from vla_accel.kernels.nvrtc import synchronize
 from vla_accel.kernels.phases import recorded

@@ -25,7 +25,7 @@ from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.suffix_types import Guidance
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.nn.kernel_choices import Cuts
-from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
 from vla_accel.runtime import current
 
 
