@@ -76,12 +76,17 @@ def find_flavour(versions: Mapping[str, str | None] | None = None) -> Flavour:
     if pair is None:
         known = ", ".join(map(_dotted, PAIRS))
         raise DependencyError(f"engine torch_tensorrt: expected {package} {known}, got {version}")
-    wanted, works_with = pair[2] if rtx else pair[1], f"engine torch_tensorrt: {package} {version} works with"
     if torch_version != pair[0]:
-        raise DependencyError(f"{works_with} torch {_dotted(pair[0])}, got torch {found['torch']}; {hint}")
+        raise DependencyError(
+            f"engine torch_tensorrt: {package} {version} works with torch {_dotted(pair[0])}, got torch "
+            f"{found['torch']}; {hint}"
+        )
+    wanted = pair[2] if rtx else pair[1]
     if library_version is None or major_minor(library_version) != wanted:
         got = "none is installed" if library_version is None else f"got {library_version}"
-        raise DependencyError(f"{works_with} {TITLES[library]} {_dotted(wanted)}, {got}; {hint}")
+        raise DependencyError(
+            f"engine torch_tensorrt: {package} {version} works with {TITLES[library]} {_dotted(wanted)}, {got}; {hint}"
+        )
     return Flavour(version, library)
 
 
