@@ -34,7 +34,7 @@ from vla_accel.measure.systems import (
     observer,
     system_name,
 )
-from vla_accel.nn.quantize import load_modelopt
+from vla_accel.nn.calibration import load_modelopt
 from vla_accel.progress import going_on
 from vla_accel.report.bench import page, ran, tables
 from vla_accel.report.page import check_path, write
