@@ -143,8 +143,8 @@ def _upload(source: Tensor, target: Tensor) -> None:
 def account(
     weights: Weights, recipe: Recipe, expected: Mapping[str, tuple[int, ...]], failed: str, dead: Iterable[str] = ()
 ) -> None:
-    """Raise CheckpointError, which begins with `failed`, if a tensor of the recipe is missing, misshaped or no float, or
-    if there are other tensors that are not `dead`."""
+    """Raise CheckpointError, which begins with `failed`, if a tensor of the recipe is missing, misshaped or no float,
+    or if there are other tensors that are not `dead`."""
     problems = _differences(weights, recipe, expected, dead)
     if problems:
         raise CheckpointError(f"{failed}: " + "; ".join(problems))
