@@ -10,6 +10,7 @@ from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.nn.native_vision import NativeVision, VisionWeights
 from vla_accel.nn.prefixed import PrefixNetwork
+from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.store import NativeStore
 
 N = TypeVar("N", bound=PrefixNetwork)
@@ -21,7 +22,7 @@ class FlowStore(NativeStore[N]):
 
     def vision(self, batch: int, views: int, spec: EngineSpec) -> Program:
         """The vision program of `batch` observations of `views` images."""
-        precision = self.precision("vision", spec, ("fp8", "int8", "fp16"))
+        precision = self.precision("vision", spec, (*QUANTISED["vision"]["native"].precisions, "fp16"))
         weights = self.weights(
             ("vision", precision, spec.keep), lambda: VisionWeights.of(self.model, precision, self.scales, spec.keep)
         )
@@ -29,7 +30,7 @@ class FlowStore(NativeStore[N]):
 
     def prefix_weights(self, spec: EngineSpec, of: Callable[..., W]) -> W:
         """The prefix's weights, prepared by `of` as `PrefixWeights.of` is called."""
-        precision = self.precision("kv_cache", spec, self.beside_bf16("fp8", "int8"))
+        precision = self.precision("kv_cache", spec, self.beside_bf16(*QUANTISED["kv_cache"]["native"].precisions))
         where = spec.native.embeddings
         return self.weights(
             ("kv_cache", precision, where, spec.keep), lambda: of(self.model, precision, self.scales, where, spec.keep)
@@ -37,7 +38,8 @@ class FlowStore(NativeStore[N]):
 
     def loop_precision(self, component: str, spec: EngineSpec) -> str:
         """Of the weights of a loop of few rows. Raises EngineError where products of it are to be kept."""
-        return self.precision(component, spec, self.beside_bf16("fp8", "int8"), calibrated=False)
+        precisions = QUANTISED[component]["native"].precisions
+        return self.precision(component, spec, self.beside_bf16(*precisions), calibrated=False)
 
     def loop_weights(
         self, spec: EngineSpec, batch: int, trained: bool, why_not_streamed: Callable[..., str | None],

@@ -24,6 +24,7 @@ from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.families.groot.settings import check_config
 from vla_accel.families.groot.vision import QwenVisionConfig
 
+_MODEL_TYPES = ("gr00tn1d7", "gr00t_n1d7", "gr00t_n1_7")
 LEROBOT = "_groot_model."
 _VISION, _LANGUAGE = "backbone.model.model.visual.", "backbone.model.model.language_model."
 _HEAD, _DIT = "action_head.", "action_head.model."
@@ -82,6 +83,18 @@ def other_generation(content: Mapping[str, Any], names: Iterable[str]) -> str | 
         if match := re.search(r"gr00t.n1[._d]?([0-6])(?!\d)", str(content.get(key)).lower()):
             return f"N1.{match[1]}"
     return None
+
+
+def is_groot(content: Mapping[str, Any], shapes: Mapping[str, object]) -> bool:
+    """Return whether Isaac-GR00T's config.json, or without one the tensors, belong to an N1.7."""
+    kind = model_type(content)
+    return kind in _MODEL_TYPES or (prefix_of(shapes) is not None and not kind)
+
+
+def model_type(content: Mapping[str, Any]) -> str:
+    """Return the `model_type` of a config.json in lower case, empty if it has none."""
+    value = content.get("model_type")
+    return value.lower() if isinstance(value, str) else ""
 
 
 def load_groot(
