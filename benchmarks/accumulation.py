@@ -33,8 +33,8 @@ from torch.nn import functional as F
 from benchmarks.script import options_parser, reason, report_head, write_report
 from eval.script import concluded
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import NativeOptions
+from vla_accel.families.loading import load
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import milliseconds, unfit

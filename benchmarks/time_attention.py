@@ -22,15 +22,17 @@ from benchmarks.script import options_parser, reason, report_head, write_report
 from eval.script import concluded
 from tests.support import kernel_calls as calls
 from vla_accel.errors import VlaAccelError
-from vla_accel.kernels.attention import attending
-from vla_accel.kernels.attention.attending import WAYS, Sizes, attend
+from vla_accel.kernels.attention import ops
+from vla_accel.kernels.attention.choice import CALLS, random_tensors
+from vla_accel.kernels.attention.config import AttentionShape
+from vla_accel.kernels.attention.ops import BACKENDS, attend
 from vla_accel.kernels.autotune import milliseconds, unfit
 from vla_accel.machine import resolve_device
 
 WORST, MEAN = 0.02, 0.003
-"""Largest allowed differences of BF16 from float32, as in the tests."""
-TOWER = Sizes(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
-PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
+"""Differences from float32 that BF16 may have, as in the tests."""
+TOWER = AttentionShape(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
+PREFIX = AttentionShape(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
 SHAPES = {
     "π0.5 vision, 2 views": TOWER,
     "π0.5 vision, 3 views": replace(TOWER, batch=3),
@@ -42,24 +44,24 @@ SHAPES = {
 TINY = {"vision": replace(TOWER, tokens=16, source=16, dtype=torch.float32)}
 
 
-def row(way: str, sizes: Sizes, device: torch.device) -> dict[str, Any]:
-    """Differences and time of one backend."""
-    q, k, v, out, lengths = attending._tensors(sizes, device)
+def row(way: str, sizes: AttentionShape, device: torch.device) -> dict[str, Any]:
+    """How right and how fast one way is."""
+    q, k, v, out, lengths = random_tensors(sizes, device)
     if lengths is not None:
         lengths.fill_(sizes.source - 12)
     want = torch.empty(out.shape, dtype=torch.float32)
     host = [x if x is None else x.cpu() for x in (q, k, v, lengths)]
     wide = [x.float() for x in host[:3] if x is not None]
-    attending.attention(wide[0], wide[1], wide[2], want, host[3])
+    ops.attention(wide[0], wide[1], wide[2], want, host[3])
     try:
         if way == "flash_attn":
-            attending.flash_module()
+            ops.flash_module()
         attend(way, q, k, v, out, lengths)
         found = calls.difference(out, want)
         right = found.worst <= WORST and found.mean <= MEAN
         found_row: dict[str, Any] = {"worst": found.worst, "mean": found.mean, "right": right}
         if device.type == "cuda":
-            ms = milliseconds(lambda: attend(way, q, k, v, out, lengths), device, attending.CALLS)
+            ms = milliseconds(lambda: attend(way, q, k, v, out, lengths), device, CALLS)
             found_row["us"] = 1e3 * ms
     except (VlaAccelError, *unfit()) as error:
         found_row = {"error": reason(error)}
@@ -77,7 +79,7 @@ def main() -> int:
     with torch.inference_mode():
         for name, sizes in (TINY if options.tiny else SHAPES).items():
             described = {n: v for n, v in asdict(sizes).items() if isinstance(v, int) and not isinstance(v, bool)}
-            ways = [row(way, sizes, device) for way in WAYS]
+            ways = [row(way, sizes, device) for way in BACKENDS]
             report["shapes"].append({"name": name, **described, "ways": ways})
             write_report(options.output, report)
     wrong = [f"{s['name']}: {w['way']}" for s in report["shapes"] for w in s["ways"] if w.get("right") is False]

@@ -30,8 +30,8 @@ from tests.support import kernel_calls as calls
 from tests.support.gpus import assumed
 from tests.support.kernel_calls import Draw
 from tests.support.runtimes import steered
-from vla_accel.kernels.attention import key_tilings
-from vla_accel.kernels.attention.key_tilings import KeySplit, SuffixAttention
+from vla_accel.kernels.attention import config as attention_config
+from vla_accel.kernels.attention.config import KeySplit, SuffixShape
 from vla_accel.kernels.autotune import milliseconds, unfit
 from vla_accel.kernels.gemm import suffix, suffix_tilings
 from vla_accel.kernels.gemm.suffix_tilings import Product, Skinny, Tiling
@@ -180,7 +180,7 @@ def products(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
 def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
     """A row for each config of the attention."""
     size = bench.size
-    sizes = SuffixAttention(1, bench.rows, size.prefix_tokens, size.heads, 1, size.head_dim, bench.q.element_size())
+    sizes = SuffixShape(1, bench.rows, size.prefix_tokens, size.heads, 1, size.head_dim, bench.q.element_size())
     before = KeySplit(16, 64, 1, 1, 4) if sizes.rows <= 128 else KeySplit(64, 64, 1, 1, 8)
 
     out = bench.x.new_empty(bench.rows, size.heads * size.head_dim)
@@ -194,7 +194,7 @@ def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
 
     with steered("reference", bench.device):
         want = run(None, suffix.suffix_workspace(sizes, bench.device), wide=True)
-    for cut in dict.fromkeys((before, *key_tilings.key_splits(gpu, sizes))):
+    for cut in dict.fromkeys((before, *attention_config.key_splits(gpu, sizes))):
         with _kernels(bench.device):
             one = functools.partial(run, cut, suffix.suffix_workspace(sizes, bench.device, cut))
             row = {"op": "attention", "rows": bench.rows, "cut": str(cut), "until_now": cut == before}

@@ -201,7 +201,7 @@ def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str])
             def note(what: str, found: autotune.Fastest, depth: int = depth, into: Any = measured) -> None:
                 layers = 1 if what.startswith("attention") else depth
                 us = {n: round(1e3 * ms / layers, 2) for n, ms in sorted(found.times.items(), key=lambda w: w[1])}
-                into[what] = {"us": us, "out": dict(found.out)}
+                into[what] = {"us": us, "out": dict(found.rejected)}
 
             build = functools.partial(Pi0LayerLoop, weights, case.config, tables, *sizes)
             with preferring(PREFERRED[way], note):

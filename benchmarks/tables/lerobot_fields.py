@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.tables.table import Table
-from vla_accel.checkpoints.lerobot_fields import FIELDS, RELEASES, Setting, shown
-from vla_accel.checkpoints.lerobot_steps import STEPS
+from vla_accel.checkpoints.lerobot_settings import FIELDS, RELEASES, STEPS, releases
+from vla_accel.checkpoints.settings import Setting, shown
 
 _USES = {"read": "honoured", "neutral": "changes no action", "refused": "refused"}
 
 
 def _row(setting: Setting) -> dict[str, str]:
     fixed = f"must be {' or '.join(f'`{shown(value)}`' for value in setting.values)}"
-    first, last = setting.since, setting.until
+    first, *_, last = (*releases(setting), releases(setting)[-1])
     return {
         "names": ", ".join(f"`{name}`" for name in setting.names),
         "releases": first if first == last else f"{first} to {last}",
@@ -25,7 +25,7 @@ def _row(setting: Setting) -> dict[str, str]:
 
 def _fields(kind: str) -> list[dict[str, str]]:
     order = [*_USES, "fixed"]
-    return [_row(s) for s in sorted(FIELDS[kind], key=lambda s: (order.index(s.use), RELEASES.index(s.since)))]
+    return [_row(s) for s in sorted(FIELDS[kind], key=lambda s: (order.index(s.use), RELEASES.index(releases(s)[0])))]
 
 
 def _steps(_: object) -> list[dict[str, Any]]:

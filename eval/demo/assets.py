@@ -24,9 +24,9 @@ from eval.libero.install import libero
 from eval.libero.suites import MAX_STEPS, instruction_of, load_suite
 from eval.script import replacing_files, run_script
 from eval.training import runs_of
-from vla_accel.checkpoints.loading import family_of, find, load
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.cli.options import Listed, Words, Written
+from vla_accel.families.loading import family_of, find, load
 from vla_accel.nn.flow import FlowNetwork
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.tokenizer import STATE_BINS, SmallTokenizer, discretise_state

@@ -16,7 +16,7 @@ from eval.demo.collect import AUX_DIM, HORIZON
 from vla_accel.families.smolvla.network import SmolVla
 from vla_accel.kernels import reference
 from vla_accel.nn.flow import FlowNetwork
-from vla_accel.nn.gemma import AdaRmsNorm
+from vla_accel.nn.reference import AdaRmsNorm
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 

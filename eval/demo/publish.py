@@ -16,11 +16,11 @@ from eval.demo.assets import EARLIER
 from eval.demo.recipes import recipe_named
 from eval.demo.train import RECORD, newest
 from eval.script import replacing_files, run_script
-from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.cli.options import OutputFolder
 from vla_accel.errors import CheckpointError
+from vla_accel.families.loading import load
 from vla_accel.fp8 import FILE
 from vla_accel.policy.agreement import weights_of
 

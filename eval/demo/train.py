@@ -38,10 +38,10 @@ from eval.demo.collectors import Collectors, Seen, Store
 from eval.demo.objective import Trainee
 from eval.demo.recipes import recipe_of
 from eval.script import run_script
-from vla_accel.checkpoints.loading import find, load
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.cli.options import Count, Listed, Words
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.loading import find, load
 from vla_accel.machine import hardware
 from vla_accel.nn.flow import FlowNetwork
 from vla_accel.transforms.processing import Processor

@@ -28,9 +28,9 @@ from tests.support.tiny_smolvla import tiny_config, tiny_model
 from tests.support.waiting import PATIENCE_S, eventually
 from tests.support.whole_calls import smolvla_actions
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError, OutputError, VlaAccelError
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Pi0, Pi0Config, pi05_demo
 from vla_accel.machine import hardware
 from vla_accel.measure.recording import load_observations

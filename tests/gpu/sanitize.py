@@ -113,7 +113,7 @@ def denoise() -> Cases:
     from tests.support.gpu_policies import BF16_COSINE, cosines, on_gpu
     from tests.support.streamed_support import loop_of, loops_inputs, run_loop
     from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop
-    from vla_accel.nn.constants import step_tables
+    from vla_accel.families.pi0.step_tables import step_tables
 
     def run(case: LoopCase) -> None:
         model = random_model(Pi0, case.config)
@@ -177,8 +177,8 @@ def triton() -> Cases:
 
 def image() -> Cases:
     """The kernels of the autoencoders and UNets, against their references on the CPU."""
-    from vla_accel.kernels.image import image as ops
-    from vla_accel.kernels.image.sums import GroupNorm, Sum
+    from vla_accel.kernels.image import ops
+    from vla_accel.kernels.image.ops import GroupNorm, Sum
 
     def draw(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)

@@ -14,9 +14,9 @@ from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu
 from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, run_loop
 from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, sizes_of
 from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import why_not
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.random_weights import random_model
 
 pytestmark = pytest.mark.gpu

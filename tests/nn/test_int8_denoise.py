@@ -30,7 +30,7 @@ from vla_accel.kernels.gemm import suffix
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.loop import described
-from vla_accel.nn.store import plain_input
+from vla_accel.nn.weights import plain_input
 
 PARTS = ("vision", "kv_cache", "denoise")
 PRODUCTS = {"pi0": 4 * 3, "pi05": 4 * 3, "smolvla": 4 * 3, "groot": 4 * 8}

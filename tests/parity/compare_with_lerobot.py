@@ -31,10 +31,10 @@ from torch import Tensor
 
 from tests.support.agreement import ACTIONS_ATOL, rms
 from tests.support.whole_calls import pi0_fast_tokens, smolvla_actions
-from vla_accel.checkpoints.loading import Checkpoint, family_of, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.network import Groot, overlap_weights
+from vla_accel.families.loading import Checkpoint, family_of, load
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.network import Pi0Fast
 from vla_accel.families.pi0_fast.transforms import FastProcessor

@@ -12,9 +12,9 @@ from vla_accel.families.smolvla.native_loop import SmolVlaExpertWeights, SmolVla
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StreamedLoop
+from vla_accel.nn.gemma import SmolLmConfig
 from vla_accel.nn.random_weights import random_model
 from vla_accel.nn.siglip import SiglipConfig
-from vla_accel.nn.smollm import SmolLmConfig
 
 
 def expert_of(

@@ -17,7 +17,7 @@ from torch import Tensor
 from vla_accel.families.groot.head import DitLayer, Source, StepConstants
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.attending import attention
+from vla_accel.kernels.attention.ops import attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import suffix
 from vla_accel.kernels.gemm.dit import NormTables, flow_step, product
@@ -25,7 +25,7 @@ from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.suffix_types import Guidance
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.nn.kernel_choices import Cuts
-from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
 from vla_accel.runtime import current
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.families.pi0.network import Pi0, Pi0Config
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm import suffix
 from vla_accel.kernels.gemm.suffix_tilings import Product
@@ -22,11 +23,10 @@ from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import Packed, Sizes, StepTables, StreamedLoop, why_not
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.fold import fold_norm, plain
-from vla_accel.nn.gemma import GemmaLayer
 from vla_accel.nn.loop import LayerLoop, LoopProgram, Wait, described
-from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.nn.reference import TransformerBlock
+from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
 from vla_accel.runtime import current
 
 
@@ -81,7 +81,7 @@ class ExpertWeights:
 
         def made(index: int) -> ExpertLayer:
             layer = model.expert.layers[index]
-            assert isinstance(layer, GemmaLayer)
+            assert isinstance(layer, TransformerBlock)
             with model.present(*(f"expert.layers.{index}.{name}" for name in names)):
                 first, second = layer.input_layernorm, layer.post_attention_layernorm
                 qkv = (layer.qkv_proj.weight, None) if adaptive else fold_norm(layer.qkv_proj, plain(first))

@@ -18,7 +18,7 @@ import torch
 from vla_accel.checkpoints import hub
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.hub import HubName
-from vla_accel.checkpoints.lerobot_steps import is_migrated
+from vla_accel.checkpoints.lerobot import is_migrated
 from vla_accel.checkpoints.lora import CONFIG, Lora, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, some
 from vla_accel.config import CheckpointSpec, PolicyConfig

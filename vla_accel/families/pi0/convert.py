@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, Stated, infer_config
 from vla_accel.checkpoints.jax_layout import Target, targets
 from vla_accel.checkpoints.jax_lora import FoldedParameters
+from vla_accel.checkpoints.paligemma import DEAD, EMBEDDINGS
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.pi0.checkpoint import check_weights
+from vla_accel.families.pi0.checkpoint import Stated, check_weights, infer_config
 from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.files import replacing, write_json
 
