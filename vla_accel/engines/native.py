@@ -14,7 +14,7 @@ from vla_accel.component import Component, FollowingProgram, TurnedProgram
 from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
-from vla_accel.kernels.attention.attending import Choice
+from vla_accel.kernels.attention.choice import Choice
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.nvrtc import on
 from vla_accel.runtime import current
@@ -71,7 +71,7 @@ class NativeEngine(Engine):
         self.capturable = device.type == "cuda"
         self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"
         if runtime.deterministic:
-            self.detail += ", no way chosen by measurement"
+            self.detail += ", no kernel chosen by measurement"
         if portable and self.runtime.gpu is not None:
             self.detail += f", portable kernels (as on compute capability {self.runtime.gpu.version})"
 
