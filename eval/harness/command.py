@@ -42,7 +42,7 @@ QUICK_TRIALS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What every benchmark can be asked. A benchmark's own command gives `suite` and `policy` a default."""
+    """Options of every benchmark. The command of a benchmark sets defaults for `suite` and `policy`."""
 
     suite: str
     """Which tasks; several suites with commas between them."""
@@ -62,19 +62,19 @@ class Arguments:
     device: str = "auto"
     """auto, cpu or cuda."""
     seed: int = SEED
-    """Of the simulator and the policy's noise."""
+    """Seed of the simulator and of the policy's noise."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=""), Written(suffix=".json")] = None
-    """Result JSON. Default: runs/BENCHMARK/, named after the run. The episode log goes beside it."""
+    """Result JSON. Default: runs/BENCHMARK/, named after the run. The episode log goes into the same folder."""
     video: OutputFolder = None
     """Folder for videos of the first trial of each task. With --quick one is made in any case."""
     film_all: bool = False
-    """Film every episode, with the images that the policy sees anyway, into --video's folder or one named after the
-    output: `eval.paired --report` then shows lost episodes beside the reference's."""
+    """Film every episode, with the images of the policy, into --video's folder or one named after the output, so that
+    `eval.paired --report` can show lost episodes next to those of the reference."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, films, conditions. With --quick one is made in any case."""
     beside: Listed[Path] = ()
-    """Result files whose latencies stand beside this run's in its pictures. Default: stored runs of the same model on
-    the same kind of device."""
+    """Result files whose latencies the pictures show for comparison. Default: stored runs of the same model on the
+    same kind of device."""
     workers: Number = None
     """Simulators that play at once. More are faster, but they slow down each other's policy calls. Default: 1, or one
     for each core of a Ray cluster."""
@@ -89,13 +89,13 @@ class Arguments:
     chunking: Chunking = "plain"
     """rtc: each chunk is guided to join what is left of the last one (real-time chunking)."""
     expert: bool = False
-    """Let the scripted expert act instead of a policy, to check the simulator."""
+    """Play the scripted expert instead of a policy, to check the simulator."""
     target_hz: float = 20.0
-    """Rate for which the report says what each component would have to reach."""
+    """Rate for which the report computes what each component would have to reach."""
     replan: int = REPLAN_STEPS
     """Actions executed of each predicted chunk."""
     overwrite: bool = False
-    """Start afresh instead of continuing an earlier run."""
+    """Start again instead of continuing an earlier run."""
     retry_errors: bool = False
     """Play episodes again that an earlier launch ended with an error."""
     shard: Annotated[str | None, tyro.conf.arg(metavar="K/N", help_behavior_hint="")] = None
@@ -113,14 +113,14 @@ def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str])
 
 
 def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
-    """Play, and say what came of it; 1 if an episode crashed."""
+    """Play and print the results; returns 1 if an episode crashed."""
     console = stderr_console()
     program = ("python", "-m", f"eval.{benchmark.name}")
-    asked = read(arguments, words, " ".join(program))
-    from eval.harness.evaluation import evaluate  # which takes torch's second, once the options are read
+    options = read(arguments, words, " ".join(program))
+    from eval.harness.evaluation import evaluate  # loads torch, so only after the options are read
 
     with stdout_to_stderr():
-        result = evaluate(make_request(benchmark, asked, [*program, *words]), console)
+        result = evaluate(make_request(benchmark, options, [*program, *words]), console)
     errors = sum(row["success"]["errors"] for row in result["summary"]["rows"])
     for name in ("output", "figure", "report"):
         path = result[name]
@@ -135,7 +135,7 @@ def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) 
 
 
 def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str]) -> Request:
-    """Check the arguments and load the suite; what the policy decides is left open.
+    """Check the arguments and load the suites; the protocol also needs the policy's metadata.
 
     Raises:
         ConfigError: an argument that cannot be used, or two that contradict each other.
@@ -149,11 +149,11 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         benchmark.check_suite(name)
     if not (math.isfinite(arguments.target_hz) and arguments.target_hz > 0):
         raise ConfigError(f"target-hz: expected a number above 0, got {arguments.target_hz}")
-    for name, given in (("video", arguments.video is not None), ("film-all", arguments.film_all)):
-        if given and not benchmark.cameras:
+    for name, used in (("video", arguments.video is not None), ("film-all", arguments.film_all)):
+        if used and not benchmark.cameras:
             raise ConfigError(f"{name}: {benchmark.name} has no cameras")
     if arguments.overwrite and arguments.retry_errors:
-        raise ConfigError("retry-errors: expected no --overwrite with it, which forgets the earlier episodes, got both")
+        raise ConfigError("retry-errors: expected it without --overwrite, which discards the episodes, got both")
     if arguments.report is not None:
         check_path(arguments.report)
     if arguments.output is None:
@@ -202,7 +202,7 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         shard=shard,
         command=command,
     )
-    # A bad number fails before anything is loaded; the policy's own step count is not known yet.
+    # Check the numbers before anything is loaded; the step count of the policy is not known yet.
     request.plan(protocol({} if source.kind == "expert" else {"num_steps": (steps or (1,))[0]}))
     return request
 
@@ -211,7 +211,7 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
     if not arguments.expert:
         source = PolicySource.parse(arguments.policy, config=arguments.config, device=arguments.device,
                                     chunking=arguments.chunking)  # fmt: skip
-        if source.kind == "local" and arguments.ray is None:  # else it lies where it is played
+        if source.kind == "local" and arguments.ray is None:  # else it is on the nodes
             from vla_accel.cli.common import check_names
 
             check_names(source.where, source.config)
@@ -221,11 +221,11 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
     if steps is not None:
         raise ConfigError("steps: the scripted expert has no denoising steps; leave --steps out")
     own = {field.name: field.default for field in dataclasses.fields(arguments)}["policy"]
-    for name, given in (
+    for name, used in (
         ("config", arguments.config), ("stress", arguments.stress), ("chunking", arguments.chunking != "plain"),
         ("device", arguments.device != "auto"), ("policy", arguments.policy != own),
     ):  # fmt: skip
-        if given:
+        if used:
             raise ConfigError(f"{name}: the scripted expert reads the simulator and answers at once; leave it out")
     if benchmark.make_expert is None:
         raise ConfigError(f"expert: {benchmark.name} has none")
@@ -256,23 +256,23 @@ def _episodes(
     return tasks, trials
 
 
-def _steps(asked: tuple[int, ...] | None, own: int | None, source: PolicySource) -> tuple[int | None, ...]:
-    """The step counts to run, once the policy has told its own."""
+def _steps(requested: tuple[int, ...] | None, own: int | None, source: PolicySource) -> tuple[int | None, ...]:
+    """The step counts to run; `own`: that of the policy."""
     if source.kind == "remote":
-        # Only the server can change its step count: check it where it tells, record it where not.
-        if asked is not None and own is not None and asked != (own,):
-            raise ConfigError(f"steps: the server at {source.where} runs {own}, got {asked[0]}")
-        if asked is not None and own is None:
+        # Only the server can change its step count.
+        if requested is not None and own is not None and requested != (own,):
+            raise ConfigError(f"steps: the server at {source.where} runs {own}, got {requested[0]}")
+        if requested is not None and own is None:
             raise ConfigError(
-                f"steps: the server at {source.where} does not tell its step count, and only it "
-                "can set it; leave --steps out"
+                f"steps: the server at {source.where} does not report its step count, and only "
+                "it can set it; leave --steps out"
             )
         return (None,)
-    return asked if asked is not None else (own,)
+    return requested if requested is not None else (own,)
 
 
 def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str, Any]:
-    """The run on one line."""
+    """The JSON line at the end of a run."""
     protocol = result["protocol"]
     return {
         "benchmark": benchmark.name,
@@ -293,7 +293,7 @@ def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send whatever libraries print on stdout, and worker processes too, to stderr."""
+    """Redirect stdout of libraries and worker processes to stderr."""
     sys.stdout.flush()
     saved = os.dup(1)
     try:

@@ -13,11 +13,11 @@ from eval.harness.report import WHOLES, policy_name
 Columns = dict[str, list[str]]
 RATE_TITLES = ("Success", "95% interval", "Errors")
 WIDE = 150  # a terminal that holds the summary in one table
-UNWATCHED = 180  # where no terminal says
+UNWATCHED = 180  # columns without a terminal
 
 
 def stderr_console() -> Console:
-    """Where progress and tables go. Where nobody watches, lines need not be broken; words in brackets are words."""
+    """The console for progress and tables; without a terminal its lines are long. Brackets are no markup."""
     width = None if Console(stderr=True).is_terminal else UNWATCHED
     return Console(stderr=True, highlight=False, markup=False, emoji=False, width=width)
 
@@ -146,7 +146,7 @@ def target_table(row: Mapping[str, Any]) -> Table:
 
 
 def target_verdict(target: Mapping[str, Any]) -> str:
-    """One sentence: met, or what is in the way."""
+    """One sentence: the target is met, or which components prevent it."""
     hz = f"{target['target_hz']:g} Hz"
     now = f"{target['total_ms']:.1f} ms ({1e3 / target['total_ms']:.1f} Hz)"
     if target["met"]:

@@ -1,4 +1,4 @@
-"""`python -m eval.libero`: play a policy through LIBERO; `eval.harness.command` says what it prints and returns."""
+"""`python -m eval.libero`: evaluate a policy in LIBERO; see `eval.harness.command` for output and exit status."""
 
 from __future__ import annotations
 

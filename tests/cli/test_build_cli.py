@@ -20,7 +20,7 @@ from tests.support.tiny import write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
 from vla_accel.cli import main
 from vla_accel.config import load_config, shipped_configs
-from vla_accel.engines import torch_tensorrt_versions
+from vla_accel.engines import torch_tensorrt
 from vla_accel.engines.tensorrt_plan import obtain
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.families.family import sized
@@ -186,7 +186,7 @@ def test_what_cannot_be_built_is_said_in_one_line(
 
 def test_everything_that_is_missing_comes_in_one_error(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    monkeypatch.setattr(torch_tensorrt_versions, "installed_version", lambda package: None)
+    monkeypatch.setattr(torch_tensorrt, "installed_version", lambda package: None)
     path = tmp_path / "c.yaml"
     path.write_text("vision: torch_tensorrt\nkv_cache: tensorrt\ndenoise: tensorrt_rtx\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -21,10 +21,11 @@ import pytest
 
 from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpoint
-from vla_accel.cli import COMMANDS, calibrate, ended, main, parity
+from vla_accel.cli import COMMANDS, calibrate, ended, main, options_of, parity
 from vla_accel.cli.asked.policies import Bench, Build, Parity, PolicySource
-from vla_accel.cli.asked.servers import BenchServer, Serve
+from vla_accel.cli.bench_server import BenchServer
 from vla_accel.cli.options import read, told
+from vla_accel.cli.serve import Serve
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
 from vla_accel.families.family import family_named
 from vla_accel.fp8 import FILE, Scales
@@ -321,10 +322,8 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("name", [*COMMANDS, *(str(p.relative_to(ROOT).with_suffix("")) for p in SCRIPTS)])
 def test_every_option_says_what_it_is(name: str) -> None:
-    module, kind = name.replace("/", "."), "Arguments"
-    if name in COMMANDS:
-        module, _, kind = f"vla_accel.cli.asked.{COMMANDS[name][1]}".rpartition(".")
-    options = getattr(importlib.import_module(module), kind)
+    script = name.replace("/", ".")
+    options = options_of(name) if name in COMMANDS else importlib.import_module(script).Arguments
     assert [field.name for field in dataclasses.fields(options) if not told(options).get(field.name)] == []
 
 
@@ -568,4 +567,4 @@ def test_a_busy_port_is_known_before_a_policy_is_loaded(
         port = other.getsockname()[1]
         assert main(["serve", checkpoint, "--port", str(port), "--device", "cpu"]) == 1
     said = capsys.readouterr().err
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; --port 0 takes a free one" in said
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; --port 0 picks a free one" in said

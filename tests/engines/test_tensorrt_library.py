@@ -124,7 +124,7 @@ def test_inspecting_reads_the_description_where_nothing_can_load(tmp_path: Path,
         tensorrt_inspect.inspect(path)
     alone = tmp_path / "alone.engine"
     alone.write_bytes(b"x")
-    with pytest.raises(EngineError, match="it has no description beside it, and no GPU here that could load it"):
+    with pytest.raises(EngineError, match=r"no description .* no GPU"):
         tensorrt_inspect.inspect(alone)
     with pytest.raises(EngineError, match="expected a file, there is none"):
         tensorrt_inspect.inspect(tmp_path / "none.engine")

@@ -267,7 +267,7 @@ BAD = [
     (("--policy", "ws://host:1", "--device", "cpu"), "device: a remote policy runs on its server's device"),
     (("--expert", "--device", "cpu"), "device: the scripted expert"),
     (("--expert", "--policy", "folder"), "policy: the scripted expert"),
-    (("--overwrite", "--retry-errors"), "retry-errors: expected no --overwrite with it"),
+    (("--overwrite", "--retry-errors"), "retry-errors: expected it without --overwrite"),
     (("--expert", "--steps", "3"), "steps: the scripted expert has no denoising steps"),
     (("--expert", "--suite", "libero_goal"), "expert: it plays libero_spatial, libero_object only"),
     (("--output", "result.txt"), "output: expected a file name ending in .json, got 'result.txt'"),

@@ -79,7 +79,7 @@ def test_a_header_cut_by_a_kill_starts_the_log_anew(tmp_path: Path) -> None:
 
 def test_an_episode_is_never_logged_twice(tmp_path: Path) -> None:
     path = filled(tmp_path / "log", result(0))
-    with open_log(path) as log, pytest.raises(ConfigError, match="task 0, trial 0, 3 steps is on"):
+    with open_log(path) as log, pytest.raises(ConfigError, match="task 0, trial 0, 3 steps"):
         log.append(result(0))
     assert len(path.read_text().splitlines()) == 3
 
@@ -91,7 +91,7 @@ def test_a_line_that_is_there_twice_counts_once(tmp_path: Path) -> None:
     warnings: list[str] = []
     with open_log(path, warnings) as log:
         assert list(log.results.values()) == [result(0)]
-    assert "is there twice; the first counts" in warnings[0]
+    assert "appears twice; the first counts" in warnings[0]
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"kind":"episode","steps":3}', '{"kind":"?"}'])

@@ -49,7 +49,7 @@ def test_elsewhere_it_is_eager_and_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     cases: list[tuple[dict[str, Choice], str]] = [
         (choose(FREE, torch.device("cpu"), BF16), "there is no GPU"),
         (chosen(T4), "the native engine needs compute capability 8.0 or newer, this GPU (Tesla T4) has 7.5"),
-        (chosen(H200, dtype=torch.float32), "the native kernels are made for BF16, and float32 was asked for"),
+        (chosen(H200, dtype=torch.float32), "the native kernels are made for BF16, got float32"),
     ]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cases.append((chosen(H200), "the native engine needs triton: pip install triton"))

@@ -29,6 +29,8 @@ from vla_accel.families.pi0.native import Pi0Store
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.prompted import PromptShape
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.nn.calibration import calibrate
+from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.memory import Counted, free_memory, tensors_in
 from vla_accel.nn.native_vision import VisionWeights
 from vla_accel.policy import footprint
@@ -157,6 +159,22 @@ class Peak(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def test_calibration_has_one_block_in_memory(tmp_path: Path) -> None:
+    pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
+    prefix = GemmaConfig(width=64, depth=12, mlp_dim=512, heads=2, kv_heads=1, head_dim=32)
+    expert = replace(prefix, width=16, mlp_dim=16)
+    write_tiny_checkpoint(tmp_path, "pi05", prefix=prefix, expert=expert)
+    model = load(tmp_path, dtype=torch.float32, whole=False).model
+    observation = (np.ones((1, 28, 28, 3), np.uint8), np.ones(3, np.int64), np.zeros(8, np.float32))
+    with Peak("cpu") as peak:
+        calibrate(model, [observation], "test")
+    sizes = {n: p.numel() * 4 for n, p in model.named_parameters() if n.startswith("prefix.")}
+    block = sum(size for name, size in sizes.items() if ".layers.0." in name)
+    assert sum(sizes.values()) > 10 * block
+    assert block < peak.most < 6 * block
+    assert all(p.is_meta for p in model.parameters()), "the weights are let go again"
 
 
 def published(family: Any) -> tuple[Pi0, PromptShape]:

@@ -25,7 +25,7 @@ from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
 from vla_accel.measure.start import starts
 from vla_accel.measure.systems import REALTIME_VLA_STEPS, CheckpointFactory, Factory, camera_size, free, observer
-from vla_accel.nn.quantize import load_modelopt
+from vla_accel.nn.calibration import load_modelopt
 from vla_accel.progress import going_on
 from vla_accel.report.bench import page, ran, tables
 from vla_accel.report.page import check_path, write

@@ -18,12 +18,11 @@ from vla_accel.errors import ObservationError
 from vla_accel.families import stand_in
 from vla_accel.families.family import IMAGES, Family, Rows, Shape, Store, Work, products_of
 from vla_accel.fp8 import Scales
-from vla_accel.nn.calibration import calibration
+from vla_accel.nn.calibration import calibrate
 from vla_accel.nn.denoise import denoise_component
 from vla_accel.nn.kv_cache import kv_cache_component
 from vla_accel.nn.network import Network
 from vla_accel.nn.padding import PROMPT_BUCKET, padded_prompt
-from vla_accel.nn.quantize import calibrate, load_modelopt
 from vla_accel.nn.random_weights import Drawn, drawn_model
 from vla_accel.nn.rtc import chunk_weights
 from vla_accel.nn.variants import needs_scales
@@ -168,12 +167,9 @@ class PromptedFamily(TextFamily):
         return needs_scales(specs)
 
     def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
-        load_modelopt()  # where it is missing that is said before the weights are read
-        with model.present():
-            rows = [(i.images, i.tokens, i.state) for i in inputs]
-            maps = [() if i.pixel_maps is None else (i.pixel_maps,) for i in inputs]
-            arguments = [(*row, *its) for row, its in zip(rows, maps, strict=True)]
-            return calibrate(model, calibration(model), arguments, source)
+        maps = [() if i.pixel_maps is None else (i.pixel_maps,) for i in inputs]
+        rows = [(i.images, i.tokens, i.state, *its) for i, its in zip(inputs, maps, strict=True)]
+        return calibrate(model, rows, source)
 
 
 class DenoisingFamily(PromptedFamily):

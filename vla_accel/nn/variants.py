@@ -19,13 +19,13 @@ from vla_accel.errors import EngineError
 from vla_accel.fp8 import FORMATS, NO_SCALES, Scales
 from vla_accel.kernels import reference
 from vla_accel.kernels.image.pixels import pixels
+from vla_accel.nn.calibration import quantise
 from vla_accel.nn.fold import fold_norm
 from vla_accel.nn.network import weightless
 from vla_accel.nn.padding import real_tokens
 from vla_accel.nn.paligemma import PaliGemma, prefix_positions
 from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.quantised import QUANTISED
-from vla_accel.nn.quantize import quantise
 from vla_accel.nn.reference import RmsNorm, TransformerBlock
 
 

@@ -19,7 +19,7 @@ import torch
 
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig
-from vla_accel.engines import ENGINES, onnx, tensorrt_library, tensorrt_plan, torch_tensorrt, torch_tensorrt_versions
+from vla_accel.engines import ENGINES, onnx, tensorrt_library, tensorrt_plan, torch_tensorrt
 from vla_accel.engines.tensorrt_builder import Progress
 from vla_accel.engines.tensorrt_library import Capability, LibraryName, check_target, load_library, parse_target
 from vla_accel.engines.tensorrt_plan import Exports, Obtained, body_of, obtain
@@ -89,7 +89,7 @@ def check_libraries(specs: Mapping[str, EngineSpec], targets: Sequence[Capabilit
     for engine in dict.fromkeys(spec.engine for spec in specs.values()):
         try:
             if engine == "torch_tensorrt":
-                torch_tensorrt_versions.load_torch_tensorrt()
+                torch_tensorrt.load_torch_tensorrt()
             else:
                 load_library("tensorrt" if engine == "tensorrt" else "tensorrt_rtx")
             if engine == "tensorrt" and not torch.cuda.is_available():
