@@ -279,7 +279,7 @@ def test_a_policy_without_such_a_gpu_falls_back_loudly(checkpoint: Path, tmp_pat
     for name in ("vision", "denoise"):
         assert engines[name]["used"] == "eager" and engines[name]["fell_back"]
         assert "TensorRT engines run on a CUDA GPU, the device is cpu" in str(engines[name]["reason"])
-    with pytest.raises(EngineError, match=r"strict mode: vision: asked for engine tensorrt_rtx, using eager"):
+    with pytest.raises(EngineError, match=r"strict mode: vision: requested engine tensorrt_rtx, using eager"):
         OptimizedPolicy.from_pretrained(checkpoint, {"device": "cpu", "strict": True, "vision": part})
 
 

@@ -203,7 +203,7 @@ def test_bench_says_a_fallback_once_and_names_the_rows_by_what_ran(
 ) -> None:
     words = ["--config", "native_fp8", "--steps", "2,1", "--calls", "1", "--device", "cpu", "--batch", "2"]
     assert main(["bench", checkpoint, *words, "--report", str(tmp_path / "report.html")]) == 0
-    assert caplog.text.count("kv_cache: asked for engine native, using eager") == 1
+    assert caplog.text.count("kv_cache: requested engine native, using eager") == 1
     for said in (capsys.readouterr().out.replace("\n", ""), (tmp_path / "report.html").read_text()):
         assert said.count("native_fp8 (kv_cache ran eager)") >= 3, "of each number of steps, and of a batch"
 

@@ -251,8 +251,8 @@ def test_a_policy_that_does_not_fit_says_what_would(folders: dict[Kind, Path], m
         on_host = specs["kv_cache"].native.embeddings == "host"
         return {"vision": 838_000_000, "kv_cache": 3_700_000_000 if on_host else 4_800_000_000}
 
-    want = r"cpu: out of memory: the weights need 5\.64 GB \(vision 0\.84 GB, kv_cache 4\.80 GB\), and buffers "
-    want += r"beside them; 5\.20 GB of 8\.00 GB were free; weights of 4\.54 GB would fit: native: "
+    want = r"cpu: out of memory: the weights need 5\.64 GB \(vision 0\.84 GB, kv_cache 4\.80 GB\), .*; "
+    want += r"5\.20 GB of 8\.00 GB were free; weights of 4\.54 GB would fit: native: "
     want += r"\{embeddings: host\} \(CUDA out of memory\. Tried to allocate 96\.00 MiB\.\)$"
     policy._free = (5_200_000_000, 8_000_000_000)
     with pytest.raises(DeviceMemoryError, match=want):

@@ -231,7 +231,7 @@ def load_own(network: N, folder: Path, *, device: str | torch.device = "cpu", dt
     Raises:
         CheckpointError: Tensors are missing, left over, misshaped or not finite.
     """
-    return fitted_own(network, folder).bound_for(torch.device(device), dtype).whole()
+    return fitted_own(network, folder).placed(torch.device(device), dtype).whole()
 
 
 def save_checkpoint(state: Mapping[str, Tensor], config: Any, folder: Path, family: str | None = None) -> None:

@@ -134,7 +134,7 @@ class StateCheck:
 
     def check(self, inputs: Any) -> None:
         """Warn if the state of a prepared observation has a number beyond `FAR` spans."""
-        if self._widest is None or self._range is None or self._WARNING in self._ledger.told:
+        if self._widest is None or self._range is None or self._WARNING in self._ledger.warned:
             return
         (state,) = self._processor.before_scaling(inputs)["state"]
         outside = np.flatnonzero(self._widest.outside(state))

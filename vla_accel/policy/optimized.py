@@ -333,7 +333,7 @@ class OptimizedPolicy:
     def with_steps(self, num_steps: int) -> OptimizedPolicy:
         """Return a policy with the same weights, another number of denoising steps and its own latency log."""
         made = OptimizedPolicy(self.checkpoint, replace(self.config, num_steps=num_steps), store=self.store)
-        made.ledger.told = self.ledger.told
+        made.ledger.warned = self.ledger.warned
         return made
 
     def async_runner(self, hz: float, **options: Any) -> AsyncRunner:

@@ -116,7 +116,7 @@ def load_groot(
     recipe["embed.weight"] = (Piece(table),)
     deeper = (n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth)
     dead = [*(prefix + d for d in _DEAD), *deeper]
-    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead).bound_for(torch.device(device), dtype)
+    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead).placed(torch.device(device), dtype)
     if lora is None:
         return model
     unread = [name.removeprefix(prefix) for name in dead]
