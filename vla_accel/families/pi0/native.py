@@ -11,6 +11,7 @@ from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.pi0_fast.native_decode import DecodeWeights, NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast
 from vla_accel.nn.native_prefix import PrefixStore, PrefixWeights
+from vla_accel.nn.quantised import QUANTISED
 
 
 class Pi0Store(PrefixStore[Pi0]):
@@ -34,7 +35,7 @@ class Pi0FastStore(PrefixStore[Pi0Fast]):
 
     def decode(self, batch: int, prefix_tokens: int, steps: int, spec: EngineSpec) -> Program:
         """At most `steps` tokens behind a prefix."""
-        precision = self.precision("decode", spec, "fp8", "int8", calibrated=False)
+        precision = self.precision("decode", spec, QUANTISED["decode"]["native"])
         prefix = next((w for w in self.prepared.values() if isinstance(w, PrefixWeights)), None)
         weights = self.weights(("decode", precision), lambda: DecodeWeights.of(self.model, precision, prefix))
         return NativeDecode(weights, self.model.config, batch, prefix_tokens, steps)
