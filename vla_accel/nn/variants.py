@@ -7,16 +7,15 @@ alone are `Island`s. Knows nothing about engines.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Island
-from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
-from vla_accel.fp8 import FORMATS, NO_SCALES, Scales
+from vla_accel.fp8 import NO_SCALES, Scales
 from vla_accel.kernels import reference
 from vla_accel.kernels.image.pixels import pixels
 from vla_accel.nn.calibration import quantise
@@ -126,12 +125,6 @@ def variants(model: Any, kind: str, scales: Scales | None = None) -> dict[str, C
         return QuantisedKvCache(model, scales).requires_grad_(False)
 
     return {"fp8": fp8}
-
-
-def needs_scales(specs: Mapping[str, EngineSpec]) -> bool:
-    """Whether some component of a policy is to quantise its inputs; the eager engine never does."""
-    quantised = [specs[name] for name in ("vision", "kv_cache") if specs[name].precision in FORMATS]
-    return any({s.engine, *s.fallback} != {"eager"} for s in quantised)
 
 
 def _linear(weight: Tensor) -> nn.Linear:

@@ -167,7 +167,7 @@ class Pipeline:
             rows = host.reshape(-1, *host.shape[2:]) if name == IMAGES and host.ndim == 5 else host
             slots[name] = [rows[index, ...] for index in range(len(rows))]
         self._slots = slots
-        fed = {name: rows for name, rows in slots.items() if name not in self._family.guidance}
+        fed = {name: rows for name, rows in slots.items() if name not in self._family.chunking.inputs}
         self._first = {name: rows for name, rows in fed.items() if name in first.inputs}
         self._rest = {name: rows for name, rows in fed.items() if name not in first.inputs}
 
@@ -212,7 +212,7 @@ class Pipeline:
         """Stage valid inputs that no caller sent."""
         for slot in chain(*self._slots.values()):
             slot.fill(0)
-        self._family.rehearse(self._sizes, self.shape, self._host)
+        self.shape.make_valid(self._sizes, self._host)
         if self._noise is not None:
             self._noise.zero_()
 
@@ -265,7 +265,7 @@ class Pipeline:
                 _fill(name, self._slots[name], rows)
         elif self._guided:
             # The graph with guidance also computes plain calls: with zeros.
-            for name in self._family.guidance:
+            for name in self._family.chunking.inputs:
                 self._host[name].fill(0)
             self._guided = False
         self._upload_rest()
