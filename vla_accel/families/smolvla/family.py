@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from vla_accel.checkpoints.checkpoint import is_own
-from vla_accel.component import Component
 from vla_accel.config import EngineSpec
 from vla_accel.families import stand_in
 from vla_accel.families.family import Work, products_of, weight_bytes
-from vla_accel.families.prompted import DenoisingFamily, PromptShape
+from vla_accel.families.prompted import DenoisingFamily
 from vla_accel.families.smolvla import lerobot as smolvla_lerobot
 from vla_accel.families.smolvla.checkpoint import SIGNS, load_folder
-from vla_accel.families.smolvla.components import smolvla_kv_cache_component
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.transforms.processing import Inputs, Processor
@@ -26,11 +24,6 @@ class SmolVlaFamily(DenoisingFamily):
     network_class, store_class = SmolVla, SmolVlaStore
     sizes: ClassVar[Mapping[str, Callable[..., SmolVlaConfig]]] = {"smolvla": smolvla, "smolvla_demo": smolvla_demo}
     baselines = tuple(smolvla_lerobot.MODES)
-
-    # -- running it -----------------------------------------------------------------------------------------------
-
-    def kv_cache(self, model: SmolVla, shape: PromptShape, store: SmolVlaStore | None, scales: Any) -> Component:
-        return smolvla_kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store)
 
     # -- measuring it ---------------------------------------------------------------------------------------------
 
