@@ -194,6 +194,8 @@ class Pipeline:
             for name in list(engine.inputs):
                 if name in produced or name in self._inputs:
                     engine.bind(name, produced[name] if name in produced else self._inputs[name])
+                elif name != NOISE:
+                    continue  # camera images are resized into the engine's own buffer
                 elif noise is None:
                     noise = engine.inputs[name]
                 else:
