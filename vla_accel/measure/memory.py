@@ -74,9 +74,8 @@ def counted(name: str) -> dict[str, Count]:
 
     found: dict[str, Count] = {}
     for name, system in configs(family).items():
-        low: dict[str, EnginePrecision] = {
-            n: spec.precision for n, spec in system.specs(family.parts).items() if spec.precision in FORMATS
-        }
+        specs = system.specs(family.parts)
+        low: dict[str, EnginePrecision] = {n: s.precision for n, s in specs.items() if s.precision in FORMATS}
         if name.startswith("native-") and not name.endswith("-host"):
             found[name] = count(low)
     able = family.capabilities
