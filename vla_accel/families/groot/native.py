@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
-from vla_accel.families.groot.components import QUANTISED
+from vla_accel.families.groot.head import QUANTISED
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.native_loop import NativeTransformer, TransformerWeights, step_tables
 from vla_accel.families.groot.native_prefix import NativeReader, ReaderWeights
