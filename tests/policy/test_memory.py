@@ -166,7 +166,7 @@ def test_calibration_has_one_block_in_memory(tmp_path: Path) -> None:
     prefix = GemmaConfig(width=64, depth=12, mlp_dim=512, heads=2, kv_heads=1, head_dim=32)
     expert = replace(prefix, width=16, mlp_dim=16)
     write_tiny_checkpoint(tmp_path, "pi05", prefix=prefix, expert=expert)
-    model = load(tmp_path, dtype=torch.float32, whole=False).model
+    model: Any = load(tmp_path, dtype=torch.float32, whole=False).model
     observation = (np.ones((1, 28, 28, 3), np.uint8), np.ones(3, np.int64), np.zeros(8, np.float32))
     with Peak("cpu") as peak:
         calibrate(model, [observation], "test")
