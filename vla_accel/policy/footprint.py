@@ -16,9 +16,9 @@ from torch import Tensor
 from vla_accel.config import EnginePrecision, EngineSpec
 from vla_accel.engines import build
 from vla_accel.errors import CheckpointError, DeviceMemoryError
-from vla_accel.families.family import Family, Shape
+from vla_accel.families.family import Family, Shape, quantised_configs
 from vla_accel.families.loading import Checkpoint
-from vla_accel.fp8 import Scales
+from vla_accel.fp8 import FORMATS, Scales
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.ledger import Ledger
 from vla_accel.nn.memory import Counted
@@ -77,20 +77,31 @@ def smaller(
     quantised.
     """
     gpu = Gpu.of(device)
-    able = [n for n, s in specs.items() if n in family.host_embeddings and s.engine == "native"]
+    able = [n for n, s in specs.items() if n in family.capabilities.host_embeddings and s.engine == "native"]
     on_host = {**specs, **{n: replace(specs[n], native=replace(specs[n].native, embeddings="host")) for n in able}}
     if able:
         yield "native: {embeddings: host}", on_host
     if gpu is None or not (gpu.fp8 or gpu.int8):
         return
     precision: EnginePrecision = "fp8" if gpu.fp8 else "int8"
-    for parts in family.systems_in(precision).values():
+    for parts in _quantised_parts(family, precision):
         for base, word in ((specs, ""), (on_host, ", native: {embeddings: host}"))[: 2 if able else 1]:
             text = ", ".join(f"{part}: {{engine: native, precision: {precision}}}" for part in parts)
             low = {n: EngineSpec("native", precision=precision, native=base[n].native) for n in parts}
             chosen = {**base, **low}
             if has_scales or not family.needs_scales(chosen):
                 yield text + word, chosen
+
+
+def _quantised_parts(family: Family, precision: EnginePrecision) -> list[list[str]]:
+    """Return the sets of components that shipped configurations have in one low precision, weights alone first, then
+    those with the fewest components."""
+    found = []
+    for config in quantised_configs(family).values():
+        low = {n: s for n, s in config.specs(family.parts).items() if s.precision in FORMATS}
+        if {spec.precision for spec in low.values()} == {precision}:
+            found.append((family.needs_scales(low), len(low), [*low]))
+    return [parts for _, _, parts in sorted(found)]
 
 
 @contextlib.contextmanager
