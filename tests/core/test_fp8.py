@@ -20,7 +20,7 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, progress
 from vla_accel.checkpoints.loading import find, load
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
 from vla_accel.families.family import family_named
-from vla_accel.families.pi0.native_loop import ExpertWeights
+from vla_accel.families.pi0.native_loop import expert_weights
 from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
 from vla_accel.nn.calibration import calibration
 from vla_accel.nn.native_prefix import PrefixWeights
@@ -158,18 +158,21 @@ def test_the_bundled_scales_belong_to_the_bundled_weights(dtype: torch.dtype) ->
 
 
 def test_the_table_is_what_the_native_programs_quantise() -> None:
-    names = {"qkv": "qkv_proj", "out": "out_proj", "o": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}
+    vit = {"qkv": "qkv_proj", "out": "out_proj"}
+    llama = {"qkv": "qkv_proj", "o": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}
+    expert = {"qkv": "qkv_proj", "out": "o_proj", "up": "gate_up_proj", "down": "down_proj"}
 
-    def narrow(layer: object) -> set[str]:
-        return {names.get(n, n) for n, p in vars(layer).items() if p is not None and p.weight.dtype == E4M3.dtype}
+    def narrow(layer: object, names: dict[str, str]) -> set[str]:
+        found = [n for n, p in vars(layer).items() if p is not None and p.weight.dtype == E4M3.dtype]
+        return {names.get(n, n) for n in found}
 
     given = scales_of_any()
-    for component, weights in (
-        ("vision", VisionWeights.of(MODEL, "fp8", given)),
-        ("kv_cache", PrefixWeights.of(MODEL, "fp8", given)),
-        ("denoise", ExpertWeights.of(MODEL, "fp8")),
+    for component, weights, names in (
+        ("vision", VisionWeights.of(MODEL, "fp8", given), vit),
+        ("kv_cache", PrefixWeights.of(MODEL, "fp8", given), llama),
+        ("denoise", expert_weights(MODEL, "fp8"), expert),
     ):
-        assert narrow(weights.layers[0]) == set(QUANTISED[component]["native"].names), component
+        assert narrow(weights.layers[0], names) == set(QUANTISED[component]["native"].names), component
 
 
 @pytest.mark.parametrize("component", ["vision", "kv_cache"])

@@ -24,11 +24,12 @@ from torch import Tensor
 from eval.script import concluded
 from tests.gpu.time_loops import LOOPS, SMOLVLA, inputs_of
 from tests.support.smolvla_loops import Loops
-from vla_accel.families.pi0.native_loop import ExpertWeights, steps_of, streamed_loop
+from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
+from vla_accel.nn.loop import streamed_loop
 from vla_accel.nn.random_weights import random_model
 
 CASES = ("pi05 H=10 batch 1", "pi05 H=50", "pi0 H=50", *SMOLVLA)
@@ -162,10 +163,10 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
     else:
         case = LOOPS[name]
         model = random_model(Pi0, case.config).to(device).to_compute_dtype(torch.bfloat16)
-        weights = ExpertWeights.of(model, "bf16", streamed=True)
+        weights = expert_weights(model, "bf16", streamed=True)
         inputs, state = inputs_of(case, device, torch.bfloat16)
         tables = steps_of(model, weights, 1)
-        loop = streamed_loop(gpu, weights, case.config, tables, case.batch, case.prefix_tokens)
+        loop = streamed_loop(gpu, weights, expert_spec(case.config), tables, case.batch, case.prefix_tokens)
     actions = inputs["noise"].clone()
     loop.run(inputs, state, actions)
     graph = torch.cuda.CUDAGraph()

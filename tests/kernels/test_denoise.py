@@ -18,7 +18,7 @@ from tests.support.gpus import GPUS, H20, H100, H200, MIG_SLICE, MIG_TWO
 from tests.support.smolvla_loops import EXPERTS
 from tests.support.streamed_support import LOOPS, LoopCase, RecordedModule, reason, recorded_loop, streamable
 from vla_accel.errors import EngineError
-from vla_accel.families.pi0.native_loop import sizes_of
+from vla_accel.families.pi0.native_loop import expert_spec
 from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
@@ -88,7 +88,7 @@ def test_what_does_not_fit_says_why(change: dict[str, Any], why: str) -> None:
 
 
 def test_batch_weights_and_device_decide_too() -> None:
-    sizes = sizes_of(SMALL)
+    sizes = expert_spec(SMALL)
     assert why_not(None, sizes, 1, "bf16") == "there is no GPU"
     assert why_not(H200, sizes, 6, "bf16") is None
     assert why_not(H200, sizes, 7, "bf16") == "7 x 10 suffix rows are more than 64"
@@ -100,12 +100,12 @@ def test_batch_weights_and_device_decide_too() -> None:
 def test_a_gpu_that_is_no_hopper_says_so(name: str) -> None:
     """The portable loop runs there, and the ledger gives this reason."""
     for gpu in (GPUS[name], GPUS[name].portable):
-        found = why_not(gpu, sizes_of(SMALL), 1, "bf16")
+        found = why_not(gpu, expert_spec(SMALL), 1, "bf16")
         expected = f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
         assert found == (None if gpu.capability == (9, 0) else expected)
 
 
-FULL = sizes_of(LOOPS["full"].config)
+FULL = expert_spec(LOOPS["full"].config)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_attend_needs_all_of_its_blocks_at_once(gpu: Gpu, room: int | None) -> N
 
 @pytest.mark.parametrize(("gpu", "cluster"), [(H200, 11), (H20, 11), (MIG_TWO, 11), (MIG_SLICE, 8)], ids=str)
 def test_clusters_beyond_eight_need_room_for_all(gpu: Gpu, cluster: int) -> None:
-    sizes = sizes_of(LOOPS["demo"].config)  # heads of 64: no `attend`; three tiles of rows
+    sizes = expert_spec(LOOPS["demo"].config)  # heads of 64: no `attend`; three tiles of rows
     schedule = Schedule.of(dataclasses.replace(sizes, heads=1), 1, 640, gpu, apart="a test asks for it")
     assert schedule.clusters["attention"] == cluster
 
@@ -273,10 +273,10 @@ def test_a_first_step_beside_the_prefix_asks_for_each_layer(
     asked: list[int] = []
     with torch.inference_mode():
         with loop.chain:
-            loop.begin(*inputs, lambda layer: asked.append(len(module.launches)))
+            loop.first_step(*inputs, lambda layer: asked.append(len(module.launches)))
         first = len(module.launches)
         with loop.chain:
-            loop.go_on(*inputs)
+            loop.other_steps(*inputs)
         apart, joined = list(module.launches), {first}
         module.launches.clear()
         loop.run(*inputs)
@@ -327,7 +327,7 @@ def test_shared_memory_holds_what_the_kernels_put_there(
 )
 def test_attend_deals_out_every_key_once(name: str, prefix_tokens: int) -> None:
     config, stage = LOOPS[name].config, STAGE_BYTES
-    attend = Attend.of(sizes_of(config), 1, prefix_tokens, H200)
+    attend = Attend.of(expert_spec(config), 1, prefix_tokens, H200)
     assert isinstance(attend, Attend)
     tokens, rows, d = config.suffix_tokens, -(-config.suffix_tokens // 16) * 16, config.expert.head_dim
     keys = attend.prefix_keys + attend.suffix_keys
@@ -358,7 +358,7 @@ def test_attend_deals_out_every_key_once(name: str, prefix_tokens: int) -> None:
 
 
 def test_attend_declines_what_it_cannot_hold() -> None:
-    demo = sizes_of(LOOPS["demo"].config)
+    demo = expert_spec(LOOPS["demo"].config)
     assert Attend.of(FULL, 2, 544, H200) == "it is for one sequence, not 2"
     assert Attend.of(demo, 1, 100, H200) == "it is not for 1 key heads of 64"
     assert re.match(r"its keys need \d+ bytes .* has 232448", str(Attend.of(FULL, 1, 1500, H200)))
@@ -394,7 +394,7 @@ def test_the_suffix_is_not_there_before_a_run(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_blocks_of_gate_up_with_many_rows_lie_beside_those_of_output_and_down(adaptive: bool) -> None:
-    sizes = sizes_of(LOOPS["full fifty rows" if adaptive else "full pi0"].config)
+    sizes = expert_spec(LOOPS["full fifty rows" if adaptive else "full pi0"].config)
     schedule = Schedule.of(sizes, 1, 800, H200)
     assert schedule.macros["BATCHED_ROWS"] == 1
     for other in ("output", "down"):
@@ -407,7 +407,7 @@ def test_blocks_of_gate_up_with_many_rows_lie_beside_those_of_output_and_down(ad
 
 def test_stamps_find_their_lines() -> None:
     """`tests.gpu.time_phases` writes into the source."""
-    smolvla = smolvla_expert.sizes_of(EXPERTS["full"].config)
+    smolvla = smolvla_expert.expert_spec(EXPERTS["full"].config)
     lines = ((FULL, "attend", "float o[MT][VT][4];"), (smolvla, "grouped", "float o[D / 8][4];"))
     for sizes, attention, line in lines:
         source = Schedule.of(sizes, 1, 177, H200).source

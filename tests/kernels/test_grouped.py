@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from tests.support.gpus import H200
 from tests.support.smolvla_loops import EXPERTS, FULL, Loops, expert_of
 from tests.support.streamed_support import ROOM, RecordedModule
-from vla_accel.families.smolvla.native_loop import SmolVlaExpertWeights, sizes_of, steps_of
+from vla_accel.families.smolvla.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.loop import launch, schedule, why_not
 from vla_accel.kernels.loop.schedule import MAX_CLUSTER, STAGE_BYTES, WARPS, Grouped, Schedule, held_tiles
 
-SMOLVLA = sizes_of(expert_of(**FULL, depth=16))
+SMOLVLA = expert_spec(expert_of(**FULL, depth=16))
 SOURCE = "".join(Path(schedule.__file__).with_name(name).read_text() for name in ("core.cu", "grouped.cu"))
 CASES = [
     (name, largest) for name, case in EXPERTS.items() if len(case.lengths) == 1 and "large" not in name
@@ -30,7 +30,7 @@ CASES = [
 
 def grouped_of(name: str, largest: int) -> Grouped:
     case = EXPERTS[name]
-    found = Grouped.of(sizes_of(case.config), 1, case.prefix_tokens, H200, largest)
+    found = Grouped.of(expert_spec(case.config), 1, case.prefix_tokens, H200, largest)
     assert isinstance(found, Grouped)
     return found
 
@@ -38,7 +38,7 @@ def grouped_of(name: str, largest: int) -> Grouped:
 def test_the_published_size_is_what_it_was_made_for() -> None:
     """A block for each tile of rows, two units of weights a block, and shared memory beside it for `down`."""
     found = Schedule.of(SMOLVLA, 1, 177, H200)
-    assert why_not(H200, SMOLVLA, 1, "bf16") is None and (SMOLVLA.width, SMOLVLA.normed) == (768, 720)
+    assert why_not(H200, SMOLVLA, 1, "bf16") is None and (SMOLVLA.width, SMOLVLA.model_width) == (768, 720)
     grouped = found.grouped
     assert grouped is not None and found.attend is None and found.apart is None
     assert (grouped.ranks, grouped.units, grouped.tiles, grouped.rounds, grouped.blocks) == (10, 2, 1, 2, 50)
@@ -158,7 +158,7 @@ def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks == [count for layer in of_layer for kernel, count in layer if kernel == "qkv"] * case.steps
     d = module.defines
     assert (d["W"], d["NORMED"], d["CAUSAL"], d["ACTIVATION"], d["ADAPTIVE"]) == (
-        loop.sizes.width,
+        loop.spec.width,
         e.width,
         1,
         Activation.SWIGLU.code,
@@ -171,17 +171,17 @@ def test_what_a_model_lacks_of_the_width_is_zero() -> None:
     """Packed and unpacked again, products after a norm are the layers' own, and zero beyond; so are the constants."""
     loops = Loops(EXPERTS["16 actions"])
     with torch.inference_mode():
-        own = SmolVlaExpertWeights.of(loops.model("cpu", torch.bfloat16), "bf16")
-        wide = SmolVlaExpertWeights.of(loops.model("cpu", torch.bfloat16), "bf16", streamed=True)
+        own = expert_weights(loops.model("cpu", torch.bfloat16), "bf16")
+        wide = expert_weights(loops.model("cpu", torch.bfloat16), "bf16", streamed=True)
         tables, padded = (steps_of(loops.model("cpu", torch.float32), 3, streamed=s) for s in (False, True))
     assert wide.packed is not None and not wide.layers and own.packed is None
-    e, sizes = loops.case.config.expert, sizes_of(loops.case.config)
+    e, sizes = loops.case.config.expert, expert_spec(loops.case.config)
     beyond, rows = sizes.width - e.width, (e.heads + 2 * e.kv_heads) * e.head_dim
     assert beyond == 48
     for layer, (qkv, gate_up) in zip(own.layers, wide.packed.normed_products(), strict=True):
         expected = F.pad(layer.qkv.weight, (0, beyond, 0, rows - len(layer.qkv.weight)))
         assert torch.equal(qkv.weight, expected)
-        assert torch.equal(gate_up.weight, F.pad(layer.gate_up.weight, (0, beyond)))
+        assert torch.equal(gate_up.weight, F.pad(layer.up.weight, (0, beyond)))
     assert torch.equal(wide.mix.weight, F.pad(own.mix.weight, (0, beyond, 0, beyond)))
     pairs = ((own.w_out, wide.w_out), (tables.b_in, padded.b_in), (tables.w_in, padded.w_in),
              (tables.final_scale, padded.final_scale))  # fmt: skip

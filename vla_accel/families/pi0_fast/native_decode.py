@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vla_accel.component import TurnedProgram
-from vla_accel.families.pi0.native_loop import ExpertLayer
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig, last_tokens
 from vla_accel.fp8 import FORMATS
 from vla_accel.kernels.attention.key_tilings import SuffixAttention
@@ -27,9 +27,10 @@ from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, rope_tables
+from vla_accel.nn.expert import LayerWeights
 from vla_accel.nn.fold import fold_norm, plain
 from vla_accel.nn.gemma import GemmaLayer
-from vla_accel.nn.kernel_choices import Cuts
+from vla_accel.nn.kernel_choices import KernelChoices
 from vla_accel.nn.native_prefix import PrefixLayer, PrefixWeights
 from vla_accel.nn.store import compute_dtype, plain_input, weights_in
 
@@ -46,7 +47,7 @@ class DecodeWeights:
     float32: the factor of the last norm; `precision`: of the layers' weights.
     """
 
-    layers: tuple[ExpertLayer, ...]
+    layers: tuple[LayerWeights, ...]
     table: Tensor
     head: Linear
     norm: Tensor
@@ -82,7 +83,7 @@ class DecodeWeights:
 
 def _layer(
     model: Pi0Fast, name: str, layer: GemmaLayer, precision: str, stored: torch.dtype, there: PrefixLayer | None
-) -> ExpertLayer:
+) -> LayerWeights:
     """Prepare the products of a block, sharing those of `there` that have the dtype `stored`."""
 
     def made(product: str, own: Linear | None, weight: Callable[[], Tensor], *parts: str) -> Linear:
@@ -94,7 +95,7 @@ def _layer(
     # The prefix's last layer has keys and values alone.
     qkv = there.qkv if there is not None and there.o is not None else None
     o, gate_up, down = (None, None, None) if there is None else (there.o, there.gate_up, there.down)
-    return ExpertLayer(
+    return LayerWeights(
         made("qkv_proj", qkv, lambda: fold_norm(layer.qkv_proj, plain(layer.input_layernorm))[0], "input_layernorm"),
         made("o_proj", o, lambda: layer.o_proj.weight),
         made(
@@ -144,11 +145,11 @@ class NativeDecode(TurnedProgram):
         self.done, self.finished = buffer(batch, kind=torch.bool), buffer(1, kind=torch.bool)
         self.rows = torch.arange(batch, device=device)
         self.cos, self.sin = rope_tables(capacity, stack.head_dim, device)
-        self.cuts = Cuts(device, self.chain)
+        self.choices = KernelChoices(device, self.chain)
         self.first = Moments.like(self.x, stack.width, False)
         self._cut(SuffixAttention(batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize))
         kind = weights_in(weights.precision)
-        self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.cuts.detail}"
+        self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.choices.detail}"
 
     def _cut(self, sizes: SuffixAttention) -> None:
         """Choose the tile configs of the products and of attention."""
@@ -159,18 +160,19 @@ class NativeDecode(TurnedProgram):
                 op(index)
 
         products = {
-            "o": suffix.project_product(self.context, layers[0].o),
+            "o": suffix.project_product(self.context, layers[0].out),
             "down": suffix.project_product(self.active, layers[0].down),
             "qkv": suffix.qkv_product(self.x, layers[0].qkv, self.q, self.k[0]),
-            "gate_up": suffix.gate_up_product(self.x, layers[0].gate_up),
+            "gate_up": suffix.gate_up_product(self.x, layers[0].up),
         }
         ops = {"o": self._o, "down": self._down, "qkv": self._qkv, "gate_up": self._gate_up}
         # What writes moments comes before what reads them.
         for name, product in products.items():
-            op, of = ops[name], self.x if name in ("o", "down") else None
-            self.cuts.products(name, product, lambda op=op: every(op), of=of)
-        self.cuts.attention("attention", sizes, lambda: self._attend(0))
-        self.cuts.products("head", suffix.project_product(self.h, head), self._head)
+            op, writes = ops[name], name in ("o", "down")
+            moments = partial(Moments.like, self.x, scaled=False) if writes else None
+            self.choices.product(name, product, partial(every, op), moments=moments)
+        self.choices.attention("attention", sizes, lambda: self._attend(0))
+        self.choices.product("head", suffix.project_product(self.h, head), self._head)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> None:
         first, lengths = last_tokens(inputs["tokens"], self.prefix_tokens, inputs["lengths"])
@@ -196,7 +198,7 @@ class NativeDecode(TurnedProgram):
         self.positions.copy_(self.places)
         self.x.copy_(w.table[self.token] * math.sqrt(w.table.shape[1]))
         with self.chain:
-            if self.cuts.moments("down") is not None:
+            if self.choices["down"].moments is not None:
                 measure(self.x, None, self.first)
             for index in range(len(w.layers)):
                 self._qkv(index)
@@ -217,39 +219,40 @@ class NativeDecode(TurnedProgram):
         self.step += 1
 
     def _qkv(self, index: int) -> None:
-        moments = self.cuts.read_by(index, self.first)
+        written = self.choices["down"].moments
+        moments = self.first if index == 0 and written is not None else written
         suffix.qkv_rope(
             self.x, self.weights.layers[index].qkv, None, None,
             Rotation(self.cos, self.sin, self.positions), Heads(self.q, self.k[index], self.v[index]),
-            eps=self.config.prefix.eps, cut=self.cuts.alone("qkv"), moments=moments,
+            eps=self.config.prefix.eps, **self.choices["qkv"].options, moments=moments,
         )  # fmt: skip
 
     def _attend(self, index: int) -> None:
         """Attend to the `positions` keys before each token, and to the token itself."""
         suffix.suffix_attention(
             self.q, self.keys[index], self.values[index], self.k[index], self.v[index], self.positions, self.context,
-            state_first=False, **self.cuts.options("attention"),
+            state_first=False, **self.choices["attention"].options,
         )  # fmt: skip
 
     def _o(self, index: int) -> None:
         suffix.project(
-            self.context, self.weights.layers[index].o, None, self.x, **self.cuts.options("o"),
-            moments=self.cuts.moments("o"),
+            self.context, self.weights.layers[index].out, None, self.x, **self.choices["o"].options,
+            moments=self.choices["o"].moments,
         )  # fmt: skip
 
     def _gate_up(self, index: int) -> None:
         suffix.gate_up_geglu(
-            self.x, self.weights.layers[index].gate_up, None, None, self.active, eps=self.config.prefix.eps,
-            cut=self.cuts.alone("gate_up"), moments=self.cuts.moments("o"),
+            self.x, self.weights.layers[index].up, None, None, self.active, eps=self.config.prefix.eps,
+            **self.choices["gate_up"].options, moments=self.choices["o"].moments,
         )  # fmt: skip
 
     def _down(self, index: int) -> None:
         last = index + 1 == len(self.weights.layers)
         suffix.project(
-            self.active, self.weights.layers[index].down, None, self.x, **self.cuts.options("down"),
-            moments=None if last else self.cuts.moments("down"),
+            self.active, self.weights.layers[index].down, None, self.x, **self.choices["down"].options,
+            moments=None if last else self.choices["down"].moments,
         )  # fmt: skip
 
     def _head(self) -> None:
         self.chain.restart()
-        suffix.project(self.h, self.weights.head, None, self.logits, residual=False, **self.cuts.options("head"))
+        suffix.project(self.h, self.weights.head, None, self.logits, residual=False, **self.choices["head"].options)

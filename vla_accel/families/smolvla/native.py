@@ -11,11 +11,12 @@ from torch import Tensor
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
-from vla_accel.families.smolvla.native_loop import SmolVlaDenoise, SmolVlaExpertWeights, steps_of, why_not_streamed
+from vla_accel.families.smolvla.native_loop import expert_spec, expert_weights, steps_of, why_not_streamed
 from vla_accel.families.smolvla.network import CrossLayer, SmolVla
 from vla_accel.fp8 import Scales
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.rows.rows import embed_norm
+from vla_accel.nn.loop import LoopProgram
 from vla_accel.nn.native_prefix import NativePrefix, PrefixWeights
 from vla_accel.nn.prefix_store import FlowStore
 from vla_accel.nn.store import compute_dtype
@@ -128,7 +129,7 @@ class SmolVlaStore(FlowStore[SmolVla]):
         trained: bool = False,
     ) -> Program:  # fmt: skip
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
-        key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, SmolVlaExpertWeights.of)
+        key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, expert_weights)
         steps, streamed = (*key, num_steps, max_weight, trained), why_not is None
         tables = self.weights(steps, lambda: steps_of(self.model, num_steps, max_weight, trained, streamed=streamed))
-        return SmolVlaDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)
+        return LoopProgram(weights, expert_spec(self.model.config), tables, batch, prefix_tokens, why_not)

@@ -9,7 +9,7 @@ from vla_accel.kernels.activation import MACROS
 from vla_accel.kernels.gpu import PORTABLE_CLUSTER, Gpu
 from vla_accel.kernels.loop.arguments import Call, Model
 from vla_accel.kernels.loop.packing import CHUNK, split_of
-from vla_accel.kernels.loop.tables import Sizes
+from vla_accel.kernels.loop.tables import ExpertSpec
 from vla_accel.kernels.nvrtc import source_of
 from vla_accel.kernels.wgmma import wgmma
 from vla_accel.numeric import round_up
@@ -73,24 +73,24 @@ class Attend:
     rounds: int
 
     @classmethod
-    def of(cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu) -> Attend | str:
+    def of(cls, spec: ExpertSpec, batch: int, prefix_tokens: int, gpu: Gpu) -> Attend | str:
         """How, or why not: several sequences, other heads, more keys than shared memory holds, a GPU that does not hold
         all its blocks at once, which wait for each other."""
-        d, in_front = sizes.head_dim, 2 * sizes.kv_heads * sizes.head_dim // 16
+        d, in_front = spec.head_dim, 2 * spec.kv_heads * spec.head_dim // 16
         if batch != 1:
             return f"it is for one sequence, not {batch}"
-        if sizes.causal or sizes.self_every != 1:
+        if spec.causal or spec.self_every != 1:
             return "it is for layers that attend to all of the suffix"
         if d % 128 or in_front % RANKS:
-            return f"it is not for {sizes.kv_heads} key heads of {d}"
-        prefix_keys, suffix_keys = (round_up(-(-n // RANKS), 8) for n in (prefix_tokens, sizes.tokens))
+            return f"it is not for {spec.kv_heads} key heads of {d}"
+        prefix_keys, suffix_keys = (round_up(-(-n // RANKS), 8) for n in (prefix_tokens, spec.tokens))
         keys = prefix_keys + suffix_keys
-        rows, pitch, units = round_up(sizes.tokens, 16), 2 * (d + 8), d // 16 // RANKS
+        rows, pitch, units = round_up(spec.tokens, 16), 2 * (d + 8), d // 16 // RANKS
         shared = round_up(units * (STAGE_BYTES + 8) + 4 * (WARPS * held_tiles(rows) * 16 + rows), 16)
         shared += (keys + round_up(keys, 16) + rows) * pitch
         shared += 4 * rows * (2 * WARPS + 2 * RANKS) + 2 * rows * d // RANKS + 2 * 8
         probabilities = 2 * rows * (round_up(keys, 16) + 8)
-        blocks = in_front + sizes.heads * RANKS
+        blocks = in_front + spec.heads * RANKS
         if shared > gpu.shared_per_block:
             return f"its keys need {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}"
         if probabilities > rows * pitch:
@@ -119,29 +119,29 @@ class Grouped:
     shared: int
 
     @classmethod
-    def of(cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu, largest_cluster: int) -> Grouped | str:
+    def of(cls, spec: ExpertSpec, batch: int, prefix_tokens: int, gpu: Gpu, largest_cluster: int) -> Grouped | str:
         """How, or why not: several sequences, large heads, more keys than shared memory or registers hold."""
-        d, group = sizes.head_dim, sizes.heads // sizes.kv_heads
+        d, group = spec.head_dim, spec.heads // spec.kv_heads
         if batch != 1:
             return f"it is for one sequence, not {batch}"
         if d > 128:
             return f"it is not for heads of {d}"
-        all_units, all_tiles = (group + 2) * d // 16, -(-sizes.tokens * group // 16)
+        all_units, all_tiles = (group + 2) * d // 16, -(-spec.tokens * group // 16)
         # A tile of rows and two units of weights are a block's share, where clusters may be so large.
         ranks = min(largest_cluster, max(all_tiles, -(-all_units // 2)))
         units, tiles = -(-all_units // ranks), -(-all_tiles // ranks)
-        rows, pitch = -(-sizes.tokens // 16), 2 * (d + 8)
-        keys = round_up(prefix_tokens, 16) + round_up(sizes.tokens, 16)
+        rows, pitch = -(-spec.tokens // 16), 2 * (d + 8)
+        keys = round_up(prefix_tokens, 16) + round_up(spec.tokens, 16)
         product = normed_room(units, rows, WARPS * 16 * 2 * pitch)
-        product += 8 * units + 4 * 16 * (WARPS * held_tiles(sizes.tokens) + rows)
+        product += 8 * units + 4 * 16 * (WARPS * held_tiles(spec.tokens) + rows)
         shared = round_up(product, 16) + (2 * keys + 16 * tiles) * pitch
-        shared += 32 * units * sizes.tokens + 8 * 16 * WARPS + 8
+        shared += 32 * units * spec.tokens + 8 * 16 * WARPS + 8
         rounds = -(-keys // (16 * WARPS))
         if shared > gpu.shared_per_block:
             return f"its keys need {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}"
         if rounds > MOST_ROUNDS:
             return f"its warps hold {16 * WARPS * MOST_ROUNDS} keys, not {keys}"
-        return cls(ranks, units, tiles, rounds, ranks * sizes.kv_heads, shared)
+        return cls(ranks, units, tiles, rounds, ranks * spec.kv_heads, shared)
 
 
 @dataclass(frozen=True)
@@ -162,51 +162,51 @@ class Schedule:
 
     @classmethod
     def of(
-        cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu, *, apart: str | None = None,
+        cls, spec: ExpertSpec, batch: int, prefix_tokens: int, gpu: Gpu, *, apart: str | None = None,
         largest_cluster: int = MAX_CLUSTER,
     ) -> Schedule:  # fmt: skip
-        """For `batch` sequences after `prefix_tokens` each, on a GPU that `why_not` accepts with these sizes.
+        """For `batch` sequences after `prefix_tokens` each, on a GPU that `why_not` accepts with these spec.
 
         What the device itself answered: `apart`, why `attend` does not fit it; `largest_cluster`, of blocks.
         """
-        tokens, adaptive = sizes.tokens, sizes.adaptive
-        rows, attended = batch * tokens, sizes.heads * sizes.head_dim
-        tiles, held, pairs = -(-rows // 16), held_tiles(rows), sizes.mlp_dim // 8
+        tokens, adaptive = spec.tokens, spec.adaptive
+        rows, attended = batch * tokens, spec.heads * spec.head_dim
+        tiles, held, pairs = -(-rows // 16), held_tiles(rows), spec.mlp_dim // 8
         # As many units a block as leave all blocks of gate and up a place at once: two blocks a multiprocessor where
         # rows are few, one where they take its registers.
         units = min(3 if tiles <= 2 else 4, -(-pairs // 128))
         # Two warps share K, and a batch has two blocks of 32 of it each. Measured with 1024 columns; SmolVLA's 768 are
         # quicker with all registers.
-        batched = tiles > 2 and sizes.width % 128 == 0 and sizes.width >= 1024
-        packed = [split_of(sizes.width, k) for k in (sizes.mlp_dim, attended, sizes.width)]
+        batched = tiles > 2 and spec.width % 128 == 0 and spec.width >= 1024
+        packed = [split_of(spec.width, k) for k in (spec.mlp_dim, attended, spec.width)]
         down, output, mix = (
-            shared_by(sizes.width, k, parts, tiles)
-            for k, parts in zip((sizes.mlp_dim, attended, sizes.width), packed, strict=True)
+            shared_by(spec.width, k, parts, tiles)
+            for k, parts in zip((spec.mlp_dim, attended, spec.width), packed, strict=True)
         )
         # Blocks for a row between two evaluations: each has whole vectors of its columns.
-        most = 8 if batch * sizes.horizon <= 16 else 4
-        step_blocks = next(n for n in (8, 4, 3, 2, 1) if n <= most and (n == 1 or sizes.width % (128 * n) == 0))
+        most = 8 if batch * spec.horizon <= 16 else 4
+        step_blocks = next(n for n in (8, 4, 3, 2, 1) if n <= most and (n == 1 or spec.width % (128 * n) == 0))
         splits = (round_up(prefix_tokens, KEYS) + round_up(tokens, KEYS)) // KEYS
-        tiled = -(-tokens * (sizes.heads // sizes.kv_heads) // 16) * batch * sizes.kv_heads
+        tiled = -(-tokens * (spec.heads // spec.kv_heads) // 16) * batch * spec.kv_heads
         # A block for every tile of keys where the clusters all fit on the chip at once.
         beyond = PORTABLE_CLUSTER < splits <= largest_cluster and tiled < gpu.clusters_at_once(splits)
         cluster = splits if beyond else PORTABLE_CLUSTER
         forced = apart is not None
-        found = Attend.of(sizes, batch, prefix_tokens, gpu) if apart is None else apart
+        found = Attend.of(spec, batch, prefix_tokens, gpu) if apart is None else apart
         attend, apart = (None, found) if isinstance(found, str) else (found, None)
         grouped = None
         if attend is None and not forced:
-            other = Grouped.of(sizes, batch, prefix_tokens, gpu, largest_cluster)
+            other = Grouped.of(spec, batch, prefix_tokens, gpu, largest_cluster)
             grouped, apart = (None, f"{apart}; grouped: {other}") if isinstance(other, str) else (other, None)
         macros = CONSTANTS | MACROS | {
-            "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": sizes.horizon,
-            "W": sizes.width,
-            "MLP": sizes.mlp_dim, "H": sizes.heads, "KV": sizes.kv_heads, "D": sizes.head_dim, "L": sizes.depth,
-            "A": sizes.action_dim, "GATE_UP_UNITS": units, "CLUSTER": cluster, "DOWN_SPLIT": down,
+            "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": spec.horizon,
+            "W": spec.width,
+            "MLP": spec.mlp_dim, "H": spec.heads, "KV": spec.kv_heads, "D": spec.head_dim, "L": spec.depth,
+            "A": spec.action_dim, "GATE_UP_UNITS": units, "CLUSTER": cluster, "DOWN_SPLIT": down,
             "OUTPUT_SPLIT": output, "MIX_SPLIT": mix, "DOWN_PACKED": packed[0], "OUTPUT_PACKED": packed[1],
             "MIX_PACKED": packed[2], "STEP_BLOCKS": step_blocks, "ADAPTIVE": int(adaptive),
-            "NORMED": sizes.normed, "CAUSAL": int(sizes.causal), "ACTIVATION": sizes.activation.code,
-            "SELF_EVERY": sizes.self_every, "GROUP_RANKS": 0 if grouped is None else grouped.ranks,
+            "NORMED": spec.model_width, "CAUSAL": int(spec.causal), "ACTIVATION": spec.activation.code,
+            "SELF_EVERY": spec.self_every, "GROUP_RANKS": 0 if grouped is None else grouped.ranks,
             "KEY_ROUNDS": next((way.rounds for way in (attend, grouped) if way is not None), 0),
             "BATCHED_ROWS": int(batched),
         }  # fmt: skip
@@ -219,26 +219,26 @@ class Schedule:
 
         blocks = {
             "gate_up": -(-pairs // units),
-            "output": sizes.width // 8,
-            "down": sizes.width // 8,
+            "output": spec.width // 8,
+            "down": spec.width // 8,
             "between": step_blocks * batch * tokens,
         }
         clusters = {"output": output, "down": down, "between": step_blocks}
         shared = {
-            "gate_up": normed_room(units, tiles) + (2 * sizes.width if batched else 0) + 8 * units + squares,
+            "gate_up": normed_room(units, tiles) + (2 * spec.width if batched else 0) + 8 * units + squares,
             "output": split(attended, output),
-            "down": split(sizes.mlp_dim, down),
+            "down": split(spec.mlp_dim, down),
             "between": 0,
         }
         if not adaptive:
-            blocks["mix"], clusters["mix"], shared["mix"] = sizes.width // 8, mix, split(sizes.width, mix)
+            blocks["mix"], clusters["mix"], shared["mix"] = spec.width // 8, mix, split(spec.width, mix)
         if attend is not None:
             blocks["attend"], clusters["attend"], shared["attend"] = attend.blocks, RANKS, attend.shared
         elif grouped is not None:
             blocks["grouped"], clusters["grouped"], shared["grouped"] = grouped.blocks, grouped.ranks, grouped.shared
         else:
             blocks["qkv"], shared["qkv"] = (
-                (attended + 2 * sizes.kv_heads * sizes.head_dim) // 16,
+                (attended + 2 * spec.kv_heads * spec.head_dim) // 16,
                 normed_room(1, tiles) + 8 + squares,
             )
             blocks["attention"], clusters["attention"], shared["attention"] = tiled * cluster, cluster, 0
@@ -246,7 +246,7 @@ class Schedule:
 
     @property
     def source(self) -> str:
-        """The kernels' source, sizes first."""
+        """The kernels' source, spec first."""
         attention = next((name for name in ("attend", "grouped") if name in self.blocks), "attention")
         names = ("core", "products", "phases", attention, "step")
         return source_of(
