@@ -282,7 +282,7 @@ def test_loading_into_a_pipe_says_how_far_it_is_now_and_then(
     every: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(checkpoint_module, "_SHOWN_BYTES", 0)
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", every)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", every)
     write_tiny_checkpoint(tmp_path / "tiny")
     model = load(tmp_path / "tiny", whole=False).model
     assert model.origin is not None

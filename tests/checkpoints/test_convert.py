@@ -385,7 +385,7 @@ def test_the_command_says_what_came_of_it_and_what_to_type(
     tree.folder = tmp_path / "params"  # type: ignore[attr-defined]
     tree.folder.mkdir()  # type: ignore[attr-defined]
     monkeypatch.setattr("vla_accel.cli.convert.OrbaxParameters", lambda folder: tree)
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--config", "pi05_libero"]) == 0
     printed = capsys.readouterr()
     assert "converting: 100 %\n" in printed.err, "no terminal: lines now and then"

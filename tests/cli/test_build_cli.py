@@ -203,7 +203,7 @@ def test_an_interrupted_build_keeps_what_is_whole(
 ) -> None:
     real = building.build
     cache = tmp_path / "engines"
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
 
     def interrupted(job: Any, *args: Any, **given: Any) -> Any:
         if job.component.name == "denoise":

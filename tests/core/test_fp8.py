@@ -274,7 +274,7 @@ def test_how_far_it_is_is_told_observation_by_observation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
-    monkeypatch.setattr(progress, "SAID_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     one = (np.zeros((1, 28, 28, 3), np.uint8), np.ones(3, np.int64), np.zeros(MODEL.config.action_dim, np.float32))
     seen = [tuple(value + i if value.dtype == np.uint8 else value for value in one) for i in (1, 2)]
     calibrate(MODEL, calibration(MODEL), seen, "test")

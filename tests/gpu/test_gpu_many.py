@@ -28,6 +28,7 @@ from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn import kernel_choices as cuts
 from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.random_weights import random_model
+from vla_accel.runtime import Runtime
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +75,7 @@ def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adapti
         call = called[type(cut)]
         call = replace(call, arguments={**call.arguments, "cut": cut})
         runs[cut] = partial(calls.outputs_of, call, device, kernel=True, early=True)
-    compile_all(runs.values(), device)
+    compile_all(runs.values(), Runtime.of(device))
     for cut, run in runs.items():
         found = [calls.difference(a, b) for a, b in zip(run(), wanted[type(cut)], strict=True)]
         if not all(d.worst <= WORST[type(cut)] and d.mean <= MEAN for d in found):
@@ -91,7 +92,10 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
     for cut in key_tilings.key_splits(Gpu.of(device), SuffixAttention(batch, tokens, prefix, 8, 1, 256)):
         made = cases._suffix_attention(tokens, prefix, 8, 1, 256, lengths, tokens == 50, cut)
         called[str(cut)] = made(Draw(f"attention {batch}", torch.bfloat16))
-    compile_all([partial(calls.outputs_of, call, device, kernel=True, early=True) for call in called.values()], device)
+    compile_all(
+        [partial(calls.outputs_of, call, device, kernel=True, early=True) for call in called.values()],
+        Runtime.of(device),
+    )
     for cut, call in called.items():
         want = want or calls.outputs_of(call, torch.device("cpu"), kernel=False)
         got = calls.outputs_of(call, device, kernel=True, early=True, repeat=3)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tests.support.gpu_policies import BF16_COSINE, DEVICE, cosines, on_gpu
+from tests.support.gpus import assumed
 from tests.support.streamed_support import LOOPS, loops_inputs, run_loop
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.kernels import autotune
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn import kernel_choices as cuts
 from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.random_weights import random_model

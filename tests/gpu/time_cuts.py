@@ -28,16 +28,17 @@ from torch import Tensor
 
 from eval.script import concluded
 from tests.support import kernel_calls as calls
+from tests.support.gpus import assumed
 from tests.support.kernel_calls import Draw
+from tests.support.runtimes import steered
 from vla_accel.kernels.attention import key_tilings
 from vla_accel.kernels.attention.key_tilings import KeySplit, SuffixAttention
 from vla_accel.kernels.autotune import milliseconds, unfit
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gemm import suffix, suffix_tilings
 from vla_accel.kernels.gemm.suffix_tilings import Product, Skinny, Tiling
 from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import rope_tables
 from vla_accel.machine import resolve_device
 
@@ -136,7 +137,7 @@ class Bench:
                 setattr(wide, field, value.float())
         wide.layers = {name: [Linear(self.layers[name][0].weight.float())]}
         wide.out = {name: [out.float() for out in self.out[name]]}
-        with steered("reference"):
+        with steered("reference", self.device):
             return wide.result(name, None, None)
 
     def library(self, name: str) -> Callable[[], object]:
@@ -192,7 +193,7 @@ def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
         suffix.suffix_attention(q, keys, values, k, v, bench.lengths, into, workspace, state_first=True, cut=cut)
         return into
 
-    with steered("reference"):
+    with steered("reference", bench.device):
         want = run(None, suffix.suffix_workspace(sizes, bench.device), wide=True)
     for cut in dict.fromkeys((before, *key_tilings.key_splits(gpu, sizes))):
         with _kernels(bench.device):

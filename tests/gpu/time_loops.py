@@ -32,6 +32,8 @@ from torch import Tensor
 
 from eval.script import concluded
 from tests.support import kernel_calls as calls
+from tests.support.gpus import assumed
+from tests.support.runtimes import steered
 from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
 from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
 from tests.support.streamed_support import FULL, LoopCase, streamable
@@ -42,18 +44,18 @@ from vla_accel.fp8 import E4M3
 from vla_accel.kernels import autotune, nvrtc
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import milliseconds, unfit
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gemm import hopper as gemm
 from vla_accel.kernels.gemm import linear
 from vla_accel.kernels.gemm.hopper import Tiling, launch
 from vla_accel.kernels.gemm.weights import make_linear, pair
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import why_not
 from vla_accel.machine import resolve_device
 from vla_accel.nn import kernel_choices as cuts
 from vla_accel.nn.expert import ExpertWeights
 from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
+from vla_accel.runtime import Runtime
 
 COSINE, WORST = 0.9995, 0.13
 """Of a step's velocity with float32, where plain BF16 does as well; and of an element of a product, where a step of FP8
@@ -118,7 +120,7 @@ def timed(
     for way, build in ways.items():
         row: dict[str, Any] = {"loop": name, "rows": rows, "way": way}
         try:
-            with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton"):
+            with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton", device):
                 began = time.perf_counter()
                 loop = build()
                 row["build_s"] = round(time.perf_counter() - began, 1)
@@ -142,7 +144,7 @@ def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
             continue
         loops, config = Loops(case), case.config
         inputs = loops.placed(place, beyond=0.0) | {"noise": loops.noise.to(device)}
-        with steered("reference"):
+        with steered("reference", device):
             exact = loops.placed(place, torch.float32, beyond=0.0) | {"noise": inputs["noise"]}
             want = velocity(loops.fused("fp32", place), exact, None)
         ways: dict[str, Callable[[], Any]] = {
@@ -161,9 +163,9 @@ def preferring(name: str, seen: Callable[[str, autotune.Fastest], None]) -> Iter
     """Within it a loop's cuts are chosen among those whose name begins so, where there are any. `seen`: told of all
     that is measured."""
 
-    def among(what: str, ways: Mapping[str, Any], device: torch.device, repeats: int = 5) -> autotune.Fastest:
+    def among(what: str, ways: Mapping[str, Any], runtime: Runtime, repeats: int = 5) -> autotune.Fastest:
         wanted = {way: run for way, run in ways.items() if way.startswith(name)}
-        found = autotune.remembered(what, wanted or ways, device, repeats)
+        found = autotune.remembered(what, wanted or ways, runtime, repeats)
         seen(what, found)
         return found
 
@@ -191,7 +193,7 @@ def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str])
         (exact, wide_tables), (weights, tables) = prepared[alike]
         sizes = (case.batch, case.prefix_tokens)
         inputs, state = inputs_of(case, device, dtype)
-        with steered("reference"):
+        with steered("reference", device):
             wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
             want = velocity(SuffixLoop(exact, expert_spec(case.config), wide_tables, *sizes), wide, state)
             plainly = velocity(SuffixLoop(weights, expert_spec(case.config), tables, *sizes), inputs, state)
@@ -231,7 +233,7 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
             return weights, steps_of(model, weights, 1)
 
         inputs, state = inputs_of(case, device, dtype)
-        with steered("reference"):
+        with steered("reference", device):
             exact, tables = weights_in("fp32")
             wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
             want = velocity(SuffixLoop(exact, expert_spec(case.config), tables, *sizes), wide, state)

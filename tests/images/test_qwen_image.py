@@ -210,7 +210,7 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = [f"warming up: {name}" for name in "abc"]
     assert heard == [*begun, "9/9 calls"]
     heard.clear()
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
     in_turns(dict.fromkeys("abc", lambda: None), rounds=3, device=CPU, warm_up=1, progress=heard.append)
     assert heard == [*begun, *(f"{done}/9 calls" for done in range(1, 10))], "where each takes longer"
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"

@@ -232,7 +232,7 @@ def last_json(text: str) -> dict[str, Any]:
 def test_the_commands_make_pictures_that_say_how(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
     out = tmp_path / "first.png"
     words = f"txt2img --sd-dir tiny-random --height 64 --width 64 --steps 2 --seed 5 --out-img-path {out}"
     breakdown = tmp_path / "latency.json"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.gpus import GPUS, H200
+from tests.support.gpus import GPUS, H200, assumed
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import nvrtc
@@ -21,7 +21,7 @@ from vla_accel.kernels.gemm import choice as gemm_choice
 from vla_accel.kernels.gemm import hopper as gemm
 from vla_accel.kernels.gemm.hopper import TABLES, Tiling, search
 from vla_accel.kernels.gemm.hopper.tiling import SHARED_LIMIT
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
 
 SOURCE = nvrtc.source_of({}, "gemm/hopper/epilogue", "gemm/hopper/gemm")
 BF16, FP8 = torch.bfloat16, E4M3.dtype

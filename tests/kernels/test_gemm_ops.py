@@ -13,10 +13,9 @@ from torch.nn import functional as F
 
 from tests.kernels.test_gemm import BF16, FP8, TILINGS
 from tests.support.gpus import H200, RTX_4090
-from vla_accel.kernels import autotune
+from tests.support.runtimes import pinned, steered
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import Fastest
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gemm import choice as gemm_choice
 from vla_accel.kernels.gemm import hopper as gemm
 from vla_accel.kernels.gemm import linear, norms
@@ -202,7 +201,7 @@ def test_own_or_library_is_measured_once_while_a_program_is_built(monkeypatch: p
     way = 0
     assert measured(584) is None and len(asked) == 2
     assert measured(584) is None and len(asked) == 2, "the library is an answer, too"
-    with autotune.pinned():
+    with pinned():
         assert measured(576) is gemm_choice.known(*size) is None and len(asked) == 2, "only the table counts"
         assert measured(592) is None and measured(544) is not None and len(asked) == 2
         assert gemm_choice.why_library(*size) == "no tiling of it is known for this size"
@@ -326,7 +325,7 @@ def test_the_ledger_says_why_the_library_takes_a_product(monkeypatch: pytest.Mon
 
     def said(gpu: Gpu, rows: int) -> str:
         monkeypatch.setattr(Gpu, "of", lambda _: gpu)
-        with steered("cuda"):
+        with steered("cuda", torch.device("meta")):
             return linear.products_by(rows, products)[0]
 
     assert said(H200, 600) == (

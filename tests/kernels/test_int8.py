@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.gpus import A100, ARCHITECTURES, H200, ORIN, RTX_4090
+from tests.support.runtimes import steered
 from tests.support.scales import scales_of_any
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
@@ -23,7 +24,6 @@ from vla_accel.config import load_config
 from vla_accel.engines.native import why_not
 from vla_accel.errors import CheckpointError, ConfigError, EngineError
 from vla_accel.fp8 import E4M3, FORMATS, INT8, no_scales
-from vla_accel.kernels import autotune
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import Fastest
 from vla_accel.kernels.gemm import int8
@@ -31,8 +31,10 @@ from vla_accel.kernels.gemm.hopper import planned
 from vla_accel.kernels.gemm.int8 import searched, usual
 from vla_accel.kernels.gemm.linear import has_own_gemm, linear, products_by
 from vla_accel.kernels.gemm.weights import make_linear, pair
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.measure.parity import LIMITS, compare, reference_of
 from vla_accel.measure.random_policy import calibrate_on_noise, random_observations
+from vla_accel.runtime import current
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("vision", "kv_cache", "denoise")
@@ -175,9 +177,8 @@ def test_tiles_fit_the_gpu_and_the_rows() -> None:
 def test_a_measured_tile_is_the_one_that_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with nothing computed: what is the quickest is said."""
     launched: list[Any] = []
-    monkeypatch.setattr(int8, "path", lambda _: "triton")
     monkeypatch.setattr(int8, "_KNOWN", {})
-    monkeypatch.setattr(int8.Gpu, "of", lambda _: RTX_4090)
+    monkeypatch.setattr(Gpu, "of", lambda _: RTX_4090)
     monkeypatch.setattr(int8, "_launch", lambda *words: launched.append(words[3]))
     layer = make_linear(torch.randn(64, 48), None, torch.bfloat16, 1.0, form=INT8)
     asked = []
@@ -188,27 +189,28 @@ def test_a_measured_tile_is_the_one_that_is_launched(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(int8, "remembered", quickest)
     x, out = torch.zeros(200, 48, dtype=torch.int8), torch.zeros(200, 32)
-    int8.product(x, layer, out, activation=Activation.GEGLU)
-    int8.measure(layer, Activation.GEGLU, 200)
-    int8.measure(layer, Activation.GEGLU, 200)
-    assert asked == ["INT8 geglu 200x64x48"]
-    int8.product(x, layer, out, activation=Activation.GEGLU)
-    int8.product(x, layer, out, activation=Activation.SWIGLU)
-    int8.product(x[:100], layer, out[:100], activation=Activation.GEGLU)
-    with autotune.pinned():
-        int8.measure(layer, Activation.SWIGLU, 200)
+    with steered("triton"):
         int8.product(x, layer, out, activation=Activation.GEGLU)
+        int8.measure(layer, Activation.GEGLU, 200)
+        int8.measure(layer, Activation.GEGLU, 200)
+        assert asked == ["INT8 geglu 200x64x48"]
+        int8.product(x, layer, out, activation=Activation.GEGLU)
+        int8.product(x, layer, out, activation=Activation.SWIGLU)
+        int8.product(x[:100], layer, out[:100], activation=Activation.GEGLU)
+        with replace(current(x), deterministic=True).open():
+            int8.measure(layer, Activation.SWIGLU, 200)
+            int8.product(x, layer, out, activation=Activation.GEGLU)
     assert asked == ["INT8 geglu 200x64x48"]
     best = max(searched(RTX_4090, 200), key=str)
     assert best != usual(200) and launched == [usual(200), best, usual(200), usual(100), usual(200)]
     # The ledger names it, and calls nothing of ours the library's.
     plain = make_linear(torch.randn(64, 48), None, torch.bfloat16)
-    monkeypatch.setattr("vla_accel.kernels.gemm.linear.path", lambda _: "cuda")
     products = {"gate_up": (layer, Activation.GEGLU), "o": (layer, Activation.NONE), "qkv": (plain, Activation.NONE)}
     reason = f"it needs compute capability 9.0, {RTX_4090.name} has 8.9"
-    assert products_by(200, products) == (
-        f", products in INT8 by Triton ({best}): gate_up, o; by cuBLAS (CUDA C++ out: {reason}): qkv", False
-    )  # fmt: skip
+    with steered("cuda"):
+        said, early = products_by(200, products)
+    assert said == f", products in INT8 by Triton ({best}): gate_up, o; by cuBLAS (CUDA C++ out: {reason}): qkv"
+    assert not early
 
 
 # -- in a policy --------------------------------------------------------------------------------------------------

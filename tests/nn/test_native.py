@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,15 @@ from vla_accel.config import load_config
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.kernels.gemm import norms
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.padding import padded_prompt
 from vla_accel.nn.siglip import SiglipConfig
+from vla_accel.runtime import Runtime, current
 
 FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
 EAGER = FP32.with_specs(dict.fromkeys(("vision", "kv_cache", "denoise"), EngineSpec("eager")))
+CPU = torch.device("cpu")
 NATIVE = replace(EAGER, vision=EngineSpec("native"), kv_cache=EngineSpec("native"), denoise=EngineSpec("native"))
 # What programs write before they read.
 SCRATCH = ("patches", "embedded", "x", "y", "h", "h_mlp", "qkv", "last_kv", "context", "hidden", "active", "last")
@@ -156,29 +157,30 @@ def test_the_ledger_says_that_no_gpu_ran(folder: Path) -> None:
 
 
 def test_portable_kernels_are_built_and_run_for_a_gpu_without_hopper_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything below the engine asks `Gpu.of`, and is told of a GPU as an Ada one is."""
+    """The program is built and runs with the runtime of a GPU that has no more than an Ada one."""
     told: list[Gpu | None] = []
 
     def program(_: EngineSpec) -> Any:
-        told.append(Gpu.of(torch.device("cuda", 0)))
+        told.append(current(CPU).gpu)
 
         def run(inputs: Any, outputs: Any) -> None:
-            told.append(Gpu.of(torch.device("cuda", 0)))
+            told.append(current(CPU).gpu)
 
         run.detail = "a program"  # type: ignore[attr-defined]
         return run
 
-    monkeypatch.setattr("vla_accel.engines.native.Gpu", SimpleNamespace(of=lambda _: H200))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
     component = Component("part", torch.nn.Identity(), (), (), native=program)
     config = load_config({"native": {"kernels": "portable"}, "denoise": "native"})
     spec = config.specs(("vision", "denoise"))["denoise"]
-    engine = NativeEngine(component, torch.device("cpu"), spec)
+    hopper = replace(Runtime.of(CPU), gpu=H200)
+    with hopper.open():
+        engine = NativeEngine(component, CPU, spec)
     engine.run()
     assert told == [H200.portable] * 2 and not H200.portable.dependent_launch
     assert engine.detail.endswith("portable kernels (as on compute capability 8.9)")
-    with assumed(H200):
-        plain = NativeEngine(component, torch.device("cpu"), EngineSpec("native"))
+    with hopper.open():
+        plain = NativeEngine(component, CPU, EngineSpec("native"))
     assert told[2] is H200 and "portable" not in plain.detail
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpus import A100, GPUS, H200, RTX_4090
+from tests.support.gpus import A100, GPUS, H200, RTX_4090, assumed
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, cli
 from vla_accel.engines import ENGINES
@@ -18,7 +18,7 @@ from vla_accel.engines.auto import Choice, Shown, choose
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.fp8 import Scales, fingerprint
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.measure.recording import save_observations
 from vla_accel.nn.quantised import calibrated_products
 from vla_accel.policy import agreement, optimized

@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.support.gpus import ARCHITECTURES
+from tests.support.runtimes import steered
 from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
 from vla_accel.families.pi0 import native as pi0_programs
@@ -43,7 +44,6 @@ from vla_accel.families.smolvla import native as smolvla_programs
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.kernels.attention import key_tilings
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gemm import suffix, suffix_tilings
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.suffix_tilings import Library
@@ -96,7 +96,7 @@ def launches_of(
     store: Any = (SmolVlaStore if isinstance(config, SmolVlaConfig) else Pi0Store)(model, scales_of_any(1.0))
     spec, of_loop = EngineSpec("native", precision=precision), EngineSpec("native", precision=loop_precision)
     images, total = views * config.image_tokens, config.prefix_tokens(views, length)
-    with steered("triton"):
+    with steered("triton", META):
         programs = (
             store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
             store.denoise(batch, total, 2, of_loop, trained=trained),
@@ -143,7 +143,7 @@ def recorded(call: Callable[[], None]) -> list[Launch]:
 
     run, JITFunction.run = JITFunction.run, record  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with steered("triton"):
+        with steered("triton", META):
             call()
     finally:
         JITFunction.run = run

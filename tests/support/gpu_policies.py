@@ -29,6 +29,7 @@ from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.memory import Counted
 from vla_accel.nn.random_weights import random_model
 from vla_accel.policy.pipeline import Feed, Pipelines, Plan
+from vla_accel.runtime import Runtime
 
 DEVICE = "cuda"
 BF16_COSINE = 0.9995
@@ -114,7 +115,7 @@ def pipelines_of(model: Pi0, config: PolicyConfig, store: Pi0Store | None = None
     family = {"pi0": PI0, "pi05": PI05}[model.config.kind]
     device = torch.device(DEVICE)
     choices = choose(config.specs(PARTS), device, model.dtype)
-    return Pipelines(Plan(family, model, config, choices, store or Pi0Store(model), device, Ledger()))
+    return Pipelines(Plan(family, model, config, choices, store or Pi0Store(model), Runtime.of(device), Ledger()))
 
 
 def run(pipelines: Pipelines, shape: PromptShape, feed: Feed) -> np.ndarray:

@@ -19,7 +19,7 @@ from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import suffix, suffix_tilings
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.suffix_tilings import Product, Skinny, Tiling
-from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import current
 
 TileConfig = Tiling | KeySplit | CrossTile
 Backends = Literal["triton", "whole k", "all"]
@@ -69,7 +69,7 @@ class KernelChoices:
             moments: allocates the moments that the product writes, in tiles of so many columns. Products of `Skinny`
                 write none.
         """
-        gpu = Gpu.of(self.device)
+        gpu = current(self.device).gpu
 
         def among(what: str, configs: Sequence[Tiling]) -> Tiling:
             choices = []
@@ -88,13 +88,13 @@ class KernelChoices:
 
     def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
         """Choose the config of `suffix_attention`. `run`: as of `product`."""
-        configs = key_tilings.key_splits(Gpu.of(self.device), sizes)
+        configs = key_tilings.key_splits(current(self.device).gpu, sizes)
         choices = [Choice(config, suffix.suffix_workspace(sizes, self.device, config)) for config in configs]
         self._choose(kind, str(sizes), choices, run, 20)
 
     def crossing(self, kind: str, sizes: Crossing, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. `run`: as of `product`."""
-        choices = [Choice(config) for config in key_tilings.crossings(Gpu.of(self.device), sizes)]
+        choices = [Choice(config) for config in key_tilings.crossings(current(self.device).gpu, sizes)]
         self._choose(kind, str(sizes), choices, run, 1)
 
     def _choose(
@@ -110,7 +110,8 @@ class KernelChoices:
             return run_with
 
         with self.chain.resumed():
-            found = remembered(f"{kind} of {what}", {n: call(c) for n, c in by_name.items()}, self.device, repeats)
+            ways = {name: call(choice) for name, choice in by_name.items()}
+            found = remembered(f"{kind} of {what}", ways, current(self.device), repeats)
         self.chosen[kind] = by_name[found.way]
         if found.times:
             self._measured[kind] = found.way

@@ -33,6 +33,7 @@ from vla_accel.nn.kernel_choices import Backends, KernelChoices
 from vla_accel.nn.native_prefix import NativePrefix
 from vla_accel.nn.overlap import Ahead
 from vla_accel.nn.store import weights_in
+from vla_accel.runtime import current
 
 Inputs = Mapping[str, Tensor]
 Wait = Callable[[int], None]
@@ -83,7 +84,7 @@ class LayerLoop(ABC):
         self.weights, self.steps, self.depth, self.x = weights, steps, len(weights.layers), x
         self.next_scaled = {"out": mlp_scaled, "down": scaled}
         self.context, self.active = x.new_zeros(len(x), attended), x.new_zeros(len(x), mlp_dim)
-        self.chain = Chain(Gpu.of(x.device))
+        self.chain = Chain(current(x.device).gpu)
         self.choices = KernelChoices(x.device, self.chain)
         self.first = Moments.like(x, x.shape[1], scaled)
 
@@ -353,7 +354,7 @@ class LoopProgram(FollowingProgram):
         self.state_token = None
         if weights.state is not None:
             self.state_token = torch.zeros(batch, spec.model_width, device=device)
-        gpu = Gpu.of(device)
+        gpu = current(device).gpu
         self.loop: StreamedLoop | SuffixLoop
         if gpu is not None and weights.packed is not None:
             self.loop = streamed_loop(gpu, weights, spec, tables, batch, prefix_tokens)

@@ -23,7 +23,6 @@ from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import block_products, gate_up, linear, products_by
 from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, embed_norm, rope_cache, rope_tables
 from vla_accel.nn.fold import fold_norm, plain
 from vla_accel.nn.gemma import GemmaLayer
@@ -34,6 +33,7 @@ from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.smollm import SmolLmLayer
 from vla_accel.nn.store import amax_of, compute_dtype, format_of
+from vla_accel.runtime import current
 
 N = TypeVar("N", bound=PaliGemma)
 
@@ -150,7 +150,7 @@ class NativePrefix:
             batch, self.tokens, self.tokens, weights.heads, weights.kv_heads, weights.head_dim, dtype, padded=True,
             quantised=taken_by(first.o) != dtype, stored=taken_by(first.o), last=self.state_last,
         )  # fmt: skip
-        self.attention = choose(attention, sizes, device)
+        self.attention = choose(attention, sizes, current(device))
         self.detail += f", {self.attention.detail}"
         products, early, self.norms_inside, self.mlp_norms_inside = "", False, False, False
         if first.o is not None and first.gate_up is not None and first.down is not None:
@@ -162,7 +162,7 @@ class NativePrefix:
             taking = {"down", "qkv"} if self.norms_inside else set()
             taking |= {"o", "gate_up"} if self.mlp_norms_inside else set()
             products, early = products_by(rows, four, taking)
-        self.chain = Chain(Gpu.of(device), early)
+        self.chain = Chain(current(device).gpu, early)
         self.detail += products
         if weights.table.device != device:
             self.detail += ", embeddings on the host"

@@ -21,7 +21,6 @@ from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import linear, linear_gelu, patch_product, products_by
 from vla_accel.kernels.gemm.norms import with_sums
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, by_squares, patchify
 from vla_accel.nn.fold import fold_norm
 from vla_accel.nn.prefixed import PrefixNetwork
@@ -29,6 +28,7 @@ from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.siglip import SiglipLayer
 from vla_accel.nn.store import amax_of, compute_dtype, format_of
 from vla_accel.numeric import round_up
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class NativeVision:
             width // weights.heads, dtype, padded=False, quantised=first.out.weight_scale is not None,
             stored=first.out.weight.dtype,
         )  # fmt: skip
-        self.attention = choose(attention, sizes, device)
+        self.attention = choose(attention, sizes, current(device))
         self.detail += f", {self.attention.detail}"
         none = Activation.NONE
         four = {
@@ -161,7 +161,7 @@ class NativeVision:
         }
         self.norms_inside = not quantised and norms.can_be_inside(rows, width, *four.values())
         products, early = products_by(rows, four, four if self.norms_inside else ())
-        self.chain = Chain(Gpu.of(device), early)
+        self.chain = Chain(current(device).gpu, early)
         self.detail += products
         if self.norms_inside:
             self.detail += ", norms inside"

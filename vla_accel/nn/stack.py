@@ -18,13 +18,13 @@ from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import linear, linear_gelu, products_by
 from vla_accel.kernels.gemm.norms import with_sums
 from vla_accel.kernels.gemm.weights import make_linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm
 from vla_accel.kernels.rows.sequence import norm_rope
 from vla_accel.nn.fold import fold_norm
 from vla_accel.nn.native_vision import VisionLayer
 from vla_accel.nn.network import Network
 from vla_accel.nn.siglip import PreNormLayer
+from vla_accel.runtime import current
 
 
 def stack_weights(model: Network, name: str, layers: Sequence[object], dtype: torch.dtype) -> tuple[VisionLayer, ...]:
@@ -70,7 +70,7 @@ class Stack:
             sizes.batch, sizes.tokens, sizes.tokens, sizes.heads, sizes.heads, self.head_dim, dtype,
             padded=sizes.padded, quantised=False,
         )  # fmt: skip
-        self.attention = choose(asked, attention, device)
+        self.attention = choose(asked, attention, current(device))
         four = {
             "qkv": (first.qkv, Activation.NONE),
             "out": (first.out, Activation.NONE),
@@ -79,7 +79,7 @@ class Stack:
         }
         self.norms_inside = norms.can_be_inside(rows, width, *four.values())
         products, early = products_by(rows, four, four if self.norms_inside else ())
-        self.chain = Chain(Gpu.of(device), early)
+        self.chain = Chain(current(device).gpu, early)
         self.detail = f", {self.attention.detail}{products}"
         if self.norms_inside:
             self.detail += ", norms inside"

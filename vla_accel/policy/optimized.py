@@ -39,6 +39,7 @@ from vla_accel.policy.given import given_noise, guidance, refuse_unused_rtc
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.policy.states import StateCheck
 from vla_accel.remote.async_runner import AsyncRunner
+from vla_accel.runtime import Runtime
 from vla_accel.transforms.observations import real_numbers
 
 MOST_BUILT = 4
@@ -98,7 +99,8 @@ class OptimizedPolicy:
         """The engine that each component is built with; "auto" is resolved."""
         self.scales = checkpoint.scales if self.family.needs_scales(self.specs) else None
         self.store = store or self.family.store(self.model, self.scales)
-        plan = Plan(self.family, self.model, config, self.choices, self.store, self.device, self.ledger, self.scales)
+        runtime = Runtime.of(self.device, deterministic=config.deterministic)
+        plan = Plan(self.family, self.model, config, self.choices, self.store, runtime, self.ledger, self.scales)
         self.pipelines = Pipelines(plan)
         self._free = free_memory(self.device) if self.device.type == "cuda" else (0, 0)
         if any(ENGINES[name].needs == "all" for spec in self.specs.values() for name in (spec.engine, *spec.fallback)):

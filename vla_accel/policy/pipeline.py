@@ -28,7 +28,6 @@ from vla_accel.engines.graph import Captured, capture
 from vla_accel.errors import EngineError
 from vla_accel.families.family import Family, Rows, Shape, Store, Transforms
 from vla_accel.fp8 import Scales
-from vla_accel.kernels.autotune import pinned
 from vla_accel.kernels.nvrtc import on, synchronize
 from vla_accel.ledger import Ledger
 from vla_accel.nn.memory import Counted
@@ -36,6 +35,7 @@ from vla_accel.nn.network import Network
 from vla_accel.numeric import round_up
 from vla_accel.pictures import Picture
 from vla_accel.policy.sending import ALIGNMENT, Sending, beside
+from vla_accel.runtime import Runtime
 
 _log = logging.getLogger("vla_accel")
 
@@ -66,9 +66,14 @@ class Plan:
     config: PolicyConfig
     choices: Mapping[str, Choice]
     store: Store
-    device: torch.device
+    runtime: Runtime
     ledger: Ledger
     scales: Scales | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of weights and engines."""
+        return self.runtime.device
 
     def weight_bytes(self) -> int:
         """Bytes of all weights on the device, the model's own and the store's."""
@@ -79,7 +84,7 @@ class Pipeline:
     """The components of one shape, one after the other."""
 
     def __init__(self, plan: Plan, shape: Shape) -> None:
-        self.shape, self.device, self._pinned = shape, plan.device, plan.config.deterministic
+        self.shape, self.runtime, self.device = shape, plan.runtime, plan.device
         self._family, self._sizes = plan.family, plan.model.config
         self._guided = False
         """Whether the staged guidance may differ from zero."""
@@ -253,7 +258,7 @@ class Pipeline:
             synchronize(self.device)
             times = self.captured.times()
         else:
-            with on(self.device), pinned(self._pinned):
+            with on(self.device), self.runtime.open():
                 times = self._run_on_stream() if self.device.type == "cuda" else self._run_here()
         return self._answer.numpy(), times
 
@@ -348,7 +353,7 @@ class Pipelines:
             return known[0]
         before = self._allocated() - self.plan.weight_bytes()
         # What is tried while it is built is launched on the current device.
-        with on(self.plan.device), pinned(self.plan.config.deterministic):
+        with on(self.plan.device), self.plan.runtime.open():
             pipeline = Pipeline(self.plan, shape)
         # Weights are shared by all shapes and stay.
         self._kept[shape] = (pipeline, max(0, self._allocated() - self.plan.weight_bytes() - before))

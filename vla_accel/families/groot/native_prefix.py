@@ -21,12 +21,12 @@ from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gemm.linear import block_products, gate_up, linear, products_by
 from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm
 from vla_accel.kernels.rows.sequence import add_at, causal_attention, norm_rope, place_tokens
 from vla_accel.nn.native_vision import VisionLayer
 from vla_accel.nn.stack import Stack, StackSizes, stack_weights
 from vla_accel.nn.store import compute_dtype
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class NativeReader:
         four = block_products(first.qkv, first.o, first.gate_up, first.down, Activation.SWIGLU)
         self.norms_inside = first.gate_up.paired and norms.can_be_inside(rows, width, *four.values())
         products, early = products_by(rows, four, four if self.norms_inside else ())
-        self.chain = Chain(Gpu.of(device), early)
+        self.chain = Chain(current(device).gpu, early)
         products += ", norms inside" if self.norms_inside else ""
         head = model.config.head
         sizes = StackSizes(batch, layout.tokens, head.vl_heads, head.eps, padded=True)

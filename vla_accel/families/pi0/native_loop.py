@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import ExpertSpec, StepTables, why_not
 from vla_accel.nn.constants import step_tables
 from vla_accel.nn.expert import ExpertWeights
 from vla_accel.nn.store import compute_dtype
+from vla_accel.runtime import current
 
 
 def expert_spec(config: Pi0Config) -> ExpertSpec:
@@ -33,7 +33,7 @@ def expert_weights(model: Pi0, precision: str, *, streamed: bool = False) -> Exp
 
 def why_not_streamed(model: Pi0, precision: str, batch: int) -> str | None:
     """Explain why the streamed kernels do not run a model on its device; None if they do."""
-    return why_not(Gpu.of(model.device), expert_spec(model.config), batch, precision)
+    return why_not(current(model.device).gpu, expert_spec(model.config), batch, precision)
 
 
 def steps_of(

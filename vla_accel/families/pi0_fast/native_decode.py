@@ -25,7 +25,6 @@ from vla_accel.kernels.gemm import suffix
 from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, rope_tables
 from vla_accel.nn.expert import LayerWeights
 from vla_accel.nn.fold import fold_norm, plain
@@ -33,6 +32,7 @@ from vla_accel.nn.gemma import GemmaLayer
 from vla_accel.nn.kernel_choices import KernelChoices
 from vla_accel.nn.native_prefix import PrefixLayer, PrefixWeights
 from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.runtime import current
 
 TURN = 4
 """Tokens of a turn. Another turn is always on its way while one is asked whether all is done, so that up to twice as
@@ -121,7 +121,7 @@ class NativeDecode(TurnedProgram):
         self.weights, self.config = weights, config
         self.prefix_tokens, self.steps, self.turns = prefix_tokens, steps, -(-steps // TURN)
         stack, device, dtype = config.prefix, weights.table.device, weights.dtype
-        self.chain = Chain(Gpu.of(device))
+        self.chain = Chain(current(device).gpu)
         capacity = prefix_tokens + self.turns * TURN
 
         def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:

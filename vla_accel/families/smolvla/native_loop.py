@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm.weights import make_linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import ExpertSpec, StepTables, why_not
 from vla_accel.kernels.loop.tables import WIDTH_MULTIPLE
 from vla_accel.nn.constants import paired
@@ -20,6 +19,7 @@ from vla_accel.nn.expert import ExpertWeights
 from vla_accel.nn.rtc import step_gains
 from vla_accel.nn.store import compute_dtype
 from vla_accel.numeric import round_up
+from vla_accel.runtime import current
 
 
 def expert_spec(config: SmolVlaConfig) -> ExpertSpec:
@@ -44,7 +44,7 @@ def expert_weights(model: SmolVla, precision: str, *, streamed: bool = False) ->
 
 def why_not_streamed(model: SmolVla, precision: str, batch: int) -> str | None:
     """Explain why the streamed kernels do not run a model on its device; None if they do."""
-    return why_not(Gpu.of(model.device), expert_spec(model.config), batch, precision)
+    return why_not(current(model.device).gpu, expert_spec(model.config), batch, precision)
 
 
 @torch.inference_mode()

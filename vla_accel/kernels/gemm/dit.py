@@ -20,7 +20,7 @@ from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.suffix_tilings import Pipelined
 from vla_accel.kernels.gemm.suffix_types import Guidance
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def product(
     The norm rounds only x ∘ (1 + scale): norm(x) Wᵀ = rstd ((x ∘ (1 + scale)) Wᵀ - mean sums).
     """
     if path(x) != "reference":
-        cut = cut or suffix_tilings.unshared(Gpu.of(x.device), suffix.project_product(x, layer))[0]
+        cut = cut or suffix_tilings.unshared(current(x).gpu, suffix.project_product(x, layer))[0]
         return kernels("gemm.triton_dit").product(
             x, layer, shift, out, norm=norm, activation=activation, cut=cut,
             moments=moments,

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.autotune import is_pinned, remembered
+from vla_accel.kernels.autotune import remembered
 from vla_accel.kernels.dispatch import kernels, path
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import geglu, gelu, store
+from vla_accel.runtime import current
 
 if TYPE_CHECKING:
     from vla_accel.kernels.gemm.weights import Linear
@@ -57,7 +58,7 @@ _KNOWN: dict[tuple[torch.device, Gpu, Activation, int, int, int], Tile] = {}
 
 
 def usual(rows: int) -> Tile:
-    """Return the tile for this number of rows if none was measured, or inside `autotune.pinned`."""
+    """Return the tile for this number of rows if none was measured, or in a deterministic runtime."""
     return MANY if rows > 64 else SOME if rows > 32 else FEW
 
 
@@ -71,8 +72,9 @@ def searched(gpu: Gpu, rows: int) -> list[Tile]:
 def measure(layer: Linear, activation: Activation, rows: int) -> None:
     """Measure the tile of a product on its weight's GPU, while a program is built. No RELU or SILU."""
     device = layer.weight.device
-    gpu = Gpu.of(device)
-    if gpu is None or is_pinned() or path(layer.weight) == "reference":
+    runtime = current(device)
+    gpu = runtime.gpu
+    if gpu is None or runtime.deterministic or runtime.backend == "reference":
         return
     (n, k), gated = layer.weight.shape, activation.gated
     key = (device, gpu, activation, rows, n, k)
@@ -86,7 +88,7 @@ def measure(layer: Linear, activation: Activation, rows: int) -> None:
     ways = {
         name: functools.partial(_launch, x, layer, out, tile, activation, inverse_scale) for name, tile in tiles.items()
     }
-    _KNOWN[key] = tiles[remembered(f"INT8 {activation} {rows}x{n}x{k}", ways, device, CALLS).way]
+    _KNOWN[key] = tiles[remembered(f"INT8 {activation} {rows}x{n}x{k}", ways, runtime, CALLS).way]
 
 
 def product(
@@ -116,8 +118,9 @@ def product(
 def tile(layer: Linear, activation: Activation, rows: int) -> Tile:
     """Return the measured tile of a product, or the usual one."""
     device, (n, k) = layer.weight.device, layer.weight.shape
-    gpu = Gpu.of(device)
-    known = None if gpu is None or is_pinned() else _KNOWN.get((device, gpu, activation, rows, n, k))
+    runtime = current(device)
+    gpu = runtime.gpu
+    known = None if gpu is None or runtime.deterministic else _KNOWN.get((device, gpu, activation, rows, n, k))
     return known or usual(rows)
 
 

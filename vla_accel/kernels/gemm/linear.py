@@ -21,6 +21,7 @@ from vla_accel.kernels.gemm import int8
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import geglu, gelu
+from vla_accel.runtime import current
 
 
 def launched_own_gemm(
@@ -37,7 +38,7 @@ def launched_own_gemm(
     from vla_accel.kernels.gemm import hopper as gemm
     from vla_accel.kernels.gemm.choice import known
 
-    gpu = Gpu.of(x.device)
+    gpu = current(x).gpu
     if gpu is None or gemm.why_not(gpu, x, layer.weight, out, activation) is not None:
         return False
     tiling = known(x.device, x.dtype, activation, len(x), *layer.weight.shape, inside=bool(norms))
@@ -73,7 +74,7 @@ def why_no_own_gemm(rows: int, layer: Linear, activation: Activation, *, inside:
     from vla_accel.kernels.gemm import hopper as gemm
     from vla_accel.kernels.gemm.choice import measured, why_library
 
-    gpu = Gpu.of(layer.weight.device)
+    gpu = current(layer.weight).gpu
     if gpu is not None and (reason := gemm.why_not_on(gpu)):
         return reason
     if activation.gated and layer.bias is not None:

@@ -17,6 +17,7 @@ from vla_accel.kernels.gemm.suffix_tilings import Library, Own
 from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import current
 
 
 def qkv_rope(
@@ -86,6 +87,6 @@ def _product(x: Tensor, layer: Linear, workspace: tuple[Tensor, ...] | None) -> 
 
 
 def _gpu(x: Tensor) -> Gpu:
-    gpu = Gpu.of(x.device)
+    gpu = current(x).gpu
     assert gpu is not None
     return gpu

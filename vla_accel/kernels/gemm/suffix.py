@@ -27,8 +27,8 @@ from vla_accel.kernels.gemm.moments import write as write_moments
 from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Product, Skinny, Tiling
 from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance, Heads, Rotation
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import normed
+from vla_accel.runtime import current
 
 AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
 """Parts and statistics of programs that share keys, and the counters of those that have arrived."""
@@ -51,7 +51,7 @@ def qkv_rope(
         workspace: made by `product_workspace` for the same `cut`.
     """
     if path(x) != "reference":
-        cut = cut or suffix_tilings.default(Gpu.of(x.device), qkv_product(x, layer, out.q, out.k))
+        cut = cut or suffix_tilings.default(current(x).gpu, qkv_product(x, layer, out.q, out.k))
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.qkv_rope(x, layer, shift, rotation, out, eps=eps, cut=cut, workspace=workspace, moments=moments)
@@ -75,7 +75,7 @@ def suffix_workspace(sizes: SuffixAttention, device: torch.device, cut: KeySplit
     """
     if path(device) == "reference":
         return (torch.empty(0), torch.empty(0), torch.empty(0))
-    cut = cut or key_tilings.key_splits(Gpu.of(device), sizes)[0]
+    cut = cut or key_tilings.key_splits(current(device).gpu, sizes)[0]
     parts, stats, counters = cut.workspace(sizes)
     return (
         torch.empty(parts, device=device),
@@ -145,7 +145,7 @@ def suffix_attention(
         batch, tokens, heads, head_dim = q.shape
         prefix_tokens, kv_heads = prefix_k.shape[1:3]
         sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
-        cut = cut or key_tilings.key_splits(Gpu.of(q.device), sizes)[0]
+        cut = cut or key_tilings.key_splits(current(q).gpu, sizes)[0]
         return kernels("attention.triton_attention").suffix_attention(
             q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal,
             cut=cut,
@@ -180,7 +180,7 @@ def project(
         next_scale: (N,) float32, the scale of the next norm, or None.
     """
     if path(a) != "reference":
-        cut = cut or suffix_tilings.default(Gpu.of(a.device), project_product(a, layer))
+        cut = cut or suffix_tilings.default(current(a).gpu, project_product(a, layer))
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.project(
@@ -214,7 +214,7 @@ def gate_up_geglu(
 ) -> None:  # fmt: skip
     """Norm, gate and up projections, and GEGLU or SWIGLU. x (R, W), out (R, H). Other arguments as in `qkv_rope`."""
     if path(x) != "reference":
-        cut = cut or suffix_tilings.default(Gpu.of(x.device), gate_up_product(x, layer))
+        cut = cut or suffix_tilings.default(current(x).gpu, gate_up_product(x, layer))
         if isinstance(cut, (Library, Own)):
             assert pinned is None
             return many.gate_up_geglu(
@@ -244,7 +244,7 @@ def cross_attention(
     """
     if path(x) != "reference":
         if cut is None:
-            cut = key_tilings.crossings(Gpu.of(x.device), crossing(x, layer, keys))[0]
+            cut = key_tilings.crossings(current(x).gpu, crossing(x, layer, keys))[0]
         return kernels("attention.triton_cross").cross_attention(
             x, layer, cos, sin, keys, values, lengths, out, eps=eps,
             cut=cut, moments=moments,
