@@ -108,6 +108,24 @@ void ldmatrix_x4_trans(u32 (&r)[4], u32 address);
 
 // -- conversions -------------------------------------------------------------------------------------------------------
 
+inline float exp2_fast(float x) {
+  const float y = exp2f(x);
+  return y < 1.17549435e-38f ? 0.f : y;
+}
+inline float tanh_fast(float x) { return tanhf(x); }
+inline u16 round_bf16(float x) {
+  const u32 bits = bits_as<u32>(x);
+  return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline u32 pack_bf16x2(float low, float high) { return (u32)round_bf16(low) | (u32)round_bf16(high) << 16; }
+inline u32 scaled(u32 v, u32 s) {
+  const auto one = [](u32 a, u32 b) { return fmaf(bits_as<float>(a), bits_as<float>(b), bits_as<float>(a)); };
+  return pack_bf16x2(one(v << 16, s << 16), one(v & 0xffff0000u, s & 0xffff0000u));
+}
+float widen_f16(u16 v);
+u32 pack_f16x2(float low, float high);
+u16 pack_e4m3x2(float low, float high);
+
 // -- the tensor cores --------------------------------------------------------------------------------------------------
 
 void mma_m16n8k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);

@@ -60,20 +60,18 @@ def planned(
 
     schedule = plan()
     module = load(schedule)
-    apart, largest = schedule.apart, schedule.clusters.get("attention", 0)
-    if schedule.attend is not None:
-        needed, room = schedule.attend.blocks // RANKS, module.clusters_at_once("attend", THREADS, RANKS)
-        if room < needed:
-            apart = f"its {needed} clusters of {RANKS} blocks must run at once, the device holds {room}"
+    apart = None
+    if "attend" in schedule.blocks:
+        needed, held = schedule.blocks["attend"] // RANKS, module.clusters_at_once("attend", THREADS, RANKS)
+        if held < needed:
+            apart = f"its {needed} clusters of {RANKS} blocks must run at once, the device holds {held}"
             schedule = plan(apart=apart)
-            module, largest = load(schedule), schedule.clusters["attention"]
-    if largest > PORTABLE_CLUSTER and not module.clusters_at_once("attention", THREADS, largest):
-        schedule = plan(apart=apart, largest_cluster=PORTABLE_CLUSTER)
-        module = load(schedule)
-    ranks = schedule.clusters.get("grouped", 0)
-    if ranks > PORTABLE_CLUSTER and not module.clusters_at_once("grouped", THREADS, ranks):
-        schedule = plan(largest_cluster=PORTABLE_CLUSTER)
-        module = load(schedule)
+            module = load(schedule)
+    for kernel in ("attention", "grouped"):
+        cluster = schedule.clusters.get(kernel, 0)
+        if cluster > PORTABLE_CLUSTER and not module.clusters_at_once(kernel, THREADS, cluster):
+            schedule = plan(apart=apart, largest_cluster=PORTABLE_CLUSTER)
+            module = load(schedule)
     return schedule, module
 
 
@@ -146,7 +144,7 @@ class StreamedLoop:
         wait: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
         """Enqueue the first step. `wait`: called with each layer before it is enqueued."""
-        if self.schedule.attend is not None:
+        if "attend" in self.schedule.blocks:
             # It reads the suffix's keys and values until they are there; an interrupted run may have left some.
             self._suffix.view(torch.int32).fill_(NOTHING_YET)
         if self.values_t is not None:
@@ -167,7 +165,8 @@ class StreamedLoop:
         call = Call(
             **{field: _address(name, inputs[name], alignment) for field, (name, alignment) in _INPUTS.items()},
             values_t=_address("values_t", self.values_t), state=_address("state", state_token, 4),
-            actions=_address("actions", actions, 4), **buffers, s=self.prefix_tokens, sp=self.padded, steps=self.steps,
+            actions=_address("actions", actions, 4), **buffers, prefix_tokens=self.prefix_tokens,
+            padded_prefix_tokens=self.padded, steps=self.steps,
         )  # fmt: skip
 
         def launch(name: str, *rest: object, blocks: int | None = None) -> None:
@@ -189,11 +188,9 @@ class StreamedLoop:
             if wait is not None:
                 wait(layer)
                 self.chain.restart()
-            if self.schedule.attend is not None:
-                attend = self.schedule.attend
-                launch("attend", self._eps, step, layer, attend.prefix_keys, attend.suffix_keys)
-            elif self.schedule.grouped is not None:
-                launch("grouped", self._eps, step, layer)
+            fused = self.schedule.fused
+            if fused is not None:
+                launch(fused.kernel, fused.work, self._eps, step, layer)
             else:
                 launch("qkv", self._eps, step, layer, blocks=queries if self.spec.crosses(layer) else None)
                 launch("attention", layer)
