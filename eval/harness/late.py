@@ -1,8 +1,8 @@
-"""What speed buys: success against latency, with plain chunks and with guided ones, each point a run of its own.
+"""Success against latency, with plain and with guided chunks: a run of its own for each point.
 
-A point is played by `eval.harness.evaluation` under `latency=K` and keeps its result and its log in a folder, so that
-the same command goes on where it was interrupted. Latency is counted in simulated control ticks: what a robot would
-meet, whatever machine plays the simulator.
+`eval.harness.evaluation` plays a point under `latency=K`, and keeps its result and log in a folder, so that the same
+command continues after an interrupt. Latency is counted in simulated control ticks, so it does not depend on the
+machine that plays the simulator.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from typing import Annotated, Any
 
 import tyro
 
-from eval.harness import command
+from eval.harness import command, options
 from eval.harness.benchmark import Benchmark, schema
 from eval.harness.evaluation import evaluate
 from eval.harness.pairs import described
 from eval.harness.policies import Chunking
 from eval.harness.tables import stderr_console
-from eval.script import concluded
+from eval.script import concluded, write_png
 from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Listed, Within, Words, read
 from vla_accel.errors import DependencyError
-from vla_accel.files import replacing, without_folders, write_json
+from vla_accel.files import without_folders, write_json
 from vla_accel.report.colours import PARTS
 
-SAID = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
+LABELS = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
 COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"], "trained": PARTS["denoise"]}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(command.Arguments):
-    """Options of the benchmark's own command, and the grid. `--output` is the JSON; a picture and the points' runs go
-    beside it."""
+class Arguments(options.Arguments):
+    """Options of the benchmark's own command, and the grid. `--output` is the JSON; the picture and the runs of the
+    points go into the same folder."""
 
     ticks: Annotated[Listed[int], Within(0)] = (0, 1, 2, 4, 8)
     """Control ticks from an observation to the arrival of its actions."""
     chunkings: Listed[Chunking] = ("plain", "rtc")
     """Whether chunks are joined (rtc) or not."""
     note: Words = ""
-    """What a reader must know beside the figures."""
-    # None of a grid's: `chunkings` says which are played, the expert answers at once, each point would overwrite the
-    # last one's report, and parts of a grid cannot be put together.
+    """A note that is stored with the figures."""
+    # Not options of a grid: `chunkings` replaces `chunking`, the expert has no latency, each point would overwrite the
+    # report of the last one, and parts of a grid cannot be merged.
     chunking: Annotated[Chunking, tyro.conf.Suppress] = "plain"
     expert: Annotated[bool, tyro.conf.Suppress] = False
     report: Annotated[Path | None, tyro.conf.Suppress] = None
@@ -58,7 +58,7 @@ def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str])
 
 
 def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
-    """Play, and say what came of it; 1 if an episode crashed."""
+    """Play and print the results; returns 1 if an episode crashed."""
     program = ("python", "-m", f"eval.{benchmark.name}.late")
     asked = read(arguments, words, " ".join(program))
     with command.stdout_to_stderr():
@@ -73,10 +73,10 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
     """Play every point of the grid; returns its JSON with `output` and `figure` (paths) added.
 
     Raises:
-        ConfigError: a point that cannot be, such as more ticks than a chunk has actions; before any is played where
-            that can be told.
+        ConfigError: an impossible point, such as more ticks than a chunk has actions; before any is played where
+            possible.
     """
-    output = asked.output or command.RUNS / benchmark.name / "late.json"
+    output = asked.output or options.RUNS / benchmark.name / "late.json"
     console, folder = stderr_console(), output.with_suffix("")
     points = []
     for ticks, chunking in itertools.product(asked.ticks, asked.chunkings):
@@ -86,7 +86,7 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         points.append((ticks, chunking, command.make_request(benchmark, point, words)))
     rows, first = [], None
     for ticks, chunking, request in points:
-        console.print(f"{SAID[chunking]}, {ticks} ticks late", style="bold")
+        console.print(f"{LABELS[chunking]}, {ticks} ticks late", style="bold")
         result = evaluate(request, console)
         first = first or result
         rows += _rows(result, ticks, 1e3 * ticks / benchmark.control_hz, _kind(result, chunking))
@@ -102,11 +102,13 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         "rows": rows,
     }
     write_json(output, grid, allow_nan=False)
-    return {**grid, "output": str(output), "figure": str(draw(grid, output.with_suffix(".png")))}
+    picture = output.with_suffix(".png")
+    write_png(figure(grid), picture)
+    return {**grid, "output": str(output), "figure": str(picture)}
 
 
 def _kind(result: Mapping[str, Any], chunking: Chunking) -> str:
-    """Of `SAID`: a policy that was trained for it pins what others are guided to."""
+    """Of `LABELS`: a policy that was trained for it pins what others are guided to."""
     config = result["policy"].get("config") or {}
     return "trained" if chunking == "rtc" and config.get("rtc", {}).get("trained") else chunking
 
@@ -126,16 +128,16 @@ def _rows(result: Mapping[str, Any], ticks: int, ms: float, chunking: str) -> li
     return rows
 
 
-def draw(grid: Mapping[str, Any], path: Path) -> Path:
-    """Success over latency, a line for each chunking and step count, with 95 % intervals, as a PNG."""
+def figure(grid: Mapping[str, Any]) -> Any:
+    """Success against latency, a line for each chunking and step count, with 95 % intervals: a matplotlib figure."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DependencyError(f"pictures need matplotlib: pip install 'vla_accel[report]' ({error})") from error
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    drawn = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = drawn.add_subplot()
     steps = list(dict.fromkeys(row["steps"] for row in grid["rows"]))
-    lines = [(c, n) for c in SAID for n in steps if any((r["chunking"], r["steps"]) == (c, n) for r in grid["rows"])]
+    lines = [(c, n) for c in LABELS for n in steps if any((r["chunking"], r["steps"]) == (c, n) for r in grid["rows"])]
     for index, (chunking, count) in enumerate(lines):
         mine = [r for r in grid["rows"] if (r["chunking"], r["steps"]) == (chunking, count) and r["rate"] is not None]
         rates = [100 * r["rate"] for r in mine]
@@ -143,7 +145,7 @@ def draw(grid: Mapping[str, Any], path: Path) -> Path:
                   [100 * r["wilson_95_high"] - rate for rate, r in zip(rates, mine, strict=True)]]  # fmt: skip
         # Side by side, so that equal rates do not hide each other.
         places = [r["latency_ticks"] + 0.06 * (index - (len(lines) - 1) / 2) for r in mine]
-        label = SAID[chunking] + (f", {count} steps" if len(steps) > 1 else "")
+        label = LABELS[chunking] + (f", {count} steps" if len(steps) > 1 else "")
         style = ("-", "--", ":", "-.")[steps.index(count) % 4]
         axes.errorbar(places, rates, yerr=spread, label=label, color=COLOURS[chunking], linestyle=style, marker="o",
                       markersize=4, capsize=3, linewidth=1.4)  # fmt: skip
@@ -155,6 +157,4 @@ def draw(grid: Mapping[str, Any], path: Path) -> Path:
     axes.set_ylim(0, 102)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="lower left")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=130)
-    return path
+    return drawn

@@ -26,7 +26,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.report.colours import OTHER
 
 WHOLES = ("total", "wall", "infer")  # timings that span several parts
-AGREEMENT = 0.02  # how much of the total the parts may leave unexplained before it is said aloud
+AGREEMENT = 0.02  # share of the total that the parts may leave unexplained without a warning
 
 SPREAD = 2.0  # p90 over p10 of a call's latency from which the mean is not to be trusted
 
@@ -37,7 +37,7 @@ class Samples:
 
     Attributes:
         sections: the parts of each call.
-        totals: each whole call: the policy's own total, or the wall clock where it gives none.
+        totals: each whole call: the total that the policy reports, else the wall clock.
         walls: each whole call on the harness's wall clock.
     """
 
@@ -67,7 +67,7 @@ def comparable(
 
 
 def samples_of(results: Iterable[EpisodeResult]) -> Samples:
-    """Every call of the given episodes that did not crash."""
+    """Every call of the episodes that did not crash."""
     samples = Samples([], [], [])
     for result in results:
         timings = result.timings
@@ -204,8 +204,35 @@ def read_result(path: Path) -> tuple[dict[str, Any], str]:
     return result, match[1]
 
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _PARTS = {"protocol": dict, "policy": dict, "launches": list, "episodes": list}
 _OF_EPISODE = {"steps", "task_id", "trial", "success"}
+
+
+def stored_like(result: Mapping[str, Any], benchmark: str) -> dict[str, Mapping[str, Any]]:
+    """Stored results of a benchmark, by "stored: NAME", with the model and the kind of device of `result`; their
+    weights may differ. Empty if nothing was timed."""
+    mine = _timed(result)
+    found: dict[str, Mapping[str, Any]] = {}
+    for path in sorted(RESULTS.glob(f"{benchmark}_*.json")) if mine else ():
+        try:
+            stored, _ = read_result(path)
+        except ConfigError:
+            continue  # another kind of stored file, such as a comparison
+        if _timed(stored) == mine:
+            found[f"stored: {path.stem}"] = stored
+    return found
+
+
+def _timed(result: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Model and kind of device of the run's latencies, or None."""
+    for row in result["summary"]["rows"]:
+        if row["breakdown"]:
+            # A server may describe its model in any form.
+            model = row["breakdown"]["model"]
+            sizes = [model.get(name) for name in ("kind", "parameters")] if isinstance(model, Mapping) else [model]
+            return (*sizes, row["breakdown"]["hardware"].get("device"))
+    return None
 
 
 def policy_name(result: Mapping[str, Any]) -> str:
@@ -229,8 +256,8 @@ def _latency(
     quick, slow = np.percentile(samples.totals, (10, 90))
     if slow > SPREAD * quick:
         warnings.append(
-            f"calls{where} vary from {quick:.1f} ms (p10) to {slow:.1f} ms (p90): something else used the machine, "
-            "and the mean says little"
+            f"calls{where} vary from {quick:.1f} ms (p10) to {slow:.1f} ms (p90): other processes used the machine, "
+            "so the mean is unreliable"
         )
     return {
         "breakdown": made,

@@ -15,8 +15,8 @@ from tests.support.openpi_dialect import EMBED_TOKENS, EXPERT, LANGUAGE, LM_HEAD
 from tests.support.tiny import random_state, tiny_config, write_tiny_checkpoint
 from vla_accel.checkpoints import checkpoint as checkpoint_module
 from vla_accel.checkpoints.checkpoint import save_checkpoint
-from vla_accel.checkpoints.loading import load
 from vla_accel.errors import CheckpointError
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Kind, Pi0
 
 KINDS: tuple[Kind, ...] = ("pi0", "pi05")

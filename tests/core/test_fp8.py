@@ -17,17 +17,16 @@ from torch import nn
 from tests.support.scales import scales_of_any
 from tests.support.tiny import random_model, tiny_config, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, progress
-from vla_accel.checkpoints.loading import find, load
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
 from vla_accel.families.family import family_named
+from vla_accel.families.loading import find, load
+from vla_accel.families.pi0.family import PI05
 from vla_accel.families.pi0.native_loop import expert_weights
 from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
-from vla_accel.nn.calibration import calibration
+from vla_accel.nn.calibration import calibrate, load_modelopt
 from vla_accel.nn.native_prefix import PrefixWeights
 from vla_accel.nn.native_vision import VisionWeights
 from vla_accel.nn.quantised import QUANTISED, calibrated_products
-from vla_accel.nn.quantize import calibrate, load_modelopt
-from vla_accel.nn.variants import needs_scales
 
 CPU = torch.device("cpu")
 PARTS = ("vision", "kv_cache", "denoise")
@@ -158,21 +157,19 @@ def test_the_bundled_scales_belong_to_the_bundled_weights(dtype: torch.dtype) ->
 
 
 def test_the_table_is_what_the_native_programs_quantise() -> None:
-    vit = {"qkv": "qkv_proj", "out": "out_proj"}
-    llama = {"qkv": "qkv_proj", "o": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}
-    expert = {"qkv": "qkv_proj", "out": "o_proj", "up": "gate_up_proj", "down": "down_proj"}
-
-    def narrow(layer: object, names: dict[str, str]) -> set[str]:
-        found = [n for n, p in vars(layer).items() if p is not None and p.weight.dtype == E4M3.dtype]
-        return {names.get(n, n) for n in found}
-
     given = scales_of_any()
-    for component, weights, names in (
-        ("vision", VisionWeights.of(MODEL, "fp8", given), vit),
-        ("kv_cache", PrefixWeights.of(MODEL, "fp8", given), llama),
-        ("denoise", expert_weights(MODEL, "fp8"), expert),
+    for component, stack in (
+        ("vision", VisionWeights.of(MODEL, "fp8", given).stack),
+        ("kv_cache", PrefixWeights.of(MODEL, "fp8", given).stack),
     ):
-        assert narrow(weights.layers[0], names) == set(QUANTISED[component]["native"].names), component
+        names = stack.block.names
+        four = zip((names.qkv, names.out, names.up, names.down), stack.blocks[0], strict=True)
+        narrow = {name for name, product in four if product.weight.dtype == E4M3.dtype}
+        assert narrow == set(QUANTISED[component]["native"].names), component
+    names = MODEL.config.expert.block().names
+    four = zip((names.qkv, names.out, names.up, names.down), expert_weights(MODEL, "fp8").layers[0], strict=True)
+    narrow = {name for name, product in four if product.weight.dtype == E4M3.dtype}
+    assert narrow == set(QUANTISED["denoise"]["native"].names)
 
 
 @pytest.mark.parametrize("component", ["vision", "kv_cache"])
@@ -244,9 +241,9 @@ def test_a_fallback_to_eager_says_that_the_precision_is_another(tmp_path: Path) 
 def test_a_configuration_needs_scales_where_inputs_are_quantised() -> None:
     fp8 = EngineSpec("native", precision="fp8")
     plain = EAGER.specs(PARTS)
-    assert needs_scales(FP8.specs(PARTS)) and needs_scales({**plain, "vision": fp8})
-    assert needs_scales({**plain, "kv_cache": EngineSpec("eager", fallback=("native",), precision="fp8")})
-    assert not needs_scales(plain) and not needs_scales({**plain, "denoise": fp8})
+    assert PI05.needs_scales(FP8.specs(PARTS)) and PI05.needs_scales({**plain, "vision": fp8})
+    assert PI05.needs_scales({**plain, "kv_cache": EngineSpec("eager", fallback=("native",), precision="fp8")})
+    assert not PI05.needs_scales(plain) and not PI05.needs_scales({**plain, "denoise": fp8})
 
 
 def test_a_product_without_a_scale_is_named() -> None:
@@ -262,7 +259,7 @@ def test_without_modelopt_one_error_names_the_extra(monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, name, None)
     said = r"FP8 needs nvidia-modelopt \(.*\); pip install 'vla_accel\[onnx\]'"
     with pytest.raises(DependencyError, match=said):
-        calibrate(MODEL, calibration(MODEL), [], "test")
+        calibrate(MODEL, [], "test")
     with pytest.raises(DependencyError, match=said):
         load_modelopt()
     unread: Any = SimpleNamespace()  # no weights: nothing of it may be asked for
@@ -270,12 +267,14 @@ def test_without_modelopt_one_error_names_the_extra(monkeypatch: pytest.MonkeyPa
         family_named("pi05").calibrate(unread, [], "")
 
 
-def test_how_far_it_is_is_told_observation_by_observation(
+def test_progress_is_reported_block_by_block(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     one = (np.zeros((1, 28, 28, 3), np.uint8), np.ones(3, np.int64), np.zeros(MODEL.config.action_dim, np.float32))
     seen = [tuple(value + i if value.dtype == np.uint8 else value for value in one) for i in (1, 2)]
-    calibrate(MODEL, calibration(MODEL), seen, "test")
-    assert capsys.readouterr().err.splitlines() == ["calibrating: 50 %", "calibrating: 100 %"]
+    calibrate(MODEL, seen, "test")
+    blocks = MODEL.config.vision.depth + MODEL.config.prefix.depth
+    want = [f"calibrating: {100 * n // blocks} %" for n in range(1, blocks + 1)]
+    assert capsys.readouterr().err.splitlines() == want

@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 import torch
 
-from eval.libero.demo import assets, collect, observations, publish, states, train
-from eval.libero.demo.average import Averaged
-from eval.libero.demo.crew import Crew, Store, tasks_of
-from eval.libero.demo.objective import Trainee, augment, initialise
-from eval.libero.demo.recipes import RECIPES
+from eval.demo import assets, collect, observations, publish, states, train
+from eval.demo.average import Averaged
+from eval.demo.collectors import Collectors, Store, tasks_of
+from eval.demo.objective import Trainee, augment, initialise
+from eval.demo.recipes import RECIPES
 from eval.libero.suites import LiberoTask
 from tests.support.full_disk import full_disk
 from tests.support.tiny_smolvla import tiny_config, tiny_model
 from tests.support.waiting import PATIENCE_S, eventually
 from tests.support.whole_calls import smolvla_actions
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError, OutputError, VlaAccelError
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Pi0, Pi0Config, pi05_demo
 from vla_accel.machine import hardware
 from vla_accel.measure.recording import load_observations
@@ -65,11 +65,11 @@ def tiny_pi05() -> FlowNetwork:
 @pytest.mark.parametrize("make", [tiny_pi05, lambda: tiny_model(tiny_config())])
 def test_the_flow_loss_is_the_models_velocity(make: Callable[[], FlowNetwork], monkeypatch: pytest.MonkeyPatch) -> None:
     # Each draw must see its own observation, at its own time.
-    monkeypatch.setattr("eval.libero.demo.objective.augment", lambda images: images.float() / 127.5 - 1)
+    monkeypatch.setattr("eval.demo.objective.augment", lambda images: images.float() / 127.5 - 1)
     policy, draws, rows = make(), 3, 2
     config = policy.config
     size, horizon, dim = config.vision.image_size, config.action_horizon, config.action_dim
-    monkeypatch.setattr("eval.libero.demo.objective.HORIZON", horizon)
+    monkeypatch.setattr("eval.demo.objective.HORIZON", horizon)
     trainee = Trainee(policy, draws)
     images = torch.randint(0, 256, (rows, 2, size, size, 3), dtype=torch.uint8)
     tokens = torch.randint(0, 32, (rows, 5))
@@ -171,7 +171,7 @@ def test_collectors_share_the_tasks(total: int, tasks: int) -> None:
 
 
 class _Pipe:
-    """A collector's end, as far as a crew sees it."""
+    """A collector's end, with prepared messages."""
 
     def __init__(self, *messages: tuple) -> None:
         self.messages, self.sent = list(messages), []
@@ -186,32 +186,34 @@ class _Pipe:
         self.sent.append(message)
 
 
-def crew_of(*pipes: _Pipe) -> Crew:
-    """A crew without processes."""
+def collectors_of(*pipes: _Pipe) -> Collectors:
+    """Collectors without processes."""
     settings = collect.CollectConfig("states")
-    crew = Crew(settings, first=0, count=0, total=1, seed=0, encode=lambda task, images, state: (images, task, state))  # type: ignore[arg-type,return-value]
-    crew.pipes, crew.count = dict(enumerate(pipes)), len(pipes)  # type: ignore[assignment]
-    return crew
+    collectors = Collectors(
+        settings, first=0, count=0, total=1, seed=0, encode=lambda task, images, state: (images, task, state)
+    )  # type: ignore[arg-type,return-value]
+    collectors.pipes, collectors.count = dict(enumerate(pipes)), len(pipes)  # type: ignore[assignment]
+    return collectors
 
 
-def test_a_crew_answers_before_it_is_taught(capsys: pytest.CaptureFixture[str]) -> None:
+def test_collectors_answer_before_they_label(capsys: pytest.CaptureFixture[str]) -> None:
     image, state = np.zeros(1), np.zeros(1)
     slow, trial = _Pipe(("look", image, state, 4)), _Pipe(("look", image, state, 5), ("label", None))
-    crew = crew_of(slow, trial, _Pipe(("error", "its simulator died")))
-    crew.poll()
-    assert "collector 2 is lost: its simulator died" in capsys.readouterr().err
+    collectors = collectors_of(slow, trial, _Pipe(("error", "its simulator died")))
+    collectors.poll()
+    assert "collector 2 ended: its simulator died" in capsys.readouterr().err
     chunks = np.arange(2 * 10 * 8).reshape(2, 10, 8)
-    assert [seen[1] for seen in crew.questions()] == [4, 5]
-    crew.answer(chunks, 0.5)
-    assert not crew.ready and np.array_equal(trial.sent[0][0], chunks[1, :, :7]) and trial.sent[0][1] == 0.5
-    assert crew.taught() == [], "nothing is learnt from a trial, nor from what has no label yet"
+    assert [seen[1] for seen in collectors.requests()] == [4, 5]
+    collectors.answer(chunks, 0.5)
+    assert not collectors.ready and np.array_equal(trial.sent[0][0], chunks[1, :, :7]) and trial.sent[0][1] == 0.5
+    assert collectors.take_labelled() == [], "nothing is learnt from a trial, nor from what has no label yet"
     slow.messages.append(("label", ("actions", "aux")))
-    crew.poll()
-    [(seen, label)] = crew.taught()
-    assert seen[1] == 4 and label == ("actions", "aux") and crew.taught() == []
-    crew.pipes[0].messages.append(("error", "too"))  # type: ignore[attr-defined]
+    collectors.poll()
+    [(seen, label)] = collectors.take_labelled()
+    assert seen[1] == 4 and label == ("actions", "aux") and collectors.take_labelled() == []
+    collectors.pipes[0].messages.append(("error", "too"))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="expected at least half of 3, 1 are left"):
-        crew.poll()
+        collectors.poll()
 
 
 def test_the_learning_rate_rises_then_falls() -> None:
@@ -438,7 +440,7 @@ def test_observations_are_recorded_suite_by_suite(tmp_path: Path, monkeypatch: p
     made = suite("far")
     monkeypatch.setattr("eval.libero.suites.load_suite", lambda name: made)
     (tmp_path / "far" / "task_01.npz").unlink()
-    with pytest.raises(ConfigError, match=r"found no .*task_01\.npz; make them: python -m eval\.libero\.demo\.states "):
+    with pytest.raises(ConfigError, match=r"found no .*task_01\.npz; make them: python -m eval\.demo\.states "):
         observations.run(observations.Arguments(tmp_path, output, ("far",)))
     assert not begun
 

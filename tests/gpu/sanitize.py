@@ -113,7 +113,7 @@ def denoise() -> Cases:
     from tests.support.gpu_policies import BF16_COSINE, cosines, on_gpu
     from tests.support.streamed_support import loop_of, loops_inputs, run_loop
     from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
-    from vla_accel.nn.constants import step_tables
+    from vla_accel.families.pi0.step_tables import step_tables
     from vla_accel.nn.loop import SuffixLoop
 
     def run(case: LoopCase) -> None:
@@ -178,8 +178,8 @@ def triton() -> Cases:
 
 def image() -> Cases:
     """The kernels of the autoencoders and UNets, against their references on the CPU."""
-    from vla_accel.kernels.image import image as ops
-    from vla_accel.kernels.image.sums import GroupNorm, Sum
+    from vla_accel.kernels.image import ops
+    from vla_accel.kernels.image.ops import GroupNorm, Sum
 
     def draw(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)

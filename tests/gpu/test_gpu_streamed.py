@@ -14,9 +14,9 @@ from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu
 from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, run_loop
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
 from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import why_not
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.random_weights import random_model
 
@@ -125,7 +125,7 @@ module.launch("f", 1, 1, ())
 runtime.synchronize(device)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "EngineError: cuda:0: a kernel ended itself" in done.stderr, done.stderr
+    assert done.returncode != 0 and "EngineError: cuda:0: a kernel stopped itself" in done.stderr, done.stderr
 
 
 def test_the_streamed_loop_sees_each_row_s_length() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.time_phases import stamped, stamps_of
+from benchmarks.time_phases import stamped, stamps_of
 from tests.support import streamed_support
 from tests.support.gpus import GPUS, H20, H100, H200, MIG_SLICE, MIG_TWO
 from tests.support.smolvla_loops import EXPERTS
@@ -303,7 +303,7 @@ def test_a_run_erases_the_suffix_of_an_interrupted_run(monkeypatch: pytest.Monke
 
 
 def test_stamps_find_their_lines() -> None:
-    """`tests.gpu.time_phases` writes into the source."""
+    """`benchmarks.time_phases` writes into the source."""
     grouped = smolvla.expert_spec(EXPERTS["full"].config)
     lines = (
         (FULL, "attend", "float o[ROW_TILES][VALUE_TILES][4];"),

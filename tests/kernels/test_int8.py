@@ -19,10 +19,10 @@ from tests.support.runtimes import steered
 from tests.support.scales import scales_of_any
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.engines.native import why_not
 from vla_accel.errors import CheckpointError, ConfigError, EngineError
+from vla_accel.families.loading import load
 from vla_accel.fp8 import E4M3, FORMATS, INT8, no_scales
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import Fastest

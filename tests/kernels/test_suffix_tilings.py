@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.support.gpus import A100, ARCHITECTURES, GPUS, H200, ORIN, RTX_4090
-from vla_accel.kernels.attention.key_tilings import Crossing, KeySplit, SuffixAttention, crossings, key_splits
+from vla_accel.kernels.attention.config import CrossShape, KeySplit, SuffixShape, cross_tiles, key_splits
 from vla_accel.kernels.gemm import suffix_tilings
 from vla_accel.kernels.gemm.suffix_tilings import Pipelined, Product, Skinny, candidates, default, variants, why_not
 
@@ -31,24 +31,25 @@ def test_every_gpu_has_cuts_that_fit(name: str, rows: int) -> None:
             for cut in found:
                 assert cut.shared(product) <= gpu.shared_per_block and why_not(gpu, product, cut) is None
             assert getattr(default(gpu, product), "split", 1) == 1
-        sizes = SuffixAttention(1, rows, 800, 8, 1, 256)
+        sizes = SuffixShape(1, rows, 800, 8, 1, 256)
         found = key_splits(gpu, sizes)
         assert found and all(cut.shared(sizes) <= gpu.shared_per_block for cut in found)
         assert len(found) == len({str(cut) for cut in found})
 
 
 @pytest.mark.parametrize(
-    "sizes", [Crossing(1, 50, 720, 193, 15, 64), Crossing(2, 10, 48, 20, 3, 16), Crossing(1, 50, 720, 900, 15, 64)]
+    "sizes",
+    [CrossShape(1, 50, 720, 193, 15, 64), CrossShape(2, 10, 48, 20, 3, 16), CrossShape(1, 50, 720, 900, 15, 64)],
 )
 @pytest.mark.parametrize("name", GPUS)
-def test_every_gpu_has_cuts_for_layers_that_cross(name: str, sizes: Crossing) -> None:
+def test_every_gpu_has_cuts_for_layers_that_cross(name: str, sizes: CrossShape) -> None:
     for gpu in (GPUS[name], GPUS[name].portable):
-        found = crossings(gpu, sizes)
+        found = cross_tiles(gpu, sizes)
         assert found and len(found) == len({str(cut) for cut in found}) <= suffix_tilings.MOST_TRIED
         assert all(cut.shared(sizes) <= gpu.shared_per_block for cut in found)
         assert all(cut.rows < 2 * max(sizes.tokens, 16) and cut.block_k < 2 * max(sizes.k, 64) for cut in found)
     # Where there is room, all keys are fetched before the wait, unless they are many.
-    assert crossings(H200, sizes)[0].keys == {193: 256, 20: 32, 900: 64}[sizes.prefix_tokens]
+    assert cross_tiles(H200, sizes)[0].keys == {193: 256, 20: 32, 900: 64}[sizes.prefix_tokens]
 
 
 def test_fewer_weights_are_fetched_ahead_where_shared_memory_is_small() -> None:
@@ -92,14 +93,14 @@ def test_parts_have_room() -> None:
     parts, counters = Pipelined(32, 64, 64, split=4).workspace(product)
     assert counters == 2 * 16 and parts == counters * 4 * 32 * 64
     assert Pipelined(32, 64, 64).workspace(product) == (0, 0)
-    sizes = SuffixAttention(2, 50, 800, 8, 1, 256)
+    sizes = SuffixShape(2, 50, 800, 8, 1, 256)
     cut = KeySplit(32, 64, 4, 1, 4)
     assert (cut.row_tiles(sizes), cut.prefix_splits(sizes), cut.splits(sizes)) == (13, 4, 5)
     assert cut.workspace(sizes) == (2 * 13 * 5 * 32 * 256, 2 * 2 * 13 * 5 * 32, 2 * 13)
 
 
 def test_a_batch_s_programs_may_have_all_keys_of_a_sequence() -> None:
-    sizes = SuffixAttention(16, 10, 554, 8, 1, 256)
+    sizes = SuffixShape(16, 10, 554, 8, 1, 256)
     for gpu in (H200, A100, RTX_4090, ORIN):
         found = [cut for cut in key_splits(gpu, sizes) if cut.joined]
         whole = [cut for cut in found if cut.splits(sizes) == 1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from eval.image_tables import precisions
+from benchmarks.tables.images import precisions
 from tests.support.agreement import RATIO
 from vla_accel import cli
 from vla_accel.cli import precision

@@ -116,7 +116,7 @@ def test_layers_completed_one_by_one_are_those_completed_together(every: int, mo
         }
 
         def made() -> dict[str, Tensor]:
-            shape = (depth, 2, 8, stack.kv_heads, stack.head_dim)
+            shape = (depth, 2, 8, stack.stack.block.kv_heads, stack.stack.block.head_dim)
             return {name: torch.full(shape, float("nan")) for name in ("keys", "values")}
 
         want, got = made(), made()

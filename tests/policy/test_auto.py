@@ -49,7 +49,7 @@ def test_elsewhere_it_is_eager_and_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     cases: list[tuple[dict[str, Choice], str]] = [
         (choose(FREE, torch.device("cpu"), BF16), "there is no GPU"),
         (chosen(T4), "the native engine needs compute capability 8.0 or newer, this GPU (Tesla T4) has 7.5"),
-        (chosen(H200, dtype=torch.float32), "the native kernels are made for BF16, and float32 was asked for"),
+        (chosen(H200, dtype=torch.float32), "the native kernels are made for BF16, got float32"),
     ]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cases.append((chosen(H200), "the native engine needs triton: pip install triton"))
@@ -110,7 +110,7 @@ def test_the_default_on_a_cpu(folder: Path, caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages == [said], "once a policy, whatever shapes come"
     assert caplog.records[0].levelname == "INFO", "which is no fault"
     policy.device = torch.device("cuda")
-    policy._say_what_auto_chose()
+    policy._log_auto_choices()
     assert caplog.records[1].levelname == "WARNING", "a GPU without its kernels"
 
 
@@ -173,7 +173,7 @@ def test_a_kept_report_counts_for_these_weights_steps_and_engines(
     for changes in wrong:
         caplog.clear()
         kept(folder, policy, **changes)
-        assert ("auto will not believe parity_native_fp8.json: " in caplog.text) == ("num_steps" not in changes)
+        assert ("auto will not use parity_native_fp8.json: " in caplog.text) == ("num_steps" not in changes)
         assert agreement.shown(folder, policy.model, 2) is None
     path.write_text("{")
     assert agreement.shown(folder, policy.model, 2) is None
@@ -200,7 +200,7 @@ def test_a_policy_wants_scales_and_a_report(folder: Path, caplog: pytest.LogCapt
     Scales(dict.fromkeys(products, 32.0), 1, "test", "0", "of other weights").save(folder)
     caplog.clear()
     assert shown() is None
-    assert any("parity_native_fp8.json is of no use" in m and "calibrate again" in m for m in caplog.messages)
+    assert any("parity_native_fp8.json" in m and "calibrate again" in m for m in caplog.messages)
 
 
 def test_the_command_keeps_a_report(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ from vla_accel.families.pi0.network import Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.families.smolvla import native as smolvla_programs
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
-from vla_accel.kernels.attention import key_tilings
+from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.gemm import suffix, suffix_tilings
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.suffix_tilings import Library
@@ -169,8 +169,8 @@ def try_cuts(gpu: Gpu, loop: SuffixLoop, tensors: dict[str, Tensor]) -> None:
         for found in products.values():
             found.run(tensors)
     # The cuts of a batch, of which what is compiled here does not know.
-    several = key_tilings.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
-    for cut in dict.fromkeys((*key_tilings.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
+    several = attention_config.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
+    for cut in dict.fromkeys((*attention_config.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
         loop.choices.chosen["attention"] = Choice(cut, suffix.suffix_workspace(loop.attention, META, cut))
         loop._attention(0, 0, tensors)
 

@@ -15,9 +15,9 @@ from tests.support.gpus import H200
 from tests.support.streamed_support import LoopCase
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
 from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.loop import StreamedLoop
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
 

@@ -12,10 +12,10 @@ from vla_accel.families.smolvla.native_loop import expert_spec, expert_weights, 
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StreamedLoop
+from vla_accel.nn.gemma import SmolLmConfig
 from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
 from vla_accel.nn.siglip import SiglipConfig
-from vla_accel.nn.smollm import SmolLmConfig
 
 
 def expert_of(

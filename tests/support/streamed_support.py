@@ -16,10 +16,10 @@ from tests.support.gpus import H200
 from tests.support.tiny import random_model
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
 from vla_accel.families.pi0.network import Kind, Pi0Config
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StepTables, StreamedLoop, why_not
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.expert import ExpertWeights
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.loop import streamed_loop

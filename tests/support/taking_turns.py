@@ -18,10 +18,10 @@ from tests.support.smolvla_loops import EXPERTS, Loops
 from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, reason, run_loop
 from vla_accel.families.pi0.native_loop import expert_weights
 from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import hopper as gemm
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.random_weights import random_model
 
 DEVICE = "cuda"

@@ -212,7 +212,7 @@ def fitted_own(network: N, folder: Path) -> N:
 def load_own(network: N, folder: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> N:
     """As `fitted_own`, with all its weights; shows progress for large ones. `dtype`: of the large products, what the
     network keeps wide stays so, None keeps what is stored. Raises CheckpointError, for non-finite weights, too."""
-    return fitted_own(network, folder).bound_for(torch.device(device), dtype).whole()
+    return fitted_own(network, folder).placed(torch.device(device), dtype).whole()
 
 
 def save_checkpoint(state: Mapping[str, Tensor], config: Any, folder: Path, family: str | None = None) -> None:

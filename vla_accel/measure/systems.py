@@ -7,7 +7,7 @@ import functools
 import gc
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vla_accel.checkpoints.loading import base_and_lora, family_of, load
-from vla_accel.config import CheckpointSpec, EnginePrecision, EngineSpec, NativeOptions, PolicyConfig, load_config
+from vla_accel.config import CheckpointSpec, EngineSpec, NativeOptions, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
-from vla_accel.families.family import Family
-from vla_accel.fp8 import Scales
+from vla_accel.families.bench import bench_card
+from vla_accel.families.family import Family, quantised_configs
+from vla_accel.families.loading import base_and_lora, family_of, load
+from vla_accel.fp8 import FORMATS, Scales
 from vla_accel.measure.bench import System, peak
 from vla_accel.measure.random_policy import noise_scales, random_policy
 from vla_accel.measure.roofline import Ceilings, floors_ms
@@ -27,25 +28,33 @@ from vla_accel.nn.network import Network
 from vla_accel.policy import OptimizedPolicy
 
 
-def configs(family: Family) -> dict[str, PolicyConfig]:
-    """This package's systems by name: eager, native in BF16, and native with what the family can do in FP8 and INT8.
-    Those with nothing left in BF16 are there with their embeddings in host memory, too: as small as a policy can be."""
+def system_name(name: str) -> str:
+    """Return the name of a system as reports have it: with hyphens, where the names of configuration files have
+    underscores."""
+    return name.replace("_", "-")
 
-    def config(engine: Any, low: Mapping[str, EnginePrecision]) -> PolicyConfig:
-        specs = {n: EngineSpec(engine, precision=low.get(n, "auto")) for n in family.parts}
-        return PolicyConfig().with_specs(specs)
 
-    native = {name: config("native", low) for name, low in {"native-bf16": {}, **family.systems}.items()}
-    native |= {
-        f"{name}-host": replace(native[name], native=NativeOptions(embeddings="host"))
-        for name, low in family.systems.items() if {*low} == {*family.parts}
-    }  # fmt: skip
-    # What a GPU without Hopper's own kernels runs.
+def configs(family: Family[Any, Any, Any]) -> dict[str, PolicyConfig]:
+    """Return this package's systems by name: eager, native BF16, and the shipped FP8 and INT8 configurations.
+
+    Systems that end in "-host" have all components in 8 bits and the embeddings in host memory: the least memory of a
+    GPU. "portable" systems run without Hopper's own kernels, as on other GPUs.
+    """
+
+    def every(engine: Any) -> PolicyConfig:
+        return PolicyConfig().with_specs({name: EngineSpec(engine) for name in family.parts})
+
+    shipped = quantised_configs(family)
+    shipped |= {name: shipped[file] for name, file in bench_card(family).aliases.items()}
+    native = {"native-bf16": every("native"), **{system_name(name): shipped[name] for name in sorted(shipped)}}
+    for name, config in [*native.items()]:
+        if all(spec.precision in FORMATS for spec in config.specs(family.parts).values()):
+            native[f"{name}-host"] = replace(config, native=NativeOptions(embeddings="host"))
     portable = {
-        name.replace("native", "portable"): replace(made, native=replace(made.native, kernels="portable"))
-        for name, made in native.items()
+        name.replace("native", "portable"): replace(config, native=replace(config.native, kernels="portable"))
+        for name, config in native.items()
     }
-    return {"eager": config("eager", {}), **native, **portable}
+    return {"eager": every("eager"), **native, **portable}
 
 
 REALTIME_VLA_STEPS = 10
@@ -65,11 +74,12 @@ class Factory:
     ) -> None:  # fmt: skip
         """`checkout`: of realtime-vla, whose systems are then made, too; `tokens`: of the prompt, an ordinary one's
         if not given."""
-        self.family, self.views, self.horizon, self.sweep = family, views, horizon, family.sweep
+        card = bench_card(family)
+        self.family, self.card, self.views, self.horizon, self.sweep = family, card, views, horizon, card.sweep
         self.device, self.ceilings, self.checkout, self.tokens = device, ceilings, checkout, tokens
         self.configs = configs(family)
-        self.default = ("eager", "native-bf16", *family.systems_in("fp8"))
-        self.baselines = (*family.baselines, *(family.realtime_vla if checkout is not None else ()))
+        self.default = ("eager", "native-bf16", *map(system_name, card.quantised))
+        self.baselines = (*card.baselines, *(card.realtime_vla if checkout is not None else ()))
         self.names = (*self.configs, *self.baselines)
         self.model: Network | None = None
         self.processor: Any = None
@@ -108,12 +118,12 @@ class Factory:
         project, before = name.partition("-")[0], allocated()
         started = time.perf_counter()
         with peak() as loading:
-            if self.checkout is not None and name in self.family.realtime_vla:
-                infer = self.family.from_checkout(
+            if self.checkout is not None and name in self.card.realtime_vla:
+                infer = self.card.from_checkout(
                     name, self.checkout, views=self.views, horizon=self.horizon, tokens=self.tokens or ORDINARY_TOKENS
                 )
             else:
-                infer = self.family.baseline(name, horizon=self.horizon, steps=steps, device=self.device or "cuda")
+                infer = self.card.baseline(name, horizon=self.horizon, steps=steps, device=self.device or "cuda")
         system = System(name, infer, steps, time.perf_counter() - started)
         if loading and (total := allocated() - before) > _HELD:
             self.held[project] = {"total": total, "peak_loading": loading[0]}
@@ -158,7 +168,7 @@ class CheckpointFactory:
     def sweep(self) -> tuple[int, ...]:
         """Denoising steps that are timed unless others are requested. Reads the checkpoint's settings."""
         found = load(self.checkpoint, next(iter(self.configs.values())), whole=False)
-        return self.family.sweep_of(found.model.config)
+        return bench_card(self.family).sweep_of(found.model.config)
 
     def make(self, name: str, steps: int) -> System:
         """A system by its configuration's name, with weights of its own."""
@@ -189,7 +199,7 @@ def timed(
     system = System(name, policy.infer, policy.num_steps, time.perf_counter() - started)
     system.memory = policy.memory()
     example = policy.processor.prepare(policy.processor.example() | _prompt(policy.processor, tokens))
-    work = policy.family.work(policy.model.config, example, policy.num_steps, policy.specs)
+    work = bench_card(policy.family).work(policy.model.config, example, policy.num_steps, policy.specs)
     if ceilings is not None:
         system.floors = floors_ms(work, ceilings)
     system.notes = {"engines": policy.ledger.as_list(), "work": {n: asdict(w) for n, w in work.items()}}
@@ -201,10 +211,10 @@ def observer(
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
     """Makes random observations, with a prompt of `tokens` tokens and images of `camera` (height, width) if given.
     Raises ConfigError for a length that the model does not take."""
-    prompt = _prompt(processor, tokens)
+    card, prompt = bench_card(family), _prompt(processor, tokens)
 
     def observe(rng: np.random.Generator) -> dict[str, Any]:
-        made = family.random_observation(processor, rng) | prompt
+        made = card.random_observation(processor, rng) | prompt
         images = [] if camera is None else [n for n, v in made.items() if isinstance(v, np.ndarray) and v.ndim == 3]
         return made | {name: rng.integers(0, 256, (*(camera or ()), 3), np.uint8) for name in images}
 

@@ -11,19 +11,9 @@ from torch.nn import functional as F
 
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.loop import ExpertSpec, Packed
-from vla_accel.nn.fold import plain, scaled
 from vla_accel.nn.network import Network
-from vla_accel.nn.store import compute_dtype, plain_input
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """The four products of a layer. `qkv` of a layer that attends to the prefix only has queries alone."""
-
-    qkv: Linear
-    out: Linear
-    up: Linear
-    down: Linear
+from vla_accel.nn.reference import TransformerBlock
+from vla_accel.nn.weights import BlockWeights, compute_dtype, plain_input, with_norm
 
 
 @dataclass(frozen=True)
@@ -37,7 +27,7 @@ class ExpertWeights:
         precision: of the layers' weights.
     """
 
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[BlockWeights, ...]
     packed: Packed | None
     w_out: Tensor
     b_out: Tensor
@@ -79,29 +69,30 @@ class ExpertWeights:
         if streamed:
             products = ((w.qkv, w.out, w.up, w.down) for w in layers)
             packed = Packed.of(products, None if mix is None else mix.weight, spec.head_dim, spec.depth)
-        with model.present("action_out_proj"):
-            weight, bias = (model.get_parameter(f"action_out_proj.{part}").float() for part in ("weight", "bias"))
-            w_out, b_out = F.pad(weight, (0, pad)).contiguous(), bias.clone()
+        w_out = F.pad(model.weight("action_out_proj.weight").float(), (0, pad)).contiguous()
+        b_out = model.weight("action_out_proj.bias").float().clone()
         return cls(tuple(layers), packed, w_out, b_out, mix, state, precision)
 
 
-def layer_weights(model: Network, spec: ExpertSpec, index: int, precision: str, *, streamed: bool) -> LayerWeights:
-    """Prepare a layer: plain norms are folded into the next product. Streamed weights are padded to `spec.width`, and
-    have zeros for the keys and values of a layer that attends to the prefix only."""
-    crosses = spec.crosses(index)
+def layer_weights(model: Network, spec: ExpertSpec, index: int, precision: str, *, streamed: bool) -> BlockWeights:
+    """Prepare a layer. `qkv` of a layer that attends to the prefix only has queries alone.
+
+    Streamed weights are padded to `spec.width`, and have zeros for missing keys and values.
+    """
+    name = f"expert.layers.{index}"
+    layer = model.get_submodule(name)
+    assert isinstance(layer, TransformerBlock)
+    block, names, crosses = layer.block, layer.block.names, spec.crosses(index)
     pad = spec.width - spec.model_width if streamed else 0
     missing = 2 * spec.kv_heads * spec.head_dim if crosses and streamed else 0
-    products = ("q_proj" if crosses else "qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    norms = () if spec.adaptive else ("input_layernorm", "post_attention_layernorm")
-    name = f"expert.layers.{index}"
-    with model.present(*(f"{name}.{part}" for part in (*products, *norms))):
-        qkv, out, up, down = (model.get_parameter(f"{name}.{part}.weight") for part in products)
-        if norms:
-            factors = [plain(model.get_submodule(f"{name}.{part}")).factor for part in norms]
-            qkv, up = scaled(qkv, factors[0]), scaled(up, factors[1])
-        return LayerWeights(
-            plain_input(precision, qkv, None, pad, missing),
-            plain_input(precision, out, pad_n=pad),
-            plain_input(precision, up, None, pad),
-            plain_input(precision, down, pad_n=pad),
-        )
+
+    def weight(product: str, norm: str | None = None) -> Tensor:
+        found = model.weight(f"{name}.{product}.weight")
+        return found if norm is None else with_norm(model, f"{name}.{norm}", block, found, None)[0]
+
+    return BlockWeights(
+        plain_input(precision, weight("q_proj" if crosses else names.qkv, names.norm), None, pad, missing),
+        plain_input(precision, weight(names.out), pad_n=pad),
+        plain_input(precision, weight(names.up, names.mlp_norm), None, pad),
+        plain_input(precision, weight(names.down), pad_n=pad),
+    )

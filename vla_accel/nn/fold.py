@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vla_accel.nn.gemma import RmsNorm
+from vla_accel.nn.reference import RmsNorm
 
 _ROWS = 2048
 
@@ -18,10 +18,10 @@ def fold_norm(linear: nn.Linear, norm: nn.LayerNorm | RmsNorm) -> tuple[Tensor, 
     """
     bias = None if linear.bias is None else linear.bias.double()
     if isinstance(norm, RmsNorm):
-        return scaled(linear.weight, norm.factor), None if bias is None else bias.float()
+        return _scaled(linear.weight, norm.factor), None if bias is None else bias.float()
     shift = linear.weight.double() @ norm.bias.double()
     bias = shift if bias is None else bias + shift
-    return scaled(linear.weight, norm.weight.double()), bias.float()
+    return _scaled(linear.weight, norm.weight.double()), bias.float()
 
 
 def plain(norm: nn.Module) -> RmsNorm:
@@ -30,7 +30,7 @@ def plain(norm: nn.Module) -> RmsNorm:
     return norm
 
 
-def scaled(weight: Tensor, scale: Tensor) -> Tensor:
+def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
     """W diag(scale), a part of the rows at a time: all of a large product in float64 would be four times its bytes."""
     folded = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     for rows, place in zip(weight.split(_ROWS), folded.split(_ROWS), strict=True):

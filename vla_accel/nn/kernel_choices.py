@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from vla_accel.kernels.attention import key_tilings
-from vla_accel.kernels.attention.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
+from vla_accel.kernels.attention import config as attention_config
+from vla_accel.kernels.attention.config import CrossShape, CrossTile, KeySplit, SuffixShape
 from vla_accel.kernels.autotune import remembered
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import suffix, suffix_tilings
@@ -86,15 +86,15 @@ class KernelChoices:
         if others:
             among(f"{product}, {best}, without Triton", [best, *others])
 
-    def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
+    def attention(self, kind: str, sizes: SuffixShape, run: Callable[[], object]) -> None:
         """Choose the config of `suffix_attention`. `run`: as of `product`."""
-        configs = key_tilings.key_splits(current(self.device).gpu, sizes)
+        configs = attention_config.key_splits(current(self.device).gpu, sizes)
         choices = [Choice(config, suffix.suffix_workspace(sizes, self.device, config)) for config in configs]
         self._choose(kind, str(sizes), choices, run, 20)
 
-    def crossing(self, kind: str, sizes: Crossing, run: Callable[[], object]) -> None:
+    def crossing(self, kind: str, sizes: CrossShape, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. `run`: as of `product`."""
-        choices = [Choice(config) for config in key_tilings.crossings(current(self.device).gpu, sizes)]
+        choices = [Choice(config) for config in attention_config.cross_tiles(current(self.device).gpu, sizes)]
         self._choose(kind, str(sizes), choices, run, 1)
 
     def _choose(
@@ -112,7 +112,7 @@ class KernelChoices:
         with self.chain.resumed():
             ways = {name: call(choice) for name, choice in by_name.items()}
             found = remembered(f"{kind} of {what}", ways, current(self.device), repeats)
-        self.chosen[kind] = by_name[found.way]
+        self.chosen[kind] = by_name[found.candidate]
         if found.times:
-            self._measured[kind] = found.way
+            self._measured[kind] = found.candidate
         return self.chosen[kind]

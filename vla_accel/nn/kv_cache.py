@@ -16,7 +16,7 @@ from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.variants import variants
 
 if TYPE_CHECKING:
-    from vla_accel.nn.native_prefix import PaliGemmaStore
+    from vla_accel.nn.native_prefix import PrefixStore
 
 
 class KvCache(nn.Module):
@@ -46,7 +46,7 @@ def kv_cache_component(
     views: int,
     length: int,
     padded: bool,
-    store: PaliGemmaStore[Any] | None = None,
+    store: PrefixStore[Any] | None = None,
     scales: Scales | None = None,
 ) -> Component:
     """The prefix for a fixed number of views and prompt tokens; `padded` rows may be shorter than `length`. `scales`:
@@ -74,5 +74,5 @@ def kv_cache_component(
         native,
         variants(model, "kv_cache", scales),
         quantised=QUANTISED["kv_cache"],
-        fetch=partial(model.fetched, "embed", *prefix_weights(model)),
+        fetch=partial(model.fetch, "embed", *prefix_weights(model)),
     )

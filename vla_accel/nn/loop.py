@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vla_accel.component import BESIDE, FollowingProgram, Program
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.key_tilings import SuffixAttention
+from vla_accel.kernels.attention.config import SuffixShape
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import suffix
 from vla_accel.kernels.gemm.moments import Moments, measure
@@ -28,11 +28,11 @@ from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import ExpertSpec, StepTables, StreamedLoop
 from vla_accel.kernels.loop.tables import LayerTables
 from vla_accel.kernels.rows.rows import rope_tables
-from vla_accel.nn.expert import ExpertWeights, LayerWeights
+from vla_accel.nn.expert import ExpertWeights
 from vla_accel.nn.kernel_choices import Backends, KernelChoices
 from vla_accel.nn.native_prefix import NativePrefix
 from vla_accel.nn.overlap import Ahead
-from vla_accel.nn.store import weights_in
+from vla_accel.nn.weights import BlockWeights, weights_in
 from vla_accel.runtime import current
 
 Inputs = Mapping[str, Tensor]
@@ -46,7 +46,7 @@ class Layers(Protocol):
     """Weights with layers."""
 
     @property
-    def layers(self) -> Sequence[LayerWeights]: ...
+    def layers(self) -> Sequence[BlockWeights]: ...
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class SuffixLoop(LayerLoop):
         self.cos, self.sin = rope_tables(prefix_tokens + spec.tokens, spec.head_dim, device)
         if tables.trained and tables.adaptive:
             self.pinned = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.attention = SuffixAttention(
+        self.attention = SuffixShape(
             batch, spec.tokens, prefix_tokens, spec.heads, spec.kv_heads, spec.head_dim, x.element_size()
         )
         self._choose_kernels()

@@ -7,26 +7,25 @@ alone are `Island`s. Knows nothing about engines.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Island
-from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
-from vla_accel.fp8 import FORMATS, NO_SCALES, Scales
+from vla_accel.fp8 import NO_SCALES, Scales
 from vla_accel.kernels import reference
 from vla_accel.kernels.image.pixels import pixels
+from vla_accel.nn.calibration import quantise
 from vla_accel.nn.fold import fold_norm
-from vla_accel.nn.gemma import GemmaLayer, RmsNorm
 from vla_accel.nn.network import weightless
 from vla_accel.nn.padding import real_tokens
 from vla_accel.nn.paligemma import PaliGemma, prefix_positions
 from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.quantised import QUANTISED
-from vla_accel.nn.quantize import quantise
+from vla_accel.nn.reference import RmsNorm, TransformerBlock
 
 
 class Bridge(nn.Module):
@@ -64,7 +63,7 @@ class Mlp(nn.Module):
     """Gemma's gated MLP of one layer, with the weight of the norm before it folded in: x (B, T, width), normalised
     without weights, to the same shape."""
 
-    def __init__(self, layer: GemmaLayer) -> None:
+    def __init__(self, layer: TransformerBlock) -> None:
         super().__init__()
         norm = layer.post_attention_layernorm
         assert isinstance(norm, RmsNorm)
@@ -92,7 +91,7 @@ class QuantisedKvCache(nn.Module):
         self.mlps = nn.ModuleList()
         names = QUANTISED["kv_cache"]["tensorrt"].names
         for index, layer in enumerate(self.layers[:-1]):  # type: ignore[arg-type]
-            assert isinstance(layer, GemmaLayer)
+            assert isinstance(layer, TransformerBlock)
             mlp = Mlp(layer)
             quantise(mlp, {n: scales.of(f"prefix.layers.{index}.{n}") for n in names})
             self.mlps.append(Island(f"mlp{index}", mlp))
@@ -105,7 +104,7 @@ class QuantisedKvCache(nn.Module):
         rope = reference.rope_tables(positions, self.head_dim, x.dtype)
         keys, values = [], []
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, GemmaLayer)
+            assert isinstance(layer, TransformerBlock)
             q, k, v, _ = layer.qkv(x, rope)
             keys.append(k)
             values.append(v)
@@ -126,12 +125,6 @@ def variants(model: Any, kind: str, scales: Scales | None = None) -> dict[str, C
         return QuantisedKvCache(model, scales).requires_grad_(False)
 
     return {"fp8": fp8}
-
-
-def needs_scales(specs: Mapping[str, EngineSpec]) -> bool:
-    """Whether some component of a policy is to quantise its inputs; the eager engine never does."""
-    quantised = [specs[name] for name in ("vision", "kv_cache") if specs[name].precision in FORMATS]
-    return any({s.engine, *s.fallback} != {"eager"} for s in quantised)
 
 
 def _linear(weight: Tensor) -> nn.Linear:

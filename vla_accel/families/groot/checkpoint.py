@@ -21,9 +21,10 @@ from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.groot.head import HeadConfig
 from vla_accel.families.groot.language import QwenConfig
 from vla_accel.families.groot.network import Groot, GrootConfig
-from vla_accel.families.groot.settings import refused_in_config
+from vla_accel.families.groot.settings import check_config
 from vla_accel.families.groot.vision import QwenVisionConfig
 
+_MODEL_TYPES = ("gr00tn1d7", "gr00t_n1d7", "gr00t_n1_7")
 LEROBOT = "_groot_model."
 _VISION, _LANGUAGE = "backbone.model.model.visual.", "backbone.model.model.language_model."
 _HEAD, _DIT = "action_head.", "action_head.model."
@@ -84,6 +85,18 @@ def other_generation(content: Mapping[str, Any], names: Iterable[str]) -> str | 
     return None
 
 
+def is_groot(content: Mapping[str, Any], shapes: Mapping[str, object]) -> bool:
+    """Return whether Isaac-GR00T's config.json, or without one the tensors, belong to an N1.7."""
+    kind = model_type(content)
+    return kind in _MODEL_TYPES or (prefix_of(shapes) is not None and not kind)
+
+
+def model_type(content: Mapping[str, Any]) -> str:
+    """Return the `model_type` of a config.json in lower case, empty if it has none."""
+    value = content.get("model_type")
+    return value.lower() if isinstance(value, str) else ""
+
+
 def load_groot(
     weights: Weights, config: GrootConfig, embodiment: int, where: str, *, lora: Lora | None = None,
     device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
@@ -103,7 +116,7 @@ def load_groot(
     recipe["embed.weight"] = (Piece(table),)
     deeper = (n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth)
     dead = [*(prefix + d for d in _DEAD), *deeper]
-    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead).bound_for(torch.device(device), dtype)
+    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead).placed(torch.device(device), dtype)
     if lora is None:
         return model
     unread = [name.removeprefix(prefix) for name in dead]
@@ -181,7 +194,7 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
     CheckpointError that names what is missing or contradicts.
     """
     shape = _Shapes(shapes, prefix_of(shapes) or "", where)
-    _refuse_others(stated, where)
+    check_config(stated, f"checkpoint {where}")
     try:
         vision, language = _vision(shape), _language(shape, stated)
         head, horizon = _head(shape, stated), _whole(shape, stated, "action_horizon", 40)
@@ -260,12 +273,6 @@ def _head(shape: _Shapes, stated: Mapping[str, Any]) -> HeadConfig:
 def _stated(shape: _Shapes, stated: Mapping[str, Any], part: str, key: str, default: int) -> int:
     content = stated.get(part)
     return _whole(shape, content, key, default) if isinstance(content, Mapping) else default
-
-
-def _refuse_others(stated: Mapping[str, Any], where: str) -> None:
-    """GR00T's code can build networks that no published N1.7 is."""
-    if wrong := refused_in_config(stated):
-        raise CheckpointError(f"checkpoint {where}: cannot run GR00T with {', '.join(wrong)}")
 
 
 def _cross_check(config: GrootConfig, stated: Mapping[str, Any], shape: _Shapes) -> None:

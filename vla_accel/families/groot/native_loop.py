@@ -16,15 +16,14 @@ from torch import Tensor
 from vla_accel.families.groot.head import DitLayer, Source
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.attending import attention
+from vla_accel.kernels.attention.ops import attention
 from vla_accel.kernels.gemm import suffix
 from vla_accel.kernels.gemm.dit import NormTables, flow_step, product
 from vla_accel.kernels.gemm.suffix_types import Guidance
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop.tables import LayerTables
-from vla_accel.nn.expert import LayerWeights
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
-from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.nn.weights import BlockWeights, compute_dtype, plain_input, weights_in
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class TransformerWeights:
         precision: of the weights of the layers.
     """
 
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[BlockWeights, ...]
     biases: tuple[tuple[Tensor, Tensor], ...]
     sources: tuple[Source, ...]
     ends: tuple[tuple[Linear, Tensor], ...]
@@ -67,7 +66,7 @@ class TransformerWeights:
                     plain_input(precision, fc1.weight), plain_input(precision, fc2.weight, fc2.bias),
                 )  # fmt: skip
                 biases.append((first.bias.float().clone(), fc1.bias.float().clone()))
-            layers.append(LayerWeights(*products))
+            layers.append(BlockWeights(*products))
             sources.append(layer.source)
         small = [f"head.{n}" for n in ("out_proj", "decode_in", "decode_out", "action_in", "action_mix", "action_out",
                                        "action_positions", "state_in", "state_out")]  # fmt: skip

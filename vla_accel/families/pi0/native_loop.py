@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from vla_accel.families.pi0.network import Pi0, Pi0Config
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop import ExpertSpec, StepTables, why_not
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.expert import ExpertWeights
-from vla_accel.nn.store import compute_dtype
+from vla_accel.nn.weights import compute_dtype
 from vla_accel.runtime import current
 
 
@@ -24,10 +24,11 @@ def expert_weights(model: Pi0, precision: str, *, streamed: bool = False) -> Exp
     """Prepare the weights of the expert. Arguments as of `ExpertWeights.of`."""
     state = mix = None
     if model.config.kind == "pi0":
-        with model.present("state_proj", "action_time_mlp_out"):
-            state = Linear(model.state_proj.weight.float(), model.state_proj.bias.float())
-            last = model.action_time_mlp_out
-            mix = make_linear(last.weight, last.bias, compute_dtype(precision))
+        state = Linear(model.weight("state_proj.weight").float(), model.weight("state_proj.bias").float())
+        mix = make_linear(
+            model.weight("action_time_mlp_out.weight"), model.weight("action_time_mlp_out.bias"),
+            compute_dtype(precision),
+        )  # fmt: skip
     return ExpertWeights.of(model, expert_spec(model.config), precision, mix, state, streamed=streamed)
 
 

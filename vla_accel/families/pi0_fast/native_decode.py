@@ -18,20 +18,17 @@ from torch import Tensor
 
 from vla_accel.component import TurnedProgram
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig, last_tokens
-from vla_accel.fp8 import FORMATS
-from vla_accel.kernels.attention.key_tilings import SuffixAttention
+from vla_accel.kernels.attention.config import SuffixShape
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import suffix
 from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import add_norm, rope_tables
-from vla_accel.nn.expert import LayerWeights
-from vla_accel.nn.fold import fold_norm, plain
-from vla_accel.nn.gemma import GemmaLayer
 from vla_accel.nn.kernel_choices import KernelChoices
-from vla_accel.nn.native_prefix import PrefixLayer, PrefixWeights
-from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.nn.native_prefix import PrefixWeights
+from vla_accel.nn.quantised import QUANTISED
+from vla_accel.nn.weights import BlockWeights, Precision, block_weights, weights_in
 from vla_accel.runtime import current
 
 TURN = 4
@@ -47,7 +44,7 @@ class DecodeWeights:
     float32: the factor of the last norm; `precision`: of the layers' weights.
     """
 
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[BlockWeights, ...]
     table: Tensor
     head: Linear
     norm: Tensor
@@ -58,54 +55,22 @@ class DecodeWeights:
     def of(cls, model: Pi0Fast, precision: str, prefix: PrefixWeights | None = None) -> DecodeWeights:
         """Prepare the weights of a model.
 
-        `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`); `prefix`: weights that may be shared.
+        `precision`: fp32, bf16, or fp8 or int8 for the weights of the layers; `prefix`: weights that may be shared.
         """
-        dtype = compute_dtype(precision)
-        stored = FORMATS[precision].dtype if precision in FORMATS else dtype
-        layers = []
-        for index, layer in enumerate(model.prefix.layers):
-            assert isinstance(layer, GemmaLayer)
-            there = None if prefix is None else prefix.layers[index]
-            layers.append(_layer(model, f"prefix.layers.{index}", layer, precision, stored, there))
+        config, stored = model.config.prefix, Precision(precision, QUANTISED["decode"]["native"])
+        # The prefix's last layer has keys and values alone.
+        there = [None] * config.depth if prefix is None else [*prefix.stack.blocks, None]
+        layers = tuple(
+            block_weights(model, f"prefix.layers.{i}", config.block(), stored, paired=False, shared=there[i])
+            for i in range(config.depth)
+        )
         if prefix is not None and prefix.table.device.type == model.device.type:
             table = prefix.table
         else:
-            with model.present("embed"):
-                table = model.embed.weight.detach()
-        head = Linear(table)
-        if not model.config.tied:
-            with model.present("head"):
-                head = make_linear(model.head.weight.detach(), None, dtype)
-        with model.present("norm"):
-            norm = model.norm.factor.float().contiguous()
-        return cls(tuple(layers), table, head, norm, dtype, precision)
-
-
-def _layer(
-    model: Pi0Fast, name: str, layer: GemmaLayer, precision: str, stored: torch.dtype, there: PrefixLayer | None
-) -> LayerWeights:
-    """Prepare the products of a block, sharing those of `there` that have the dtype `stored`."""
-
-    def made(product: str, own: Linear | None, weight: Callable[[], Tensor], *parts: str) -> Linear:
-        if own is not None and own.weight.dtype == stored and not own.paired:
-            return own
-        with model.present(*(f"{name}.{part}" for part in (product, *parts))):
-            return plain_input(precision, weight())
-
-    # The prefix's last layer has keys and values alone.
-    qkv = there.qkv if there is not None and there.o is not None else None
-    o, gate_up, down = (None, None, None) if there is None else (there.o, there.gate_up, there.down)
-    return LayerWeights(
-        made("qkv_proj", qkv, lambda: fold_norm(layer.qkv_proj, plain(layer.input_layernorm))[0], "input_layernorm"),
-        made("o_proj", o, lambda: layer.o_proj.weight),
-        made(
-            "gate_up_proj",
-            gate_up,
-            lambda: fold_norm(layer.gate_up_proj, plain(layer.post_attention_layernorm))[0],
-            "post_attention_layernorm",
-        ),
-        made("down_proj", down, lambda: layer.down_proj.weight),
-    )
+            table = model.weight("embed.weight")
+        head = Linear(table) if model.config.tied else make_linear(model.weight("head.weight"), None, stored.dtype)
+        norm = (1.0 + model.weight("norm.weight").double()).float().contiguous()
+        return cls(layers, table, head, norm, stored.dtype, precision)
 
 
 class NativeDecode(TurnedProgram):
@@ -147,11 +112,11 @@ class NativeDecode(TurnedProgram):
         self.cos, self.sin = rope_tables(capacity, stack.head_dim, device)
         self.choices = KernelChoices(device, self.chain)
         self.first = Moments.like(self.x, stack.width, False)
-        self._cut(SuffixAttention(batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize))
+        self._cut(SuffixShape(batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize))
         kind = weights_in(weights.precision)
         self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.choices.detail}"
 
-    def _cut(self, sizes: SuffixAttention) -> None:
+    def _cut(self, sizes: SuffixShape) -> None:
         """Choose the tile configs of the products and of attention."""
         layers, head = self.weights.layers, self.weights.head
 
@@ -168,9 +133,8 @@ class NativeDecode(TurnedProgram):
         ops = {"o": self._o, "down": self._down, "qkv": self._qkv, "gate_up": self._gate_up}
         # What writes moments comes before what reads them.
         for name, product in products.items():
-            op, writes = ops[name], name in ("o", "down")
-            moments = partial(Moments.like, self.x, scaled=False) if writes else None
-            self.choices.product(name, product, partial(every, op), moments=moments)
+            moments = partial(Moments.like, self.x, scaled=False) if name in ("o", "down") else None
+            self.choices.product(name, product, partial(every, ops[name]), moments=moments)
         self.choices.attention("attention", sizes, lambda: self._attend(0))
         self.choices.product("head", suffix.project_product(self.h, head), self._head)
 

@@ -58,5 +58,5 @@ def smolvla_kv_cache_component(
         outputs,
         native=partial(store.kv_cache, batch, views * config.image_tokens, length) if store and padded else None,
         quantised=QUANTISED["kv_cache"],
-        fetch=partial(model.fetched, "embed", "prefix", "state_proj", *crossing),
+        fetch=partial(model.fetch, "embed", "prefix", "state_proj", *crossing),
     )

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from vla_accel.families.pi0.step_tables import paired
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm.weights import make_linear
 from vla_accel.kernels.loop import ExpertSpec, StepTables, why_not
 from vla_accel.kernels.loop.tables import WIDTH_MULTIPLE
-from vla_accel.nn.constants import paired
 from vla_accel.nn.expert import ExpertWeights
 from vla_accel.nn.rtc import step_gains
-from vla_accel.nn.store import compute_dtype
+from vla_accel.nn.weights import compute_dtype
 from vla_accel.numeric import round_up
 from vla_accel.runtime import current
 
@@ -36,9 +36,10 @@ def expert_weights(model: SmolVla, precision: str, *, streamed: bool = False) ->
     """Prepare the weights of the expert. Arguments as of `ExpertWeights.of`."""
     spec = expert_spec(model.config)
     pad = spec.width - spec.model_width if streamed else 0
-    with model.present("action_time_mlp_out"):
-        last = model.action_time_mlp_out
-        mix = make_linear(last.weight, last.bias, compute_dtype(precision), pad_k=pad, pad_n=pad)
+    mix = make_linear(
+        model.weight("action_time_mlp_out.weight"), model.weight("action_time_mlp_out.bias"), compute_dtype(precision),
+        pad_k=pad, pad_n=pad,
+    )  # fmt: skip
     return ExpertWeights.of(model, spec, precision, mix, streamed=streamed)
 
 

@@ -72,5 +72,5 @@ def measured(
             call = trial(gpu)
             ways = {text: functools.partial(call, tilings.get(text)) for text in (LIBRARY, *tilings)}
             found = remembered(f"GEMM {kind} {activation} {rows}x{n}x{k}", ways, runtime, CALLS)
-            _KNOWN[key] = tilings.get(found.way)
+            _KNOWN[key] = tilings.get(found.candidate)
     return known(device, *sizes, inside=inside)

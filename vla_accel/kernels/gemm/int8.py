@@ -88,7 +88,7 @@ def measure(layer: Linear, activation: Activation, rows: int) -> None:
     ways = {
         name: functools.partial(_launch, x, layer, out, tile, activation, inverse_scale) for name, tile in tiles.items()
     }
-    _KNOWN[key] = tiles[remembered(f"INT8 {activation} {rows}x{n}x{k}", ways, runtime, CALLS).way]
+    _KNOWN[key] = tiles[remembered(f"INT8 {activation} {rows}x{n}x{k}", ways, runtime, CALLS).candidate]
 
 
 def product(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vla_accel.kernels import reference
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention import key_tilings
-from vla_accel.kernels.attention.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
+from vla_accel.kernels.attention import config as attention_config
+from vla_accel.kernels.attention.config import CrossShape, CrossTile, KeySplit, SuffixShape
 from vla_accel.kernels.dispatch import kernels, path
 from vla_accel.kernels.gemm import many, suffix_tilings
 from vla_accel.kernels.gemm.moments import Moments
@@ -69,13 +69,13 @@ def qkv_rope(
     out.v.copy_(y[:, :, heads + kv_heads :])
 
 
-def suffix_workspace(sizes: SuffixAttention, device: torch.device, cut: KeySplit | None = None) -> AttentionWorkspace:
+def suffix_workspace(sizes: SuffixShape, device: torch.device, cut: KeySplit | None = None) -> AttentionWorkspace:
     """Allocate what `suffix_attention` keeps between its programs. The counters start as zero, and each call resets
     them.
     """
     if path(device) == "reference":
         return (torch.empty(0), torch.empty(0), torch.empty(0))
-    cut = cut or key_tilings.key_splits(current(device).gpu, sizes)[0]
+    cut = cut or attention_config.key_splits(current(device).gpu, sizes)[0]
     parts, stats, counters = cut.workspace(sizes)
     return (
         torch.empty(parts, device=device),
@@ -116,10 +116,10 @@ def project_product(a: Tensor, layer: Linear) -> Product:
     return _product(a, layer, layer.weight.shape[0], 1, 1)
 
 
-def crossing(x: Tensor, layer: Linear, keys: Tensor) -> Crossing:
+def crossing(x: Tensor, layer: Linear, keys: Tensor) -> CrossShape:
     """Describe the problem of `cross_attention`."""
     batch, source, _, head_dim = keys.shape
-    return Crossing(
+    return CrossShape(
         batch, len(x) // batch, x.shape[1], source, layer.weight.shape[0] // head_dim, head_dim,
         layer.weight.element_size(), x.element_size(), layer.weight.dtype == torch.int8,
     )  # fmt: skip
@@ -144,8 +144,8 @@ def suffix_attention(
     if path(q) != "reference":
         batch, tokens, heads, head_dim = q.shape
         prefix_tokens, kv_heads = prefix_k.shape[1:3]
-        sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
-        cut = cut or key_tilings.key_splits(current(q).gpu, sizes)[0]
+        sizes = SuffixShape(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
+        cut = cut or attention_config.key_splits(current(q).gpu, sizes)[0]
         return kernels("attention.triton_attention").suffix_attention(
             q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal,
             cut=cut,
@@ -239,12 +239,12 @@ def cross_attention(
         layer: of the queries, (heads * d, W).
         keys, values: (B, S, kv_heads, d), of which row b has lengths[b].
         out: (B * T, heads * d). All tensors are contiguous.
-        cut: one of `key_tilings.crossings`.
+        cut: one of `attention_config.cross_tiles`.
         moments: of x, if the rows come with them.
     """
     if path(x) != "reference":
         if cut is None:
-            cut = key_tilings.crossings(current(x).gpu, crossing(x, layer, keys))[0]
+            cut = attention_config.cross_tiles(current(x).gpu, crossing(x, layer, keys))[0]
         return kernels("attention.triton_cross").cross_attention(
             x, layer, cos, sin, keys, values, lengths, out, eps=eps,
             cut=cut, moments=moments,

@@ -1,5 +1,5 @@
 """How a suffix's products are cut into programs, which cuts a GPU has room for, and in which order to try them. Its
-attention's cuts are in `vla_accel.kernels.attention.key_tilings`.
+attention's cuts are in `vla_accel.kernels.attention.config`.
 
 Plain arithmetic: it asks no device and imports no triton. Every cut that `why_not` accepts is right; which is fast is
 measured where a program is built (`vla_accel.kernels.autotune`), and before that the first of `candidates` is taken.

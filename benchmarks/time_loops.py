@@ -1,0 +1,331 @@
+"""Time denoising steps at full size with every kind of loop, and the GEMMs of prefix and vision.
+
+    python -m benchmarks.time_loops --output runs/loops.jsonl [--only TEXT]
+    python -m benchmarks.time_loops --many --output runs/many.jsonl [--only TEXT] [--ways WAY ...]
+    TRITON_INTERPRET=1 python -m benchmarks.time_loops --tiny --output runs/loops.jsonl    # without a GPU
+
+Loops: all layers of the expert, one step, with streamed kernels (Hopper's CUDA C++), in Triton as built here, and in
+Triton as a portable GPU would build it: microseconds a layer, and the cosine with the float32 reference, judged by that
+of plain BF16. With --many: loops of many rows, ten steps, with products in Triton, by the library, by the own GEMM, and
+as chosen, and every time that the choice was based on. GEMMs: row counts between those of the table, the library and
+the searched tilings. A JSON line for each; the exit status is 1 if one is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.script import options_parser, reason, write_rows
+from eval.script import concluded
+from tests.support import kernel_calls as calls
+from tests.support.gpus import assumed
+from tests.support.runtimes import steered
+from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
+from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
+from tests.support.streamed_support import FULL, LoopCase, streamable
+from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of, why_not_streamed
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.smolvla import native_loop as smolvla_expert
+from vla_accel.fp8 import E4M3
+from vla_accel.kernels import autotune, nvrtc
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.autotune import milliseconds, unfit
+from vla_accel.kernels.gemm import hopper as gemm
+from vla_accel.kernels.gemm import linear
+from vla_accel.kernels.gemm.hopper import Tiling, launch
+from vla_accel.kernels.gemm.weights import make_linear, pair
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.loop import why_not
+from vla_accel.machine import resolve_device
+from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn.expert import ExpertWeights
+from vla_accel.nn.loop import SuffixLoop, streamed_loop
+from vla_accel.nn.random_weights import random_model
+from vla_accel.runtime import Runtime
+
+COSINE, WORST = 0.9995, 0.13
+"""Lowest cosine of the velocity with float32, where plain BF16 reaches it; largest error of an element of a product,
+whose FP8 steps are an eighth."""
+ROWS = (288, 544, 576, 800, 832, 1088, 2176, 4352)
+DEEP = {**FULL, "depth": 18}
+LOOPS = {
+    **{f"pi05 H=10 batch {n}": LoopCase(streamable("pi05", **DEEP), n, 544) for n in (1, 4, 8, 16, 32)},
+    "pi05 H=50": LoopCase(streamable("pi05", **DEEP, horizon=50), 1, 800),
+    "pi0 H=50": LoopCase(streamable("pi0", **DEEP, horizon=50), 1, 800),
+    "pi05 H=50 batch 8": LoopCase(streamable("pi05", **DEEP, horizon=50), 8, 800),
+}
+SMOLVLA = {
+    f"smolvla {keys} keys": ExpertCase(expert_of(**SMOLVLA_FULL, depth=16), keys, (keys - 12,), steps=1)
+    for keys in (177, 145)
+}
+MANY = {
+    **{f"pi05 H=10 batch {n}": LoopCase(streamable("pi05", **DEEP), n, 554, steps=10) for n in (16, 32, 8)},
+    **{f"pi05 H=50 batch {n}": LoopCase(streamable("pi05", **DEEP, horizon=50), n, 554, steps=10) for n in (4, 1)},
+    "pi05 H=10 batch 4": LoopCase(streamable("pi05", **DEEP), 4, 554, steps=10),
+}
+"""Up to 64 rows there are streamed kernels on Hopper, too."""
+PREFERRED = {"triton": "pipelined", "library": "cuBLAS", "own": "own GEMM", "chosen": ""}
+"""Prefix of the preferred choices of a product, for each way to build a loop."""
+TINY_MANY = {"pi05": LoopCase(streamable("pi05", width=64, mlp=128, heads=2, horizon=17), 2, 40, steps=1)}
+TINY = {
+    "pi05": LoopCase(streamable("pi05", width=64, mlp=128, heads=2, horizon=18), 1, 40),
+    "pi0": LoopCase(streamable("pi0", width=64, mlp=128, heads=2), 2, 40),
+}
+
+
+def inputs_of(case: LoopCase, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Keys, values, lengths, guidance and noise, and the token of the state."""
+    config, draw = case.config, calls.Draw("loops", dtype)
+    expert, actions = config.expert, (case.batch, config.action_horizon, config.action_dim)
+    cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
+    tensors = {
+        "keys": draw(*cache), "values": draw(*cache), "noise": draw.wide(*actions), "target": draw.wide(*actions),
+        "weights": torch.zeros(actions[:2]),
+        "lengths": torch.full((case.batch,), case.prefix_tokens - 12, dtype=torch.int32),
+    }  # fmt: skip
+    state = draw.wide(case.batch, expert.width).to(device) if config.kind == "pi0" else None
+    return {name: value.to(device) for name, value in tensors.items()}, state
+
+
+def velocity(loop: Any, inputs: dict[str, Tensor], state: Tensor | None) -> Tensor:
+    """The change of the noise by one step."""
+    actions = inputs["noise"].clone()
+    loop.run(inputs, state, actions)
+    return (actions - inputs["noise"]).flatten().double()
+
+
+def timed(
+    name: str, rows: int, depth: int, ways: dict[str, Callable[[], Any]], inputs: dict[str, Tensor],
+    state: Tensor | None, want: Tensor, least: float, repeats: int = 4,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A row for each of `ways` to build a loop, whose velocity must reach a cosine of `least` with `want`. `depth`:
+    layers of a run."""
+    device = want.device
+    here = Gpu.of(device)
+    gpus = {"triton": here, "portable": None if here is None else here.portable}
+    for way, build in ways.items():
+        row: dict[str, Any] = {"loop": name, "rows": rows, "way": way}
+        try:
+            with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton", device):
+                began = time.perf_counter()
+                loop = build()
+                row["build_s"] = round(time.perf_counter() - began, 1)
+                cosine = float(torch.nn.functional.cosine_similarity(velocity(loop, inputs, state), want, dim=0))
+                row |= {"cosine": cosine, "least": least, "right": cosine >= least}
+                row["how"] = loop.choices.detail if isinstance(loop, SuffixLoop) else ""
+                if here is not None:
+                    actions = inputs["noise"].clone()
+                    ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, repeats)
+                    row |= {"us_a_layer": 1e3 * ms / depth, "ms": ms}
+        except unfit() as error:
+            row["error"] = reason(error)
+        yield row
+
+
+def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
+    """A row for each kind of SmolVLA's loop."""
+    here, place = Gpu.of(device), str(device)
+    for name, case in SMOLVLA.items():
+        if only not in name:
+            continue
+        loops, config = Loops(case), case.config
+        inputs = loops.placed(place, beyond=0.0) | {"noise": loops.noise.to(device)}
+        with steered("reference", device):
+            exact = loops.placed(place, torch.float32, beyond=0.0) | {"noise": inputs["noise"]}
+            want = velocity(loops.fused("fp32", place), exact, None)
+        ways: dict[str, Callable[[], Any]] = {
+            "triton": functools.partial(loops.fused, "bf16" if here is not None else "fp32", place)
+        }
+        if here is not None:
+            ways["portable"] = ways["triton"]
+            ways["triton int8"] = functools.partial(loops.fused, "int8", place)
+            if why_not(here, smolvla_expert.expert_spec(config), 1, "bf16") is None:
+                ways["streamed"] = functools.partial(loops.streamed, here, place)
+        yield from timed(name, config.action_horizon, config.expert.depth, ways, inputs, None, want, COSINE)
+
+
+@contextlib.contextmanager
+def preferring(name: str, seen: Callable[[str, autotune.Fastest], None]) -> Iterator[None]:
+    """Choose the tile configs of loops in this block among those with this prefix. `seen` receives all times."""
+
+    def among(what: str, ways: Mapping[str, Any], runtime: Runtime, repeats: int = 5) -> autotune.Fastest:
+        wanted = {way: run for way, run in ways.items() if way.startswith(name)}
+        found = autotune.remembered(what, wanted or ways, runtime, repeats)
+        seen(what, found)
+        return found
+
+    before, cuts.remembered = cuts.remembered, among
+    try:
+        yield
+    finally:
+        cuts.remembered = before
+
+
+def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows for each of `ways` to build a loop of many rows, and for all times that the choices were based on."""
+    here = Gpu.of(device)
+    dtype = torch.bfloat16 if here is not None else torch.float32
+    prepared: dict[Any, tuple[Any, ...]] = {}
+    for name, case in chosen.items():
+        # Weights do not depend on the number of actions.
+        alike = dataclasses.replace(case.config, action_horizon=0)
+        if alike not in prepared:
+            prepared.clear()
+            model = random_model(Pi0, case.config).to(device)
+            made = (expert_weights(model, precision) for precision in ("fp32", "bf16" if here else "fp32"))
+            prepared[alike] = tuple((weights, steps_of(model, weights, case.steps)) for weights in made)
+            del model
+        (exact, wide_tables), (weights, tables) = prepared[alike]
+        sizes = (case.batch, case.prefix_tokens)
+        inputs, state = inputs_of(case, device, dtype)
+        with steered("reference", device):
+            wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
+            want = velocity(SuffixLoop(exact, expert_spec(case.config), wide_tables, *sizes), wide, state)
+            plainly = velocity(SuffixLoop(weights, expert_spec(case.config), tables, *sizes), inputs, state)
+        lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
+        rows, depth = case.batch * case.config.suffix_tokens, case.config.expert.depth
+        listed: list[dict[str, Any]] = []
+        for way in ways:
+            measured: dict[str, dict[str, Any]] = {}
+
+            def note(what: str, found: autotune.Fastest, depth: int = depth, into: Any = measured) -> None:
+                layers = 1 if what.startswith("attention") else depth
+                us = {n: round(1e3 * ms / layers, 2) for n, ms in sorted(found.times.items(), key=lambda w: w[1])}
+                into[what] = {"us": us, "out": dict(found.rejected)}
+
+            build = functools.partial(SuffixLoop, weights, expert_spec(case.config), tables, *sizes)
+            with preferring(PREFERRED[way], note):
+                yield from timed(
+                    name, rows, depth * case.steps, {way: build}, inputs, state, want, min(COSINE, 1 - 2 * lost), 1
+                )
+            for what, row in measured.items():
+                if row not in listed:
+                    listed.append(row)
+                    yield {"measured": what, "rows": rows, **row}
+
+
+def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[str, Any]]:
+    """A row for each kind of loop that can run a case."""
+    here = Gpu.of(device)
+    dtype = torch.bfloat16 if here is not None else torch.float32
+    for name, case in chosen.items():
+        model = random_model(Pi0, case.config).to(device)
+        sizes = (case.batch, case.prefix_tokens)
+
+        def weights_in(precision: str, streamed: bool = False, model: Any = model) -> tuple[ExpertWeights, Any]:
+            weights = expert_weights(model, precision, streamed=streamed)
+            return weights, steps_of(model, weights, 1)
+
+        inputs, state = inputs_of(case, device, dtype)
+        with steered("reference", device):
+            exact, tables = weights_in("fp32")
+            wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
+            want = velocity(SuffixLoop(exact, expert_spec(case.config), tables, *sizes), wide, state)
+            plain, tables = weights_in("bf16" if here is not None else "fp32")
+            plainly = velocity(SuffixLoop(plain, expert_spec(case.config), tables, *sizes), inputs, state)
+        del exact, plain
+        # Plain BF16 only rounds: a loop may lose twice as much.
+        lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
+        least = min(COSINE, 1 - 2 * lost)
+        weights, tables = weights_in("bf16" if here is not None else "fp32")
+        ways: dict[str, Callable[[], Any]] = {
+            "triton": functools.partial(SuffixLoop, weights, expert_spec(case.config), tables, *sizes)
+        }
+        if here is not None:
+            ways["portable"] = ways["triton"]
+            model = model.to_compute_dtype(torch.bfloat16)
+            narrow, own = weights_in("int8")
+            ways["triton int8"] = functools.partial(SuffixLoop, narrow, expert_spec(case.config), own, *sizes)
+            if why_not_streamed(model, "bf16", case.batch) is None:
+                packed, tables = weights_in("bf16", streamed=True)
+                ways["streamed"] = functools.partial(
+                    streamed_loop, here, packed, expert_spec(case.config), tables, *sizes
+                )
+        yield from timed(
+            name, case.batch * case.config.suffix_tokens, case.config.expert.depth, ways, inputs, state, want, least
+        )
+
+
+def tilings(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> list[Tiling]:
+    """The tiling of the table and the searched ones."""
+    sizes = (E4M3.dtype if kind == "fp8" else torch.bfloat16, activation, rows, n, k)
+    table = gemm.planned(gpu, *sizes)
+    return list(dict.fromkeys(([] if table is None else [table]) + gemm.searched(gpu, *sizes)))
+
+
+def sources(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> Iterator[str]:
+    """Their CUDA C++ sources."""
+    dtype, narrow = (E4M3.dtype, activation is not Activation.NONE) if kind == "fp8" else (torch.bfloat16, False)
+    for tiling in tilings(gpu, kind, rows, activation, n, k):
+        yield launch.source(dtype, narrow, activation, tiling)
+
+
+def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for each product, number of rows and way."""
+    gpu = Gpu.of(device)
+    assert gpu is not None
+    products = list(itertools.product(sorted(gemm.TABLES[launch.ARCHITECTURE]), ROWS))
+    with ThreadPoolExecutor() as pool:
+        # Only the compiler takes long, and it needs no GPU.
+        texts = {text for (kind, act, n, k), rows in products for text in sources(gpu, kind, rows, act, n, k)}
+        list(pool.map(lambda text: nvrtc.compile_source(text, launch.ARCHITECTURE), texts))
+    for (kind, activation, n, k), rows in products:
+        draw = calls.Draw(f"{n}x{k}", torch.bfloat16)
+        bias = None if n in (32_768, 2048, 2560) else draw(n).to(device)
+        layer = make_linear(
+            draw.wide(n, k, scale=k**-0.5).to(device), bias, torch.bfloat16, 4.0 if kind == "fp8" else None
+        )
+        call = linear._trial(pair(layer) if activation is Activation.GEGLU else layer, activation, rows, gpu)
+        want = call(None).float().clone()
+        for tiling in (None, *tilings(gpu, kind, rows, activation, n, k)):
+            way = "library" if tiling is None else str(tiling)
+            row: dict[str, Any] = {"gemm": f"{kind} {activation} {rows}x{n}x{k}", "rows": rows, "way": way}
+            try:
+                worst = calls.difference(call(tiling).float(), want).worst
+                row |= {"worst": worst, "right": worst <= WORST}
+                row["us"] = 1e3 * milliseconds(functools.partial(call, tiling), device, 10)
+            except unfit() as error:
+                row["error"] = reason(error)
+            yield row
+
+
+def main() -> int:
+    parser = options_parser(__doc__)
+    parser.add_argument("--only", default="", help="loops whose name contains this text, and no GEMMs")
+    parser.add_argument("--many", action="store_true", help="only loops of many rows, built in every way")
+    parser.add_argument(
+        "--ways", nargs="+", choices=PREFERRED, default=list(PREFERRED), help="for --many; default: all"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small loops on a CPU, in Triton's interpreter")
+    options = parser.parse_args()
+    device = resolve_device("cpu" if options.tiny else "cuda")
+    here = Gpu.of(device)
+    chosen = {n: c for n, c in (TINY if options.tiny else LOOPS).items() if options.only in n}
+    rows = itertools.chain(
+        loops(device, chosen),
+        () if options.tiny else smolvla_loops(device, options.only),
+        gemms(device) if here is not None and not options.only else (),
+    )
+    if options.many:
+        rows = many(
+            device, {n: c for n, c in (TINY_MANY if options.tiny else MANY).items() if options.only in n}, options.ways
+        )
+    count, wrong = write_rows(options.output, rows, "none" if here is None else here.name)
+    print(json.dumps({"rows": count, "wrong": wrong}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(concluded(main))
