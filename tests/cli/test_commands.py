@@ -99,7 +99,7 @@ def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
     assert "that is not native_fp8: kv_cache ran in eager, not in native" in out
     kept = Path(checkpoint) / "parity_native_fp8.json"
     assert "3/3 calls of each" in err and f"kept: {kept}" in err
-    assert "auto will not believe parity_native_fp8.json: other engines than native ran kv_cache" in caplog.text
+    assert "auto will not use parity_native_fp8.json: other engines than native ran kv_cache" in caplog.text
     kept.unlink()
 
 

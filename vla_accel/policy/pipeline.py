@@ -194,10 +194,11 @@ class Pipeline:
             for name in list(engine.inputs):
                 if name in produced or name in self._inputs:
                     engine.bind(name, produced[name] if name in produced else self._inputs[name])
-                elif noise is None:
+                elif name == NOISE and noise is None:
                     noise = engine.inputs[name]
-                else:
+                elif name == NOISE and noise is not None:
                     engine.bind(name, noise)
+                # Camera images are resized into the engine's own input.
             if again := sorted(engine.outputs.keys() & produced.keys()):
                 raise EngineError(f"{component}.{again[0]}: an earlier component has an output of this name")
             produced |= engine.outputs

@@ -7,10 +7,8 @@ from typing import Any, ClassVar
 
 from vla_accel.checkpoints.checkpoint import is_own
 from vla_accel.checkpoints.lerobot import is_lerobot_config
-from vla_accel.component import Component
-from vla_accel.families.prompted import DenoisingFamily, PromptShape
+from vla_accel.families.prompted import DenoisingFamily
 from vla_accel.families.smolvla.checkpoint import SIGNS, load_folder
-from vla_accel.families.smolvla.components import smolvla_kv_cache_component
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 
@@ -21,9 +19,6 @@ class SmolVlaFamily(DenoisingFamily[SmolVlaConfig]):
     name = "smolvla"
     network_class, store_class = SmolVla, SmolVlaStore
     sizes: ClassVar[Mapping[str, Callable[..., SmolVlaConfig]]] = {"smolvla": smolvla, "smolvla_demo": smolvla_demo}
-
-    def kv_cache(self, model: SmolVla, shape: PromptShape, store: SmolVlaStore | None, scales: Any) -> Component:
-        return smolvla_kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store)
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
         if is_own(content):

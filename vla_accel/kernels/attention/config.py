@@ -150,13 +150,13 @@ class KeySplit:
         rows = self.blocks(shape) * self.rows
         return rows * shape.block_d, 2 * rows, self.blocks(shape) // self.splits(shape)
 
-    def why_not(self, gpu: Gpu | None, shape: SuffixShape) -> str | None:
-        if self.shared(shape) > shared_limit(gpu):
-            return f"{self} needs {self.shared(shape)} bytes of shared memory a block"
+    def why_not(self, gpu: Gpu | None, sizes: SuffixShape) -> str | None:
+        if self.shared(sizes) > shared_limit(gpu):
+            return f"{self} needs {self.shared(sizes)} bytes of shared memory a block"
         return None
 
-    def cost(self, gpu: Gpu | None, shape: SuffixShape) -> tuple[float, ...]:
-        return imbalance(gpu, self.blocks(shape)), self.splits(shape), -self.keys
+    def cost(self, gpu: Gpu | None, sizes: SuffixShape) -> tuple[float, ...]:
+        return imbalance(gpu, self.blocks(sizes)), self.splits(sizes), -self.keys
 
 
 def key_splits(gpu: Gpu | None, shape: SuffixShape) -> list[KeySplit]:
@@ -221,12 +221,12 @@ class CrossTile:
         stage = self.block_k * (self.rows * shape.activation + head * shape.weight)
         return self.stages * stage + 2 * self.keys * head * shape.activation
 
-    def why_not(self, gpu: Gpu | None, shape: CrossShape) -> str | None:
-        if self.shared(shape) > shared_limit(gpu):
-            return f"{self} needs {self.shared(shape)} bytes of shared memory a block"
+    def why_not(self, gpu: Gpu | None, sizes: CrossShape) -> str | None:
+        if self.shared(sizes) > shared_limit(gpu):
+            return f"{self} needs {self.shared(sizes)} bytes of shared memory a block"
         return None
 
-    def cost(self, gpu: Gpu | None, shape: CrossShape) -> tuple[float, ...]:
+    def cost(self, gpu: Gpu | None, sizes: CrossShape) -> tuple[float, ...]:
         return (0.0,)
 
 
