@@ -17,7 +17,7 @@ from tests.support import kernel_cases as cases
 from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu, scratch_of
 from tests.support.kernel_calls import Call, Draw
 from tests.support.streamed_support import FULL, LoopCase, loops_inputs, run_loop, streamable
-from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of
+from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.config import SuffixShape
@@ -26,6 +26,7 @@ from vla_accel.kernels.gemm import suffix_tilings
 from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Product, Tiling
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.random_weights import random_model
 from vla_accel.runtime import Runtime
 
@@ -104,10 +105,10 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
     assert not wrong
 
 
-def between(loop: Pi0LayerLoop) -> Iterator[Tensor]:
+def between(loop: SuffixLoop) -> Iterator[Tensor]:
     """What products leave for those behind them."""
-    for taken in loop.cuts.taken.values():
-        if isinstance(taken.cut, Library):
+    for taken in loop.choices.chosen.values():
+        if isinstance(taken.tile_config, Library):
             yield from taken.workspace
         if taken.moments is not None:
             yield from (taken.moments.sums, taken.moments.squares)
@@ -134,16 +135,18 @@ def test_a_loop_of_them_agrees_and_repeats_itself(name: str, begins: str, monkey
     model = random_model(Pi0, case.config)
     inputs, state, noise = loops_inputs(case)
 
-    def loop_of(model: Pi0, precision: str) -> Pi0LayerLoop:
-        weights = ExpertWeights.of(model, precision)
-        return Pi0LayerLoop(weights, case.config, steps_of(model, weights, case.steps), case.batch, case.prefix_tokens)
+    def loop_of(model: Pi0, precision: str) -> SuffixLoop:
+        weights = expert_weights(model, precision)
+        return SuffixLoop(
+            weights, expert_spec(case.config), steps_of(model, weights, case.steps), case.batch, case.prefix_tokens
+        )
 
     wide: dict[str, Any] = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
     with torch.inference_mode():
         want = run_loop(loop_of(model, "fp32"), wide, state, noise, "cpu")
         loop = loop_of(on_gpu(model), "bf16")
         kind = Library if begins == "cuBLAS" else Own
-        taken = {name: type(loop.cuts.alone(name)) for name in loop.products}
+        taken = {name: type(loop.choices[name].tile_config) for name in loop.products()}
         if begins == "own GEMM" and Gpu.of(torch.device(DEVICE)).architecture != "sm_90a":  # type: ignore[union-attr]
             pytest.skip("NOT RUN: the own GEMM is for Hopper")
         assert set(taken.values()) == {kind}

@@ -25,7 +25,7 @@ from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Pipelined, Product
 from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
 from vla_accel.nn import kernel_choices as cuts
-from vla_accel.nn.kernel_choices import Cuts
+from vla_accel.nn.kernel_choices import KernelChoices
 
 # Weight rows, K, and rows of a group of pairs, of π0's and π0.5's expert.
 WEIGHTS = ((2560, 1024, 256), (1024, 2048, 0), (8192, 1024, 8192), (1024, 4096, 0))
@@ -197,20 +197,21 @@ def test_triton_s_best_is_measured_beside_the_library(best: str, monkeypatch: py
     x, product, made = (
         torch.zeros(40, 64),
         Product(40, 128, 64, weight=4, activation=4),
-        Cuts(torch.device("cpu"), Chain(None)),
+        KernelChoices(torch.device("cpu"), Chain(None)),
     )
     seen: list[int] = []
 
     def run() -> None:
-        moments = made.moments("o")
+        moments = made["o"].moments
         assert moments is not None
         seen.append(moments.columns)
 
-    made.products("o", product, run, of=x, beside=True)
+    written = functools.partial(Moments.like, x, scaled=False)
+    made.product("o", product, run, moments=written, backends="all")
     assert len(asked) == 3 and asked[2] == [asked[2][0], "cuBLAS"] and asked[2][0] in asked[1]
-    taken = made.alone("o")
+    taken = made["o"].tile_config
     assert isinstance(taken, Library if best == "cuBLAS" else Pipelined)
     # A row's moments are of the whole row behind the library.
     assert seen[-1] == 64 and set(seen[:-1]) >= {16}
-    made.products("o", product, run, of=x)
+    made.product("o", product, run, moments=written)
     assert len(asked) == 5, "who does not ask for it is not given it"

@@ -1,17 +1,16 @@
-"""Tile configs of the ops of a denoise loop, measured when the loop is built, and remembered.
+"""The kernel and tile config of each op of a denoise loop, measured when the loop is built, and remembered.
 
-Every config is correct; the fastest depends on the GPU, the rows and the weights. One kind of op is measured in all
-layers, as the loop runs it, so that weights come from memory and not from the cache.
+Every config is correct; the fastest depends on the GPU, the rows and the weights. An op is measured over all layers, as
+the loop runs it, so that its weights come from memory and not from the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.config import CrossShape, CrossTile, KeySplit, SuffixShape
@@ -19,118 +18,101 @@ from vla_accel.kernels.autotune import remembered
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import suffix, suffix_tilings
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Pipelined, Product, Skinny, Tiling
+from vla_accel.kernels.gemm.suffix_tilings import Product, Skinny, Tiling
 from vla_accel.runtime import current
 
-Cut = Tiling | KeySplit | CrossTile
-
-WITH_MOMENTS = (Pipelined, Library, Own)
-"""Ways of a product that write moments for the norm behind it, each in tiles of its own."""
+TileConfig = Tiling | KeySplit | CrossTile
+Backends = Literal["triton", "whole k", "all"]
+"""Kernels to try for a product: Triton's; those of them whose programs do not share K; Triton's, cuBLAS and the own
+GEMM, for many rows, if the product reads or writes moments."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A tile config, the workspace of its programs, and the moments that they write."""
+class Choice:
+    """A tile config, the workspace of its programs, and the moments that they write for the next norm."""
 
-    cut: Cut
-    workspace: Any
+    tile_config: TileConfig
+    workspace: Any = None
     moments: Moments | None = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of the op."""
+        return {"cut": self.tile_config, "workspace": self.workspace}
 
-class Cuts:
-    """The tile configs of one loop by kind of op."""
+
+class KernelChoices:
+    """The choices of one loop by kind of op: `choices["down"]`."""
 
     def __init__(self, device: torch.device, chain: Chain) -> None:
-        """`chain`: of the loop. Ops are measured with the launches that they have inside it."""
+        """`chain`: of the loop. Ops are measured as launches inside it."""
         self.device, self.chain = device, chain
-        self.taken: dict[str, Taken] = {}
-        self.told: dict[str, str] = {}
+        self.chosen: dict[str, Choice] = {}
+        self._measured: dict[str, str] = {}
+
+    def __getitem__(self, kind: str) -> Choice:
+        return self.chosen[kind]
 
     @property
     def detail(self) -> str:
         """The measured configs, for the ledger; empty if none was measured."""
-        return "".join(f"; {kind} {way}" for kind, way in self.told.items())
+        return "".join(f"; {kind} {config}" for kind, config in self._measured.items())
 
-    def options(self, kind: str) -> dict[str, Any]:
-        """Return the arguments `cut` and `workspace` of an op of this kind."""
-        taken = self.taken[kind]
-        return {"cut": taken.cut, "workspace": taken.workspace}
-
-    def alone(self, kind: str) -> Any:
-        """Return the config of an op without a workspace."""
-        return self.taken[kind].cut
-
-    def moments(self, kind: str) -> Moments | None:
-        """Return the moments that a product of this kind writes for the next norm, or None."""
-        return self.taken[kind].moments
-
-    def read_by(self, layer: int, first: Moments) -> Moments | None:
-        """Return the moments of the rows that a layer reads: those that "down" of the layer before wrote, or `first` in
-        layer 0. None if that kind writes no moments.
-        """
-        written = self.moments("down")
-        return first if layer == 0 and written is not None else written
-
-    def products(
-        self, kind: str, product: Product, run: Callable[[], object], *, shared: bool = True, of: Tensor | None = None,
-        scaled: bool = False, beside: bool = False,
+    def product(
+        self, kind: str, product: Product, run: Callable[[], object], *, backends: Backends = "triton",
+        moments: Callable[[int], Moments] | None = None,
     ) -> None:  # fmt: skip
         """Choose the config of a product.
 
         Args:
-            run: runs the product in all layers with the current `options`, `alone` and `moments`.
-            shared: whether programs may share K.
-            of: the rows whose moments the product writes, or None; `scaled`: whether the next norm has a scale.
-            beside: whether to try cuBLAS and the own GEMM as well, for many rows; the product must read or write
-            moments.
+            run: runs the product in all layers with the current choices.
+            moments: allocates the moments that the product writes, in tiles of so many columns. Products of `Skinny`
+                write none.
         """
         gpu = current(self.device).gpu
 
-        def among(what: str, cuts: Sequence[Tiling]) -> Tiling:
-            ways = []
-            for cut in cuts:
-                moments = None
-                if of is not None and isinstance(cut, WITH_MOMENTS):
-                    moments = Moments.like(of, suffix_tilings.moments_columns(product, cut), scaled)
-                ways.append(Taken(cut, suffix.product_workspace(product, self.device, cut), moments))
-            self._choose(kind, what, ways, run, 1)
-            return self.alone(kind)
+        def among(what: str, configs: Sequence[Tiling]) -> Tiling:
+            choices = []
+            for config in configs:
+                writes = moments is not None and not isinstance(config, Skinny)
+                written = moments(suffix_tilings.moments_columns(product, config)) if writes else None  # type: ignore[arg-type, misc]
+                choices.append(Choice(config, suffix.product_workspace(product, self.device, config), written))
+            return self._choose(kind, what, choices, run, 1).tile_config  # type: ignore[return-value]
 
-        best = among(
-            str(product), suffix_tilings.candidates(gpu, product) if shared else suffix_tilings.unshared(gpu, product)
-        )
-        assert isinstance(best, (Skinny, Pipelined))
-        best = among(f"{product}, {best}", suffix_tilings.variants(gpu, product, best))
-        others = suffix_tilings.beside(gpu, product) if beside else []
+        candidates = suffix_tilings.unshared if backends == "whole k" else suffix_tilings.candidates
+        best = among(str(product), candidates(gpu, product))
+        best = among(f"{product}, {best}", suffix_tilings.variants(gpu, product, best))  # type: ignore[arg-type]
+        others = suffix_tilings.beside(gpu, product) if backends == "all" else []
         if others:
             among(f"{product}, {best}, without Triton", [best, *others])
 
     def attention(self, kind: str, sizes: SuffixShape, run: Callable[[], object]) -> None:
-        """Choose the config of `suffix_attention`. Arguments as `products`."""
-        cuts = attention_config.key_splits(current(self.device).gpu, sizes)
-        self._choose(
-            kind, str(sizes), [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20
-        )
+        """Choose the config of `suffix_attention`. `run`: as of `product`."""
+        configs = attention_config.key_splits(current(self.device).gpu, sizes)
+        choices = [Choice(config, suffix.suffix_workspace(sizes, self.device, config)) for config in configs]
+        self._choose(kind, str(sizes), choices, run, 20)
 
     def crossing(self, kind: str, sizes: CrossShape, run: Callable[[], object]) -> None:
-        """Choose the config of `cross_attention`. Arguments as `products`."""
-        cuts = attention_config.cross_tiles(current(self.device).gpu, sizes)
-        self._choose(kind, str(sizes), [Taken(cut, None) for cut in cuts], run, 1)
+        """Choose the config of `cross_attention`. `run`: as of `product`."""
+        choices = [Choice(config) for config in attention_config.cross_tiles(current(self.device).gpu, sizes)]
+        self._choose(kind, str(sizes), choices, run, 1)
 
-    def _choose(self, kind: str, what: str, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:
-        by_name = {str(way.cut): way for way in ways}
+    def _choose(
+        self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int
+    ) -> Choice:
+        by_name = {str(choice.tile_config): choice for choice in choices}
 
-        def measured(way: Taken) -> Callable[[], None]:
-            def call() -> None:
-                self.taken[kind] = way
+        def call(choice: Choice) -> Callable[[], None]:
+            def run_with() -> None:
+                self.chosen[kind] = choice
                 run()
 
-            return call
+            return run_with
 
         with self.chain.resumed():
-            found = remembered(
-                f"{kind} of {what}", {n: measured(w) for n, w in by_name.items()}, current(self.device), repeats
-            )
-        self.taken[kind] = by_name[found.candidate]
+            ways = {name: call(choice) for name, choice in by_name.items()}
+            found = remembered(f"{kind} of {what}", ways, current(self.device), repeats)
+        self.chosen[kind] = by_name[found.candidate]
         if found.times:
-            self.told[kind] = found.candidate
+            self._measured[kind] = found.candidate
+        return self.chosen[kind]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import add_norm, rope_tables
-from vla_accel.nn.kernel_choices import Cuts
+from vla_accel.nn.kernel_choices import KernelChoices
 from vla_accel.nn.native_prefix import PrefixWeights
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.weights import BlockWeights, Precision, block_weights, weights_in
@@ -109,11 +110,11 @@ class NativeDecode(TurnedProgram):
         self.done, self.finished = buffer(batch, kind=torch.bool), buffer(1, kind=torch.bool)
         self.rows = torch.arange(batch, device=device)
         self.cos, self.sin = rope_tables(capacity, stack.head_dim, device)
-        self.cuts = Cuts(device, self.chain)
+        self.choices = KernelChoices(device, self.chain)
         self.first = Moments.like(self.x, stack.width, False)
         self._cut(SuffixShape(batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize))
         kind = weights_in(weights.precision)
-        self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.cuts.detail}"
+        self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.choices.detail}"
 
     def _cut(self, sizes: SuffixShape) -> None:
         """Choose the tile configs of the products and of attention."""
@@ -132,10 +133,10 @@ class NativeDecode(TurnedProgram):
         ops = {"o": self._o, "down": self._down, "qkv": self._qkv, "gate_up": self._gate_up}
         # What writes moments comes before what reads them.
         for name, product in products.items():
-            op, of = ops[name], self.x if name in ("o", "down") else None
-            self.cuts.products(name, product, lambda op=op: every(op), of=of)
-        self.cuts.attention("attention", sizes, lambda: self._attend(0))
-        self.cuts.products("head", suffix.project_product(self.h, head), self._head)
+            moments = partial(Moments.like, self.x, scaled=False) if name in ("o", "down") else None
+            self.choices.product(name, product, partial(every, ops[name]), moments=moments)
+        self.choices.attention("attention", sizes, lambda: self._attend(0))
+        self.choices.product("head", suffix.project_product(self.h, head), self._head)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> None:
         first, lengths = last_tokens(inputs["tokens"], self.prefix_tokens, inputs["lengths"])
@@ -161,7 +162,7 @@ class NativeDecode(TurnedProgram):
         self.positions.copy_(self.places)
         self.x.copy_(w.table[self.token] * math.sqrt(w.table.shape[1]))
         with self.chain:
-            if self.cuts.moments("down") is not None:
+            if self.choices["down"].moments is not None:
                 measure(self.x, None, self.first)
             for index in range(len(w.layers)):
                 self._qkv(index)
@@ -182,39 +183,40 @@ class NativeDecode(TurnedProgram):
         self.step += 1
 
     def _qkv(self, index: int) -> None:
-        moments = self.cuts.read_by(index, self.first)
+        written = self.choices["down"].moments
+        moments = self.first if index == 0 and written is not None else written
         suffix.qkv_rope(
             self.x, self.weights.layers[index].qkv, None, None,
             Rotation(self.cos, self.sin, self.positions), Heads(self.q, self.k[index], self.v[index]),
-            eps=self.config.prefix.eps, cut=self.cuts.alone("qkv"), moments=moments,
+            eps=self.config.prefix.eps, **self.choices["qkv"].options, moments=moments,
         )  # fmt: skip
 
     def _attend(self, index: int) -> None:
         """Attend to the `positions` keys before each token, and to the token itself."""
         suffix.suffix_attention(
             self.q, self.keys[index], self.values[index], self.k[index], self.v[index], self.positions, self.context,
-            state_first=False, **self.cuts.options("attention"),
+            state_first=False, **self.choices["attention"].options,
         )  # fmt: skip
 
     def _o(self, index: int) -> None:
         suffix.project(
-            self.context, self.weights.layers[index].out, None, self.x, **self.cuts.options("o"),
-            moments=self.cuts.moments("o"),
+            self.context, self.weights.layers[index].out, None, self.x, **self.choices["o"].options,
+            moments=self.choices["o"].moments,
         )  # fmt: skip
 
     def _gate_up(self, index: int) -> None:
         suffix.gate_up_geglu(
             self.x, self.weights.layers[index].up, None, None, self.active, eps=self.config.prefix.eps,
-            cut=self.cuts.alone("gate_up"), moments=self.cuts.moments("o"),
+            **self.choices["gate_up"].options, moments=self.choices["o"].moments,
         )  # fmt: skip
 
     def _down(self, index: int) -> None:
         last = index + 1 == len(self.weights.layers)
         suffix.project(
-            self.active, self.weights.layers[index].down, None, self.x, **self.cuts.options("down"),
-            moments=None if last else self.cuts.moments("down"),
+            self.active, self.weights.layers[index].down, None, self.x, **self.choices["down"].options,
+            moments=None if last else self.choices["down"].moments,
         )  # fmt: skip
 
     def _head(self) -> None:
         self.chain.restart()
-        suffix.project(self.h, self.weights.head, None, self.logits, residual=False, **self.cuts.options("head"))
+        suffix.project(self.h, self.weights.head, None, self.logits, residual=False, **self.choices["head"].options)
