@@ -83,16 +83,20 @@ def no_scales(precision: str) -> str:
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a component that an engine computes in FP8 or INT8, by their names in a layer.
+    """The products of a component that an engine computes in FP8 or INT8.
 
     Attributes:
-        activations: inputs are quantised, too, and need calibrated scales; otherwise only weights are.
-        power_of_two: scales are powers of two (`Format.scale`).
+        names: Their names in a layer.
+        activations: Whether their inputs are quantized, too, which needs calibrated scales; otherwise only the weights
+            are stored in one byte.
+        power_of_two: How scales are rounded (`Format.scale`).
+        precisions: The formats that the engine has for them.
     """
 
     names: tuple[str, ...]
     activations: bool = True
     power_of_two: bool = False
+    precisions: tuple[str, ...] = ("fp8", "int8")
 
     def without(self, keep: Sequence[str]) -> Products:
         """Return the products but `keep`. Raises EngineError for an unknown name, and if no product is left."""
@@ -110,6 +114,19 @@ class Products:
         """Return the ledger's text for a precision of `FORMATS`."""
         what = precision.upper() + ("" if self.activations else " weights only")
         return f"{what}: {', '.join(self.names)}" + (", scales powers of two" if self.power_of_two else "")
+
+
+def can_quantise(quantised: Mapping[str, Products], engine: str, precision: str) -> bool:
+    """Return whether an engine can compute a component in FP8 or INT8, on a GPU that has the format.
+
+    Everything that offers, chooses or builds a precision asks this function.
+
+    Args:
+        quantised: The component's products by engine (`families.family.Capabilities`, `Component.quantised`).
+        engine: The engine's name.
+        precision: A precision of `EngineSpec`.
+    """
+    return precision in FORMATS and engine in quantised and precision in quantised[engine].precisions
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from eval.harness import command
+from eval.harness import command, options
 from eval.harness.benchmark import Benchmark, schema
 from eval.harness.evaluation import evaluate
 from eval.harness.pairs import described
@@ -33,7 +33,7 @@ COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"], "trained": PARTS[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(command.Arguments):
+class Arguments(options.Arguments):
     """Options of the benchmark's own command, and the grid. `--output` is the JSON; the picture and the runs of the
     points go into the same folder."""
 
@@ -76,7 +76,7 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         ConfigError: an impossible point, such as more ticks than a chunk has actions; before any is played where
             possible.
     """
-    output = asked.output or command.RUNS / benchmark.name / "late.json"
+    output = asked.output or options.RUNS / benchmark.name / "late.json"
     console, folder = stderr_console(), output.with_suffix("")
     points = []
     for ticks, chunking in itertools.product(asked.ticks, asked.chunkings):

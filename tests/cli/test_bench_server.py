@@ -111,7 +111,7 @@ def test_a_server_that_loads_ends_with_its_interrupted_starter(monkeypatch: pyte
 
 
 def test_random_weights_are_the_same_in_every_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "toy", "tests.support.toy_family:TOY")
+    monkeypatch.setitem(FAMILIES, "toy", "tests.support.toy_family.family:TOY")
     make, observation = LoadRandom("toy", "auto", 2), random_observation("toy")
     answers = [make("cpu").infer(observation) for _ in range(2)]
     assert answers[0]["actions"].shape == (3, 2) and make("cpu").num_steps == 2

@@ -27,9 +27,11 @@ from vla_accel.cli.bench_server import BenchServer
 from vla_accel.cli.options import read, told
 from vla_accel.cli.serve import Serve
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
 from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure.recording import load_observations, save_observations
+from vla_accel.measure.systems import system_name
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
     assert "that is not native_fp8: kv_cache ran in eager, not in native" in out
     kept = Path(checkpoint) / "parity_native_fp8.json"
     assert "3/3 calls of each" in err and f"kept: {kept}" in err
-    assert "auto will not believe parity_native_fp8.json: other engines than native ran kv_cache" in caplog.text
+    assert "auto will not use parity_native_fp8.json: other engines than native ran kv_cache" in caplog.text
     kept.unlink()
 
 
@@ -201,7 +203,7 @@ def test_bench_says_a_fallback_once_and_names_the_rows_by_what_ran(
 ) -> None:
     words = ["--config", "native_fp8", "--steps", "2,1", "--calls", "1", "--device", "cpu", "--batch", "2"]
     assert main(["bench", checkpoint, *words, "--report", str(tmp_path / "report.html")]) == 0
-    assert caplog.text.count("kv_cache: asked for engine native, using eager") == 1
+    assert caplog.text.count("kv_cache: requested engine native, using eager") == 1
     for said in (capsys.readouterr().out.replace("\n", ""), (tmp_path / "report.html").read_text()):
         assert said.count("native_fp8 (kv_cache ran eager)") >= 3, "of each number of steps, and of a batch"
 
@@ -309,7 +311,7 @@ def test_the_help_of_bench_names_the_systems_that_one_family_alone_has(capsys: p
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     said = re.findall(r"native-[a-z0-9-]*[a-z0-9]", capsys.readouterr().out)
-    assert {*family_named("pi0_fast").systems} <= {*said}
+    assert {*map(system_name, bench_card(family_named("pi0_fast")).quantised)} <= {*said}
 
 
 SCRIPTS = [

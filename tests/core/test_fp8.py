@@ -20,13 +20,13 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, progress
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
 from vla_accel.families.family import family_named
 from vla_accel.families.loading import find, load
+from vla_accel.families.pi0.family import PI05
 from vla_accel.families.pi0.native_loop import ExpertWeights
 from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
 from vla_accel.nn.calibration import calibrate, load_modelopt
 from vla_accel.nn.native_prefix import PrefixWeights
 from vla_accel.nn.native_vision import VisionWeights
 from vla_accel.nn.quantised import QUANTISED, calibrated_products
-from vla_accel.nn.variants import needs_scales
 
 CPU = torch.device("cpu")
 PARTS = ("vision", "kv_cache", "denoise")
@@ -240,9 +240,9 @@ def test_a_fallback_to_eager_says_that_the_precision_is_another(tmp_path: Path) 
 def test_a_configuration_needs_scales_where_inputs_are_quantised() -> None:
     fp8 = EngineSpec("native", precision="fp8")
     plain = EAGER.specs(PARTS)
-    assert needs_scales(FP8.specs(PARTS)) and needs_scales({**plain, "vision": fp8})
-    assert needs_scales({**plain, "kv_cache": EngineSpec("eager", fallback=("native",), precision="fp8")})
-    assert not needs_scales(plain) and not needs_scales({**plain, "denoise": fp8})
+    assert PI05.needs_scales(FP8.specs(PARTS)) and PI05.needs_scales({**plain, "vision": fp8})
+    assert PI05.needs_scales({**plain, "kv_cache": EngineSpec("eager", fallback=("native",), precision="fp8")})
+    assert not PI05.needs_scales(plain) and not PI05.needs_scales({**plain, "denoise": fp8})
 
 
 def test_a_product_without_a_scale_is_named() -> None:

@@ -15,7 +15,7 @@ import torch
 from tests.support.small_components import component
 from vla_accel.cli import main
 from vla_accel.config import EngineSpec, TensorrtOptions
-from vla_accel.engines import ENGINES, build, tensorrt, tensorrt_inspect, tensorrt_library
+from vla_accel.engines import build, tensorrt, tensorrt_inspect, tensorrt_library
 from vla_accel.engines.cache import EngineCache
 from vla_accel.engines.tensorrt import TensorrtRtxEngine
 from vla_accel.engines.tensorrt_library import load_library, parse_target, runs_on
@@ -70,10 +70,6 @@ def test_a_missing_library_may_fall_back_too(monkeypatch: Any) -> None:
     ledger = Ledger()
     used = build(component(), EngineSpec("tensorrt", ("eager",)), device=CPU, ledger=ledger)
     assert used.name == "eager" and "pip install" in ledger.entries["double"].reason
-
-
-def test_every_engine_of_the_configuration_exists() -> None:
-    assert {"eager", "tensorrt", "tensorrt_rtx", "torch_tensorrt"} <= set(ENGINES)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
 from rich.console import Console
 
 from eval.harness import command
@@ -45,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def request(checkpoint: Path, output: Path, benchmark: Any, *words: str) -> Any:
     given = ["--policy", str(checkpoint), "--device", "cpu", "--steps", "2", "--output", str(output), *words]
-    asked = command.tyro.cli(Arguments, args=given)
+    asked = tyro.cli(Arguments, args=given)
     return command.make_request(benchmark, asked, given)
 
 

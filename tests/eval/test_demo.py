@@ -189,9 +189,8 @@ class _Pipe:
 def collectors_of(*pipes: _Pipe) -> Collectors:
     """Collectors without processes."""
     settings = collect.CollectConfig("states")
-    collectors = Collectors(
-        settings, first=0, count=0, total=1, seed=0, encode=lambda task, images, state: (images, task, state)
-    )  # type: ignore[arg-type,return-value]
+    encode: Any = lambda task, images, state: (images, task, state)  # noqa: E731
+    collectors = Collectors(settings, first=0, count=0, total=1, seed=0, encode=encode)
     collectors.pipes, collectors.count = dict(enumerate(pipes)), len(pipes)  # type: ignore[assignment]
     return collectors
 

@@ -173,7 +173,7 @@ def test_a_kept_report_counts_for_these_weights_steps_and_engines(
     for changes in wrong:
         caplog.clear()
         kept(folder, policy, **changes)
-        assert ("auto will not believe parity_native_fp8.json: " in caplog.text) == ("num_steps" not in changes)
+        assert ("auto will not use parity_native_fp8.json: " in caplog.text) == ("num_steps" not in changes)
         assert agreement.shown(folder, policy.model, 2) is None
     path.write_text("{")
     assert agreement.shown(folder, policy.model, 2) is None

@@ -366,7 +366,7 @@ def test_a_server_that_stops_reading_cannot_block_a_client(
     listening = socket.create_server(("127.0.0.1", 0))
     if encrypted:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(str(cert), str(key))
         listening = context.wrap_socket(listening, server_side=True)
     address = f"{'wss' if encrypted else 'ws'}://127.0.0.1:{listening.getsockname()[1]}"
     with listening, ThreadPoolExecutor(3) as pool:

@@ -63,7 +63,7 @@ def _the_next_request_works(server: PolicyServer) -> Iterator[None]:
 
 
 def refused(server: PolicyServer, frame: bytes) -> str:
-    """Send one message; the text of the error that answers it, after which the connection must close with 1011."""
+    """Send one message and return the error that answers it; the connection must then close with 1011."""
     client = RawClient(server.address)
     client.send(frame)
     opcode, payload = client.frame()
@@ -120,14 +120,14 @@ def test_a_text_frame_gets_an_error(server: PolicyServer) -> None:
 
 
 @pytest.mark.parametrize("announced", [300_001, 10**9, 2**62])
-def test_a_gigabyte_is_refused_when_it_is_announced(server: PolicyServer, announced: int) -> None:
+def test_a_payload_beyond_the_limit_is_refused_by_its_header(server: PolicyServer, announced: int) -> None:
     client = RawClient(server.address)
     client.send(b"only the beginning", announced=announced)
     assert client.close_code() == 1009
     client.close()
 
 
-def test_a_message_in_pieces_is_refused_when_it_grows_too_large(server: PolicyServer) -> None:
+def test_a_fragmented_message_beyond_the_limit_is_refused(server: PolicyServer) -> None:
     client = RawClient(server.address)
     client.send(bytes(200_000), fin=False)
     client.send(bytes(200_000), opcode=0, fin=False)
@@ -153,7 +153,7 @@ def test_broken_frames_end_the_connection(server: PolicyServer, data: bytes, cod
     client.close()
 
 
-def test_a_message_in_pieces_with_pings_between_is_put_together(server: PolicyServer) -> None:
+def test_a_fragmented_message_with_pings_in_between_is_assembled(server: PolicyServer) -> None:
     data = openpi_pack(observation(1, 2))
     client = RawClient(server.address)
     client.send(data[:10], fin=False)
@@ -180,13 +180,13 @@ def begun(server: PolicyServer) -> bool:
 
 
 def settled(server: PolicyServer) -> None:
-    """Let the server's loop take in what has come."""
+    """Let the server's event loop handle what has arrived."""
     assert server._loop is not None
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), server._loop).result(PATIENCE_S)
 
 
 def pass_by(server: PolicyServer, seconds: float) -> None:
-    """Begin the unfinished messages so much earlier, and let the server look at them."""
+    """Move the clocks of unfinished messages, and let the server check them."""
 
     def earlier() -> None:
         for client in server._clients:
@@ -195,7 +195,7 @@ def pass_by(server: PolicyServer, seconds: float) -> None:
 
     async def looked() -> None:
         earlier()
-        await asyncio.sleep(0.01)  # ends after the server's own shorter ones
+        await asyncio.sleep(0.01)  # longer than the server's interval
 
     assert server._loop is not None
     asyncio.run_coroutine_threadsafe(looked(), server._loop).result(PATIENCE_S)
@@ -216,7 +216,7 @@ def test_a_stalled_message_ends_its_connection(patient: PolicyServer, begin: byt
     client.socket.sendall(begin)
     eventually(lambda: begun(patient))
     pass_by(patient, 600)
-    # One more byte: progress, but no message.
+    # Progress, but no complete message.
     client.socket.sendall(b"x" if begin[0] & 128 else frame_bytes(b"x", opcode=0, fin=False))
     assert begun(patient), "it has 400 s left"
     pass_by(patient, 600)
@@ -291,7 +291,7 @@ def test_idle_sockets_keep_no_client_out() -> None:
         assert idle[-1].recv(4096).startswith(b"HTTP/1.1 200"), "the newest is still open"
 
 
-def test_a_client_that_takes_no_answer_is_dropped() -> None:
+def test_a_client_that_does_not_read_its_answer_is_dropped() -> None:
     class Loud(EchoPolicy):
         def infer(self, observation: Any) -> Any:
             return {**super().infer(observation), "noise": np.zeros(20_000_000, np.uint8)}

@@ -6,13 +6,13 @@ import numpy as np
 
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.fp8 import Scales
-from vla_accel.measure.memory import stand_in_scales
+from vla_accel.measure.memory import dummy_scales
 from vla_accel.nn.calibration import calibrate
 
 
 def scales_of_any(value: float = 32.0) -> Scales:
     """The same scale for whatever is asked: 32 is wide enough for tiny models, and FP8 does not mind room above."""
-    return stand_in_scales(value)
+    return dummy_scales(value)
 
 
 def calibrated(model: Pi0, seed: int = 3) -> Scales:

@@ -108,9 +108,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _policy(options: BenchServer) -> tuple[Callable[[str | None], Any], dict[str, Any]]:
     """The policy's loader and an observation of its robot. This builds no engines."""
-    from vla_accel.families.loading import load
     from vla_accel.cli.serve import Load
     from vla_accel.config import load_config
+    from vla_accel.families.loading import load
     from vla_accel.measure.random_policy import random_observation
     from vla_accel.measure.serving import Nothing
 

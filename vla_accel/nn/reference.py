@@ -180,5 +180,11 @@ class PrefixStack(nn.Module):
             keys.append(k)
             values.append(v)
             if index + 1 < len(self.layers):
-                x = block.finish(x, reference.attention(q, k, v, mask), gate)
+                x = self.finish(index, x, reference.attention(q, k, v, mask), gate)
         return keys, values, x
+
+    def finish(self, index: int, x: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
+        """A block after its attention; as `TransformerBlock.finish`."""
+        block = self.layers[index]
+        assert isinstance(block, TransformerBlock)
+        return block.finish(x, attended, gate)

@@ -167,9 +167,11 @@ def copied(value: Any, name: str = "observation") -> Any:
     if isinstance(value, bytearray):
         return bytearray(value)
     # Their modules are imported if such objects exist; a robot without torch must not import it.
-    torch, pillow = sys.modules.get("torch"), sys.modules.get("PIL.Image")
+    torch: Any = sys.modules.get("torch")
+    pillow: Any = sys.modules.get("PIL.Image")
     if torch is not None and isinstance(value, torch.Tensor):
-        clone = value.detach().clone()  # deepcopy would copy the whole storage of a view
+        tensor: Any = value
+        clone = tensor.detach().clone()  # deepcopy would copy the whole storage of a view
         if clone.is_cuda:  # the clone is only enqueued on this thread's stream; the other thread uses another one
             torch.cuda.current_stream(clone.device).synchronize()
         return clone
