@@ -112,7 +112,7 @@ def as_near_as_fused(loops: Loops, loop: StreamedLoop) -> None:
 def test_the_streamed_loop_is_as_near_as_the_fused(name: str) -> None:
     gpu, loops = hopper(), Loops(EXPERTS[name])
     loop = loops.streamed(gpu, DEVICE)
-    assert (loop.schedule.grouped is None) == (len(loops.case.lengths) > 1 or "large heads" in name)
+    assert (loop.schedule.fused is None) == (len(loops.case.lengths) > 1 or "large heads" in name)
     as_near_as_fused(loops, loop)
 
 

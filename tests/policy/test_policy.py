@@ -407,12 +407,12 @@ def test_a_fallback_is_in_the_ledger_everywhere(
         assert (entry["requested"], entry["used"], entry["fell_back"]) == ("broken", "eager", True)
         assert entry["reason"] == "broken: cannot build denoise"
         assert [e["fell_back"] for e in ledger] == [False, False, True]
-    assert caplog.messages == ["denoise: asked for engine broken, using eager: broken: cannot build denoise"]
+    assert caplog.messages == ["denoise: requested engine broken, using eager: broken: cannot build denoise"]
 
 
 def test_strict_refuses_a_fallback(folders: dict[Kind, Path], broken_engine: str) -> None:
     config = with_broken_denoise(broken_engine, "eager", strict=True)
-    with pytest.raises(EngineError, match="strict mode: denoise: asked for engine broken, using eager"):
+    with pytest.raises(EngineError, match="strict mode: denoise: requested engine broken, using eager"):
         OptimizedPolicy.from_pretrained(folders["pi05"], config)
 
 
