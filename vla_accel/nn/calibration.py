@@ -78,7 +78,12 @@ class _Measuring:
             yield
         others = [name for name in ("projector", "embed", "state_proj") if hasattr(model, name)]
         with model.present("vision.post_layernorm", *others):
-            features = (reference.layer_norm(x, model.vision.post_layernorm).to(model.dtype) for x in rows)
+            narrow = (
+                model.vision.post_layernorm.weight.dtype
+                if not hasattr(model, "projector")
+                else next(model.projector.parameters()).dtype
+            )  # type: ignore[union-attr]
+            features = (reference.layer_norm(x, model.vision.post_layernorm).to(narrow) for x in rows)
             tokens = (model.project(x).flatten(0, 1)[None] for x in features)
             stacks = [model.prefix_rows(x, t[None], s[None]) for x, (_, t, s, *_) in zip(tokens, inputs, strict=True)]
         rows, ropes = [x for x, _, _ in stacks], [model.prefix.rope(x, positions) for x, positions, _ in stacks]
