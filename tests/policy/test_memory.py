@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -175,6 +176,20 @@ def test_calibration_has_one_block_in_memory(tmp_path: Path) -> None:
     assert sum(sizes.values()) > 10 * block
     assert block < peak.most < 6 * block
     assert all(p.is_meta for p in model.parameters()), "the weights are let go again"
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+def test_calibration_reads_weights_as_they_are_stored(tmp_path: Path, kind: Kind) -> None:
+    """Weights in FP16 that are not read yet give the scales of the same weights in memory."""
+    pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
+    write_tiny_checkpoint(tmp_path, kind)
+    file = tmp_path / "model.safetensors"
+    save_file({name: value.half() for name, value in load_file(file).items()}, file)
+    observation = (np.full((2, 28, 28, 3), 9, np.uint8), np.arange(1, 4), np.zeros(8, np.float32))
+    stored: Any = load(tmp_path, whole=False).model
+    held: Any = load(tmp_path).model
+    assert held.prefix.layers[0].qkv_proj.weight.dtype == torch.float16
+    assert calibrate(stored, [observation], "test").amax == calibrate(held, [observation], "test").amax
 
 
 def published(family: Any) -> tuple[Any, PromptShape]:
