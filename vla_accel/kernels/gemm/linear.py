@@ -124,18 +124,6 @@ def _trial(layer: Linear, activation: Activation, rows: int, gpu: Gpu) -> Callab
     return call
 
 
-def block_products(
-    qkv: Linear, o: Linear, gate: Linear, down: Linear, activation: Activation
-) -> dict[str, tuple[Linear, Activation]]:
-    """Name the four products of a language model's block, each with its activation.
-
-    The activation of gate and up is inside their product if the layer is `paired` or in INT8, otherwise NONE.
-    """
-    none = Activation.NONE
-    inside = activation if gate.paired or gate.weight.dtype == INT8.dtype else none
-    return {"qkv": (qkv, none), "o": (o, none), "gate_up": (gate, inside), "down": (down, none)}
-
-
 def products_by(
     rows: int, products: Mapping[str, tuple[Linear, Activation]], inside: Collection[str] = ()
 ) -> tuple[str, bool]:
