@@ -35,8 +35,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "img2img": ("generate", "images.ImageToImage", "make a picture from a picture and a prompt"),
     "precision": ("precision", "images.Precision", "show a model in BF16 or FP16: dtypes, ranges, memory, latency"),
 }
-"""Command to (module of `vla_accel.cli`, options in it or in `asked`, one line of help). The module has `main(chosen:
-OPTIONS, words: list[str]) -> int`; `words` are what was typed, for the record."""
+"""By command: its module in `vla_accel.cli`, its options (in that module, or in `asked`), and one line of help. The
+module has `main(chosen: OPTIONS, words: list[str]) -> int`; `words` are the arguments as typed, for the record."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

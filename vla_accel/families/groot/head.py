@@ -25,7 +25,7 @@ Source = Literal["text", "image", "self"]
 """What a block of the diffusion transformer attends to: text tokens, image tokens, or state and actions."""
 
 QUANTISED = {"denoise": {"native": Products(("qkv_proj", "q_proj", "out_proj", "fc1", "fc2"), activations=False)}}
-"""By component, then engine. What is not in here is computed in the policy's own precision."""
+"""By component, then engine. All other products are computed in the policy's precision."""
 
 
 @dataclass(frozen=True)

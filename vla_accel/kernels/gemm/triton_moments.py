@@ -1,4 +1,4 @@
-"""Kernels' side of `vla_accel.kernels.gemm.moments`: written beside rows, read by the product behind the norm."""
+"""Moments of rows in Triton kernels: stored with the rows, read by the product after the norm (`gemm/moments.py`)."""
 
 from __future__ import annotations
 

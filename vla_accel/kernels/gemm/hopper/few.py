@@ -1,7 +1,7 @@
 """Tilings of the GEMM for a suffix's rows, some tens to some hundreds: there a product reads its weights in the time
 that it multiplies, so that all multiprocessors must fetch, and the next product's blocks should find room to begin to.
 
-Plain arithmetic; whoever builds a loop measures them (`vla_accel.nn.kernel_choices`).
+This module only computes; `vla_accel.nn.kernel_choices` measures the configs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tilings for a GEMM that the table does not have: those worth measuring, by counting waves of blocks.
 
-Plain arithmetic; whoever builds a program measures them against the library (`vla_accel.kernels.gemm.choice`).
+This module only computes; `vla_accel.kernels.gemm.choice` compares the configs with the library.
 """
 
 from __future__ import annotations
