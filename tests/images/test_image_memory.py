@@ -100,7 +100,7 @@ def test_engines_of_other_sizes_go_first(vae: Any, monkeypatch: pytest.MonkeyPat
     accelerated.encode(torch.zeros(1, 3, 1, 64, 64))
     enough = needed(vae, 64, 128)
     # Each engine that is given up frees the memory that the next one needs.
-    monkeypatch.setattr(memory, "free_bytes", lambda _: (enough - len(accelerated._stages), 2 * enough))
+    monkeypatch.setattr(memory, "free_bytes", lambda _: (enough - len(accelerated.cache.made), 2 * enough))
     accelerated.decode(torch.zeros(1, 4, 1, 8, 16))
     assert accelerated.sizes == ["decoder 128x64"]
 

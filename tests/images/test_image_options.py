@@ -157,7 +157,7 @@ def test_precision_counts_for_both_ways_that_inductor_measures(monkeypatch: pyte
     results = []
     for way in ("fused", "inductor"):
         accelerated.decode(latents)
-        program: Any = accelerated._programs["decoder"]
+        program: Any = accelerated.cache.shared["decoder program"]
         program.chosen = dict.fromkeys(program.chosen, way)
         results.append(accelerated.decode(latents))
     assert seen == [torch.bfloat16]

@@ -6,7 +6,6 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +18,15 @@ from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.config.policy import NativeOptions  # noqa: E402
 from vla_accel.errors import CheckpointError, ConfigError, EngineError  # noqa: E402
 from vla_accel.images import AcceleratedVae, plug_in  # noqa: E402
+from vla_accel.images.cache import WeightState  # noqa: E402
 from vla_accel.images.graphed import GraphedForward  # noqa: E402
 from vla_accel.images.models import random_model, random_stable_diffusion  # noqa: E402
 from vla_accel.images.qwen import accelerate, random_qwen_image  # noqa: E402
 from vla_accel.images.stable import Engines, Request, StableDiffusion  # noqa: E402
-from vla_accel.images.switches import SWITCHES  # noqa: E402
-from vla_accel.images.weights import WeightState  # noqa: E402
 from vla_accel.ledger import Ledger  # noqa: E402
 
 CPU = torch.device("cpu")
 VAES = ("tiny-sd-vae", "tiny-qwen-vae")
-ROOT = Path(__file__).parents[2]
 
 
 def make(name: str) -> Any:
@@ -101,10 +98,10 @@ def test_slices_run_one_image_at_a_time(name: str) -> None:
     plug_in(vae, accelerated)
     vae.enable_slicing()
     assert_near(both(vae, image, latents), want)
-    assert {batch for _, batch, _ in accelerated._stages} == {1}
+    assert {batch for _, batch, _ in accelerated.cache.made} == {1}
     vae.disable_slicing()
     assert_near(both(vae, image, latents), want)
-    assert {batch for _, batch, _ in accelerated._stages} == {1, 3}
+    assert {batch for _, batch, _ in accelerated.cache.made} == {1, 3}
 
 
 def test_tiles_count_in_our_own_pipeline() -> None:
@@ -542,15 +539,3 @@ def test_options_that_an_image_model_would_ignore_are_refused(part: str, spec: E
         message = "expected precision auto, fp32, bf16, fp16, got fp8"
     with pytest.raises(ConfigError, match=f"^{part}: .*{message}"):
         StableDiffusion(parts, Engines(**{part: spec}))
-
-
-# -- the table ----------------------------------------------------------------------------------------------------
-
-
-def test_the_page_has_the_table_of_switches() -> None:
-    page = (ROOT / "docs" / "images.md").read_text()
-    for switch in SWITCHES:
-        names = ", ".join(f"`{name}`" if re.fullmatch(r"[a-z_*]+", name) else name for name in switch.names)
-        assert f"| {names} | {switch.where} | {switch.effect} | {switch.note} |" in page
-    rows = re.findall(r"^\| .* \| (?:honoured|neutral|refused) \| .* \|$", page, re.MULTILINE)
-    assert len(rows) == len(SWITCHES)

@@ -19,8 +19,7 @@ from vla_accel.files import write_json
 from vla_accel.images.engine_files import BuiltFile, build_file, export_onnx, found_file, identity
 from vla_accel.images.models import load_model
 from vla_accel.images.parts import RANDOM, unet_engine_file
-from vla_accel.images.unet import UNET, Unet
-from vla_accel.images.unet_component import unet_component
+from vla_accel.images.unet import UNET, Unet, unet_component
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
 

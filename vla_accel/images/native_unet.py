@@ -1,19 +1,20 @@
 """The native program of Stable Diffusion's UNet: the same mathematics with fewer and larger GPU kernels.
 
-Against the eager module: images are channels-last throughout; group norm, SiLU, bias, time embedding, residual and
-the concatenation of skips are one pass; q, k, v are one product; keys and values of the text for all layers are one
-product; every time embedding is looked up in a table made at the start; upsampling is folded into its convolution; the
-last feed-forward product is merged with the projection after it; what the two halves of classifier-free guidance
-share, up to the first cross-attention, is computed once. Convolutions of small images and attention take the quickest
-of several ways, measured on the spot. Knows nothing of engines or graphs.
+Compared with the eager module: images are channels-last throughout; group norm, SiLU, bias, time embedding, residual
+and the concatenation of skips are one pass; q, k, v are one product, and so are the text's keys and values of all
+layers; time embeddings come from a table; upsampling is folded into its convolution; the last feed-forward product is
+merged with the projection after it; the two halves of classifier-free guidance share everything up to the first
+cross-attention. Attention and convolutions of small images take the fastest of several ways, measured on first use.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vla_accel.errors import EngineError
-from vla_accel.images.native_autoencoder import laid_out, padded
-from vla_accel.images.unet import Unet
+from vla_accel.images import native
+from vla_accel.images.native import bias_of, group_norm, laid_out, padded
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.autotune import fastest
 from vla_accel.kernels.image import ops
-from vla_accel.kernels.image.ops import GroupNorm, Sum
-from vla_accel.runtime import current
+from vla_accel.kernels.image.ops import Sum
+
+if TYPE_CHECKING:
+    from vla_accel.images.unet import Unet
 
 TRAIN_TIMESTEPS = 1000
 _EXPECTED = {
@@ -63,7 +65,7 @@ _SMALL = 32 * 32
 
 
 class _Lazy:
-    """A sum that some kernel adds up when it comes by; the skips of the up path find it done."""
+    """A sum that the first kernel which reads it adds up; the skips of the up path reuse the result."""
 
     def __init__(self, parts: Sum) -> None:
         self.parts = parts
@@ -81,7 +83,8 @@ class _Lazy:
 class NativeUnet:
     """`program(inputs, outputs)` with the names of the component `unet`; see the module's docstring.
 
-    Raises EngineError for a UNet with parts that are not known here, named.
+    Raises:
+        EngineError: the UNet has an unknown part.
     """
 
     def __init__(self, module: Unet) -> None:
@@ -94,15 +97,15 @@ class NativeUnet:
             if name not in _BLOCKS:
                 raise EngineError(f"native unet: unknown block {name}; known are {', '.join(_BLOCKS)}")
         self.dtype, self.paired = module.dtype, module.paired
-        self.choices: dict[str, str] = {}
+        self.choices = native.Choices()
         self.detail = self._describe()
         self._tables = _Tables()
         self.conv_in = padded(unet.conv_in.weight, 1)
-        self.shift_in = unet.conv_in.bias.float()
+        self.shift_in = bias_of(unet.conv_in)
         self.down = [_Level(self, b) for b in unet.down_blocks]
         self.mid = _Level(self, unet.mid_block)
         self.up = [_Level(self, b) for b in unet.up_blocks]
-        self.norm_out = _group_norm(unet.conv_norm_out)
+        self.norm_out = group_norm(unet.conv_norm_out)
         self.conv_out = padded(unet.conv_out.weight, 0)
         self.bias_out = unet.conv_out.bias[:, None, None]
         self.time_table = self._tables.times(unet)
@@ -117,29 +120,21 @@ class NativeUnet:
         return other
 
     def _describe(self) -> str:
-        ways: dict[str, list[str]] = {}
-        for key, way in self.choices.items():
-            ways.setdefault(f"{key.split()[0]} {way}", []).append(key)
-        chosen = ", ".join(f"{k} x{len(v)}" for k, v in sorted(ways.items()))
-        return f"channels-last {str(self.dtype).removeprefix('torch.')}, fused norms, one text product" + (
-            f"; measured: {chosen}" if chosen else ""
-        )
+        counts = Counter(f"{key.split()[0]} {way}" for key, way in self.choices.items())
+        chosen = (f"{way} x{count}" for way, count in sorted(counts.items()))
+        return native.describe(self.dtype, "fused norms, one text product", chosen)
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        sample, timestep = inputs["sample"], inputs["timestep"]
-        states, target = inputs["encoder_hidden_states"], outputs["noise"]
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
-            y = self._run(sample, timestep, states)
-        torch.add(y[..., : target.shape[1]].permute(0, 3, 1, 2), self.bias_out, out=target)
+        with native.fast_convolutions():
+            y = self._run(inputs["sample"], inputs["timestep"], inputs["encoder_hidden_states"])
+        native.write(y, self.bias_out, outputs["noise"])
         self.detail = self._describe()
 
     def _run(self, sample: Tensor, timestep: Tensor, states: Tensor) -> Tensor:
         batch = sample.shape[0]
-        call = _Call(self, batch, self.time_table.index_select(0, timestep.reshape(1))[0], F.linear(states, self.text))
-        once = sample[: batch // 2] if self.paired else sample
-        x = once.new_zeros((once.shape[0], *once.shape[2:], self.conv_in.shape[1]))
-        x[..., : once.shape[1]] = once.permute(0, 2, 3, 1)
+        call = _Call(batch, self.time_table.index_select(0, timestep.reshape(1))[0], F.linear(states, self.text))
+        x = native.channels_last(sample[: batch // 2] if self.paired else sample, self.conv_in.shape[1])
         state = _Lazy(Sum(ops.conv(x, self.conv_in, padding=1), shift=self.shift_in))
         skips = [state]
         for level in self.down:
@@ -150,38 +145,31 @@ class NativeUnet:
         _, h = ops.group_act(state.sum(), self.norm_out, activation=Activation.SILU, keep=False)
         return self.conv(h, self.conv_out)
 
-    # -- the measured parts -----------------------------------------------------------------------------------------
-
     def conv(self, x: Tensor, weight: Tensor, stride: int = 1) -> Tensor:
-        """A 3x3 convolution with padding 1, the quickest way."""
+        """A 3x3 convolution with padding 1, the fastest way."""
         if x.shape[1] * x.shape[2] > _SMALL:
             return ops.conv(x, weight, stride, 1)
         ways = {"library": ops.conv, "product": ops.conv_product}
-        key = f"conv {tuple(x.shape)} {weight.shape[0]} /{stride}"
-        run = ways[self._choose(key, {n: lambda f=f: f(x, weight, stride, 1) for n, f in ways.items()}, x)]
-        return run(x, weight, stride, 1)
+        calls = {n: lambda f=f: f(x, weight, stride, 1) for n, f in ways.items()}
+        way = self.choices.pick(f"conv {tuple(x.shape)} {weight.shape[0]} /{stride}", calls, x)
+        return ways[way](x, weight, stride, 1)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
         """q (B, N, C), k and v (B, S, C), each a view with any row stride; (B, N, C) contiguous."""
         q, k, v = (t.unflatten(2, (heads, -1)).transpose(1, 2) for t in (q, k, v))
-        key = f"attention {tuple(q.shape)} {k.shape[2]}"
         ways = {n: lambda b=b: _sdpa(q, k, v, b) for n, b in _BACKENDS.items()} if q.is_cuda else {}
-        chosen = self._choose(key, ways or {"default": lambda: None}, q)
-        return _sdpa(q, k, v, _BACKENDS.get(chosen)).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
-
-    def _choose(self, key: str, ways: Mapping[str, Any], like: Tensor) -> str:
-        if key not in self.choices:
-            if like.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise EngineError("native unet: run once at this size before the graph is captured")
-            self.choices[key] = fastest(ways, current(like)).candidate
-        return self.choices[key]
+        key = f"attention {tuple(q.shape)} {k.shape[2]}"
+        way = self.choices.pick(key, ways or {"default": lambda: None}, q)
+        return _sdpa(q, k, v, _BACKENDS.get(way)).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
 
+@dataclass(frozen=True)
 class _Call:
-    """What one call hands down: the time row, the text's keys and values, and whether the halves are still one."""
+    """One call's batch, the time embeddings' row, and the text's keys and values."""
 
-    def __init__(self, net: NativeUnet, batch: int, times: Tensor, text: Tensor) -> None:
-        self.net, self.batch, self.times, self.text = net, batch, times, text
+    batch: int
+    times: Tensor
+    text: Tensor
 
     def whole(self, x: Tensor) -> Tensor:
         """`x` for both halves of the guidance, if it was computed for one."""
@@ -189,14 +177,14 @@ class _Call:
 
 
 class _Level:
-    """One resolution: residual blocks, each perhaps with a transformer, then perhaps a change of resolution."""
+    """One resolution: residual blocks, transformers after them if any, then a change of resolution if any."""
 
     def __init__(self, net: NativeUnet, block: Any) -> None:
         self.net = net
         attentions = list(getattr(block, "attentions", None) or [])
         self.resnets = [_Res(net, r) for r in block.resnets]
         self.transformers = [_Transformer(net, a) for a in attentions]
-        self.down = [(laid_out(s.conv.weight), s.conv.bias.float()) for s in getattr(block, "downsamplers", None) or []]
+        self.down = [(laid_out(s.conv.weight), bias_of(s.conv)) for s in getattr(block, "downsamplers", None) or []]
         self.up = [_Up(s.conv) for s in getattr(block, "upsamplers", None) or []]
 
     def go_down(self, call: _Call, x: _Lazy, skips: list[_Lazy]) -> _Lazy:
@@ -230,8 +218,7 @@ class _Up:
     """Every pixel doubled, then a convolution. An odd size loses the last row or column before the convolution."""
 
     def __init__(self, conv: nn.Conv2d) -> None:
-        assert conv.bias is not None
-        self.weight, self.phases, self.shift = conv.weight, ops.phase_weights(conv.weight), conv.bias.float()
+        self.weight, self.phases, self.shift = conv.weight, ops.phase_weights(conv.weight), bias_of(conv)
 
     def __call__(self, x: Tensor, size: tuple[int, ...]) -> _Lazy:
         height, width = size
@@ -244,15 +231,15 @@ class _Up:
 class _Res:
     def __init__(self, net: NativeUnet, part: Any) -> None:
         self.net = net
-        self.norm1, self.norm2 = _group_norm(part.norm1), _group_norm(part.norm2)
+        self.norm1, self.norm2 = group_norm(part.norm1), group_norm(part.norm2)
         self.conv1, self.conv2 = laid_out(part.conv1.weight), laid_out(part.conv2.weight)
-        # The time embedding's table has this block's first bias in it.
+        # The table of time embeddings includes this block's first bias.
         self.times = net._tables.add_times(part.time_emb_proj, part.conv1.bias)
-        self.shift = part.conv2.bias.float()
+        self.shift = bias_of(part.conv2)
         self.shortcut = None
         if part.conv_shortcut is not None:
             self.shortcut = part.conv_shortcut.weight.flatten(1)
-            self.shift = self.shift + part.conv_shortcut.bias.float()
+            self.shift = self.shift + bias_of(part.conv_shortcut)
 
     def __call__(self, call: _Call, x: _Lazy, skip: Tensor | None) -> _Lazy:
         y, h = ops.group_act(x.sum(), self.norm1, activation=Activation.SILU, keep=True, skip=skip)
@@ -267,7 +254,7 @@ class _Res:
 class _Transformer:
     def __init__(self, net: NativeUnet, part: Any) -> None:
         self.net = net
-        self.norm = _group_norm(part.norm)
+        self.norm = group_norm(part.norm)
         self.proj_in = part.proj_in.weight.flatten(1), part.proj_in.bias
         self.blocks = [_Block(net, b) for b in part.transformer_blocks]
         # proj_out (x + W g + b) = proj_out x + (proj_out W) g + proj_out b: one product and one addition fewer.
@@ -294,7 +281,7 @@ class _Transformer:
 
 
 class _Block:
-    """Self-attention, cross-attention and the gate of the feed-forward; its last product is the transformer's."""
+    """Self-attention, cross-attention and the gated feed-forward without its last product."""
 
     def __init__(self, net: NativeUnet, part: Any) -> None:
         for attention in (part.attn1, part.attn2):
@@ -320,7 +307,7 @@ class _Block:
         q, k, v = F.linear(n, self.qkv).chunk(3, dim=-1)
         own = F.linear(self.net.attention(q, k, v, self.own_heads), self.own_out[0])
         hidden, n = ops.add_layer_norm(own, hidden, self.own_out[1], *self.norms[1])
-        # The text is the first thing in which the two halves of the guidance differ.
+        # The two halves of the guidance differ from the text on.
         q = call.whole(F.linear(n, self.query))
         hidden = call.whole(hidden)
         keys, values = call.text[..., self.keys], call.text[..., self.values]
@@ -330,7 +317,7 @@ class _Block:
 
 
 class _Tables:
-    """Collects every block's time projection and text projections, to make one table and one product of them."""
+    """Collects the blocks' projections of time and text, for one table and one product."""
 
     def __init__(self) -> None:
         self._times: list[tuple[nn.Linear, Tensor]] = []
@@ -371,7 +358,3 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Tensor
         return F.scaled_dot_product_attention(q, k, v)
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v)
-
-
-def _group_norm(norm: nn.GroupNorm) -> GroupNorm:
-    return GroupNorm(norm.num_groups, norm.weight.float(), norm.bias.float(), norm.eps)
