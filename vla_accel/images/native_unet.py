@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,31 +28,17 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.ops import Sum
 
-if TYPE_CHECKING:
-    from vla_accel.images.unet import Unet
-
 TRAIN_TIMESTEPS = 1000
 _EXPECTED = {
-    "class_embed_type": None,
-    "addition_embed_type": None,
-    "encoder_hid_dim_type": None,
-    "time_embedding_type": "positional",
-    "time_embedding_act_fn": None,
-    "timestep_post_act": None,
-    "time_cond_proj_dim": None,
-    "resnet_time_scale_shift": "default",
-    "resnet_skip_time_act": False,
-    "resnet_out_scale_factor": 1.0,
-    "act_fn": "silu",
-    "center_input_sample": False,
-    "only_cross_attention": False,
+    **dict.fromkeys(("class_embed_type", "addition_embed_type", "encoder_hid_dim_type", "cross_attention_norm")),
+    **dict.fromkeys(("time_embedding_act_fn", "timestep_post_act", "time_cond_proj_dim")),
+    **dict.fromkeys(("resnet_skip_time_act", "center_input_sample", "only_cross_attention"), False),
+    **dict.fromkeys(("resnet_out_scale_factor", "mid_block_scale_factor", "downsample_padding"), 1),
+    **dict.fromkeys(("resnet_time_scale_shift", "attention_type"), "default"),
+    **dict.fromkeys(("conv_in_kernel", "conv_out_kernel"), 3),
     "dual_cross_attention": False,
-    "cross_attention_norm": None,
-    "attention_type": "default",
-    "mid_block_scale_factor": 1,
-    "downsample_padding": 1,
-    "conv_in_kernel": 3,
-    "conv_out_kernel": 3,
+    "time_embedding_type": "positional",
+    "act_fn": "silu",
 }
 _BLOCKS = ("CrossAttnDownBlock2D", "DownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", "UNetMidBlock2DCrossAttn")
 _BACKENDS = {
@@ -81,13 +67,13 @@ class _Lazy:
 
 
 class NativeUnet:
-    """`program(inputs, outputs)` with the names of the component `unet`; see the module's docstring.
+    """`program(inputs, outputs)` with the names of the component `unet`, made from a `unet.Unet`.
 
     Raises:
         EngineError: the UNet has an unknown part.
     """
 
-    def __init__(self, module: Unet) -> None:
+    def __init__(self, module: Any) -> None:
         unet: Any = module.unet
         config = module.config
         for key, expected in _EXPECTED.items():
@@ -99,7 +85,8 @@ class NativeUnet:
         self.dtype, self.paired = module.dtype, module.paired
         self.choices = native.Choices()
         self.detail = self._describe()
-        self._tables = _Tables()
+        self._times: list[tuple[nn.Linear, Tensor]] = []
+        self._text: list[Tensor] = []
         self.conv_in = padded(unet.conv_in.weight, 1)
         self.shift_in = bias_of(unet.conv_in)
         self.down = [_Level(self, b) for b in unet.down_blocks]
@@ -108,8 +95,8 @@ class NativeUnet:
         self.norm_out = group_norm(unet.conv_norm_out)
         self.conv_out = padded(unet.conv_out.weight, 0)
         self.bias_out = unet.conv_out.bias[:, None, None]
-        self.time_table = self._tables.times(unet)
-        self.text = self._tables.text()
+        self.time_table = self._table_of_times(unet)
+        self.text = torch.cat(self._text)
 
     def form(self, paired: bool) -> NativeUnet:
         """The program for guided (`paired`) or single batches; weights and choices are shared."""
@@ -118,6 +105,34 @@ class NativeUnet:
         other = copy.copy(self)
         other.paired = paired
         return other
+
+    def add_times(self, projection: nn.Linear, bias: Tensor) -> slice:
+        """Add a block's projection of the time embedding; return its columns of `time_table`."""
+        begin = sum(b.numel() for _, b in self._times)
+        self._times.append((projection, bias))
+        return slice(begin, begin + bias.numel())
+
+    def add_text(self, weight: Tensor) -> slice:
+        """Add a projection of the text; return its columns of the product with `text`."""
+        begin = sum(w.shape[0] for w in self._text)
+        self._text.append(weight)
+        return slice(begin, begin + weight.shape[0])
+
+    @torch.inference_mode()
+    def _table_of_times(self, unet: Any) -> Tensor:
+        """(1000, all blocks' channels) float32: SiLU of the time embedding through every projection, plus biases."""
+        proj, embedding = unet.time_proj, unet.time_embedding
+        device = embedding.linear_1.weight.device
+        half = proj.num_channels // 2
+        steps = torch.arange(half, dtype=torch.float32, device=device)
+        frequencies = torch.exp(-math.log(10_000) * steps / (half - proj.downscale_freq_shift)) * proj.scale
+        angles = torch.arange(TRAIN_TIMESTEPS, device=device)[:, None] * frequencies
+        parts = (angles.cos(), angles.sin()) if proj.flip_sin_to_cos else (angles.sin(), angles.cos())
+        x = torch.cat(parts, dim=-1)
+        for layer in (embedding.linear_1, embedding.linear_2):
+            x = F.silu(F.linear(x, layer.weight.float(), layer.bias.float()))
+        rows = [F.linear(x, p.weight.float(), p.bias.float() + b.float()) for p, b in self._times]
+        return torch.cat(rows, dim=-1)
 
     def _describe(self) -> str:
         counts = Counter(f"{key.split()[0]} {way}" for key, way in self.choices.items())
@@ -234,7 +249,7 @@ class _Res:
         self.norm1, self.norm2 = group_norm(part.norm1), group_norm(part.norm2)
         self.conv1, self.conv2 = laid_out(part.conv1.weight), laid_out(part.conv2.weight)
         # The table of time embeddings includes this block's first bias.
-        self.times = net._tables.add_times(part.time_emb_proj, part.conv1.bias)
+        self.times = net.add_times(part.time_emb_proj, part.conv1.bias)
         self.shift = bias_of(part.conv2)
         self.shortcut = None
         if part.conv_shortcut is not None:
@@ -294,7 +309,7 @@ class _Block:
         self.own_heads, self.cross_heads = own.heads, cross.heads
         self.own_out = own.to_out[0].weight, own.to_out[0].bias.float()
         self.query = cross.to_q.weight
-        self.keys, self.values = net._tables.add_text(cross.to_k.weight), net._tables.add_text(cross.to_v.weight)
+        self.keys, self.values = net.add_text(cross.to_k.weight), net.add_text(cross.to_v.weight)
         self.cross_out = cross.to_out[0].weight, cross.to_out[0].bias.float()
         gate = part.ff.net[0]
         if type(gate).__name__ != "GEGLU":
@@ -314,43 +329,6 @@ class _Block:
         cross = F.linear(self.net.attention(q, keys, values, self.cross_heads), self.cross_out[0])
         hidden, n = ops.add_layer_norm(cross, hidden, self.cross_out[1], *self.norms[2])
         return hidden, ops.geglu_erf(F.linear(n, *self.gate))
-
-
-class _Tables:
-    """Collects the blocks' projections of time and text, for one table and one product."""
-
-    def __init__(self) -> None:
-        self._times: list[tuple[nn.Linear, Tensor]] = []
-        self._text: list[Tensor] = []
-
-    def add_times(self, projection: nn.Linear, bias: Tensor) -> slice:
-        begin = sum(b.numel() for _, b in self._times)
-        self._times.append((projection, bias))
-        return slice(begin, begin + bias.numel())
-
-    def add_text(self, weight: Tensor) -> slice:
-        begin = sum(w.shape[0] for w in self._text)
-        self._text.append(weight)
-        return slice(begin, begin + weight.shape[0])
-
-    def text(self) -> Tensor:
-        return torch.cat(self._text)
-
-    @torch.inference_mode()
-    def times(self, unet: Any) -> Tensor:
-        """(1000, all blocks' channels) float32: SiLU of the time embedding through every projection, plus biases."""
-        proj, embedding = unet.time_proj, unet.time_embedding
-        device = embedding.linear_1.weight.device
-        half = proj.num_channels // 2
-        steps = torch.arange(half, dtype=torch.float32, device=device)
-        frequencies = torch.exp(-math.log(10_000) * steps / (half - proj.downscale_freq_shift)) * proj.scale
-        angles = torch.arange(TRAIN_TIMESTEPS, device=device)[:, None] * frequencies
-        parts = (angles.cos(), angles.sin()) if proj.flip_sin_to_cos else (angles.sin(), angles.cos())
-        x = torch.cat(parts, dim=-1)
-        for layer in (embedding.linear_1, embedding.linear_2):
-            x = F.silu(F.linear(x, layer.weight.float(), layer.bias.float()))
-        rows = [F.linear(x, p.weight.float(), p.bias.float() + b.float()) for p, b in self._times]
-        return torch.cat(rows, dim=-1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Tensor:

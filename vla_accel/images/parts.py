@@ -1,4 +1,4 @@
-"""A Stable Diffusion pipeline's parts: where they are, which of them we can run, and its scheduler."""
+"""A Stable Diffusion pipeline's parts: loading and checking them, and making schedulers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from vla_accel.errors import CheckpointError, ConfigError, nearest
 from vla_accel.images.models import diffusers_module, from_folder, random_stable_diffusion
 
 RANDOM = {"random": False, "tiny-random": True}
-"""Instead of a folder: version 1.4's configuration, or a tiny one, with random weights."""
-
-
+"""Names instead of a folder, to whether tiny: version 1.4's configuration with random weights."""
 _SCHEDULER_PARTS = ("init_noise_sigma", "scale_model_input", "order")
 _SUITABLE = "expected one of Stable Diffusion's, like DDIMScheduler"
 
 
 def unet_engine_file(folder: str | Path) -> Path:
-    """Where `build-unet` puts a model's engine."""
+    """Return the path of the engine that `build-unet` builds for a model."""
     return Path(folder) / "unet" / "trt" / "unet.trt"
 
 
@@ -49,12 +47,12 @@ def make_scheduler(own: Any, name: str | None) -> Any:
 
 
 def scheduler_class(name: str) -> Any:
-    """A diffusers class, its name with or without "Scheduler". Raises ConfigError for one that is not there."""
+    """Return a diffusers scheduler class, named with or without "Scheduler". Raises ConfigError."""
     package = diffusers_module()
     kind = getattr(package, name if name.endswith("Scheduler") else f"{name}Scheduler", None)
     try:
         usable = hasattr(kind, "set_timesteps")
-    except ImportError as error:  # diffusers has a dummy in the place of a class that needs another package
+    except ImportError as error:  # diffusers has dummies for classes that need another package
         raise ConfigError(f"scheduler {name}: {' '.join(str(error).split())}") from error
     if not usable or kind is None:
         like = nearest(name, (n.removesuffix("Scheduler") for n in dir(package) if n.endswith("Scheduler")))
@@ -63,8 +61,11 @@ def scheduler_class(name: str) -> Any:
 
 
 def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """A diffusers `StableDiffusionPipeline` without its safety checker; a name of `RANDOM` has random weights. Raises
-    CheckpointError."""
+    """Load a diffusers `StableDiffusionPipeline` without its safety checker. Raises CheckpointError.
+
+    Args:
+        folder: a folder, a hub name, or a name of `RANDOM`.
+    """
     if folder in RANDOM:
         return random_stable_diffusion(tiny=RANDOM[str(folder)], dtype=dtype, device=device)
     path = Path(folder)
@@ -80,7 +81,7 @@ def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) 
 
 
 def check_parts(parts: Any) -> None:
-    """Raise CheckpointError for models that need inputs which Stable Diffusion 1 does not have."""
+    """Raise CheckpointError for models that need inputs which Stable Diffusion 1 lacks."""
     unet, text = parts.unet.config, parts.text_encoder.config
     for key in ("time_cond_proj_dim", "encoder_hid_dim_type", "addition_embed_type", "class_embed_type"):
         if unet.get(key) is not None:

@@ -20,7 +20,7 @@ from vla_accel.engines.tensorrt_session import Scratch
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.autoencoder import SCALE, Half, autoencoder_kind, split_autoencoder
 from vla_accel.images.cache import Cache
-from vla_accel.images.config import VaeConfig, check_spec, load_vae_config, why_no_engine
+from vla_accel.images.config import VaeConfig, check_spec, engine_file, load_vae_config, why_no_engine
 from vla_accel.images.memory import check_fits
 from vla_accel.images.native_autoencoder import CompiledHalf, NativeHalf, QuickestHalf
 from vla_accel.images.stage import Stage, require_finite
@@ -161,12 +161,13 @@ class AcceleratedVae:
         if self.config.from_files:
             if (reason := why_no_engine(self.config, side, size)) is not None:
                 return self._eager(side, size, batch, reason)
-            from vla_accel.images.engine_files import open_engine
+            from vla_accel.images.engine_files import open_file
 
             component = vae_component(half, side, size, batch=batch, dynamic=self.config.trt_vae_config.multi_profile)
             # One for all sizes: the cache's lock lets one of them run at a time.
             scratch = self.cache.share("scratch", lambda: Scratch(self.device))
-            return open_engine(self.config, side, size, component, scratch, self.ledger)
+            path = engine_file(self.config.trt_vae_config, side, size)
+            return open_file(component, EngineSpec(engine=self.config.vae_type), path, scratch, self.ledger)
         native = spec.engine == "native"
         program = self.cache.share(f"{side} program", lambda: self._program(half, spec)) if native else None
         component = vae_component(half, side, size, batch=batch, program=program)
