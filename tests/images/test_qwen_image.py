@@ -15,7 +15,7 @@ from benchmarks.tables.images import autoencoder_sizes, autoencoders, qwen_image
 from tests.support.pictures import read_parameters  # noqa: E402
 from vla_accel import cli  # noqa: E402
 from vla_accel.errors import ConfigError  # noqa: E402
-from vla_accel.images.measure import Parity, in_turns, parity, peak_memory  # noqa: E402
+from vla_accel.images.measure import Bench, Parity, parity  # noqa: E402
 from vla_accel.images.picture import load_image  # noqa: E402
 from vla_accel.images.qwen import accelerate, random_qwen_image  # noqa: E402
 from vla_accel.ledger import Ledger  # noqa: E402
@@ -206,13 +206,14 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     systems = {n: lambda n=n: order.append(n) for n in "abc"}
     heard: list[str] = []
-    timings = in_turns(systems, rounds=3, device=CPU, warm_up=1, progress=heard.append)
+    bench = Bench(CPU, heard.append)
+    timings = bench.timings(systems, rounds=3, warm_up=1)
     begun = [f"warming up: {name}" for name in "abc"]
     assert heard == [*begun, "9/9 calls"]
     heard.clear()
     monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
-    in_turns(dict.fromkeys("abc", lambda: None), rounds=3, device=CPU, warm_up=1, progress=heard.append)
+    bench.timings(dict.fromkeys("abc", lambda: None), rounds=3, warm_up=1)
     assert heard == [*begun, *(f"{done}/9 calls" for done in range(1, 10))], "where each takes longer"
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"
-    assert all(t.calls == 3 and t.min_ms <= t.p50_ms for t in timings.values())
-    assert peak_memory(CPU, lambda: order.append("x")) is None and "x" not in order, "a call takes minutes there"
+    assert all(t["calls"] == 3 and t["min_ms"] <= t["p50_ms"] for t in timings.values())
+    assert bench.peak_gib(lambda: order.append("x")) is None and "x" not in order, "a call takes minutes there"

@@ -21,6 +21,7 @@ from vla_accel import cli, latency  # noqa: E402
 from vla_accel.cli import bench_unet  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.errors import CheckpointError, ConfigError, EngineError  # noqa: E402
+from vla_accel.images.measure import Bench  # noqa: E402
 from vla_accel.images.models import load_model, random_stable_diffusion  # noqa: E402
 from vla_accel.images.parts import load_parts, make_scheduler  # noqa: E402
 from vla_accel.images.picture import load_image, save_png, to_uint8  # noqa: E402
@@ -367,7 +368,7 @@ def test_bench_unet_leaves_behind_where_it_died(tmp_path: Path, monkeypatch: pyt
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     output = tmp_path / "bench.json"
-    monkeypatch.setattr(bench_unet, "in_turns", die)
+    monkeypatch.setattr(Bench, "timings", die)
     words = "bench-unet --sd-dir tiny-random --systems eager,native --dtype fp32 --size 64 --steps 2 --output"
     with pytest.raises(RuntimeError, match="illegal memory access"):
         cli.main([*words.split(), str(output)])

@@ -20,7 +20,7 @@ from vla_accel.cli.generate import dtype_on
 from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.autoencoder import SCALE
-from vla_accel.images.measure import first_calls, in_turns, parity, peak_memory
+from vla_accel.images.measure import Bench, parity
 from vla_accel.images.models import diffusers_module
 from vla_accel.images.parts import load_parts, unet_engine_file
 from vla_accel.images.picture import side_by_side
@@ -62,8 +62,8 @@ class _Bench:
             getattr(self.wide, name).load_state_dict({k: v.float() for k, v in rounded.items()}, strict=False)
         self._ours: dict[str, StableDiffusion] = {}
         self._compiled: dict[str, Any] = {}
-        self.seconds: dict[str, float] = {}
-        self.errors: dict[str, str] = {}
+        self.bench = Bench(self.device, say)
+        self.errors, self.seconds = self.bench.errors, self.bench.seconds
         self._latents: dict[str, Tensor] = {}
         self._rows_of: dict[str, list[dict[str, Any]]] = {}
 
@@ -104,11 +104,9 @@ class _Bench:
         return parts
 
     def _first(self, task: str, runs: dict[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
-        first = first_calls(task, runs, say)
-        self.seconds |= {f"{task} {n}": f.seconds for n, f in first.items()}
-        self.errors |= {f"{task} {n}": f.error for n, f in first.items() if f.error}
+        results = self.bench.first_calls(task, runs, f"{task} {{}}")
         write_asked(self.options.output, self.summary())
-        return {n: f.result for n, f in first.items() if f.result is not None}
+        return results
 
     # -- single calls -----------------------------------------------------------------------------------------------
 
@@ -125,9 +123,7 @@ class _Bench:
             runs = {n: self._unet(n, sample, timestep, states) for n in self.options.systems}
             want = self.wide.unet(sample.float(), timestep, states.float(), return_dict=False)[0]
         done = self._first("unet", runs)
-        timings = in_turns(
-            {n: runs[n] for n in done}, rounds=self.options.unet_rounds, device=self.device, progress=say
-        )
+        timings = self.bench.timings({n: runs[n] for n in done}, self.options.unet_rounds)
         return self._rows(timings, {"parity": (done, want), "parity_eager": (done, done.get("eager"))})
 
     def _unet(self, name: str, sample: Tensor, timestep: Tensor, states: Tensor) -> Callable[[], Tensor]:
@@ -163,12 +159,12 @@ class _Bench:
         runs = {n: self._picture(n, image) for n in self.options.systems}
         task = "txt2img" if image is None else "img2img"
         self._latents.clear()
-        results = {n: r.cpu() for n, r in self._first(task, runs).items()}
+        results = self._first(task, runs)
         runs = {n: runs[n] for n in results}
         if not results:
             reasons = [text for name, text in self.errors.items() if name.startswith(f"{task} ")]
             raise EngineError(f"{task}: no system could make a picture: {'; '.join(reasons)}")
-        memory = {n: peak_memory(self.device, run) for n, run in runs.items()}
+        memory = {n: self.bench.peak_gib(run) for n, run in runs.items()}
         reference = results.get("eager-fp32", results[next(iter(results))])
         latents = {n: self._latents[n] for n in results}
         compared = {
@@ -177,7 +173,7 @@ class _Bench:
             "latents": (latents, latents.get("eager-fp32")),
             "latents_eager": (latents, latents.get("eager")),
         }
-        timings = in_turns(runs, rounds=self.options.rounds, device=self.device, warm_up=1, progress=say)
+        timings = self.bench.timings(runs, self.options.rounds, warm_up=1)
         if self.options.picture is not None and image is None:
             last = results[list(results)[-1]]
             side_by_side(self.options.picture, [(r * 2 - 1).permute(2, 0, 1)[None] for r in (reference, last)])
@@ -252,21 +248,18 @@ class _Bench:
     def _rows(self, timings: Any, compared: dict[str, tuple[dict[str, Tensor], Tensor | None]]) -> list[dict[str, Any]]:
         """Lines of the results; `compared`: name of an agreement to every system's result and what it is held to."""
         names = list(timings)
+        compiled = [timings[n]["p50_ms"] for n in ("compile", "compile-graphs") if n in timings]
         return [
             {
                 "system": n,
-                **timings[n].as_dict(),
-                "speedup": timings[names[0]].p50_ms / timings[n].p50_ms,
-                "speedup_over_compile": self._over(timings, n),
+                **timings[n],
+                "speedup": timings[names[0]]["p50_ms"] / timings[n]["p50_ms"],
+                # The faster of torch.compile's two modes.
+                "speedup_over_compile": min(compiled) / timings[n]["p50_ms"] if compiled else None,
                 **{k: parity(r[n], want).as_dict() for k, (r, want) in compared.items() if want is not None},
             }
             for n in names
         ]
-
-    def _over(self, timings: Any, name: str) -> float | None:
-        compiled = [timings[n].p50_ms for n in ("compile", "compile-graphs") if n in timings]
-        # The faster of its two modes is what there is to beat.
-        return min(compiled) / timings[name].p50_ms if compiled else None
 
     def engines(self) -> list[dict[str, object]]:
         """What ran in our systems."""

@@ -13,7 +13,7 @@ from vla_accel.cli.asked.images import BenchVae
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
 from vla_accel.errors import ConfigError
 from vla_accel.images.autoencoder import AUTOENCODERS, SCALE, split_autoencoder
-from vla_accel.images.measure import first_calls, in_turns, parity
+from vla_accel.images.measure import Bench, parity
 from vla_accel.images.models import CONFIGS, load_model
 from vla_accel.images.vae import AcceleratedVae
 from vla_accel.images.vae_component import PROFILES, Size, parse_size, size_key, static_sizes
@@ -43,14 +43,14 @@ def main(options: BenchVae, words: list[str]) -> int:
     results = [r for size_rows in rows for r in size_rows]
     _print(results)
     picture = bench.picture() if options.picture else None
-    passed = all(r["passed"] for r in results) and not bench.errors
+    passed = all(r["passed"] for r in results) and not bench.bench.errors
     content = {
         "vae": options.vae,
         "agreement_with": "eager in float32 with the same weights",
         "engines": bench.ledger.as_list(),
         "results": results,
         "picture": picture,
-        "errors": bench.errors,
+        "errors": bench.bench.errors,
     }
     return finish(report("bench-vae", options, device, began, passed, content), options.output)
 
@@ -83,8 +83,7 @@ def _to_compare(options: BenchVae) -> str | None:
 class _Bench:
     def __init__(self, options: BenchVae, vae: Any, reference: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.options, self.vae, self.reference, self.device, self.dtype = options, vae, reference, device, dtype
-        self.ledger = Ledger()
-        self.errors: dict[str, str] = {}
+        self.ledger, self.bench = Ledger(), Bench(device, say)
         self.frames = split_autoencoder(vae)[0].frames
         self._accelerated: dict[str, AcceleratedVae] = {}
 
@@ -110,26 +109,24 @@ class _Bench:
                 systems = {name: self._system(name, image, latents) for name in taken}
             for side in ("encoder", "decoder"):
                 runs = {name: system[side] for name, system in systems.items()}
-                first = first_calls(f"{size_key(size)} {side}", runs, say)
-                done = {name: f.result for name, f in first.items() if f.result is not None}
-                self.errors |= {f"{name} {side} {size_key(size)}": f.error for name, f in first.items() if f.error}
-                timings = in_turns(
-                    {name: runs[name] for name in done}, rounds=self.options.rounds, device=self.device, progress=say
-                )
+                key = f"{{}} {side} {size_key(size)}"
+                done = self.bench.first_calls(f"{size_key(size)} {side}", runs, key)
+                timings = self.bench.timings({name: runs[name] for name in done}, self.options.rounds)
                 base = timings.get("eager")
                 for name, timing in timings.items():
                     agreement = parity(done[name], want[side])
-                    rows.append({
+                    row = {
                         "size": f"{size[1]}x{size[0]}",
                         "key": size_key(size),
                         "side": side,
                         "system": name,
-                        **timing.as_dict(),
-                        "speedup": base.p50_ms / timing.p50_ms if base else None,
-                        "first_call_s": round(first[name].seconds, 2),
+                        **timing,
+                        "speedup": base["p50_ms"] / timing["p50_ms"] if base else None,
+                        "first_call_s": round(self.bench.seconds[key.format(name)], 2),
                         "parity": agreement.as_dict(),
                         "passed": agreement.passes(MSE, COSINE),
-                    })  # fmt: skip
+                    }
+                    rows.append(row)
         if self.device.type == "cuda":
             torch.compiler.reset()
         return rows

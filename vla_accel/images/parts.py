@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vla_accel.errors import CheckpointError, ConfigError, nearest
 from vla_accel.images.models import diffusers_module, from_folder, random_stable_diffusion
+from vla_accel.images.native_unet import TRAIN_TIMESTEPS
 
 RANDOM = {"random": False, "tiny-random": True}
 """Names instead of a folder, to whether tiny: version 1.4's configuration with random weights."""
+_log = logging.getLogger("vla_accel")
 _SCHEDULER_PARTS = ("init_noise_sigma", "scale_model_input", "order")
 _SUITABLE = "expected one of Stable Diffusion's, like DDIMScheduler"
 
@@ -44,6 +48,51 @@ def make_scheduler(own: Any, name: str | None) -> Any:
     except TypeError as error:
         raise ConfigError(f"scheduler {kind.__name__}: {_SUITABLE}, got one whose step has {error}") from error
     return made
+
+
+def set_timesteps(scheduler: Any, steps: int, strength: float | None) -> Tensor:
+    """Set a scheduler to `steps` steps and return its timesteps, with an input image the last share `strength`.
+
+    Raises:
+        ConfigError: the scheduler does not run so many steps, takes no input image, or has fractional timesteps.
+    """
+    name = f"scheduler {type(scheduler).__name__}"
+    # On the CPU: schedulers look up their tables by timestep, which would wait for the GPU at every step.
+    try:
+        scheduler.set_timesteps(steps, device="cpu")
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{name}: expected one that runs {steps} steps, got: {error}") from error
+    timesteps = scheduler.timesteps
+    if strength is not None:
+        if not hasattr(scheduler, "add_noise"):
+            raise ConfigError(
+                f"{name}: expected one with add_noise for an input image, such as DDIMScheduler, got one without"
+            )
+        skipped = (steps - int(steps * strength)) * scheduler.order
+        timesteps = timesteps[skipped:]
+        if hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(skipped)
+        if len(timesteps) == 0:
+            raise ConfigError(f"strength {strength}: expected at least one of {steps} steps to run, got none")
+    if bool((timesteps != timesteps.round()).any()) or int(timesteps.max()) >= TRAIN_TIMESTEPS:
+        raise ConfigError(
+            f"{name}: expected whole timesteps below {TRAIN_TIMESTEPS}, got {float(timesteps[0]):g}, "
+            f"{float(timesteps[min(1, len(timesteps) - 1)]):g}, …: set its timestep_spacing to leading or trailing, or "
+            "take another scheduler"
+        )
+    return timesteps
+
+
+def tokenize(tokenizer: Any, prompts: list[str]) -> Tensor:
+    """Return the tokens (B, 77) of prompts, with a warning about the part of a prompt that is truncated."""
+    most = tokenizer.model_max_length
+    for prompt in prompts:
+        whole = tokenizer(prompt, verbose=False).input_ids
+        if len(whole) > most:
+            ignored = tokenizer.decode(whole[most - 1 : -1])
+            text = "prompt: expected at most %d tokens, got %d; this part is ignored: %r"
+            _log.warning(text, most, len(whole), ignored)
+    return tokenizer(prompts, padding="max_length", max_length=most, truncation=True, return_tensors="pt").input_ids
 
 
 def scheduler_class(name: str) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from vla_accel.images.autoencoder import SCALE
 from vla_accel.images.cache import Cache
 from vla_accel.images.config import VaeConfig, check_spec
 from vla_accel.images.native_unet import TRAIN_TIMESTEPS, NativeUnet
-from vla_accel.images.parts import check_parts, load_parts, make_scheduler, unet_engine_file
+from vla_accel.images.parts import check_parts, load_parts, make_scheduler, set_timesteps, tokenize, unet_engine_file
 from vla_accel.images.picture import to_uint8
 from vla_accel.images.plugged import Plugged
 from vla_accel.images.stage import Stage, require_finite
@@ -41,7 +40,6 @@ from vla_accel.images.vae import AcceleratedVae
 from vla_accel.ledger import Ledger
 
 _KEPT_SIZES = 4
-_log = logging.getLogger("vla_accel")
 
 
 @dataclass(frozen=True)
@@ -239,13 +237,15 @@ class StableDiffusion:
         if image is not None and image.shape[2:] != (height, width):
             image = F.interpolate(image, size=(height, width))
         guided = request.guidance > 1
-        scheduler, timesteps = self._schedule(request, image is not None)
+        scheduler = make_scheduler(self.parts.scheduler, request.scheduler)
+        timesteps = set_timesteps(scheduler, request.steps, None if image is None else request.strength)
         stages = self._prepare((height, width), guided, image is not None)
         watch = latency.Stopwatch(self.device)
         call = _Call(
             request, image, stages, scheduler, timesteps, torch.Generator("cpu").manual_seed(request.seed), watch
         )
-        ids = self._tokenize(request, guided)
+        prompts = [request.negative_prompt, request.prompt] if guided else [request.prompt]
+        ids = tokenize(self.parts.tokenizer, prompts)
         with watch.section("text_encoder"):
             states = stages.text_encoder(ids=ids.to(self.device, non_blocking=True))["states"]
         latents = self._denoise(call, states, self._start(call, height, width), on_step)
@@ -329,51 +329,6 @@ class StableDiffusion:
         from vla_accel.images.engine_files import open_file
 
         return open_file(component, spec, self.unet_file, Scratch(self.device), self.ledger)
-
-    def _tokenize(self, request: Request, guided: bool) -> Tensor:
-        tokenizer = self.parts.tokenizer
-        prompts = [request.negative_prompt, request.prompt] if guided else [request.prompt]
-        most = tokenizer.model_max_length
-        for prompt in prompts:
-            whole = tokenizer(prompt, verbose=False).input_ids
-            if len(whole) > most:
-                _log.warning(
-                    "prompt: expected at most %d tokens, got %d; this part is ignored: %r",
-                    most, len(whole), tokenizer.decode(whole[most - 1 : -1]),
-                )  # fmt: skip
-        return tokenizer(prompts, padding="max_length", max_length=most, truncation=True, return_tensors="pt").input_ids
-
-    def _schedule(self, request: Request, from_image: bool) -> tuple[Any, Tensor]:
-        scheduler = make_scheduler(self.parts.scheduler, request.scheduler)
-        # On the CPU: schedulers look their tables up by timestep, which would wait for the GPU at every step.
-        try:
-            scheduler.set_timesteps(request.steps, device="cpu")
-        except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"scheduler {type(scheduler).__name__}: expected one that runs {request.steps} steps, got: {error}"
-            ) from error
-        timesteps = scheduler.timesteps
-        if from_image:
-            if not hasattr(scheduler, "add_noise"):
-                raise ConfigError(
-                    f"scheduler {type(scheduler).__name__}: expected one with add_noise for an input image, such as "
-                    "DDIMScheduler, got one without"
-                )
-            skipped = request.steps - request.run(from_image)
-            timesteps = timesteps[skipped * scheduler.order :]
-            if hasattr(scheduler, "set_begin_index"):
-                scheduler.set_begin_index(skipped * scheduler.order)
-            if len(timesteps) == 0:
-                raise ConfigError(
-                    f"strength {request.strength}: expected at least one of {request.steps} steps to run, got none"
-                )
-        if bool((timesteps != timesteps.round()).any()) or int(timesteps.max()) >= TRAIN_TIMESTEPS:
-            raise ConfigError(
-                f"scheduler {type(scheduler).__name__}: expected whole timesteps below {TRAIN_TIMESTEPS}, got "
-                f"{float(timesteps[0]):g}, {float(timesteps[min(1, len(timesteps) - 1)]):g}, …: set its "
-                "timestep_spacing to leading or trailing, or take another scheduler"
-            )
-        return scheduler, timesteps
 
     def _noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         # As diffusers draws it: on the generator's device, in the model's dtype.
