@@ -18,7 +18,7 @@ from benchmarks.tables.images import autoencoder_sizes, autoencoders, qwen_image
 from tests.support.agreement import RATIO
 from tests.support.images import CPU, diffusers, last_json, read_parameters
 from vla_accel import cli
-from vla_accel.cli import bench_unet, build_unet, build_vae
+from vla_accel.cli import bench_unet, build_images
 from vla_accel.engines.onnx import OnnxFile
 from vla_accel.images import AcceleratedVae
 from vla_accel.images.engine_files import BuiltFile
@@ -345,8 +345,7 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT-RTX that need not be installed, and builds nothing."""
     library = SimpleNamespace(title="TensorRT", name="tensorrt_rtx")
-    for module in (build_vae, build_unet):
-        monkeypatch.setattr(module, "load_library", lambda _: library)
+    monkeypatch.setattr(build_images, "load_library", lambda _: library)
 
 
 def built(path: Path, **about: Any) -> BuiltFile:
@@ -369,8 +368,8 @@ def built(path: Path, **about: Any) -> BuiltFile:
 def test_an_existing_engine_file_must_be_what_was_requested(
     words: str, about: dict[str, Any], message: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_vae, "found_file", lambda _, path, *__: built(path, **about))
-    monkeypatch.setattr(build_vae, "build_file", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr(build_images, "found_file", lambda _, path, *__: built(path, **about))
+    monkeypatch.setattr(build_images, "build_file", lambda *_: pytest.fail("built"))
     command = f"build-vae --vae tiny-qwen-vae --output-dir {tmp_path} --sides encoder {words}"
     assert cli.main(command.split()) == bool(message)
     err = capsys.readouterr().err
@@ -396,9 +395,9 @@ def test_a_stored_graph_of_other_weights_or_another_dtype_is_exported_again(
         exported.append(str(component.inputs[0].dtype))
         return OnnxFile(folder / "unet.onnx", {}, (component.inputs[0].dtype,), 0)
 
-    monkeypatch.setattr(build_unet, "found_file", lambda *_: None)
-    monkeypatch.setattr(build_unet, "export_onnx", export)
-    monkeypatch.setattr(build_unet, "build_file", lambda component, graph, path, *_: built(path))
+    monkeypatch.setattr(build_images, "found_file", lambda *_: None)
+    monkeypatch.setattr(build_images, "export_onnx", export)
+    monkeypatch.setattr(build_images, "build_file", lambda component, graph, path, *_: built(path))
     words = f"build-unet --sd-dir tiny-random --output-dir {tmp_path} --targets sm89 --dtype"
     for dtype in ("fp16", "fp16", "fp32", "fp32"):
         assert cli.main([*words.split(), dtype]) == 0

@@ -17,7 +17,7 @@ import torch
 
 from tests.support.images import CPU, last_json, make_parts, make_vae
 from vla_accel import cli
-from vla_accel.cli import build_unet, build_vae
+from vla_accel.cli import build_images
 from vla_accel.config import EngineSpec
 from vla_accel.engines.tensorrt_builder import pick_profile
 from vla_accel.errors import ConfigError, EngineError
@@ -218,17 +218,20 @@ class Exported(Exception):
         raise cls(f"{component.name} to {folder.name}")
 
 
-def test_what_takes_minutes_is_said_before_it_begins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        ("build-unet --sd-dir tiny-random", "unet/trt/unet.trt"),
+        ("build-vae --vae tiny-qwen-vae", "vae_encoder_multi_profile.trt"),
+    ],
+)
+def test_a_build_reports_before_it_begins_that_it_takes_minutes(
+    words: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, words, file in (
-        (build_unet, "build-unet --sd-dir tiny-random", unet_engine_file(tmp_path)),
-        (build_vae, "build-vae --vae tiny-qwen-vae", tmp_path / "vae_encoder_multi_profile.trt"),
-    ):
-        monkeypatch.setattr(module, "export_onnx", Exported.instead)
-        with pytest.raises(Exported):
-            cli.main([*words.split(), "--output-dir", str(tmp_path), "--targets", "sm89"])
-        assert capsys.readouterr().err.splitlines()[-1] == f"building {file}: minutes"
+    monkeypatch.setattr(build_images, "export_onnx", Exported.instead)
+    with pytest.raises(Exported):
+        cli.main([*words.split(), "--output-dir", str(tmp_path), "--targets", "sm89"])
+    assert capsys.readouterr().err.splitlines()[-1] == f"building {tmp_path / file}: minutes"
 
 
 @pytest.mark.slow
@@ -251,7 +254,7 @@ def test_the_unet_is_exported_once_and_built_once(
     assert run("--force-engine")["built"]
     assert graph.stat().st_mtime_ns == exported and engine.stat().st_mtime_ns > built
     with monkeypatch.context() as patch, pytest.raises(Exported, match=r"^unet to onnx$"):
-        patch.setattr(build_unet, "export_onnx", Exported.instead)
+        patch.setattr(build_images, "export_onnx", Exported.instead)
         run("--force-onnx")
     # The pipeline finds it, but needs a GPU to run it.
     engines = Engines(unet=EngineSpec("tensorrt_rtx"))

@@ -22,13 +22,14 @@ from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
 
 COSINE = 0.999
+"""The smallest cosine with the baseline's picture that passes."""
 TINY_LAYERS = 2
 MULTIPLE = 16
-"""Pixels a side of one of the transformer's patches: 8 for a latent, 2 latents a patch."""
+"""Pixels per patch of the transformer in each direction: 8 for a latent, 2 latents a patch."""
 
 
 def main(options: BenchQwen, words: list[str]) -> int:
-    """Run the command; the exit status."""
+    """Run the command; return the exit status."""
     if options.size % MULTIPLE:
         raise ConfigError(f"size: expected a multiple of {MULTIPLE}, got {options.size}")
     device, dtype = resolve_device(options.device), DTYPES[options.dtype]
@@ -121,7 +122,7 @@ def _call(options: BenchQwen, pipeline: Any, dtype: torch.dtype, device: torch.d
 def _switched(
     pipeline: Any, vae: Any, transformer: Transformer, ledger: Ledger, run: Callable[[], Tensor]
 ) -> Callable[[], Tensor]:
-    """A variant: its forwards are put in for the call and taken out again, so that all share one set of weights."""
+    """A variant whose forwards are in the pipeline during its calls only, so that all variants share the weights."""
     state: dict[str, Any] = {}
     parts = {"vae": ("encode", "decode"), "transformer": ("forward",)}
 

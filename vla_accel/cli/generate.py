@@ -1,4 +1,4 @@
-"""`vla-accel txt2img` and `img2img`: progress, the picture with its parameters, the latency JSON."""
+"""`vla-accel txt2img` and `img2img`: make a picture that carries its parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vla_accel.progress import going_on, shown
 
 
 def main(options: TextToImage, words: list[str]) -> int:
-    """Generate, save, report; the exit status."""
+    """Generate, save and report; return the exit status."""
     device = machine.resolve_device(options.device)
     dtype = DTYPES[dtype_on(device, options.dtype)]
     request, image = _request(options)
@@ -39,7 +39,7 @@ def main(options: TextToImage, words: list[str]) -> int:
     parts = pipeline.parts
     run = request.run(image is not None)
     steps = f"{run} steps" if run == request.steps else f"{run} of {request.steps} steps"
-    say(f"denoising in {steps}")  # of which the first may take half a minute on a CPU
+    say(f"denoising in {steps}")  # the first may take half a minute on a CPU
     for call in range(options.calls):
         if call == 1:
             pipeline.latency.clear()
@@ -71,9 +71,9 @@ def main(options: TextToImage, words: list[str]) -> int:
     return 0
 
 
-def dtype_on(device: torch.device, asked: Dtype | None) -> Dtype:
-    """What was asked for; else fp16 on a GPU and fp32 on a CPU, where diffusers warns of fp16."""
-    return asked or ("fp16" if device.type == "cuda" else "fp32")
+def dtype_on(device: torch.device, requested: Dtype | None) -> Dtype:
+    """Return the requested dtype, else fp16 on a GPU and fp32 on a CPU, where diffusers warns about fp16."""
+    return requested or ("fp16" if device.type == "cuda" else "fp32")
 
 
 def _request(options: TextToImage) -> tuple[Request, Tensor | None]:
@@ -100,7 +100,7 @@ def _engines(options: TextToImage) -> Engines:
 def _compare(
     options: TextToImage, parts: Any, request: Request, image: Tensor | None, pixels: np.ndarray
 ) -> dict[str, Any]:
-    """diffusers' own pipeline on the same seed and scheduler: saves its picture; time and agreement."""
+    """Save the picture of diffusers' own pipeline for the same seed and scheduler; return its time and agreement."""
     parts.scheduler = make_scheduler(parts.scheduler, request.scheduler)
     parts.set_progress_bar_config(disable=True)
     common: dict[str, Any] = {
