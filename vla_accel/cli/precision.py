@@ -21,7 +21,6 @@ from vla_accel.images.unet import UNET
 from vla_accel.measure.reduced_precision import (
     Cost,
     ModuleRange,
-    ReducedPrecision,
     cost,
     dtype_counts,
     inference,
@@ -47,7 +46,7 @@ def main(options: Precision, words: list[str]) -> int:
     keep = (*options.keep_fp32, *(overflowing(found, dtype) if options.auto_fp32 else ()))
     reduced = copy.deepcopy(wide)
     del wide
-    kept = reduce_precision(reduced, ReducedPrecision(options.dtype, keep))
+    kept = reduce_precision(reduced, options.dtype, keep)
     result, seen, after = _measured(options, options.dtype, reduced, call(reduced, dtype), device)
     agreement = parity(result, reference)
     names = dict.fromkeys((*overflowing(found, dtype), *overflowing(seen, dtype)))
@@ -87,7 +86,7 @@ def _measured(
         advance(1, options.calls + 4)  # two before the timed ones, and two to warm up
         return result
 
-    with inference(device):
+    with inference():
         return counted(), ranges(model, counted), cost(model, counted, device, options.calls)
 
 

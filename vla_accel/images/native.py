@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import EngineError
+from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import Fastest, fastest
-from vla_accel.kernels.image.ops import GroupNorm
+from vla_accel.kernels.image import ops
+from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.runtime import current
+
+Convolution = Callable[[Tensor, Tensor], Tensor]
+"""A 3x3 convolution with padding 1 of an image and a weight."""
 
 
 def measure(ways: Mapping[str, Any], like: Tensor, repeats: int) -> Fastest:
@@ -77,6 +82,42 @@ def bias_of(layer: nn.Conv2d | nn.Linear) -> Tensor:
     return layer.bias.float()
 
 
-def group_norm(norm: nn.GroupNorm) -> GroupNorm:
-    """A group norm's parameters for the kernels."""
-    return GroupNorm(norm.num_groups, norm.weight.float(), norm.bias.float(), norm.eps)
+class NormAct:
+    """A norm and its activation. Returns the sum (with `keep`) and the normed sum; see `ops.group_act`."""
+
+    def __init__(self, norm: Any, activation: Activation = Activation.SILU) -> None:
+        self.activation, self.norm = activation, None
+        if isinstance(norm, nn.GroupNorm):
+            self.norm = GroupNorm(norm.num_groups, norm.weight.float(), norm.bias.float(), norm.eps)
+        else:
+            self.gamma = norm.gamma.float()
+
+    def __call__(self, x: Sum, *, keep: bool, skip: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.norm is None:
+            return ops.rms_act(x, self.gamma, activation=self.activation, keep=keep)
+        return ops.group_act(x, self.norm, activation=self.activation, keep=keep, skip=skip)
+
+
+class Residual:
+    """A residual block: norm, SiLU, 3x3 convolution, twice, plus the input. `part` has diffusers' or our names."""
+
+    def __init__(self, part: Any, shortcut: nn.Conv2d | None) -> None:
+        self.norm1, self.norm2 = NormAct(part.norm1), NormAct(part.norm2)
+        self.conv1, self.conv2 = laid_out(part.conv1.weight), laid_out(part.conv2.weight)
+        self.shift = bias_of(part.conv2)
+        self.shortcut = None
+        if shortcut is not None:
+            self.shortcut = shortcut.weight.flatten(1)
+            self.shift = self.shift + bias_of(shortcut)
+
+    def run(self, x: Sum, shift: Tensor, conv: Convolution, skip: Tensor | None = None) -> tuple[Tensor, Sum]:
+        """Return the sum x and the block's result; `shift` is added after the first convolution."""
+        y, h = self.norm1(x, keep=True, skip=skip)
+        _, h = self.norm2(Sum(conv(h, self.conv1), shift=shift), keep=False)
+        h = conv(h, self.conv2)
+        return y, Sum(h, y if self.shortcut is None else F.linear(y, self.shortcut), self.shift)
+
+
+def upsample(x: Tensor, phases: Tensor, shift: Tensor) -> Sum:
+    """Double every pixel and convolve, with weights of `ops.phase_weights`."""
+    return Sum(ops.conv_phases(x, phases).value, shift=shift, phased=True)

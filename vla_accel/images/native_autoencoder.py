@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from vla_accel.component import Program
 from vla_accel.errors import EngineError
 from vla_accel.images import native
-from vla_accel.images.autoencoder import ChannelRms, Downsample, Half, Norm, ResBlock, SpatialAttention, Upsample
-from vla_accel.images.native import bias_of, laid_out, padded
+from vla_accel.images.autoencoder import Downsample, Half, ResBlock, SpatialAttention, Upsample
+from vla_accel.images.native import NormAct, bias_of, laid_out, padded
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.ops import Sum
@@ -51,7 +51,7 @@ class NativeHalf:
         self.conv_in = padded(half.conv_in.weight, 1)
         self.conv_out = padded(half.conv_out.weight, 0)
         self.layers = [self._layer(block) for block in half.blocks]
-        self.shift_in, self.norm_out = bias_of(half.conv_in), _Norm(half.norm_out)
+        self.shift_in, self.norm_out = bias_of(half.conv_in), NormAct(half.norm_out)
         bias = bias_of(half.conv_out)
         if half.last is not None:
             # A 1x1 convolution after a convolution is one convolution.
@@ -85,7 +85,7 @@ class NativeHalf:
         state = Sum(ops.conv(x, self.conv_in, padding=1), shift=self.shift_in)
         for layer in self.layers:
             state = layer(state)
-        _, h = self.norm_out(state, activation=Activation.SILU, keep=False)
+        _, h = self.norm_out(state, keep=False)
         return ops.conv(h, self.conv_out, padding=1)
 
     def _layer(self, block: nn.Module) -> Layer:
@@ -138,42 +138,23 @@ class QuickestHalf:
         self.programs[self.chosen[size]](inputs, outputs)
 
 
-class _Norm:
-    def __init__(self, norm: Norm) -> None:
-        self.norm = norm.gamma.float() if isinstance(norm, ChannelRms) else native.group_norm(norm)
-
-    def __call__(self, x: Sum, *, activation: Activation, keep: bool) -> tuple[Tensor, Tensor]:
-        if isinstance(self.norm, Tensor):
-            return ops.rms_act(x, self.norm, activation=activation, keep=keep)
-        return ops.group_act(x, self.norm, activation=activation, keep=keep)
-
-
-class _Res:
+class _Res(native.Residual):
     def __init__(self, block: ResBlock) -> None:
-        self.norm1, self.norm2 = _Norm(block.norm1), _Norm(block.norm2)
-        self.conv1, self.conv2 = laid_out(block.conv1.weight), laid_out(block.conv2.weight)
-        self.shift1, self.shift2 = bias_of(block.conv1), bias_of(block.conv2)
-        self.shortcut = None
-        if block.shortcut is not None:
-            self.shortcut = block.shortcut.weight.flatten(1)
-            self.shift2 = self.shift2 + bias_of(block.shortcut)
+        super().__init__(block, block.shortcut)
+        self.first = bias_of(block.conv1)
 
     def __call__(self, x: Sum) -> Sum:
-        y, h = self.norm1(x, activation=Activation.SILU, keep=True)
-        h = ops.conv(h, self.conv1, padding=1)
-        _, h = self.norm2(Sum(h, shift=self.shift1), activation=Activation.SILU, keep=False)
-        h = ops.conv(h, self.conv2, padding=1)
-        return Sum(h, y if self.shortcut is None else F.linear(y, self.shortcut), self.shift2)
+        return self.run(x, self.first, lambda h, weight: ops.conv(h, weight, padding=1))[1]
 
 
 class _Attention:
     def __init__(self, block: SpatialAttention, choices: native.Choices) -> None:
-        self.norm, self.choices = _Norm(block.norm), choices
+        self.norm, self.choices = NormAct(block.norm, Activation.NONE), choices
         self.qkv, self.proj = block.qkv, block.proj.weight
         self.shift = bias_of(block.proj)
 
     def __call__(self, x: Sum) -> Sum:
-        y, h = self.norm(x, activation=Activation.NONE, keep=True)
+        y, h = self.norm(x, keep=True)
         batch, height, width, channels = h.shape
         q, k, v = self.qkv(h.reshape(batch, height * width, channels)).chunk(3, dim=-1)
         ways = {w: lambda w=w: ops.attend(q, k, v, how=w) for w in (*ops.SCORES, *ops.FLASH, "sdpa")}
@@ -195,4 +176,4 @@ class _Up:
         self.weight, self.shift = ops.phase_weights(block.conv.weight), bias_of(block.conv)
 
     def __call__(self, x: Sum) -> Sum:
-        return Sum(ops.conv_phases(ops.add_up(x), self.weight).value, shift=self.shift, phased=True)
+        return native.upsample(ops.add_up(x), self.weight, self.shift)

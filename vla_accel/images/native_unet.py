@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vla_accel.errors import EngineError
 from vla_accel.images import native
-from vla_accel.images.native import bias_of, group_norm, laid_out, padded
+from vla_accel.images.native import NormAct, bias_of, laid_out, padded
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.ops import Sum
@@ -92,7 +92,7 @@ class NativeUnet:
         self.down = [_Level(self, b) for b in unet.down_blocks]
         self.mid = _Level(self, unet.mid_block)
         self.up = [_Level(self, b) for b in unet.up_blocks]
-        self.norm_out = group_norm(unet.conv_norm_out)
+        self.norm_out = NormAct(unet.conv_norm_out)
         self.conv_out = padded(unet.conv_out.weight, 0)
         self.bias_out = unet.conv_out.bias[:, None, None]
         self.time_table = self._table_of_times(unet)
@@ -157,7 +157,7 @@ class NativeUnet:
         state = self.mid.go_through(call, state)
         for level in self.up:
             state = level.go_up(call, state, skips)
-        _, h = ops.group_act(state.sum(), self.norm_out, activation=Activation.SILU, keep=False)
+        _, h = self.norm_out(state.sum(), keep=False)
         return self.conv(h, self.conv_out)
 
     def conv(self, x: Tensor, weight: Tensor, stride: int = 1) -> Tensor:
@@ -238,38 +238,29 @@ class _Up:
     def __call__(self, x: Tensor, size: tuple[int, ...]) -> _Lazy:
         height, width = size
         if (height, width) == (2 * x.shape[1], 2 * x.shape[2]):
-            return _Lazy(Sum(ops.conv_phases(x, self.phases).value, shift=self.shift, phased=True))
+            return _Lazy(native.upsample(x, self.phases, self.shift))
         doubled = x.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, :height, :width].contiguous()
         return _Lazy(Sum(ops.conv(doubled, self.weight, padding=1), shift=self.shift))
 
 
-class _Res:
+class _Res(native.Residual):
     def __init__(self, net: NativeUnet, part: Any) -> None:
+        super().__init__(part, part.conv_shortcut)
         self.net = net
-        self.norm1, self.norm2 = group_norm(part.norm1), group_norm(part.norm2)
-        self.conv1, self.conv2 = laid_out(part.conv1.weight), laid_out(part.conv2.weight)
         # The table of time embeddings includes this block's first bias.
         self.times = net.add_times(part.time_emb_proj, part.conv1.bias)
-        self.shift = bias_of(part.conv2)
-        self.shortcut = None
-        if part.conv_shortcut is not None:
-            self.shortcut = part.conv_shortcut.weight.flatten(1)
-            self.shift = self.shift + bias_of(part.conv_shortcut)
 
     def __call__(self, call: _Call, x: _Lazy, skip: Tensor | None) -> _Lazy:
-        y, h = ops.group_act(x.sum(), self.norm1, activation=Activation.SILU, keep=True, skip=skip)
+        y, result = self.run(x.sum(), call.times[self.times], self.net.conv, skip)
         if skip is None:
             x.done = y
-        h = self.net.conv(h, self.conv1)
-        _, h = ops.group_act(Sum(h, shift=call.times[self.times]), self.norm2, activation=Activation.SILU, keep=False)
-        h = self.net.conv(h, self.conv2)
-        return _Lazy(Sum(h, y if self.shortcut is None else F.linear(y, self.shortcut), self.shift))
+        return _Lazy(result)
 
 
 class _Transformer:
     def __init__(self, net: NativeUnet, part: Any) -> None:
         self.net = net
-        self.norm = group_norm(part.norm)
+        self.norm = NormAct(part.norm, Activation.NONE)
         self.proj_in = part.proj_in.weight.flatten(1), part.proj_in.bias
         self.blocks = [_Block(net, b) for b in part.transformer_blocks]
         # proj_out (x + W g + b) = proj_out x + (proj_out W) g + proj_out b: one product and one addition fewer.
@@ -280,7 +271,7 @@ class _Transformer:
         self.shift = part.proj_out.bias.float() + out.float() @ last.bias.float()
 
     def __call__(self, call: _Call, x: _Lazy) -> _Lazy:
-        y, h = ops.group_act(x.sum(), self.norm, activation=Activation.NONE, keep=True)
+        y, h = self.norm(x.sum(), keep=True)
         x.done = y
         batch, height, width, channels = y.shape
         hidden = F.linear(h.view(batch, height * width, channels), *self.proj_in)
