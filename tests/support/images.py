@@ -18,7 +18,7 @@ diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
 from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.images.models import random_model, random_stable_diffusion  # noqa: E402
-from vla_accel.images.parts import make_scheduler  # noqa: E402
+from vla_accel.images.parts import diffusers_call  # noqa: E402
 from vla_accel.images.picture import PARAMETERS  # noqa: E402
 from vla_accel.images.stable import Engines, Request, StableDiffusion  # noqa: E402
 
@@ -68,20 +68,7 @@ def picture(height: int = 64, width: int = 64) -> Tensor:
 
 def diffusers_picture(parts: Any, request: Request, image: Tensor | None = None) -> np.ndarray:
     """The picture of diffusers' own pipeline for a request."""
-    kind = diffusers.StableDiffusionPipeline if image is None else diffusers.StableDiffusionImg2ImgPipeline
-    components = {**parts.components, "scheduler": make_scheduler(parts.scheduler, request.scheduler)}
-    pipeline = kind(**components, requires_safety_checker=False)
-    pipeline.set_progress_bar_config(disable=True)
-    size: dict[str, Any] = {"height": request.height, "width": request.width}
-    return pipeline(
-        request.prompt,
-        negative_prompt=request.negative_prompt,
-        num_inference_steps=request.steps,
-        guidance_scale=request.guidance,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="np",
-        **(size if image is None else {"image": image / 2 + 0.5, "strength": request.strength}),
-    ).images[0]
+    return diffusers_call(parts, request, image)()
 
 
 def assert_same_picture(pixels: np.ndarray, want: np.ndarray, noise: float = 2e-4) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import time
@@ -21,8 +20,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.autoencoder import SCALE
 from vla_accel.images.measure import Bench, parity
-from vla_accel.images.models import diffusers_module
-from vla_accel.images.parts import load_parts, unet_engine_file
+from vla_accel.images.parts import diffusers_call, load_parts, unet_engine_file
 from vla_accel.images.picture import side_by_side
 from vla_accel.images.stable import Engines, Request, StableDiffusion
 from vla_accel.images.unet import TEXT_TOKENS
@@ -30,7 +28,6 @@ from vla_accel.machine import resolve_device
 from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
 
-_PROMPTS = "a red bowl on a table", "blur"
 COSINE = 0.9995
 """The smallest cosine of a UNet call that passes, against float32."""
 
@@ -55,8 +52,9 @@ class _UnetBench(Bench):
         dtype = dtype_on(self.device, options.dtype)
         self.options, self.dtype = replace(options, dtype=dtype), DTYPES[dtype]
         with going_on(f"loading {options.sd_dir}", say):
-            self.parts = self._load(self.dtype)
-            self.wide = self._load(torch.float32)
+            self.parts, self.wide = (
+                load_parts(options.sd_dir, device=self.device, dtype=dtype) for dtype in (self.dtype, torch.float32)
+            )
         for name in ("unet", "vae", "text_encoder"):
             # The same rounded weights: agreement judges arithmetic, not the checkpoint's rounding.
             rounded = getattr(self.parts, name).state_dict()
@@ -99,11 +97,6 @@ class _UnetBench(Bench):
             "errors": self.errors,
         }
         return report("bench-unet", self.options, self.device, self.began, passed, content)
-
-    def _load(self, dtype: torch.dtype) -> Any:
-        parts = load_parts(self.options.sd_dir, device=self.device, dtype=dtype)
-        parts.set_progress_bar_config(disable=True)
-        return parts
 
     def _first(self, task: str, runs: dict[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
         results = self.first_calls(task, runs, f"{task} {{}}")
@@ -182,10 +175,10 @@ class _UnetBench(Bench):
         return rows
 
     def _picture(self, name: str, image: Tensor | None) -> Callable[[], Tensor]:
-        options = self.options
+        size, steps, seed = self.options.size, self.options.steps, self.options.seed
+        request = Request("a red bowl on a table", "blur", size, size, steps, seed=seed)
         if name in ("native", "tensorrt", "tensorrt_rtx"):
             ours = self._our(name)
-            request = Request(*_PROMPTS, options.size, options.size, options.steps, seed=options.seed)
 
             def generate() -> Tensor:
                 made = ours.generate(request, image)
@@ -193,16 +186,11 @@ class _UnetBench(Bench):
                 return torch.from_numpy(made.pixels / 255.0)
 
             return generate
-        parts = self.wide if name == "eager-fp32" else self.parts
-        unet = parts.unet if name == "eager-fp32" else self._compile(name)
-        kind = "StableDiffusionPipeline" if image is None else "StableDiffusionImg2ImgPipeline"
-        pipeline = getattr(diffusers_module(), kind)(
-            **{**parts.components, "unet": unet}, requires_safety_checker=False
+        call = (
+            diffusers_call(self.wide, request, image)
+            if name == "eager-fp32"
+            else diffusers_call(self.parts, request, image, unet=self._compile(name))
         )
-        pipeline.set_progress_bar_config(disable=True)
-        extra: dict[str, Any] = {"height": options.size, "width": options.size}
-        if image is not None:
-            extra = {"image": image / 2 + 0.5, "strength": 0.8}
         last: dict[str, Any] = {}
 
         def keep(_pipeline: Any, _step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -211,20 +199,12 @@ class _UnetBench(Bench):
 
         def run() -> Tensor:
             # The first call is compared, the others are timed.
-            watch = {} if name in self._latents else {"callback_on_step_end": keep}
-            with _Drawn(self.dtype) if watch else contextlib.nullcontext():
-                made = pipeline(
-                    _PROMPTS[0],
-                    negative_prompt=_PROMPTS[1],
-                    num_inference_steps=options.steps,
-                    generator=torch.Generator("cpu").manual_seed(options.seed),
-                    output_type="np",
-                    **extra,
-                    **watch,
-                )
-            if watch:
-                self._latents[name] = last["latents"].float().cpu()
-            return torch.from_numpy(made.images[0])
+            if name in self._latents:
+                return torch.from_numpy(call())
+            with _Drawn(self.dtype):
+                made = call(callback_on_step_end=keep)
+            self._latents[name] = last["latents"].float().cpu()
+            return torch.from_numpy(made)
 
         return run
 

@@ -17,8 +17,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError
 from vla_accel.images.autoencoder import SCALE
 from vla_accel.images.measure import parity
-from vla_accel.images.models import diffusers_module
-from vla_accel.images.parts import make_scheduler, scheduler_class
+from vla_accel.images.parts import diffusers_call, make_scheduler, scheduler_class
 from vla_accel.images.picture import load_image, save_png
 from vla_accel.images.stable import Engines, Request, StableDiffusion
 from vla_accel.numeric import DTYPES
@@ -100,32 +99,14 @@ def _engines(options: TextToImage) -> Engines:
 def _compare(
     options: TextToImage, parts: Any, request: Request, image: Tensor | None, pixels: np.ndarray
 ) -> dict[str, Any]:
-    """Save the picture of diffusers' own pipeline for the same seed and scheduler; return its time and agreement."""
-    parts.scheduler = make_scheduler(parts.scheduler, request.scheduler)
-    parts.set_progress_bar_config(disable=True)
-    common: dict[str, Any] = {
-        "negative_prompt": request.negative_prompt,
-        "num_inference_steps": request.steps,
-        "guidance_scale": request.guidance,
-        "generator": torch.Generator("cpu").manual_seed(request.seed),
-        "output_type": "np",
-    }
+    """Save the picture of diffusers' own pipeline for the same request; return its time and agreement."""
     began = time.perf_counter()
     with going_on("denoising in diffusers' own pipeline", say):
-        if image is None:
-            height, width = pixels.shape[:2]
-            made = parts(request.prompt, height=height, width=width, **common)
-        else:
-            other = diffusers_module().StableDiffusionImg2ImgPipeline(**parts.components, requires_safety_checker=False)
-            other.set_progress_bar_config(disable=True)
-            made = other(request.prompt, image=image / 2 + 0.5, strength=request.strength, **common)
+        reference = diffusers_call(parts, request, image)()
     seconds = time.perf_counter() - began
-    reference = made.images[0]
-    save_png(
-        options.out_img_path.with_suffix(".pipeline.png"),
-        (reference * 255).round().astype(np.uint8),
-        {**dataclasses.asdict(request), "engines": "diffusers"},
-    )
+    path = options.out_img_path.with_suffix(".pipeline.png")
+    settings = {**dataclasses.asdict(request), "engines": "diffusers"}
+    save_png(path, (reference * 255).round().astype(np.uint8), settings)
     agreement = parity(torch.from_numpy(pixels / 255.0), torch.from_numpy(reference))
     say(f"diffusers' own pipeline: {seconds:.1f} s; cosine of the pictures {agreement.cosine:.6f}")
     return {"seconds": seconds, "parity": agreement.as_dict()}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,6 +129,34 @@ def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) 
         )
     unchecked: dict[str, Any] = {"safety_checker": None, "requires_safety_checker": False}
     return from_folder("StableDiffusionPipeline", folder, "Stable Diffusion", dtype=dtype, **unchecked).to(device)
+
+
+def diffusers_call(parts: Any, request: Any, image: Tensor | None, **components: Any) -> Callable[..., np.ndarray]:
+    """Return a call of diffusers' own pipeline, which returns pixels (H, W, 3) in 0..1.
+
+    Args:
+        request: a `stable.Request`.
+        image: as for `StableDiffusion.generate`.
+        components: parts to use instead of those in `parts`.
+    """
+    package = diffusers_module()
+    kind = package.StableDiffusionPipeline if image is None else package.StableDiffusionImg2ImgPipeline
+    made = {"scheduler": make_scheduler(parts.scheduler, request.scheduler), **components}
+    pipeline = kind(**{**parts.components, **made}, requires_safety_checker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    size: dict[str, Any] = {"height": request.height, "width": request.width}
+    if image is not None:
+        size = {"image": image / 2 + 0.5, "strength": request.strength}
+    return lambda **options: pipeline(
+        request.prompt,
+        negative_prompt=request.negative_prompt,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        output_type="np",
+        **size,
+        **options,
+    ).images[0]
 
 
 def check_parts(parts: Any) -> None:

@@ -49,7 +49,7 @@ class Request(Checked):
     Attributes:
         height: pixels, a multiple of 8, with `width`; None for the model's size, or the input image's.
         guidance: scale of classifier-free guidance; 1 or less runs the prompt without the negative one.
-        strength: share of the steps that an input image goes through, 0 to 1: 1 ignores the image.
+        strength: share of the steps that run on an input image, 0 to 1: how much of it may change.
         scheduler: a diffusers class instead of the checkpoint's.
     """
 
