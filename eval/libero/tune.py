@@ -10,7 +10,7 @@ from eval.harness.tuning import opener
 from eval.libero.benchmark import LIBERO
 from eval.script import concluded
 from vla_accel.cli.asked.policies import Tune
-from vla_accel.cli.options import Text, read
+from vla_accel.cli.options import read
 
 episodes = opener(LIBERO)
 """`vla-accel tune --benchmark libero` finds it here."""
@@ -21,7 +21,7 @@ class Arguments(Tune):
     """Find the fastest configuration of a checkpoint on this machine that agrees with FP32 eager and succeeds as often
     in LIBERO. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
 
-    benchmark: Text = "libero"
+    benchmark: str | None = "libero"
     """Benchmark for gate two, success on paired episodes: libero, or your own as MODULE:FUNCTION."""
 
 

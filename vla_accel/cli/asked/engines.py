@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from vla_accel.cli.asked.policies import Checkpoint, CheckpointSource
-from vla_accel.cli.options import Count, File, Folder, Text
+from vla_accel.cli.options import Argument, Count, Folder
 
 
 @dataclass(frozen=True)
@@ -22,10 +20,10 @@ class Doctor(CheckpointSource):
 
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub."""
-    config: Text = None
+    config: str | None = None
     """Of a checkpoint: a YAML or JSON file with what the checkpoint does not say of itself: preset, tokenizer,
     embodiment."""
-    observations: File = None
+    observations: Path | None = None
     """Of a checkpoint: observations that vla_accel.measure.recording.save_observations wrote; a key `actions` holds
     the robot's actions."""
     count: Count = 256
@@ -40,7 +38,7 @@ class Doctor(CheckpointSource):
 class Cache:
     """List, check or empty the cache of built engines."""
 
-    action: Annotated[Literal["list", "clear", "verify"], tyro.conf.Positional]
+    action: Annotated[Literal["list", "clear", "verify"], Argument(positional=True)]
     """list: what is there. verify: read every engine and compare it with its description; exit status 1 if one is
     damaged. clear: remove all."""
     cache: Folder = None
@@ -51,7 +49,7 @@ class Cache:
 class Inspect:
     """Show what is inside an engine file."""
 
-    engine: Annotated[Path, tyro.conf.arg(metavar="ENGINE"), tyro.conf.Positional]
+    engine: Annotated[Path, Argument("ENGINE", positional=True)]
     """A .engine file, or what the name of one in the user's cache folder begins with, as `vla-accel cache list`
     has it."""
     layers: bool = False
