@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from eval.harness.tuning import opener
 from eval.libero.benchmark import LIBERO
 from eval.script import concluded
-from vla_accel.cli.asked.policies import Tune
 from vla_accel.cli.options import read
+from vla_accel.cli.tune import Tune
+from vla_accel.cli.tune import main as search
 
 episodes = opener(LIBERO)
 """`vla-accel tune --benchmark libero` finds it here."""
@@ -31,7 +32,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def tune() -> int:
         chosen = read(Arguments, given, "python -m eval.libero.tune")
-        from vla_accel.cli.tune import main as search
 
         return search(chosen, [*given, "--benchmark", str(chosen.benchmark)])
 

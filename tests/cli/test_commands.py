@@ -21,15 +21,18 @@ import pytest
 
 from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpoint
-from vla_accel.cli import COMMANDS, calibrate, ended, main, options_of, parity
-from vla_accel.cli.asked.policies import Bench, Build, Parity, PolicySource
+from vla_accel.cli import COMMANDS, calibrate, ended, main, options_of
+from vla_accel.cli.bench import Bench
 from vla_accel.cli.bench_server import BenchServer
-from vla_accel.cli.options import descriptions, read
+from vla_accel.cli.build import Build
+from vla_accel.cli.options import PolicySource, descriptions, read
+from vla_accel.cli.parity import Parity
 from vla_accel.cli.serve import Serve
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
 from vla_accel.fp8 import FILE, Scales
+from vla_accel.measure import parity
 from vla_accel.measure.recording import load_observations, save_observations
 from vla_accel.measure.systems import system_name
 
@@ -255,7 +258,7 @@ def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
         raise Found
 
     # A file that is none is found before anything is loaded.
-    monkeypatch.setattr(calibrate, "load", load)
+    monkeypatch.setattr("vla_accel.families.loading.load", load)
     monkeypatch.setattr(calibrate, "load_observations", lambda path, limit: asked.append((str(path), limit)))
     assert main(["calibrate", "folder", "--observations", recorded, "--count", "7", "--device", "cpu"]) == 1
     assert asked == [(recorded, 7), "folder"]
@@ -266,7 +269,7 @@ def test_calibrate_says_where_its_file_is(
 ) -> None:
     family = SimpleNamespace(calibrate=lambda *_: Scales({"prefix.layers.0.o_proj": 3.0}, 3, "test", "0", "01"))
     loaded = SimpleNamespace(model=None, processor=SimpleNamespace(prepare=lambda o: o), family=family, kept=tmp_path)
-    monkeypatch.setattr(calibrate, "load", lambda *_, **__: loaded)
+    monkeypatch.setattr("vla_accel.families.loading.load", lambda *_, **__: loaded)
     for folder, words in ((tmp_path, []), (tmp_path / "a/new", ["--output", str(tmp_path / "a/new")])):
         assert main(["calibrate", "demo", "--observations", recorded, "--device", "cpu", *words]) == 0
         path, said = folder / FILE, capsys.readouterr()

@@ -16,11 +16,15 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
 from vla_accel.cli import bench, main, serve
-from vla_accel.cli.asked.policies import Bench, Calibrate, Parity
+from vla_accel.cli.bench import Bench
 from vla_accel.cli.bench_server import BenchServer
+from vla_accel.cli.calibrate import Calibrate
 from vla_accel.cli.options import REMOVED, read
+from vla_accel.cli.parity import Parity
 from vla_accel.cli.serve import Serve
 from vla_accel.errors import ConfigError
+from vla_accel.measure import bench as timing
+from vla_accel.measure import comparison, systems
 from vla_accel.server import PolicyRegistry, RayReplicas, Replicas, ServerConfig
 
 
@@ -192,16 +196,16 @@ PLANNED = {"checkpoint", "model", "systems", "realtime_vla", "views", "horizon"}
 def planned(words: str) -> Any:
     """The systems that would be timed."""
     chosen = read(Bench, shlex.split(words), "vla-accel bench")
-    factory = bench._factory(chosen, "cpu", None)
+    factory = bench.make_factory(chosen, "cpu", None)
     told = {name: getattr(factory, name, None) for name in ("views", "horizon", "checkout", "baselines", "tokens")}
-    return type(factory), factory.family.name, told, bench._systems(factory, chosen.systems, fitted=True)
+    return type(factory), factory.family.name, told, comparison.choose_systems(factory, chosen.systems, fitted=True)
 
 
 @pytest.fixture
 def timed(checkpoint: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What was timed, and what was written."""
     asked: list[Any] = []
-    run = bench.run
+    run = timing.run
 
     def recorded(systems: Any, observe: Any, *, calls: int, **more: Any) -> Any:
         import numpy as np
@@ -211,11 +215,13 @@ def timed(checkpoint: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         asked.append(([(system.name, system.steps) for system in systems], calls, images, prompt))
         return run(systems, observe, calls=calls, **more)
 
-    monkeypatch.setattr(bench, "run", recorded)
-    monkeypatch.setattr(bench, "_throughput", lambda *given: asked.append(given[3]) or [])
-    monkeypatch.setattr(bench, "paced", lambda system, observe, hz, calls, device: asked.append(hz) or {})
+    monkeypatch.setattr(timing, "run", recorded)
+    monkeypatch.setattr(comparison, "throughput", lambda *given: asked.append(given[3]) or [])
+    monkeypatch.setattr(
+        "vla_accel.measure.paced.paced", lambda *given: asked.append(given[2]) or {}
+    )
     monkeypatch.setattr(bench, "starts", lambda *given: asked.append("starts") or {})
-    monkeypatch.setattr(bench, "_print", lambda report: None)
+    monkeypatch.setattr(bench, "console_tables", lambda report: [])
     monkeypatch.setattr(bench, "page", lambda report: "")
     monkeypatch.setattr(bench, "write", lambda page, path: asked.append(path))
 
@@ -360,7 +366,7 @@ def test_bench_takes_steps_and_device_from_the_configurations(
         steps.append(number)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(bench.CheckpointFactory, "make", made)
+    monkeypatch.setattr(systems.CheckpointFactory, "make", made)
     (place / "mine.yaml").write_text("num_steps: 7\n")
     for more in ((), ("--steps", "3")):
         main(["bench", checkpoint, "--config", "mine.yaml", "--device", "cpu", *more])

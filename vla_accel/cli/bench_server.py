@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from vla_accel.cli.asked.policies import Checkpoint, check_checkpoint
-from vla_accel.cli.options import Count, Number, OutputFile, Seconds, Within
+from vla_accel.cli.options import Checkpoint, Count, Number, OutputFile, Seconds, Within, check_checkpoint
 from vla_accel.errors import ConfigError
 from vla_accel.server.connection import websockets_server
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vla_accel.cli.asked.images import BenchUnet
-from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say, write_asked
+from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say, write_if
 from vla_accel.cli.generate import dtype_on
 from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError, EngineError
@@ -74,7 +74,7 @@ class _Bench:
         self._rows_of[part] = run()
         del self.errors[part]
         _print(title, self._rows_of[part])
-        write_asked(self.options.output, self.summary())
+        write_if(self.options.output, self.summary())
 
     def summary(self) -> dict[str, Any]:
         """The report on what was measured so far."""
@@ -107,7 +107,7 @@ class _Bench:
         first = first_calls(task, runs, say)
         self.seconds |= {f"{task} {n}": f.seconds for n, f in first.items()}
         self.errors |= {f"{task} {n}": f.error for n, f in first.items() if f.error}
-        write_asked(self.options.output, self.summary())
+        write_if(self.options.output, self.summary())
         return {n: f.result for n, f in first.items() if f.result is not None}
 
     # -- single calls -----------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vla_accel.cli.asked.images import BenchOptions
 from vla_accel.config import load_config
 from vla_accel.files import write_json
 
 if TYPE_CHECKING:
     import torch
+
+    from vla_accel.cli.asked.images import BenchOptions
 
 
 def check_names(checkpoint: str, config: str | None) -> None:
@@ -86,7 +87,7 @@ def print_json(content: Any, *, allow_nan: bool = True) -> None:
         print(json.dumps(content, allow_nan=allow_nan), flush=True)
 
 
-def write_asked(path: Path | None, content: Any) -> None:
+def write_if(path: Path | None, content: Any) -> None:
     """Write a JSON file whole, if a path is given."""
     if path is not None:
         write_json(path, content)
@@ -112,6 +113,6 @@ def report(
 
 def finish(summary: dict[str, Any], output: Path | None) -> int:
     """Write a report and print it as the last line, for scripts; the exit status."""
-    write_asked(output, summary)
+    write_if(output, summary)
     print_json(summary)
     return 0 if summary["passed"] else 1

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
+from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError, nearest
 from vla_accel.files import require_writable, require_writable_folder
 
@@ -236,3 +237,45 @@ def check(options: Any) -> None:
             raise ConfigError(f"{other}: expected another file than those that are read, got {path} of {name}")
     if callable(own := getattr(options, "check", None)):  # not an option of that name
         own()
+
+
+Checkpoint = Annotated[str | None, Argument("[CHECKPOINT]", positional=True)]
+"""For a command that does something else without a checkpoint."""
+
+
+def check_checkpoint(options: Any) -> None:
+    """Raise ConfigError if the checkpoint is empty, or a file of another option."""
+    checkpoint = options.checkpoint
+    if checkpoint == "":  # an unset variable of the shell
+        raise ConfigError("checkpoint: expected a folder or a name, got ''")
+    option = {".yaml": "config", ".yml": "config", ".npz": "observations"}.get(Path(checkpoint or "").suffix)
+    if option and hasattr(options, option):
+        raise ConfigError(f"checkpoint: expected a folder or a name, got {checkpoint}: type --{option} {checkpoint}")
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """The checkpoint that a command works on."""
+
+    checkpoint: Annotated[str | None, Argument("[CHECKPOINT]", default="demo", positional=True)] = None
+    """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
+
+    def check(self) -> None:
+        """Raise ConfigError if the checkpoint is a file of another option."""
+        check_checkpoint(self)
+
+
+@dataclass(frozen=True)
+class PolicySource(CheckpointSource):
+    """The policy that a command works on."""
+
+    config: Annotated[str | None, Argument("CONFIG", default="auto")] = None
+    """How it runs: a shipped configuration's name (native_fp8), or a YAML or JSON file. auto takes the fastest engines
+    that lose nothing on this machine."""
+    lora: str | None = None
+    """A LoRA adapter to fold into the checkpoint's weights: a folder, or owner/name[@revision][/folder] on the hub."""
+
+    def settings(self) -> PolicyConfig:
+        """Load the configuration, with the adapter of --lora."""
+        settings = load_config(self.config)
+        return settings if self.lora is None else settings.with_lora(self.lora)

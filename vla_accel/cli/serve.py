@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from vla_accel.cli.asked.policies import PolicySource
-from vla_accel.cli.options import Argument, Count, Number, Seconds, Within
+from vla_accel.cli.options import Argument, Count, Number, PolicySource, Seconds, Within
 from vla_accel.errors import ConfigError
 from vla_accel.server import PolicyRegistry, RayReplicas, Replicas, ServerConfig, serve
 from vla_accel.server.connection import websockets_server

@@ -138,6 +138,29 @@ def tables(report: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
     return found
 
 
+def console_tables(report: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of every table that the command prints."""
+    names, body, batches = report["parts"], [], []
+    columns = [*(name.replace("_", " ") for name in names)]
+    for row in report["rows"]:
+        parts, floor = row["parts_ms"], row["floors_ms"].get("total")
+        memory = row["memory"]["total"] / 1e9 if row["memory"] else None
+        share = f"{100 * row['share_of_floor']:.0f} %" if floor else "-"
+        times = [Number(row[name]) for name in ("median_ms", "p10_ms", "p90_ms")]
+        inside = [Number(value) for value in (*(parts.get(name) for name in names), row.get("step_ms"), floor)]
+        speedup = Number(row["speedup"] or None, "{:.1f}×")
+        body.append([ran(row), row["steps"], *times, speedup, *inside, share, Number(memory)])
+    for row in report["throughput"]:
+        values = (*(row["parts_ms"][name] for name in names), row.get("floors_ms", {}).get("total"))
+        rate = Number(row["per_second"], "{:.0f}")
+        batches.append([ran(row), row["steps"], row["batch"], Number(row["median_ms"]), rate, *map(Number, values)])
+    timed = ["system", "steps", "median ms", "p10", "p90", "speed-up", *columns, "a step", "floor", "of floor", "GB"]
+    batched = ["system", "steps", "batch", "median ms", "observations/s", *columns, "floor"]
+    found = [("whole calls, NumPy in to NumPy out", timed, body)]
+    found += [("batched calls", batched, batches)] if batches else []
+    return [(title, header, [[*map(str, row)] for row in rows]) for title, header, rows in found] + tables(report)
+
+
 def ran(row: Mapping[str, Any]) -> str:
     """A row's system, with what ran in its place."""
     return row["system"] + fell_back(row.get("engines") or [])
