@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ from vla_accel.transforms.robots import load_preset
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Rule
 from vla_accel.tune.outcome import outcome, write_config
-from vla_accel.tune.search import Episodes, Search, Settings
+from vla_accel.tune.search import Episodes, Search, Settings, Stage
 
 MOST_KEPT = 3
 """Products of a component that are kept at once, at most: a layer has four."""
@@ -142,15 +143,15 @@ def main(options: Tune, words: list[str]) -> int:
         if known := len(journal.found):
             say(f"continuing {path}: {known} measurements are there; --overwrite starts afresh")
         first, left_out = candidates.engines(base, parts, device)
-        stages = [
-            first,
-            candidates.precisions(bench.lower),
-            *(candidates.products(bench.lower, count) for count in range(1, MOST_KEPT + 1)),
-            candidates.together(parts),
-            candidates.attentions(parts),
+        stages: list[Stage] = [
+            lambda _: first,
+            partial(candidates.precisions, lower_of=bench.lower),
+            *(partial(candidates.products, lower_of=bench.lower, count=n) for n in range(1, MOST_KEPT + 1)),
+            partial(candidates.together, parts=parts),
+            partial(candidates.attentions, parts=parts),
         ]
         if options.allow_steps:
-            stages.append(candidates.steps(options.allow_steps))
+            stages.append(partial(candidates.steps, numbers=options.allow_steps))
         try:
             with Teller() as teller, named(options.observations):
                 search = Search(reference, stages, bench, journal, settings, episodes, teller)
