@@ -54,8 +54,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Rule:
-    """`margin`: the share of episodes that counts as worse; `alpha`: the largest probability of calling a candidate that
-    is worse by the margin or more "not worse"."""
+    """`margin`: the share of episodes that counts as worse; `alpha`: the largest probability of a wrong "not worse"."""
 
     margin: float = 0.02
     alpha: float = 0.025
