@@ -22,13 +22,11 @@ import pytest
 from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpoint
 from vla_accel.cli import COMMANDS, calibrate, ended, main, options_of
-from vla_accel.cli.bench import Bench
-from vla_accel.cli.bench_server import BenchServer
 from vla_accel.cli.build import Build
 from vla_accel.cli.options import PolicySource, descriptions, read
 from vla_accel.cli.parity import Parity
 from vla_accel.cli.serve import Serve
-from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
+from vla_accel.errors import ObservationError, VlaAccelError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
 from vla_accel.fp8 import FILE, Scales
@@ -64,20 +62,6 @@ def recorded(tmp_path: Path) -> str:
 def test_a_checkpoint_and_how_it_runs(kind: type[PolicySource], words: str, expected: tuple[Any, Any]) -> None:
     given = read(kind, words.split(), "vla-accel")
     assert (given.checkpoint, given.config) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "file", "option"),
-    [
-        (Serve, "a.yaml", "config"),
-        (Parity, "b.npz", "observations"),
-        (Bench, "a.yaml", "config"),
-        (BenchServer, "configs/a.yaml", "config"),
-    ],
-)
-def test_a_file_in_the_checkpoints_place_is_not_the_demos(kind: type[Any], file: str, option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"expected a folder or a name, got {file}: type --{option} {file}$"):
-        read(kind, [file], "vla-accel")
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
@@ -175,8 +159,6 @@ def test_parity_of_the_default_configuration(checkpoint: str, capsys: pytest.Cap
     assert main(["parity", checkpoint, "--count", "1", "--device", "cpu", "--num-steps", "1"]) == 0
     report = last_line(capsys)
     assert report["name"] == "auto" and {e["requested"] for e in report["engines"]} == {"auto"}
-    assert main(["parity", checkpoint, "--model", "pi05"]) == 1
-    assert "model: expected no checkpoint beside it" in capsys.readouterr().err
 
 
 def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,27 +208,6 @@ def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixtu
             assert (one["prepare"] > 0) == (row["system"] == "native")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("demo --realtime-vla .", "realtime_vla: expected none beside checkpoint demo"),
-        ("demo --model pi05", "model: expected none beside checkpoint demo, got pi05"),
-        ("demo --systems eager", "systems: expected none beside checkpoint demo"),
-        ("demo --config native_fp9", "config: expected a file or one of auto, eager, .*: did you mean native_fp8"),
-        ("./no/such/folder", "checkpoint: expected a folder or one of demo"),
-        ("demo --camera 480", "camera: expected height and width such as 480x640, got '480'"),
-        (
-            "--model pi05 --systems native-bf16,openpi-eager --camera 480x640",
-            "camera: expected systems that fit images themselves, got openpi-eager",
-        ),
-    ],
-)
-def test_what_cannot_be_timed_is_one_clear_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words.split(), "--device", "cpu"]) == 1
-    said = capsys.readouterr().err
-    assert re.search(message, said) and len(said.strip().splitlines()) == 1
-
-
 def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
     asked: list[Any] = []
 
@@ -293,11 +254,6 @@ def test_calibrate_takes_what_the_checkpoint_does_not_say_of_its_robot(
     assert "missing observation/image" in capsys.readouterr().err
     assert main([*words, "--output", str(tmp_path), "--config", str(tmp_path / "config.yaml")]) == 0
     assert capsys.readouterr().err.startswith("state: 0.00 % of the values of 1 rows lie outside")
-
-
-def test_calibrating_without_observations_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "demo"]) == 1
-    assert "observations: expected --observations FILE, recorded ones as vla_accel." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -91,11 +91,6 @@ def test_an_error_is_the_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out == "  FAILED: EngineError: the driver is too old\n"
 
 
-def test_a_device_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--device", "tpu"]) == 1
-    assert "device: expected auto, cpu, cuda or cuda:N, got 'tpu'" in capsys.readouterr().err
-
-
 # -- engines ------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.pages import ROOT
 from tests.support.tiny import write_tiny_checkpoint
-from vla_accel.cli import build, main
+from vla_accel.cli import main
 from vla_accel.cli.options import Count, Number, OutputFile, Picture, Seconds, Seed, Within, Written, read
 from vla_accel.errors import ConfigError, OutputError
 
@@ -159,59 +159,6 @@ def test_missing_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["inspect"])
     assert capsys.readouterr().err == "vla-accel inspect: missing: ENGINE; vla-accel inspect --help says more\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("bench demo --calls 0", "calls: expected at least 1, got 0"),
-        ("bench demo --hz 0", "hz: expected more than 0, got 0.0"),
-        ("bench demo --prompt-tokens 0", "prompt-tokens: expected at least 1"),
-        ("bench --model pi05 --views 0", "views: expected at least 1"),
-        ("bench --model pi05 --config native", "config: expected a checkpoint beside it"),
-        ("bench demo --config native,", "config: expected a file or one of"),
-        ("bench demo --output /proc/a.json", "output: /proc/a.json cannot be written"),
-        ("parity demo --seed -1", "seed: expected 0 to"),
-        ("parity demo --threshold nan", "threshold: expected -1 to 1, got nan"),
-        ("parity demo --report /proc/a.html", "report: /proc/a.html cannot be written"),
-        ("calibrate demo --count -1", "count: expected at least 1"),
-        ("tune demo --quick --margin -1", "margin: expected more than 0, at most 99, got -1.0"),
-        ("tune demo --quick --confidence 200", "confidence: expected 50 to 99.99, got 200.0"),
-        ("tune demo --quick --tasks 0", "suite, tasks: expected --benchmark beside them, got 0 alone"),
-        ("tune demo --quick --benchmark libero --allow-steps 0", "allow-steps: expected at least 1"),
-        ("tune demo --quick --output /proc/a", "output: /proc/a cannot be written"),
-        ("build --model pi05_demo --depth 0", "depth: expected at least 1"),
-        ("build demo --depth 3", "depth: expected --model beside it"),
-        ("build demo --model pi05_demo", "model: expected no checkpoint beside it, got demo"),
-        ("build demo --cache /proc/a", "cache: /proc/a cannot be written"),
-        ("cache list --cache nowhere", "cache: expected a folder of engines, got nowhere"),
-        ("convert here there --action-horizon -1", "action-horizon: expected at least 1"),
-        ("serve demo --max-payload-mib nan", "max-payload-mib: expected more than 0, got nan"),
-        ("serve demo --port 99999", "port: expected 0 to 65535, got 99999"),
-        ("serve demo --timeout-s 0", "timeout-s: expected more than 0, got 0.0"),
-        ("serve demo --grace-s -1", "grace-s: expected at least 0, got -1.0"),
-        ("serve demo --max-wait-ms -1", "max-wait-ms: expected at least 0, got -1.0"),
-        ("serve demo --memory-budget-gib 3", r"memory-budget-gib: expected several policies \(--policy\)"),
-        ("serve demo --host 999.1.1.1 --insecure", "cannot listen on 999.1.1.1:8000: "),
-        ("bench-vae --rounds 0", "rounds: expected at least 1"),
-        ("bench-unet --size 63", "size: expected a multiple of 8, got 63"),
-        ("bench-qwen --tiny --vae foo", "vae_type: expected one of eager, native, .*, got 'foo'"),
-        ("txt2img --sd-dir random --guidance nan", "guidance: expected at least 0, got nan"),
-        ("build-vae --vae tiny-sd-vae --output-dir /proc/a", "output-dir: /proc/a cannot be written"),
-        ("precision tiny-sd-vae --size 0", "size: expected at least 1"),
-    ],
-)
-def test_a_command_says_it_in_one_line_before_it_loads(
-    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vla_accel.policy.OptimizedPolicy.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setattr(build, "_checkpoint", lambda *_: pytest.fail("loaded"))
-    assert main(words.split()) == 1
-    out, err = capsys.readouterr()
-    said = [line for line in err.strip().splitlines() if "WARNING" not in line]
-    assert re.match(f"vla-accel {words.split()[0]}: {message}", said[0]) and len(said) == 1 and not out
-    assert not list(tmp_path.iterdir())
 
 
 def test_help_is_the_same_behind_other_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,28 +144,6 @@ def test_a_journal_is_of_one_robot_and_one_checkpoint(tmp_path: Path) -> None:
     assert about()["robot"] != second["robot"] and about()["checkpoint"] == second["checkpoint"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--allow-steps", "2"], "allow-steps: expected --benchmark beside it"),
-        ([], "observations: expected --observations FILE, recorded ones as vla_accel."),
-        (["--quick", "--report", "x.pdf"], "report: expected a file name ending in .html"),
-        (["--quick", "--confidence", "100"], "confidence: expected 50 to 99.99, got 100.0"),
-        (["--quick", "--benchmark", "nothing.like:this"], "benchmark: expected libero or MODULE:FUNCTION"),
-        (["--quick", "--benchmark", ":"], "benchmark: expected libero or MODULE:FUNCTION"),
-        (["--quick", "--benchmark", ".eval:f"], "benchmark: expected libero or MODULE:FUNCTION"),
-    ],
-)
-def test_bad_input_is_one_clear_line(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vla_accel.measure.random_policy.random_observations", lambda *a, **k: [])
-    monkeypatch.setattr("vla_accel.policy.OptimizedPolicy.from_pretrained", lambda *a, **k: None)
-    assert main(["tune", "demo", "--device", "cpu", "--output", str(tmp_path), *words]) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vla-accel tune:")]
-    assert message in line
-
-
 def test_a_suite_that_is_not_there_leaves_the_journal_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
