@@ -113,7 +113,7 @@ def test_a_wait_that_is_never_answered_ends() -> None:
         pytest.skip("NOT RUN: needs compute capability 9.0")
     code = """
 import ctypes, torch
-from vla_accel.kernels.cuda import runtime
+from vla_accel.kernels import nvrtc as runtime
 kernel = '''extern "C" __global__ void f() {
   __shared__ u64 barrier;
   mbarrier_init(smem_of(&barrier), 1);

@@ -78,7 +78,12 @@ class _Measuring:
             yield
         others = [name for name in ("projector", "embed", "state_proj") if hasattr(model, name)]
         with model.present("vision.post_layernorm", *others):
-            features = (reference.layer_norm(x, model.vision.post_layernorm) for x in rows)
+            narrow = (
+                model.vision.post_layernorm.weight.dtype
+                if not hasattr(model, "projector")
+                else next(model.projector.parameters()).dtype
+            )  # type: ignore[union-attr]
+            features = (reference.layer_norm(x, model.vision.post_layernorm).to(narrow) for x in rows)
             tokens = (model.project(x).flatten(0, 1)[None] for x in features)
             stacks = [model.prefix_rows(x, t[None], s[None]) for x, (_, t, s, *_) in zip(tokens, inputs, strict=True)]
         rows, ropes = [x for x, _, _ in stacks], [model.prefix.rope(x, positions) for x, positions, _ in stacks]
@@ -95,9 +100,13 @@ class _Measuring:
         """Run the block `name` on rows, rotation and mask of each observation, and measure its products."""
         module = folded_block(self.model, name, block, keys_values_only=keys_values_only)
         results: list[Tensor] = []
+        dtype = getattr(module, block.names.qkv).weight.dtype
+        if dtype == torch.float16:  # how the bundled checkpoints are stored; norms and residual stream are wider
+            module, dtype = module.float(), torch.float32
 
         def forward(quantised: Any) -> None:
-            for rows, rope, mask in inputs:
+            for given, rope, mask in inputs:
+                rows = given.to(dtype)
                 results.append(quantised.qkv(rows, rope)[0] if keys_values_only else quantised(rows, rope, mask))
 
         mtq, _ = load_modelopt()
@@ -123,13 +132,14 @@ def folded_block(model: Network, name: str, block: Block, *, keys_values_only: b
             delattr(made, part)
         elif isinstance(module, nn.Linear):
             weight, bias = product_of(model, f"{name}.{part}", block)
-            dtype = weight.dtype
+            dtype = model.get_parameter(f"{name}.{part}.weight").dtype  # a file may store another one
             if part in norm_of:
                 weight, bias = with_norm(model, f"{name}.{norm_of[part]}", block, weight, bias)
             module.weight = _parameter(weight.to(dtype))
             module.bias = None if bias is None else _parameter(bias.to(dtype))  # type: ignore[assignment]
         else:
-            factor = torch.ones_like(model.weight(f"{name}.{part}.weight"))
+            parameter = model.get_parameter(f"{name}.{part}.weight")
+            factor = torch.ones(parameter.shape, dtype=parameter.dtype, device=model.device)
             module.weight = _parameter(factor - 1.0 if block.norm is Norm.GEMMA else factor)
             if block.layer_norm:
                 module.bias = _parameter(torch.zeros_like(factor))
