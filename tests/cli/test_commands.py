@@ -76,6 +76,16 @@ def test_parity(checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[st
     assert report["observations"] == 3 and {e["used"] for e in report["engines"]} == {"native"}
 
 
+def test_parity_of_the_default_configuration_on_random_observations(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["parity", checkpoint, "--count", "2", "--device", "cpu", "--num-steps", "1"]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert report["name"] == "auto" and {e["requested"] for e in report["engines"]} == {"auto"}
+    assert "2 random observations, 1 steps" in out
+
+
 def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
     checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,11 +98,6 @@ def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
     assert "3/3 calls of each" in err and f"kept: {kept}" in err
     assert "auto will not use parity_native_fp8.json: other engines than native ran kv_cache" in caplog.text
     kept.unlink()
-
-
-def test_parity_says_that_its_observations_are_random(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity", checkpoint, "--count", "2", "--device", "cpu", "--num-steps", "1"]) == 0
-    assert "2 random observations, 1 steps" in capsys.readouterr().out
 
 
 def test_parity_where_no_chunk_is_left_to_judge(
@@ -153,12 +158,6 @@ def test_what_a_server_tells_is_not_a_commands(
     server = logging.getLogger("vla_accel.server")
     assert ended(lambda: server.info("serving") or server.warning("no key") or 0) == (0, None)
     assert capsys.readouterr().err == "no key\n"
-
-
-def test_parity_of_the_default_configuration(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity", checkpoint, "--count", "1", "--device", "cpu", "--num-steps", "1"]) == 0
-    report = last_line(capsys)
-    assert report["name"] == "auto" and {e["requested"] for e in report["engines"]} == {"auto"}
 
 
 def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -482,18 +481,16 @@ def test_an_empty_name_is_neither_the_demo_nor_the_current_folder(
     assert re.search("checkpoint: expected a folder or .*, got ''\n", capsys.readouterr().err)
 
 
-def test_a_file_of_a_checkpoint_leads_to_its_folder(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    file = f"{checkpoint}/model.safetensors"
-    assert main(["parity", file, "--device", "cpu"]) == 1
-    said = f"checkpoint: expected a folder, got the file {file!r}; did you mean {checkpoint}?"
-    assert capsys.readouterr().err == f"vla-accel parity: {said}\n"
-
-
-def test_a_file_of_no_checkpoint_leads_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_in_place_of_a_checkpoint_is_named(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "notes").touch()
-    assert main(["parity", str(tmp_path / "notes"), "--device", "cpu"]) == 1
-    said = f"checkpoint: expected a folder, got the file {str(tmp_path / 'notes')!r}"
-    assert capsys.readouterr().err == f"vla-accel parity: {said}\n"
+    for file, hint in ((f"{checkpoint}/model.safetensors", f"; did you mean {checkpoint}?"), (f"{tmp_path}/notes", "")):
+        assert main(["parity", file, "--device", "cpu"]) == 1
+        error = f"checkpoint: expected a folder, got the file {file!r}{hint}"
+        assert capsys.readouterr().err == f"vla-accel parity: {error}\n"
+    assert main(["parity", checkpoint, "--lora", "nope", "--device", "cpu"]) == 1
+    assert "lora: expected an adapter's folder, or its name on the hub, got 'nope'" in capsys.readouterr().err
 
 
 def test_weights_that_may_not_be_read_are_not_called_damaged(
@@ -509,12 +506,6 @@ def test_weights_that_may_not_be_read_are_not_called_damaged(
     monkeypatch.setattr(Path, "open", refused)
     assert main(["parity", checkpoint, "--device", "cpu"]) == 1
     assert "model.safetensors: cannot be read: Permission denied" in capsys.readouterr().err
-
-
-def test_an_adapter_that_is_not_there_is_called_one(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity", checkpoint, "--lora", "nope", "--device", "cpu"]) == 1
-    said = "vla-accel parity: lora: expected an adapter's folder, or its name on the hub, got 'nope'\n"
-    assert capsys.readouterr().err == said
 
 
 def test_a_busy_port_is_known_before_a_policy_is_loaded(

@@ -1,4 +1,4 @@
-"""The command line: `vla-accel COMMAND …`. Each command is a module of its own, imported once its options are read."""
+"""The command line: `vla-accel COMMAND …`. Each command is a module of this package."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "img2img": ("generate", "images.ImageToImage", "make a picture from a picture and a prompt"),
     "precision": ("precision", "images.Precision", "show a model in BF16 or FP16: dtypes, ranges, memory, latency"),
 }
-"""Command to (module of `vla_accel.cli`, options in it or in `asked`, one line of help). The module has `main(chosen:
-OPTIONS, words: list[str]) -> int`; `words` are what was typed, for the record."""
+"""Command to (module, options class in it or in `asked`, line of help). The module has `main(options, words) -> int`;
+`words` are the typed arguments, for the record."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 2 wrong usage, else as `ended` says."""
+    """Run one command and return its exit status: 2 for wrong usage, otherwise as in `ended`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    status, said = ended(lambda: run(words))
-    if said is not None:
-        print(f"vla-accel {words[0]}: {said}", file=sys.stderr)
+    status, message = ended(lambda: run(words))
+    if message is not None:
+        print(f"vla-accel {words[0]}: {message}", file=sys.stderr)
     return status
 
 
 def run(words: list[str]) -> int:
-    """One command: its options are read, then its module is imported, which takes seconds."""
+    """Read the options of one command, then run it."""
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
@@ -65,12 +65,12 @@ def run(words: list[str]) -> int:
         return 2
     from vla_accel.cli.options import read
 
-    chosen = read(options_of(name), rest, f"vla-accel {name}")
-    return importlib.import_module(f"vla_accel.cli.{COMMANDS[name][0]}").main(chosen, rest)
+    options = read(options_of(name), rest, f"vla-accel {name}")
+    return importlib.import_module(f"vla_accel.cli.{COMMANDS[name][0]}").main(options, rest)
 
 
 def options_of(name: str) -> Any:
-    """The options class of a command."""
+    """Return the options class of a command."""
     module, options, _ = COMMANDS[name]
     home, _, kind = options.partition(".")
     package = "vla_accel.cli" if home == module else "vla_accel.cli.asked"
@@ -78,48 +78,50 @@ def options_of(name: str) -> Any:
 
 
 def ended(run: Callable[[], int]) -> tuple[int, str | None]:
-    """The exit status of a program, and what is to be said of its end: 0 done, 1 a check failed or an error that a user
-    can mend, 130 interrupted, 141 what read its output has gone."""
-    # SIGTERM, of `timeout` or a scheduler, is an interrupt like Ctrl-C: what was begun is put away, no process stays.
-    asked = False
+    """Run a program; return its exit status and the message to print.
+
+    0: done; 1: a check failed, or an error that the user can fix; 130: interrupted; 141: nobody reads the output.
+    """
+    # SIGTERM, sent by `timeout` or a scheduler, interrupts like Ctrl-C, so that cleanup runs and no process stays.
+    interrupted = False
 
     def interrupt(number: int, frame: object) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal interrupted
+        interrupted = True
         raise KeyboardInterrupt
 
-    # A shell's script ignores Ctrl-C for what it runs in the background.
-    heard = (signal.SIGTERM, *([signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []))
-    before = {number: signal.signal(number, interrupt) for number in heard}
-    # Unless somebody set up logging, what the package tells (not a server) stands on standard error as all warnings do.
+    # A shell script ignores Ctrl-C for its background processes.
+    handled = (signal.SIGTERM, *([signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []))
+    before = {number: signal.signal(number, interrupt) for number in handled}
+    # Without logging set up, print the package's own messages (not a server's) and all warnings to standard error.
     log, plain = logging.getLogger("vla_accel"), logging.StreamHandler()
     level = log.level
     plain.addFilter(lambda r: not logging.root.handlers and (r.name == log.name or r.levelno > logging.INFO))
     log.addHandler(plain)
     log.setLevel(logging.INFO)
-    # What diffusers' pipelines import would rather have torchvision, and warns a user who can change nothing.
+    # Importing diffusers' pipelines warns that torchvision is missing, which no user needs.
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     try:
         try:
             return run(), None
         except Exception as error:
-            # A library in whose code the interrupt came may have made an error of its own of it: matplotlib does.
-            if asked:
+            # A library may turn an interrupt into an error of its own, as matplotlib does.
+            if interrupted:
                 raise KeyboardInterrupt from error
             raise
         finally:
-            print(end="", flush=True)  # not at the interpreter's end, where nobody could say what went wrong
+            print(end="", flush=True)  # not at the interpreter's exit, where no error can be reported
     except VlaAccelError as error:
         return 1, str(error)
     except OSError as error:
         gone = isinstance(error, BrokenPipeError) and _reader_is_gone()
-        # A file that cannot be read says so best itself; of the rest, what is no full disk is a mistake of ours.
+        # An error that names a file explains itself; any other one, except a full disk, is a bug.
         if error.filename is None and not gone and error.errno != errno.ENOSPC:
             raise
         if error.filename is None:
-            sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  # what is left would fail again at the end
-        whose = f"namei -l {shlex.quote(str(error.filename))} shows whose it is" * (error.errno == errno.EACCES)
-        return (141, None) if gone else (1, ": ".join(filter(None, (error.filename, error.strerror, whose))))
+            sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  # the unwritten rest would fail again at exit
+        owner = f"namei -l {shlex.quote(str(error.filename))} shows whose it is" * (error.errno == errno.EACCES)
+        return (141, None) if gone else (1, ": ".join(filter(None, (error.filename, error.strerror, owner))))
     except KeyboardInterrupt:
         return 130, "interrupted"
     finally:
@@ -130,7 +132,7 @@ def ended(run: Callable[[], int]) -> tuple[int, str | None]:
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, as `| head` that has seen enough."""
+    """Whether standard output is a pipe whose reader has exited, such as `| head`."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

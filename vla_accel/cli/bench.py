@@ -24,13 +24,13 @@ from vla_accel.report.page import check_path, write
 
 @dataclass(frozen=True)
 class Bench:
-    """Time whole calls of a checkpoint's policy in several configurations, or with --model (pi05, if no checkpoint is
-    given) of policies of a family's published size with random weights, beside openpi's or lerobot's own code."""
+    """Time whole calls of a checkpoint's policy in several configurations. Without a checkpoint, time random weights of
+    --model's published size (default: pi05) and openpi's or lerobot's own code."""
 
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
     config: tuple[str, ...] = (AUTO,)
-    """Of a checkpoint: the configurations to time beside eager, names of shipped ones or files."""
+    """Of a checkpoint: the configurations to time in addition to eager, names of shipped ones or files."""
     model: str | None = None
     """Random weights of a model family's published size: pi05, pi0, pi0_fast, smolvla or groot."""
     systems: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Bench:
     native-fp8-int8-denoise (of pi0_fast native-fp8, native-fp8-decode, native-int8-decode); portable- instead of
     native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile, openpi-max-autotune; for SmolVLA
     and GR00T lerobot-eager, lerobot-compile; a wrong name lists the model's own. If not given: eager, native's but
-    INT8, and the other project's eager code, which is left out, loudly, where it is not installed."""
+    INT8, and the other project's eager code, which is left out with a message if it is not installed."""
     realtime_vla: Folder = None
     """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps: both its kinds, or
     those that --systems names."""

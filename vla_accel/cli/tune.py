@@ -124,7 +124,7 @@ def main(options: Tune, words: list[str]) -> int:
     checkpoint, base = options.checkpoint or "demo", _base(options)
     parts = family_of(base_and_lora(checkpoint, base.checkpoint.lora)[0]).parts
     device = resolve_device(base.device)
-    # Before a journal is begun, or thrown away: a suite or tasks that are not there are said here.
+    # Before a journal is begun or overwritten: this refuses unknown suites and tasks.
     episodes = None if opener is None else opener(
         checkpoint, suite=options.suite, tasks=options.tasks, device=options.device, workers=options.workers,
         seed=options.seed, folder=options.output / "episodes", films=not options.no_films,
@@ -159,7 +159,7 @@ def main(options: Tune, words: list[str]) -> int:
         except KeyboardInterrupt:
             print("vla-accel tune: interrupted; the same command continues from the journal", file=sys.stderr)
             return 130
-    told = {
+    about_run = {
         "command": ["vla-accel", "tune", *without_folders(words)],
         "hardware": hardware(device),
         "software": software(),
@@ -168,17 +168,17 @@ def main(options: Tune, words: list[str]) -> int:
         "seconds": round(time.perf_counter() - began, 1),
         "measured_before": known,
     }
-    result = outcome(search, best, left_out, told)
-    where = told["hardware"].get("gpu") or told["hardware"]["cpu"]
-    comment = f"Made by `{' '.join(told['command'])}`\non {where}: {result['why']}."
+    result = outcome(search, best, left_out, about_run)
+    where = about_run["hardware"].get("gpu") or about_run["hardware"]["cpu"]
+    comment = f"Made by `{' '.join(about_run['command'])}`\non {where}: {result['why']}."
     tuned = write_config(best.candidate.config, options.output / "tuned.yaml", comment)
     write_json(options.output / "tune.json", result)
     write(page(result), report)
     _print(result)
     say(f"configuration: {tuned}, as in `vla-accel serve {checkpoint} --config {tuned}`")
     say(f"report: {report}")
-    said = {"chosen": result["chosen"], "why": result["why"], "times_as_fast": result["times_as_fast"]}
-    print_json({**said, "config": str(tuned), "output": str(options.output / "tune.json"), "report": str(report)})
+    line = {name: result[name] for name in ("chosen", "why", "times_as_fast")}
+    print_json({**line, "config": str(tuned), "output": str(options.output / "tune.json"), "report": str(report)})
     return 0
 
 
@@ -193,8 +193,8 @@ def find_benchmark(name: str) -> Opener:
         if not all(word.isidentifier() for word in (*module.split("."), function)):
             raise ModuleNotFoundError("it is no name of Python's")
         found = getattr(importlib.import_module(module), function)
-        asked = ("suite", "tasks", "device", "workers", "seed", "folder", "films")
-        inspect.signature(found).bind("checkpoint", **dict.fromkeys(asked))
+        names = ("suite", "tasks", "device", "workers", "seed", "folder", "films")
+        inspect.signature(found).bind("checkpoint", **dict.fromkeys(names))
         return found
     except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -204,7 +204,7 @@ def find_benchmark(name: str) -> Opener:
 
 
 class Teller:
-    """Says on standard error what happens: a bar with the time left on a terminal, lines elsewhere."""
+    """Reports progress on standard error: a bar with the time left on a terminal, lines elsewhere."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, highlight=False)
@@ -221,18 +221,18 @@ class Teller:
         self._bar.stop()
 
     def __call__(self, done: int, total: int, text: str) -> None:
-        self._bar.start()  # not before: what refuses to begin has no bar
+        self._bar.start()  # not earlier: a search that is refused shows no bar
         self._bar.update(self._task, description=text, completed=done, total=total)
         if self._bar.disable:
             spent = time.perf_counter() - self._began
-            # What a journal knew took no time, and tells none.
+            # Measurements of the journal took no time.
             left = round(spent / done * (total - done)) if done else 0
-            told = f", about {left} s left" if left else ""
-            print(f"[{done}/{total}] {text} ({spent:.0f} s so far{told})", file=sys.stderr, flush=True)
+            rest = f", about {left} s left" if left else ""
+            print(f"[{done}/{total}] {text} ({spent:.0f} s so far{rest})", file=sys.stderr, flush=True)
 
 
 def _refuse_unread(options: Tune) -> None:
-    """Raise ConfigError for options that others leave without effect."""
+    """Raise ConfigError for options that have no effect with the others."""
     usual = {field.name: field.default for field in dataclasses.fields(options)}
     changed = {name: value for name, value in vars(options).items() if value != usual[name]}
     if options.benchmark is None and (alone := [name for name in OF_EPISODES if name in changed]):
@@ -244,10 +244,10 @@ def _refuse_unread(options: Tune) -> None:
 
 
 def _base(options: Tune) -> PolicyConfig:
-    """The configuration without engines: what is not searched."""
-    given = options.settings().with_specs({})
-    told = {"device": options.device, "num_steps": options.num_steps}
-    return replace(given, precision="auto", **{name: value for name, value in told.items() if value is not None})
+    """The configuration without engines: the part that is not searched."""
+    changes = {"device": options.device, "num_steps": options.num_steps}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return replace(options.settings().with_specs({}), precision="auto", **changes)
 
 
 def _observations(options: Tune, checkpoint: str, base: PolicyConfig) -> tuple[list[Any], str | None]:
@@ -264,7 +264,7 @@ def _observations(options: Tune, checkpoint: str, base: PolicyConfig) -> tuple[l
 
 
 def _about(options: Tune, checkpoint: str, base: PolicyConfig, recorded: str | None) -> dict[str, Any]:
-    """What decides a measurement: a journal about something else is not continued."""
+    """Everything that a measurement depends on; a journal that differs is not continued."""
     from vla_accel.families.loading import base_and_lora
     from vla_accel.machine import hardware, resolve_device, software
     from vla_accel.policy.agreement import PATTERN
@@ -300,8 +300,8 @@ def _print(result: dict[str, Any]) -> None:
             verdict(row),
         ])  # fmt: skip
     print_table("what was tried", ["configuration", "median ms", "cosine", "lost / gained", "verdict"], body)
-    # Candidates are timed one after the other: load that came or went in between moves their order.
+    # Candidates are timed one after the other: a changing load affects their order.
     busy = (row["latency"].get("others_busy") or 0.0 for row in result["tried"] if row["latency"])
-    if told := beside({"cores": os.cpu_count(), "others_busy": max(busy, default=0.0)}):
-        say(f"warning: {told}, and another candidate may be the fastest")
+    if warning := beside({"cores": os.cpu_count(), "others_busy": max(busy, default=0.0)}):
+        say(f"warning: {warning}, and another candidate may be the fastest")
     print(f"{result['chosen']}: {times_as_fast(result)}; {result['why']}")
