@@ -102,7 +102,7 @@ def seen_by(policy: OptimizedPolicy, observation: dict[str, Any], monkeypatch: p
     embed: Any = policy.model.embed_images
     monkeypatch.setattr(policy.model, "embed_images", lambda pixels: (seen.append(pixels.clone()), embed(pixels))[1])
     inputs = policy.processor.prepare(observation)
-    pipeline, feed = policy._feed([inputs], np.zeros((1, *policy.family.action_shape(policy.model.config))), None)
+    pipeline, feed = policy._feed([inputs], np.zeros((1, *policy.action_shape)), None)
     pipeline.start(feed.inputs)
     pipeline.engine("vision").run()
     return seen[-1][0].double()
@@ -176,7 +176,7 @@ def test_the_native_engine_reads_the_same_pixels(kind: str, release: str, mode: 
     for engine in ("eager_fp32", "native"):
         policy = OptimizedPolicy.from_pretrained(tmp_path, load_config(engine), device="cpu", num_steps=2)
         assert {entry.used for entry in policy.ledger.entries.values()} == {engine.partition("_")[0]}
-        noise = np.random.default_rng(0).normal(size=policy.family.action_shape(policy.model.config))
+        noise = np.random.default_rng(0).normal(size=policy.action_shape)
         answers[engine] = policy.infer(observation, noise=noise.astype(np.float32))["actions"]
     np.testing.assert_allclose(answers["native"], answers["eager_fp32"], atol=2e-4)
     policy.processor = replace(policy.processor, pixels=None)
@@ -189,7 +189,7 @@ def test_a_device_that_fits_images_gets_the_same_pixels(tmp_path: Path, monkeypa
     write(tmp_path, "pi0", "0.4.4", "MEAN_STD")
     policy = OptimizedPolicy.from_pretrained(tmp_path, load_config("native"), device="cpu", num_steps=2)
     observation, images = with_images("pi0", (36, 60), (28, 28))
-    noise = np.zeros(policy.family.action_shape(policy.model.config), np.float32)
+    noise = np.zeros(policy.action_shape, np.float32)
     fitted_here = policy.infer(observation, noise=noise)["actions"]
     seen, fitted = policy.processor.observe(observation), policy.processor.prepare(observation)
     assert seen.images[0] is images[0] and seen.pixel_maps is not None and fitted.pixel_maps is not None

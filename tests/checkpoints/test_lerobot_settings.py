@@ -194,7 +194,7 @@ def test_the_checkpoints_denoising_steps_are_the_default(kind: str, name: str, t
         assert policy.num_steps == policy.metadata["num_steps"] == policy.latency_report()["steps"] == steps
         factory = CheckpointFactory(str(tmp_path / str(steps)), ["eager_fp32"], device="cpu", ceilings=None)
         assert factory.sweep == ((10, 3, 1) if steps == 10 else (4, 10, 3, 1)), "what bench times"
-        noise = np.random.default_rng(0).normal(size=policy.family.action_shape(policy.model.config))
+        noise = np.random.default_rng(0).normal(size=policy.action_shape)
         actions[steps] = policy.infer(OBSERVATIONS[kind](), noise=noise)["actions"]
         forced = OptimizedPolicy.from_pretrained(tmp_path / str(steps), FP32, num_steps=4)
         actions[f"forced {steps}"] = forced.infer(OBSERVATIONS[kind](), noise=noise)["actions"]

@@ -23,8 +23,7 @@ from vla_accel.config import load_config, shipped_configs
 from vla_accel.engines import torch_tensorrt
 from vla_accel.engines.tensorrt_plan import obtain
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.families.bench import bench_card
-from vla_accel.families.family import sized
+from vla_accel.families.bench import sized
 from vla_accel.measure.random_policy import calibrate_on_noise
 from vla_accel.policy import ahead_of_time as building
 
@@ -246,12 +245,8 @@ def test_other_families_build(write: Callable[[Path], object], shipped: str, tmp
 
 
 def test_sized_models_for_measuring() -> None:
-    family, size = sized("pi05_demo")
-    model: Any = (
-        bench_card(family)
-        .random(bench_card(family).shallow(size(), 1), seed=0, device="cpu", dtype=torch.bfloat16)
-        .whole()
-    )
+    card, size = sized("pi05_demo")
+    model: Any = card.random(card.shallow(size(), 1), seed=0, device="cpu", dtype=torch.bfloat16).whole()
     assert (len(model.prefix.layers), len(model.expert.layers), len(model.vision.layers)) == (1, 1, 5)
     assert all(bool(p.isfinite().all()) and float(p.float().abs().max()) > 0 for p in model.parameters())
     assert model.dtype == torch.bfloat16 and model.action_in_proj.weight.dtype == torch.float32
@@ -263,10 +258,10 @@ def test_sized_models_for_measuring() -> None:
 
 @pytest.mark.slow
 def test_scales_of_random_weights_are_of_these() -> None:
-    family, size = sized("pi05_demo")
-    sizes = bench_card(family).shallow(size(), 2)
-    model = bench_card(family).random(sizes, seed=0, device="cpu", dtype=torch.float32)
-    scales = calibrate_on_noise(family, model, bench_card(family).dummy(sizes, 2), count=1)
+    card, size = sized("pi05_demo")
+    sizes = card.shallow(size(), 2)
+    model = card.random(sizes, seed=0, device="cpu", dtype=torch.float32)
+    scales = calibrate_on_noise(card.family, model, card.dummy(sizes, 2), count=1)
     assert {f"prefix.layers.0.{n}" for n in ("gate_up_proj", "down_proj")} <= set(scales.amax)
     assert scales.why_not(model) is None
 

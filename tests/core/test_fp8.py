@@ -18,6 +18,7 @@ from tests.support.scales import scales_of_any
 from tests.support.tiny import random_model, tiny_config, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, progress
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
 from vla_accel.families.loading import find, load
 from vla_accel.families.pi0.family import PI05
@@ -181,7 +182,7 @@ def test_kept_products_stay_as_they_are(component: str, tmp_path: Path) -> None:
     checkpoint = replace(source.checkpoint, calibrated=scales_of_any())
     observation, noise = (
         source.processor.example(),
-        np.zeros(source.family.action_shape(source.model.config), np.float32),
+        np.zeros(source.action_shape, np.float32),
     )
 
     def answer(spec: EngineSpec) -> tuple[np.ndarray, str]:
@@ -241,9 +242,10 @@ def test_a_fallback_to_eager_says_that_the_precision_is_another(tmp_path: Path) 
 def test_a_configuration_needs_scales_where_inputs_are_quantised() -> None:
     fp8 = EngineSpec("native", precision="fp8")
     plain = EAGER.specs(PARTS)
-    assert PI05.needs_scales(FP8.specs(PARTS)) and PI05.needs_scales({**plain, "vision": fp8})
-    assert PI05.needs_scales({**plain, "kv_cache": EngineSpec("eager", fallback=("native",), precision="fp8")})
-    assert not PI05.needs_scales(plain) and not PI05.needs_scales({**plain, "denoise": fp8})
+    needs_scales = PI05.capabilities.needs_scales
+    assert needs_scales(FP8.specs(PARTS)) and needs_scales({**plain, "vision": fp8})
+    assert needs_scales({**plain, "kv_cache": EngineSpec("eager", fallback=("native",), precision="fp8")})
+    assert not needs_scales(plain) and not needs_scales({**plain, "denoise": fp8})
 
 
 def test_a_product_without_a_scale_is_named() -> None:
@@ -264,7 +266,7 @@ def test_without_modelopt_one_error_names_the_extra(monkeypatch: pytest.MonkeyPa
         load_modelopt()
     unread: Any = SimpleNamespace()  # no weights: nothing of it may be asked for
     with pytest.raises(DependencyError, match=said):
-        family_named("pi05").calibrate(unread, [], "")
+        bench_card(family_named("pi05")).calibrate(unread, [], "")
 
 
 def test_progress_is_reported_block_by_block(

@@ -90,7 +90,7 @@ def test_embeddings_on_the_host_change_no_bit(tmp_path: Any) -> None:
     options = {"gpu": NativeOptions(), "host": NativeOptions(embeddings="host")}
     for where, native in options.items():
         policy = OptimizedPolicy.from_pretrained(tmp_path, replace(settings, native=native))
-        shape = policy.family.action_shape(policy.model.config)
+        shape = policy.action_shape
         noise = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         found.append([policy.infer(tiny_observation(seed), noise=noise)["actions"] for seed in range(3)])
         assert (policy.memory()["host"] > 0) == (where == "host")

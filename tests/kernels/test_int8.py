@@ -225,7 +225,7 @@ def test_the_ledger_says_which_products_are_integers(folder: Path) -> None:
     plain = policy_of(folder, BF16).memory()["weights"]
     weights = policy.memory()["weights"]
     assert weights["vision"] < plain["vision"] and weights["kv_cache"] < plain["kv_cache"]
-    horizon, dim = policy.family.action_shape(policy.model.config)
+    horizon, dim = policy.action_shape
     noise = np.random.default_rng(0).standard_normal((horizon, dim)).astype(np.float32)
     first = policy.infer(tiny_observation(), noise=noise)["actions"]
     assert not np.array_equal(first, policy_of(folder, BF16).infer(tiny_observation(), noise=noise)["actions"])

@@ -33,8 +33,7 @@ class Stub:
 
     def __init__(self, error: float = 0.0, flip: tuple[int, ...] = ()) -> None:
         self.error, self.flip, self.calls = error, flip, 0
-        self.model = SimpleNamespace(config=SimpleNamespace(action_horizon=3, action_dim=2), dtype=torch.float32)
-        self.family = SimpleNamespace(action_shape=lambda config: (config.action_horizon, config.action_dim))
+        self.model, self.action_shape = SimpleNamespace(dtype=torch.float32), (3, 2)
         self.num_steps, self.specs = 4, {"all": EngineSpec()}
         self.ledger = Ledger()
         self.noises: list[np.ndarray] = []

@@ -58,7 +58,7 @@ def policy_of(
 
 
 def actions(policy: OptimizedPolicy, seed: int = 0) -> torch.Tensor:
-    shape = policy.family.action_shape(policy.model.config)
+    shape = policy.action_shape
     noise = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     given = OBSERVATIONS.get(policy.family.name, tiny_observation)(seed)
     return torch.from_numpy(np.array(policy.infer(given, noise=noise)["actions"]))

@@ -78,7 +78,7 @@ def test_lerobot_finds_the_policy() -> None:
 
 def test_a_batch_gets_the_engines_own_actions(policy: VlaAccelPolicy, engine: OptimizedPolicy) -> None:
     rows, batch = arm_batch(0, 1)
-    noise = np.random.default_rng(0).normal(size=(2, *engine.family.action_shape(engine.model.config)))
+    noise = np.random.default_rng(0).normal(size=(2, *engine.action_shape))
     ours = engine.infer_batch(rows, noise=noise)
     before, after = make_pre_post_processors(policy.config)
     theirs = after(policy.predict_action_chunk(before(batch), noise=torch.from_numpy(noise)))
@@ -101,7 +101,7 @@ def test_liberos_names_are_lerobots(tmp_path: Path) -> None:
         "observation/state": "observation.state",
     }
     row["observation/state"] = row["observation/state"].astype(np.float32)
-    noise = np.random.default_rng(1).normal(size=policy.engine.family.action_shape(policy.engine.model.config))
+    noise = np.random.default_rng(1).normal(size=policy.engine.action_shape)
     theirs = policy.predict_action_chunk(as_batch([row], names, "prompt"), noise=torch.from_numpy(noise)[None])
     ours = policy.engine.infer(row, noise=noise)["actions"]
     np.testing.assert_array_equal(theirs[0].numpy(), ours.astype(np.float32))
@@ -175,7 +175,7 @@ def test_real_time_chunking_as_lerobot_asks_for_it(policy: VlaAccelPolicy, arm: 
     assert (rtc.schedule, rtc.execution_horizon, rtc.max_guidance_weight) == ("linear", 4, 5.0)
     assert policy.engine.store is store
     rows, batch = arm_batch(0)
-    noise = np.random.default_rng(2).normal(size=policy.engine.family.action_shape(policy.engine.model.config))
+    noise = np.random.default_rng(2).normal(size=policy.engine.action_shape)
     given = torch.from_numpy(noise)[None]
     plain = policy.predict_action_chunk(batch, noise=given)
     left = plain[0, 2:4] + 0.5
@@ -262,7 +262,7 @@ def test_real_time_chunking_can_be_set_as_a_policys_setting(arm: Path) -> None:
     engine = on.engine
     on.init_rtc_processor()
     assert on.engine is engine
-    noise = torch.randn(1, *engine.family.action_shape(engine.model.config), generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(1, *engine.action_shape, generator=torch.Generator().manual_seed(0))
     plain = on.predict_action_chunk(batch, noise=noise)
     before = {"inference_delay": 1, "prev_chunk_left_over": plain[0, 2:4] + 0.5}
     assert not torch.equal(on.predict_action_chunk(batch, noise=noise, **before), plain)
@@ -377,7 +377,7 @@ def test_the_demo_in_lerobots_hands(device: str, config: str) -> None:
     rng = np.random.default_rng(0)
     row |= {key: rng.integers(0, 256, (224, 224, 3), dtype=np.uint8) for key in list(names)[:2]}
     row["observation/state"] = row["observation/state"].astype(np.float32)
-    noise = rng.normal(size=policy.engine.family.action_shape(policy.engine.model.config)).astype(np.float32)
+    noise = rng.normal(size=policy.engine.action_shape).astype(np.float32)
     before, after = make_pre_post_processors(policy.config)
     batch, given = before(as_batch([row], names, "prompt")), torch.from_numpy(noise)[None]
     assert batch["observation.images.image"].device.type == device

@@ -109,8 +109,7 @@ def test_the_default_on_a_cpu(folder: Path, caplog: pytest.LogCaptureFixture) ->
     policy.with_steps(2).infer(tiny_observation())
     assert caplog.messages == [said], "once a policy, whatever shapes come"
     assert caplog.records[0].levelname == "INFO", "which is no fault"
-    policy.device = torch.device("cuda")
-    policy._log_auto_choices()
+    agreement.log_choices(policy.name, policy.ledger, policy.specs, CUDA)
     assert caplog.records[1].levelname == "WARNING", "a GPU without its kernels"
 
 
@@ -188,8 +187,7 @@ def test_a_policy_wants_scales_and_a_report(folder: Path, caplog: pytest.LogCapt
     def shown(**engines: Any) -> Shown | None:
         policy = OptimizedPolicy.from_pretrained(folder, PolicyConfig(num_steps=2, device="cpu", **engines))
         kept(folder, policy)
-        policy.device = CUDA
-        return policy._shown(policy.config.specs(PARTS))
+        return agreement.for_auto(policy.checkpoint, policy.config.specs(PARTS), 2)
 
     assert shown() is None, "no scales"
     model = OptimizedPolicy.from_pretrained(folder, device="cpu").model

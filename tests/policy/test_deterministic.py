@@ -44,7 +44,7 @@ def test_a_policy_is_built_and_runs_pinned(deterministic: bool, folder: Path, mo
     monkeypatch.setattr(NativeEngine, "__init__", made)
     monkeypatch.setattr(NativeEngine, "run", ran)
     policy = OptimizedPolicy.from_pretrained(folder, {**NATIVE, "deterministic": deterministic})
-    noise = np.ones(policy.family.action_shape(policy.model.config), np.float32)
+    noise = np.ones(policy.action_shape, np.float32)
     again = policy.with_steps(1)
     for one in (policy, again):
         first, second = (one.infer(tiny_observation(0), noise=noise)["actions"] for _ in range(2))

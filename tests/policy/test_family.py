@@ -202,8 +202,13 @@ def test_weights_that_do_not_fit_the_sizes_are_refused(folder: Path) -> None:
 
 def test_joints_that_cannot_be_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = TOY.components
-    monkeypatch.setattr(TOY, "components", lambda *a, **k: whole(*a, **k)[:1])
-    with pytest.raises(EngineError, match="toy: expected an output actions of the last component"):
+
+    def two_results(*a: Any, **k: Any) -> Any:
+        encoder, head = whole(*a, **k)
+        return encoder, replace(head, outputs=(*head.outputs, replace(head.outputs[0], name="more")))
+
+    monkeypatch.setattr(TOY, "components", two_results)
+    with pytest.raises(EngineError, match="head: expected one output of the last component, got actions, more"):
         OptimizedPolicy.from_pretrained(folder, EAGER)
     monkeypatch.setattr(TOY, "components", lambda *a, **k: (whole(*a, **k)[0], *whole(*a, **k)))
     with pytest.raises(EngineError, match=r"encoder\.latents: an earlier component has an output of this name"):

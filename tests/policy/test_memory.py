@@ -61,7 +61,7 @@ def policy_of(folder: Path, config: PolicyConfig, *, whole: bool = False) -> Opt
 
 
 def actions(policy: OptimizedPolicy) -> np.ndarray:
-    horizon, dim = policy.family.action_shape(policy.model.config)
+    horizon, dim = policy.action_shape
     noise = np.random.default_rng(0).standard_normal((horizon, dim)).astype(np.float32)
     return policy.infer(tiny_observation(), noise=noise)["actions"]
 

@@ -80,7 +80,7 @@ def test_a_batch_is_its_rows_and_the_formulas(policy: OptimizedPolicy) -> None:
 def test_a_seed_changes_nothing_and_noise_of_another_shape_is_refused(folder: Path, policy: OptimizedPolicy) -> None:
     """The decoding is greedy."""
     plain = policy.infer(observation())["actions"]
-    noise = np.zeros(PI0_FAST.action_shape(policy.model.config))
+    noise = np.zeros(policy.action_shape)
     other = OptimizedPolicy.from_pretrained(folder, RELAXED, seed=7)
     np.testing.assert_array_equal(other.infer(observation())["actions"], plain)
     with pytest.raises(ObservationError, match="noise: expected shape"):

@@ -38,7 +38,7 @@ def policy(folder: Path) -> OptimizedPolicy:
 
 
 def noise_for(policy: OptimizedPolicy, *batch: int) -> np.ndarray:
-    shape = (*batch, *policy.family.action_shape(policy.model.config))
+    shape = (*batch, *policy.action_shape)
     return np.random.default_rng(5).standard_normal(shape).astype(np.float32)
 
 

@@ -70,7 +70,7 @@ def test_the_instruction_may_be_nested_as_images_and_state_may(tmp_path: Path) -
     policy = OptimizedPolicy.from_pretrained(
         tmp_path, {"preset": str(robot), "default_prompt": "pick up the bowl"}, device="cpu"
     )
-    noise = np.zeros(policy.family.action_shape(policy.model.config), np.float32)
+    noise = np.zeros(policy.action_shape, np.float32)
 
     def actions(given: dict[str, Any]) -> np.ndarray:
         return policy.infer(given, noise=noise)["actions"]

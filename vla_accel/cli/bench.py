@@ -111,7 +111,7 @@ def main(options: Bench, words: list[str]) -> int:
         say(f"no GPU: {family.name} at its published size {cost}")
     say(f"timing {', '.join(systems)}")
     specs = [factory.configs[name].specs(family.parts) for name in systems if name in factory.configs]
-    if random and any(map(family.needs_scales, specs)):
+    if random and any(map(family.capabilities.needs_scales, specs)):
         load_modelopt()  # if it is missing, this fails before anything is built
     once = timed_once(factory, systems, sweep)
     others = {n: once[n]["steps"] if n in once else sweep[0] for n in systems if n in factory.baselines}

@@ -50,11 +50,12 @@ def main(options: Build, words: list[str]) -> int:
 
     from vla_accel.engines import tensorrt_plan
     from vla_accel.engines.tensorrt_library import parse_target
-    from vla_accel.families.family import sized
+    from vla_accel.families.bench import sized
     from vla_accel.families.loading import base_and_lora, family_of
     from vla_accel.policy import ahead_of_time as building
 
-    family = sized(options.model)[0] if options.model else family_of(base_and_lora(options.checkpoint or "demo")[0])
+    folder = base_and_lora(options.checkpoint or "demo")[0]
+    family = sized(options.model)[0].family if options.model else family_of(folder)
     name = options.config or "tensorrt_rtx"
     config = replace(options, config=name).settings()
     changes = {"cache": str(options.cache)} if options.cache is not None else {}
@@ -110,8 +111,7 @@ def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, Engine
     """Load the model in the dtype that it has on a GPU, or make one with random weights."""
     import torch
 
-    from vla_accel.families.bench import bench_card
-    from vla_accel.families.family import sized
+    from vla_accel.families.bench import sized
     from vla_accel.families.loading import Checkpoint, load
     from vla_accel.measure.random_policy import calibrate_on_noise
 
@@ -119,12 +119,13 @@ def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, Engine
     device = torch.device("cuda" if on_gpu else "cpu")
     if not options.model:
         return load(options.checkpoint or "demo", config, device=device, dtype=dtype)
-    family, size = sized(options.model)
-    card = bench_card(family)
+    card, size = sized(options.model)
     sizes = size() if options.depth is None else card.shallow(size(), options.depth)
     model = card.random(sizes, seed=0, device=str(device), dtype=dtype).whole()
     processor = card.dummy(sizes, card.views)
-    scales = calibrate_on_noise(family, model, processor, count=1) if family.needs_scales(specs) else None
+    family, scales = card.family, None
+    if family.capabilities.needs_scales(specs):
+        scales = calibrate_on_noise(family, model, processor, count=1)
     return Checkpoint(f"random {options.model}", family, model, processor, calibrated=scales, settings=config)
 
 

@@ -33,6 +33,7 @@ class Calibrate(PolicySource):
 
 def main(options: Calibrate, words: list[str]) -> int:
     """Calibrate and write; the exit status."""
+    from vla_accel.families.bench import bench_card
     from vla_accel.families.loading import load
     from vla_accel.machine import resolve_device
 
@@ -51,7 +52,7 @@ def main(options: Calibrate, words: list[str]) -> int:
     for line in (line for one in fit if one.rows for line in one.lines()):
         say(line)
     say(f"calibrating on {len(prepared)} observations")
-    scales = checkpoint.family.calibrate(checkpoint.model, prepared, options.observations.name)
+    scales = bench_card(checkpoint.family).calibrate(checkpoint.model, prepared, options.observations.name)
     path = scales.save(folder)
     largest = max(scales.amax, key=scales.amax.__getitem__)
     print(f"{path}: {len(scales.amax)} products, {scales.observations} observations; largest input "

@@ -1,12 +1,12 @@
-"""`BenchCard`: what only benchmarks, `parity` and ahead-of-time builds need of a family, from the `bench` module of its
-folder. Also dummy transforms for networks with random weights."""
+"""`BenchCard`: what only benchmarks, `parity`, `calibrate` and ahead-of-time builds need of a family, from the `bench`
+module of its folder. Also dummy transforms for networks with random weights."""
 
 from __future__ import annotations
 
 import importlib
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from vla_accel.config import EngineSpec, PolicyConfig
-from vla_accel.errors import ConfigError
-from vla_accel.families.family import Family, ModelConfig
+from vla_accel.errors import ConfigError, unknown
+from vla_accel.families.family import FAMILIES, Family, ModelConfig, family_named
 from vla_accel.families.overrides import processor_of
-from vla_accel.fp8 import FORMATS
+from vla_accel.fp8 import FORMATS, Scales
+from vla_accel.nn.calibration import calibrate
 from vla_accel.nn.network import Network
 from vla_accel.nn.random_weights import Drawn, drawn_model
 from vla_accel.transforms.normalisation import Normaliser
@@ -64,6 +65,8 @@ class BenchCard(ABC, Generic[C, X]):
     """How a family is measured without a checkpoint, and against what."""
 
     family: Family[Any, Any, Any]
+    sizes: Mapping[str, Callable[..., C]]
+    """Published sizes by name; a function takes the fields to change."""
     drawn: type[Drawn] = Drawn
     """Draws the random weights."""
     sweep: tuple[int, ...] = (10, 3, 1)
@@ -84,8 +87,7 @@ class BenchCard(ABC, Generic[C, X]):
     def random(self, config: C, *, seed: int, device: str, dtype: torch.dtype) -> Network:
         """Return a network in eval mode whose random weights keep activations of order one; they are drawn when they
         are read."""
-        kind: type[Network] = type(self.family.network(config))
-        return drawn_model(kind, config, seed=seed, device=device, dtype=dtype, drawn=self.drawn)
+        return drawn_model(self.family.network_class, config, seed=seed, device=device, dtype=dtype, drawn=self.drawn)
 
     def shallow(self, config: C, depth: int) -> C:
         """Return the sizes with `depth` layers in the large stacks, for measurements of builds."""
@@ -122,6 +124,10 @@ class BenchCard(ABC, Generic[C, X]):
     def work(self, config: C, inputs: X, steps: int, specs: Mapping[str, EngineSpec]) -> dict[str, Work]:
         """Return the work of each component on one prepared observation."""
 
+    def calibrate(self, model: Any, inputs: Sequence[X], source: str) -> Scales:
+        """Return scales measured on prepared observations. Raises ConfigError for a family that needs none."""
+        raise ConfigError(f"{self.family.name}: this family quantizes no inputs and needs no calibration")
+
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         """Return one of `baselines` with random weights. Raises DependencyError if it is not installed."""
         raise ConfigError(f"systems: {self.family.name} has no baseline {name!r}")
@@ -136,6 +142,15 @@ def bench_card(family: Family[Any, Any, Any]) -> BenchCard[Any, Any]:
     """Return the card of a family, from `CARDS` in the `bench` module of its folder."""
     folder = type(family).__module__.rpartition(".")[0]
     return importlib.import_module(f"{folder}.bench").CARDS[family.name]
+
+
+def sized(name: str) -> tuple[BenchCard[Any, Any], Callable[..., Any]]:
+    """Return the card of the family with a published size of this name, and the function of the size."""
+    cards = [bench_card(family_named(n)) for n in FAMILIES]
+    for card in cards:
+        if name in card.sizes:
+            return card, card.sizes[name]
+    raise ConfigError(unknown("model", name, sorted(size for card in cards for size in card.sizes)))
 
 
 # -- dummy transforms ---------------------------------------------------------------------------------------------
@@ -194,6 +209,11 @@ class PromptedBench(BenchCard[C, Inputs]):
     def random_observation(self, transforms: Processor, rng: np.random.Generator) -> dict[str, Any]:
         side = transforms.image_size
         return libero_observation(transforms, (side, side), rng, transforms.ordinary_prompt(PROMPT))
+
+    def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
+        maps = [() if i.pixel_maps is None else (i.pixel_maps,) for i in inputs]
+        rows = [(i.images, i.tokens, i.state, *its) for i, its in zip(inputs, maps, strict=True)]
+        return calibrate(model, rows, source)
 
     def internals(self, config: Any, outputs: Mapping[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
         """`image_tokens` (I, W), and `keys` and `values` (depth, S, kv_heads, d) of the real tokens."""

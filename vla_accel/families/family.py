@@ -48,31 +48,18 @@ class Seen(Protocol):
         ...
 
 
-class Prepared(Protocol):
-    """One observation as a family's transforms leave it: what its `feed` reads, and the robot's own state float64."""
-
-    @property
-    def raw_state(self) -> np.ndarray: ...
-
-
 class Transforms(Protocol):
-    """Converts a robot's observations and actions to a model's and back. Raises ObservationError for bad input."""
+    """Converts a robot's observations and actions to a model's and back. Raises ObservationError for bad input.
 
-    def observe(self, observation: Mapping[str, Any]) -> Seen:
-        """Read and check an observation's images and state; images keep their sizes if the device may resize them."""
-        ...
+    `observe` reads and checks images and state; images keep their sizes if the device may resize them. `resized`
+    resizes them on the host. `encode` normalises the state and tokenizes the prompt; its result has the robot's own
+    `raw_state` float64. `prepare` is all three.
+    """
 
-    def resized(self, seen: Any) -> Any:
-        """Resize the images on the host. Called only where `Seen.cameras` is not None."""
-        ...
-
-    def encode(self, seen: Any) -> Prepared:
-        """Normalise the state and tokenize the prompt."""
-        ...
-
-    def prepare(self, observation: Mapping[str, Any]) -> Prepared:
-        """Check and convert an observation: `observe`, `resized` and `encode`."""
-        ...
+    def observe(self, observation: Mapping[str, Any]) -> Seen: ...
+    def resized(self, seen: Any) -> Any: ...
+    def encode(self, seen: Any) -> Any: ...
+    def prepare(self, observation: Mapping[str, Any]) -> Any: ...
 
     def unnormalize_actions(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
         """Convert the model's actions (H, A) to the robot's, float64 (H, robot's)."""
@@ -128,7 +115,8 @@ class Shape:
 
 
 class ModelConfig(Protocol):
-    """The sizes that every family's config has. `num_steps`: denoising steps (or decoded tokens) by default."""
+    """The sizes that every family's config has: the shape of a chunk of normalized actions, and the denoising steps (or
+    decoded tokens) by default."""
 
     @property
     def action_horizon(self) -> int: ...
@@ -183,11 +171,23 @@ class Capabilities:
         host_embeddings: Components whose native program can read token embeddings from host memory
             (`config.NativeOptions`).
         quantised: By component, then engine: the products that can be computed in FP8 or INT8.
+        settings: Fields of `config.CheckpointSpec` that apply to its checkpoints, in addition to those of every family.
     """
 
     lora: bool = False
     host_embeddings: tuple[str, ...] = ()
     quantised: Mapping[str, Mapping[str, Products]] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+
+    def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:
+        """Return whether an engine quantizes its inputs, for which calibrated scales are required."""
+        for part, spec in specs.items():
+            quantised = self.quantised.get(part, {})
+            for engine in (spec.engine, *spec.fallback):
+                engine = "native" if engine == "auto" else engine
+                if can_quantise(quantised, engine, spec.precision) and quantised[engine].activations:
+                    return True
+        return False
 
 
 class Family(ABC, Generic[C, X, S]):
@@ -196,24 +196,11 @@ class Family(ABC, Generic[C, X, S]):
     name: str
     parts: tuple[str, ...]
     """Names of the components, in order: keys of configurations, of the ledger and of timings."""
-    sizes: Mapping[str, Callable[..., C]]
-    """Published sizes by name; a function takes the fields to change."""
-    settings: tuple[str, ...] = ()
-    """Fields of `config.CheckpointSpec` that apply to its checkpoints, in addition to those of every family."""
+    network_class: type[Network]
+    store_class: Callable[[Any, Scales | None], Store]
+    """Makes the store of the native programs' weights, which are prepared when a program is made."""
     capabilities: Capabilities = Capabilities()
     chunking: Chunking[C] = Chunking()
-    result: str = "actions"
-    """The last component's output that a call copies to the host."""
-
-    # -- the network ----------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def network(self, config: C) -> Network:
-        """Return a network of these sizes, in eval mode, without weights (`Network.empty`)."""
-
-    @abstractmethod
-    def store(self, model: Network, scales: Scales | None) -> Store:
-        """Return the store of the native programs' weights, which are prepared when a program is made."""
 
     @abstractmethod
     def components(
@@ -223,15 +210,9 @@ class Family(ABC, Generic[C, X, S]):
 
         An input with the name of an earlier output is that output. Inputs of the same name are one host input. `noise`
         (B, H, A) float32 is drawn on the device or passed by the caller; a family may do without. All other inputs come
-        from `feed`. The last component's output `result` is the result: `actions` (B, H, A) float32, or the input of
+        from `feed`. The last component's only output is the result: actions (B, H, A) float32, or the input of
         `normalised`.
         """
-
-    def action_shape(self, config: C) -> tuple[int, int]:
-        """Return (horizon, action dimensions) of one row of the noise and of the normalized actions."""
-        return config.action_horizon, config.action_dim
-
-    # -- a call ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def shape(self, config: C, inputs: Sequence[X], steps: int, specs: Mapping[str, EngineSpec]) -> S:
@@ -250,24 +231,8 @@ class Family(ABC, Generic[C, X, S]):
         """Return the host inputs of a call without noise and without those of `chunking`."""
 
     def normalised(self, transforms: Any, result: np.ndarray) -> np.ndarray:
-        """Return a call's `result` as normalized actions float32 (B, H, A). Raises ActionError if it is no chunk."""
+        """Return a call's result as normalized actions float32 (B, H, A). Raises ActionError if it is no chunk."""
         return result
-
-    # -- FP8 and INT8 ---------------------------------------------------------------------------------------------
-
-    def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:
-        """Return whether an engine quantizes its inputs, for which calibrated scales are required."""
-        for part, spec in specs.items():
-            quantised = self.capabilities.quantised.get(part, {})
-            for engine in (spec.engine, *spec.fallback):
-                engine = "native" if engine == "auto" else engine
-                if can_quantise(quantised, engine, spec.precision) and quantised[engine].activations:
-                    return True
-        return False
-
-    def calibrate(self, model: Any, inputs: Sequence[X], source: str) -> Scales:
-        """Return scales measured on prepared observations. Raises ConfigError for a family that needs none."""
-        raise ConfigError(f"{self.name}: this family quantizes no inputs and needs no calibration")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -292,7 +257,7 @@ class Family(ABC, Generic[C, X, S]):
         """Return the network with a folder's weights, and the transforms. Raises CheckpointError, ConfigError.
 
         The network may have an `origin` instead of weights, if the family's components fetch what they compute with
-        (`Component.fetch`) and its native programs prepare from parts that are `present`.
+        (`Component.fetch`) and its native programs read their weights by name.
         """
 
 
@@ -319,12 +284,3 @@ def family_named(name: str) -> Family[Any, Any, Any]:
         raise ConfigError(unknown("model", name, FAMILIES))
     module, _, attribute = FAMILIES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def sized(name: str) -> tuple[Family[Any, Any, Any], Callable[..., Any]]:
-    """Return the family with a published size of this name, and the function of the size. Raises ConfigError."""
-    families = [family_named(n) for n in FAMILIES]
-    for family in families:
-        if name in family.sizes:
-            return family, family.sizes[name]
-    raise ConfigError(unknown("model", name, sorted(size for family in families for size in family.sizes)))

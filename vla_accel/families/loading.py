@@ -103,7 +103,7 @@ def load(
         settings = settings.with_lora(str(lora))
     family = family_of(folder)
     lora_setting = ("lora",) if family.capabilities.lora else ()
-    known = (*_SETTINGS, *lora_setting, *family.settings)
+    known = (*_SETTINGS, *lora_setting, *family.capabilities.settings)
     usual = asdict(CheckpointSpec())
     for name, value in asdict(settings.checkpoint).items():
         if name not in known and value != usual[name]:

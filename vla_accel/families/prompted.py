@@ -4,7 +4,7 @@ real-time chunking of flow networks."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -13,12 +13,10 @@ import numpy as np
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
-from vla_accel.families.family import IMAGES, C, Capabilities, Chunking, Family, Rows, S, Shape, Store, X
+from vla_accel.families.family import IMAGES, C, Capabilities, Chunking, Family, Rows, S, Shape, X
 from vla_accel.fp8 import Scales
-from vla_accel.nn.calibration import calibrate
 from vla_accel.nn.denoise import denoise_component
 from vla_accel.nn.kv_cache import kv_cache_component
-from vla_accel.nn.network import Network
 from vla_accel.nn.padding import PROMPT_BUCKET, padded_prompt
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.rtc import chunk_weights
@@ -85,14 +83,20 @@ class PromptShape(TextShape):
 class TextFamily(Family[C, X, S]):
     """A family with a text prompt, whose config has `max_token_len`."""
 
-    network_class: type[Network]
-    store_class: Callable[[Any, Scales | None], Store]
+    def length(self, config: C, inputs: X) -> int:
+        """Return the value of `lengths` for an observation: its real tokens."""
+        return len(inputs.tokens)
 
-    def network(self, config: C) -> Network:
-        return self.network_class.empty(config)
+    def image_feed(self, config: C, seen: Sequence[Any]) -> Mapping[str, Rows]:
+        return {IMAGES: [image for one in seen for image in one.images]}
 
-    def store(self, model: Network, scales: Scales | None) -> Store:
-        return self.store_class(model, scales)
+    def feed(self, config: C, inputs: Sequence[X]) -> Mapping[str, Rows]:
+        return {
+            **self.image_feed(config, inputs),
+            "tokens": [i.tokens for i in inputs],
+            "lengths": np.array([self.length(config, i) for i in inputs], np.int32),
+            "state": [i.state for i in inputs],
+        }
 
     def prompt_bucket(
         self, inputs: Sequence[Any], specs: Mapping[str, EngineSpec], readers: Sequence[str]
@@ -108,16 +112,14 @@ class TextFamily(Family[C, X, S]):
         return tokens, bucketed or min(counts) != tokens
 
 
-def prompt_capabilities(parts: Sequence[str]) -> Capabilities:
+def prompt_capabilities(parts: Sequence[str], *settings: str) -> Capabilities:
     """Return the capabilities of a `PromptedFamily`."""
-    return Capabilities(lora=True, host_embeddings=("kv_cache",), quantised={name: QUANTISED[name] for name in parts})
+    return Capabilities(True, ("kv_cache",), {name: QUANTISED[name] for name in parts}, settings)
 
 
 class PromptedFamily(TextFamily[C, Inputs, PromptShape]):
     """A family of a `nn.prefixed.PrefixNetwork` with a `Processor`, whose components are vision, kv_cache and another,
     `last`."""
-
-    # -- running it -----------------------------------------------------------------------------------------------
 
     def components(
         self, model: Any, shape: PromptShape, *, store: Any = None, scales: Scales | None = None,
@@ -141,24 +143,12 @@ class PromptedFamily(TextFamily[C, Inputs, PromptShape]):
         mapped, cameras = inputs[0].pixel_maps is not None, inputs[0].cameras
         return PromptShape(len(inputs), steps, views, tokens, padded, mapped, cameras=cameras)
 
-    def image_feed(self, config: Any, seen: Sequence[Observed | Inputs]) -> Mapping[str, Rows]:
+    def length(self, config: Any, inputs: Inputs) -> int:
+        return config.prefix_tokens(len(inputs.images), len(inputs.tokens))
+
+    def image_feed(self, config: C, seen: Sequence[Observed | Inputs]) -> Mapping[str, Rows]:
         maps = [one.pixel_maps for one in seen if one.pixel_maps is not None]
-        return {IMAGES: [image for one in seen for image in one.images]} | ({"pixel_maps": maps} if maps else {})
-
-    def feed(self, config: Any, inputs: Sequence[Inputs]) -> Mapping[str, Rows]:
-        return {
-            **self.image_feed(config, inputs),
-            "tokens": [i.tokens for i in inputs],
-            "lengths": np.array([config.prefix_tokens(len(i.images), len(i.tokens)) for i in inputs], np.int32),
-            "state": [i.state for i in inputs],
-        }
-
-    # -- FP8 and INT8 ---------------------------------------------------------------------------------------------
-
-    def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
-        maps = [() if i.pixel_maps is None else (i.pixel_maps,) for i in inputs]
-        rows = [(i.images, i.tokens, i.state, *its) for i, its in zip(inputs, maps, strict=True)]
-        return calibrate(model, rows, source)
+        return {**super().image_feed(config, seen), **({"pixel_maps": maps} if maps else {})}
 
 
 class FlowChunking(Chunking[C]):

@@ -49,7 +49,8 @@ class Count:
 def parameters(name: str) -> int:
     """How many a family's published size has. Raises ConfigError for a family that is not there."""
     family = family_named(name)
-    return sum(parameter.numel() for parameter in family.network(bench_card(family).published()).parameters())
+    model = family.network_class.empty(bench_card(family).published())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def counted(name: str) -> dict[str, Count]:

@@ -139,7 +139,7 @@ def compare(
 ) -> Report:
     """Run both on every observation, with the same noise, one at a time; `draws` noises each. `threshold`: a cosine
     instead of the usual one. `progress` is told now and then how far all of it is."""
-    shape = policy.family.action_shape(policy.model.config)
+    shape = policy.action_shape
     rng = np.random.default_rng(seed)
     got, want, changed, tell = _Kept(), _Kept(), [], counted("calls of each", progress)
     count, todo = len(observations), len(observations) * draws

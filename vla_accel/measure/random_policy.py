@@ -67,7 +67,7 @@ def random_policy(
 
         twin = card.random(config, seed=seed, device=str(where), dtype=torch.float32)
         exact = reference_of(settings, Checkpoint(name, family, twin, processor, settings=settings))
-    if scales is None and family.needs_scales(settings.specs(family.parts)):
+    if scales is None and family.capabilities.needs_scales(settings.specs(family.parts)):
         scales = calibrate_on_noise(family, model.placed(None, dtype), processor, seed=seed)
     checkpoint = Checkpoint(name, family, model, processor, calibrated=scales, settings=settings)
     return OptimizedPolicy(checkpoint, settings), exact
@@ -78,7 +78,7 @@ def noise_scales(
     device: str | None = None,
 ) -> Scales | None:  # fmt: skip
     """The scales that `random_policy` would calibrate for these settings, beforehand; None where it needs none."""
-    if not family.needs_scales(settings.specs(family.parts)):
+    if not family.capabilities.needs_scales(settings.specs(family.parts)):
         return None
     where = resolve_device(device or settings.device)
     card = bench_card(family)
@@ -92,4 +92,4 @@ def calibrate_on_noise(family: Family, model: Network, processor: Any, *, count:
     rng = np.random.default_rng(seed)
     card = bench_card(family)
     prepared = [processor.prepare(card.random_observation(processor, rng)) for _ in range(count)]
-    return family.calibrate(model, prepared, "random observations")
+    return card.calibrate(model, prepared, "random observations")

@@ -89,7 +89,7 @@ def _write(config: PolicyConfig, source: Mapping[str, Any]) -> None:
     model = card.random(sizes, seed=0, device=str(device), dtype=dtype).whole()
     folder.mkdir()
     save_checkpoint(model.state_dict(), sizes, folder, family.name)
-    if family.needs_scales(config.specs(family.parts)):
+    if family.capabilities.needs_scales(config.specs(family.parts)):
         transforms = card.dummy(sizes, source["views"])
         calibrate_on_noise(family, model.placed(None, dtype), transforms).save(folder)
 
@@ -109,7 +109,7 @@ def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[s
         return policy, policy.start or {}
     with recorded() as spent:
         folder, family = Path(source["weights"]), family_named(source["family"])
-        network = family.network(bench_card(family).published(source["horizon"]))
+        network = family.network_class.empty(bench_card(family).published(source["horizon"]))
         model, scales = fitted_own(network, folder), read_scales(folder)
         policy, _ = random_policy(family, config, views=source["views"], model=model, scales=scales)
         policy.warm_up()

@@ -1,4 +1,4 @@
-"""Parity reports next to a checkpoint: which lower precisions `auto` may use.
+"""Parity reports next to a checkpoint, which decide about lower precisions of `auto`; and the log of its choices.
 
 A report counts only for the weights, the number of steps and the engines with which it was made.
 """
@@ -11,10 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vla_accel.config import EngineSpec
 from vla_accel.engines.auto import Shown
+from vla_accel.errors import CheckpointError
+from vla_accel.families.loading import Checkpoint
 from vla_accel.files import write_json
 from vla_accel.fp8 import fingerprint
+from vla_accel.ledger import Ledger
 from vla_accel.nn.network import Network
 
 PATTERN = "parity_*.json"
@@ -61,6 +66,36 @@ def shown(folder: Path, model: Network, num_steps: int) -> Shown | None:
         elif "fp8" in precisions.values():
             found.append(Shown(precisions, path.name))
     return max(found, key=lambda s: (sum(p == "fp8" for p in s.precisions.values()), s.source), default=None)
+
+
+def for_auto(checkpoint: Checkpoint, specs: Mapping[str, EngineSpec], num_steps: int) -> Shown | None:
+    """A lower precision that `auto` may take: the checkpoint's folder has FP8 scales and a passed parity report for
+    exactly these weights."""
+    if checkpoint.kept is None or any(spec.engine != "auto" for spec in specs.values()):
+        return None
+    found = shown(checkpoint.kept, checkpoint.model, num_steps)
+    try:
+        return found if found is not None and checkpoint.scales is not None else None
+    except CheckpointError as error:
+        _log.warning("auto: %s is ignored: %s", found and found.source, error)
+        return None
+
+
+def log_choices(name: str, ledger: Ledger, specs: Mapping[str, EngineSpec], device: torch.device) -> None:
+    """Log the engines that `auto` built; a warning if one differs from its choice, or a GPU runs eager."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    level = logging.INFO
+    for entry in ledger.entries.values():
+        if entry.requested == "auto":
+            spec = specs[entry.component]
+            plain = entry.used == "eager" or spec.precision == "auto"
+            used = entry.used if plain else f"{entry.used} {spec.precision}"
+            groups.setdefault((used, entry.reason), []).append(entry.component)
+            slow = entry.used != spec.engine or (entry.used == "eager" and device.type != "cpu")
+            level = logging.WARNING if slow else level
+    if groups:
+        text = "; ".join(f"{', '.join(names)}: {used} ({why})" for (used, why), names in groups.items())
+        _log.log(level, "%s: auto chose %s", name, text)
 
 
 def _why_not(content: Mapping[str, Any], fingerprint: str, num_steps: int) -> str | None:

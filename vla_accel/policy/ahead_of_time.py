@@ -58,16 +58,10 @@ def named(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
 
 
 def check_targets(specs: Mapping[str, EngineSpec], targets: Sequence[Capability], dtype: torch.dtype) -> None:
-    """Check, before anything is loaded, that the engines of `specs` can be built for their GPUs.
+    """Check, before anything is loaded, that the engines of `specs` (from `named`) can be built for their GPUs.
 
-    Args:
-        specs: The result of `named`.
-        targets: Replace each spec's own targets.
-        dtype: Of the policy's large products.
-
-    Raises:
-        ConfigError: `targets` with engines that build only for this machine's GPU.
-        EngineError: A GPU does not run the library, or lacks a precision.
+    `targets` replace each spec's own; `dtype`: of the policy's large products. Raises ConfigError for `targets` with
+    engines that build only for this machine's GPU, EngineError for a GPU that lacks the library or a precision.
     """
     if targets and not any(spec.engine == "tensorrt_rtx" for spec in specs.values()):
         engines = ", ".join(dict.fromkeys(spec.engine for spec in specs.values()))
@@ -110,22 +104,13 @@ def check_libraries(specs: Mapping[str, EngineSpec], targets: Sequence[Capabilit
 
 
 def jobs(checkpoint: Checkpoint, config: PolicyConfig, targets: Sequence[Capability], inputs: Any = None) -> list[Job]:
-    """Return what to build, in order.
-
-    Args:
-        inputs: A prepared observation that decides the example sizes; an ordinary one by default.
-
-    Raises:
-        EngineError: A library does not know a target.
-    """
+    """Return what to build, in order. `inputs`: a prepared observation that decides the example sizes; an ordinary one
+    by default. Raises EngineError if a library does not know a target."""
     specs = config.specs(checkpoint.family.parts)
     inputs = checkpoint.processor.prepare(checkpoint.processor.example()) if inputs is None else inputs
     device = next(checkpoint.model.parameters()).device
 
-    @functools.cache
-    def components(capability: Capability) -> dict[str, Component]:
-        return _components(checkpoint, config, inputs, capability)
-
+    components = functools.cache(functools.partial(_components, checkpoint, config, inputs))
     found = []
     for name, spec in named(specs).items():
         wanted = tuple(targets) or tuple(map(parse_target, spec.tensorrt.targets))
@@ -149,7 +134,7 @@ def _components(
         if spec.engine == "auto":
             native = capability >= (8, 0) and model.dtype == torch.bfloat16
             specs[name] = replace(spec, engine="native") if native else EngineSpec("eager")
-    scales = checkpoint.scales if family.needs_scales(specs) else None
+    scales = checkpoint.scales if family.capabilities.needs_scales(specs) else None
     shape = family.shape(model.config, [inputs], config.num_steps or model.config.num_steps, specs)
     rtc = family.chunking.resolve(model.config, config.rtc)
     return {c.name: c for c in family.components(model, shape, scales=scales, rtc=rtc)}
@@ -208,21 +193,16 @@ def manifest(rows: Sequence[Mapping[str, Any]], *, config: str, checkpoint: str,
 def _row(job: Job, obtained: Obtained, wall: float) -> dict[str, Any]:
     about = obtained.entry.about
     return {
-        "name": about["name"],
+        **{name: about[name] for name in ("name", "target", "weight_bytes", "coverage")},
+        **{name: about.get(name) for name in ("torch_tensorrt", "similarity", "dtypes")},
         "component": job.component.name,
         "engine": job.spec.engine,
         "precision": job.spec.precision,
-        "target": about["target"],
         "library": f"{tensorrt_library.TITLES[about['library']]} {about['version']}",
-        "torch_tensorrt": about.get("torch_tensorrt"),
         "file": obtained.entry.path.name,
         "bytes": obtained.entry.size,
-        "weight_bytes": about["weight_bytes"],
-        "coverage": about["coverage"],
-        "similarity": about.get("similarity"),
         "seconds": {k: round(v, 2) for k, v in about["seconds"].items()},
         "wall_s": round(wall, 2),
-        "dtypes": about.get("dtypes"),
         "built": obtained.built,
         "note": obtained.note.removeprefix("; "),
     }

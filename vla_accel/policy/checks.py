@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,6 +13,7 @@ from vla_accel.engines import ENGINES
 from vla_accel.errors import ConfigError, ObservationError, of_one, unknown
 from vla_accel.families.family import Family
 from vla_accel.ledger import Ledger
+from vla_accel.nn.network import Network
 from vla_accel.transforms.normalisation import FAR, Range
 from vla_accel.transforms.observations import real_numbers
 
@@ -56,56 +57,26 @@ def check_engines(family: Family, config: PolicyConfig) -> None:
 
 def guidance(
     family: Family,
-    sizes: Any,
-    rtc: RtcConfig,
-    normalized: Sequence[tuple[np.ndarray, int] | None],
-) -> dict[str, np.ndarray] | None:
-    """Return the guidance of a `Feed` by name, a row for each observation; None if no observation has a previous chunk.
-
-    Args:
-        sizes: The model's sizes.
-        normalized: For each observation its previous chunk float32 (k, A) and delay, or None.
-
-    Raises:
-        ObservationError: A chunk is longer than the horizon, or the family refuses the delay.
-    """
-    found: dict[str, np.ndarray] | None = None
-    horizon, _ = family.action_shape(sizes)
-    for row, one in enumerate(normalized):
-        if one is None:
-            continue
-        previous, delay = one
-        with of_one(row, len(normalized)):
-            if len(previous) > horizon:
-                raise ObservationError(f"prev_chunk: expected at most {horizon} actions, got {len(previous)}")
-            arrays = family.chunking.guide(sizes, rtc, previous, delay)
-        found = found or {n: np.zeros((len(normalized), *a.shape), a.dtype) for n, a in arrays.items()}
-        for name, array in arrays.items():
-            found[name][row] = array
-    return found
-
-
-def previous_chunks(
+    config: PolicyConfig,
+    model: Network,
     processor: Any,
     inputs: Sequence[Any],
     chunks: Sequence[np.ndarray | None] | None,
     delays: Sequence[int | None] | None,
-) -> list[tuple[np.ndarray, int] | None]:
-    """Return each observation's previous chunk in the model's units and its delay, or None.
+) -> dict[str, np.ndarray] | None:
+    """Return the guidance of a `Feed` by name, a row for each observation; None if no observation has a previous chunk.
 
-    Raises:
-        ObservationError: A count differs from the observations', a chunk comes without a delay, or one of them is no
-            chunk of actions or no number of actions.
+    Raises ObservationError if a count differs from the observations', a chunk comes without a delay, one of them is no
+    chunk of actions or no number of actions, or the family refuses the delay.
     """
-    count = len(inputs)
+    count, horizon = len(inputs), model.config.action_horizon
     chunks, delays = [None] * count if chunks is None else chunks, [None] * count if delays is None else delays
     for name, values in (("prev_chunks", chunks), ("inference_delays", delays)):
         if len(values) != count:
             raise ObservationError(f"{name}: expected one for each of {count} observations, got {len(values)}")
-    found: list[tuple[np.ndarray, int] | None] = []
+    found: dict[str, np.ndarray] = {}
     for row, (one, chunk, delay) in enumerate(zip(inputs, chunks, delays, strict=True)):
         if chunk is None and delay is None:
-            found.append(None)
             continue
         with of_one(row, count):
             if chunk is None or delay is None:
@@ -113,28 +84,31 @@ def previous_chunks(
                 raise ObservationError(f"expected prev_chunk and inference_delay together, got no {missing}")
             if isinstance(delay, (bool, np.bool_)) or not isinstance(delay, (int, np.integer)) or delay < 0:
                 raise ObservationError(f"inference_delay: expected a number of actions, 0 or more, got {delay!r:.60}")
-            found.append((processor.normalize_actions(chunk, one), int(delay)))
-    return found
+            previous = processor.normalize_actions(chunk, one)
+            if len(previous) > horizon:
+                raise ObservationError(f"prev_chunk: expected at most {horizon} actions, got {len(previous)}")
+            arrays = family.chunking.guide(model.config, config.rtc, previous, int(delay))
+        for name, array in arrays.items():
+            found.setdefault(name, np.zeros((count, *array.shape), array.dtype))[row] = array
+    return found or None
 
 
 class StateCheck:
-    """Warns once if a robot's state is far outside the range of the checkpoint's statistics.
-
-    The model reads such a state as a number that no training data had, and answers with a plausible chunk of actions.
-    """
+    """Warns once if a robot's state is far outside the range of the checkpoint's statistics, to which a model answers
+    with a plausible chunk of actions."""
 
     _WARNING = "states are far outside"
 
     def __init__(self, processor: Any, ledger: Ledger) -> None:
         """`processor`: a family's transforms; those without `ranges` are not checked."""
         self._processor, self._ledger = processor, ledger
-        ranges: Mapping[str, Range] = getattr(processor, "ranges", {})
-        self._range = ranges.get("state")
-        self._widest = None if self._range is None or not self._range.known else self._range.widened(FAR)
+        found: Range | None = getattr(processor, "ranges", {}).get("state")
+        self._range = found if found is not None and found.known else None
+        self._widest = self._range and self._range.widened(FAR)
 
     def check(self, inputs: Any) -> None:
         """Warn if the state of a prepared observation has a number beyond `FAR` spans."""
-        if self._widest is None or self._range is None or self._WARNING in self._ledger.warned:
+        if self._range is None or self._widest is None or self._WARNING in self._ledger.warned:
             return
         (state,) = self._processor.before_scaling(inputs)["state"]
         outside = np.flatnonzero(self._widest.outside(state))

@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from vla_accel.kernels.gpu import Gpu
 from vla_accel.ledger import Ledger
 from vla_accel.nn.memory import Counted
 from vla_accel.nn.network import Network
-from vla_accel.policy.pipeline import Plan
+from vla_accel.policy.pipeline import Pipelines, Plan
 
 _META = torch.device("meta")
 BUFFERS = 0.1
@@ -35,7 +37,7 @@ def weight_bytes(
 ) -> dict[str, int]:
     """Return the bytes on the device of each component's weights with these engines; the model stays unchanged."""
     twin = model.away(_Sizes(model)).placed(_META, model.dtype)
-    store = family.store(twin, scales)
+    store = family.store_class(twin, scales)
     found: dict[str, list[Tensor]] = {}
     for component in family.components(twin, shape, store=store, scales=scales):
         spec = _alone(specs[component.name])
@@ -68,14 +70,24 @@ class _Sizes:
         return nullcontext()
 
 
+def memory_of(pipelines: Pipelines) -> dict[str, Any]:
+    """Return `OptimizedPolicy.memory`."""
+    plan = pipelines.plan
+    counted, on_host = Counted(plan.device.type), Counted("cpu")
+    prepared, own = plan.store.tensors(), pipelines.eager_weights()
+    by_part = {part: [*prepared.get(part, ()), *own.get(part, ())] for part in plan.family.parts}
+    weights = {part: counted.add(tensors) for part, tensors in by_part.items()}
+    unused = counted.add(plan.model.parameters())
+    host = on_host.add(chain(*by_part.values())) if plan.device.type == "cuda" else 0
+    total = sum(weights.values()) + unused + pipelines.bytes
+    return {"weights": weights, "unused": unused, "buffers": pipelines.bytes, "total": total, "host": host}
+
+
 def smaller(
     family: Family, specs: Mapping[str, EngineSpec], device: torch.device, has_scales: bool
 ) -> Iterator[tuple[str, dict[str, EngineSpec]]]:
-    """Yield configurations that need less memory, the mildest first, each with the text to write.
-
-    Moving embeddings to the host loses nothing; FP8, or INT8 on GPUs without it, needs scales unless only weights are
-    quantised.
-    """
+    """Yield configurations that need less memory, the mildest first, each with the text to write: embeddings on the
+    host lose nothing; FP8, or INT8 on GPUs without it, needs scales unless only weights are quantised."""
     gpu = Gpu.of(device)
     able = [n for n, s in specs.items() if n in family.capabilities.host_embeddings and s.engine == "native"]
     on_host = {**specs, **{n: replace(specs[n], native=replace(specs[n].native, embeddings="host")) for n in able}}
@@ -89,7 +101,7 @@ def smaller(
             text = ", ".join(f"{part}: {{engine: native, precision: {precision}}}" for part in parts)
             low = {n: EngineSpec("native", precision=precision, native=base[n].native) for n in parts}
             chosen = {**base, **low}
-            if has_scales or not family.needs_scales(chosen):
+            if has_scales or not family.capabilities.needs_scales(chosen):
                 yield text + word, chosen
 
 
@@ -100,7 +112,7 @@ def _quantised_parts(family: Family, precision: EnginePrecision) -> list[list[st
     for config in quantised_configs(family).values():
         low = {n: s for n, s in config.specs(family.parts).items() if s.precision in FORMATS}
         if {spec.precision for spec in low.values()} == {precision}:
-            found.append((family.needs_scales(low), len(low), [*low]))
+            found.append((family.capabilities.needs_scales(low), len(low), [*low]))
     return [parts for _, _, parts in sorted(found)]
 
 
@@ -108,14 +120,9 @@ def _quantised_parts(family: Family, precision: EnginePrecision) -> list[list[st
 def explained_if_too_large(
     plan: Plan, checkpoint: Checkpoint, free: tuple[int, int], shape: Callable[[], Shape]
 ) -> Iterator[None]:
-    """Turn running out of device memory into one error with the mildest smaller configuration that fits.
+    """Turn torch.OutOfMemoryError into one DeviceMemoryError with the mildest smaller configuration that fits.
 
-    Args:
-        free: Bytes free and in all before the weights were loaded.
-        shape: Returns the shape that engines are built for.
-
-    Raises:
-        DeviceMemoryError: In place of torch.OutOfMemoryError.
+    `free`: bytes free and in all before the weights were loaded; `shape` returns the shape that engines are built for.
     """
     try:
         yield

@@ -1,11 +1,7 @@
-"""`OptimizedPolicy`: a drop-in for openpi's `Policy` that reports each component's time and the engines that ran.
-
-preprocess → the components of the model → transfer → postprocess
-"""
+"""`OptimizedPolicy`: a drop-in for openpi's `Policy` that reports each component's time and the engines that ran."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,10 +15,10 @@ import numpy as np
 import torch
 
 from vla_accel import latency
-from vla_accel.config import EngineSpec, PolicyConfig, load_config
+from vla_accel.config import PolicyConfig, load_config
 from vla_accel.engines import ENGINES
-from vla_accel.engines.auto import Shown, choose
-from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, of_one
+from vla_accel.engines.auto import choose
+from vla_accel.errors import ConfigError, EngineError, ObservationError, of_one
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import Shape, Store
 from vla_accel.families.loading import Checkpoint, load
@@ -31,7 +27,7 @@ from vla_accel.kernels.nvrtc import synchronize
 from vla_accel.kernels.phases import recorded
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
-from vla_accel.nn.memory import Counted, free_memory
+from vla_accel.nn.memory import free_memory
 from vla_accel.numeric import DTYPES, without_autocast
 from vla_accel.policy import agreement
 from vla_accel.policy.checks import (
@@ -39,10 +35,9 @@ from vla_accel.policy.checks import (
     check_engines,
     checked_noise,
     guidance,
-    previous_chunks,
     refuse_unused_rtc,
 )
-from vla_accel.policy.footprint import explained_if_too_large
+from vla_accel.policy.footprint import explained_if_too_large, memory_of
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.runtime import Runtime
 from vla_accel.transforms.observations import real_numbers
@@ -52,7 +47,6 @@ if TYPE_CHECKING:
 
 MOST_BUILT = 4
 """Warm-up builds all shapes of an observation (prompt buckets) up to this number."""
-_log = logging.getLogger("vla_accel")
 
 
 class OptimizedPolicy:
@@ -66,14 +60,9 @@ class OptimizedPolicy:
     def __init__(self, checkpoint: Checkpoint, config: PolicyConfig, *, store: Store | None = None) -> None:
         """Place a loaded checkpoint on the configured device.
 
-        Args:
-            checkpoint: Its model is moved and cast in place, unless it can be read again.
-            config: Engines and settings.
-            store: Prepared weights of another policy of the same model, to share them.
-
-        Raises:
-            ConfigError: The model lacks a component, or the checkpoint was loaded with another preset, prompt or
-                setting.
+        The model is moved and cast in place, unless it can be read again. `store`: prepared weights of another policy
+        of the same model, to share them. Raises ConfigError if the model lacks a component, or if the checkpoint was
+        loaded with another preset, prompt or setting.
         """
         for name in ("preset", "checkpoint", "default_prompt"):
             value, read = getattr(config, name), getattr(checkpoint.settings, name)
@@ -81,6 +70,8 @@ class OptimizedPolicy:
                 raise ConfigError(f"{name}: expected what {checkpoint.name} was loaded with, {read}, got {value}")
         self.name, self.family = checkpoint.name, checkpoint.family
         sizes = checkpoint.model.config
+        self.action_shape: tuple[int, int] = (sizes.action_horizon, sizes.action_dim)
+        """Horizon and action dimensions of one row of the noise and of the normalized actions."""
         self.num_steps = config.num_steps or sizes.num_steps
         rtc = self.family.chunking.resolve(sizes, config.rtc)
         refuse_unused_rtc(self.family, rtc)
@@ -96,11 +87,12 @@ class OptimizedPolicy:
         self.latency = latency.LatencyLog()
         check_engines(self.family, config)
         specs = config.specs(self.family.parts)
-        self.choices = choose(specs, self.device, dtype, self._shown(specs))
+        shown = None if self.device.type == "cpu" else agreement.for_auto(checkpoint, specs, self.num_steps)
+        self.choices = choose(specs, self.device, dtype, shown)
         self.specs = {name: choice.spec for name, choice in self.choices.items()}
         """The engine of each component, with "auto" resolved."""
-        self.scales = checkpoint.scales if self.family.needs_scales(self.specs) else None
-        self.store = store or self.family.store(self.model, self.scales)
+        self.scales = checkpoint.scales if self.family.capabilities.needs_scales(self.specs) else None
+        self.store = store or self.family.store_class(self.model, self.scales)
         runtime = Runtime.of(self.device, deterministic=config.deterministic)
         plan = Plan(self.family, self.model, config, self.choices, self.store, runtime, self.ledger, self.scales)
         self.pipelines = Pipelines(plan)
@@ -128,8 +120,7 @@ class OptimizedPolicy:
         """Load a checkpoint and build its engines.
 
         Args:
-            path_or_name: A checkpoint folder, a bundled checkpoint ("demo") or `owner/name[@revision][/folder]` on the
-                hub.
+            path_or_name: A checkpoint folder, "demo", or `owner/name[@revision][/folder]` on the hub.
             config: A `PolicyConfig`, a mapping, a YAML or JSON file, or the name of a shipped configuration
                 ("native_fp8"). By default the fastest path without loss (`engines.auto`).
             device: Overrides the configuration's device.
@@ -142,9 +133,8 @@ class OptimizedPolicy:
             ConfigError: A setting is impossible, or would change nothing.
         """
         with recorded() as spent, without_autocast():
-            settings = load_config(config)
             overrides = {"device": None if device is None else str(device), "num_steps": num_steps, "seed": seed}
-            settings = replace(settings, **{k: v for k, v in overrides.items() if v is not None})
+            settings = replace(load_config(config), **{k: v for k, v in overrides.items() if v is not None})
             if lora is not None:
                 settings = settings.with_lora(str(lora))
             where = resolve_device(settings.device)
@@ -153,10 +143,8 @@ class OptimizedPolicy:
                 policy = cls(checkpoint, settings)
                 policy.warm_up()
         policy.start = spent.described
-        policy._log_auto_choices()
+        agreement.log_choices(policy.name, policy.ledger, policy.specs, policy.device)
         return policy
-
-    # -- acting ---------------------------------------------------------------------------------------------------
 
     def infer(
         self,
@@ -169,14 +157,13 @@ class OptimizedPolicy:
         """Compute one chunk of actions.
 
         With `prev_chunk` and `inference_delay` (real-time chunking) the new chunk begins with the previous chunk's next
-        actions and leaves them gradually (`PolicyConfig.rtc`). With a delay of k or more it keeps all of them, as in
-        lerobot.
+        actions and leaves them gradually (`PolicyConfig.rtc`). With a delay of k or more it keeps all of them.
 
         Args:
             observation: The keys of the robot's preset. For LIBERO: `observation/image` and `observation/wrist_image`
                 uint8 (224, 224, 3), `observation/state` (8,), `prompt` str.
-            noise: (horizon, action_dim); by default drawn from the policy's seeded generator. π0-FAST decodes
-                greedily: it checks the shape and ignores the values.
+            noise: (horizon, action_dim); by default drawn from the policy's seeded generator. π0-FAST checks the shape
+                and ignores the values.
             prev_chunk: (k, 7), the actions of an earlier `infer` from the one due at this observation on; k at most
                 the horizon.
             inference_delay: How many of those actions will be executed before the new chunk is used.
@@ -209,14 +196,8 @@ class OptimizedPolicy:
     ) -> list[dict[str, Any]]:
         """Compute a chunk of actions for each of several independent observations in one pass.
 
-        Args:
-            observations: At least one.
-            noise: (batch, horizon, action_dim).
-            prev_chunks: One for each observation, or None.
-            inference_delays: One for each observation, or None.
-
-        Returns:
-            What `infer` returns, for each observation. Errors name the observation, as "observations[1]: …".
+        `noise` is (batch, horizon, action_dim); `prev_chunks` and `inference_delays` have one entry, or None, for each
+        observation. Returns what `infer` returns, for each. Errors name the observation, as "observations[1]: …".
         """
         if isinstance(observations, (Mapping, str)):
             raise ObservationError(f"observations: expected a list of them, got one {type(observations).__name__}")
@@ -224,18 +205,19 @@ class OptimizedPolicy:
             raise ObservationError("observations: expected at least one, got none")
         with self._lock:
             began = time.perf_counter()
-            family, processor, sizes = self.family, self.processor, self.model.config
-            seen = self._observe(observations)
+            processor, seen = self.processor, self._observe(observations)
             # The GPU encodes the images while the host tokenizes prompts.
-            early = self.pipelines.started(family.image_feed(sizes, seen))
+            early = self.pipelines.started(self.family.image_feed(self.model.config, seen))
             try:
                 inputs = []
                 for index, one in enumerate(seen):
                     with of_one(index, len(seen)):
                         inputs.append(processor.encode(one))
                         self._states.check(inputs[-1])
-                previous = previous_chunks(processor, inputs, prev_chunks, inference_delays)
-                pipeline, feed = self._feed(inputs, noise, guidance(family, sizes, self.config.rtc, previous))
+                guide = guidance(
+                    self.family, self.config, self.model, processor, inputs, prev_chunks, inference_delays
+                )  # fmt: skip
+                pipeline, feed = self._feed(inputs, noise, guide)
                 if pipeline is not early:
                     pipeline.start(feed.inputs)
             except BaseException:
@@ -246,8 +228,8 @@ class OptimizedPolicy:
             ledgers = [self.ledger.as_list() for _ in inputs]
             result, times = self._finish(pipeline, feed)
             returned = time.perf_counter()
-            actions = family.normalised(processor, result)
-            robot = [processor.unnormalize_actions(a, i) for a, i in zip(actions, inputs, strict=True)]
+            chunks = zip(self.family.normalised(processor, result), inputs, strict=True)
+            robot = [processor.unnormalize_actions(chunk, one) for chunk, one in chunks]
             ended = time.perf_counter()
             # The sections add up to the total: transfer is launches, copies and waiting.
             sections = {
@@ -270,14 +252,14 @@ class OptimizedPolicy:
         self, observation: Mapping[str, Any], *, noise: np.ndarray
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return the result of `infer`, and float32 arrays to compare engines by: the normalised `actions` (H, A) and
-        the components' outputs in `Family.internals`. Copies a lot, so do not time it."""
+        the outputs in `BenchCard.internals`. Copies a lot, so do not time it."""
         with self._lock:
             result = self.infer(observation, noise=noise)
-            outputs, inputs = self.pipelines.newest.outputs, self.processor.prepare(observation)
-            raw = outputs[self.family.result][:1].cpu().numpy()
+            pipeline, inputs = self.pipelines.newest, self.processor.prepare(observation)
+            raw = pipeline.result[:1].cpu().numpy()
             kept = {
                 "actions": torch.from_numpy(self.family.normalised(self.processor, raw)[0]),
-                **bench_card(self.family).internals(self.model.config, outputs, inputs),
+                **bench_card(self.family).internals(self.model.config, pipeline.outputs, inputs),
             }
             # Copies: the next call overwrites the buffers.
             return result, {name: tensor.to("cpu", torch.float32, copy=True).numpy() for name, tensor in kept.items()}
@@ -290,17 +272,13 @@ class OptimizedPolicy:
     @without_autocast()
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Build the engines that calls will need and run them once.
-
-        Afterwards the ledger is complete, a strict fallback has raised, and no call of an episode is slow. Noise and
-        latency log stay untouched.
+        """Build the engines that calls will need and run them once, so that the ledger is complete and no call is slow.
 
         Builds the shapes of an ordinary observation, with images of the model's size, and of the prompts in
         `PolicyConfig.warm_up`. If the state is part of the prompt, each prompt gets the shapes from the shortest to the
         longest state, at most `MOST_BUILT`. With the native engine, all prompt lengths of the checkpoint are built if
         they are no more than `MOST_BUILT`. A warning lists the shapes that are not built.
         """
-        noise = np.zeros(self.family.action_shape(self.model.config), np.float32)
         if resize.fits_on(self.device):
             resize.rehearse(self.device)
         example = self.processor.example()
@@ -320,7 +298,8 @@ class OptimizedPolicy:
                 if shape != ordinary:
                     self._pipeline(shape).rehearse()
             # Not `infer`: π0-FAST's answer to black images need not be a chunk of actions.
-            pipeline, feed = self._feed([self.processor.prepare(example)], noise[None], None)
+            noise = np.zeros((1, *self.action_shape), np.float32)
+            pipeline, feed = self._feed([self.processor.prepare(example)], noise, None)
             pipeline.start(feed.inputs)
             self._finish(pipeline, feed)
         if left_out := [shape for shape in possible if shape not in wanted]:
@@ -345,8 +324,6 @@ class OptimizedPolicy:
 
         return AsyncRunner(self, hz, **options)
 
-    # -- what it is -----------------------------------------------------------------------------------------------
-
     @property
     def supports_prev_chunk(self) -> bool:
         """Whether `infer` takes `prev_chunk` and `inference_delay` (real-time chunking)."""
@@ -364,16 +341,15 @@ class OptimizedPolicy:
         `action_horizon` and `action_dim` are the model's, as in `noise`: a robot may get fewer actions (GR00T) of fewer
         numbers. `robot` is `Preset.described`; `max_delay` the largest `inference_delay`, None if any is accepted.
         """
-        horizon, action_dim = self.family.action_shape(self.model.config)
         preset = getattr(self.processor, "preset", None)
         return {
             "policy": self.name,
             "model": self._described(),
-            "action_horizon": horizon,
-            "action_dim": action_dim,
+            "action_horizon": self.action_shape[0],
+            "action_dim": self.action_shape[1],
             "image_size": getattr(self.processor, "image_size", None),
             "robot": None if preset is None else preset.described(),
-            "max_delay": self.config.rtc.longest_delay(horizon),
+            "max_delay": self.config.rtc.longest_delay(self.action_shape[0]),
             "num_steps": self.num_steps,
             "device": str(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -389,14 +365,7 @@ class OptimizedPolicy:
             engine reads; `buffers`, inputs, activations and graphs of all shapes (0 on a CPU); `total`, their sum;
             `host`, weights that a GPU reads from host memory.
         """
-        counted, on_host = Counted(self.device.type), Counted("cpu")
-        prepared, own = self.store.tensors(), self.pipelines.eager_weights()
-        by_part = {part: [*prepared.get(part, ()), *own.get(part, ())] for part in self.family.parts}
-        weights = {part: counted.add(tensors) for part, tensors in by_part.items()}
-        unused = counted.add(self.model.parameters())
-        host = on_host.add(chain(*by_part.values())) if self.device.type == "cuda" else 0
-        total = sum(weights.values()) + unused + self.pipelines.bytes
-        return {"weights": weights, "unused": unused, "buffers": self.pipelines.bytes, "total": total, "host": host}
+        return memory_of(self.pipelines)
 
     def latency_report(self) -> dict[str, Any]:
         """The breakdown JSON of the calls so far (schema `vla_accel.breakdown/1`)."""
@@ -410,49 +379,11 @@ class OptimizedPolicy:
             memory=self.memory(),
         )
 
-    # -- internal -------------------------------------------------------------------------------------------------
-
     def _described(self) -> dict[str, Any]:
         """The model's entry in breakdown and metadata."""
-        horizon, action_dim = self.family.action_shape(self.model.config)
-        return {
-            "kind": self.family.name,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "action_horizon": horizon,
-            "action_dim": action_dim,
-        }
-
-    def _shown(self, specs: Mapping[str, EngineSpec]) -> Shown | None:
-        """A lower precision that `auto` may take: the checkpoint's folder has FP8 scales and a passed parity report for
-        exactly these weights."""
-        folder = self.checkpoint.kept
-        if folder is None or self.device.type != "cuda" or any(spec.engine != "auto" for spec in specs.values()):
-            return None
-        found = agreement.shown(folder, self.model, self.num_steps)
-        if found is None:
-            return None
-        try:
-            has_scales = self.checkpoint.scales is not None
-        except CheckpointError as error:
-            _log.warning("auto: %s is ignored: %s", found.source, error)
-            return None
-        return found if has_scales else None
-
-    def _log_auto_choices(self) -> None:
-        """Log the engines that `auto` built; a warning if one differs from its choice, or a GPU runs eager."""
-        groups: dict[tuple[str, str], list[str]] = {}
-        level = logging.INFO
-        for entry in self.ledger.entries.values():
-            if entry.requested == "auto":
-                spec = self.specs[entry.component]
-                plain = entry.used == "eager" or spec.precision == "auto"
-                used = entry.used if plain else f"{entry.used} {spec.precision}"
-                groups.setdefault((used, entry.reason), []).append(entry.component)
-                slow = entry.used != spec.engine or (entry.used == "eager" and self.device.type != "cpu")
-                level = logging.WARNING if slow else level
-        if groups:
-            text = "; ".join(f"{', '.join(names)}: {used} ({why})" for (used, why), names in groups.items())
-            _log.log(level, "%s: auto chose %s", self.name, text)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        sizes = dict(zip(("action_horizon", "action_dim"), self.action_shape, strict=True))
+        return {"kind": self.family.name, "parameters": parameters, **sizes}
 
     def _observe(self, observations: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Read observations; images are resized here unless the device does it."""
@@ -469,8 +400,7 @@ class OptimizedPolicy:
         """As `Pipeline.finish`. Raises EngineError for values that are not finite."""
         result, times = pipeline.finish(feed, self._noise)
         if not np.isfinite(result).all():
-            name = f"{self.family.parts[-1]}.{self.family.result}"
-            raise EngineError(f"{name}: non-finite values; compare engines with the eager one")
+            raise EngineError(f"{pipeline.result_name}: non-finite values; compare engines with the eager one")
         return result, times
 
     def _pipeline(self, shape: Shape) -> Pipeline:
@@ -491,9 +421,8 @@ class OptimizedPolicy:
     ) -> tuple[Pipeline, Feed]:
         """The pipeline for these inputs, and the inputs as its arrays."""
         if noise is not None:
-            noise = checked_noise(noise, (len(inputs), *self.family.action_shape(self.model.config)))
-        shape = self._shape(inputs)
-        return self._pipeline(shape), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
+            noise = checked_noise(noise, (len(inputs), *self.action_shape))
+        return self._pipeline(self._shape(inputs)), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
 
 
 def resolve_dtype(config: PolicyConfig, device: torch.device) -> torch.dtype:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,13 +48,8 @@ _log = logging.getLogger("vla_accel")
 
 @dataclass(frozen=True)
 class Feed:
-    """One call's inputs on the host.
-
-    Attributes:
-        inputs: By name, without guidance and noise.
-        noise: float32 (B, H, A), or None to draw it on the device.
-        guidance: Inputs of real-time chunking by name, or None for a plain call.
-    """
+    """One call's inputs on the host. `noise`: float32 (B, H, A), or None to draw it on the device; `guidance`: inputs
+    of real-time chunking, or None for a plain call."""
 
     inputs: Mapping[str, Rows]
     noise: np.ndarray | None = None
@@ -61,13 +58,8 @@ class Feed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the pipelines of all shapes share.
-
-    Attributes:
-        choices: The engine of each component.
-        store: The native programs' weights.
-        scales: FP8 scales for engines that are built from a quantised module.
-    """
+    """What the pipelines of all shapes share. `choices`: the engine of each component; `store`: the native programs'
+    weights; `scales`: for engines that are built from a quantised module."""
 
     family: Family
     model: Network
@@ -99,18 +91,16 @@ class Pipeline:
     def __init__(self, plan: Plan, shape: Shape) -> None:
         self.shape, self.runtime, self.device = shape, plan.runtime, plan.device
         self._family, self._sizes = plan.family, plan.model.config
-        self._guided = False
-        """Whether the staged guidance may differ from zero."""
         self.launched = 0.0
         """When the last call launched its first engine, in seconds of `time.perf_counter`."""
-        components = plan.family.components(
+        parts = plan.family.components(
             plan.model, shape, store=plan.store, scales=plan.scales, rtc=plan.config.rtc
         )  # fmt: skip
         self.engines: list[tuple[str, Engine]] = []
-        for component in components:
-            choice = plan.choices[component.name]
-            engine = build(component, choice.spec, device=plan.device, ledger=plan.ledger, why=choice.why)
-            self.engines.append((component.name, engine))
+        for part in parts:
+            choice = plan.choices[part.name]
+            engine = build(part, choice.spec, device=plan.device, ledger=plan.ledger, why=choice.why)
+            self.engines.append((part.name, engine))
         self._stage()
         self._bind()
         for (_, earlier), (name, engine) in itertools.pairwise(self.engines):
@@ -133,60 +123,54 @@ class Pipeline:
         """A component's engine."""
         return dict(self.engines)[name]
 
-    # -- buffers ------------------------------------------------------------------------------------------------------
-
     def _stage(self) -> None:
         """Lay out the host inputs in one buffer on the host and one on the device: first those of the first engine,
         then the others, so that a call uploads in two copies. An input that several engines share is there once."""
-        cameras, first = self.shape.cameras, self.engines[0][1]
-        starts: dict[str, tuple[Tensor, int]] = {}
-        produced: set[str] = set()
-        end = self._split = 0
+        cameras, first = self.shape.cameras, self.engines[0][1].inputs
+        entries: list[tuple[str, tuple[int, ...], torch.dtype, slice]] = []
+        known, end = {NOISE}, 0
+
+        def add(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+            nonlocal end
+            size = math.prod(shape) * dtype.itemsize
+            entries.append((name, shape, dtype, slice(end, end + size)))
+            end += round_up(size, ALIGNMENT)
+
         for index, (_, engine) in enumerate(self.engines):
             for name, like in engine.inputs.items():
-                if name != NOISE and name not in produced and name not in starts:
-                    starts[name] = like, end
-                    if cameras is not None and name == IMAGES:
-                        end += len(like) * sum(map(_image_bytes, cameras.sizes))
-                    else:
-                        end += round_up(like.nbytes, ALIGNMENT)
-            produced |= engine.outputs.keys()
+                if name in known:
+                    continue
+                if cameras is not None and name == IMAGES:
+                    for _, size in zip(like.flatten(0, 1), itertools.cycle(cameras.sizes), strict=False):
+                        add(name, (*size, 3), torch.uint8)
+                else:
+                    add(name, tuple(like.shape), like.dtype)
+                known.add(name)
+            known |= engine.outputs.keys()
             self._split = end if index == 0 else self._split
         self._device_buffer = torch.zeros(end, dtype=torch.uint8, device=self.device)
         self._host_buffer = host_buffer(self._device_buffer)
         self._host: dict[str, np.ndarray] = {}
         self._inputs: dict[str, Tensor] = {}
-        slots: dict[str, list[np.ndarray]] = {}
+        self._slots: dict[str, list[np.ndarray]] = {}
         self._resizes: list[tuple[Tensor, resize.Fit | None, Tensor]] = []
         """Camera images on the device, how they are resized, and the images of the first engine that they become."""
-        for name, (like, start) in starts.items():
+        for name, shape, dtype, part in entries:
+            tensor, staged = (b[part].view(dtype).view(shape) for b in (self._device_buffer, self._host_buffer))
+            host = staged.numpy()
             if cameras is not None and name == IMAGES:
-                slots[name] = self._stage_cameras(cameras, like.flatten(0, 1), start)
-                continue
-            part = slice(start, start + like.nbytes)
-            self._inputs[name] = self._device_buffer[part].view(like.dtype).view(like.shape)
-            self._host[name] = host = self._host_buffer[part].view(like.dtype).view(like.shape).numpy()
-            rows = host.reshape(-1, *host.shape[2:]) if name == IMAGES and host.ndim == 5 else host
-            slots[name] = [rows[index, ...] for index in range(len(rows))]
-        self._slots = slots
-        fed = {name: rows for name, rows in slots.items() if name not in self._family.chunking.inputs}
-        self._first = {name: rows for name, rows in fed.items() if name in first.inputs}
-        self._rest = {name: rows for name, rows in fed.items() if name not in first.inputs}
-
-    def _stage_cameras(self, cameras: Cameras, images: Tensor, start: int) -> list[np.ndarray]:
-        """The slots of camera images, one for each of `images`, the first engine's."""
-        slots = []
-        for out, size in zip(images, itertools.cycle(cameras.sizes), strict=False):
-            height, width = size
-            part, shape = slice(start, start + height * width * 3), (height, width, 3)
-            image, side = self._device_buffer[part].view(shape), out.shape[0]
-            how = None
-            if image.shape != out.shape:
-                how = resize.fit_of(height, width, side, cameras.method, self.device)
-            self._resizes.append((image, how, out))
-            slots.append(self._host_buffer[part].view(shape).numpy())
-            start += _image_bytes(size)
-        return slots
+                out = first[name].flatten(0, 1)[len(self._resizes)]
+                fits = out.shape == tensor.shape
+                how = None if fits else resize.fit_of(*shape[:2], len(out), cameras.method, self.device)
+                self._resizes.append((tensor, how, out))
+                self._slots.setdefault(name, []).append(host)
+            else:
+                self._inputs[name], self._host[name] = tensor, host
+                rows = host.reshape(-1, *shape[2:]) if name == IMAGES and host.ndim == 5 else host
+                self._slots[name] = [rows[index, ...] for index in range(len(rows))]
+        fed = {name: rows for name, rows in self._slots.items() if name not in self._family.chunking.inputs}
+        self._first = {name: rows for name, rows in fed.items() if name in first}
+        self._rest = {name: rows for name, rows in fed.items() if name not in first}
 
     def _bind(self) -> None:
         """Bind every engine input to the output or the staged input of its name."""
@@ -203,12 +187,14 @@ class Pipeline:
             if again := sorted(engine.outputs.keys() & produced.keys()):
                 raise EngineError(f"{component}.{again[0]}: an earlier component has an output of this name")
             produced |= engine.outputs
-        last, name = self.engines[-1][1], self._family.result
-        if name not in last.outputs:
-            raise EngineError(f"{self._family.name}: expected an output {name} of the last component")
-        self._noise, self._result = noise, last.outputs[name]
+        part, last = self.engines[-1]
+        if len(last.outputs) != 1:
+            raise EngineError(f"{part}: expected one output of the last component, got {', '.join(last.outputs)}")
+        ((name, self.result),) = last.outputs.items()
+        self.result_name = f"{part}.{name}"
+        self._noise = noise
         self._host_noise = None if noise is None else host_buffer(noise)
-        self._host_result = host_buffer(self._result)
+        self._host_result = host_buffer(self.result)
 
     def _fill_with_examples(self) -> None:
         """Stage valid inputs that no caller sent."""
@@ -231,9 +217,7 @@ class Pipeline:
         self._device_buffer[self._split :].copy_(self._host_buffer[self._split :], non_blocking=True)
 
     def _download(self) -> None:
-        self._host_result.copy_(self._result, non_blocking=True)
-
-    # -- a call -------------------------------------------------------------------------------------------------------
+        self._host_result.copy_(self.result, non_blocking=True)
 
     def accepts(self, images: Mapping[str, Rows]) -> bool:
         """Whether `Family.image_feed` holds all inputs of the first engine, in the sizes of this shape."""
@@ -243,33 +227,23 @@ class Pipeline:
 
     def start(self, inputs: Mapping[str, Rows]) -> None:
         """Stage and upload the first engine's inputs and, with CUDA graphs, run that engine; `finish` follows.
-
-        The images may be overwritten afterwards. The last call must have ended: `finish` waits for it, and a caller
-        that gives up after `start` must synchronise.
-        """
+        The images may be overwritten afterwards. A caller that gives up after `start` must synchronise."""
         self._write(self._first, inputs)
         self._launch_first()
 
     def finish(self, feed: Feed, generator: torch.Generator) -> tuple[np.ndarray, dict[str, float]]:
-        """Stage and upload everything else, run the other engines and wait for the result.
+        """Stage and upload everything but the first engine's inputs, run the other engines and wait for the result.
 
-        Args:
-            feed: The call's inputs; those of the first engine are there already.
-            generator: Draws the noise if `feed` has none.
-
-        Returns:
-            The family's `result`, which the next call overwrites, and milliseconds by engine.
+        `generator` draws the noise if `feed` has none. Returns the last component's output, which the next call
+        overwrites, and milliseconds by engine.
         """
         self._write(self._rest, feed.inputs)
-        if feed.guidance is not None:
-            self._guided = True
-            for name, rows in feed.guidance.items():
-                _fill(name, self._slots[name], rows)
-        elif self._guided:
-            # The graph with guidance also computes plain calls: with zeros.
-            for name in self._family.chunking.inputs:
+        # The graph with guidance also computes plain calls: with zeros.
+        for name in self._family.chunking.inputs:
+            if feed.guidance is None:
                 self._host[name].fill(0)
-            self._guided = False
+            else:
+                _fill(name, self._slots[name], feed.guidance[name])
         self._upload_rest()
         if self._noise is not None and self._host_noise is not None:
             if feed.noise is None:
@@ -305,35 +279,37 @@ class Pipeline:
             self.captured.replay()
             synchronize(self.device)
             return self._host_result.numpy(), self.captured.times()
+        on_gpu = self.device.type == "cuda"
         with on(self.device), self.runtime.open():
-            times = self._run_on_stream() if self.device.type == "cuda" else self._run_on_cpu()
+            self.launched = time.perf_counter()
+            marks = [_mark(on_gpu)]
+            for _, engine in self.engines:
+                engine.run()
+                marks.append(_mark(on_gpu))
+            self._download()
+            if on_gpu:
+                synchronize(self.device)
+        times = {n: a.elapsed_time(b) for (n, _), a, b in zip(self.engines, marks, marks[1:], strict=False)}
         return self._host_result.numpy(), times
 
-    def _run_on_cpu(self) -> dict[str, float]:
-        times = {}
-        self.launched = time.perf_counter()
-        for name, engine in self.engines:
-            start = time.perf_counter()
-            engine.run()
-            times[name] = (time.perf_counter() - start) * 1e3
-        self._download()
-        return times
 
-    def _run_on_stream(self) -> dict[str, float]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(self.engines) + 1)]
-        self.launched = time.perf_counter()
-        events[0].record()
-        for (_, engine), event in zip(self.engines, events[1:], strict=True):
-            engine.run()
-            event.record()
-        self._download()
-        synchronize(self.device)
-        return {n: a.elapsed_time(b) for (n, _), a, b in zip(self.engines, events, events[1:], strict=False)}
+class _HostEvent:
+    """As `torch.cuda.Event`, for work that is done when it returns."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        return (end.at - self.at) * 1e3
 
 
-def _image_bytes(size: tuple[int, int]) -> int:
-    """Bytes of an image of this height and width, aligned."""
-    return round_up(size[0] * size[1] * 3, ALIGNMENT)
+def _mark(on_gpu: bool) -> Any:
+    """A recorded event."""
+    if not on_gpu:
+        return _HostEvent()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _fill(name: str, slots: Sequence[np.ndarray], rows: Rows) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ class ToyBench(BenchCard[ToyConfig, ToyInputs]):
     """The toy."""
 
     family = TOY
+    sizes: ClassVar = {"toy": ToyConfig}
 
     def random(self, config: ToyConfig, *, seed: int, device: str, dtype: torch.dtype) -> Toy:
         model = Toy(config)

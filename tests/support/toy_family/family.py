@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,13 +89,7 @@ class ToyFamily(Family[ToyConfig, ToyInputs, Shape]):
 
     name = "toy"
     parts = ("encoder", "head")
-    sizes: ClassVar = {"toy": ToyConfig}
-
-    def network(self, config: ToyConfig) -> Toy:
-        return Toy.empty(config)
-
-    def store(self, model: Any, scales: Any) -> NativeStore[Toy]:
-        return NativeStore(model, scales)
+    network_class, store_class = Toy, NativeStore
 
     def components(
         self, model: Toy, shape: Shape, *, store: Any = None, scales: Any = None, rtc: Any = None

@@ -46,6 +46,7 @@ class GrootBench(BenchCard[GrootConfig, GrootInputs]):
     """GR00T N1.7."""
 
     family, drawn = GROOT, DrawnGroot
+    sizes: ClassVar = {"groot_n17": groot_n17}
     sweep = (4, 2, 1)
     quantised = ("native_fp8",)
     aliases: ClassVar = {"native_fp8": "native_fp8_denoise"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -14,19 +14,17 @@ from vla_accel.checkpoints.weights import read_json
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
-from vla_accel.families.family import IMAGES, Capabilities, Chunking, Rows
+from vla_accel.families.family import Capabilities, Chunking
 from vla_accel.families.groot.checkpoint import OTHERS, is_groot, model_type
 from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.folder import load_folder
 from vla_accel.families.groot.head import QUANTISED
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.native import GrootStore
-from vla_accel.families.groot.network import Groot, GrootConfig, groot_n17, overlap_weights
+from vla_accel.families.groot.network import Groot, GrootConfig, overlap_weights
 from vla_accel.families.groot.transforms import GrootInputs
 from vla_accel.families.groot.vision import Grid
 from vla_accel.families.prompted import TextFamily, TextShape
-from vla_accel.fp8 import Scales
-from vla_accel.transforms.observations import Observed
 
 
 @dataclass(frozen=True)
@@ -64,19 +62,11 @@ class GrootFamily(TextFamily[GrootConfig, GrootInputs, GrootShape]):
     name = "groot"
     network_class, store_class = Groot, GrootStore
     parts = ("vision", "kv_cache", "denoise")
-    settings = ("embodiment",)
-    sizes: ClassVar = {"groot_n17": groot_n17}
-    capabilities = Capabilities(lora=True, quantised=QUANTISED)
+    capabilities = Capabilities(lora=True, quantised=QUANTISED, settings=("embodiment",))
     chunking = GrootChunking()
 
     def components(
-        self,
-        model: Groot,
-        shape: GrootShape,
-        *,
-        store: Any = None,
-        scales: Scales | None = None,
-        rtc: RtcConfig | None = None,
+        self, model: Groot, shape: GrootShape, *, store: Any = None, scales: Any = None, rtc: Any = None
     ) -> Sequence[Component]:
         return groot_components(model, shape.layout, shape.batch, shape.steps, shape.padded, store)
 
@@ -89,17 +79,6 @@ class GrootFamily(TextFamily[GrootConfig, GrootInputs, GrootShape]):
         ((views, height, width),) = sizes
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
         return GrootShape(len(inputs), steps, views, tokens, padded, config.vision.grid(height, width))
-
-    def image_feed(self, config: GrootConfig, seen: Sequence[Observed | GrootInputs]) -> Mapping[str, Rows]:
-        return {IMAGES: [image for one in seen for image in one.images]}
-
-    def feed(self, config: GrootConfig, inputs: Sequence[GrootInputs]) -> Mapping[str, Rows]:
-        return {
-            **self.image_feed(config, inputs),
-            "tokens": [i.tokens for i in inputs],
-            "lengths": np.array([len(i.tokens) for i in inputs], np.int32),
-            "state": [i.state for i in inputs],
-        }
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
         return content["type"] == self.name if is_lerobot_config(content) else is_groot(content, shapes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.families.bench import DenoisingBench, Infer, Work, prefix_work, weight_bytes
 from vla_accel.families.pi0.family import PI0, PI05, Pi0Family
-from vla_accel.families.pi0.network import Pi0Config
+from vla_accel.families.pi0.network import Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.numeric import matmul_precision
 from vla_accel.transforms.processing import Inputs
 
@@ -35,13 +35,13 @@ class Pi0Bench(DenoisingBench[Pi0Config]):
 
     baselines = tuple(OPENPI_MODES)
 
-    def __init__(self, family: Pi0Family, horizon: int, views: int) -> None:
-        self.family, self.horizon, self.views = family, horizon, views
+    def __init__(self, family: Pi0Family, horizon: int, views: int, **sizes: Callable[..., Pi0Config]) -> None:
+        self.family, self.horizon, self.views, self.sizes = family, horizon, views, sizes
         self.realtime_vla = tuple(_REALTIME_VLA[family.name])
 
     def published(self, horizon: int | None = None) -> Pi0Config:
         """π0.5 has no state in its prompt, as in pi05_libero."""
-        return self.family.sizes[self.family.name](action_horizon=horizon or self.horizon, discrete_state_input=False)
+        return self.sizes[self.family.name](action_horizon=horizon or self.horizon, discrete_state_input=False)
 
     def work(self, config: Pi0Config, inputs: Inputs, steps: int, specs: Mapping[str, EngineSpec]) -> dict[str, Work]:
         """Vision and prefix are bound by their products, denoising by reading the expert's weights at every step."""
@@ -187,4 +187,7 @@ def _realtime_vla(name: str, kind: str, checkout: Path, *, views: int, horizon: 
     return infer
 
 
-CARDS = {"pi0": Pi0Bench(PI0, horizon=50, views=3), "pi05": Pi0Bench(PI05, horizon=10, views=2)}
+CARDS = {
+    "pi0": Pi0Bench(PI0, horizon=50, views=3, pi0=pi0),
+    "pi05": Pi0Bench(PI05, horizon=10, views=2, pi05=pi05, pi05_demo=pi05_demo),
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from vla_accel.config import RtcConfig
 from vla_accel.errors import ConfigError
 from vla_accel.families.pi0.checkpoint import kind_of, load_folder
 from vla_accel.families.pi0.native import Pi0Store
-from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config, pi0, pi05, pi05_demo
-from vla_accel.families.prompted import DenoisingFamily, FlowChunking
+from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config
+from vla_accel.families.prompted import DenoisingFamily, FlowChunking, prompt_capabilities
 
 
 class Pi0Chunking(FlowChunking[Pi0Config]):
@@ -39,9 +39,10 @@ class Pi0Family(DenoisingFamily[Pi0Config]):
     network_class, store_class = Pi0, Pi0Store
     chunking = Pi0Chunking()
 
-    def __init__(self, kind: Kind, sizes: Mapping[str, Callable[..., Pi0Config]]) -> None:
-        self.name, self.sizes = kind, sizes
-        self.settings = ("asset_id", *(("discrete_state_input",) if kind == "pi05" else ()))
+    def __init__(self, kind: Kind) -> None:
+        self.name = kind
+        settings = ("asset_id", "discrete_state_input") if kind == "pi05" else ("asset_id",)
+        self.capabilities = prompt_capabilities(self.parts, *settings)
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
         if is_own(content):
@@ -58,5 +59,4 @@ class Pi0Family(DenoisingFamily[Pi0Config]):
     load = staticmethod(load_folder)
 
 
-PI0 = Pi0Family("pi0", {"pi0": pi0})
-PI05 = Pi0Family("pi05", {"pi05": pi05, "pi05_demo": pi05_demo})
+PI0, PI05 = Pi0Family("pi0"), Pi0Family("pi05")

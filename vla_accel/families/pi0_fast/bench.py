@@ -18,6 +18,7 @@ class Pi0FastBench(PromptedBench[Pi0FastConfig]):
     """π0-FAST."""
 
     family = PI0_FAST
+    sizes: ClassVar = {"pi0_fast": pi0_fast}
     sweep = (64,)
     own_steps = False
     quantised = ("native_fp8", "native_fp8_decode")

@@ -15,8 +15,6 @@ from vla_accel.nn.quantised import QUANTISED
 if TYPE_CHECKING:
     from vla_accel.families.pi0.native import Pi0FastStore
 
-RESULT = "action_tokens"
-
 
 class Decode(nn.Module):
     """tokens (B, L) int64 of the prompt, keys, values (depth, B, S, kv_heads, head_dim) of the prefix, and, when rows
@@ -53,7 +51,7 @@ def decode_component(
     ]
     if padded:
         inputs.append(TensorSpec("lengths", (batch,), torch.int32))
-    outputs = (TensorSpec(RESULT, (batch, steps), torch.int64),)
+    outputs = (TensorSpec("action_tokens", (batch, steps), torch.int64),)
     native = None if store is None or not padded else partial(store.decode, batch, total, steps)
     return Component(
         "decode", module, tuple(inputs), outputs, native, quantised=QUANTISED["decode"], fetch=module.fetch,

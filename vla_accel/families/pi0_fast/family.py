@@ -3,8 +3,8 @@ actions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from vla_accel.component import Component
 from vla_accel.errors import of_one
 from vla_accel.families.pi0.native import Pi0FastStore
 from vla_accel.families.pi0_fast.checkpoint import load_folder
-from vla_accel.families.pi0_fast.decode import RESULT, decode_component
-from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig, pi0_fast
+from vla_accel.families.pi0_fast.decode import decode_component
+from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig
 from vla_accel.families.pi0_fast.transforms import FastProcessor
 from vla_accel.families.prompted import PromptedFamily, PromptShape, prompt_capabilities
 
@@ -25,10 +25,7 @@ class Pi0FastFamily(PromptedFamily[Pi0FastConfig]):
     name = "pi0_fast"
     network_class, store_class = Pi0Fast, Pi0FastStore
     parts = ("vision", "kv_cache", "decode")
-    capabilities = prompt_capabilities(parts)
-    settings = ("action_tokenizer", "relaxed_actions")
-    sizes: ClassVar[Mapping[str, Callable[..., Pi0FastConfig]]] = {"pi0_fast": pi0_fast}
-    result = RESULT
+    capabilities = prompt_capabilities(parts, "action_tokenizer", "relaxed_actions")
 
     def last(self, model: Pi0Fast, shape: PromptShape, store: Pi0FastStore | None, rtc: Any) -> Component:
         return decode_component(model, shape.batch, shape.views, shape.tokens, shape.steps, shape.padded, store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.errors import DependencyError
 from vla_accel.families.bench import DenoisingBench, Infer, Work, dummy_processor, product_precision, weight_bytes
 from vla_accel.families.smolvla.family import SMOLVLA
-from vla_accel.families.smolvla.network import SmolVlaConfig, smolvla
+from vla_accel.families.smolvla.network import SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.numeric import matmul_precision
 from vla_accel.transforms.processing import Inputs, Processor
 
@@ -28,6 +28,7 @@ class SmolVlaBench(DenoisingBench[SmolVlaConfig]):
     """SmolVLA."""
 
     family = SMOLVLA
+    sizes: ClassVar = {"smolvla": smolvla, "smolvla_demo": smolvla_demo}
     baselines = tuple(LEROBOT_MODES)
 
     def published(self, horizon: int | None = None) -> SmolVlaConfig:

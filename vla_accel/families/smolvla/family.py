@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 from vla_accel.checkpoints.checkpoint import is_own
 from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.families.prompted import DenoisingFamily
 from vla_accel.families.smolvla.checkpoint import SIGNS, load_folder
 from vla_accel.families.smolvla.native import SmolVlaStore
-from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
+from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 
 
 class SmolVlaFamily(DenoisingFamily[SmolVlaConfig]):
@@ -18,7 +18,6 @@ class SmolVlaFamily(DenoisingFamily[SmolVlaConfig]):
 
     name = "smolvla"
     network_class, store_class = SmolVla, SmolVlaStore
-    sizes: ClassVar[Mapping[str, Callable[..., SmolVlaConfig]]] = {"smolvla": smolvla, "smolvla_demo": smolvla_demo}
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
         if is_own(content):
