@@ -46,9 +46,10 @@ from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.kernels.attention import key_tilings
 from vla_accel.kernels.dispatch import steered
-from vla_accel.kernels.gemm import suffix, suffix_tilings
+from vla_accel.kernels.attention.suffix import suffix_workspace
+from vla_accel.kernels.gemm.config import Library, candidates, moments_columns, variants, without_triton
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.gemm.suffix_tilings import Library
+from vla_accel.kernels.gemm.ops import gemm_workspace
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import resize
 from vla_accel.nn.kernel_choices import Taken
@@ -155,22 +156,24 @@ def try_cuts(gpu: Gpu, loop: expert.Pi0LayerLoop, tensors: dict[str, Tensor]) ->
     """Launch every product and attention of a layer in every cut that is worth measuring, and what stands around the
     library's products."""
     for name, product in loop.products.items():
-        first, *others = suffix_tilings.candidates(gpu, product)
-        for cut in (*suffix_tilings.variants(gpu, product, first), *others):
-            loop.cuts.taken[name] = Taken(cut, suffix.product_workspace(product, META, cut))
+        first, *others = candidates(gpu, product)
+        for config in (*variants(gpu, product, first), *others):
+            loop.cuts.taken[name] = Taken(config, gemm_workspace(product, META, config))
             loop.every(name, tensors["lengths"])
-    if loop.pinned is None and all(Library() in suffix_tilings.beside(gpu, p) for p in loop.products.values()):
+    if loop.pinned is None and all(Library() in without_triton(gpu, p) for p in loop.products.values()):
         for name, product in loop.products.items():
             of = loop.x if name in ("o", "down") else None
-            moments = None if of is None else Moments.like(of, product.columns, loop.tables.adaptive)
-            workspace = suffix.product_workspace(product, META, Library())
+            moments = None if of is None else Moments.like(
+                of, moments_columns(product, Library()), loop.tables.adaptive
+            )
+            workspace = gemm_workspace(product, META, Library())
             loop.cuts.taken[name] = Taken(Library(), workspace, moments)
         for name in loop.products:
             loop.every(name, tensors["lengths"])
     # The cuts of a batch, of which what is compiled here does not know.
     several = key_tilings.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
     for cut in dict.fromkeys((*key_tilings.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
-        loop.cuts.taken["attention"] = Taken(cut, suffix.suffix_workspace(loop.attention, META, cut))
+        loop.cuts.taken["attention"] = Taken(cut, suffix_workspace(loop.attention, META, cut))
         loop._attend(0, tensors)
 
 

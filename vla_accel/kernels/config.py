@@ -81,7 +81,7 @@ _MEASURED: dict[tuple[str, torch.device, Gpu | None], Any] = {}
 def measure(what: str, configs: Sequence[T], run: Callable[[T], object], device: torch.device, calls: int) -> Choice:
     """Choose the fastest of some configs, and remember it for `measured` and for later starts of the process.
 
-    On a CPU, during graph capture and inside `autotune.pinned` the first one is chosen, and nothing is stored.
+    On a CPU and inside `autotune.pinned` the first one is chosen, and in the latter nothing is remembered.
 
     Args:
         what: names the kernel and the problem.
@@ -93,7 +93,7 @@ def measure(what: str, configs: Sequence[T], run: Callable[[T], object], device:
     by_name = {str(config): config for config in configs}
     found = remembered(what, {name: functools.partial(run, c) for name, c in by_name.items()}, device, calls)
     choice = Choice(by_name[found.way], found.times)
-    if found.times:
+    if not is_pinned():
         _MEASURED[what, device, Gpu.of(device)] = choice.config
     return choice
 

@@ -15,24 +15,23 @@ from torch import Tensor
 
 from vla_accel.kernels.attention import key_tilings
 from vla_accel.kernels.attention.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
-from vla_accel.kernels.autotune import remembered
+from vla_accel.kernels.attention.suffix import suffix_workspace
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import suffix, suffix_tilings
+from vla_accel.kernels.config import measure
+from vla_accel.kernels.gemm import config as gemm_config
+from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Skinny
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Pipelined, Product, Skinny, Tiling
+from vla_accel.kernels.gemm.ops import gemm_workspace
 from vla_accel.kernels.gpu import Gpu
 
-Cut = Tiling | KeySplit | CrossTile
-
-WITH_MOMENTS = (Pipelined, Library, Own)
-"""Ways of a product that write moments for the norm behind it, each in tiles of its own."""
+Config = GemmConfig | KeySplit | CrossTile
 
 
 @dataclass(frozen=True)
 class Taken:
     """A tile config, the workspace of its programs, and the moments that they write."""
 
-    cut: Cut
+    config: Config
     workspace: Any
     moments: Moments | None = None
 
@@ -52,13 +51,13 @@ class Cuts:
         return "".join(f"; {kind} {way}" for kind, way in self.told.items())
 
     def options(self, kind: str) -> dict[str, Any]:
-        """Return the arguments `cut` and `workspace` of an op of this kind."""
+        """Return the arguments `config` and `workspace` of a product of this kind."""
         taken = self.taken[kind]
-        return {"cut": taken.cut, "workspace": taken.workspace}
+        return {"config": taken.config, "workspace": taken.workspace}
 
     def alone(self, kind: str) -> Any:
         """Return the config of an op without a workspace."""
-        return self.taken[kind].cut
+        return self.taken[kind].config
 
     def moments(self, kind: str) -> Moments | None:
         """Return the moments that a product of this kind writes for the next norm, or None."""
@@ -72,45 +71,39 @@ class Cuts:
         return first if layer == 0 and written is not None else written
 
     def products(
-        self, kind: str, product: Product, run: Callable[[], object], *, shared: bool = True, of: Tensor | None = None,
+        self, kind: str, sizes: GemmSizes, run: Callable[[], object], *, of: Tensor | None = None,
         scaled: bool = False, beside: bool = False,
     ) -> None:  # fmt: skip
         """Choose the config of a product.
 
         Args:
             run: runs the product in all layers with the current `options`, `alone` and `moments`.
-            shared: whether programs may share K.
             of: the rows whose moments the product writes, or None; `scaled`: whether the next norm has a scale.
             beside: whether to try cuBLAS and the own GEMM as well, for many rows; the product must read or write
             moments.
         """
         gpu = Gpu.of(self.device)
 
-        def among(what: str, cuts: Sequence[Tiling]) -> Tiling:
+        def among(what: str, configs: Sequence[GemmConfig]) -> Any:
             ways = []
-            for cut in cuts:
+            for config in configs:
                 moments = None
-                if of is not None and isinstance(cut, WITH_MOMENTS):
-                    moments = Moments.like(of, suffix_tilings.moments_columns(product, cut), scaled)
-                ways.append(Taken(cut, suffix.product_workspace(product, self.device, cut), moments))
+                if of is not None and not isinstance(config, Skinny):
+                    moments = Moments.like(of, gemm_config.moments_columns(sizes, config), scaled)
+                ways.append(Taken(config, gemm_workspace(sizes, self.device, config), moments))
             self._choose(kind, what, ways, run, 1)
             return self.alone(kind)
 
-        best = among(
-            str(product), suffix_tilings.candidates(gpu, product) if shared else suffix_tilings.unshared(gpu, product)
-        )
-        assert isinstance(best, (Skinny, Pipelined))
-        best = among(f"{product}, {best}", suffix_tilings.variants(gpu, product, best))
-        others = suffix_tilings.beside(gpu, product) if beside else []
+        best = among(str(sizes), gemm_config.candidates(gpu, sizes))
+        best = among(f"{sizes}, {best}", gemm_config.variants(gpu, sizes, best))
+        others = gemm_config.without_triton(gpu, sizes) if beside else []
         if others:
-            among(f"{product}, {best}, without Triton", [best, *others])
+            among(f"{sizes}, {best}, without Triton", [best, *others])
 
     def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
         """Choose the config of `suffix_attention`. Arguments as `products`."""
         cuts = key_tilings.key_splits(Gpu.of(self.device), sizes)
-        self._choose(
-            kind, str(sizes), [Taken(c, suffix.suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20
-        )
+        self._choose(kind, str(sizes), [Taken(c, suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20)
 
     def crossing(self, kind: str, sizes: Crossing, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. Arguments as `products`."""
@@ -118,17 +111,14 @@ class Cuts:
         self._choose(kind, str(sizes), [Taken(cut, None) for cut in cuts], run, 1)
 
     def _choose(self, kind: str, what: str, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:
-        by_name = {str(way.cut): way for way in ways}
+        by_config = {way.config: way for way in ways}
 
-        def measured(way: Taken) -> Callable[[], None]:
-            def call() -> None:
-                self.taken[kind] = way
-                run()
-
-            return call
+        def run_with(config: Config) -> None:
+            self.taken[kind] = by_config[config]
+            run()
 
         with self.chain.resumed():
-            found = remembered(f"{kind} of {what}", {n: measured(w) for n, w in by_name.items()}, self.device, repeats)
-        self.taken[kind] = by_name[found.way]
-        if found.times:
-            self.told[kind] = found.way
+            choice = measure(f"{kind} of {what}", list(by_config), run_with, self.device, repeats)
+        self.taken[kind] = by_config[choice.config]
+        if choice.times:
+            self.told[kind] = str(choice.config)

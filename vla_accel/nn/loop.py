@@ -12,10 +12,11 @@ from torch import Tensor
 from vla_accel.component import BESIDE, FollowingProgram, Program
 from vla_accel.kernels.attention.key_tilings import SuffixAttention
 from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.gemm.epilogue import Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments, measure
-from vla_accel.kernels.gemm.suffix_types import EulerStep, Guidance, Heads, Rotation
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StepTables, StreamedLoop
+from vla_accel.kernels.rows.flow import EulerStep, Guidance
 from vla_accel.kernels.rows.rows import rope_tables
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.kernel_choices import Cuts
@@ -79,6 +80,10 @@ class LayerLoop(ABC):
     def guidance(self, inputs: Mapping[str, Tensor]) -> Guidance:
         """The inputs `target` and `weights`."""
         return Guidance(inputs["target"], inputs["weights"], self.tables.trained)
+
+    def norm_before(self, index: int, scale: Tensor | None = None) -> Norm:
+        """The norm of the rows that layer `index` reads."""
+        return Norm(self.eps, self.cuts.read_by(index, self.first), scale)
 
     @property
     def detail(self) -> str:

@@ -20,8 +20,10 @@ from vla_accel.fp8 import Scales, named
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.attending import Sizes, attend, choose
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import norms
-from vla_accel.kernels.gemm.linear import block_products, gate_up, linear, products_by
+from vla_accel.kernels.gemm.choice import block_products, can_be_inside, products_by
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, embed_norm, rope_cache, rope_tables
@@ -155,10 +157,8 @@ class NativePrefix:
         products, early, self.norms_inside, self.mlp_norms_inside = "", False, False, False
         if first.o is not None and first.gate_up is not None and first.down is not None:
             four = block_products(first.qkv, first.o, first.gate_up, first.down, weights.activation)
-            self.norms_inside = norms.can_be_inside(rows, width, four["down"], four["qkv"])
-            self.mlp_norms_inside = first.gate_up.paired and norms.can_be_inside(
-                rows, width, four["o"], four["gate_up"]
-            )
+            self.norms_inside = can_be_inside(rows, width, four["down"], four["qkv"])
+            self.mlp_norms_inside = first.gate_up.paired and can_be_inside(rows, width, four["o"], four["gate_up"])
             taking = {"down", "qkv"} if self.norms_inside else set()
             taking |= {"o", "gate_up"} if self.mlp_norms_inside else set()
             products, early = products_by(rows, four, taking)
@@ -169,13 +169,12 @@ class NativePrefix:
         inside = [n for n, is_so in (("q/k/v", self.norms_inside), ("gate/up", self.mlp_norms_inside)) if is_so]
         if inside:
             self.detail += f", norm of {' and '.join(inside)} inside"
-        self.moments = norms.moments_buffer(rows, width, device)
-        self.normed = norms.moments_buffer(rows, width, device, weights.eps)
 
         def buffer(columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(rows, columns, dtype=kind, device=device)
 
         self.x, self.y, self.h = buffer(width), buffer(width), buffer(width)
+        self.moments, self.normed = Moments.like(self.x), Moments.of_normed(self.x, weights.eps)
         self.h_mlp = buffer(width, taken_by(first.gate_up))
         self.qkv = buffer((weights.heads + 2 * weights.kv_heads) * weights.head_dim)
         self.last_kv = buffer(2 * weights.kv_heads * weights.head_dim)
@@ -206,33 +205,34 @@ class NativePrefix:
             if layer.o is None or layer.gate_up is None or layer.down is None:
                 if self.norms_inside and index:
                     add_norm(self.x, None, self.x, self.h, layer=False, eps=w.eps, inverse_scale=None)
-                linear(self.h, layer.qkv, self.last_kv)
+                gemm(self.h, layer.qkv, self.last_kv)
                 rope_cache(self.last_kv, self.cos, self.sin, keys, values, 0)
                 self._reached(index)
                 break
             if self.norms_inside:
-                norms.normed_linear(x, moments, layer.qkv, self.qkv, layer_norm=False, eps=w.eps)
+                gemm(x, layer.qkv, self.qkv, norm=Norm(w.eps, moments))
             else:
-                linear(self.h, layer.qkv, self.qkv)
+                gemm(self.h, layer.qkv, self.qkv)
             rope_cache(self.qkv, self.cos, self.sin, keys, values, w.heads)
             self._reached(index)
             attend(
                 self.attention.way, q, keys, values, self.context, lengths, inverse_scale=layer.o.inverse_scale,
                 last=self.state_last, tile=self.attention.tile,
             )  # fmt: skip
-            active = {"inverse_scale": layer.down.inverse_scale, "activation": w.activation}
+            residual = Epilogue(residual=True, moments=self.moments)
+            active = Epilogue(activation=w.activation, quantize=layer.down.inverse_scale)
             if self.mlp_norms_inside:
-                norms.residual_linear(self.context, layer.o, self.x, self.moments)
-                norms.normed_gate_up(self.x, self.moments, layer.gate_up, self.active, eps=w.eps, **active)
+                gemm(self.context, layer.o, self.x, residual)
+                gemm(self.x, layer.gate_up, self.active, active, Norm(w.eps, self.moments))
             else:
-                linear(self.context, layer.o, self.y)
+                gemm(self.context, layer.o, self.y)
                 self._residual(self.h_mlp, layer.gate_up)
-                gate_up(self.h_mlp, layer.gate_up, self.gate_up, self.active, **active)
+                gemm(self.h_mlp, layer.gate_up, self.active, active, workspace=(self.gate_up,))
             if self.norms_inside:
                 x, moments = self.x, self.moments
-                norms.residual_linear(self.active, layer.down, x, moments)
+                gemm(self.active, layer.down, x, residual)
             else:
-                linear(self.active, layer.down, self.y)
+                gemm(self.active, layer.down, self.y)
                 self._residual(self.h, w.layers[index + 1].qkv)
 
     def embed(self, inputs: Mapping[str, Tensor]) -> None:

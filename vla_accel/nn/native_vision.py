@@ -17,9 +17,10 @@ from vla_accel.fp8 import Scales, named
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.attending import Sizes, attend, choose
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import norms
-from vla_accel.kernels.gemm.linear import linear, linear_gelu, patch_product, products_by
-from vla_accel.kernels.gemm.norms import with_sums
+from vla_accel.kernels.gemm.choice import can_be_inside, products_by, with_sums
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, by_squares, patchify
@@ -159,17 +160,16 @@ class NativeVision:
             "fc1": (first.fc1, Activation.GELU),
             "fc2": (first.fc2, none),
         }
-        self.norms_inside = not quantised and norms.can_be_inside(rows, width, *four.values())
+        self.norms_inside = not quantised and can_be_inside(rows, width, *four.values())
         products, early = products_by(rows, four, four if self.norms_inside else ())
         self.chain = Chain(Gpu.of(device), early)
         self.detail += products
         if self.norms_inside:
             self.detail += ", norms inside"
-        self.moments = norms.moments_buffer(rows, width, device)
-        self.normed = norms.moments_buffer(rows, width, device, weights.eps)
         self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
         self.embedded = torch.empty(rows, width, dtype=torch.float32, device=device)
         self.x, self.y = buffer(width), buffer(width)
+        self.moments, self.normed = Moments.like(self.x), Moments.of_normed(self.x, weights.eps)
         self.h, self.context = buffer(width, first.qkv), buffer(width, first.out)
         # What fc1 multiplies; q/k/v's rows unless only one of the two is in FP8.
         alike = (first.qkv.weight_scale is None) == (first.fc1.weight_scale is None)
@@ -198,7 +198,7 @@ class NativeVision:
         tokens = outputs["image_tokens"].flatten(0, 1)
         last = self.last.view(len(tokens), -1)
         if tokens.dtype == last.dtype:
-            linear(last, w.projector, tokens)
+            gemm(last, w.projector, tokens)
         else:
             # The cast bridge: an FP16 tower before a BF16 prefix.
             tokens.copy_(torch.addmm(w.projector.bias, last, w.projector.weight.t()))  # type: ignore[arg-type]
@@ -213,25 +213,26 @@ class NativeVision:
 
     def _layers_norms_inside(self) -> None:
         """Products that add to the residual write its moments, and those after them norm with these."""
-        norm: dict[str, Any] = {"layer_norm": True, "eps": self.weights.eps}
-        x, moments = self.h, self.normed
+        eps, x, moments = self.weights.eps, self.h, self.normed
+        residual, gelu = Epilogue(residual=True, moments=self.moments), Epilogue(activation=Activation.GELU)
         for layer in self.weights.layers:
-            norms.normed_linear(x, moments, layer.qkv, self.qkv, **norm)
+            gemm(x, layer.qkv, self.qkv, norm=Norm(eps, moments, sums=layer.qkv.sums))
             self._attend(layer)
             x, moments = self.x, self.moments
-            norms.residual_linear(self.context, layer.out, x, moments)
-            norms.normed_linear(x, moments, layer.fc1, self.active, activation=Activation.GELU, **norm)
-            norms.residual_linear(self.active, layer.fc2, x, moments)
+            gemm(self.context, layer.out, x, residual)
+            gemm(x, layer.fc1, self.active, gelu, Norm(eps, moments, sums=layer.fc1.sums))
+            gemm(self.active, layer.fc2, x, residual)
 
     def _layers(self, norm: dict[str, Any]) -> None:
         w = self.weights
         for index, layer in enumerate(w.layers):
-            linear(self.h, layer.qkv, self.qkv)
+            gemm(self.h, layer.qkv, self.qkv)
             self._attend(layer)
-            linear(self.context, layer.out, self.y)
+            gemm(self.context, layer.out, self.y)
             add_norm(self.x, self.y, self.x, self.h_mlp, inverse_scale=layer.fc1.inverse_scale, **norm)
-            linear_gelu(self.h_mlp, layer.fc1, self.hidden, self.active, inverse_scale=layer.fc2.inverse_scale)
-            linear(self.active, layer.fc2, self.y)
+            gelu = Epilogue(activation=Activation.GELU, quantize=layer.fc2.inverse_scale)
+            gemm(self.h_mlp, layer.fc1, self.active, gelu, workspace=(self.hidden,))
+            gemm(self.active, layer.fc2, self.y)
             final = index + 1 == len(w.layers)
             following = None if final else w.layers[index + 1].qkv.inverse_scale
             add_norm(self.x, self.y, self.x, self.last if final else self.h, inverse_scale=following, **norm)

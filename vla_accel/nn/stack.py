@@ -14,9 +14,10 @@ from torch import Tensor
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.attending import Sizes, attend, choose
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import norms
-from vla_accel.kernels.gemm.linear import linear, linear_gelu, products_by
-from vla_accel.kernels.gemm.norms import with_sums
+from vla_accel.kernels.gemm.choice import can_be_inside, products_by, with_sums
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm
@@ -77,7 +78,7 @@ class Stack:
             "fc1": (first.fc1, Activation.GELU),
             "fc2": (first.fc2, Activation.NONE),
         }
-        self.norms_inside = norms.can_be_inside(rows, width, *four.values())
+        self.norms_inside = can_be_inside(rows, width, *four.values())
         products, early = products_by(rows, four, four if self.norms_inside else ())
         self.chain = Chain(Gpu.of(device), early)
         self.detail = f", {self.attention.detail}{products}"
@@ -87,8 +88,8 @@ class Stack:
         def buffer(columns: int) -> Tensor:
             return torch.empty(rows, columns, dtype=dtype, device=device)
 
-        self.moments = norms.moments_buffer(rows, width, device)
         self.x, self.y, self.h, self.context = (buffer(width) for _ in range(4))
+        self.moments = Moments.like(self.x)
         self.qkv, self.hidden = buffer(3 * width), buffer(first.fc1.weight.shape[0])
 
     def run(self, lengths: Tensor | None = None, after: Callable[[int], None] = lambda index: None) -> None:
@@ -102,9 +103,9 @@ class Stack:
         add_norm(self.x, None, self.x, self.h, **norm)  # type: ignore[arg-type]
         for index, layer in enumerate(self.layers):
             if self.norms_inside and index:
-                norms.normed_linear(self.x, self.moments, layer.qkv, self.qkv, layer_norm=True, eps=self.sizes.eps)
+                gemm(self.x, layer.qkv, self.qkv, norm=Norm(self.sizes.eps, self.moments, sums=layer.qkv.sums))
             else:
-                linear(self.h, layer.qkv, self.qkv)
+                gemm(self.h, layer.qkv, self.qkv)
             self._attend(lengths)
             self._mlp(layer, norm)
             after(index)
@@ -119,14 +120,15 @@ class Stack:
     def _mlp(self, layer: VisionLayer, norm: dict[str, object]) -> None:
         """Output projection, residual, MLP, residual."""
         if self.norms_inside:
-            inside = {"layer_norm": True, "eps": self.sizes.eps}
-            norms.residual_linear(self.context, layer.out, self.x, self.moments)
-            norms.normed_linear(self.x, self.moments, layer.fc1, self.hidden, activation=Activation.GELU, **inside)  # type: ignore[arg-type]
-            norms.residual_linear(self.hidden, layer.fc2, self.x, self.moments)
+            residual = Epilogue(residual=True, moments=self.moments)
+            inside = Norm(self.sizes.eps, self.moments, sums=layer.fc1.sums)
+            gemm(self.context, layer.out, self.x, residual)
+            gemm(self.x, layer.fc1, self.hidden, Epilogue(activation=Activation.GELU), inside)
+            gemm(self.hidden, layer.fc2, self.x, residual)
             return
-        linear(self.context, layer.out, self.y)
+        gemm(self.context, layer.out, self.y)
         add_norm(self.x, self.y, self.x, self.h, **norm)  # type: ignore[arg-type]
-        linear_gelu(self.h, layer.fc1, self.hidden, self.hidden, inverse_scale=None)
-        linear(self.hidden, layer.fc2, self.y)
+        gemm(self.h, layer.fc1, self.hidden, Epilogue(activation=Activation.GELU))
+        gemm(self.hidden, layer.fc2, self.y)
         # The next block's normed rows; behind the last one nobody reads them.
         add_norm(self.x, self.y, self.x, self.h, **norm)  # type: ignore[arg-type]

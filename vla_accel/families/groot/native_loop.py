@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,12 +19,13 @@ from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.attending import attention
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import suffix
-from vla_accel.kernels.gemm.dit import NormTables, flow_step, product
+from vla_accel.kernels.gemm.config import gemm_sizes
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments, measure
-from vla_accel.kernels.gemm.suffix_types import Guidance
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.rows.flow import Guidance, flow_step
 from vla_accel.nn.kernel_choices import Cuts
 from vla_accel.nn.store import compute_dtype, plain_input, weights_in
 
@@ -98,8 +99,8 @@ class StepRow:
     `final`: those of the last norm; `b_in`: the bias of the first product.
     """
 
-    norms: tuple[tuple[NormTables, Tensor], ...]
-    final: tuple[NormTables, Tensor]
+    norms: tuple[tuple[Norm, Tensor], ...]
+    final: tuple[Norm, Tensor]
     b_in: Tensor
 
 
@@ -108,7 +109,7 @@ class TransformerTables:
     """The constants of each step, and for each block the plain norm before its MLP."""
 
     rows: tuple[StepRow, ...]
-    plain: tuple[NormTables, ...]
+    plain: tuple[Norm, ...]
 
 
 @torch.inference_mode()
@@ -122,19 +123,19 @@ def step_tables(model: Groot, weights: TransformerWeights, steps: int) -> Transf
         sums = (1.0 + scales[:, index]) @ stored.T
         moved = shifts[:, index] @ stored.T + block.first_bias
         by_block.append(
-            [(NormTables(scales[s, index].contiguous(), sums[s], head.eps), moved[s]) for s in range(steps)]
+            [(Norm(head.eps, None, scales[s, index].contiguous(), sums[s]), moved[s]) for s in range(steps)]
         )
-    plain = tuple(NormTables(None, b.fc1.weight.float().sum(1) * b.fc1.sums_scale, head.eps) for b in weights.blocks)
+    plain = tuple(Norm(head.eps, sums=b.fc1.weight.float().sum(1) * b.fc1.sums_scale) for b in weights.blocks)
     return TransformerTables(tuple(_row(constants, weights, by_block, s, head.final_eps) for s in range(steps)), plain)
 
 
 def _row(
-    constants: StepConstants, weights: TransformerWeights, by_block: list[list[tuple[NormTables, Tensor]]], step: int,
+    constants: StepConstants, weights: TransformerWeights, by_block: list[list[tuple[Norm, Tensor]]], step: int,
     eps: float,
 ) -> StepRow:  # fmt: skip
     last, bias = weights.ends[0]
     stored, scale = last.weight.float(), constants.final_scale[step].float().contiguous()
-    final = NormTables(scale, stored @ (1.0 + scale), eps)
+    final = Norm(eps, None, scale, stored @ (1.0 + scale))
     shift = stored @ constants.final_shift[step].float() + bias
     b_in = (constants.time[step].float() + weights.b_mix).contiguous()
     return StepRow(tuple(block[step] for block in by_block), (final, shift), b_in)
@@ -175,7 +176,7 @@ class NativeTransformer:
         block = self.weights.blocks[0]
         # What writes moments comes before what reads them.
         for name, given, op in (("out", self.context, self._out), ("fc2", self.active, self._fc2)):
-            sizes = suffix.project_product(given, getattr(block, name))
+            sizes = gemm_sizes(given, getattr(block, name))
             run = functools.partial(self._every, op, blocks)
             self.cuts.products(name, sizes, run, of=self.x, scaled=name == "fc2")
         kinds = {
@@ -184,10 +185,10 @@ class NativeTransformer:
         }
         for name, chosen in kinds.items():
             if chosen:
-                sizes = suffix.project_product(self.x, chosen[0][1].first)
-                self.cuts.products(name, sizes, functools.partial(self._every, self._first, chosen), shared=False)
-        sizes = suffix.project_product(self.x, block.fc1)
-        self.cuts.products("fc1", sizes, functools.partial(self._every, self._fc1, blocks), shared=False)
+                sizes = gemm_sizes(self.x, chosen[0][1].first, layer_norm=True)
+                self.cuts.products(name, sizes, functools.partial(self._every, self._first, chosen))
+        sizes = gemm_sizes(self.x, block.fc1, layer_norm=True)
+        self.cuts.products("fc1", sizes, functools.partial(self._every, self._fc1, blocks))
 
     @staticmethod
     def _every(op: Callable[[int, int, BlockWeights], object], blocks: Sequence[tuple[int, BlockWeights]]) -> None:
@@ -206,7 +207,7 @@ class NativeTransformer:
         self._flow(inputs, actions, step)
         self.x.copy_(self.start)
         self.chain.restart()
-        suffix.project(self.hidden, self.weights.action_out, None, self.x, skip_every=self.tokens)
+        gemm(self.hidden, self.weights.action_out, self.x, Epilogue(residual=True, skip_every=self.tokens))
         measure(self.x, self.tables.rows[step].norms[0][0].scale, self.begun)
         seen = {"text": 0, "image": 0}
         for index, block in enumerate(self.weights.blocks):
@@ -255,31 +256,28 @@ class NativeTransformer:
         """Enqueue q, or q, k and v. Returns their buffer."""
         norm, shift = self.tables.rows[step].norms[index]
         out, kind = (self.first["self"], "qkv") if block.source == "self" else (self.first["other"], "q")
-        moments = self.cuts.moments("fc2") if index else self.begun
-        product(self.x, block.first, shift, out, norm=norm, cut=self.cuts.alone(kind), moments=moments)
+        norm = replace(norm, moments=self.cuts.moments("fc2") if index else self.begun)
+        gemm(self.x, block.first, out, Epilogue(shift=shift), norm, self.cuts.alone(kind))
         return out
 
     def _out(self, step: int, index: int, block: BlockWeights) -> None:
-        moments = self.cuts.moments("out")
-        suffix.project(self.context, block.out, None, self.x, **self.cuts.options("out"), moments=moments)
+        epilogue = Epilogue(residual=True, moments=self.cuts.moments("out"))
+        gemm(self.context, block.out, self.x, epilogue, **self.cuts.options("out"))
 
     def _fc1(self, step: int, index: int, block: BlockWeights) -> None:
-        product(
-            self.x, block.fc1, block.fc1_bias, self.active, norm=self.tables.plain[index], activation=Activation.GELU,
-            cut=self.cuts.alone("fc1"), moments=self.cuts.moments("out"),
-        )  # fmt: skip
+        epilogue = Epilogue(shift=block.fc1_bias, activation=Activation.GELU)
+        norm = replace(self.tables.plain[index], moments=self.cuts.moments("out"))
+        gemm(self.x, block.fc1, self.active, epilogue, norm, self.cuts.alone("fc1"))
 
     def _fc2(self, step: int, index: int, block: BlockWeights) -> None:
         row = self.tables.rows[step]
         norm, _ = row.final if index + 1 == len(self.weights.blocks) else row.norms[index + 1]
-        suffix.project(
-            self.active, block.fc2, None, self.x, **self.cuts.options("fc2"),
-            moments=self.cuts.moments("fc2"), next_scale=norm.scale,
-        )  # fmt: skip
+        epilogue = Epilogue(residual=True, moments=self.cuts.moments("fc2"), next_scale=norm.scale)
+        gemm(self.active, block.fc2, self.x, epilogue, **self.cuts.options("fc2"))
 
     def _velocity(self, step: int) -> None:
         (last, _), (decode_in, b_in), (decode_out, b_out) = self.weights.ends
         norm, shift = self.tables.rows[step].final
-        product(self.x, last, shift, self.out, norm=norm, moments=self.cuts.moments("fc2"))
-        product(self.out, decode_in, b_in, self.decoded, activation=Activation.RELU)
-        product(self.decoded, decode_out, b_out, self.velocity)
+        gemm(self.x, last, self.out, Epilogue(shift=shift), replace(norm, moments=self.cuts.moments("fc2")))
+        gemm(self.out, decode_in, self.decoded, Epilogue(shift=b_in, activation=Activation.RELU))
+        gemm(self.decoded, decode_out, self.velocity, Epilogue(shift=b_out))

@@ -18,8 +18,10 @@ from vla_accel.families.groot.language import Layout, QwenLayer, language_rope
 from vla_accel.families.groot.network import Groot
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import norms
-from vla_accel.kernels.gemm.linear import block_products, gate_up, linear, products_by
+from vla_accel.kernels.gemm.choice import block_products, can_be_inside, products_by
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm
@@ -112,7 +114,7 @@ class NativeReader:
         cos, sin = language_rope(config, self.places.positions, torch.float32)
         self.cos, self.sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
         four = block_products(first.qkv, first.o, first.gate_up, first.down, Activation.SWIGLU)
-        self.norms_inside = first.gate_up.paired and norms.can_be_inside(rows, width, *four.values())
+        self.norms_inside = first.gate_up.paired and can_be_inside(rows, width, *four.values())
         products, early = products_by(rows, four, four if self.norms_inside else ())
         self.chain = Chain(Gpu.of(device), early)
         products += ", norms inside" if self.norms_inside else ""
@@ -127,7 +129,7 @@ class NativeReader:
             return torch.empty(count, columns, dtype=dtype, device=device)
 
         self.x, self.y, self.h = buffer(width), buffer(width), buffer(width)
-        self.moments = norms.moments_buffer(rows, width, device)
+        self.moments = Moments.like(self.x)
         self.qkv, self.context = buffer(config.qkv_dim), buffer(config.heads * config.head_dim)
         self.gate_up, self.active = buffer(2 * config.mlp_dim), buffer(config.mlp_dim)
         images, text = layout.views * layout.view_tokens, layout.text
@@ -168,9 +170,9 @@ class NativeReader:
         """Enqueue attention. `normed`: `h` has the normed rows; otherwise `moments` are those of `x`."""
         c = self.config
         if normed:
-            linear(self.h, layer.qkv, self.qkv)
+            gemm(self.h, layer.qkv, self.qkv)
         else:
-            norms.normed_linear(self.x, self.moments, layer.qkv, self.qkv, layer_norm=False, eps=c.eps)
+            gemm(self.x, layer.qkv, self.qkv, norm=Norm(c.eps, self.moments))
         norm_rope(self.qkv, layer.q_norm, layer.k_norm, self.cos, self.sin, c.heads, c.kv_heads, eps=c.eps)
         heads = self.qkv.view(self.batch, self.layout.tokens, -1, c.head_dim)
         q, k, v = heads.split((c.heads, c.kv_heads, c.kv_heads), 2)
@@ -180,17 +182,17 @@ class NativeReader:
         """Enqueue output projection, residual, MLP and residual. Afterwards `h` has the normed rows, or `moments` are
         those of `x`.
         """
+        active = Epilogue(activation=Activation.SWIGLU)
         if self.norms_inside:
-            norms.residual_linear(self.context, layer.o, self.x, self.moments)
-            norms.normed_gate_up(
-                self.x, self.moments, layer.gate_up, self.active, eps=self.config.eps, activation=Activation.SWIGLU
-            )
-            norms.residual_linear(self.active, layer.down, self.x, self.moments)
+            residual = Epilogue(residual=True, moments=self.moments)
+            gemm(self.context, layer.o, self.x, residual)
+            gemm(self.x, layer.gate_up, self.active, active, Norm(self.config.eps, self.moments))
+            gemm(self.active, layer.down, self.x, residual)
             return
-        linear(self.context, layer.o, self.y)
+        gemm(self.context, layer.o, self.y)
         self._norm(self.x, self.h, self.y)
-        gate_up(self.h, layer.gate_up, self.gate_up, self.active, inverse_scale=None, activation=Activation.SWIGLU)
-        linear(self.active, layer.down, self.y)
+        gemm(self.h, layer.gate_up, self.active, active, workspace=(self.gate_up,))
+        gemm(self.active, layer.down, self.y)
         self._norm(self.x, self.h, self.y)
 
     def _attend_to_all(self, lengths: Tensor) -> None:
@@ -204,7 +206,7 @@ class NativeReader:
     def _keys_values(self, source: Source, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         taken, joined = self.taken[source], self.joined[source]
         torch.index_select(self.stack.x.view(self.batch, self.layout.tokens, -1), 1, rows, out=taken)
-        linear(taken.flatten(0, 1), self.weights.keys_values[source], joined)
+        gemm(taken.flatten(0, 1), self.weights.keys_values[source], joined)
         split = joined.view(self.batch, len(rows), -1, *self.shape).permute(3, 2, 0, 1, 4, 5)
         keys.copy_(split[0])
         values.copy_(split[1])

@@ -16,7 +16,7 @@ from torch import Tensor
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.network import Groot
 from vla_accel.families.groot.vision import PatchMerger, place_embedding
-from vla_accel.kernels.gemm.linear import linear, patch_product
+from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import add_norm
 from vla_accel.kernels.rows.sequence import exact_gelu, patchify_blocks
@@ -126,6 +126,6 @@ class NativeTower:
         else:
             normed = normed.view(x.shape)
         add_norm(x, None, x, normed, layer=True, eps=self.config.eps, inverse_scale=None)
-        linear(self.normed, merger.fc1, self.hidden)
+        gemm(self.normed, merger.fc1, self.hidden)
         exact_gelu(self.hidden)
-        linear(self.hidden, merger.fc2, out.flatten(0, 1))
+        gemm(self.hidden, merger.fc2, out.flatten(0, 1))

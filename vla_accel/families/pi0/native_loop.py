@@ -16,12 +16,15 @@ from torch import Tensor
 
 from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm import suffix
-from vla_accel.kernels.gemm.suffix_tilings import Product
-from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput
+from vla_accel.kernels.attention.suffix import suffix_attention
+from vla_accel.kernels.gemm.config import GemmSizes, gemm_sizes
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import Packed, Sizes, StepTables, StreamedLoop, why_not
+from vla_accel.kernels.rows.flow import ActionInput, ActionOutput
+from vla_accel.kernels.rows.flow import step as flow_step
 from vla_accel.nn.constants import step_tables
 from vla_accel.nn.fold import fold_norm, plain
 from vla_accel.nn.gemma import GemmaLayer
@@ -194,14 +197,14 @@ class Pi0LayerLoop(LayerLoop):
         self._cut()
 
     @property
-    def products(self) -> dict[str, Product]:
+    def products(self) -> dict[str, GemmSizes]:
         """The four products of a layer."""
         first = self.weights.layers[0]
         return {
-            "qkv": suffix.qkv_product(self.x, first.qkv, self.q, self.k),
-            "o": suffix.project_product(self.context, first.o),
-            "gate_up": suffix.gate_up_product(self.x, first.gate_up),
-            "down": suffix.project_product(self.active, first.down),
+            "qkv": gemm_sizes(self.x, first.qkv, self.heads),
+            "o": gemm_sizes(self.context, first.o),
+            "gate_up": gemm_sizes(self.x, first.gate_up, gated=True),
+            "down": gemm_sizes(self.active, first.down),
         }
 
     def _cut(self) -> None:
@@ -239,12 +242,12 @@ class Pi0LayerLoop(LayerLoop):
         output = ActionOutput(final_scale, tables.of(tables.final_shift, done), w.w_out, w.b_out, self.eps)
         into = ActionInput(tables.w_in, b_in, Activation.NONE if w.mix is None else Activation.SILU)
         following = self.x if w.mix is None else self.hidden
-        suffix.step(self.x, output, actions, self.guidance(inputs), into, following, at, tokens=self.tokens)
+        flow_step(self.x, output, actions, self.guidance(inputs), into, following, at, tokens=self.tokens)
         if w.mix is not None and not at.last:
             assert state_token is not None
             self.x.view(len(state_token), self.tokens, -1)[:, 0] = state_token.to(self.x.dtype)
             self.chain.restart()
-            suffix.project(self.hidden, w.mix, None, self.x, residual=False, skip_every=self.tokens)
+            gemm(self.hidden, w.mix, self.x, Epilogue(skip_every=self.tokens))
 
     def _layer(self, step: int, index: int, inputs: Mapping[str, Tensor]) -> None:
         lengths = inputs["lengths"]
@@ -256,39 +259,36 @@ class Pi0LayerLoop(LayerLoop):
 
     def _qkv(self, step: int, index: int, lengths: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
-        suffix.qkv_rope(
-            self.x, layer.qkv, t.of(t.input_scale, step, index), t.of(t.input_shift, step, index),
-            self.rotation(lengths), self.heads, eps=self.eps, pinned=self.pinned,
-            **self.cuts.options("qkv"), moments=self.cuts.read_by(index, self.first),
-        )  # fmt: skip
+        epilogue = Epilogue(shift=t.of(t.input_shift, step, index), rope=self.rotation(lengths), pinned=self.pinned)
+        norm = self.norm_before(index, t.of(t.input_scale, step, index))
+        gemm(self.x, layer.qkv, self.heads, epilogue, norm, **self.cuts.options("qkv"))
 
     def _attend(self, index: int, inputs: Mapping[str, Tensor]) -> None:
-        suffix.suffix_attention(
+        suffix_attention(
             self.q, inputs["keys"][index], inputs["values"][index], self.k, self.v, inputs["lengths"], self.context,
             state_first=self.weights.mix is not None, **self.cuts.options("attention"),
         )  # fmt: skip
 
     def _o(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
-        suffix.project(
-            self.context, layer.o, t.of(t.input_gate, step, index), self.x, pinned=self.pinned,
-            **self.cuts.options("o"), moments=self.cuts.moments("o"), next_scale=t.of(t.post_scale, step, index),
+        epilogue = Epilogue(
+            gate=t.of(t.input_gate, step, index), residual=True, moments=self.cuts.moments("o"),
+            next_scale=t.of(t.post_scale, step, index), pinned=self.pinned,
         )  # fmt: skip
+        gemm(self.context, layer.o, self.x, epilogue, **self.cuts.options("o"))
 
     def _gate_up(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
-        suffix.gate_up_geglu(
-            self.x, layer.gate_up, t.of(t.post_scale, step, index), t.of(t.post_shift, step, index), self.active,
-            eps=self.eps, pinned=self.pinned, **self.cuts.options("gate_up"),
-            moments=self.cuts.moments("o"),
-        )  # fmt: skip
+        epilogue = Epilogue(shift=t.of(t.post_shift, step, index), activation=Activation.GEGLU, pinned=self.pinned)
+        norm = Norm(self.eps, self.cuts.moments("o"), t.of(t.post_scale, step, index))
+        gemm(self.x, layer.gate_up, self.active, epilogue, norm, **self.cuts.options("gate_up"))
 
     def _down(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
         last = index + 1 == len(self.weights.layers)
-        suffix.project(
-            self.active, layer.down, t.of(t.post_gate, step, index), self.x, pinned=self.pinned,
-            **self.cuts.options("down"),
+        epilogue = Epilogue(
+            gate=t.of(t.post_gate, step, index), residual=True, pinned=self.pinned,
             moments=None if last else self.cuts.moments("down"),
             next_scale=None if last else t.of(t.input_scale, step, index + 1),
         )  # fmt: skip
+        gemm(self.active, layer.down, self.x, epilogue, **self.cuts.options("down"))

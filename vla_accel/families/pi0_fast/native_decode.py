@@ -19,11 +19,14 @@ from vla_accel.component import TurnedProgram
 from vla_accel.families.pi0.native_loop import ExpertLayer
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig, last_tokens
 from vla_accel.fp8 import FORMATS
+from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.key_tilings import SuffixAttention
+from vla_accel.kernels.attention.suffix import suffix_attention
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import suffix
+from vla_accel.kernels.gemm.config import gemm_sizes
+from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments, measure
-from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, rope_tables
@@ -159,10 +162,10 @@ class NativeDecode(TurnedProgram):
                 op(index)
 
         products = {
-            "o": suffix.project_product(self.context, layers[0].o),
-            "down": suffix.project_product(self.active, layers[0].down),
-            "qkv": suffix.qkv_product(self.x, layers[0].qkv, self.q, self.k[0]),
-            "gate_up": suffix.gate_up_product(self.x, layers[0].gate_up),
+            "o": gemm_sizes(self.context, layers[0].o),
+            "down": gemm_sizes(self.active, layers[0].down),
+            "qkv": gemm_sizes(self.x, layers[0].qkv, Heads(self.q, self.k[0], self.v[0])),
+            "gate_up": gemm_sizes(self.x, layers[0].gate_up, gated=True),
         }
         ops = {"o": self._o, "down": self._down, "qkv": self._qkv, "gate_up": self._gate_up}
         # What writes moments comes before what reads them.
@@ -170,7 +173,7 @@ class NativeDecode(TurnedProgram):
             op, of = ops[name], self.x if name in ("o", "down") else None
             self.cuts.products(name, product, lambda op=op: every(op), of=of)
         self.cuts.attention("attention", sizes, lambda: self._attend(0))
-        self.cuts.products("head", suffix.project_product(self.h, head), self._head)
+        self.cuts.products("head", gemm_sizes(self.h, head), self._head)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> None:
         first, lengths = last_tokens(inputs["tokens"], self.prefix_tokens, inputs["lengths"])
@@ -217,39 +220,32 @@ class NativeDecode(TurnedProgram):
         self.step += 1
 
     def _qkv(self, index: int) -> None:
-        moments = self.cuts.read_by(index, self.first)
-        suffix.qkv_rope(
-            self.x, self.weights.layers[index].qkv, None, None,
-            Rotation(self.cos, self.sin, self.positions), Heads(self.q, self.k[index], self.v[index]),
-            eps=self.config.prefix.eps, cut=self.cuts.alone("qkv"), moments=moments,
-        )  # fmt: skip
+        norm = Norm(self.config.prefix.eps, self.cuts.read_by(index, self.first))
+        heads, rope = Heads(self.q, self.k[index], self.v[index]), Rotation(self.cos, self.sin, self.positions)
+        gemm(self.x, self.weights.layers[index].qkv, heads, Epilogue(rope=rope), norm, **self.cuts.options("qkv"))
 
     def _attend(self, index: int) -> None:
         """Attend to the `positions` keys before each token, and to the token itself."""
-        suffix.suffix_attention(
+        suffix_attention(
             self.q, self.keys[index], self.values[index], self.k[index], self.v[index], self.positions, self.context,
             state_first=False, **self.cuts.options("attention"),
         )  # fmt: skip
 
     def _o(self, index: int) -> None:
-        suffix.project(
-            self.context, self.weights.layers[index].o, None, self.x, **self.cuts.options("o"),
-            moments=self.cuts.moments("o"),
-        )  # fmt: skip
+        epilogue = Epilogue(residual=True, moments=self.cuts.moments("o"))
+        gemm(self.context, self.weights.layers[index].o, self.x, epilogue, **self.cuts.options("o"))
 
     def _gate_up(self, index: int) -> None:
-        suffix.gate_up_geglu(
-            self.x, self.weights.layers[index].gate_up, None, None, self.active, eps=self.config.prefix.eps,
-            cut=self.cuts.alone("gate_up"), moments=self.cuts.moments("o"),
-        )  # fmt: skip
+        epilogue = Epilogue(activation=Activation.GEGLU)
+        norm = Norm(self.config.prefix.eps, self.cuts.moments("o"))
+        weights = self.weights.layers[index].gate_up
+        gemm(self.x, weights, self.active, epilogue, norm, **self.cuts.options("gate_up"))
 
     def _down(self, index: int) -> None:
         last = index + 1 == len(self.weights.layers)
-        suffix.project(
-            self.active, self.weights.layers[index].down, None, self.x, **self.cuts.options("down"),
-            moments=None if last else self.cuts.moments("down"),
-        )  # fmt: skip
+        epilogue = Epilogue(residual=True, moments=None if last else self.cuts.moments("down"))
+        gemm(self.active, self.weights.layers[index].down, self.x, epilogue, **self.cuts.options("down"))
 
     def _head(self) -> None:
         self.chain.restart()
-        suffix.project(self.h, self.weights.head, None, self.logits, residual=False, **self.cuts.options("head"))
+        gemm(self.h, self.weights.head, self.logits, **self.cuts.options("head"))

@@ -19,12 +19,16 @@ from vla_accel.families.pi0.native_loop import ExpertLayer
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.key_tilings import SuffixAttention
-from vla_accel.kernels.gemm import suffix
-from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput
+from vla_accel.kernels.attention.suffix import cross_attention, crossing, suffix_attention
+from vla_accel.kernels.gemm.config import gemm_sizes
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.kernels.loop.tables import WHOLE
+from vla_accel.kernels.rows.flow import ActionInput, ActionOutput
+from vla_accel.kernels.rows.flow import step as flow_step
 from vla_accel.nn.constants import paired
 from vla_accel.nn.fold import fold_norm, plain
 from vla_accel.nn.loop import LayerLoop, LoopProgram, described
@@ -178,8 +182,8 @@ class SmolVlaLayerLoop(LayerLoop):
         """Choose the tile configs of the products and of attention."""
         device, layers = self.x.device, self.weights.layers
         lengths = torch.zeros(sizes.batch, dtype=torch.int32, device=device)
-        crossing = [i for i in range(len(layers)) if self.config.crosses(i)]
-        whole = [i for i in range(len(layers)) if i not in crossing]
+        crosses = [i for i in range(len(layers)) if self.config.crosses(i)]
+        whole = [i for i in range(len(layers)) if i not in crosses]
         o, gate_up, down = layers[0].o, layers[0].gate_up, layers[0].down
         cache = torch.zeros(sizes.batch, sizes.prefix_tokens, *self.k.shape[2:], dtype=self.k.dtype, device=device)
         full = lengths + sizes.prefix_tokens
@@ -189,20 +193,20 @@ class SmolVlaLayerLoop(LayerLoop):
                 op(layer)
 
         # What writes moments comes before what reads them.
-        self.cuts.products("o", suffix.project_product(self.context, o), lambda: every(self._o), of=self.x, beside=True)
+        self.cuts.products("o", gemm_sizes(self.context, o), lambda: every(self._o), of=self.x, beside=True)
         self.cuts.products(
-            "down", suffix.project_product(self.active, down), lambda: every(self._down), of=self.x, beside=True
+            "down", gemm_sizes(self.active, down), lambda: every(self._down), of=self.x, beside=True
         )
-        product = suffix.gate_up_product(self.x, gate_up)
+        product = gemm_sizes(self.x, gate_up, gated=True)
         self.cuts.products("gate_up", product, lambda: every(self._gate_up), beside=True)
         if whole:
-            product = suffix.qkv_product(self.x, layers[whole[0]].qkv, self.q, self.k)
+            product = gemm_sizes(self.x, layers[whole[0]].qkv, self.heads)
             self.cuts.products("qkv", product, lambda: [self._qkv(i, lengths) for i in whole], beside=True)
             self.cuts.attention("attention", sizes, lambda: self._attend(cache, cache, full))
-        if crossing:
-            sizes_of = suffix.crossing(self.x, layers[crossing[0]].qkv, cache)
-            self.cuts.crossing("cross", sizes_of, lambda: [self._cross(i, cache, cache, full) for i in crossing])
-        mix = suffix.project_product(self.hidden, self.weights.mix)
+        if crosses:
+            sizes_of = crossing(self.x, layers[crosses[0]].qkv, cache)
+            self.cuts.crossing("cross", sizes_of, lambda: [self._cross(i, cache, cache, full) for i in crosses])
+        mix = gemm_sizes(self.hidden, self.weights.mix)
         self.cuts.products("mix", mix, self._mix)
 
     def _between(self, inputs: Mapping[str, Tensor], actions: Tensor, state_token: Tensor | None, step: int) -> None:
@@ -210,7 +214,7 @@ class SmolVlaLayerLoop(LayerLoop):
         w, tables = self.weights, self.tables
         at, output = self.at(step), ActionOutput(tables.final_scale, None, w.w_out, w.b_out, self.eps)
         into = ActionInput(tables.w_in, tables.b_in[min(step, tables.steps - 1)], Activation.SILU)
-        suffix.step(self.x, output, actions, self.guidance(inputs), into, self.hidden, at, tokens=self.tokens)
+        flow_step(self.x, output, actions, self.guidance(inputs), into, self.hidden, at, tokens=self.tokens)
         if not at.last:
             self._mix()
 
@@ -228,43 +232,32 @@ class SmolVlaLayerLoop(LayerLoop):
         self._down(layer)
 
     def _qkv(self, index: int, lengths: Tensor) -> None:
-        suffix.qkv_rope(
-            self.x, self.weights.layers[index].qkv, None, None, self.rotation(lengths), self.heads,
-            eps=self.eps, **self.cuts.options("qkv"),
-            moments=self.cuts.read_by(index, self.first),
-        )  # fmt: skip
+        epilogue, weights = Epilogue(rope=self.rotation(lengths)), self.weights.layers[index].qkv
+        gemm(self.x, weights, self.heads, epilogue, self.norm_before(index), **self.cuts.options("qkv"))
 
     def _attend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
-        suffix.suffix_attention(
+        suffix_attention(
             self.q, keys, values, self.k, self.v, lengths, self.context, state_first=False, causal=True,
             **self.cuts.options("attention"),
         )  # fmt: skip
 
     def _cross(self, index: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
-        suffix.cross_attention(
+        cross_attention(
             self.x, self.weights.layers[index].qkv, self.cos, self.sin, keys, values, lengths, self.context,
-            eps=self.eps, cut=self.cuts.alone("cross"),
-            moments=self.cuts.read_by(index, self.first),
+            norm=self.norm_before(index), config=self.cuts.alone("cross"),
         )  # fmt: skip
 
     def _o(self, layer: ExpertLayer) -> None:
-        suffix.project(self.context, layer.o, None, self.x, **self.cuts.options("o"), moments=self.cuts.moments("o"))
+        epilogue = Epilogue(residual=True, moments=self.cuts.moments("o"))
+        gemm(self.context, layer.o, self.x, epilogue, **self.cuts.options("o"))
 
     def _gate_up(self, layer: ExpertLayer) -> None:
-        suffix.gate_up_geglu(
-            self.x, layer.gate_up, None, None, self.active, eps=self.eps, activation=Activation.SWIGLU,
-            **self.cuts.options("gate_up"), moments=self.cuts.moments("o"),
-        )  # fmt: skip
+        epilogue, norm = Epilogue(activation=Activation.SWIGLU), Norm(self.eps, self.cuts.moments("o"))
+        gemm(self.x, layer.gate_up, self.active, epilogue, norm, **self.cuts.options("gate_up"))
 
     def _down(self, layer: ExpertLayer) -> None:
-        suffix.project(
-            self.active,
-            layer.down,
-            None,
-            self.x,
-            **self.cuts.options("down"),
-            moments=self.cuts.moments("down"),
-        )
+        epilogue = Epilogue(residual=True, moments=self.cuts.moments("down"))
+        gemm(self.active, layer.down, self.x, epilogue, **self.cuts.options("down"))
 
     def _mix(self) -> None:
-        suffix.project(self.hidden, self.weights.mix, None, self.x, residual=False, **self.cuts.options("mix"))
+        gemm(self.hidden, self.weights.mix, self.x, **self.cuts.options("mix"))

@@ -1,5 +1,5 @@
 """How a suffix's attention, to its own keys and a prefix's or to a prefix's alone, is cut into programs, which cuts a
-GPU has room for, and in which order to try them. As `vla_accel.kernels.gemm.suffix_tilings`, which has the products."""
+GPU has room for, and in which order to try them. As `vla_accel.kernels.gemm.config`, which has the products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from vla_accel.kernels.gemm.suffix_tilings import MOST_TRIED
+from vla_accel.kernels.config import MOST_MEASURED as MOST_TRIED
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.numeric import power_of_two
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.fp8 import E4M3, Format
+from vla_accel.fp8 import E4M3, INT8, Format
 
 _ROWS = 2048
 """Rows of a weight that are cast at a time: copies of all of a large one would take more memory than a layer."""
@@ -50,6 +50,11 @@ class Linear:
         """The weight (N, K) that is computed with, in a wide dtype."""
         scale = self.sums_scale
         return self.weight.to(dtype) * (scale.to(dtype)[:, None] if isinstance(scale, Tensor) else scale)
+
+    @property
+    def integers(self) -> bool:
+        """Whether the weight is INT8."""
+        return self.weight.dtype == INT8.dtype
 
     @property
     def bytes(self) -> int:
