@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from vla_accel.kernels.gemm.hopper.few import few
+from vla_accel.kernels.gemm.suffix_tilings import Product, Skinny
 
 from tests.kernels.test_gemm import TABLE, TILINGS
 from tests.support.cubin import local_between, registers_of, stack_of
@@ -27,8 +29,6 @@ from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm.hopper import Tiling, launch, searched, suffix
-from vla_accel.kernels.gemm.hopper.few import few
-from vla_accel.kernels.gemm.suffix_tilings import Product, Skinny
 from vla_accel.kernels.loop.schedule import THREADS, Schedule
 
 ROOT = Path(__file__).parents[2]

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
 
 from tests.support import compile_decode, compile_groot, compile_int8, compile_kernels
 from tests.support.compile_kernels import META, MODELS, Launch, print_compiled, recorded, source_of
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm import triton_around as around
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import triton_image as image
 from vla_accel.kernels.image.sums import GroupNorm, Sum

@@ -45,8 +45,8 @@ from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.kernels.attention import key_tilings
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.attention.suffix import suffix_workspace
+from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gemm.config import Library, candidates, moments_columns, variants, without_triton
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm_workspace
@@ -163,8 +163,8 @@ def try_cuts(gpu: Gpu, loop: expert.Pi0LayerLoop, tensors: dict[str, Tensor]) ->
     if loop.pinned is None and all(Library() in without_triton(gpu, p) for p in loop.products.values()):
         for name, product in loop.products.items():
             of = loop.x if name in ("o", "down") else None
-            moments = None if of is None else Moments.like(
-                of, moments_columns(product, Library()), loop.tables.adaptive
+            moments = (
+                None if of is None else Moments.like(of, moments_columns(product, Library()), loop.tables.adaptive)
             )
             workspace = gemm_workspace(product, META, Library())
             loop.cuts.taken[name] = Taken(Library(), workspace, moments)

@@ -121,9 +121,10 @@ def library_product(x: Tensor, weights: Linear, out: Tensor, activation: Activat
 
 def by_library(
     x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue, workspace: Workspace | None,
-    product: Callable[..., None] = library_product,
+    product: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """`gemm` by a plain product and, where that has no such activation, a kernel after it."""
+    """`gemm` by a plain product, cuBLAS's unless another is passed, and a kernel for an activation that it does not have."""
+    product = product or library_product
     activation, plain = epilogue.activation, weights.weight_scale is None and epilogue.quantize is None
     if activation is Activation.NONE or (activation is Activation.GELU and plain):
         return product(x, weights, out, activation)

@@ -19,15 +19,14 @@
 // `activation.py`; GeGLU and SwiGLU take weight rows in turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH,
 // STAGES, ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums
 // arrive and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either
-// kind). WGMMA, one product of WIDTH tokens, is generated (`wgmma.py`).
+// kind), W_ROWS and T_ROWS (rows of weights and of tokens that a block fetches). WGMMA, one product of WIDTH tokens, is
+// generated (`wgmma.py`).
 
-// COUNT blocks fetch a tile for each other: each fetches a share of it, a multiple of eight rows. Where COUNT such
-// shares are more than the tile, they overlap and write the same rows twice.
-__host__ __device__ constexpr int share(int rows, int count) { return (rows + 8 * count - 1) / (8 * count) * 8; }
-__host__ __device__ constexpr int start(int rows, int count, int i) {
-  return count == 1 ? 0 : i * (rows - share(rows, count)) / (count > 1 ? count - 1 : 1) / 8 * 8;
+// `count` blocks fetch a tile for each other, W_ROWS or T_ROWS rows each. This is the first row of block i's share. Where
+// the shares are more than the tile, they overlap and write the same rows twice.
+__device__ __forceinline__ int share_start(int rows, int share, int count, int i) {
+  return i * (rows - share) / (count > 1 ? count - 1 : 1) / 8 * 8;
 }
-constexpr int W_ROWS = share(TILE_W, ALONG), T_ROWS = share(TILE_T, ACROSS);
 constexpr int ARRIVING = (W_ROWS * ALONG + T_ROWS * ACROSS) * 128;
 // One copy brings so many rows: a box has at most 256.
 constexpr int W_BOX = W_ROWS > 256 ? W_ROWS / 2 : W_ROWS, T_BOX = T_ROWS > 256 ? T_ROWS / 2 : T_ROWS;
@@ -138,7 +137,7 @@ struct Fetch {
       for (int i = 0; i < ACROSS; ++i) same_tokens |= 1 << b.rank_of(i, b.along, b.part);
   }
   __device__ __forceinline__ void weight_tile(int tile, int chunk, int stage) const {
-    const int begin = start(TILE_W, ALONG, b.along), row = b.row(tile, c) + begin;
+    const int begin = share_start(TILE_W, W_ROWS, ALONG, b.along), row = b.row(tile, c) + begin;
     const u32 to = ring.weights(stage) + begin * 128, barrier = ring.full + stage * 8;
     if constexpr (PAIRS) {
       tma_load_5d(to, weights, chunk * CHUNK, row % (2 * c.half) / 16, row / (2 * c.half), barrier, once);
@@ -149,7 +148,7 @@ struct Fetch {
     }
   }
   __device__ __forceinline__ void token_tile(int tile, int chunk, int stage) const {
-    const int begin = start(TILE_T, ACROSS, b.across), row = b.token(tile, c) + begin;
+    const int begin = share_start(TILE_T, T_ROWS, ACROSS, b.across), row = b.token(tile, c) + begin;
     const u32 to = ring.tokens(stage) + begin * 128;
 #pragma unroll
     for (int i = 0; i < T_ROWS; i += T_BOX)

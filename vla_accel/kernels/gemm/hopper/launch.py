@@ -45,7 +45,8 @@ def source(
     macros = {
         "KIND": number, "NARROW": int(fp8_out), "ACTIVATION": activation.code, "GROUPS": tile.groups,
         "BLOCKS": tile.blocks, "PARTS": tile.parts, "WIDTH": tile.width, "STAGES": tile.stages,
-        "ACROSS": tile.across, "ALONG": tile.along, "SPLIT": tile.split,
+        "ACROSS": tile.across, "ALONG": tile.along, "SPLIT": tile.split, "W_ROWS": tile.shares[0],
+        "T_ROWS": tile.shares[1],
         **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tile.registers, strict=True)),
         "STAGING": memory.staging, "EXCHANGE": memory.exchange, "BARRIERS": memory.barriers,
         "RESIDUAL": int(epilogue.residual), "NORM": 0 if norm is None else 1 if norm.sums is None else 2,
