@@ -45,7 +45,7 @@ docs: $(DOCS_STAMP)
 
 # The tables of README and docs/ from the stored results.
 tables: setup
-	$(BIN)/python -m eval.tables
+	$(BIN)/python -m benchmarks.tables
 
 # A bundled checkpoint (FAMILY=pi05 or smolvla) anew: start states, what training starts from, training with its own
 # collectors, publishing. It goes on from what the bundled demo knows: all of it, or its vision. Sampling takes 30
@@ -56,7 +56,7 @@ COMMA := ,
 DEMO_SUITES := $(if $(filter smolvla,$(FAMILY)),libero_spatial,libero_spatial$(COMMA)libero_object)
 DEMO_OPTIONS := $(if $(filter smolvla,$(FAMILY)),--batch 320 --lr 8e-4 --warmup 200 --dagger-after-s 45 --first 800,\
 	--batch 256 --lr 4e-4 --warmup 100 --dagger-after-s 40 --first 900)
-DEMO := $(BIN)/python -m eval.libero.demo
+DEMO := $(BIN)/python -m eval.demo
 DEMO_RUN := runs/demo/$(FAMILY)
 STATES = $(DEMO).states --workers $(or $(shell nproc),1)
 demo-checkpoint: setup gl

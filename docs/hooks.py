@@ -12,9 +12,9 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-PICTURES = ROOT / "eval" / "results"
+PICTURES = ROOT / "benchmarks" / "results"
 LAYOUT = "<!-- layout -->"
-PARTS = ("vla_accel", "eval", "plugins", "tests")
+PARTS = ("vla_accel", "eval", "benchmarks", "plugins", "tests")
 """Folders whose modules the layout lists; of the tests, the folders alone."""
 _LINK = re.compile(r"(\]\()((?:\.\./)*)([\w./-]+)")
 
@@ -43,8 +43,8 @@ def linked(markdown: str, page: str) -> str:
         path = match[3]
         if path in PAGES:
             return f"{match[1]}{up}{PAGES[path]}"
-        if path.startswith("eval/results/"):
-            return f"{match[1]}{up}pictures/{path.removeprefix('eval/results/')}"
+        if path.startswith("benchmarks/results/"):
+            return f"{match[1]}{up}pictures/{path.removeprefix('benchmarks/results/')}"
         if page in PAGES.values():
             return match[1] + match[2] + path.removeprefix("docs/")
         return match[0]

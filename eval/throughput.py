@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,6 @@ from typing import Annotated, Any
 import numpy as np
 
 from eval.harness.log import log_path
-from eval.places import by_core
 from eval.script import run_script
 from vla_accel.cli.common import say
 from vla_accel.cli.options import Count, Listed, OutputFolder, Seconds, Words, Written
@@ -34,6 +34,7 @@ from vla_accel.measure.host import busy_s
 from vla_accel.progress import going_on
 
 SCHEMA = "vla_accel.throughput/1"
+CPUS = Path("/sys/devices/system/cpu")
 _EVERY_S = 0.25
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -219,6 +220,19 @@ def watched(pid: int, log: Path, gpus: int) -> Iterator[Watch]:
     finally:
         over.set()
         thread.join()
+
+
+def by_core(cores: Iterable[int], cpus: Path = CPUS) -> list[int]:
+    """Cores as the system counts them, those that are threads of one core side by side: a share of a machine has whole
+    ones. By number where the system does not tell."""
+
+    def first(core: int) -> int:
+        with contextlib.suppress(OSError):
+            if number := re.match(r"\d+", (cpus / f"cpu{core}/topology/thread_siblings_list").read_text()):
+                return int(number[0])
+        return core
+
+    return sorted(cores, key=lambda core: (first(core), core))
 
 
 def _gpu_handles(count: int) -> Iterator[Any]:

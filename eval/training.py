@@ -8,7 +8,7 @@ from typing import Any
 
 from vla_accel.checkpoints.bundled import NAMED
 
-UNTOLD = "NVIDIA H200"
+DEFAULT_GPU = "NVIDIA H200"
 """The GPUs of the runs whose record does not name them."""
 
 
@@ -25,7 +25,7 @@ def runs_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     last = {
         "suites": settings["suites"],
         **{name: record[name] for name in ("gpus", "steps", "seconds")},
-        "gpu": record.get("gpu", UNTOLD),
+        "gpu": record.get("gpu", DEFAULT_GPU),
         "batch": record["gpus"] * settings["batch"],
     }
     return [*record.get("earlier", []), last]

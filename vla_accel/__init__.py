@@ -1,4 +1,4 @@
-"""vla_accel: run vision-language-action policies as fast as the machine allows, and know what each call cost.
+"""vla_accel: run vision-language-action policies fast, with a report of what each call cost.
 
 from vla_accel import OptimizedPolicy
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vla_accel.config import EngineSpec, PolicyConfig, load_config
     from vla_accel.policy import OptimizedPolicy
 
-_PLACES = {
+_MODULES = {
     "OptimizedPolicy": "vla_accel.policy",
     "PolicyConfig": "vla_accel.config",
     "EngineSpec": "vla_accel.config",
@@ -27,9 +27,9 @@ __all__ = ["EngineSpec", "OptimizedPolicy", "PolicyConfig", "__version__", "load
 
 
 def __getattr__(name: str) -> Any:
-    # On first use, so that a robot's client can import the package without torch.
-    if name in _PLACES:
+    # Imported on first use, so that clients need no torch.
+    if name in _MODULES:
         import importlib
 
-        return getattr(importlib.import_module(_PLACES[name]), name)
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'vla_accel' has no attribute {name!r}")

@@ -1,7 +1,4 @@
-"""Exceptions of vla_accel: one base class, one class for each kind of thing that can be wrong.
-
-Every message names the thing, what was expected and what was found. This module knows nothing else.
-"""
+"""Exceptions of vla_accel. Every message names the thing, what was expected and what was found."""
 
 from __future__ import annotations
 
@@ -11,20 +8,19 @@ from collections.abc import Iterable, Iterator
 
 
 def nearest(name: object, known: Iterable[str], before: str = "") -> str:
-    """What ends a message about an unknown name: the known one that reads like it, if there is one, with what stands
-    `before` it."""
+    """Return ": did you mean NAME?" for the most similar known name, or "". `before`: a prefix of the name."""
     found = difflib.get_close_matches(str(name), list(known), n=1)
     return f": did you mean {before}{found[0]}?" if found else ""
 
 
 def unknown(thing: str, name: object, known: Iterable[str], other: str = "") -> str:
-    """The message about a name that is none of those known; `other`: what it may be instead, as "a file or "."""
+    """Return the message for an unknown name. `other`: what else is accepted, such as "a file or "."""
     known = list(known)
     return f"{thing}: expected {other}one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
 
 
 class VlaAccelError(Exception):
-    """Base class: `except VlaAccelError` catches everything this project raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class ConfigError(VlaAccelError, ValueError):
@@ -32,7 +28,7 @@ class ConfigError(VlaAccelError, ValueError):
 
 
 class OutputError(VlaAccelError, OSError):
-    """A file or folder cannot be written: no such place, no right to, no room left."""
+    """A file or folder cannot be written: it does not exist, permissions are missing, or the disk is full."""
 
 
 class ObservationError(VlaAccelError, ValueError):
@@ -40,7 +36,7 @@ class ObservationError(VlaAccelError, ValueError):
 
 
 class ActionError(VlaAccelError):
-    """What a model answered is no chunk of actions."""
+    """The output of a model is not a valid action chunk."""
 
 
 class CheckpointError(VlaAccelError):
@@ -48,11 +44,11 @@ class CheckpointError(VlaAccelError):
 
 
 class EngineError(VlaAccelError):
-    """An engine could not be built or run as asked for."""
+    """An engine could not be built or run as requested."""
 
 
 class DeviceMemoryError(EngineError):
-    """A policy does not fit into its device's memory."""
+    """A policy does not fit into the memory of its device."""
 
 
 class DependencyError(VlaAccelError):
@@ -64,7 +60,7 @@ class SimulatorError(VlaAccelError):
 
 
 class WireError(VlaAccelError, ValueError):
-    """Bytes that are no well-formed message, or a value that the wire format does not carry."""
+    """Bytes are not a well-formed message, or the wire format cannot carry a value."""
 
 
 class ServerError(VlaAccelError):
@@ -73,7 +69,7 @@ class ServerError(VlaAccelError):
 
 @contextlib.contextmanager
 def of_one(index: int, count: int) -> Iterator[None]:
-    """What goes wrong inside is of one of `count` observations: where there are several, the error names it."""
+    """Prefix errors of the block with "observations[index]: " if there is more than one observation."""
     try:
         yield
     except VlaAccelError as error:

@@ -1,5 +1,4 @@
-"""Files and lines that appear whole or not at all, what identifies a file and what a record says of its place, where
-the user's cache is, and who may write to what is run as code. Knows nothing about what is in them."""
+"""Atomic writes of files and lines, hashes, the user's cache folder, and checks of file permissions."""
 
 from __future__ import annotations
 
@@ -20,16 +19,20 @@ _OTHERS_WRITE = 0o022  # group and world
 
 
 def user_path(name: str | Path) -> Path:
-    """A path as the user wrote it, with ~ and ~NAME as their home folders. Python leaves them as they are."""
+    """Return the path with ~ and ~NAME expanded."""
     return Path(os.path.expanduser(name))
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A hidden name beside `path`, of the same suffix, to write to; it takes the place of `path` when the block ends
-    well, after its content is on the disk, and is removed when the block raises. Folders are made as needed. Raises
-    OutputError where this cannot be, also when the disk becomes full within the block, and for a device or a pipe,
-    which root could replace."""
+    """Yield a temporary path in the same folder, which replaces `path` atomically when the block ends.
+
+    The content is on the disk before it replaces `path`. If the block raises, the temporary file is removed and `path`
+    stays as it was. Creates missing folders.
+
+    Raises:
+        OutputError: the file cannot be written, or the disk is full, or `path` is a device or a pipe.
+    """
     if _is_special(path):
         raise OutputError(f"{path}: cannot be written: not a regular file")
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_native_id()}{path.suffix}")
@@ -40,7 +43,7 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        # An error of another file, read within the block, is none of this one's.
+        # The block may also read other files: their errors are not about `path`.
         if isinstance(error, OutputError) or Path(error.filename or temporary) not in (temporary, *path.parents):
             raise
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
@@ -50,18 +53,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: object, *, allow_nan: bool = True) -> None:
-    """Write JSON, whole or not at all, as `replacing` does. `allow_nan`: else ValueError for what is no number."""
+    """Write JSON atomically. If `allow_nan` is False, raises ValueError for NaN and infinity. Raises OutputError."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, allow_nan=allow_nan) + "\n")
 
 
 def _is_special(path: Path) -> bool:
-    """Whether there is something that is neither a file nor a folder."""
+    """Whether the path exists and is neither a file nor a folder."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def lock(descriptor: int, otherwise: str) -> None:
-    """For as long as it is open. Raises ConfigError, which says `otherwise`, where another process has locked it."""
+    """Lock an open file until it is closed. Raises ConfigError(otherwise) if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -69,9 +72,9 @@ def lock(descriptor: int, otherwise: str) -> None:
 
 
 class LineFile:
-    """A file of lines that is written by one process at a time, each line on the disk before the next; `close` it.
+    """A file of lines with one writing process. Each line is on the disk before `append` returns. `close` it.
 
-    Raises ConfigError if another process writes it.
+    Raises ConfigError if another process writes the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,11 +92,11 @@ class LineFile:
             raise
 
     def close(self) -> None:
-        """Give up the file and the lock on it."""
+        """Close the file and release its lock."""
         self._file.close()
 
     def read(self) -> tuple[list[bytes], int]:
-        """The lines, without their ends. A last one that a kill cut short is removed: of how many bytes."""
+        """Return the lines, and the bytes of an incomplete last line, which is removed from the file."""
         self._file.seek(0)
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
@@ -103,7 +106,7 @@ class LineFile:
         return whole.splitlines(), cut
 
     def append(self, line: bytes) -> None:
-        """Add a line, whole and on the disk before this returns. Raises OutputError, and the file is as before."""
+        """Append a line and sync it to the disk. If it raises OutputError, the file is unchanged."""
         before, rest = self._file.seek(0, os.SEEK_END), line + b"\n"
         try:
             while rest:
@@ -117,7 +120,7 @@ class LineFile:
             ) from error
 
     def keep(self, lines: Iterable[bytes]) -> None:
-        """These lines take the place of all, or nothing changes."""
+        """Replace all lines atomically."""
         with replacing(self.path) as temporary:
             temporary.write_bytes(b"".join(line + b"\n" for line in lines))
         self._file.close()
@@ -125,37 +128,40 @@ class LineFile:
 
 
 def without_folders(words: Iterable[str]) -> list[str]:
-    """A command's words for the record: where one machine keeps its files says nothing to a reader, so that of absolute
-    paths, also in lists and behind an option's =, names remain. Others are as they were typed."""
+    """Return a command's words for a stored record: absolute paths are reduced to their names, also within lists and
+    after an option's `=`."""
 
-    def told(word: str) -> str:
+    def shortened(word: str) -> str:
         option, equals, value = word.rpartition("=")
         parts = (Path(part).name if part.startswith("/") else part for part in value.split(","))
         return f"{option}{equals}{','.join(parts)}"
 
-    return [told(word) for word in words]
+    return [shortened(word) for word in words]
 
 
 def require_writable(path: Path, name: str) -> None:
-    """Raise OutputError, which says `name` (an option's), unless a file can be written there; leaves nothing behind.
-    For before long work whose end would find out."""
-    if os.path.isdir(path):  # which says no, and raises nothing, of what is in a folder without rights
+    """Raise OutputError unless a file can be written at `path`. Creates nothing. Call it before long work.
+
+    Args:
+        name: the option that has the path, for the error.
+    """
+    if os.path.isdir(path):
         raise OutputError(f"{name}: expected a file to write, got the folder {path}")
     if _is_special(path):
         raise OutputError(f"{name}: expected a regular file to write, got {path}, a device, a pipe or a socket")
-    _require_room(path.parent, path, name)
+    _require_writable_in(path.parent, path, name)
 
 
 def require_writable_folder(path: Path, name: str) -> None:
-    """`require_writable` for a folder that gets files, and is made as needed."""
-    _require_room(path, path, name)
+    """Raise OutputError unless files can be written into this folder, which need not exist yet."""
+    _require_writable_in(path, path, name)
 
 
-def _require_room(folder: Path, path: Path, name: str) -> None:
+def _require_writable_in(folder: Path, path: Path, name: str) -> None:
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     try:
-        # Modes do not tell: a file system may be read-only, full, or take no files.
+        # Permissions do not show whether a file system is read-only or full.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0")
             file.flush()
@@ -164,7 +170,7 @@ def _require_room(folder: Path, path: Path, name: str) -> None:
 
 
 def content_hash(path: Path) -> str:
-    """SHA-256 of a file's content, as 64 hex digits."""
+    """Return the SHA-256 of a file's content as 64 hex digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -173,34 +179,36 @@ def content_hash(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """This package's folder in the user's cache (XDG)."""
+    """Return this package's folder in the user's cache folder (XDG_CACHE_HOME)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vla_accel"
 
 
-# -- who may write to what is run as code -------------------------------------------------------------------------
+# -- permissions of files that are run as code --------------------------------------------------------------------
 
 
 def why_not_private(path: Path) -> str | None:
-    """Why a file or folder is not to be trusted, and what to type; None if it is this user's (or root's) and nobody
-    else may write to it. Where there are no such modes (Windows), None."""
+    """Explain why a file or folder cannot be trusted, and what to type.
+
+    Returns None if it belongs to this user or root and no other user may write to it, and on Windows.
+    """
     if not hasattr(os, "geteuid"):
         return None
     found, user = path.stat(), os.geteuid()
     if found.st_uid not in (user, 0):
         return (
             f"{path} belongs to user {found.st_uid}, and built engines are code: expected user {user} or root. If you "
-            f"trust what is in it: sudo chown -R {user} {path}"
+            f"trust its content: sudo chown -R {user} {path}"
         )
     if found.st_mode & _OTHERS_WRITE:
         return (
             f"{path} may be written to by others (mode {found.st_mode & 0o777:o}), and built engines are code. If you "
-            f"trust what is in it: chmod -R go-w {path}"
+            f"trust its content: chmod -R go-w {path}"
         )
     return None
 
 
 def require_private(path: Path) -> None:
-    """Raise EngineError with `why_not_private`."""
+    """Raise EngineError with the reason of `why_not_private`, if there is one."""
     reason = why_not_private(path)
     if reason is not None:
         raise EngineError(reason)
@@ -208,9 +216,8 @@ def require_private(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing_privately(path: Path) -> Iterator[Path]:
-    """`replacing` for a file that its owner alone may write to, whatever the umask; new folders are closed to
-    others (0700)."""
-    for folder in (*reversed(path.parent.parents), path.parent):  # `parents=True` gives only the last one the mode
+    """As `replacing`, for a file that only its owner may write to, whatever the umask. New folders get mode 0700."""
+    for folder in (*reversed(path.parent.parents), path.parent):  # mkdir(parents=True) sets only the last one's mode
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
     with replacing(path) as temporary:

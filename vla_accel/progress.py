@@ -1,4 +1,4 @@
-"""How far something is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Progress on standard error: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -8,62 +8,61 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-SAID_EVERY_S = 5.0
-"""Of lines, where there is no terminal for a bar."""
-GOES_ON_EVERY_S = SAID_EVERY_S
+INTERVAL_S = 5.0
+"""Seconds between two lines."""
 Advance = Callable[[int, int], None]
-"""Told how much more is done, and of how much."""
+"""Takes the amount done since the last call, and the total."""
 
 
 def in_lines(title: str) -> Advance:
-    """Says now and then how far that is."""
-    done, said = 0, time.monotonic()
+    """Print the percentage every few seconds."""
+    done, printed = 0, time.monotonic()
 
-    def tell(count: int, total: int) -> None:
-        nonlocal done, said
+    def advance(count: int, total: int) -> None:
+        nonlocal done, printed
         done += count
-        if time.monotonic() - said >= SAID_EVERY_S:
-            said = time.monotonic()
+        if time.monotonic() - printed >= INTERVAL_S:
+            printed = time.monotonic()
             print(f"{title}: {100 * done // max(total, 1)} %", file=sys.stderr, flush=True)
 
-    return tell
+    return advance
 
 
 def counted(what: str, say: Callable[[str], None]) -> Callable[[int, int], None]:
-    """Says now and then, and at the end, how many of how many are done."""
-    said = time.monotonic()
+    """Report "done/total what" every few seconds and at the end."""
+    reported = time.monotonic()
 
-    def tell(done: int, total: int) -> None:
-        nonlocal said
-        if done == total or time.monotonic() - said >= SAID_EVERY_S:
-            said = time.monotonic()
+    def report(done: int, total: int) -> None:
+        nonlocal reported
+        if done == total or time.monotonic() - reported >= INTERVAL_S:
+            reported = time.monotonic()
             say(f"{done}/{total} {what}")
 
-    return tell
+    return report
 
 
 @contextlib.contextmanager
 def going_on(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Says what begins, and now and then for how long: for what cannot tell how far it is, such as a compilation."""
+    """Report `what` at the start of the block, then every few seconds how long it has been running."""
     began, over = time.monotonic(), threading.Event()
 
-    def tell() -> None:
-        while not over.wait(GOES_ON_EVERY_S):
+    def repeat() -> None:
+        while not over.wait(INTERVAL_S):
             say(f"{what}: {time.monotonic() - began:.0f} s so far")
 
     say(what)
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        teller.join()
+        thread.join()
 
 
 @contextlib.contextmanager
 def shown(title: str, *, size: bool = False) -> Iterator[Advance]:
-    """A bar that goes when it is done, or lines. `size`: what is counted is bytes."""
+    """Show a bar that disappears at the end, or lines. Args: `size`: whether the amounts are bytes."""
     if not sys.stderr.isatty():
         yield in_lines(title)
         return

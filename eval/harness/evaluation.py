@@ -1,7 +1,7 @@
 """One run from beginning to end: load, resume, play, report.
 
-`Request` is what the command line asks for; `evaluate` does it and returns the result JSON. This
-module joins the others and decides nothing about episodes, statistics or tables.
+`Request` holds the options of the command line; `evaluate` runs it and returns the result JSON. This module joins the
+others, and decides nothing about episodes, statistics or tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from rich.console import Console
 
 from eval.harness import conditions, figures, report
 from eval.harness.benchmark import Benchmark, Suite, schema
-from eval.harness.crew import Crew, LocalCrew
 from eval.harness.log import EpisodeLog, log_path
 from eval.harness.pages import run_page
 from eval.harness.policies import PolicySource, check_chunks
@@ -25,8 +24,8 @@ from eval.harness.progress import EpisodeProgress
 from eval.harness.protocol import EpisodeKey, Protocol, Shard, fingerprint
 from eval.harness.rollout import EpisodeResult
 from eval.harness.runner import VIDEO_EVERY, Setup
-from eval.harness.stored import stored_like
 from eval.harness.tables import print_summary, run_title
+from eval.harness.workers import LocalWorkers, Workers
 from vla_accel import latency
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
@@ -36,27 +35,23 @@ from vla_accel.report import page
 
 @dataclass(frozen=True)
 class Request:
-    """What to evaluate and where to put it.
+    """What to evaluate, and where to write it.
 
     Attributes:
-        benchmark: what is played.
-        suites: of its suites, those that are played, loaded.
+        suites: the played suites of the benchmark, loaded.
         protocol: makes the protocol from the policy's metadata (empty for the expert).
-        source: where the actions come from.
-        output: result JSON, or None for a name made from the run's fingerprint under `folder`.
-        folder: for results without a name.
-        label: goes into that name.
-        video: folder for rollout videos; None films only if `quick`.
-        film_all: film every episode, with frames as far apart as the policy's calls, which cost no rendering.
+        output: result JSON, or None for a name made from `label` and the run's fingerprint under `folder`.
+        video: folder for videos of the first trial of each task; None films only if `quick`.
+        film_all: film every episode, with a frame at each call of the policy, which costs no rendering.
         report: HTML file, or None for none, unless `quick`.
-        beside: results by name whose latencies stand beside; None for the stored ones that are like this run.
+        beside: results by name whose latencies are shown for comparison; None for the stored ones of the same model.
         quick: film one episode and write a report in any case.
-        workers: simulators that play at once; None for one, or for as many as a cluster has cores. Without a cluster
-            0 and 1 play in this process.
+        workers: simulators that play at the same time; None for one, or one for each core of a cluster. Without a
+            cluster 0 and 1 play in this process.
         ray: address of a Ray cluster that plays, or None for this machine.
         target_hz: rate of the latency analysis.
-        overwrite: discard what an earlier run left at `output`.
-        retry_errors: run episodes again that ended in an error.
+        overwrite: discard an earlier run at `output`.
+        retry_errors: play episodes again that ended in an error.
         shard: the part of the plan to play, or None for all of it.
         command: the command line, for the record.
     """
@@ -87,27 +82,28 @@ class Request:
 
 
 def evaluate(request: Request, console: Console) -> dict[str, Any]:
-    """Play what is not on record yet, write the result file and print the tables.
+    """Play the episodes that are not in the log yet, write the result file and print the tables.
 
     Returns:
-        The result JSON, with `output`, `figure` and `report` (paths) added.
+        The result JSON, with the paths `output`, `figure` and `report` added.
 
     Raises:
-        VlaAccelError: bad input, or a policy or simulator that cannot start. Episodes that crash
-            do not raise: they are errors in the result.
+        VlaAccelError: bad input, or a policy or simulator that cannot start. Episodes that crash do not raise: they
+            are errors in the result.
     """
     start = time.perf_counter()
-    with closing(_crew(request, console)) as crew:
-        protocol = request.protocol(crew.metadata or {})
-        if crew.metadata is not None:
-            check_chunks(crew.metadata, request.source, protocol, supports_prev_chunk=crew.supports_prev_chunk)
-        mark = fingerprint(protocol, crew.identity)
+    with closing(_start_workers(request, console)) as workers:
+        loaded = workers.loaded
+        protocol = request.protocol(loaded.metadata or {})
+        if loaded.metadata is not None:
+            check_chunks(loaded.metadata, request.source, protocol, supports_prev_chunk=loaded.supports_prev_chunk)
+        mark = fingerprint(protocol, loaded.identity)
         output = request.output or request.folder / f"{request.label}-{mark[:8]}.json"
         _clear(output, overwrite=request.overwrite)
         video_folder, filmed = _films(request, protocol, output)
         if filmed and figures.check_video_packages() == "gif":
             console.print("rollout videos are GIFs: the package imageio-ffmpeg is not installed")
-        crew.warm_up(protocol, request.suites[0].tasks[protocol.tasks[0]].instruction)
+        workers.warm_up(protocol, request.suites[0].tasks[protocol.tasks[0]].instruction)
         setup = Setup(
             request.benchmark,
             protocol,
@@ -116,41 +112,41 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
             video_keys=frozenset(filmed),
             video_every=protocol.replan_steps if request.film_all else VIDEO_EVERY,
         )
-        launch = conditions.launch(request.benchmark, request.command, hardware=crew.hardware, workers=crew.size)
-        ident = {"protocol": protocol.to_json(), "policy": crew.identity}
+        launch = conditions.launch(request.benchmark, request.command, hardware=loaded.hardware, workers=workers.size)
+        ident = {"protocol": protocol.to_json(), "policy": loaded.identity}
         schema_of_log = schema(request.benchmark.name, "log")
         with EpisodeLog(log_path(output), schema_of_log, mark, ident, _warner(console)) as log:
-            if request.retry_errors and (struck := log.forget_errors()):
-                console.print(f"running {struck} episodes again that ended in an error")
+            if request.retry_errors and (count := log.forget_errors()):
+                console.print(f"running {count} episodes again that ended in an error")
             missing = _missing(log, request.plan(protocol), console, launch["git"])
             if missing:
                 log.begin_launch(launch)
-                _play(setup, missing, crew, log, console)
-            result = _result(request, protocol, mark, crew, log, video_folder)
-    beside = request.beside if request.beside is not None else stored_like(result, request.benchmark.name)
+                _play(setup, missing, workers, log, console)
+            result = _result(request, protocol, mark, workers, log, video_folder)
+    beside = request.beside if request.beside is not None else report.stored_like(result, request.benchmark.name)
     result["figure"] = figures.draw_result(result, output, beside)
     result["elapsed_s"] = round(time.perf_counter() - start, 3)
     write_json(output, result, allow_nan=False)
-    made = request.report or (output.with_suffix(".html") if request.quick else None)
-    if made is not None:
-        page.write(run_page(result, beside), made)
+    html = request.report or (output.with_suffix(".html") if request.quick else None)
+    if html is not None:
+        page.write(run_page(result, beside), html)
     print_summary(console, result["summary"], title=run_title(result))
-    return {**result, "output": str(output), "report": None if made is None else str(made)}
+    return {**result, "output": str(output), "report": None if html is None else str(html)}
 
 
-def _crew(request: Request, console: Console) -> Crew:
+def _start_workers(request: Request, console: Console) -> Workers:
     source = request.source
     expert = source.kind == "expert"
     with nullcontext() if expert else going_on(f"loading policy {source.where}", console.print):
         if request.ray is None:
-            return LocalCrew(source, request.benchmark, request.workers or 1)
-        from eval.harness.cluster_crew import RayCrew
+            return LocalWorkers(source, request.benchmark, request.workers or 1)
+        from eval.harness.cluster import RayWorkers
 
-        return RayCrew(request.ray, source, request.benchmark, request.workers, _warner(console))
+        return RayWorkers(request.ray, source, request.benchmark, request.workers, _warner(console))
 
 
 def _clear(output: Path, *, overwrite: bool) -> None:
-    """Make room for a new run where asked to; never lose a result that was not asked about."""
+    """Remove an earlier run if `overwrite`; refuse a result without a log, which cannot be continued."""
     if output.is_dir() or output.suffix != ".json":
         raise ConfigError(f"output: expected a file name ending in .json, got {str(output)!r}")
     log = log_path(output)
@@ -168,7 +164,7 @@ def _clear(output: Path, *, overwrite: bool) -> None:
 
 
 def _films(request: Request, protocol: Protocol, output: Path) -> tuple[Path | None, list[EpisodeKey]]:
-    """Where videos go, and of which episodes: all, or the first trial of each task; one if only quick."""
+    """The folder for videos, and the filmed episodes: all, the first trial of each task, or one if only quick."""
     plan = request.plan(protocol)
     first = [key for key in plan if key.trial == 0]
     if request.film_all:
@@ -183,7 +179,7 @@ def _films(request: Request, protocol: Protocol, output: Path) -> tuple[Path | N
 def _missing(
     log: EpisodeLog, plan: Sequence[EpisodeKey], console: Console, git: Mapping[str, Any] | None
 ) -> list[EpisodeKey]:
-    """The episodes to play; says aloud what is taken from the log."""
+    """The episodes to play; prints how many the log holds."""
     missing = [key for key in plan if key not in log.results]
     done = len(plan) - len(missing)
     if done:
@@ -198,23 +194,23 @@ def _missing(
     return missing
 
 
-def _play(setup: Setup, episodes: list[EpisodeKey], crew: Crew, log: EpisodeLog, console: Console) -> None:
-    """Play the episodes, log each and show how it goes."""
+def _play(setup: Setup, episodes: list[EpisodeKey], workers: Workers, log: EpisodeLog, console: Console) -> None:
+    """Play the episodes, log each and show the progress."""
     done = len(log.results)
     with (
         EpisodeProgress(console, setup.protocol.suite, plan=done + len(episodes), done=done) as progress,
-        closing(crew.play(setup, episodes)) as results,
+        closing(workers.play(setup, episodes)) as results,
     ):
         for result in results:
             log.append(result)
-            progress.show(result, log.results.values(), crew.nodes())
+            progress.show(result, log.results.values(), workers.nodes())
 
 
 def _result(
     request: Request,
     protocol: Protocol,
     mark: str,
-    crew: Crew,
+    workers: Workers,
     log: EpisodeLog,
     video_folder: Path | None,
 ) -> dict[str, Any]:
@@ -227,7 +223,7 @@ def _result(
         timed,
         task_names={key.task: suites[protocol.suite_of(key)].tasks[key.task_id].instruction for key in protocol.plan()},
         target_hz=request.target_hz,
-        breakdown=_breakdown(crew, log),
+        breakdown=_breakdown(workers, log),
     )
     own_limit = protocol.limits == tuple(suite.max_steps for suite in request.suites)
     return {
@@ -239,8 +235,8 @@ def _result(
         },
         **({} if request.shard is None else {"shard": str(request.shard)}),
         "policy": {
-            **crew.identity,
-            "metadata": None if crew.metadata is None else _plain(crew.metadata),
+            **workers.loaded.identity,
+            "metadata": None if workers.loaded.metadata is None else _plain(workers.loaded.metadata),
         },
         "command": request.command,
         "launches": log.launches,
@@ -255,12 +251,12 @@ def _result(
     }
 
 
-def _breakdown(crew: Crew, log: EpisodeLog) -> Callable[[int | None, report.Samples], dict[str, Any]]:
-    """Makes the breakdown JSON of `vla_accel.latency`, naming the engines that really ran."""
+def _breakdown(workers: Workers, log: EpisodeLog) -> Callable[[int | None, report.Samples], dict[str, Any]]:
+    """Return a function that makes the breakdown JSON of `vla_accel.latency`, with the engines that really ran."""
     import torch
 
     def make(steps: int | None, samples: report.Samples) -> dict[str, Any]:
-        metadata = crew.metadata_at(steps)
+        metadata = workers.metadata_at(steps)
         made = latency.breakdown(
             model=_plain(metadata.get("model", {})),
             engines=_plain(metadata.get("engines", [])),

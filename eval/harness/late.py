@@ -21,14 +21,14 @@ from eval.harness.evaluation import evaluate
 from eval.harness.pairs import described
 from eval.harness.policies import Chunking
 from eval.harness.tables import stderr_console
-from eval.script import concluded
+from eval.script import concluded, write_png
 from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Listed, Within, Words, read
 from vla_accel.errors import DependencyError
-from vla_accel.files import replacing, without_folders, write_json
+from vla_accel.files import without_folders, write_json
 from vla_accel.report.colours import PARTS
 
-SAID = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
+LABELS = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
 COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"], "trained": PARTS["denoise"]}
 
 
@@ -86,7 +86,7 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         points.append((ticks, chunking, command.make_request(benchmark, point, words)))
     rows, first = [], None
     for ticks, chunking, request in points:
-        console.print(f"{SAID[chunking]}, {ticks} ticks late", style="bold")
+        console.print(f"{LABELS[chunking]}, {ticks} ticks late", style="bold")
         result = evaluate(request, console)
         first = first or result
         rows += _rows(result, ticks, 1e3 * ticks / benchmark.control_hz, _kind(result, chunking))
@@ -102,11 +102,13 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         "rows": rows,
     }
     write_json(output, grid, allow_nan=False)
-    return {**grid, "output": str(output), "figure": str(draw(grid, output.with_suffix(".png")))}
+    picture = output.with_suffix(".png")
+    write_png(figure(grid), picture)
+    return {**grid, "output": str(output), "figure": str(picture)}
 
 
 def _kind(result: Mapping[str, Any], chunking: Chunking) -> str:
-    """Of `SAID`: a policy that was trained for it pins what others are guided to."""
+    """Of `LABELS`: a policy that was trained for it pins what others are guided to."""
     config = result["policy"].get("config") or {}
     return "trained" if chunking == "rtc" and config.get("rtc", {}).get("trained") else chunking
 
@@ -126,16 +128,16 @@ def _rows(result: Mapping[str, Any], ticks: int, ms: float, chunking: str) -> li
     return rows
 
 
-def draw(grid: Mapping[str, Any], path: Path) -> Path:
-    """Success over latency, a line for each chunking and step count, with 95 % intervals, as a PNG."""
+def figure(grid: Mapping[str, Any]) -> Any:
+    """Success against latency, a line for each chunking and step count, with 95 % intervals: a matplotlib figure."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DependencyError(f"pictures need matplotlib: pip install 'vla_accel[report]' ({error})") from error
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    drawn = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = drawn.add_subplot()
     steps = list(dict.fromkeys(row["steps"] for row in grid["rows"]))
-    lines = [(c, n) for c in SAID for n in steps if any((r["chunking"], r["steps"]) == (c, n) for r in grid["rows"])]
+    lines = [(c, n) for c in LABELS for n in steps if any((r["chunking"], r["steps"]) == (c, n) for r in grid["rows"])]
     for index, (chunking, count) in enumerate(lines):
         mine = [r for r in grid["rows"] if (r["chunking"], r["steps"]) == (chunking, count) and r["rate"] is not None]
         rates = [100 * r["rate"] for r in mine]
@@ -143,7 +145,7 @@ def draw(grid: Mapping[str, Any], path: Path) -> Path:
                   [100 * r["wilson_95_high"] - rate for rate, r in zip(rates, mine, strict=True)]]  # fmt: skip
         # Side by side, so that equal rates do not hide each other.
         places = [r["latency_ticks"] + 0.06 * (index - (len(lines) - 1) / 2) for r in mine]
-        label = SAID[chunking] + (f", {count} steps" if len(steps) > 1 else "")
+        label = LABELS[chunking] + (f", {count} steps" if len(steps) > 1 else "")
         style = ("-", "--", ":", "-.")[steps.index(count) % 4]
         axes.errorbar(places, rates, yerr=spread, label=label, color=COLOURS[chunking], linestyle=style, marker="o",
                       markersize=4, capsize=3, linewidth=1.4)  # fmt: skip
@@ -155,6 +157,4 @@ def draw(grid: Mapping[str, Any], path: Path) -> Path:
     axes.set_ylim(0, 102)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="lower left")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=130)
-    return path
+    return drawn

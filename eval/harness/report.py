@@ -204,8 +204,35 @@ def read_result(path: Path) -> tuple[dict[str, Any], str]:
     return result, match[1]
 
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _PARTS = {"protocol": dict, "policy": dict, "launches": list, "episodes": list}
 _OF_EPISODE = {"steps", "task_id", "trial", "success"}
+
+
+def stored_like(result: Mapping[str, Any], benchmark: str) -> dict[str, Mapping[str, Any]]:
+    """Stored results of a benchmark, by "stored: NAME", with the model and the kind of device of `result`; their
+    weights may differ. Empty if nothing was timed."""
+    mine = _timed(result)
+    found: dict[str, Mapping[str, Any]] = {}
+    for path in sorted(RESULTS.glob(f"{benchmark}_*.json")) if mine else ():
+        try:
+            stored, _ = read_result(path)
+        except ConfigError:
+            continue  # another kind of stored file, such as a comparison
+        if _timed(stored) == mine:
+            found[f"stored: {path.stem}"] = stored
+    return found
+
+
+def _timed(result: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Model and kind of device of the run's latencies, or None."""
+    for row in result["summary"]["rows"]:
+        if row["breakdown"]:
+            # A server may describe its model in any form.
+            model = row["breakdown"]["model"]
+            sizes = [model.get(name) for name in ("kind", "parameters")] if isinstance(model, Mapping) else [model]
+            return (*sizes, row["breakdown"]["hardware"].get("device"))
+    return None
 
 
 def policy_name(result: Mapping[str, Any]) -> str:

@@ -1,41 +1,73 @@
-"""One policy for several simulators: requests that wait together are answered together, in batches where the policy
-offers `infer_batch`. Knows nothing of how requests and answers travel."""
+"""Which episode a worker plays next, and how requests to one policy are answered together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
 
 from eval.harness.policies import PolicyBySteps
+from eval.harness.protocol import EpisodeKey
 from eval.harness.rollout import describe
 from vla_accel.errors import EngineError
 
 Request = tuple["int | None", dict[str, Any], dict[str, Any]]
-"""Steps, observation, options of `infer`."""
+"""Step count, observation, and options of `infer`."""
 Answer = tuple[str, Any]
-"""`answer` and what `infer` returned, or `failed` and why."""
+"""`answer` and the result of `infer`, or `failed` and the reason."""
+
+
+class Schedule:
+    """Hands out episodes. A worker keeps its task as long as that has episodes: another environment takes seconds."""
+
+    def __init__(self, episodes: Sequence[EpisodeKey]) -> None:
+        self._by_task: dict[tuple[str, int], deque[EpisodeKey]] = {}
+        for key in episodes:
+            self._by_task.setdefault(key.task, deque()).append(key)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_task.values()))
+
+    def give_back(self, key: EpisodeKey) -> None:
+        """Put back an episode that was not finished, as the next one of its task."""
+        self._by_task[key.task].appendleft(key)
+
+    def next(self, mine: tuple[str, int] | None, busy: Container[tuple[str, int] | None]) -> EpisodeKey | None:
+        """The next episode for a worker with an environment of task `mine`: of this task, else of a task that no worker
+        plays (`busy`), else of the task with the most episodes."""
+        open_tasks = [task for task, queue in self._by_task.items() if queue]
+        if not open_tasks:
+            return None
+        if mine not in open_tasks:
+            free = [task for task in open_tasks if task not in busy]
+            mine = free[0] if free else max(open_tasks, key=lambda task: len(self._by_task[task]))
+        assert mine is not None
+        return self._by_task[mine].popleft()
 
 
 def answer(policies: PolicyBySteps, requests: Sequence[Request]) -> list[Answer]:
-    """The answers of `requests`, in order; those of equal step counts that all bring noise, or none, make a batch.
+    """Answer requests in their order; those with equal step counts, and all with or all without noise, make a batch.
 
-    A request that the policy refuses has its error as an answer: one bad episode must not end the run.
+    A refused request gets the error as its answer, so that one bad episode does not end the run.
     """
     groups: dict[tuple[int | None, bool], list[int]] = {}
-    for place, (steps, _, options) in enumerate(requests):
-        groups.setdefault((steps, options.get("noise") is not None), []).append(place)
-    answers: list[Answer] = [("failed", "not asked")] * len(requests)
-    for (steps, _), places in groups.items():
-        group = [requests[place] for place in places]
-        for place, one in zip(places, _answer_group(policies(steps), group), strict=True):
-            answers[place] = one
+    for index, (steps, _, options) in enumerate(requests):
+        groups.setdefault((steps, options.get("noise") is not None), []).append(index)
+    answers: list[Answer] = [("failed", "not answered")] * len(requests)
+    for (steps, _), indices in groups.items():
+        try:
+            found = _answer_group(policies(steps), [requests[index] for index in indices])
+        except Exception as exception:  # the policy of this step count cannot be built
+            found = [("failed", describe(exception))] * len(indices)
+        for index, one in zip(indices, found, strict=True):
+            answers[index] = one
     return answers
 
 
 def unwrap(answered: Answer) -> dict[str, Any]:
-    """What `infer` returned; its error is raised as an `EngineError`."""
+    """The result of `infer`; raises its error as an `EngineError`."""
     kind, content = answered
     if kind == "failed":
         raise EngineError(f"shared policy: {content}")
@@ -47,24 +79,24 @@ def _answer_group(policy: Any, group: Sequence[Request]) -> list[Answer]:
         return [_attempt(lambda o=obs, k=options: [policy.infer(o, **k)], 1)[0] for _, obs, options in group]
     answers: list[Answer] = []
     while rest := group[len(answers) :]:
-        # Engines and graphs are built for each size of a batch: powers of two are few.
+        # Engines and graphs are built for each batch size: powers of two are few.
         batch = rest[: 1 << (len(rest).bit_length() - 1)]
-        options = _together([options for _, _, options in batch])
+        options = batch_options([options for _, _, options in batch])
         answers += _attempt(lambda b=batch, k=options: policy.infer_batch([obs for _, obs, _ in b], **k), len(batch))
     return answers
 
 
 def _attempt(call: Callable[[], list[Any]], count: int) -> list[Answer]:
-    """`count` answers, or the same refusal `count` times."""
+    """`count` answers, or the same error `count` times."""
     try:
         return [("answer", result) for result in call()]
     except Exception as exception:
         return [("failed", describe(exception))] * count
 
 
-def _together(options: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Options of several `infer` as those of one `infer_batch`: noise (batch, horizon, action_dim), which all of them
-    bring or none; previous chunks where any has one."""
+def batch_options(options: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Options of several `infer` calls as those of one `infer_batch`: noise (batch, horizon, action_dim), which all or
+    none of them have, and previous chunks if any has one."""
     noise = [one["noise"] for one in options if one.get("noise") is not None]
     batch: dict[str, Any] = {"noise": np.stack(noise) if noise else None}
     if any("prev_chunk" in one for one in options):

@@ -23,7 +23,7 @@ class Arguments(command.Arguments):
     policy: str = "demo"
     """A checkpoint's folder or name on the hub, "demo" for the bundled one, or ws://host:port."""
     starts: Folder = None
-    """A folder that has one of start states of each suite, sampled by `eval.libero.demo.states`, to begin from instead
+    """A folder that has one of start states of each suite, sampled by `eval.demo.states`, to begin from instead
     of the shipped ones."""
 
     def played(self, benchmark: Benchmark) -> Benchmark:

@@ -36,7 +36,7 @@ def settings_for(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_sampled(benchmark: Benchmark, folder: Path, suites: Sequence[str]) -> Benchmark:
-    """The benchmark from start states of `eval.libero.demo.states` in a folder. Raises ConfigError."""
+    """The benchmark from start states of `eval.demo.states` in a folder. Raises ConfigError."""
     starts = {name: sampled_of(name, folder) for name in suites}
     load = functools.partial(load_sampled, folder=folder.absolute())
     return replace(benchmark, load_suite=load, settings={**benchmark.settings, STARTS: starts})

@@ -71,7 +71,7 @@ def load_suite(name: str) -> LiberoSuite:
 
 
 def load_sampled(name: str, folder: Path) -> LiberoSuite:
-    """A suite whose tasks begin from start states that `eval.libero.demo.states` sampled, below `folder` in one of the
+    """A suite whose tasks begin from start states that `eval.demo.states` sampled, below `folder` in one of the
     suite's name, instead of the shipped ones. Raises ConfigError where they are missing or another suite's."""
     suite, place = load_suite(name), folder / name
     sampled_of(name, folder)
@@ -86,14 +86,14 @@ def sampling(place: Path) -> str:
     """The command that makes the start states which a folder lacks, like those that it has."""
     made = json.loads((place / "manifest.json").read_text()) if (place / "manifest.json").is_file() else {}
     told = "".join(f" --{key.replace('_', '-')} {made[key]}" for key in ("seed", "per_task") if key in made)
-    return f"python -m eval.libero.demo.states --suite {place.name}{told} --output {shlex.quote(str(place))}"
+    return f"python -m eval.demo.states --suite {place.name}{told} --output {shlex.quote(str(place))}"
 
 
 def sampled_of(name: str, folder: Path) -> dict[str, Any]:
     """Which start states those are: the seed, and what identifies the manifest. Raises ConfigError."""
     path = folder / name / "manifest.json"
     if not path.is_file():
-        raise ConfigError(f"starts: expected {path}, which eval.libero.demo.states writes, found no such file")
+        raise ConfigError(f"starts: expected {path}, which eval.demo.states writes, found no such file")
     content = json.loads(path.read_text())
     if content.get("suite") != name:
         raise ConfigError(f"starts: {path}: expected start states of {name}, got {content.get('suite')!r}")

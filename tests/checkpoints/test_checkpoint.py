@@ -15,8 +15,8 @@ from tests.support.openpi_dialect import EMBED_TOKENS, EXPERT, LANGUAGE, LM_HEAD
 from tests.support.tiny import random_state, tiny_config, write_tiny_checkpoint
 from vla_accel.checkpoints import checkpoint as checkpoint_module
 from vla_accel.checkpoints.checkpoint import save_checkpoint
-from vla_accel.checkpoints.loading import load
 from vla_accel.errors import CheckpointError
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Kind, Pi0
 
 KINDS: tuple[Kind, ...] = ("pi0", "pi05")
@@ -282,7 +282,7 @@ def test_loading_into_a_pipe_says_how_far_it_is_now_and_then(
     every: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(checkpoint_module, "_SHOWN_BYTES", 0)
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", every)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", every)
     write_tiny_checkpoint(tmp_path / "tiny")
     model = load(tmp_path / "tiny", whole=False).model
     assert model.origin is not None

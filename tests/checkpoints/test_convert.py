@@ -22,13 +22,13 @@ from tests.support.in_memory import ParameterTree, load_file_or_folder
 from tests.support.jax_dialect import jax_shapes, jax_tree
 from tests.support.openpi_dialect import EMBED_TOKENS, LM_HEAD, ROOT, TOWER, to_openpi
 from tests.support.tiny import random_state, tiny_config
-from vla_accel.checkpoints.convert import convert
-from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.jax_layout import targets
 from vla_accel.checkpoints.orbax import OrbaxParameters, _import
 from vla_accel.checkpoints.writer import SafetensorsWriter
 from vla_accel.cli import main
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, OutputError
+from vla_accel.families.pi0.checkpoint import Stated, infer_config
+from vla_accel.families.pi0.convert import convert
 from vla_accel.families.pi0.network import SIZES, Kind, Pi0Config
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.siglip import SiglipConfig
@@ -385,7 +385,7 @@ def test_the_command_says_what_came_of_it_and_what_to_type(
     tree.folder = tmp_path / "params"  # type: ignore[attr-defined]
     tree.folder.mkdir()  # type: ignore[attr-defined]
     monkeypatch.setattr("vla_accel.cli.convert.OrbaxParameters", lambda folder: tree)
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--config", "pi05_libero"]) == 0
     printed = capsys.readouterr()
     assert "converting: 100 %\n" in printed.err, "no terminal: lines now and then"

@@ -13,11 +13,11 @@ import torch
 
 from tests.support import groot_folders as written
 from tests.support.groot_folders import TAG, tensors, write_isaac, write_lerobot
-from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
 from vla_accel.families.groot.network import Groot
 from vla_accel.families.groot.transforms import GrootProcessor
+from vla_accel.families.loading import Checkpoint, load
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ W = "action_head.action_encoder.W3.W"
         ({"config": {**WHOLE, "select_layer": 10**9}}, {}, r"/config\.json: select_layer: expected .*, got 1000000000"),
         ({"config": {**WHOLE, "num_inference_timesteps": 0}}, {}, r"/config\.json: num_inference_timesteps: .*, got 0"),
         ({"ids": {TAG: 10**9}}, {}, "misshaped: action_head.action_decoder.layer1.W"),
-        ({"config": {**WHOLE, "use_alternate_vl_dit": False}}, {}, "cannot run GR00T with use_alternate_vl_dit False"),
+        ({"config": {**WHOLE, "use_alternate_vl_dit": False}}, {}, "use_alternate_vl_dit: expected true, got false"),
         ({"config": {**WHOLE, "model_type": "Gr00tN1d6"}}, {}, "expected GR00T N1.7 .*, found gr00tn1d6"),
         ({}, {"embodiment": "gr1"}, "expected an embodiment of libero_sim; got 'gr1'"),
         ({"stats": {"gr1": {}}, "modalities": {"gr1": {}}, "ids": {"mine": 1}}, {},

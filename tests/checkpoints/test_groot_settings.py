@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from tests.support import groot_folders as written
 from tests.support.groot_folders import TAG, write_isaac, write_lerobot
 from vla_accel import PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import CheckpointSpec
 from vla_accel.errors import CheckpointError
 from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.transforms import GrootProcessor
+from vla_accel.families.loading import load
 
 Change = Callable[[Any], None]
 # processor_kwargs as NVIDIA's checkpoints have them.
@@ -156,7 +156,9 @@ def test_an_excluded_state_is_zeros_to_the_model(place: str, plain: GrootProcess
     inputs = found.prepare(given)
     assert not inputs.state.any() and np.array_equal(inputs.raw_state, given["observation/state"])
     rows = np.random.default_rng(0).uniform(-1, 1, (8, 132))
-    np.testing.assert_array_equal(found.finish(rows, inputs), plain.finish(rows, plain.prepare(given)))
+    np.testing.assert_array_equal(
+        found.unnormalize_actions(rows, inputs), plain.unnormalize_actions(rows, plain.prepare(given))
+    )
 
 
 def test_angles_of_actions_are_not_encoded(plain: GrootProcessor, tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_angles_of_actions_are_not_encoded(plain: GrootProcessor, tmp_path: Path
 )  # fmt: skip
 def test_a_processor_setting_that_is_not_honoured_is_refused(name: str, value: Any, tmp_path: Path) -> None:
     settings = {**written.SETTINGS, name: value, "tactile_state_keys": ["gripper"]}
-    with pytest.raises(CheckpointError, match=rf"processor_config\.json: cannot run GR00T with {name} "):
+    with pytest.raises(CheckpointError, match=rf"processor_config\.json: ({name}: )?expected .*got ({name}|true|\")"):
         processor(write_isaac(tmp_path, settings=settings))
 
 
@@ -195,7 +197,7 @@ def test_a_network_that_is_not_built_is_refused_by_name(name: str, value: Any, t
     config = copy.deepcopy(written.CONFIG)
     *parts, leaf = name.split(".")
     (config[parts[0]] if parts else config)[leaf] = value
-    with pytest.raises(CheckpointError, match=f"cannot run GR00T with {name} "):
+    with pytest.raises(CheckpointError, match=rf"{name}\b.*got|got {name} "):
         load(write_isaac(tmp_path, config=config), whole=False)
 
 
@@ -214,13 +216,13 @@ def test_a_stated_attention_that_the_weights_lack_is_a_contradiction(tmp_path: P
 )  # fmt: skip
 def test_a_modality_that_is_not_honoured_is_refused(kind: str, name: str, value: Any, tmp_path: Path) -> None:
     change: Change = lambda made: made[kind].update({name: value})  # noqa: E731
-    with pytest.raises(CheckpointError, match=rf"{TAG}: cannot run GR00T with {kind}\.{name} "):
+    with pytest.raises(CheckpointError, match=rf"{TAG}: .*{kind}\.{name}\b"):
         processor(write_isaac(tmp_path, modalities=modality(change)))
 
 
 def test_a_kind_of_modality_that_is_not_known_is_refused(tmp_path: Path) -> None:
     change: Change = lambda made: made.update(force={"modality_keys": ["wrist"]})  # noqa: E731
-    with pytest.raises(CheckpointError, match=rf"{TAG}: cannot run GR00T with force "):
+    with pytest.raises(CheckpointError, match=rf"{TAG}: .*got force "):
         processor(write_isaac(tmp_path, modalities=modality(change)))
 
 
@@ -339,7 +341,7 @@ def test_a_setting_of_lerobots_steps_that_is_not_honoured_is_refused(
     content = json.loads(path.read_text())
     content["steps"][step]["config"][name] = value
     path.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=rf"{path.name}: groot_\w+: cannot run GR00T with {name} "):
+    with pytest.raises(CheckpointError, match=rf"{path.name}: groot_\w+: .*\b{name}\b"):
         processor(folder)
 
 

@@ -15,8 +15,8 @@ from tests.support import groot_folders
 from tests.support.local_hub import COMMIT, TAGGED, LocalHub, served
 from tests.support.published_folders import same_weights, write_lerobot, write_openpi
 from vla_accel.checkpoints.hub import HubName
-from vla_accel.checkpoints.loading import base_and_lora, find, load
 from vla_accel.errors import CheckpointError, DependencyError
+from vla_accel.families.loading import base_and_lora, find, load
 
 MANY, ONE, RLINF = "nvidia/GR00T-N1.7-LIBERO", "lerobot/pi05_libero", "someone/rlinf"
 

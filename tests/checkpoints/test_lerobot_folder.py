@@ -18,10 +18,10 @@ from tests.support.openpi_dialect import EMBED_TOKENS, LM_HEAD, to_openpi
 from tests.support.published_folders import KINDS, real_config, same_weights, shapes_of, write_lerobot
 from tests.support.tiny import random_state, statistics, tiny_observation
 from vla_accel import PolicyConfig
-from vla_accel.checkpoints.dialects import DEAD
-from vla_accel.checkpoints.loading import load
+from vla_accel.checkpoints.paligemma import DEAD
 from vla_accel.checkpoints.weights import read_arrays
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.checkpoint import check_weights
 from vla_accel.families.pi0.network import Kind
 from vla_accel.transforms.robots import PRESETS
@@ -97,7 +97,7 @@ def test_lerobots_scaling_by_hand(tmp_path: Path, mode: str) -> None:
     }[mode]
     inputs = processor.prepare(tiny_observation())
     np.testing.assert_allclose(inputs.state[:8], expected[0], atol=1e-6)
-    np.testing.assert_allclose(processor.finish(actions, inputs), expected[1], atol=1e-12)
+    np.testing.assert_allclose(processor.unnormalize_actions(actions, inputs), expected[1], atol=1e-12)
 
 
 def test_other_robots_keep_lerobots_keys(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def put_in(name: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (drop("policy_postprocessor"), r"expected policy_postprocessor\.json"),
         (put("config", "type", "act"), "expected a policy of type pi0 or pi05 or .*, got .act."),
         (put("config", "type", "pi0"), "expected steps among .*, got pi05_prepare_state_tokenizer_processor_step"),
-        (put("config", "use_peft", True), "expected adapter_config.json beside a policy that says use_peft"),
+        (put("config", "use_peft", True), "expected adapter_config.json next to a policy with use_peft"),
         (put("config", "min_period", 0.001), r"config\.json: min_period: expected 0\.004, got 0\.001"),
         (
             put("config", "chunk_size", None),

@@ -21,10 +21,10 @@ from tests.support.lerobot_saved import Change, configure, saved_files, state_fi
 from tests.support.published_folders import write_lerobot, write_openpi
 from tests.support.tiny import tiny_observation, write_robot
 from vla_accel import OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families import prompted
+from vla_accel.families.loading import load
+from vla_accel.kernels.image import resize
 
 Writer = Callable[[Path, Change, str], object]
 WRITERS: dict[str, Writer] = {
@@ -103,7 +103,7 @@ def seen_by(policy: OptimizedPolicy, observation: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(policy.model, "embed_images", lambda pixels: (seen.append(pixels.clone()), embed(pixels))[1])
     inputs = policy.processor.prepare(observation)
     pipeline, feed = policy._feed([inputs], np.zeros((1, *policy.family.action_shape(policy.model.config))), None)
-    pipeline.feed(feed, policy._noise)
+    pipeline.start(feed.inputs)
     pipeline.engine("vision").run()
     return seen[-1][0].double()
 
@@ -191,12 +191,10 @@ def test_a_device_that_fits_images_gets_the_same_pixels(tmp_path: Path, monkeypa
     observation, images = with_images("pi0", (36, 60), (28, 28))
     noise = np.zeros(policy.family.action_shape(policy.model.config), np.float32)
     fitted_here = policy.infer(observation, noise=noise)["actions"]
-    inputs = policy.processor.prepare(observation, fitted=False)
-    assert inputs.vision["images"][0].image is images[0]
-    early = policy.processor.early_vision(observation)
-    assert early is not None
-    np.testing.assert_array_equal(early["pixel_maps"], inputs.vision["pixel_maps"])
-    monkeypatch.setattr(prompted, "fits_on", lambda _: True)
+    seen, fitted = policy.processor.observe(observation), policy.processor.prepare(observation)
+    assert seen.images[0] is images[0] and seen.pixel_maps is not None and fitted.pixel_maps is not None
+    np.testing.assert_array_equal(seen.pixel_maps, fitted.pixel_maps)
+    monkeypatch.setattr(resize, "fits_on", lambda _: True)
     np.testing.assert_array_equal(policy.infer(observation, noise=noise)["actions"], fitted_here)
 
 

@@ -31,12 +31,13 @@ from tests.support.published_folders import write_lerobot
 from tests.support.tiny import tiny_observation
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.lerobot import relative_dims
-from vla_accel.checkpoints.lerobot_fields import FIELDS, Setting, refused
-from vla_accel.checkpoints.lerobot_steps import STEPS
-from vla_accel.checkpoints.loading import Checkpoint, load
+from vla_accel.checkpoints.lerobot_settings import FIELDS, STEPS
+from vla_accel.checkpoints.lerobot_settings import releases as releases_of
+from vla_accel.checkpoints.settings import Setting, refused
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.family import FAMILIES, family_named
+from vla_accel.families.loading import Checkpoint, load
 from vla_accel.measure.systems import CheckpointFactory
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
@@ -82,7 +83,7 @@ def state_of(observation: dict[str, Any]) -> np.ndarray:
 def test_a_field_is_in_the_table_once(kind: str) -> None:
     names = [name for setting in FIELDS[kind] for name in setting.names]
     assert len(names) == len(set(names))
-    assert all(setting.releases for setting in FIELDS[kind])
+    assert all(releases_of(setting) for setting in FIELDS[kind])
     assert {s.use for s in FIELDS[kind] if s.values} <= {"fixed"}
 
 
@@ -90,7 +91,7 @@ def test_a_field_is_in_the_table_once(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*WRITERS])
 def test_the_table_has_the_fields_that_each_release_saves(kind: str, release: str) -> None:
     """Of the classes of `tests.references.make_lerobot_folders`, whose files lerobot's own code wrote."""
-    known = {name for setting in FIELDS[kind] if release in setting.releases for name in setting.names}
+    known = {name for setting in FIELDS[kind] if release in releases_of(setting) for name in setting.names}
     saved = json.loads((Path(__file__).parents[1] / "support" / "lerobot_saved.json").read_text())[release][kind]
     assert saved["config"].keys() == known
     for pipeline in ("policy_preprocessor", "policy_postprocessor"):
@@ -107,7 +108,7 @@ def test_the_table_has_the_fields_of_the_lerobot_that_is_installed(kind: str) ->
     release = importlib.metadata.version("lerobot")
     module = importlib.import_module(f"lerobot.policies.{kind}.configuration_{kind}")
     (config,) = (c for n, c in vars(module).items() if n.lower() == f"{kind.replace('_', '')}config")
-    known = {name for setting in FIELDS[kind] if release in setting.releases for name in setting.names}
+    known = {name for setting in FIELDS[kind] if release in releases_of(setting) for name in setting.names}
     assert {f.name for f in dataclasses.fields(config)} | {"type"} == known
 
 
@@ -128,6 +129,14 @@ def test_an_unknown_field_is_refused_by_name(kind: str, value: Any, tmp_path: Pa
         made(tmp_path, kind, configure(use_depth_encoder=value))
     assert f"{tmp_path / 'config.json'}: expected settings of lerobot 0.3.3 to 0.6.1 and main" in str(raised.value)
     assert "use_depth_encoder" in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [*WRITERS])
+def test_more_executed_actions_than_a_chunk_has_are_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: n_action_steps: expected at most chunk_size, \d+, got 99"
+    ):
+        made(tmp_path, kind, configure(n_action_steps=99))
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
@@ -151,10 +160,10 @@ def test_a_fixed_field_is_refused_by_name(kind: str, name: str, setting: Setting
 
 
 def test_groots_config_has_a_table_too(tmp_path: Path) -> None:
-    assert not [*refused({"type": "groot", "num_inference_timesteps": 8, "lora_rank": 0}, FIELDS["groot"])]
-    (found,) = refused({"type": "groot", "tokenizer_assets_repo": "lerobot/eagle"}, FIELDS["groot"])
+    assert not [*refused({"type": "groot", "num_inference_timesteps": 8, "lora_rank": 0}, FIELDS["groot"], "lerobot")]
+    (found,) = refused({"type": "groot", "tokenizer_assets_repo": "lerobot/eagle"}, FIELDS["groot"], "lerobot")
     assert "N1.5" in found
-    (found,) = refused({"type": "groot", "use_depth_encoder": True}, FIELDS["groot"])
+    (found,) = refused({"type": "groot", "use_depth_encoder": True}, FIELDS["groot"], "lerobot")
     assert "use_depth_encoder True" in found
 
 
@@ -264,11 +273,11 @@ def test_relative_actions_are_added_to_the_raw_state(kind: str, release: str, tm
     state = state_of(observation)
     actions = np.random.default_rng(0).normal(size=(5, processor.action_dim)).astype(np.float32)
     inputs = processor.prepare(observation)
-    expected = plain.finish(actions, plain.prepare(observation))
+    expected = plain.unnormalize_actions(actions, plain.prepare(observation))
     expected[:, : count - 1] += state[: count - 1]
-    found = processor.finish(actions, inputs)
+    found = processor.unnormalize_actions(actions, inputs)
     np.testing.assert_allclose(found, expected, atol=1e-12)
-    np.testing.assert_allclose(processor.begin(found, inputs)[:, :count], actions[:, :count], atol=1e-5)
+    np.testing.assert_allclose(processor.normalize_actions(found, inputs)[:, :count], actions[:, :count], atol=1e-5)
     assert np.array_equal(inputs.state, plain.prepare(observation).state), "the state itself is no other"
 
 
@@ -284,9 +293,9 @@ def test_a_previous_chunk_is_anchored_at_the_new_state(tmp_path: Path) -> None:
     first, second = tiny_observation(), tiny_observation()
     second["observation/state"] = first["observation/state"] + 0.25
     actions = np.zeros((3, processor.action_dim), np.float32)
-    targets = processor.finish(actions, processor.prepare(first))
-    again = processor.begin(targets, processor.prepare(second))
-    np.testing.assert_allclose(processor.finish(again, processor.prepare(second)), targets, atol=1e-5)
+    targets = processor.unnormalize_actions(actions, processor.prepare(first))
+    again = processor.normalize_actions(targets, processor.prepare(second))
+    np.testing.assert_allclose(processor.unnormalize_actions(again, processor.prepare(second)), targets, atol=1e-5)
     assert np.abs(again - actions).max() > 1e-2
 
 
@@ -371,7 +380,9 @@ def test_a_state_that_lerobot_leaves_raw_stays_raw(kind: str, change: Change, tm
     assert np.abs(plain.prepare(observation).state[:size] - found[:size]).max() > 1e-2
     actions = np.ones((2, processor.action_dim), np.float32)
     inputs = processor.prepare(observation)
-    assert np.array_equal(processor.finish(actions, inputs), plain.finish(actions, inputs)), "the actions are scaled"
+    assert np.array_equal(processor.unnormalize_actions(actions, inputs), plain.unnormalize_actions(actions, inputs)), (
+        "the actions are scaled"
+    )
 
 
 def test_the_kind_of_a_feature_decides_its_mode(tmp_path: Path) -> None:
@@ -399,7 +410,9 @@ def test_quantiles_of_ten_percent(tmp_path: Path) -> None:
     np.testing.assert_allclose(inputs.state[:8], 2 * (state - low) / (high - low) - 1, atol=1e-5)
     low, high = table["action.q10"].double().numpy(), table["action.q90"].double().numpy()
     actions = np.full((2, processor.action_dim), 0.5, np.float32)
-    np.testing.assert_allclose(processor.finish(actions, inputs)[0], 1.5 / 2 * (high - low) + low, atol=1e-6)
+    np.testing.assert_allclose(
+        processor.unnormalize_actions(actions, inputs)[0], 1.5 / 2 * (high - low) + low, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

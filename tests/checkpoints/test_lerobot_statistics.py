@@ -18,9 +18,9 @@ from tests.support.lerobot_saved import Change, edit, saved_files, state_files, 
 from tests.support.published_folders import write_lerobot
 from tests.support.tiny import tiny_observation
 from vla_accel import OptimizedPolicy
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.errors import CheckpointError
+from vla_accel.families.loading import load
 
 FP32 = load_config("eager_fp32")
 JSON = ("policy_preprocessor.json", "policy_postprocessor.json")
@@ -127,7 +127,7 @@ def test_ranges_among_the_weights(tmp_path: Path) -> None:
     processor = load(tmp_path).processor
     inputs = processor.prepare({**tiny_smolvla.observation(), "observation.state": high.numpy()})
     np.testing.assert_allclose(inputs.state[:6], [-1, 0, 1, 1, 1, 1], atol=1e-5)
-    middle = processor.finish(np.zeros((1, 9), np.float32), inputs)[0]
+    middle = processor.unnormalize_actions(np.zeros((1, 9), np.float32), inputs)[0]
     np.testing.assert_allclose(middle, ((low + high) / 2).numpy(), atol=1e-6)
 
 

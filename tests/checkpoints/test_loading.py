@@ -14,12 +14,11 @@ from tests.support.published_folders import KINDS, real_config, shapes_of, write
 from tests.support.tiny import statistics, write_tiny_checkpoint
 from vla_accel import PolicyConfig
 from vla_accel.checkpoints.bundled import NAMED, bundled
-from vla_accel.checkpoints.dialects import Stated, infer_config
-from vla_accel.checkpoints.loading import find, load
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import CheckpointSpec
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.pi0.checkpoint import check_weights
+from vla_accel.families.loading import find, load
+from vla_accel.families.pi0.checkpoint import Stated, check_weights, infer_config
 from vla_accel.families.pi0.network import SIZES, Kind
 from vla_accel.transforms.robots import PRESETS
 

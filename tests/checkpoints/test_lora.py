@@ -19,13 +19,13 @@ from tests.support.jax_dialect import jax_tree
 from tests.support.openpi_dialect import EXPERT, LANGUAGE, TOWER
 from tests.support.published_folders import real_config, write_lerobot, write_openpi
 from tests.support.tiny import tiny_config, tiny_observation, write_tiny_checkpoint
-from vla_accel.checkpoints.convert import convert
 from vla_accel.checkpoints.jax_lora import FoldedParameters
-from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.lora import CONFIG, WEIGHTS, read_lora
 from vla_accel.cli import main
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.loading import load
+from vla_accel.families.pi0.convert import convert
 from vla_accel.fp8 import fingerprint
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.policy import ahead_of_time as building
@@ -161,7 +161,7 @@ def test_the_base_may_speak_any_dialect(tmp_path: Path, dialect: str) -> None:
 def test_an_adapter_stands_for_its_base_and_brings_lerobots_statistics(tmp_path: Path) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     write_lerobot(base, "pi05")
-    write_lerobot(adapter, "pi05", lambda files: files["config"].update(use_peft=True, chunk_size=4))
+    write_lerobot(adapter, "pi05", lambda files: files["config"].update(use_peft=True, chunk_size=4, n_action_steps=4))
     (adapter / "model.safetensors").unlink()
     shape = load(base).model.get_parameter("expert.layers.0.o_proj.weight").shape
     pairs = {f"{EXPERT}layers.0.self_attn.o_proj": (torch.randn(RANK, shape[1]), torch.randn(shape[0], RANK))}

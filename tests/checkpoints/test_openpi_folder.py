@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.published_folders import KINDS, same_weights, write_openpi
 from tests.support.tiny import random_state, statistics, tiny_observation
 from vla_accel import OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import CheckpointSpec, load_config
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Kind, Pi0
 from vla_accel.transforms.robots import PRESETS
 
@@ -79,7 +79,7 @@ def test_an_asset_of_no_known_robot_needs_a_preset(tmp_path: Path) -> None:
     write_openpi(tmp_path, "pi05", "someone/robot")
     with pytest.raises(
         CheckpointError,
-        match=r"statistics of physical-int.*, got assets/someone/robot: .* as preset:",
+        match=r"statistics of physical-int.*, got assets/someone/robot: set preset",
     ):
         load(tmp_path)
     assert load(tmp_path, PolicyConfig(preset="droid")).processor.preset == PRESETS["droid"]

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.lerobot_saved import edit
 from tests.support.tiny_pi0_fast import HORIZON, STOP, VOCABULARY, observation, tiny_config, write_fast, write_lerobot
 from tests.support.tiny_smolvla import statistics
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.families.loading import load
 from vla_accel.families.pi0_fast.checkpoint import pieces
 from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
 

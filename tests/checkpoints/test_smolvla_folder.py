@@ -29,9 +29,9 @@ from tests.support.tiny_smolvla import (
 )
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.checkpoint import save_checkpoint
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import CheckpointSpec, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.families.loading import load
 from vla_accel.families.smolvla.checkpoint import DEAD, pieces
 from vla_accel.families.smolvla.network import SmolVla, smolvla
 from vla_accel.transforms.tokenizer import load_line_tokenizer
@@ -171,7 +171,7 @@ def test_the_heads_are_smolvlm2s(width: int, heads: int, tmp_path: Path, caplog:
     config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, width=width, heads=heads))
     write_lerobot(tmp_path, config)
     assert load(tmp_path).model.config.vision.heads == heads
-    assert "of no SmolVLM2's widths: its heads are taken to be 64 wide" in caplog.text, "its text is 48 wide"
+    assert "heads are assumed to be 64 wide" in caplog.text, "its text is 48 wide"
     caplog.clear()
     load("smolvla_demo")
     assert not caplog.text
@@ -222,7 +222,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "special tokens": (lambda f: f["config"].update(add_image_special_tokens=True),
                        "add_image_special_tokens: expected false, got true"),
     "adapter": (lambda f: f["config"].update(use_peft=True),
-                "expected adapter_config.json beside a policy that says use_peft"),
+                "expected adapter_config.json next to a policy with use_peft"),
     "step": (lambda f: f["policy_preprocessor"]["steps"].append({"registry_name": "rotate"}),
              "expected steps among.*rotate"),
     "no horizon": (lambda f: f["config"].pop("chunk_size"), "chunk_size: expected a whole number .*, got None"),

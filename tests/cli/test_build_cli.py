@@ -125,8 +125,8 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
     config: Path, checkpoint: Path, built: tuple[Path, dict[str, Any]]
 ) -> None:
     """The same key from the command and from the policy's own components, at another example size."""
-    from vla_accel.checkpoints.loading import load
     from vla_accel.engines.tensorrt_library import load_library
+    from vla_accel.families.loading import load
 
     settings = load_config(config)
     found = load(checkpoint, settings, dtype=torch.bfloat16)
@@ -203,7 +203,7 @@ def test_an_interrupted_build_keeps_what_is_whole(
 ) -> None:
     real = building.build
     cache = tmp_path / "engines"
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
 
     def interrupted(job: Any, *args: Any, **given: Any) -> Any:
         if job.component.name == "denoise":

@@ -311,7 +311,12 @@ def test_the_help_of_bench_names_the_systems_that_one_family_alone_has(capsys: p
     assert {*family_named("pi0_fast").systems} <= {*said}
 
 
-SCRIPTS = [p for p in sorted((ROOT / "eval").rglob("*.py")) if "class Arguments" in p.read_text()]
+SCRIPTS = [
+    p
+    for part in ("eval", "benchmarks")
+    for p in sorted((ROOT / part).rglob("*.py"))
+    if "class Arguments" in p.read_text()
+]
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *(str(p.relative_to(ROOT).with_suffix("")) for p in SCRIPTS)])

@@ -10,13 +10,13 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from tests.support.gpus import H200, ORIN, RTX_4090
+from tests.support.gpus import H200, ORIN, RTX_4090, assumed
 from vla_accel.cli import doctor, main
 from vla_accel.engines import ENGINES, tensorrt_library
 from vla_accel.engines.native import NativeEngine
 from vla_accel.engines.tensorrt import TensorrtEngine, TensorrtRtxEngine
 from vla_accel.errors import EngineError
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.policy import OptimizedPolicy
 
 GPU = torch.device("cuda")

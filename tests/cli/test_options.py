@@ -318,7 +318,7 @@ def test_a_cache_that_is_a_checkpoint_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "program", [("vla_accel", "bench", "--help"), pytest.param(("eval.tables", "--help"), marks=pytest.mark.slow)]
+    "program", [("vla_accel", "bench", "--help"), pytest.param(("benchmarks.tables", "--help"), marks=pytest.mark.slow)]
 )
 def test_output_that_nobody_reads_or_has_no_room_ends_without_a_traceback(
     program: tuple[str, ...], unbuffered: str

@@ -32,6 +32,7 @@ from vla_accel.nn.denoise import denoise_component
 from vla_accel.nn.kv_cache import kv_cache_component
 from vla_accel.nn.vision import vision_component
 from vla_accel.policy import ahead_of_time
+from vla_accel.runtime import Runtime, current
 
 CPU = torch.device("cpu")
 MODEL = random_model(tiny_config("pi05")).to_compute_dtype(torch.bfloat16)
@@ -174,20 +175,17 @@ def computed(given: EngineSpec) -> tuple[Any, ...]:
 
 def gpu_of_program(given: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The GPU that a program finds when it runs."""
-    from vla_accel.kernels.gpu import Gpu, assumed
-
     seen: list[Any] = []
 
     def program(_: EngineSpec) -> Any:
         def run(inputs: Any, outputs: Any) -> None:
-            seen.append(Gpu.of(torch.device("cuda", 0)))
+            seen.append(current(CPU).gpu)
 
         run.detail = ""  # type: ignore[attr-defined]
         return run
 
-    monkeypatch.setattr("vla_accel.engines.native.Gpu", SimpleNamespace(of=lambda _: H200))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
-    with assumed(H200):
+    with dataclasses.replace(Runtime.of(CPU), gpu=H200).open():
         NativeEngine(Component("part", torch.nn.Identity(), (), (), native=program), CPU, given).run()
     return seen
 

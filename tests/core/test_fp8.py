@@ -17,9 +17,9 @@ from torch import nn
 from tests.support.scales import scales_of_any
 from tests.support.tiny import random_model, tiny_config, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, progress
-from vla_accel.checkpoints.loading import find, load
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
 from vla_accel.families.family import family_named
+from vla_accel.families.loading import find, load
 from vla_accel.families.pi0.native_loop import ExpertWeights
 from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
 from vla_accel.nn.calibration import calibration
@@ -158,18 +158,18 @@ def test_the_bundled_scales_belong_to_the_bundled_weights(dtype: torch.dtype) ->
 
 
 def test_the_table_is_what_the_native_programs_quantise() -> None:
-    names = {"qkv": "qkv_proj", "out": "out_proj", "o": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}
-
-    def narrow(layer: object) -> set[str]:
-        return {names.get(n, n) for n, p in vars(layer).items() if p is not None and p.weight.dtype == E4M3.dtype}
-
     given = scales_of_any()
-    for component, weights in (
-        ("vision", VisionWeights.of(MODEL, "fp8", given)),
-        ("kv_cache", PrefixWeights.of(MODEL, "fp8", given)),
-        ("denoise", ExpertWeights.of(MODEL, "fp8")),
+    for component, stack in (
+        ("vision", VisionWeights.of(MODEL, "fp8", given).stack),
+        ("kv_cache", PrefixWeights.of(MODEL, "fp8", given).stack),
     ):
-        assert narrow(weights.layers[0]) == set(QUANTISED[component]["native"].names), component
+        names = stack.block.names
+        four = zip((names.qkv, names.out, names.up, names.down), stack.blocks[0], strict=True)
+        narrow = {name for name, product in four if product.weight.dtype == E4M3.dtype}
+        assert narrow == set(QUANTISED[component]["native"].names), component
+    layer = vars(ExpertWeights.of(MODEL, "fp8").layers[0])
+    narrow = {f"{name}_proj" for name, product in layer.items() if product.weight.dtype == E4M3.dtype}
+    assert narrow == set(QUANTISED["denoise"]["native"].names)
 
 
 @pytest.mark.parametrize("component", ["vision", "kv_cache"])
@@ -271,7 +271,7 @@ def test_how_far_it_is_is_told_observation_by_observation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
-    monkeypatch.setattr(progress, "SAID_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     one = (np.zeros((1, 28, 28, 3), np.uint8), np.ones(3, np.int64), np.zeros(MODEL.config.action_dim, np.float32))
     seen = [tuple(value + i if value.dtype == np.uint8 else value for value in one) for i in (1, 2)]
     calibrate(MODEL, calibration(MODEL), seen, "test")

@@ -26,19 +26,19 @@ ALLOWED: dict[str, set[str]] = {
     "component": {"config", "fp8"},
     "ledger": set(),
     "machine": {"kernels"},
+    "runtime": {"kernels"},
     "latency": {"machine"},
-    "kernels": {"fp8"},
-    "nn": {"component", "config", "families", "fp8", "kernels", "progress"},
-    "engines": {"component", "config", "fp8", "kernels", "ledger"},
+    "kernels": {"fp8", "runtime"},
+    "nn": {"component", "config", "fp8", "kernels", "progress", "runtime"},
+    "engines": {"component", "config", "fp8", "kernels", "ledger", "runtime"},
     "transforms": {"config"},
-    "checkpoints": {"config", "families", "fp8", "nn", "progress", "transforms"},
-    "families": {"checkpoints", "component", "config", "fp8", "kernels", "nn", "transforms"},
+    "checkpoints": {"config", "nn", "progress", "transforms"},
+    "families": {"checkpoints", "component", "config", "fp8", "kernels", "nn", "transforms", "runtime"},
     "report": set(),
     "remote": set(),
     "client": {"remote"},
     "server": {"config", "remote", "transforms"},
     "policy": {
-        "checkpoints",
         "component",
         "config",
         "engines",
@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         "machine",
         "nn",
         "remote",
+        "runtime",
         "transforms",
     },
     "measure": {
@@ -70,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
         "transforms",
     },
     "tune": {"config", "engines", "fp8", "kernels", "measure", "policy"},
-    "images": {"component", "config", "engines", "kernels", "latency", "ledger", "nn", "progress"},
+    "images": {"component", "config", "engines", "kernels", "latency", "ledger", "nn", "progress", "runtime"},
     "cli": {
         "checkpoints",
         "config",
@@ -90,21 +91,23 @@ ALLOWED: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
 }
-# The harness sees a policy and its timings, and no benchmark. A benchmark is a folder beside the harness and sees it;
-# only the demo's own training opens the model.
-EVAL_HARNESS = {"cli", "client", "latency", "machine", "measure", "policy", "progress", "remote", "report", "tune"}
-EVAL_DEMO = {
-    "checkpoints",
-    "cli",
-    "engines",
-    "families",
-    "fp8",
-    "kernels",
-    "machine",
-    "measure",
-    "nn",
-    "policy",
-    "transforms",
+# The harness sees a policy and its timings, and knows no simulator. A simulator's folder may import the harness; the
+# demo's training may import both, and the model. Benchmarks may import any part of the package.
+EVAL_IMPORTS = {
+    "scripts": {"harness"},
+    "harness": set(),
+    "libero": {"harness"},
+    "demo": {"harness", "libero"},
+    "benchmarks": {"harness"},
+}
+EVAL_ALLOWED = {
+    "scripts": {"checkpoints", "cli", "measure", "progress", "report"},
+    "harness": {"cli", "client", "latency", "machine", "measure", "policy", "progress", "remote", "report", "tune"},
+    "libero": {"cli"},
+    "demo": {
+        *("checkpoints", "cli", "engines", "families", "fp8", "kernels", "machine", "measure", "nn", "policy"),
+        "transforms",
+    },
 }
 # Imported only inside functions: a robot's client, or a user without the simulator, has none of these.
 OPTIONAL = {
@@ -141,6 +144,7 @@ OPTIONAL = {
 
 PACKAGE = sorted((ROOT / "vla_accel").rglob("*.py"))
 EVAL = sorted((ROOT / "eval").rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
@@ -148,7 +152,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_of(p) for p in (*PACKAGE, *EVAL)}
+MODULES = {module_of(p) for p in (*PACKAGE, *EVAL, *BENCHMARKS)}
 
 
 @functools.cache
@@ -213,56 +217,33 @@ def test_what_the_package_may_import_is_what_it_does_import() -> None:
 
 
 def test_the_root_holds_few_modules() -> None:
-    assert len(list((ROOT / "vla_accel").glob("*.py"))) <= 12
+    assert len(list((ROOT / "vla_accel").glob("*.py"))) <= 13
 
 
-def role_in_eval(path: Path) -> str:
-    """`tables` (what lies loose in eval), `harness`, `benchmark` or `demo`."""
-    inner = path.relative_to(ROOT / "eval").parts
-    if len(inner) == 1:
-        return "tables"
-    return "harness" if inner[0] == "harness" else "demo" if "demo" in inner else "benchmark"
+def role_of(path: Path) -> str:
+    """`harness`, `libero` or `demo`; `scripts` for the modules of eval itself; `benchmarks`."""
+    part, *inner = path.relative_to(ROOT).parts
+    return "benchmarks" if part == "benchmarks" else inner[0] if len(inner) > 1 else "scripts"
 
 
-def packages_of_eval(path: Path) -> set[str]:
-    """The folders of eval that a file imports, as `harness`, `libero` or `libero.demo`; loose modules left out."""
-    found = set()
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] == "eval" and len(parts) > 1 and (ROOT / "eval" / parts[1]).is_dir():
-            found.add(".".join(parts[1:3]) if parts[2:3] == ["demo"] else parts[1])
-    return found
-
-
-@pytest.mark.parametrize("path", EVAL, ids=relative)
+@pytest.mark.parametrize("path", [*EVAL, *BENCHMARKS], ids=relative)
 def test_the_harness_knows_no_benchmark(path: Path) -> None:
-    role = role_in_eval(path)
-    own = path.relative_to(ROOT / "eval").parts[0]
-    may = {
-        "tables": {"harness"},
-        "harness": {"harness"},
-        "benchmark": {"harness", own},
-        "demo": {"harness", own, f"{own}.demo"},
-    }
-    assert packages_of_eval(path) <= may[role]
+    role, names = role_of(path), imports(path) & MODULES
+    used = {role_of(ROOT / f"{n.replace('.', '/')}.py") for n in names if n.startswith(("eval.", "benchmarks."))}
+    assert used - {"scripts", role} <= EVAL_IMPORTS[role]
 
 
 def test_what_eval_may_import_of_the_package_is_what_it_does_import() -> None:
-    used: dict[str, set[str]] = {"tables": set(), "harness": set(), "benchmark": set(), "demo": set()}
+    used: dict[str, set[str]] = {role: set() for role in EVAL_ALLOWED}
     for path in EVAL:
-        used[role_in_eval(path)] |= parts_used(path) - CORE
-    assert used == {
-        "tables": {"checkpoints", "cli", "families", "measure", "progress", "report"},
-        "harness": EVAL_HARNESS,
-        "benchmark": {"cli"},
-        "demo": EVAL_DEMO,
-    }
+        used[role_of(path)] |= parts_used(path) - CORE
+    assert used == EVAL_ALLOWED
 
 
 def test_no_import_runs_in_a_circle() -> None:
-    graph = {module_of(p): imports(p) & MODULES - {module_of(p), "vla_accel"} for p in (*PACKAGE, *EVAL)}
+    graph = {module_of(p): imports(p) & MODULES - {module_of(p), "vla_accel"} for p in (*PACKAGE, *EVAL, *BENCHMARKS)}
     # A package's __init__ only gathers its own modules, for users from outside.
-    packages = {module_of(p) for p in (*PACKAGE, *EVAL) if p.name == "__init__.py"}
+    packages = {module_of(p) for p in (*PACKAGE, *EVAL, *BENCHMARKS) if p.name == "__init__.py"}
     graph = {m: {u for u in used if not (u in packages and m.startswith(u + "."))} for m, used in graph.items()}
     assert any(graph.values())
     while graph:
@@ -271,14 +252,14 @@ def test_no_import_runs_in_a_circle() -> None:
         graph = {m: used for m, used in graph.items() if m not in leaves}
 
 
-@pytest.mark.parametrize("path", [*PACKAGE, *EVAL], ids=relative)
+@pytest.mark.parametrize("path", [*PACKAGE, *EVAL, *BENCHMARKS], ids=relative)
 def test_optional_packages_are_imported_where_they_are_used(path: Path) -> None:
     assert not {n.split(".")[0] for n in imports(path, top_only=True)} & OPTIONAL
 
 
 def test_the_package_never_imports_the_harness() -> None:
     for path in PACKAGE:
-        assert not {n for n in imports(path) if n.split(".")[0] in ("eval", "tests")}, relative(path)
+        assert not {n for n in imports(path) if n.split(".")[0] in ("eval", "benchmarks", "tests")}, relative(path)
 
 
 def loaded_by(*statements: str) -> list[set[str]]:
@@ -321,7 +302,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.*~:/])/(?:work|home|root|mnt|scratch|Users)/
 
 def project_files() -> list[Path]:
     found = [p for p in ROOT.iterdir() if p.is_file() and not p.name.startswith(".git")]
-    for folder in ("vla_accel", "eval", "plugins", "tests", "docs", "configs", ".ci"):
+    for folder in ("vla_accel", "eval", "benchmarks", "plugins", "tests", "docs", "configs", ".ci"):
         found += [p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     return sorted(p for p in found if p.suffix in TEXT)
 

@@ -18,7 +18,7 @@ import vla_accel
 ROOT = Path(__file__).parents[2]
 SHIPPED_AS_SOURCE = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt", "mkdocs.yml"),
-    *(".ci", "configs", "docs", "eval", "plugins", "tests", "vla_accel"),
+    *(".ci", "configs", "benchmarks", "docs", "eval", "plugins", "tests", "vla_accel"),
 )
 CONFIGS = sorted(p.name for p in (ROOT / "configs").glob("*.yaml"))
 

@@ -49,7 +49,7 @@ def test_a_terminal_gets_a_bar_that_goes(
 
 def test_what_has_no_end_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no more once it is over, also where it failed."""
-    monkeypatch.setattr(progress, "GOES_ON_EVERY_S", 0.01)
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.01)
     said: list[str] = []
     heard = threading.Event()
 

@@ -65,10 +65,12 @@ LOOKED_UP: dict[str, str] = {
     "python -m eval.libero.tune ": f"{MINUTES}; tests/tune and tests/eval/test_tuning.py run its parts",
     "python -m eval.libero.late --": f"{MINUTES}; tests/eval/test_stress.py plays a grid",
     "python -m eval.throughput --": f"{MINUTES}; tests/eval/test_throughput.py plays a case",
-    "python -m eval.measure ": f"{MINUTES}; tests/eval/test_measure.py runs jobs of its own and parses these",
-    "python -m eval.pictures": "it writes into this repository; tests/eval/test_evidence_tables.py draws them",
-    "python -m eval.libero.demo.states ": f"{MINUTES}; tests/eval/test_demo.py samples a few",
-    "python -m eval.libero.demo.observations ": f"{MINUTES}; tests/eval/test_demo.py records of a toy's tasks",
+    "python -m benchmarks.time_": MINUTES,
+    "python -m benchmarks.accumulation": MINUTES,
+    "python -m benchmarks.measure ": f"{MINUTES}; tests/benchmarks/test_measure.py parses its jobs",
+    "python -m benchmarks.pictures": "it writes into this repository; tests/benchmarks/test_tables.py draws them",
+    "python -m eval.demo.states ": f"{MINUTES}; tests/eval/test_demo.py samples a few",
+    "python -m eval.demo.observations ": f"{MINUTES}; tests/eval/test_demo.py records of a toy's tasks",
 }
 """Beginnings of commands that are not run, and why."""
 
@@ -119,7 +121,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_observations(observations, place / "observations.npz")
     shutil.copytree(NAMED["demo"], folder / "checkpoint")
     write_png(folder / "sketch.png")
-    run = json.loads((ROOT / "eval/results/libero_spatial_quick_cpu.json").read_text())
+    run = json.loads((ROOT / "benchmarks/results/libero_spatial_quick_cpu.json").read_text())
     for name in ("eager", "native", "native_fp8"):
         for place in (folder, folder / "runs"):
             (place / f"{name}.json").write_text(json.dumps(run))
@@ -228,9 +230,10 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def check(line: str) -> None:
     """The program, this repository's files and extras in a command are there, and it takes its options as they are."""
     words = shlex.split(line)
-    for file in re.findall(r"(?<![\w/.])((?:configs|eval|tests)/[\w/.-]+\.(?:yaml|py))", line):
+    for file in re.findall(r"(?<![\w/.])((?:configs|eval|benchmarks|tests)/[\w/.-]+\.(?:yaml|py))", line):
         assert (ROOT / file).exists(), file
-    reads = ("eval", "tests.gpu", "tests.remote")  # the others' options are read by no reader, but as they run
+    # The options of other modules are parsed only as they run.
+    reads = ("eval", "benchmarks", "tests.gpu", "tests.remote")
     ours = words[0] == "vla-accel" or (words[:2] == ["python", "-m"] and words[2].startswith(reads))
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -278,7 +281,7 @@ def test_shown_benches_name_systems_that_there_are() -> None:
 
 def test_recipes_sample_start_states_into_folders_of_their_own() -> None:
     """Those of other seeds are refused where some are, and a policy must not be calibrated on what it will play."""
-    sampled = {command.line for command in SHOWN if command.line.startswith("python -m eval.libero.demo.states ")}
+    sampled = {command.line for command in SHOWN if command.line.startswith("python -m eval.demo.states ")}
     assert len(sampled) > 1 and len({line.partition("--output ")[2] for line in sampled}) == len(sampled)
 
 

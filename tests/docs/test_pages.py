@@ -48,7 +48,7 @@ def test_every_extra_is_described() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_files_and_names_exist(page: Path) -> None:
     text = text_of(page)
-    for path in re.findall(r"`((?:vla_accel|eval|tests|docs|configs)/[\w/.-]*)`", text):
+    for path in re.findall(r"`((?:vla_accel|eval|benchmarks|tests|docs|configs)/[\w/.-]*)`", text):
         assert (ROOT / path).exists(), path
     for dotted in re.findall(r"`(vla_accel(?:\.\w+)+)`", text):
         assert resolves(dotted), dotted
@@ -85,7 +85,9 @@ HOLE = "…"
 def messages() -> list[str]:
     """Every text of the code, with HOLE for what is put in."""
     found = []
-    for path in [path for part in ("vla_accel", "eval", "plugins") for path in sorted((ROOT / part).rglob("*.py"))]:
+    for path in [
+        path for part in ("vla_accel", "eval", "benchmarks", "plugins") for path in sorted((ROOT / part).rglob("*.py"))
+    ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.values]
@@ -124,8 +126,8 @@ def test_links_are_rewritten_for_the_site(hooks: ModuleType) -> None:
     assert hooks.linked("[a](docs/engines.md) [b](docs/adding/gpu.md#x)", "index.md") == (
         "[a](engines.md) [b](adding/gpu.md#x)"
     )
-    assert hooks.linked("![p](eval/results/p.svg)", "index.md") == "![p](pictures/p.svg)"
-    assert hooks.linked("[c](../CONTRIBUTING.md) ![p](../eval/results/p.png)", "results.md") == (
+    assert hooks.linked("![p](benchmarks/results/p.svg)", "index.md") == "![p](pictures/p.svg)"
+    assert hooks.linked("[c](../CONTRIBUTING.md) ![p](../benchmarks/results/p.png)", "results.md") == (
         "[c](contributing.md) ![p](pictures/p.png)"
     )
     assert hooks.linked("[c](../../README.md) [e](../engines.md)", "adding/gpu.md") == (

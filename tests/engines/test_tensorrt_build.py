@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tests.support.scales import scales_of_any
 from tests.support.small_components import small
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.checkpoints.loading import load
 from vla_accel.component import Component, Island, TensorSpec
 from vla_accel.config import TensorrtOptions
 from vla_accel.engines import tensorrt_builder
@@ -24,6 +23,7 @@ from vla_accel.engines.tensorrt_builder import Plan, build_plan, layer_counts, p
 from vla_accel.engines.tensorrt_library import Capability, Library, load_library
 from vla_accel.engines.tensorrt_plan import body_of
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.fp8 import Scales
 from vla_accel.nn.denoise import denoise_component

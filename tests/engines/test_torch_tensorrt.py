@@ -1,5 +1,5 @@
 """Torch-TensorRT without its package, which needs a CUDA torch and a GPU: versions, options, what is cut out of a
-module, and how a conversion's failures are told. Conversions themselves run on a GPU machine (see eval/results)."""
+module, and how a conversion's failures are reported. Conversions run on a GPU machine (see benchmarks/results)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The evaluation: harness, LIBERO, statistics, tables, and the jobs that make stored runs."""
+"""The evaluation: harness, LIBERO, the training of the demo, statistics and reports."""

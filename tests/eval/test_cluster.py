@@ -139,7 +139,7 @@ def test_a_gpu_that_is_lent_but_not_there_is_an_error(tmp_path: Path, checkpoint
     with cluster_of({"num_cpus": 1, "num_gpus": 1}) as cluster:
         asked = request(checkpoint, tmp_path / "run.json", toy.SEEING, "--ray", cluster.address)
         asked = replace(asked, source=PolicySource("local", str(checkpoint)))
-        with pytest.raises(EngineError, match=r"node [\d.]+/\w{6}: Ray lends a GPU here, but torch .* sees none"):
+        with pytest.raises(EngineError, match=r"node [\d.]+/\w{6}: Ray assigns a GPU .* sees none"):
             evaluate(asked, Console(quiet=True))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import eval.libero.__main__ as libero
-from eval.harness import command, crew
+from eval.harness import command, workers
 from eval.harness.benchmark import Benchmark, Suite
 from eval.harness.policies import PolicySource
 from eval.libero.benchmark import LIBERO
@@ -68,7 +68,7 @@ class Harness:
             LIBERO, load_suite=lambda name: SUITE, make_environment=lambda task, settings, render: Env(task)
         )
         monkeypatch.setattr(PolicySource, "load", lambda self: FakePolicy())
-        monkeypatch.setattr(crew, "identity", lambda source, policy, benchmark: {"kind": source.where})
+        monkeypatch.setattr(workers, "identity", lambda source, policy, benchmark: {"kind": source.where})
 
     def run(self, *words: str) -> tuple[int, dict[str, Any] | None, str]:
         """Returns exit code, the JSON line of stdout, and stderr."""
@@ -370,7 +370,7 @@ def test_a_policy_server_is_evaluated_like_any_policy(
         return openpi_pack(actions)
 
     monkeypatch.setattr(PolicySource, "load", lambda self: PolicyClient(self.where))
-    monkeypatch.setattr(crew, "identity", policies.identity)
+    monkeypatch.setattr(workers, "identity", policies.identity)
     output = tmp_path / "run.json"
     words = ("--tasks", "0", "--trials", "2", "--output", str(output))
     hello = openpi_pack({"policy": "far", "num_steps": 5})

@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 import torch
 
-from eval.libero.demo import assets, collect, observations, publish, states, train
-from eval.libero.demo.average import Averaged
-from eval.libero.demo.crew import Crew, Store, tasks_of
-from eval.libero.demo.objective import Trainee, augment, initialise
-from eval.libero.demo.recipes import RECIPES
+from eval.demo import assets, collect, observations, publish, states, train
+from eval.demo.average import Averaged
+from eval.demo.crew import Crew, Store, tasks_of
+from eval.demo.objective import Trainee, augment, initialise
+from eval.demo.recipes import RECIPES
 from eval.libero.suites import LiberoTask
 from tests.support.full_disk import full_disk
 from tests.support.tiny_smolvla import tiny_config, tiny_model
 from tests.support.waiting import PATIENCE_S, eventually
 from tests.support.whole_calls import smolvla_actions
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.checkpoints.loading import load
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError, OutputError, VlaAccelError
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Pi0, Pi0Config, pi05_demo
 from vla_accel.machine import hardware
 from vla_accel.measure.recording import load_observations
@@ -65,11 +65,11 @@ def tiny_pi05() -> FlowNetwork:
 @pytest.mark.parametrize("make", [tiny_pi05, lambda: tiny_model(tiny_config())])
 def test_the_flow_loss_is_the_models_velocity(make: Callable[[], FlowNetwork], monkeypatch: pytest.MonkeyPatch) -> None:
     # Each draw must see its own observation, at its own time.
-    monkeypatch.setattr("eval.libero.demo.objective.augment", lambda images: images.float() / 127.5 - 1)
+    monkeypatch.setattr("eval.demo.objective.augment", lambda images: images.float() / 127.5 - 1)
     policy, draws, rows = make(), 3, 2
     config = policy.config
     size, horizon, dim = config.vision.image_size, config.action_horizon, config.action_dim
-    monkeypatch.setattr("eval.libero.demo.objective.HORIZON", horizon)
+    monkeypatch.setattr("eval.demo.objective.HORIZON", horizon)
     trainee = Trainee(policy, draws)
     images = torch.randint(0, 256, (rows, 2, size, size, 3), dtype=torch.uint8)
     tokens = torch.randint(0, 32, (rows, 5))
@@ -438,7 +438,7 @@ def test_observations_are_recorded_suite_by_suite(tmp_path: Path, monkeypatch: p
     made = suite("far")
     monkeypatch.setattr("eval.libero.suites.load_suite", lambda name: made)
     (tmp_path / "far" / "task_01.npz").unlink()
-    with pytest.raises(ConfigError, match=r"found no .*task_01\.npz; make them: python -m eval\.libero\.demo\.states "):
+    with pytest.raises(ConfigError, match=r"found no .*task_01\.npz; make them: python -m eval\.demo\.states "):
         observations.run(observations.Arguments(tmp_path, output, ("far",)))
     assert not begun
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import paired, store
+from benchmarks import store
+from eval import paired
 from eval.harness.protocol import Protocol
 from tests.support import toy_benchmark as toy
 from tests.support.toy_command import main

@@ -59,7 +59,7 @@ def test_the_help_names_the_variants(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def sampled(folder: Path, suite: str = "libero_object", tasks: int = 10) -> Path:
-    """Start states as `eval.libero.demo.states` leaves them; task t's are full of t."""
+    """Start states as `eval.demo.states` leaves them; task t's are full of t."""
     place = folder / suite
     place.mkdir(parents=True)
     for task in range(tasks):

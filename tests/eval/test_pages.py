@@ -11,11 +11,11 @@ import pytest
 
 from eval import paired
 from eval.harness import pages
-from eval.harness.stored import stored_like
+from eval.harness.report import stored_like
 from tests.support.reports import ROOT, figures_in
 from vla_accel.report.page import Films, Page, Section, Text, render
 
-RUN = json.loads((ROOT / "eval/results/libero_spatial_quick_cpu.json").read_text())
+RUN = json.loads((ROOT / "benchmarks/results/libero_spatial_quick_cpu.json").read_text())
 STEPS = (1, 10)
 """Of the five step counts of that run, so that tests are quick."""
 RUN["episodes"] = [e for e in RUN["episodes"] if e["steps"] in STEPS]

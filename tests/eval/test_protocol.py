@@ -14,7 +14,7 @@ from eval.libero.benchmark import LIBERO
 from eval.libero.suites import MAX_STEPS
 from vla_accel.errors import ConfigError
 
-RESULTS = Path(__file__).parents[2] / "eval" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SMALL = Protocol("libero_spatial", tasks=(0, 2), trials=2, steps=(1, 10), max_steps=220, settings=LIBERO.settings)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from eval import store
+from benchmarks import store
 from eval.harness import figures, report
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult
@@ -264,7 +264,7 @@ def test_a_video_without_imageio_is_one_clear_error(monkeypatch: pytest.MonkeyPa
         figures.check_video_packages()
 
 
-STORED = Path(__file__).parents[2] / "eval" / "results" / "libero_spatial_quick_cpu.json"
+STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "libero_spatial_quick_cpu.json"
 
 
 @pytest.mark.parametrize("name", ["protocol", "policy", "episodes"])
@@ -297,7 +297,7 @@ def test_a_script_says_what_it_cannot_read_and_that_it_was_interrupted(
         def raising(_: store.Arguments) -> None:
             raise error
 
-        return run_script("eval.store", store.Arguments, raising, ["a.json", "--name", "a"])
+        return run_script("benchmarks.store", store.Arguments, raising, ["a.json", "--name", "a"])
 
     assert run(FileNotFoundError(2, "No such file or directory", "task_00.npz")) == 1
     assert capsys.readouterr().err == "error: task_00.npz: No such file or directory\n"

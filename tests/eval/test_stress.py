@@ -21,7 +21,7 @@ from eval.harness.policies import PolicyBySteps, PolicySource, check_chunks
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import run_episode
 from eval.harness.runner import Setup
-from eval.harness.sharing import _together
+from eval.harness.sharing import batch_options
 from eval.harness.stress import GREY, disturb, parse_stress
 from eval.harness.workers import play
 from eval.libero.benchmark import LIBERO
@@ -252,11 +252,11 @@ def test_any_number_of_workers_meets_the_same_stress() -> None:
 
 def test_requests_that_are_answered_together_keep_their_own_chunks() -> None:
     noise = np.zeros((10, 8))
-    assert set(_together([{"noise": noise}, {"noise": noise}])) == {"noise"}
-    both = _together([{"noise": noise}, {"noise": noise, "prev_chunk": "left", "inference_delay": 2}])
+    assert set(batch_options([{"noise": noise}, {"noise": noise}])) == {"noise"}
+    both = batch_options([{"noise": noise}, {"noise": noise, "prev_chunk": "left", "inference_delay": 2}])
     assert both["noise"].shape == (2, 10, 8)
     assert both["prev_chunks"] == [None, "left"] and both["inference_delays"] == [None, 2]
-    assert _together([{}, {}])["noise"] is None
+    assert batch_options([{}, {}])["noise"] is None
 
 
 def test_a_policy_must_have_actions_left_when_they_arrive() -> None:
@@ -279,7 +279,7 @@ def test_stress_is_on_record_and_another_one_is_neither_resumed_nor_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(PolicySource, "load", lambda self: Fingerprints())
-    monkeypatch.setattr("eval.harness.crew.identity", lambda *_: {"kind": "local"})
+    monkeypatch.setattr("eval.harness.workers.identity", lambda *_: {"kind": "local"})
     benchmark = SEEING
     output = tmp_path / "dark.json"
     words = ["--policy", "demo", "--tasks", "0", "--trials", "1", "--output"]
@@ -341,7 +341,7 @@ def test_the_grid_of_latencies_is_one_file_and_one_picture(
 ) -> None:
     walker = Walker()
     monkeypatch.setattr(PolicySource, "load", lambda self: walker)
-    monkeypatch.setattr("eval.harness.crew.identity", lambda *_: {"kind": "local"})
+    monkeypatch.setattr("eval.harness.workers.identity", lambda *_: {"kind": "local"})
     output = tmp_path / "late.json"
     words = ["--policy", "demo", "--tasks", "1", "--ticks", "0,9", "--output", str(output), "--note", "why"]
     words += ["--video", str(tmp_path / "films")]
@@ -387,3 +387,9 @@ def test_what_makes_no_sense_of_a_grid_is_no_option_of_it(words: list[str], caps
     with pytest.raises(SystemExit):
         late.main(SEEING, GridArguments, ["--help"])
     assert f"{words[0]} " not in capsys.readouterr().out
+
+
+def test_chunks_of_a_policy_trained_for_them_have_their_own_name() -> None:
+    trained = {"policy": {"config": {"rtc": {"trained": True}}}}
+    assert (late._kind(trained, "rtc"), late._kind(trained, "plain")) == ("trained", "plain")
+    assert late._kind({"policy": {"config": None}}, "rtc") == "rtc", "a server does not report it"

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from eval import tables, throughput
-from eval.server_tables import draw_server_gpus, server, server_gpus
+from benchmarks import pictures
+from benchmarks.tables import registry
+from benchmarks.tables.hardware import plan
+from benchmarks.tables.hardware import throughput as table
+from benchmarks.tables.server import server, server_gpus
+from eval import throughput
 from eval.throughput import Arguments, Case, Watch, figures, told
-from eval.throughput_table import plan
-from eval.throughput_table import throughput as table
 from vla_accel.cli.options import read
 from vla_accel.errors import ConfigError
 
@@ -100,14 +102,14 @@ def test_two_gpus_stand_beside_one() -> None:
     elsewhere = bench(["cuda:0"], 50.0) | {"hardware": CPU | {"cores": 2}}
     assert server_gpus([benches[0], elsewhere]).count("| - |") == 2, "a machine with other cores says nothing about it"
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    (axes,) = draw_server_gpus(benches).axes
+    (axes,) = pictures._server(benches).axes
     assert [line.get_label() for line in axes.lines] == ["demo, 1 GPU", "demo, 2 GPUs"]
     assert list(axes.lines[1].get_ydata()) == [190, 760] and axes.lines[0].get_color() != axes.lines[1].get_color()
 
 
 def test_what_the_server_adds_is_judged_by_the_goal() -> None:
     def told(added: float) -> str:
-        result = tables.load("bench_server_cpu")
+        result = registry.load("bench_server_cpu")
         result["rows"][0]["added_ms"]["p50"] = added
         result["rows"][0]["parts_ms"] = {"first": 0.1, "second": 0.4, "third": 0.2}
         return server(result)
@@ -125,6 +127,6 @@ def test_a_plan_is_the_measured_rate_times_its_nodes() -> None:
         {**base, "gpus": 1, "per_hour": 9000, "ray": False},
         {**base, "gpus": 1, "error": "it fell over"},
     ]
-    lines = plan([{"rows": cases}]).splitlines()
+    lines = plan([{"rows": [{"cores": 4, **case} for case in cases], "steps": 10}]).splitlines()
     assert lines[2] == "| 1, 15 | 5400 | 345,600 | 96 | 10 s | 20 s |"
     assert lines[3] == "| 2, 15 | 7200 | 460,800 | 128 | 8 s | 20 s |" and not lines[4]

@@ -19,8 +19,7 @@ from eval.harness.cluster_actors import Replica
 from eval.harness.policies import PolicyBySteps, PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.runner import Setup
-from eval.harness.schedule import Schedule
-from eval.harness.sharing import answer
+from eval.harness.sharing import Schedule, answer
 from eval.harness.workers import _Pool, _Worker, _worker_policies, play
 from tests.support.eval_support import OBS, FakePolicy
 from tests.support.toy_benchmark import TOY

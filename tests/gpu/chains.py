@@ -3,7 +3,7 @@ random weights, in a CUDA graph, whose GEMMs take other tilings than today's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,12 +11,16 @@ from torch import Tensor
 
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm import choice as gemm_choice
-from vla_accel.kernels.gemm.hopper import Tiling, launch
-from vla_accel.kernels.gemm.norms import with_sums
-from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
-from vla_accel.nn.native_prefix import NativePrefix, PrefixLayer, PrefixWeights
-from vla_accel.nn.native_vision import NativeVision, VisionLayer, VisionWeights
+from vla_accel.kernels.gemm import config, ops
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.hopper import HopperTile, launch
+from vla_accel.kernels.gemm.hopper.config import HopperSizes, Use
+from vla_accel.kernels.gemm.weights import Linear, make_linear, pair, with_sums
+from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.native_prefix import NativePrefix, PrefixWeights
+from vla_accel.nn.native_vision import NativeVision, VisionWeights
+from vla_accel.nn.siglip import SiglipConfig
+from vla_accel.nn.weights import BlockWeights, StackWeights
 
 DTYPE, FP8, DEVICE = torch.bfloat16, E4M3.dtype, torch.device("cuda")
 WIDTH, MLP, HEADS, TOKENS = 1152, 4352, 16, 256
@@ -52,17 +56,15 @@ class Product:
         """Whether it writes FP8."""
         return self.kind == FP8 and self.activation is not Activation.NONE
 
-    def source(self, tiling: Tiling) -> str:
-        width = self.k if self.norm != "none" else 0
-        options = {"residual": self.residual, "norm": self.norm, "k": width}
-        return launch.source(self.kind, self.narrow, self.activation, tiling, **options)
+    def source(self, tiling: HopperTile) -> str:
+        norm = None if self.norm == "none" else Norm(1e-6, sums=torch.zeros(1) if self.norm == "layer" else None)
+        epilogue = Epilogue(activation=self.activation, residual=self.residual)
+        return launch.source(self.kind, tiling, epilogue, norm, fp8_out=self.narrow)
 
-    def fits(self, tiling: Tiling) -> bool:
+    def fits(self, tiling: HopperTile) -> bool:
         """Whether the kernel takes it."""
-        if -(-self.chunks // tiling.split) * (tiling.split - 1) >= self.chunks:
-            return False
-        options = {"residual": self.residual, "normed": self.norm != "none"}
-        return tiling.why_not(self.activation, **options) is None
+        use = Use(self.activation.gated, self.residual, self.norm != "none")
+        return tiling.why_not(None, HopperSizes(self.rows, self.n, self.k, self.kind.itemsize, (use,))) is None
 
 
 @dataclass
@@ -77,9 +79,9 @@ class Chain:
     depth: int
     layers: int
     program: NativeVision | NativePrefix
-    taken: dict[tuple[torch.dtype, str, int, int], Tiling] = field(default_factory=dict)
+    taken: dict[tuple[torch.dtype, str, int, int], HopperTile] = field(default_factory=dict)
 
-    def graph(self, taken: Mapping[tuple[torch.dtype, str, int, int], Tiling]) -> torch.cuda.CUDAGraph:
+    def graph(self, taken: Mapping[tuple[torch.dtype, str, int, int], HopperTile]) -> torch.cuda.CUDAGraph:
         """The program with these tilings, run once and captured."""
         self.taken.clear()
         self.taken.update(taken)
@@ -94,7 +96,7 @@ class Chain:
 
 def steer(at_hand: list[Chain]) -> None:
     """From now on the GEMM takes what the last of these chains says, or else what it takes today."""
-    known = gemm_choice.known
+    known = config.known
 
     def taken(
         device: torch.device,
@@ -105,11 +107,11 @@ def steer(at_hand: list[Chain]) -> None:
         k: int,
         *,
         inside: bool = False,
-    ) -> Tiling | None:
+    ) -> HopperTile | None:
         mine = at_hand[-1].taken.get((kind, activation, n, k)) if at_hand else None
         return mine or known(device, kind, activation, rows, n, k, inside=inside)
 
-    gemm_choice.known = taken
+    ops.known = taken
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -120,19 +122,25 @@ def layer_of(n: int, k: int, bias: bool, amax: float | None) -> Linear:
     return make_linear(normal(n, k, scale=k**-0.5), normal(n, scale=0.1) if bias else None, DTYPE, amax)
 
 
+def products_of(products: Sequence[Product], layers: Sequence[BlockWeights]) -> dict[str, list[Linear]]:
+    """The weights of the four products in all layers."""
+    names = ("qkv", "out", "up", "down")
+    return {p.name: [getattr(layer, name) for layer in layers] for p, name in zip(products, names, strict=True)}
+
+
 def vision(views: int, fp8: bool, by_view: bool = False) -> Chain:
     """`by_view`: each view in a branch of the graph, all with the same tilings."""
     amax = (lambda value: value) if fp8 else (lambda value: None)
     layers = tuple(
-        VisionLayer(
+        BlockWeights(
             with_sums(layer_of(3 * WIDTH, WIDTH, True, amax(5.0))), layer_of(WIDTH, WIDTH, True, amax(1.0)),
             with_sums(layer_of(MLP, WIDTH, True, amax(5.0))), layer_of(WIDTH, MLP, True, amax(5.0)),
         )
         for _ in range(LAYERS["vision"])
     )  # fmt: skip
     weights = VisionWeights(
-        normal(WIDTH, 2 * 592, scale=0.001), normal(TOKENS, WIDTH).float(), layers,
-        layer_of(PREFIX_WIDTH, WIDTH, True, None), DTYPE, HEADS, 1e-6, 224, 14, 1,
+        normal(WIDTH, 2 * 592, scale=0.001), normal(TOKENS, WIDTH).float(),
+        StackWeights(SiglipConfig().block, layers, DTYPE), layer_of(PREFIX_WIDTH, WIDTH, True, None), 224, 14, 1,
     )  # fmt: skip
     each = 1 if by_view else views
     programs = [NativeVision(weights, 1, each) for _ in range(views // each)]
@@ -151,7 +159,7 @@ def vision(views: int, fp8: bool, by_view: bool = False) -> Chain:
         for stream in streams:
             here.wait_stream(stream)
 
-    rows, kind, inside = each * TOKENS, FP8 if fp8 else DTYPE, programs[0].norms_inside
+    rows, kind, inside = each * TOKENS, FP8 if fp8 else DTYPE, programs[0].stack.mlp_norm_inside
     norm = "layer" if inside else "none"
     products = [
         Product("qkv", kind, Activation.NONE, rows, 3 * WIDTH, WIDTH, norm=norm),
@@ -159,7 +167,7 @@ def vision(views: int, fp8: bool, by_view: bool = False) -> Chain:
         Product("fc1", kind, Activation.GELU, rows, MLP, WIDTH, norm=norm),
         Product("fc2", kind, Activation.NONE, rows, WIDTH, MLP, residual=inside),
     ]
-    of = {p.name: [getattr(layer, p.name) for layer in layers] for p in products}
+    of = products_of(products, layers)
     name = f"vision {'fp8' if fp8 else 'bf16'}{' by view' if by_view else ''}"
     return Chain(name, run, out, products, of, DEPTHS["vision"], LAYERS["vision"], programs[0])
 
@@ -168,14 +176,15 @@ def prefix(views: int, fp8: bool) -> Chain:
     amax, d, columns = (lambda value: value) if fp8 else (lambda value: None), HEAD_DIM, PREFIX_HEADS + 2
     w, mlp = PREFIX_WIDTH, PREFIX_MLP
     layers = [
-        PrefixLayer(
+        BlockWeights(
             layer_of(columns * d, w, False, None), layer_of(w, PREFIX_HEADS * d, False, amax(1.0)),
             pair(layer_of(2 * mlp, w, False, amax(5.0))), layer_of(w, mlp, False, amax(5.0)),
         )
         for _ in range(LAYERS["prefix"])
     ]  # fmt: skip
-    layers.append(PrefixLayer(layer_of(2 * d, w, False, None), None, None, None))
-    weights = PrefixWeights(normal(1000, w, scale=w**-0.5), tuple(layers), DTYPE, PREFIX_HEADS, 1, d, 1e-6)
+    block = GemmaConfig(w, len(layers) + 1, mlp, PREFIX_HEADS, 1, d).block()
+    stack = StackWeights(block, tuple(layers), DTYPE, layer_of(2 * d, w, False, None))
+    weights = PrefixWeights(normal(1000, w, scale=w**-0.5), stack)
     program = NativePrefix(weights, 1, views * TOKENS, PROMPT)
     rows, kind = views * TOKENS + PROMPT, FP8 if fp8 else DTYPE
     inputs = {
@@ -183,15 +192,15 @@ def prefix(views: int, fp8: bool) -> Chain:
         "tokens": torch.randint(0, 1000, (1, PROMPT), device=DEVICE),
         "lengths": torch.full((1,), rows - 12, dtype=torch.int32, device=DEVICE),
     }
-    out = torch.zeros(2, len(layers), 1, rows, 1, d, dtype=DTYPE, device=DEVICE)
-    inside, mlp_inside = program.norms_inside, program.mlp_norms_inside
+    out = torch.zeros(2, len(layers) + 1, 1, rows, 1, d, dtype=DTYPE, device=DEVICE)
+    inside, mlp_inside = program.stack.attention_norm_inside, program.stack.mlp_norm_inside
     products = [
         Product("qkv", DTYPE, Activation.NONE, rows, columns * d, w, norm="rms" if inside else "none"),
         Product("o", kind, Activation.NONE, rows, w, PREFIX_HEADS * d, residual=mlp_inside),
         Product("gate_up", kind, Activation.GEGLU, rows, 2 * mlp, w, norm="rms" if mlp_inside else "none"),
         Product("down", kind, Activation.NONE, rows, w, mlp, residual=inside),
     ]
-    of = {p.name: [getattr(layer, p.name) for layer in layers[:-1]] for p in products}
+    of = products_of(products, layers)
     return Chain(
         f"prefix {'fp8' if fp8 else 'bf16'}", lambda: program(inputs, {"keys": out[0], "values": out[1]}), out,
         products, of, DEPTHS["prefix"], LAYERS["prefix"], program,

@@ -159,7 +159,7 @@ def test_fp8_weights_take_half_the_memory() -> None:
         narrow = PrefixWeights.of(model, "fp8", scales_of_any())
 
     def products(weights: PrefixWeights) -> list[Any]:
-        return [p for layer in weights.layers[:-1] for p in (layer.o, layer.gate_up, layer.down)]
+        return [p for block in weights.stack.blocks for p in (block.out, block.up, block.down)]
 
     pairs = list(zip(products(narrow), products(wide), strict=True))
     assert len(pairs) == 6
@@ -167,8 +167,8 @@ def test_fp8_weights_take_half_the_memory() -> None:
         assert small.weight.dtype == torch.float8_e4m3fn
         assert small.bytes * 2 == large.bytes == large.weight.untyped_storage().nbytes()
         assert small.weight.untyped_storage().nbytes() == small.bytes
-    assert wide.bytes - narrow.bytes == sum(small.bytes for small, _ in pairs)
-    assert narrow.bytes < 0.56 * wide.bytes
+    assert wide.stack.bytes - narrow.stack.bytes == sum(small.bytes for small, _ in pairs)
+    assert narrow.stack.bytes < 0.56 * wide.stack.bytes
 
 
 @pytest.mark.parametrize(

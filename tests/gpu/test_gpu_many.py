@@ -19,18 +19,19 @@ from tests.support.kernel_calls import Call, Draw
 from tests.support.streamed_support import FULL, LoopCase, loops_inputs, run_loop, streamable
 from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of
 from vla_accel.families.pi0.network import Pi0
+from vla_accel.kernels import config as configs
 from vla_accel.kernels.attention import key_tilings
 from vla_accel.kernels.attention.key_tilings import SuffixAttention
 from vla_accel.kernels.autotune import Fastest, compile_all
-from vla_accel.kernels.gemm import suffix_tilings
-from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Product, Tiling
+from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library, without_triton
+from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.nn import kernel_choices as cuts
 from vla_accel.nn.random_weights import random_model
+from vla_accel.runtime import Runtime
 
 pytestmark = pytest.mark.gpu
 
-WORST = {Library: 0.03, Own: 0.02}
+WORST = {Library: 0.03, HopperTile: 0.02}
 """The library rounds a product to BF16 before the norm's factor and the gate, the own GEMM does not: of 655,360
 elements the worst is 0.024 off in the same arithmetic on a CPU, and 0.016."""
 MEAN = 0.003
@@ -38,14 +39,14 @@ SUFFIXES = ((16, 10), (32, 10), (4, 50), (5, 7))
 """Sequences, and tokens of each."""
 
 
-def product_of(name: str, rows: int) -> Product:
+def product_of(name: str, rows: int) -> GemmSizes:
     return {
-        "qkv": Product(rows, 1024, 128, 10, 2), "gate_up": Product(rows, 1024, 4096, 1, 2),
-        "o": Product(rows, 2048, 1024), "down": Product(rows, 4096, 1024),
+        "qkv": GemmSizes(rows, 1024, 128, 10, 2), "gate_up": GemmSizes(rows, 1024, 4096, 1, 2),
+        "o": GemmSizes(rows, 2048, 1024), "down": GemmSizes(rows, 4096, 1024),
     }[name]  # fmt: skip
 
 
-def call_of(name: str, batch: int, tokens: int, adaptive: bool, cut: Tiling) -> Call:
+def call_of(name: str, batch: int, tokens: int, adaptive: bool, cut: GemmConfig) -> Call:
     """With a name's own weights and rows, the same for every cut."""
     rows = batch * tokens
     if name == "qkv":
@@ -62,7 +63,7 @@ def call_of(name: str, batch: int, tokens: int, adaptive: bool, cut: Tiling) -> 
 @pytest.mark.parametrize("name", ["qkv", "gate_up", "o", "down"])
 def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adaptive: bool) -> None:
     device, gpu = torch.device(DEVICE), Gpu.of(torch.device(DEVICE))
-    ways = suffix_tilings.beside(gpu, product_of(name, batch * tokens))
+    ways = without_triton(gpu, product_of(name, batch * tokens))
     assert isinstance(ways[0], Library)
     wrong = []
     # The library's moments are of other tiles than the own GEMM's, which are alike.
@@ -71,9 +72,9 @@ def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adapti
     runs = {}
     for cut in ways:
         call = called[type(cut)]
-        call = replace(call, arguments={**call.arguments, "cut": cut})
+        call = replace(call, arguments={**call.arguments, "config": cut})
         runs[cut] = partial(calls.outputs_of, call, device, kernel=True, early=True)
-    compile_all(runs.values(), device)
+    compile_all(runs.values(), Runtime.of(device))
     for cut, run in runs.items():
         found = [calls.difference(a, b) for a, b in zip(run(), wanted[type(cut)], strict=True)]
         if not all(d.worst <= WORST[type(cut)] and d.mean <= MEAN for d in found):
@@ -90,12 +91,15 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
     for cut in key_tilings.key_splits(Gpu.of(device), SuffixAttention(batch, tokens, prefix, 8, 1, 256)):
         made = cases._suffix_attention(tokens, prefix, 8, 1, 256, lengths, tokens == 50, cut)
         called[str(cut)] = made(Draw(f"attention {batch}", torch.bfloat16))
-    compile_all([partial(calls.outputs_of, call, device, kernel=True, early=True) for call in called.values()], device)
+    compile_all(
+        [partial(calls.outputs_of, call, device, kernel=True, early=True) for call in called.values()],
+        Runtime.of(device),
+    )
     for cut, call in called.items():
         want = want or calls.outputs_of(call, torch.device("cpu"), kernel=False)
         got = calls.outputs_of(call, device, kernel=True, early=True, repeat=3)
         found = calls.difference(got[0], want[0])
-        if not (found.worst <= WORST[Own] and found.mean <= MEAN):
+        if not (found.worst <= WORST[HopperTile] and found.mean <= MEAN):
             wrong.append((cut, found))
     assert not wrong
 
@@ -103,7 +107,7 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
 def between(loop: Pi0LayerLoop) -> Iterator[Tensor]:
     """What products leave for those behind them."""
     for taken in loop.cuts.taken.values():
-        if isinstance(taken.cut, Library):
+        if isinstance(taken.config, Library):
             yield from taken.workspace
         if taken.moments is not None:
             yield from (taken.moments.sums, taken.moments.squares)
@@ -117,7 +121,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("begins", ["cuBLAS", "own GEMM"])
+@pytest.mark.parametrize("begins", ["cuBLAS", "Hopper GEMM"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_of_them_agrees_and_repeats_itself(name: str, begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replayed in a graph with dependent launches, every buffer that it must write first filled with NaN."""
@@ -126,7 +130,7 @@ def test_a_loop_of_them_agrees_and_repeats_itself(name: str, begins: str, monkey
     def preferred(what: str, ways: Mapping[str, Callable[[], object]], *_: Any) -> Fastest:
         return Fastest(next((way for way in ways if way.startswith(begins)), next(iter(ways))))
 
-    monkeypatch.setattr(cuts, "remembered", preferred)
+    monkeypatch.setattr(configs, "remembered", preferred)
     model = random_model(Pi0, case.config)
     inputs, state, noise = loops_inputs(case)
 
@@ -138,9 +142,9 @@ def test_a_loop_of_them_agrees_and_repeats_itself(name: str, begins: str, monkey
     with torch.inference_mode():
         want = run_loop(loop_of(model, "fp32"), wide, state, noise, "cpu")
         loop = loop_of(on_gpu(model), "bf16")
-        kind = Library if begins == "cuBLAS" else Own
+        kind = Library if begins == "cuBLAS" else HopperTile
         taken = {name: type(loop.cuts.alone(name)) for name in loop.products}
-        if begins == "own GEMM" and Gpu.of(torch.device(DEVICE)).architecture != "sm_90a":  # type: ignore[union-attr]
+        if begins == "Hopper GEMM" and Gpu.of(torch.device(DEVICE)).architecture != "sm_90a":  # type: ignore[union-attr]
             pytest.skip("NOT RUN: the own GEMM is for Hopper")
         assert set(taken.values()) == {kind}
         got = run_loop(loop, inputs, state, noise, DEVICE)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.agreement import assert_as_near
+from tests.support.runtimes import steered
 from tests.support.smolvla_loops import EXPERTS, Loops
 from tests.support.tiny_smolvla import observation, write_lerobot
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
@@ -17,7 +18,6 @@ from vla_accel.config import load_config
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.native_loop import sizes_of
 from vla_accel.kernels import nvrtc
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StreamedLoop, schedule, why_not
 from vla_accel.measure.parity import compare
@@ -101,7 +101,7 @@ def as_near_as_fused(loops: Loops, loop: StreamedLoop) -> None:
     whatever is behind the lengths."""
     with steered("reference"):
         exact = loops.moved(loops.fused("fp32", "cpu"), loops.placed("cpu", torch.float32, beyond=0.0))
-    plain = loops.moved(loops.fused(loops.case.precision, DEVICE), loops.placed(DEVICE, beyond=0.0))
+    plain = loops.moved(loops.fused("bf16", DEVICE), loops.placed(DEVICE, beyond=0.0))
     got = loops.moved(loop, loops.placed(DEVICE))
     assert_as_near(got, plain, exact)
     for beyond in (0.0, float("inf"), float("nan")):

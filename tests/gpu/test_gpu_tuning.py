@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tests.support.gpu_policies import BF16_COSINE, DEVICE, cosines, on_gpu
+from tests.support.gpus import assumed
 from tests.support.streamed_support import LOOPS, loops_inputs, run_loop
 from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.kernels import autotune
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn import kernel_choices as cuts
 from vla_accel.nn.random_weights import random_model
 
@@ -59,7 +60,7 @@ def test_a_measured_loop_agrees_and_is_found_again(
             got = run_loop(loop, inputs, state, noise, DEVICE)
             monkeypatch.setattr(autotune, "fastest", lambda *_: pytest.fail("measured again"))
             again = loop_of(moved, "bf16")
-    cut_of = [{kind: taken.cut for kind, taken in made.cuts.taken.items()} for made in (loop, again)]
+    cut_of = [{kind: taken.config for kind, taken in made.cuts.taken.items()} for made in (loop, again)]
     assert again.detail == loop.detail and cut_of[0] == cut_of[1]
     start = noise.numpy()
     assert cosines(got - start, want - start).min() >= BF16_COSINE

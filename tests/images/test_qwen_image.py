@@ -11,7 +11,7 @@ import torch
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
-from eval.image_tables import autoencoder_sizes, autoencoders, qwen_images  # noqa: E402
+from benchmarks.tables.images import autoencoder_sizes, autoencoders, qwen_images  # noqa: E402
 from tests.support.pictures import read_parameters  # noqa: E402
 from vla_accel import cli  # noqa: E402
 from vla_accel.errors import ConfigError  # noqa: E402
@@ -210,7 +210,7 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = [f"warming up: {name}" for name in "abc"]
     assert heard == [*begun, "9/9 calls"]
     heard.clear()
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
     in_turns(dict.fromkeys("abc", lambda: None), rounds=3, device=CPU, warm_up=1, progress=heard.append)
     assert heard == [*begun, *(f"{done}/9 calls" for done in range(1, 10))], "where each takes longer"
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"

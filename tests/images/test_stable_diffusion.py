@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
-from eval.image_tables import unets  # noqa: E402
+from benchmarks.tables.images import unets  # noqa: E402
 from tests.support.agreement import RATIO  # noqa: E402
 from tests.support.pictures import read_parameters  # noqa: E402
 from vla_accel import cli, latency  # noqa: E402
@@ -232,7 +232,7 @@ def last_json(text: str) -> dict[str, Any]:
 def test_the_commands_make_pictures_that_say_how(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
     out = tmp_path / "first.png"
     words = f"txt2img --sd-dir tiny-random --height 64 --width 64 --steps 2 --seed 5 --out-img-path {out}"
     breakdown = tmp_path / "latency.json"

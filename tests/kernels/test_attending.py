@@ -24,11 +24,12 @@ from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.kernels import reference
 from vla_accel.kernels.attention import attending
 from vla_accel.kernels.attention.attending import Choice, Sizes, attend, choose, own_kernel
-from vla_accel.kernels.autotune import Fastest, pinned
-from vla_accel.kernels.dispatch import steered
+from vla_accel.kernels.autotune import Fastest
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import Runtime
 
 CPU = torch.device("cpu")
+ON_CPU = Runtime.of(CPU)
 ATTENTION = [name for name in cases.CASES if name.startswith(("attention", "self-attention"))]
 SMALL = [name for name in ATTENTION if not any(size in name for size in ("1024", "544", "800"))]
 SIZES = Sizes(2, 10, 10, 4, 1, 16, torch.float32, padded=True, quantised=False)
@@ -100,18 +101,18 @@ def test_flash_attn_is_asked_for_the_reference(
 
 def test_a_missing_flash_attn_says_how_to_get_it(no_flash: None) -> None:
     with pytest.raises(DependencyError, match=r"attention flash_attn: .*pip install 'vla_accel\[flash\]'"):
-        choose("flash_attn", SIZES, CPU)
+        choose("flash_attn", SIZES, ON_CPU)
 
 
 def test_a_flash_attn_without_its_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     with pytest.raises(DependencyError, match=r"flash-attn 2\.8 or newer"):
-        choose("flash_attn", SIZES, CPU)
+        choose("flash_attn", SIZES, ON_CPU)
 
 
 def test_flash_attn_without_a_gpu_is_refused(flash: dict[str, int]) -> None:
     with pytest.raises(EngineError, match=r"expected bfloat16 or float16 on a GPU, got torch\.float32 on cpu"):
-        choose("flash_attn", SIZES, CPU)
+        choose("flash_attn", SIZES, ON_CPU)
     assert flash == {"func": 0, "kvcache": 0}
 
 
@@ -121,31 +122,31 @@ def test_a_way_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(attending, "_sdpa", broken)
     with pytest.raises(EngineError, match=r"attention sdpa: it cannot run .*head_dim=16.*No available kernel"):
-        choose("sdpa", SIZES, CPU)
+        choose("sdpa", SIZES, ON_CPU)
     # Out of the race, and the ledger says so.
-    choice = choose("fastest", SIZES, CPU)
+    choice = choose("fastest", SIZES, ON_CPU)
     assert choice.way == "own" and "sdpa out: attention sdpa: it cannot run" in choice.detail
     assert "nothing is measured on a CPU" in choice.detail
 
 
 def test_an_unknown_way_is_named() -> None:
     with pytest.raises(EngineError, match="expected auto, own, sdpa, flash_attn or fastest, got 'fast'"):
-        choose("fast", SIZES, CPU)
+        choose("fast", SIZES, ON_CPU)
 
 
 @pytest.mark.parametrize(("own", "sdpa", "way"), [(12.5, 11.0, "sdpa"), (9.25, 11.0, "own")])
 def test_the_fastest_is_the_one_that_took_least(
     own: float, sdpa: float, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(ways: Any, device: torch.device, repeats: int) -> Fastest:
-        assert list(ways) == ["own", "sdpa"] and device == CPU and repeats == attending.CALLS
+    def measured(ways: Any, runtime: Runtime, repeats: int) -> Fastest:
+        assert list(ways) == ["own", "sdpa"] and runtime == ON_CPU and repeats == attending.CALLS
         for run in ways.values():
             run()
         return Fastest(way, {"own": own / 1e3, "sdpa": sdpa / 1e3}, {"some": "no kernel"})
 
     monkeypatch.setattr(attending, "fastest", measured)
     monkeypatch.setattr(attending.importlib.util, "find_spec", lambda _: None)
-    choice = choose("fastest", SIZES, CPU)
+    choice = choose("fastest", SIZES, ON_CPU)
     assert choice.way == way
     assert choice.detail == (
         f"attention {way}, the fastest (own {own:.1f} µs; sdpa {sdpa:.1f} µs; flash_attn out: not installed; "
@@ -165,17 +166,17 @@ def test_the_fastest_is_the_one_that_took_least(
 def test_auto_measures_where_the_own_kernel_is_tritons(
     where: str, kernel: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(what: str, ways: Any, device: torch.device, repeats: int) -> Fastest:
-        assert str(SIZES) in what and list(ways)[:2] == ["own", "sdpa"] and str(device) == where
+    def measured(what: str, ways: Any, runtime: Runtime, repeats: int) -> Fastest:
+        assert str(SIZES) in what and list(ways)[:2] == ["own", "sdpa"] and str(runtime.device) == where
         return Fastest("sdpa", {"own": 2e-3, "sdpa": 1e-3})
 
     monkeypatch.setattr(attending, "remembered", measured)
     monkeypatch.setattr(attending, "own_kernel", lambda *_: (kernel, ""))
     monkeypatch.setattr(attending, "_trial", lambda *_: lambda: None)
     monkeypatch.setattr(attending, "_fastest_tile", lambda *_: None)
-    assert choose("auto", SIZES, torch.device(where)).way == way
-    with pinned():
-        assert choose("auto", SIZES, torch.device(where)) == Choice("own", f"attention own ({kernel})")
+    runtime = Runtime(torch.device(where), H200, "cuda")
+    assert choose("auto", SIZES, runtime).way == way
+    assert choose("auto", SIZES, replace(runtime, deterministic=True)) == Choice("own", f"attention own ({kernel})")
 
 
 PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
@@ -199,19 +200,18 @@ def test_the_ledger_says_which_limit_the_own_kernel_met(
     gpu: Gpu, sizes: Sizes, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And that Triton's runs instead, whether it was asked for or measured."""
-    monkeypatch.setattr(Gpu, "of", lambda _: gpu)
     monkeypatch.setattr(attending, "_trial", lambda *_: lambda: None)
     monkeypatch.setattr(attending, "remembered", lambda *_, **__: Fastest("own", {"own": 2e-3}, {}))
-    with steered("cuda"):
-        said = choose("own", sizes, CPU).detail
-        name, why = own_kernel(sizes, CPU)
+    runtime = Runtime(CPU, gpu, "cuda")
+    said = choose("own", sizes, runtime).detail
+    name, why = own_kernel(sizes, runtime)
     if reason is None:
         assert said == "attention own (CUDA C++)" and (name, why) == ("CUDA C++", "")
         return
     assert said.startswith("attention own (Triton; CUDA C++ out: ") and reason in said and name == "Triton"
     monkeypatch.setattr(attending, "own_kernel", lambda *_: (name, why))
     monkeypatch.setattr(attending, "_fastest_tile", lambda *_: None)
-    measured = choose("auto", sizes, torch.device("cuda:0")).detail
+    measured = choose("auto", sizes, replace(runtime, device=torch.device("cuda:0"))).detail
     assert measured.startswith("attention own, the fastest (own 2.0 µs; ") and f"CUDA C++ out: {reason}" in measured
 
 

@@ -10,7 +10,7 @@ from vla_accel.kernels.attention import attending
 from vla_accel.kernels.attention.attending import Sizes, choose
 from vla_accel.kernels.attention.tiles import Tile, tiles
 from vla_accel.kernels.autotune import Fastest
-from vla_accel.kernels.gpu import assumed
+from vla_accel.runtime import Runtime
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -36,7 +36,7 @@ def test_the_fastest_tile_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> 
     asked: list[Tile | None] = []
     best = tiles(40, 40, 16, H200)[-1]
 
-    def measured(what: str, calls: dict, device: torch.device, repeats: int) -> Fastest:
+    def measured(what: str, calls: dict, runtime: Runtime, repeats: int) -> Fastest:
         for call in calls.values():
             call()
         return Fastest(str(best) if what.startswith("tile of") else "own", {"own": 2e-3})
@@ -47,8 +47,8 @@ def test_the_fastest_tile_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> 
     made = attending._tensors
     monkeypatch.setattr(attending, "_tensors", lambda sizes, _: made(sizes, torch.device("cpu")))
     monkeypatch.setattr(attending, "_trial", lambda *_: lambda: None)
-    with assumed(H200):
-        own, raced = (choose(way, sizes, torch.device("cuda")) for way in ("own", "auto"))
+    runtime = Runtime(torch.device("cuda"), H200, "cuda")
+    own, raced = (choose(way, sizes, runtime) for way in ("own", "auto"))
     assert own.tile == raced.tile == best
     assert own.detail == f"attention own (Triton {best})" and f"own 2.0 µs; own: {best}" in raced.detail
     assert set(asked) == set(tiles(40, 40, 16, H200))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from tests.support.gpus import H20, H200
 from vla_accel.errors import EngineError
 from vla_accel.kernels import autotune
-from vla_accel.kernels.autotune import Fastest, fastest, pinned, remembered
-from vla_accel.kernels.gpu import assumed
+from vla_accel.kernels.autotune import Fastest, fastest, remembered
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import Runtime
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GPU = torch.device("cuda")
+ON_CPU, ON_GPU = Runtime.of(torch.device("cpu")), Runtime(GPU, H200, "cuda")
+PINNED = replace(ON_GPU, deterministic=True)
 
 
 @pytest.fixture
@@ -29,16 +33,16 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
         return found[run()]
 
     monkeypatch.setattr(autotune, "milliseconds", milliseconds)
-    monkeypatch.setattr(autotune, "compile_all", lambda calls, device: None)
+    monkeypatch.setattr(autotune, "compile_all", lambda calls, runtime: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
 
 
 def test_the_first_is_taken_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"a": lambda: 1 / 0, "b": lambda: None}
-    assert fastest(ways, CPU) == Fastest("a")
+    assert fastest(ways, ON_CPU) == Fastest("a")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert fastest(ways, GPU) == Fastest("a")
+    assert fastest(ways, ON_GPU) == Fastest("a")
 
 
 def test_the_quickest_is_taken_and_who_cannot_is_out(times: dict[Any, float]) -> None:
@@ -56,16 +60,16 @@ def test_the_quickest_is_taken_and_who_cannot_is_out(times: dict[Any, float]) ->
         "engine": broken(EngineError("it cannot run this")),
         "shape": broken(NotImplementedError("only 64")),
     }
-    assert fastest(ways, GPU, 7) == Fastest(
+    assert fastest(ways, ON_GPU, 7) == Fastest(
         "quick",
         {"slow": 3.0, "quick": 1.0},
         {"memory": "CUDA out of memory.", "engine": "it cannot run this", "shape": "only 64"},
     )
     with pytest.raises(RuntimeError, match=r"no way to compute this runs here \(shape: only 64\)"):
-        fastest({"shape": ways["shape"]}, GPU, 7)
+        fastest({"shape": ways["shape"]}, ON_GPU, 7)
     # A mistake is not a way that cannot run.
     with pytest.raises(ZeroDivisionError):
-        fastest({"mistake": lambda: 1 / 0}, GPU, 7)
+        fastest({"mistake": lambda: 1 / 0}, ON_GPU, 7)
 
 
 def test_all_are_compiled_before_one_is_measured(times: dict[Any, float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +77,9 @@ def test_all_are_compiled_before_one_is_measured(times: dict[Any, float], monkey
     ways = {name: lambda name=name: done.append(name) or name for name in ("a", "b")}
     times.update(a=2.0, b=1.0)
     monkeypatch.setattr(
-        autotune, "compile_all", lambda calls, device: done.extend(f"{call()} compiled" for call in calls)
+        autotune, "compile_all", lambda calls, runtime: done.extend(f"{call()} compiled" for call in calls)
     )
-    assert fastest(ways, GPU, 7).way == "b"
+    assert fastest(ways, ON_GPU, 7).way == "b"
     assert done == ["a", "a compiled", "b", "b compiled", "a", "b"]
 
 
@@ -93,7 +97,7 @@ def test_what_triton_cannot_fit_is_out(times: dict[Any, float]) -> None:
         "large": broken(errors.OutOfResources(196_608, 101_376, "shared memory")), "runs": lambda: "runs",
         "assembler": broken(errors.PTXASError("no such instruction")),
     }  # fmt: skip
-    found = fastest(ways, GPU, 7)
+    found = fastest(ways, ON_GPU, 7)
     assert found.way == "runs" and set(found.out) == {"large", "assembler"} and "196608" in found.out["large"]
 
 
@@ -107,31 +111,28 @@ def test_what_was_measured_is_found_again(
     def ways(*names: str) -> dict[str, Any]:
         return {name: lambda name=name: measured.append(name) or name for name in names}
 
-    def asked(*names: str, what: str = "o") -> Fastest:
+    def asked(*names: str, what: str = "o", gpu: Gpu = H200) -> Fastest:
         measured.clear()
-        return remembered(what, ways(*names), GPU, 7)
+        return remembered(what, ways(*names), replace(ON_GPU, gpu=gpu), 7)
 
-    assert remembered("o", ways("a"), CPU) == Fastest("a") and not file.exists()
-    with assumed(H200):
-        times.update(a=2.0, b=1.0)
-        found = asked("a", "b")
-        assert found == Fastest("b", {"a": 2.0, "b": 1.0}) and measured == ["a", "b"]
-        times.update(b=3.0)
-        assert asked("a", "b") == found and not measured
-        # Another question: other ways, another name, another GPU, other kernels.
-        assert asked("a").way == "a" and asked("a", "b", what="down").way == "a" and measured
-        with assumed(H20):
-            assert asked("a", "b").way == "a" and measured
-        with assumed(H200.portable):
-            assert asked("a", "b").way == "a" and measured
-        with monkeypatch.context() as patch:
-            patch.setattr(autotune, "_versions", lambda: ("other",))
-            assert asked("a", "b").way == "a" and measured
-        assert asked("a", "b") == found and len(json.loads(file.read_text())) == 6
-        file.write_text("{")
-        with caplog.at_level(logging.WARNING):
-            assert asked("a", "b").way == "a" and measured
-        assert "holds no tunings" in caplog.text and len(json.loads(file.read_text())) == 1
+    assert remembered("o", ways("a"), ON_CPU) == Fastest("a") and not file.exists()
+    times.update(a=2.0, b=1.0)
+    found = asked("a", "b")
+    assert found == Fastest("b", {"a": 2.0, "b": 1.0}) and measured == ["a", "b"]
+    times.update(b=3.0)
+    assert asked("a", "b") == found and not measured
+    # Another question: other ways, another name, another GPU, other kernels.
+    assert asked("a").way == "a" and asked("a", "b", what="down").way == "a" and measured
+    for gpu in (H20, H200.portable):
+        assert asked("a", "b", gpu=gpu).way == "a" and measured
+    with monkeypatch.context() as patch:
+        patch.setattr(autotune, "_versions", lambda: ("other",))
+        assert asked("a", "b").way == "a" and measured
+    assert asked("a", "b") == found and len(json.loads(file.read_text())) == 6
+    file.write_text("{")
+    with caplog.at_level(logging.WARNING):
+        assert asked("a", "b").way == "a" and measured
+    assert "holds no tunings" in caplog.text and len(json.loads(file.read_text())) == 1
 
 
 def test_pinned_takes_the_first_way_that_runs_and_no_measurement(
@@ -147,27 +148,19 @@ def test_pinned_takes_the_first_way_that_runs_and_no_measurement(
 
     ways: dict[str, Any] = {"broken": broken, "slow": lambda: "slow", "quick": lambda: "quick"}
     first = Fastest("slow", {}, {"broken": "it cannot run this"})
-    with assumed(H200):
-        with pinned():
-            assert remembered("o", ways, GPU, 7) == fastest(ways, GPU, 7) == first and not file.exists()
-        assert remembered("o", ways, GPU, 7).way == "quick"
-        before = file.read_text()
-        with pinned(), pinned(False):
-            assert remembered("o", ways, GPU, 7) == first, "what was measured before does not count"
-        with pinned(False):
-            assert remembered("o", ways, GPU, 7).way == "quick"
-        assert file.read_text() == before
+    assert remembered("o", ways, PINNED, 7) == fastest(ways, PINNED, 7) == first and not file.exists()
+    assert remembered("o", ways, ON_GPU, 7).way == "quick"
+    before = file.read_text()
+    assert remembered("o", ways, PINNED, 7) == first, "an earlier measurement does not count"
+    assert file.read_text() == before
 
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    with pinned(), pytest.raises(torch.OutOfMemoryError):  # which at another start there may be enough of
-        fastest({"large": full, **ways}, GPU, 7)
-    with (
-        pinned(),
-        pytest.raises(RuntimeError, match=r"no way to compute this runs here \(broken: it cannot run this\)"),
-    ):
-        fastest({"broken": broken}, GPU, 7)
+    with pytest.raises(torch.OutOfMemoryError):  # another start may have enough memory
+        fastest({"large": full, **ways}, PINNED, 7)
+    with pytest.raises(RuntimeError, match=r"no way to compute this runs here \(broken: it cannot run this\)"):
+        fastest({"broken": broken}, PINNED, 7)
 
 
 @pytest.mark.gpu
@@ -179,7 +172,7 @@ def test_a_way_is_measured_in_a_graph() -> None:
         calls[0] += 1
         x.add_(1)
 
-    found = fastest({"add": run, "refused": lambda: torch.empty(3, device=GPU).item()}, GPU, repeats=4)
+    found = fastest({"add": run, "refused": lambda: torch.empty(3, device=GPU).item()}, Runtime.of(GPU), repeats=4)
     assert found.way == "add" and set(found.times) == {"add"} and set(found.out) == {"refused"}
     # By the host: one to compile, three to warm up, four recorded. On the device: a replay a round and one before.
     assert calls == [1 + 3 + 4] and x[0].item() == 1 + 3 + 4 * (autotune.ROUNDS + 1)

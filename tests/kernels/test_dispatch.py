@@ -8,33 +8,40 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gpus import H200, assumed
+from tests.support.runtimes import steered
 from vla_accel.kernels import dispatch
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.attending import Sizes, choose
-from vla_accel.kernels.dispatch import path, steered
-from vla_accel.kernels.gemm import hopper as gemm
-from vla_accel.kernels.gemm import linear, weights
+from vla_accel.kernels.dispatch import path
+from vla_accel.kernels.gemm import choice, hopper, ops, weights
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.image import image
 from vla_accel.kernels.image.sums import Sum
 from vla_accel.kernels.rows import rows
+from vla_accel.runtime import current
 
 CPU = torch.device("cpu")
 
 
-def test_the_device_decides_unless_a_test_does() -> None:
-    assert path(torch.empty(1)) == path(CPU) == "reference" and path(torch.device("cuda", 1)) == "cuda"
-    with steered("triton"):
-        assert path(torch.empty(1)) == path(torch.device("cuda")) == "triton"
-        with steered("reference"):
-            assert path(torch.device("cuda")) == "reference"
-        assert path(CPU) == "triton", "the outer one again"
-    assert path(CPU) == "reference"
+CUDA = torch.device("cuda", 1)
+
+
+def test_the_device_decides_unless_a_runtime_is_open() -> None:
+    assert path(torch.empty(1)) == path(CPU) == "reference"
+    with assumed(H200), steered("triton"):
+        assert path(torch.empty(1)) == path(CPU) == "triton"
+        assert path(CUDA) == "cuda", "a runtime applies to its own type of device"
+        with steered("reference", CUDA):
+            assert path(CUDA) == "reference"
+        assert path(CPU) == "triton", "the outer runtime is open again"
     with pytest.raises(ZeroDivisionError), steered("cuda"):
         _ = 1 / 0
-    assert path(CPU) == "reference", "after an error, too"
+    assert path(CPU) == "reference", "an error closes the runtime"
 
 
-def test_other_threads_are_not_steered() -> None:
+def test_a_runtime_is_open_in_one_thread() -> None:
     found: list[str] = []
     with steered("triton"):
         thread = threading.Thread(target=lambda: found.append(path(CPU)))
@@ -57,7 +64,7 @@ def test_ops_ask_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted()
     for module in (rows, image):
         monkeypatch.setattr(module, "kernels", lambda _: noted)
-    monkeypatch.setattr(linear, "launched_own_gemm", lambda *_, **__: noted.calls.append("launched_own_gemm") or True)
+    monkeypatch.setattr(ops, "kernels", lambda _: noted)
     x, out, half = torch.ones(2, 16), torch.empty(2, 8), torch.ones(1, 2, 2, 4, dtype=torch.float16)
     layer = weights.make_linear(torch.ones(8, 16), torch.zeros(8), torch.float32)
 
@@ -65,29 +72,28 @@ def test_ops_ask_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
         noted.calls = []
         rows.geglu(x, out, inverse_scale=None)
         image.geglu_erf(half)
-        linear.linear(x, layer, out)
-        linear.linear_gelu(x, layer, out, out, inverse_scale=None)
+        ops.gemm(x, layer, out)
+        ops.gemm(x, layer, out, Epilogue(residual=True))
         return noted.calls
 
     assert calls() == []
-    with steered("triton"):
-        # Products have no Triton kernel: they are the library's, or the reference's.
-        assert calls() == ["geglu", "geglu_erf"]
-    with steered("cuda"):
-        assert calls() == ["geglu", "geglu_erf", "launched_own_gemm"], "linear's own products need a GPU's tensor"
+    for backend in ("triton", "cuda"):
+        with steered(backend):
+            # A plain product is cuBLAS's, which is torch.
+            assert calls() == ["geglu", "geglu_erf", "product"]
     assert not image._on_kernels(Sum(torch.ones(1, 2, 2, 4)).value), "float32 images are references"
 
 
 def test_own_kernels_are_taken_on_the_cuda_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = weights.make_linear(torch.zeros(128, 64), None, torch.bfloat16)
-    monkeypatch.setattr(gemm, "planned", lambda *_: object())
+    monkeypatch.setattr(hopper, "planned", lambda *_: HopperTile(1, 1, 1, 64, 4))
     for to, taken in (("cuda", True), ("triton", False), ("reference", False)):
         with steered(to):  # type: ignore[arg-type]
-            assert linear.has_own_gemm(8, layer, Activation.NONE) == taken
+            assert choice.has_hopper_gemm(8, layer, Activation.NONE) == taken
     sizes = Sizes(1, 4, 4, 2, 2, 16, torch.float32, padded=False, quantised=False)
-    assert choose("own", sizes, CPU).detail == "attention own (reference)"
+    assert choose("own", sizes, current(CPU)).detail == "attention own (reference)"
     with steered("triton"):
-        assert choose("own", sizes, CPU).detail == "attention own (Triton)"
+        assert choose("own", sizes, current(CPU)).detail == "attention own (Triton)"
 
 
 def test_a_missing_module_of_kernels_is_an_error() -> None:

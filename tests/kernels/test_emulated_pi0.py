@@ -1,5 +1,5 @@
 """The streamed kernels of π0's and π0.5's loop, run as they are in an emulator on the CPU, against the loop of fused
-ops: as near to float32 as that loop is in BF16 or with INT8 weights; the same bits in any order of warps, whatever lies
+ops: as near to float32 as that loop is in BF16; the same bits in any order of warps, whatever lies
 behind a prefix's length. And the same kernels with mistakes, which must show."""
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ CASES = {
     "pi0 16": LoopCase(streamable("pi0", **ATTEND, horizon=16), prefix_tokens=130, steps=1),
     "pi0 33": LoopCase(streamable("pi0", **ATTEND, horizon=33), prefix_tokens=41, steps=1),
     "pi0 50": LoopCase(streamable("pi0", **TWO_LAYERS, horizon=50), steps=1),
-    "pi0 50 int8": LoopCase(streamable("pi0", **ATTEND, horizon=50), steps=1, precision="int8"),
     # Gate and up load so many rows of such a width in batches.
     "pi05 50 in batches": LoopCase(
         streamable("pi05", **ATTEND | {"width": 1024}, horizon=50), prefix_tokens=41, steps=1
     ),
     "pi0 50 in batches": LoopCase(streamable("pi0", **ATTEND | {"width": 1024}, horizon=50), steps=1),
     # Small heads, several sequences, four parts of K, products of two chunks.
-    **{name: replace(LOOPS[name], steps=2) for name in ("demo", "demo x 4", "narrow", "demo int8")},
-    "grouped int8": replace(LOOPS["grouped int8"], steps=1),
+    **{name: replace(LOOPS[name], steps=2) for name in ("demo", "demo x 4", "narrow")},
+    "grouped": replace(LOOPS["grouped"], steps=1),
     "two chunks": LoopCase(streamable("pi05", width=64, mlp=8192, heads=4, depth=1), prefix_tokens=31, steps=1),
     "two tiles of keys a block": LoopCase(
         streamable("pi05", width=64, mlp=128, heads=4, depth=1, horizon=5), batch=2, prefix_tokens=646, steps=1
@@ -49,7 +48,7 @@ QUICK = ("pi05 10", "pi0 50")
 def test_the_loop_is_as_near_as_fused_ops(name: str, emulated: Path) -> None:
     loops = Pi0Loops(CASES[name])
     exact = loops.moved(loops.fused("fp32"), loops.inputs(0.0, torch.float32))
-    plain = loops.moved(loops.fused(loops.case.precision), loops.inputs(0.0))
+    plain = loops.moved(loops.fused("bf16"), loops.inputs(0.0))
     loop = EmulatedLoop(loops.streamed, emulated)
     got = loops.moved(loop, loops.inputs(NAN))
     assert_as_near(got, plain, exact)

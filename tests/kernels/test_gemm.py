@@ -11,18 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.gpus import A100, GPUS, H200
+from tests.support.gpus import A100, GPUS, H200, assumed
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm import choice, hopper
+from vla_accel.kernels.gemm import hopper
+from vla_accel.kernels.gemm.config import known
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.hopper import TABLES, HopperTile
 from vla_accel.kernels.gemm.hopper.config import SHARED_LIMIT, HopperSizes, Use, few_rows
+from vla_accel.kernels.gemm.hopper.launch import why_not_tile
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
 
 BF16, FP8 = torch.bfloat16, E4M3.dtype
 NONE, GELU, GEGLU, SWIGLU = Activation.NONE, Activation.GELU, Activation.GEGLU, Activation.SWIGLU
@@ -133,7 +135,7 @@ def test_configs_of_the_table_run(
 def test_the_table_is_for_its_architecture_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     key = ("half", NONE, 128, 64)
     monkeypatch.setitem(TABLES["sm_90a"], key, ((9, 16, TILES[0]), (20, 64, TILES[1])))
-    assert choice.known(torch.device("cpu"), BF16, NONE, 9, 128, 64) is None
+    assert known(torch.device("cpu"), BF16, NONE, 9, 128, 64) is None
     for gpu in GPUS.values():
         with assumed(gpu):
             of_device = Gpu.of(torch.device("cuda"))
@@ -186,7 +188,7 @@ def test_configs_for_few_rows_run_and_keep_the_gpu_busy(rows: int) -> None:
         for tile in found:
             epilogue, norm = Epilogue(residual=not paired), Norm(0.0) if paired else None
             x = torch.empty(rows, k, dtype=BF16, device="meta")
-            assert hopper.launch.why_not_tile(x, weights, epilogue, norm, tile, paired // 2) is None
+            assert why_not_tile(x, weights, epilogue, norm, tile, paired // 2) is None
             blocks = -(-rows // tile.tokens) * (n // tile.weight_rows) * tile.split
             assert blocks >= 0.6 * 132 * -(-blocks // 132), (rows, n, tile)
             assert tile.tokens * -(-rows // tile.tokens) < rows + 8 * -(-rows // tile.tokens)

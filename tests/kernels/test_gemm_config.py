@@ -29,6 +29,7 @@ from vla_accel.kernels.gemm.config import (
 from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.kernel_choices import Cuts
+from vla_accel.runtime import Runtime
 
 EVERY_GPU = [gpu for one in GPUS.values() for gpu in (one, one.portable)]
 
@@ -226,7 +227,7 @@ def test_the_best_of_triton_is_measured_against_cublas(best: str, monkeypatch: p
 def test_a_measured_config_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "_MEASURED", {})
     monkeypatch.setattr(configs, "remembered", lambda what, ways, *_: Fastest(list(ways)[1], {"x": 1.0}))
-    cpu, found = torch.device("cpu"), candidates(H200, GemmSizes(50, 1024, 1024))
+    cpu, found = Runtime.of(torch.device("cpu")), candidates(H200, GemmSizes(50, 1024, 1024))
     assert configs.measured("o", cpu) is None
     assert configs.measure("o", found, lambda _: None, cpu, 1).config is found[1] is configs.measured("o", cpu)
     assert configs.measured("p", cpu) is None

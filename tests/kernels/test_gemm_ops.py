@@ -13,23 +13,22 @@ from torch.nn import functional as F
 
 from tests.kernels.test_gemm import BF16, FP8, GEGLU, GELU, NONE, SWIGLU, TILES
 from tests.support.gpus import H200, RTX_4090
+from tests.support.runtimes import pinned, steered
 from vla_accel.errors import EngineError
-from vla_accel.kernels import autotune
 from vla_accel.kernels import config as configs
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import Fastest
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gemm import choice, hopper, ops
-from vla_accel.kernels.gemm.choice import can_be_inside, has_hopper_gemm, known, products_by, trial, tune, with_sums
-from vla_accel.kernels.gemm.config import Library
+from vla_accel.kernels.gemm.choice import can_be_inside, has_hopper_gemm, products_by, trial, tune
+from vla_accel.kernels.gemm.config import Library, known
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm
-from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
+from vla_accel.kernels.gemm.weights import Linear, make_linear, pair, with_sums
 from vla_accel.kernels.gpu import Gpu
 
-CPU = torch.device("cpu")
+META = torch.device("meta")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -199,7 +198,7 @@ def test_unpaired_or_quantised_gates_take_no_norm_inside(monkeypatch: pytest.Mon
 def test_a_product_is_measured_once_while_a_program_is_built(
     on_h200: list[Any], asked: Callable[[int], list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, meta = asked(1), torch.device("meta")
+    seen, meta = asked(1), META
     monkeypatch.setattr(choice, "trial", lambda *_: lambda _: None)
     assert known(meta, BF16, NONE, 576, 2048, 2048) is None and not seen, "a call measures nothing"
     found = measured(576)
@@ -209,7 +208,7 @@ def test_a_product_is_measured_once_while_a_program_is_built(
     assert measured(576) is found and len(seen) == 1
     asked(0)
     assert measured(584) is measured(584) is None and len(seen) == 2, "cuBLAS is an answer, too"
-    with autotune.pinned():
+    with pinned(META):
         assert measured(576) is None and measured(592) is None and measured(544) is not None, "only the table counts"
     assert len(seen) == 2 and measured(576) is found
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -225,7 +224,7 @@ def test_the_table_decides_inside_a_chain_and_is_measured_elsewhere(
     assert table is not None and measured(544, inside=True) == table and not seen
     assert measured(544) is None and seen == [["GEMM torch.bfloat16 none 544x2048x2048", "cuBLAS", str(table)]]
     assert measured(544, inside=True) == table
-    with steered("cuda"):
+    with steered("cuda", META):
         products = {"a": (plain(), NONE), "b": (plain(), NONE)}
         said = ", products by cuBLAS (CUDA C++ out: it was measured to be slower): a; in CUDA C++: b"
         assert products_by(544, products, {"b"}) == (said, True)
@@ -286,7 +285,7 @@ def test_the_ledger_says_why_cublas_runs_a_product(
     monkeypatch.setattr(choice, "trial", lambda *_: lambda _: None)
     large, odd, small = plain(), plain(2040), plain(128, 128)
     products = {"a": (large, NONE), "b": (odd, NONE), "c": (small, NONE), "d": (large, GEGLU), "e": (large, GELU)}
-    with steered("cuda"):
+    with steered("cuda", META):
         said = products_by(600, products)[0]
         for reason, names in (
             ("it was measured to be slower", "a, e"),
@@ -296,6 +295,7 @@ def test_the_ledger_says_why_cublas_runs_a_product(
         ):
             assert any(reason in part and part.endswith(f": {names}") for part in said.split("; ")), (reason, said)
         assert "from 129 to 32768 rows, these are 8" in products_by(8, products)[0]
-        monkeypatch.setattr(Gpu, "of", lambda _: RTX_4090)
+    monkeypatch.setattr(Gpu, "of", lambda _: RTX_4090)
+    with steered("cuda", META):
         said = products_by(600, products)[0]
     assert f"compute capability 9.0, {RTX_4090.name} has 8.9" in said and said.endswith(": a, b, c, d, e")

@@ -130,13 +130,13 @@ def test_the_device_may_hold_small_clusters_only(
 ) -> None:
     monkeypatch.setattr("tests.support.streamed_support.ROOM", room)
     monkeypatch.setattr(nvrtc, "load_module", RecordedModule)
-    planned, module = launch.planned(H200, SMOLVLA, 1, 177, 2, torch.device("cpu"))
+    planned, module = launch.planned(H200, SMOLVLA, 1, 177, torch.device("cpu"))
     assert isinstance(module, RecordedModule) and module.source == planned.source
     assert planned.clusters["grouped"] == ranks == module.defines["GROUP_RANKS"]
     assert not ROOM
 
 
-@pytest.mark.parametrize("name", ["10 actions", "full", "full int8", "all cross", "three sequences"])
+@pytest.mark.parametrize("name", ["10 actions", "full", "all cross", "three sequences"])
 def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a layer that crosses, q/k/v apart has the blocks of queries alone."""
     monkeypatch.setattr(nvrtc, "load_module", RecordedModule)
@@ -167,13 +167,12 @@ def test_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (d["SELF_EVERY"], d["T"], d["HZ"]) == (config.self_every, config.action_horizon, config.action_horizon)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_what_a_model_lacks_of_the_width_is_zero(precision: str) -> None:
+def test_what_a_model_lacks_of_the_width_is_zero() -> None:
     """Packed and unpacked again, products after a norm are the layers' own, and zero beyond; so are the constants."""
     loops = Loops(EXPERTS["16 actions"])
     with torch.inference_mode():
-        own = SmolVlaExpertWeights.of(loops.model("cpu", torch.bfloat16), precision)
-        wide = SmolVlaExpertWeights.of(loops.model("cpu", torch.bfloat16), precision, streamed=True)
+        own = SmolVlaExpertWeights.of(loops.model("cpu", torch.bfloat16), "bf16")
+        wide = SmolVlaExpertWeights.of(loops.model("cpu", torch.bfloat16), "bf16", streamed=True)
         tables, padded = (steps_of(loops.model("cpu", torch.float32), 3, streamed=s) for s in (False, True))
     assert wide.packed is not None and not wide.layers and own.packed is None
     e, sizes = loops.case.config.expert, sizes_of(loops.case.config)

@@ -15,19 +15,18 @@ import pytest
 import torch
 
 from tests.support.gpus import A100, ARCHITECTURES, H200, ORIN, RTX_4090
+from tests.support.runtimes import steered
 from tests.support.scales import scales_of_any
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.engines.native import why_not
 from vla_accel.errors import CheckpointError, ConfigError, EngineError
+from vla_accel.families.loading import load
 from vla_accel.fp8 import E4M3, FORMATS, INT8, no_scales
-from vla_accel.kernels import autotune
 from vla_accel.kernels import config as configs
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import Fastest
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gemm import int8
 from vla_accel.kernels.gemm.choice import has_hopper_gemm, products_by
 from vla_accel.kernels.gemm.epilogue import Epilogue
@@ -35,8 +34,10 @@ from vla_accel.kernels.gemm.hopper import planned
 from vla_accel.kernels.gemm.int8 import candidates, default
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import make_linear, pair
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.measure.parity import LIMITS, compare, reference_of
 from vla_accel.measure.random_policy import calibrate_on_noise, random_observations
+from vla_accel.runtime import current
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("vision", "kv_cache", "denoise")
@@ -114,14 +115,14 @@ def test_paired_rows_keep_their_scales() -> None:
 
 def test_no_hopper_kernel_is_taken_for_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tables know BF16, FP16 and FP8, and would take an unknown one for BF16."""
-    monkeypatch.setattr("vla_accel.kernels.gemm.choice.path", lambda _: "cuda")
-    monkeypatch.setattr("vla_accel.kernels.gpu.Gpu.of", lambda _: H200)
+    monkeypatch.setattr(Gpu, "of", lambda _: H200)
     weight = torch.empty(2048, 2048, device="meta")
     assert planned(H200, torch.bfloat16, Activation.NONE, 544, 2048, 2048) is not None
-    for inside in (True, False):
-        quantised = make_linear(weight, None, torch.bfloat16, 1.0, form=INT8)
-        assert not has_hopper_gemm(544, quantised, Activation.NONE, inside=inside)
-    assert has_hopper_gemm(544, make_linear(weight, None, torch.bfloat16), Activation.NONE, inside=True)
+    with steered("cuda", torch.device("meta")):
+        for inside in (True, False):
+            quantised = make_linear(weight, None, torch.bfloat16, 1.0, form=INT8)
+            assert not has_hopper_gemm(544, quantised, Activation.NONE, inside=inside)
+        assert has_hopper_gemm(544, make_linear(weight, None, torch.bfloat16), Activation.NONE, inside=True)
 
 
 # -- kernels ------------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def test_a_measured_tile_is_the_one_that_is_launched(monkeypatch: pytest.MonkeyP
     """As on a GPU, with nothing computed: what is the quickest is said."""
     launched: list[Any] = []
     monkeypatch.setattr(configs, "_MEASURED", {})
-    monkeypatch.setattr(int8.Gpu, "of", lambda _: RTX_4090)
+    monkeypatch.setattr(Gpu, "of", lambda _: RTX_4090)
     monkeypatch.setattr(int8, "launch", lambda *words: launched.append(words[4]))
     layer = make_linear(torch.randn(64, 48), None, torch.bfloat16, 1.0, form=INT8)
     asked = []
@@ -200,20 +201,20 @@ def test_a_measured_tile_is_the_one_that_is_launched(monkeypatch: pytest.MonkeyP
         gemm(x, layer, out, geglu)
         gemm(x, layer, out, swiglu)
         gemm(x[:100], layer, out[:100], geglu)
-        with autotune.pinned():
+        with replace(current(x), deterministic=True).open():
             int8.tune(layer, Activation.SWIGLU, 200)
             gemm(x, layer, out, geglu)
-    assert asked == ["INT8 geglu 200x64x48"] * 2, "nothing is read or kept while choices are pinned"
+    assert asked == ["INT8 geglu 200x64x48"]
     best = max(candidates(RTX_4090, 200), key=str)
     assert best != default(200) and launched == [default(200), best, default(200), default(100), default(200)]
     # The ledger names it, and calls nothing of ours the library's.
     plain = make_linear(torch.randn(64, 48), None, torch.bfloat16)
-    monkeypatch.setattr("vla_accel.kernels.gemm.choice.path", lambda _: "cuda")
     products = {"gate_up": (layer, Activation.GEGLU), "o": (layer, Activation.NONE), "qkv": (plain, Activation.NONE)}
     reason = f"it needs compute capability 9.0, {RTX_4090.name} has 8.9"
-    assert products_by(200, products) == (
-        f", products in INT8 by Triton ({best}): gate_up, o; by cuBLAS (CUDA C++ out: {reason}): qkv", False
-    )  # fmt: skip
+    with steered("cuda"):
+        said, early = products_by(200, products)
+    assert said == f", products in INT8 by Triton ({best}): gate_up, o; by cuBLAS (CUDA C++ out: {reason}): qkv"
+    assert not early
 
 
 # -- in a policy --------------------------------------------------------------------------------------------------

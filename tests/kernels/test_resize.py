@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.runtimes import steered
 from vla_accel.errors import ObservationError
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.image.resize import fit, fit_of, fits_on, rehearse
 from vla_accel.pictures import Resize
 from vla_accel.transforms.images import resize
@@ -85,7 +85,7 @@ def test_kernels_are_compiled_on_the_device_that_they_are_for(monkeypatch: pytes
 INTERPRETED = """
 import numpy as np
 from tests.kernels.test_resize import METHODS, fitted_here, picture
-from vla_accel.kernels.dispatch import steered
+from tests.support.runtimes import steered
 from vla_accel.transforms.images import resize
 for method in METHODS:
     for (height, width), size in (((60, 80), 28), ((25, 20), 32), ((20, 31), 31), ((1, 5), 5), ((33, 33), 33)):
@@ -109,6 +109,6 @@ def test_a_gpu_s_kernels_are_the_host_s_too(method: Resize) -> None:
         for size in (224, 512):
             image = picture(height, width)
             np.testing.assert_array_equal(fitted_here(image, size, method, device), resize(image, size, method))
-    with steered("reference"):
+    with steered("reference", device):
         image = picture(60, 80)
         np.testing.assert_array_equal(fitted_here(image, 28, method, device), resize(image, 28, method))

@@ -17,6 +17,8 @@ import torch
 
 from vla_accel.errors import EngineError
 from vla_accel.kernels import nvrtc
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import Runtime
 
 FIRST, SECOND = (torch.device("cuda", i) for i in range(2))
 SOURCES = sorted(Path(nvrtc.__file__).parent.rglob("*.cu*"))
@@ -163,11 +165,13 @@ def test_kernels_are_compiled_side_by_side_before_they_are_loaded(monkeypatch: p
 
     monkeypatch.setattr(nvrtc, "compiled", compiled)
 
+    monkeypatch.setattr(Gpu, "of", lambda _: None)
+
     def launch(source: str) -> None:
         nvrtc.load_module(source, {"f": 0}, "sm_90a", FIRST).launch("f", 1, 32, ())
 
     launch("old")
-    with nvrtc.compiled_side_by_side():
+    with nvrtc.submitting() as submit, Runtime(FIRST, None, "cuda", submit=submit).open():
         for source in ("old", "new", "broken", "new"):
             launch(source)
     assert len(machine.launches) == 2, "what is loaded is launched, what was sent is not sent again"

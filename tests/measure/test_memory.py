@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from eval.gpu_table import RECIPES, gpus, memory
-from eval.markdown import MODELS
+from benchmarks.tables.hardware import RECIPES, gpus, memory
+from benchmarks.tables.table import MODELS
 from tests.support.gpus import A100, L40S, ORIN, RTX_4090, RTX_5090, THOR
 from vla_accel.measure.memory import SMALLEST, counted
 

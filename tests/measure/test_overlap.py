@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from eval.bench_tables import bench as table
-from tests.eval.test_evidence_tables import bench as report
+from benchmarks.tables.bench import bench as table
+from tests.support.reports import shape_report as report
 from vla_accel import cli
 from vla_accel.errors import EngineError
 from vla_accel.measure import overlap

@@ -111,7 +111,7 @@ def test_progress_ends_with_the_last_call(monkeypatch: pytest.MonkeyPatch) -> No
     reference, asked = Stub(), []
     report(Stub(), reference, count=20, progress=lambda line: asked.append((line, reference.calls)))
     assert asked[-1] == ("20/20 calls of each", 40) and reference.calls == 40 and len(asked) == 1
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
     report(Stub(), Stub(), count=20, progress=lambda line: asked.append((line, 0)))
     assert [line for line, _ in asked[1:]] == [f"{done}/20 calls of each" for done in range(1, 21)], "each takes longer"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from eval.image_tables import precisions
+from benchmarks.tables.images import precisions
 from tests.support.agreement import RATIO
 from vla_accel import cli
 from vla_accel.cli import precision
@@ -141,7 +141,7 @@ def test_cost_halves_the_weights(net: Net) -> None:
 @pytest.mark.parametrize("model", ["tiny-qwen-vae", "tiny-sd-vae", "tiny-sd-unet", "tiny-qwen-text-encoder"])
 def test_the_command_reports(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
-    monkeypatch.setattr("vla_accel.progress.SAID_EVERY_S", 0.0)
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
     torch.manual_seed(0)
     name, number = ("tokens", 8) if model == "tiny-qwen-text-encoder" else ("size", 64)
     assert cli.main(["precision", model, f"--{name}", str(number), "--calls", "1"]) == 0

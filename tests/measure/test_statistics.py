@@ -12,14 +12,14 @@ import pytest
 
 from tests.support import groot_folders, tiny_smolvla
 from tests.support.tiny import statistics, tiny_observation, write_tiny_checkpoint
-from vla_accel.checkpoints.loading import load
 from vla_accel.cli import main
 from vla_accel.errors import ObservationError
 from vla_accel.families import stand_in
 from vla_accel.families.family import family_named
+from vla_accel.families.loading import load
 from vla_accel.measure.recording import save_observations
 from vla_accel.measure.statistics import fits
-from vla_accel.transforms.ranges import DEVIATIONS, FAR, Range
+from vla_accel.transforms.normalisation import DEVIATIONS, FAR, Range
 
 
 def test_outside_and_far_outside_are_counted_by_dimension() -> None:
@@ -75,7 +75,7 @@ def test_what_the_statistics_give_back_is_inside_them(write: Callable[[Path], No
     middle = processor.prepare(example)
     horizon = getattr(processor, "rows", 3)
     model = np.zeros((horizon, processor.action_dim))
-    actions = processor.finish(model, middle)[:2]
+    actions = processor.unnormalize_actions(model, middle)[:2]
     inside = [{**example, "actions": actions}, {**example, "action": actions[0]}]
     state, acted = fits(processor, inside)
     assert (state.name, state.rows, acted.name, acted.rows) == ("state", 2, "actions", 3)
@@ -106,7 +106,7 @@ def test_the_robots_own_units_are_not_those_of_the_statistics() -> None:
     processor = processor_of(PRESETS["aloha"])
     example = processor.example()
     inputs = processor.prepare(example)
-    actions = processor.finish(np.zeros((2, processor.action_dim)), inputs)
+    actions = processor.unnormalize_actions(np.zeros((2, processor.action_dim)), inputs)
     found = processor.before_scaling(inputs, actions)
     np.testing.assert_allclose(processor.actions.normalise(found["actions"]), 0, atol=1e-6)
     np.testing.assert_allclose(processor.state.normalise(found["state"])[0, :6], 0, atol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,13 @@ from vla_accel.engines.native import why_not
 from vla_accel.errors import EngineError
 from vla_accel.families.groot import native_loop as groot_denoise
 from vla_accel.families.pi0 import native_loop as expert
+from vla_accel.families.smolvla import native_loop as smolvla_loop
 from vla_accel.fp8 import INT8
-from vla_accel.kernels.gemm import suffix
+from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.nn.store import plain_input
+from vla_accel.nn.loop import described
+from vla_accel.nn.weights import plain_input
 
 PARTS = ("vision", "kv_cache", "denoise")
 PRODUCTS = {"pi0": 4 * 3, "pi05": 4 * 3, "smolvla": 4 * 3, "groot": 4 * 8}
@@ -95,7 +98,7 @@ def test_no_calibration_enters() -> None:
 def test_a_measured_cut_is_of_one_kind_of_weights() -> None:
     """FP8 and INT8 take as many bytes, and other instructions."""
     x, weight = torch.empty(10, 64, dtype=torch.bfloat16), torch.randn(32, 64)
-    names = {str(suffix.project_product(x, plain_input(kind, weight))) for kind in ("bf16", "fp8", "int8")}
+    names = {str(gemm_sizes(x, plain_input(kind, weight))) for kind in ("bf16", "fp8", "int8")}
     assert len(names) == 3
 
 
@@ -156,12 +159,17 @@ def test_the_ledger_and_the_memory_say_so(name: str, folders: dict[str, Path]) -
     assert read[0] - read[1] == 3 * sum(t.numel() for t in stored), "the floor of three steps"
 
 
-def test_hoppers_loop_takes_int8_where_it_takes_bf16(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = policy_of(folders["pi05"], "auto").model
+@pytest.mark.parametrize("name", ["pi05", "smolvla"])
+def test_hopper_runs_int8_in_fused_ops_and_the_ledger_says_why(
+    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(folders[name])
     monkeypatch.setattr(Gpu, "of", lambda _: H200)
-    of_int8, of_bf16 = (expert.why_not_streamed(model, precision, 1) for precision in ("int8", "bf16"))
-    assert of_int8 == of_bf16
-    assert expert.why_not_streamed(model, "fp8", 1) == "it takes BF16 or INT8 weights"
+    programs: Any = {"pi05": expert, "smolvla": smolvla_loop}[name]
+    why_not = programs.why_not_streamed(policy.model, "int8", 1)
+    assert why_not == "it takes BF16 weights, not INT8"
+    text = described(SimpleNamespace(detail=""), "INT8 weights", why_not)
+    assert "(no streamed kernels: it takes BF16 weights, not INT8)" in text
 
 
 def test_gpus_without_fp8_have_it() -> None:

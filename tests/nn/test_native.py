@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,20 @@ from vla_accel.component import Component
 from vla_accel.config import load_config
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.kernels.gemm import norms
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.nn import plan
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.padding import padded_prompt
 from vla_accel.nn.siglip import SiglipConfig
+from vla_accel.runtime import Runtime, current
 
 FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
 EAGER = FP32.with_specs(dict.fromkeys(("vision", "kv_cache", "denoise"), EngineSpec("eager")))
+CPU = torch.device("cpu")
 NATIVE = replace(EAGER, vision=EngineSpec("native"), kv_cache=EngineSpec("native"), denoise=EngineSpec("native"))
 # What programs write before they read.
 SCRATCH = ("patches", "embedded", "x", "y", "h", "h_mlp", "qkv", "last_kv", "context", "hidden", "active", "last")
-SCRATCH = (*SCRATCH, "gate_up", "q", "k", "v")
+SCRATCH = (*SCRATCH, "q", "k", "v")
 PROMPTS = ("pick up the bowl", "pick up the black bowl on the plate and place it on the stove")
 
 
@@ -72,7 +73,7 @@ def test_norms_inside_the_products_agree_with_eager(
     write_tiny_checkpoint(
         tmp_path, "pi05", vision=vision, prefix=prefix, expert=replace(tiny_config("pi05").expert, depth=4)
     )
-    monkeypatch.setattr(norms, "can_be_inside", lambda *_: True)
+    monkeypatch.setattr(plan, "can_be_inside", lambda *_: True)
     eager, native = (OptimizedPolicy.from_pretrained(tmp_path, c) for c in (EAGER, NATIVE))
     observations = [tiny_observation(seed, PROMPTS[seed % 2]) for seed in range(batch)]
     start = noise(eager, batch)
@@ -81,7 +82,7 @@ def test_norms_inside_the_products_agree_with_eager(
         results = native.infer_batch(observations[::order], noise=start)
         np.testing.assert_allclose([r["actions"] for r in results], want, rtol=0, atol=2e-4)
     details = {e["component"]: str(e["detail"]) for e in results[0]["engines"]}
-    assert "norms inside" in details["vision"] and "norm of q/k/v and gate/up inside" in details["kv_cache"]
+    assert all("norms inside" in details[part] for part in ("vision", "kv_cache"))
 
 
 def test_one_pipeline_serves_a_bucket_of_prompts(folder: Path) -> None:
@@ -107,7 +108,7 @@ def test_stale_buffers_do_not_leak_into_a_call(folder: Path) -> None:
         for pipeline, _ in native.pipelines._kept.values():
             for _, engine in pipeline.engines:
                 program = engine.program  # type: ignore[attr-defined]
-                holders = (vars(program), vars(getattr(program, "loop", program)))
+                holders = [vars(getattr(program, part, program)) for part in ("", "loop", "stack")]
                 scratch = [h[name] for h in holders for name in SCRATCH if name in h]
                 for buffer in (*engine.inputs.values(), *engine.outputs.values(), *scratch):
                     buffer.fill_(float("nan") if buffer.is_floating_point() else 1)
@@ -156,29 +157,30 @@ def test_the_ledger_says_that_no_gpu_ran(folder: Path) -> None:
 
 
 def test_portable_kernels_are_built_and_run_for_a_gpu_without_hopper_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything below the engine asks `Gpu.of`, and is told of a GPU as an Ada one is."""
+    """The program is built and runs with the runtime of a GPU that has no more than an Ada one."""
     told: list[Gpu | None] = []
 
     def program(_: EngineSpec) -> Any:
-        told.append(Gpu.of(torch.device("cuda", 0)))
+        told.append(current(CPU).gpu)
 
         def run(inputs: Any, outputs: Any) -> None:
-            told.append(Gpu.of(torch.device("cuda", 0)))
+            told.append(current(CPU).gpu)
 
         run.detail = "a program"  # type: ignore[attr-defined]
         return run
 
-    monkeypatch.setattr("vla_accel.engines.native.Gpu", SimpleNamespace(of=lambda _: H200))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
     component = Component("part", torch.nn.Identity(), (), (), native=program)
     config = load_config({"native": {"kernels": "portable"}, "denoise": "native"})
     spec = config.specs(("vision", "denoise"))["denoise"]
-    engine = NativeEngine(component, torch.device("cpu"), spec)
+    hopper = replace(Runtime.of(CPU), gpu=H200)
+    with hopper.open():
+        engine = NativeEngine(component, CPU, spec)
     engine.run()
     assert told == [H200.portable] * 2 and not H200.portable.dependent_launch
     assert engine.detail.endswith("portable kernels (as on compute capability 8.9)")
-    with assumed(H200):
-        plain = NativeEngine(component, torch.device("cpu"), EngineSpec("native"))
+    with hopper.open():
+        plain = NativeEngine(component, CPU, EngineSpec("native"))
     assert told[2] is H200 and "portable" not in plain.detail
 
 

@@ -5,7 +5,7 @@ With lerobot's interpreter, then with this package's, on the CPU (12 GB of memor
     python tests/references/make_smolvla_reference.py --out DIR/smolvla --variants full
     python tests/references/make_groot_reference.py --out DIR/groot --full
     python tests/references/make_pi0_fast_reference.py --out DIR/pi0_fast
-    python -m tests.parity.compare_with_lerobot DIR/smolvla/full DIR/groot --output eval/results/lerobot_parity_cpu.json
+    python -m tests.parity.compare_with_lerobot DIR/smolvla/full DIR/groot --output lerobot_parity_cpu.json
 
 π0-FAST is compared at a small size (`DIR/pi0_fast/apart`), its tokens' actions as lerobot makes them of any tokens.
 Batch 1 and 3, a camera less, padded prompts, on weights of lerobot's that ours reads from the file. In float32 actions
@@ -31,10 +31,10 @@ from torch import Tensor
 
 from tests.support.agreement import ACTIONS_ATOL, rms
 from tests.support.whole_calls import pi0_fast_tokens, smolvla_actions
-from vla_accel.checkpoints.loading import Checkpoint, family_of, load
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.network import Groot, overlap_weights
+from vla_accel.families.loading import Checkpoint, family_of, load
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.network import Pi0Fast
 from vla_accel.families.pi0_fast.transforms import FastProcessor

@@ -117,9 +117,8 @@ def randomise(model: Any, reference: Any, generator: torch.Generator) -> None:
 def compare(family: str, sizes: Any, reference: Any, device: str, folder: Path, seed: int) -> dict[str, Any]:
     from safetensors.torch import save_model
 
-    from vla_accel.checkpoints.dialects import Stated, infer_config
     from vla_accel.checkpoints.weights import SafetensorsWeights
-    from vla_accel.families.pi0.checkpoint import load_weights
+    from vla_accel.families.pi0.checkpoint import Stated, infer_config, load_weights
 
     started = time.perf_counter()
     with torch.device(device):

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tests.parity import compare_with_lerobot
 from tests.support import tiny_pi0_fast
 from tests.support.tiny_smolvla import write_lerobot
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import CheckpointSpec, PolicyConfig
+from vla_accel.families.loading import load
 from vla_accel.families.pi0_fast.network import Pi0Fast
 from vla_accel.families.smolvla.network import SmolVla
 

@@ -24,8 +24,8 @@ from tests.support.agreement import assert_as_near, assert_same
 from tests.support.groot_folders import REFERENCE
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
-from vla_accel.checkpoints.loading import load
 from vla_accel.families.groot.network import Groot
+from vla_accel.families.loading import load
 
 pytestmark = pytest.mark.parity
 

@@ -22,9 +22,9 @@ from tests.support.agreement import assert_same
 from tests.support.in_memory import load_file_or_folder
 from tests.support.reference_script import make_reference, python_of
 from tests.support.whole_calls import pi0_actions
-from vla_accel.checkpoints.dialects import Stated, infer_config
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.cli import main
+from vla_accel.families.pi0.checkpoint import Stated, infer_config
 from vla_accel.families.pi0.network import Pi0
 
 pytestmark = pytest.mark.parity

@@ -24,7 +24,7 @@ from torch import Tensor
 from tests.support.agreement import assert_same
 from tests.support.reference_script import make_reference, python_of
 from tests.support.whole_calls import pi0_actions
-from vla_accel.checkpoints.loading import load
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.transforms.processing import Processor
 
@@ -100,7 +100,7 @@ def test_whole_observations(reference: Reference, record_property: Any) -> None:
             noise=torch.from_numpy(robot["noise"][i : i + 1]),
             num_steps=10,
         )
-        answers.append(reference.processor.finish(actions[0].numpy(), inputs))
+        answers.append(reference.processor.unnormalize_actions(actions[0].numpy(), inputs))
     ours = np.stack(answers)
     flat = f"{model.config.kind} whole observation, flat images"
     assert_same(ours[:1], robot["actions"][:1], flat, record_property)

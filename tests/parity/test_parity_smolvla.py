@@ -28,7 +28,7 @@ from tests.parity.compare_with_lerobot import BF16_RATIO, ask_smolvla
 from tests.support.agreement import assert_as_near, assert_same
 from tests.support.reference_script import make_reference, python_of
 from vla_accel import OptimizedPolicy
-from vla_accel.checkpoints.loading import load
+from vla_accel.families.loading import load
 from vla_accel.families.smolvla.network import SmolVla
 
 pytestmark = pytest.mark.parity

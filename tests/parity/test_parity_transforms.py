@@ -74,6 +74,6 @@ def test_a_preset_is_openpis(folder: Path, name: str) -> None:
         np.testing.assert_array_equal(inputs.images, given["images"])
         np.testing.assert_array_equal(inputs.tokens, given["tokens"])
         np.testing.assert_allclose(inputs.state, given["state"].astype(np.float32), rtol=0, atol=0)
-        robot = processor.finish(given["actions"], inputs)
+        robot = processor.unnormalize_actions(given["actions"], inputs)
         # openpi adds 1 to π0.5's float32 actions before it widens them; otherwise the last bits of float64 remain.
         np.testing.assert_allclose(robot, given["robot"], rtol=0, atol=1e-6 if kind == "quantile" else 1e-12)

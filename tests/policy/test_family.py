@@ -15,11 +15,11 @@ import torch
 from tests.support.toy_family import REAL, TOY, Toy, ToyConfig, ToyTransforms
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, cli
 from vla_accel.checkpoints.checkpoint import save_checkpoint
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.engines.eager import EagerEngine
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
 from vla_accel.families.family import FAMILIES, family_named
+from vla_accel.families.loading import load
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.policy import ahead_of_time

@@ -29,14 +29,14 @@ from tests.support.tiny import (
 from tests.support.waiting import PATIENCE_S
 from tests.transforms.test_presets import inputs_of, processor_of
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import RtcConfig
 from vla_accel.errors import ObservationError
+from vla_accel.families.loading import Checkpoint
 from vla_accel.families.pi0.family import PI0
 from vla_accel.families.pi0.network import Kind
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm import suffix
-from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance
+from vla_accel.kernels.rows import flow
+from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Guidance
 from vla_accel.remote import inference
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.remote.metadata import batches_prev_chunks, supports_prev_chunk
@@ -181,7 +181,7 @@ def test_all_inputs_of_a_call_travel_in_one_copy(folder: Path, engine: str) -> N
     inputs = [(e, n) for _, e in pipeline.engines for n in e.inputs if n in pipeline._host]
     assert {n for _, n in inputs} >= {"images", "tokens", "target", "weights"}
     for e, name in inputs:
-        assert e.inputs[name].untyped_storage().data_ptr() == pipeline._given.data_ptr()
+        assert e.inputs[name].untyped_storage().data_ptr() == pipeline._device_buffer.data_ptr()
         assert e.inputs[name].storage_offset() * e.inputs[name].itemsize % 256 == 0
         assert e.inputs[name].is_contiguous()
 
@@ -211,7 +211,7 @@ def test_the_ops_step_with_weights_of_zero_is_the_plain_step() -> None:
         got = actions.clone()
         output, into = ActionOutput(scale, None, w_out, b_out, 1e-6), ActionInput(w_in, b_in, Activation.NONE)
         at = EulerStep(-0.1, 0.7, 3.0, first=False, last=True)
-        suffix.step(x, output, got, Guidance(target, weights), into, torch.zeros(10, 12), at, tokens=5)
+        flow.step(x, output, got, Guidance(target, weights), into, torch.zeros(10, 12), at, tokens=5)
         return got
 
     assert torch.equal(step(torch.zeros(2, 5)), want)
@@ -304,16 +304,16 @@ def test_begin_is_the_inverse_of_finish(name: str, kind: Any) -> None:
     inputs = inputs_of(rng.uniform(0.1, 0.9, preset.state_dim))
     model = rng.normal(size=(4, 16)).astype(np.float32)
     model[:, preset.action_dim :] = 0
-    robot = processor.finish(model, inputs)
+    robot = processor.unnormalize_actions(model, inputs)
     before = robot.copy()
-    again = processor.begin(robot, inputs)
+    again = processor.normalize_actions(robot, inputs)
     assert again.dtype == np.float32 and again.shape == (4, 16)
     np.testing.assert_allclose(again, model, rtol=0, atol=1e-6)
     np.testing.assert_array_equal(robot, before)
-    np.testing.assert_allclose(processor.finish(again, inputs), robot, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(processor.unnormalize_actions(again, inputs), robot, rtol=0, atol=1e-6)
     # The state matters exactly where actions are relative to it.
     other = replace(inputs, raw_state=inputs.raw_state + 0.05)
-    moved = np.abs(processor.begin(robot, other) - again).max(0) > 1e-3
+    moved = np.abs(processor.normalize_actions(robot, other) - again).max(0) > 1e-3
     assert set(np.flatnonzero(moved)) == set(preset.delta_actions)
 
 
@@ -321,7 +321,7 @@ def test_alohas_chunk_by_hand() -> None:
     processor = processor_of(ALOHA)
     state = np.linspace(0.1, 1.4, 14)
     robot = np.linspace(-1, 1, 14)[None]
-    got = processor.begin(robot, inputs_of(state))[0]
+    got = processor.normalize_actions(robot, inputs_of(state))[0]
     for i in range(14):
         if i in (6, 13):
             expected = robot[0, i] * (1.4910 + 0.6213) - 0.6213 - 0.5476

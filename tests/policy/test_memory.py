@@ -20,10 +20,10 @@ from tests.support.gpus import H200
 from tests.support.scales import scales_of_any
 from tests.support.tiny import Kind, tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import NativeOptions, TensorrtOptions
 from vla_accel.errors import DeviceMemoryError
 from vla_accel.families.groot.family import GROOT
+from vla_accel.families.loading import load
 from vla_accel.families.pi0.family import PI0, PI05
 from vla_accel.families.pi0.native import Pi0Store
 from vla_accel.families.pi0.network import Pi0

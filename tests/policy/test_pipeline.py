@@ -13,11 +13,9 @@ import torch
 from tests.support.tiny import TOKENIZER, random_model, tiny_config, tiny_observation, write_tiny_checkpoint
 from tests.transforms.test_presets import ALL, aloha, processor_of
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.errors import EngineError, ObservationError
-from vla_accel.families import prompted
+from vla_accel.families.loading import Checkpoint
 from vla_accel.families.pi0.family import PI0
-from vla_accel.policy.pipeline import Feed
 from vla_accel.transforms.images import resize
 from vla_accel.transforms.robots import PRESETS
 
@@ -70,7 +68,7 @@ def test_a_call_that_failed_half_way_guides_nobody(policy: OptimizedPolicy) -> N
     target = np.ones(staged(policy)["target"].shape, np.float32)
     guidance = {"target": target, "weights": np.ones(target.shape[:2])}
     with pytest.raises(TypeError, match="Cannot cast"):
-        pipeline.feed(replace(feed, guidance=guidance), torch.Generator())
+        pipeline.finish(replace(feed, guidance=guidance), torch.Generator())
     assert staged(policy)["target"].any()
     policy.infer(tiny_observation())
     assert not staged(policy)["target"].any() and not staged(policy)["weights"].any()
@@ -120,32 +118,6 @@ def test_images_of_every_form_are_staged_and_left_alone(policy: OptimizedPolicy,
         assert not np.shares_memory(place, given[key])
 
 
-@pytest.mark.parametrize("sizes", [((40, 60), (28, 28)), ((28, 28), (28, 28)), ((60, 40), (28, 200))])
-def test_images_that_the_device_fits_are_those_of_the_host(
-    sizes: tuple[tuple[int, int], ...], policy: OptimizedPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some of a call's images or all, again with others of the same sizes, and then none."""
-    noise = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
-    rng = np.random.default_rng(1)
-
-    def batch(sizes: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
-        views = [
-            {key: rng.integers(0, 256, (*size, 3), np.uint8) for key, size in zip(VIEWS, sizes, strict=True)}
-            for _ in range(2)
-        ]
-        return [{**tiny_observation(seed), **view} for seed, view in enumerate(views)]
-
-    for given in (batch(sizes), batch(sizes), batch(((28, 28), (28, 28)))):
-        want = [r["actions"] for r in policy.infer_batch(given, noise=noise)]
-        seen = policy.pipelines.newest.outputs["image_tokens"].clone()
-        policy.infer_batch(batch(sizes), noise=noise)  # other images in every buffer
-        with monkeypatch.context() as patch:
-            patch.setattr(prompted, "fits_on", lambda device: True)
-            got = [r["actions"] for r in policy.infer_batch(given, noise=noise)]
-        assert torch.equal(policy.pipelines.newest.outputs["image_tokens"], seen)
-        np.testing.assert_array_equal(got, want)
-
-
 def test_what_a_caller_does_with_images_after_the_call_changes_nothing(policy: OptimizedPolicy) -> None:
     noise = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
     observations = [tiny_observation(seed) for seed in range(2)]
@@ -176,33 +148,25 @@ def test_a_batch_of_other_views_is_refused_and_the_next_is_not() -> None:
 
 
 @torch.inference_mode()
-def test_rows_and_views_must_be_as_many_as_the_shapes(policy: OptimizedPolicy) -> None:
+def test_a_feed_must_fill_the_buffers(policy: OptimizedPolicy) -> None:
     policy.infer(tiny_observation())
     pipeline, feed = policy._feed([policy.processor.prepare(tiny_observation())], None, None)
-
-    def refused(changed: Feed) -> None:
-        with pytest.raises(ValueError, match="zip"):
-            pipeline.feed(changed, torch.Generator())
-
-    images: Any = feed.given["images"]
-    refused(replace(feed, given={**feed.given, "images": [*images, *images]}))
-    refused(replace(feed, given={**feed.given, "images": [images[0][:1]]}))
-    refused(replace(feed, given={**feed.given, "tokens": []}))
-
-
-@torch.inference_mode()
-def test_a_host_input_must_be_there_and_fit(policy: OptimizedPolicy) -> None:
-    policy.infer(tiny_observation())
-    pipeline, feed = policy._feed([policy.processor.prepare(tiny_observation())], None, None)
-    tokens: Any = feed.given["tokens"]
-    images: Any = feed.given["images"]
-    for given, message in (
-        ({n: v for n, v in feed.given.items() if n != "images"}, "pi05: its feed lacks images; it has tokens, lengths"),
-        ({**feed.given, "tokens": [np.tile(tokens[0], 9)]}, r"expected shape \(\d+,\), got \(\d+,\)"),
-        ({**feed.given, "images": [[i[:, :, :1] for i in images[0]]]}, r"expected shape \(28, 28, 3\)"),
+    tokens: Any = feed.inputs["tokens"]
+    images: Any = feed.inputs["images"]
+    for changes, parts in (
+        ({"images": None}, ("pi05", "lacks images", "tokens")),
+        ({"tokens": None}, ("pi05", "lacks tokens", "images")),
+        ({"images": [*images, *images]}, ("images: expected 2", "got 4")),
+        ({"images": images[:1]}, ("images: expected 2", "got 1")),
+        ({"images": [i[:, :, :1] for i in images]}, ("images: expected shape (28, 28, 3)", "got (28, 28, 1)")),
+        ({"tokens": []}, ("tokens: expected 1", "got 0")),
+        ({"tokens": [np.tile(tokens[0], 9)]}, ("tokens: expected shape", f"got ({9 * len(tokens[0])},)")),
     ):
-        with pytest.raises(EngineError, match=message):
-            pipeline.feed(replace(feed, given=given), torch.Generator())
+        inputs = {name: rows for name, rows in {**feed.inputs, **changes}.items() if rows is not None}
+        with pytest.raises(EngineError) as refused:
+            pipeline.start(inputs)
+            pipeline.finish(replace(feed, inputs=inputs), torch.Generator())
+        assert all(part in str(refused.value) for part in parts), refused.value
 
 
 def test_results_share_nothing(policy: OptimizedPolicy) -> None:

@@ -18,9 +18,9 @@ from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
 from tests.support.published_folders import write_lerobot, write_openpi
 from tests.support.tiny import WORDS, tiny_observation, write_robot, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import CheckpointSpec, EngineSpec, NativeOptions, RtcConfig, load_config
 from vla_accel.errors import ConfigError, EngineError, VlaAccelError
+from vla_accel.families.loading import load
 from vla_accel.transforms.tokenizer import SmallTokenizer
 
 EAGER = {"device": "cpu", "num_steps": 3, "vision": "eager", "kv_cache": "eager", "denoise": "eager"}

@@ -12,9 +12,9 @@ import torch
 from tests.support.reference_rtc import guided_euler
 from tests.support.tiny_smolvla import observation, write_lerobot
 from vla_accel import OptimizedPolicy
-from vla_accel.checkpoints.loading import load
 from vla_accel.config import load_config
 from vla_accel.errors import DependencyError, ObservationError
+from vla_accel.families.loading import load
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.network import SmolVla
 from vla_accel.measure.parity import compare, reference_of
@@ -69,7 +69,7 @@ def test_a_previous_chunk_guides(policy: OptimizedPolicy) -> None:
     model, processor, config = policy.model, policy.processor, policy.model.config
     assert isinstance(model, SmolVla)
     inputs = processor.prepare(given)
-    previous = processor.begin(left, inputs)
+    previous = processor.normalize_actions(left, inputs)
     target = torch.zeros(1, config.action_horizon, config.action_dim)
     target[0, : len(previous)] = torch.from_numpy(previous)
     weights = chunk_weights(policy.config.rtc, delay, len(previous), config.action_horizon)
@@ -84,7 +84,7 @@ def test_a_previous_chunk_guides(policy: OptimizedPolicy) -> None:
             lambda x, step: model.velocity(x, rows[step], None, None, keys, values),
             torch.from_numpy(-noise)[None], times.tolist(), target, weights,
         )  # fmt: skip
-    np.testing.assert_allclose(guided, processor.finish(expected[0].numpy(), inputs), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(guided, processor.unnormalize_actions(expected[0].numpy(), inputs), rtol=0, atol=1e-4)
 
 
 def test_parity_of_bf16(folder: Path) -> None:

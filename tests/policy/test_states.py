@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.errors import CheckpointError
+from vla_accel.families.loading import load
 
 EAGER = PolicyConfig(num_steps=1, precision="fp32", device="cpu")
 

@@ -15,11 +15,11 @@ import pytest
 
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
-from vla_accel.checkpoints.loading import load
 from vla_accel.engines import ENGINES
 from vla_accel.engines.eager import EagerEngine
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import ObservationError
+from vla_accel.families.loading import load
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.policy.optimized import MOST_BUILT
 
@@ -124,7 +124,7 @@ def with_digits(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -
     write_tiny_checkpoint(folder, **changes)
     content = json.loads((folder / "config.json").read_text())
     assert content["vocab_size"] >= Digits.vocab_size
-    monkeypatch.setattr("vla_accel.families.pi0.folder.load_tokenizer", lambda *_, **__: Digits())
+    monkeypatch.setattr("vla_accel.families.pi0.checkpoint.load_tokenizer", lambda *_, **__: Digits())
 
 
 def state_of(policy: OptimizedPolicy, value: float) -> np.ndarray:

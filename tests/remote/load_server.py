@@ -215,8 +215,8 @@ def main() -> int:
     logging.getLogger("vla_accel.server").setLevel(logging.CRITICAL)
     devices, observation, make = machine.resolve_devices(chosen.devices), None, Loud
     if chosen.checkpoint is not None:
-        from vla_accel.checkpoints.loading import load as load_checkpoint
         from vla_accel.cli.serve import Load
+        from vla_accel.families.loading import load as load_checkpoint
 
         make = Load(chosen.checkpoint, chosen.config, None)
         observation = dict(

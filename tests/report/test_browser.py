@@ -41,7 +41,7 @@ def browser() -> Iterator[Any]:
 
 
 def stored(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "eval/results" / f"{name}.json").read_text())
+    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
 
 
 def compared(folder: Path) -> tuple[Page, dict[str, Any]]:

@@ -20,7 +20,7 @@ from vla_accel.report.page import Films, Number, Page, Section, Table, Text, ren
 
 
 def stored(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "eval/results" / f"{name}.json").read_text())
+    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
 
 
 def parity_page(report: dict[str, Any]) -> Page:

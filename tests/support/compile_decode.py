@@ -11,11 +11,11 @@ import sys
 import torch
 
 from tests.support.compile_kernels import META, Launch, print_compiled, recorded
+from tests.support.runtimes import steered
 from vla_accel.config import EngineSpec
 from vla_accel.families.pi0.native import Pi0FastStore
 from vla_accel.families.pi0_fast.native_decode import NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gpu import Gpu
 
 
@@ -23,7 +23,7 @@ def launches_of(gpu: Gpu, precision: str, batch: int) -> list[Launch]:
     """What a token launches behind two views and a prompt of the first bucket but two."""
     with META:
         model = Pi0Fast(pi0_fast()).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
-    with steered("triton"):
+    with steered("triton", META):
         spec = EngineSpec("native", precision=precision)  # type: ignore[arg-type]
         program = Pi0FastStore(model).decode(batch, model.config.prefix_tokens(2, 96), 64, spec)
         assert isinstance(program, NativeDecode)

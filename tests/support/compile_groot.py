@@ -13,12 +13,12 @@ import sys
 import torch
 
 from tests.support.compile_kernels import META, Launch, print_compiled, recorded
+from tests.support.runtimes import steered
 from vla_accel.config import EngineSpec
 from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, groot_n17
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gpu import Gpu
 
 STEPS = 4
@@ -29,7 +29,7 @@ def launches_of(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]
     with META:
         model = Groot(groot_n17()).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
     found = {}
-    with steered("triton"):
+    with steered("triton", META):
         for component in groot_components(model, Layout(2, (8, 8), 32), batch, STEPS, True, GrootStore(model)):
             assert component.native is not None
             precise = precision if component.name == "denoise" else "auto"

@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.support.gpus import ARCHITECTURES
+from tests.support.runtimes import steered
 from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
 from vla_accel.families.pi0 import native as pi0_programs
@@ -46,7 +47,6 @@ from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.kernels.attention import key_tilings
 from vla_accel.kernels.attention.suffix import suffix_workspace
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gemm.config import Library, candidates, moments_columns, variants, without_triton
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm_workspace
@@ -98,7 +98,7 @@ def launches_of(
     store: Any = (SmolVlaStore if isinstance(config, SmolVlaConfig) else Pi0Store)(model, scales_of_any(1.0))
     spec, of_loop = EngineSpec("native", precision=precision), EngineSpec("native", precision=loop_precision)
     images, total = views * config.image_tokens, config.prefix_tokens(views, length)
-    with steered("triton"):
+    with steered("triton", META):
         programs = (
             store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
             store.denoise(batch, total, 2, of_loop, trained=trained),
@@ -145,7 +145,7 @@ def recorded(call: Callable[[], None]) -> list[Launch]:
 
     run, JITFunction.run = JITFunction.run, record  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with steered("triton"):
+        with steered("triton", META):
             call()
     finally:
         JITFunction.run = run
@@ -188,24 +188,43 @@ def _kind(value: Any) -> str:
 def source_of(launch: Launch) -> tuple[ASTSource, tuple[Any, ...]]:
     """The source with the specialisation that Triton's launcher would choose, and what tells it from others."""
     kernel, args, options = launch
-    signature: dict[str, str] = {}
+    signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     divisible: dict[tuple[int, ...], Any] = {}
-    for place, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
-            signature[parameter.name], constants[(place,)] = "constexpr", value
-            continue
-        signature[parameter.name] = _kind(value)
+
+    def kind_of(place: tuple[int, ...], value: Any, constant: bool) -> Any:
+        if isinstance(value, tuple) and not constant:
+            kinds = [kind_of((*place, index), one, False) for index, one in enumerate(value)]
+            return type(value)(*kinds) if hasattr(value, "_fields") else tuple(kinds)
+        if constant or value is None or (isinstance(value, int) and value == 1):
+            constants[place] = value
+            return "constexpr"
         if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-            divisible[(place,)] = [["tt.divisibility", 16]]
+            divisible[place] = [["tt.divisibility", 16]]
+        return _kind(value)
+
+    for place, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
+        signature[parameter.name] = kind_of((place,), value, parameter.is_constexpr)
     key = (kernel, *signature.items(), *constants.items(), *divisible, *options.items())
     return ASTSource(kernel, signature, constants, divisible), key
 
 
 def constants_of(launch: Launch) -> dict[str, Any]:
-    """What a launch fixes at compile time."""
+    """What a launch fixes at compile time. PINNED: rows have constants of their own; TMA: tiles come by TMA."""
     kernel, args, _ = launch
-    return {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
+    named = dict(zip(kernel.arg_names, args, strict=True))
+    found = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
+    found["PINNED"] = found.get("PINNED") or getattr(named.get("e"), "pinned", None) is not None
+    return {**found, "TMA": named.get("x_tma") is not None}
+
+
+def types_of(launch: Launch) -> list[str]:
+    """The types of all arguments, those in tuples, too."""
+
+    def flat(kind: Any) -> list[str]:
+        return [one for part in kind for one in flat(part)] if isinstance(kind, tuple) else [kind]
+
+    return flat(tuple(source_of(launch)[0].signature.values()))
 
 
 @functools.cache
@@ -252,7 +271,7 @@ def print_compiled(words: list[str], launches_of: Callable[[Gpu, str, int], Iter
                 "shared": made.metadata.shared, "registers": registers, "spilled": spilled,
                 "fits": made.metadata.shared <= gpu.shared_per_block,
                 "products": sorted(set(re.findall(r"(?:wg)?mma[\w.:]*\.[su]8[\w.:]*", made.asm["ptx"]))),
-                "int8": "*i8" in source_of(launch)[0].signature.values(),
+                "int8": "*i8" in types_of(launch),
             }  # fmt: skip
             print(json.dumps(row), flush=True)
     return gpu
@@ -290,7 +309,7 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) 
             "registers": registers, "spilled": spilled, "waits": ptx.count("griddepcontrol.wait"),
             "releases": ptx.count("griddepcontrol.launch_dependents"), "products": ptx.count("mma"),
             "tma": ptx.count("cp.async.bulk.tensor"), "single": ptx.count("ld.global.b16"), "fp8": "e4m3" in ptx,
-            "int8": "*i8" in source_of(launch)[0].signature.values(),
+            "int8": "*i8" in types_of(launch),
         }  # fmt: skip
         print(json.dumps(row), flush=True)
 

@@ -15,9 +15,9 @@ from tests.support.gpus import H200
 from tests.support.streamed_support import LoopCase
 from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, streamed_loop
 from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.loop import StreamedLoop
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.random_weights import random_model
 
 
@@ -82,7 +82,7 @@ class Pi0Loops:
         """The loop of streamed kernels."""
         case, model = self.case, random_model(Pi0, self.case.config).to_compute_dtype(torch.bfloat16)
         with torch.inference_mode():
-            weights = ExpertWeights.of(model, case.precision, streamed=True)
+            weights = ExpertWeights.of(model, "bf16", streamed=True)
             tables = step_tables(model, weights.normed_products(), case.steps)
             return streamed_loop(H200, weights, case.config, tables, case.batch, case.prefix_tokens)
 

@@ -29,6 +29,7 @@ from vla_accel.ledger import Ledger
 from vla_accel.nn.memory import Counted
 from vla_accel.nn.random_weights import random_model
 from vla_accel.policy.pipeline import Feed, Pipelines, Plan
+from vla_accel.runtime import Runtime
 
 DEVICE = "cuda"
 BF16_COSINE = 0.9995
@@ -73,7 +74,7 @@ def actions_of(
     """Robot actions without what the normalisation adds, which would flatter the cosine."""
     results = policy.infer_batch(observations, noise=noise, **options)
     processor = policy.processor
-    offsets = [processor.finish(np.zeros_like(noise[0]), processor.prepare(o)) for o in observations]
+    offsets = [processor.unnormalize_actions(np.zeros_like(noise[0]), processor.prepare(o)) for o in observations]
     return np.stack([r["actions"] - o for r, o in zip(results, offsets, strict=True)])
 
 
@@ -101,7 +102,7 @@ def feed_of(model: Pi0, shape: PromptShape, seed: int) -> Feed:
     size, images = config.vision.image_size, shape.views * config.vision.tokens
     return Feed(
         {
-            "images": list(rng.integers(0, 256, (shape.batch, shape.views, size, size, 3), dtype=np.uint8)),
+            "images": list(rng.integers(0, 256, (shape.batch * shape.views, size, size, 3), dtype=np.uint8)),
             "tokens": list(rng.integers(0, config.vocab_size, (shape.batch, shape.tokens))),
             "lengths": (images + rng.integers(1, shape.tokens + 1, shape.batch)).astype(np.int32),
             "state": list(rng.standard_normal((shape.batch, config.action_dim)).astype(np.float32)),
@@ -114,14 +115,14 @@ def pipelines_of(model: Pi0, config: PolicyConfig, store: Pi0Store | None = None
     family = {"pi0": PI0, "pi05": PI05}[model.config.kind]
     device = torch.device(DEVICE)
     choices = choose(config.specs(PARTS), device, model.dtype)
-    return Pipelines(Plan(family, model, config, choices, store or Pi0Store(model), device, Ledger()))
+    return Pipelines(Plan(family, model, config, choices, store or Pi0Store(model), Runtime.of(device), Ledger()))
 
 
 def run(pipelines: Pipelines, shape: PromptShape, feed: Feed) -> np.ndarray:
     with torch.inference_mode():
         pipeline = pipelines.get(shape)
-        pipeline.feed(feed, torch.Generator(DEVICE))
-        return pipeline.run()[0].copy()
+        pipeline.start(feed.inputs)
+        return pipeline.finish(feed, torch.Generator(DEVICE))[0].copy()
 
 
 def prepared_bytes(store: Any) -> int:
@@ -139,14 +140,14 @@ def save(config: Pi0Config, folder: Path) -> None:
 
 # What programs write before they read.
 SCRATCH = (
-    "patches", "embedded", "x", "y", "h", "h_mlp", "qkv", "last_kv", "context", "hidden", "active", "last", "gate_up",
+    "patches", "embedded", "x", "y", "h", "h_mlp", "qkv", "last_kv", "context", "hidden", "active", "last",
     "q", "k", "v", "state_token",
 )  # fmt: skip
 
 
 def scratch_of(program: Any) -> Iterator[Tensor]:
     """What a program writes before it reads. Not the padding of values, which must stay zero, nor the counters."""
-    for holder in (program, getattr(program, "loop", program)):
+    for holder in (program, getattr(program, "loop", program), getattr(program, "stack", program)):
         for name in SCRATCH:
             buffer = vars(holder).get(name)
             if isinstance(buffer, Tensor):

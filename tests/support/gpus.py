@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
 from vla_accel.kernels.gpu import Gpu
 
 KB, GB = 1 << 10, 1 << 30
@@ -27,3 +33,12 @@ GPUS = {
 
 ARCHITECTURES = {gpu.version: gpu for gpu in (A100, RTX_3090, ORIN, RTX_4090, H200, B200, THOR, RTX_5090)}
 """One GPU of every compute capability that the kernels are compiled for."""
+
+
+@contextmanager
+def assumed(gpu: Gpu | None) -> Iterator[None]:
+    """Make every CUDA device count as `gpu`, without opening a runtime; None changes nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        if gpu is not None:
+            patch.setattr(Gpu, "of", lambda device: gpu if torch.device(device).type == "cuda" else None)
+        yield

@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 
 from tests.support.interpreter import patch_once
+from tests.support.runtimes import steered
 from tests.support.tiny_pi0_fast import BOS, tiny_config, tiny_model
 from vla_accel.config import EngineSpec
 from vla_accel.families.pi0.native import Pi0FastStore
 from vla_accel.families.pi0_fast.native_decode import NativeDecode
-from vla_accel.kernels.dispatch import steered
 
 LENGTHS, TOTAL, STEPS = (7, 12), 12, 4
 

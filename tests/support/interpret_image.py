@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tests.support.interpreter import patch_once
+from tests.support.runtimes import steered
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.image import image as ops
 from vla_accel.kernels.image.sums import GroupNorm, Sum
 

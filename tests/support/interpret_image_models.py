@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tests.support.agreement import rms
 from tests.support.interpreter import patch_once
+from tests.support.runtimes import steered
 from vla_accel.images.autoencoder import split_autoencoder
 from vla_accel.images.models import random_model
 from vla_accel.images.native_autoencoder import NativeHalf
 from vla_accel.images.native_unet import NativeUnet
 from vla_accel.images.unet import Unet
-from vla_accel.kernels.dispatch import steered
 
 CPU = torch.device("cpu")
 

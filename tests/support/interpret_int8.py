@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from tests.support.interpreter import patch_once
+from tests.support.runtimes import steered
 from vla_accel.fp8 import INT8
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention import attending
-from vla_accel.kernels.dispatch import steered
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear

@@ -23,7 +23,7 @@ from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support import kernel_shapes as shapes
 from tests.support.interpreter import patch_once
-from vla_accel.kernels.dispatch import steered
+from tests.support.runtimes import steered
 
 CPU = torch.device("cpu")
 # The interpreter multiplies BF16 wrongly.

@@ -13,7 +13,7 @@ from tests.support.gpu_policies import DEVICE, demo_observation, noise_for
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 
-CONFIGS = ("native", "native_fp8", "eval/configs/native_portable.yaml")
+CONFIGS = ("native", "native_fp8", "benchmarks/configs/native_portable.yaml")
 CALLS = 20
 
 

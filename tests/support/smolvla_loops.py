@@ -12,9 +12,9 @@ from vla_accel.families.smolvla.native_loop import SmolVlaExpertWeights, SmolVla
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StreamedLoop
+from vla_accel.nn.gemma import SmolLmConfig
 from vla_accel.nn.random_weights import random_model
 from vla_accel.nn.siglip import SiglipConfig
-from vla_accel.nn.smollm import SmolLmConfig
 
 
 def expert_of(
@@ -44,7 +44,6 @@ class ExpertCase:
     prefix_tokens: int
     lengths: tuple[int, ...]
     steps: int = 2
-    precision: str = "bf16"
 
 
 # One to four tiles of rows, one and two rounds of keys, layers that cross always, sometimes and never, prefixes of one
@@ -61,11 +60,9 @@ EXPERTS = {
     "large heads": ExpertCase(expert_of(head_dim=256), 40, (33,)),
     "three sequences": ExpertCase(expert_of(), 40, (33, 40, 7)),
     "three long sequences": ExpertCase(expert_of(horizon=20), 70, (33, 40, 70)),
-    "int8": ExpertCase(expert_of(), 40, (33,), precision="int8"),
     "full": ExpertCase(expert_of(**FULL), 177, (160,)),
     "full short": ExpertCase(expert_of(**FULL), 145, (130,)),
     "full three views": ExpertCase(expert_of(**FULL), 241, (241,)),
-    "full int8": ExpertCase(expert_of(**FULL), 177, (177,), precision="int8"),
 }
 
 
@@ -102,7 +99,7 @@ class Loops:
         """The loop of streamed kernels."""
         case = self.case
         with torch.inference_mode():
-            weights = SmolVlaExpertWeights.of(self.model(device, torch.bfloat16), case.precision, streamed=True)
+            weights = SmolVlaExpertWeights.of(self.model(device, torch.bfloat16), "bf16", streamed=True)
             tables = steps_of(self.model(device, torch.float32), case.steps, streamed=True)
             return streamed_loop(gpu, weights, case.config, tables, len(case.lengths), case.prefix_tokens)
 

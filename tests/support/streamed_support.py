@@ -4,7 +4,7 @@ what it is given on one."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ from tests.support.gpus import H200
 from tests.support.tiny import random_model
 from vla_accel.families.pi0.native_loop import ExpertWeights, sizes_of, streamed_loop
 from vla_accel.families.pi0.network import Kind, Pi0Config
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StepTables, StreamedLoop, why_not
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.siglip import SiglipConfig
 
@@ -46,7 +46,6 @@ class LoopCase:
     batch: int = 1
     prefix_tokens: int = 100
     steps: int = 3
-    precision: str = "bf16"
 
 
 # Sizes that take other paths: one to four tiles of rows, one to four units a block, one to four parts of K, products
@@ -62,10 +61,6 @@ LOOPS = {
     "grouped": LoopCase(streamable("pi0", width=256, mlp=1024, heads=4, kv_heads=2, horizon=15), batch=2),
     "wide": LoopCase(streamable("pi05", width=64, mlp=2048, heads=64, horizon=17), prefix_tokens=31),
     "narrow": LoopCase(streamable("pi05", width=32, mlp=96, heads=1, horizon=1, action_dim=7), prefix_tokens=1),
-}
-LOOPS |= {
-    f"{name} int8": replace(LOOPS[name], precision="int8")
-    for name in ("demo", "full", "full pi0", "grouped", "wide", "narrow")
 }
 
 
@@ -105,7 +100,7 @@ def recorded_loop(
     monkeypatch.setattr(nvrtc, "load_module", RecordedModule)
     model = random_model(case.config)
     with torch.inference_mode():
-        weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), case.precision, streamed=True)
+        weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), "bf16", streamed=True)
         tables = step_tables(model, weights.normed_products(), case.steps)
         loop = streamed_loop(gpu, weights, case.config, tables, case.batch, case.prefix_tokens)
     assert isinstance(loop.module, RecordedModule)
@@ -114,7 +109,7 @@ def recorded_loop(
 
 def reason(case: LoopCase) -> str | None:
     """Why a case cannot run on an H200."""
-    return why_not(H200, sizes_of(case.config), case.batch, case.precision)
+    return why_not(H200, sizes_of(case.config), case.batch, "bf16")
 
 
 def loops_inputs(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:

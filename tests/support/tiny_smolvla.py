@@ -20,8 +20,8 @@ from tests.support.lerobot_saved import Change, saved, state_files
 from tests.support.tiny import TOKENIZER
 from vla_accel.families.smolvla.checkpoint import DEAD, pieces
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, expert_mlp_dim
+from vla_accel.nn.gemma import SmolLmConfig
 from vla_accel.nn.siglip import SiglipConfig
-from vla_accel.nn.smollm import SmolLmConfig
 
 CAMERAS = ("observation.images.front", "observation.images.wrist")
 LIBERO_CAMERAS = ("observation.images.image", "observation.images.image2")

@@ -75,16 +75,25 @@ class Program:
 
 
 class ToyTransforms:
-    def prepare(self, observation: Mapping[str, Any]) -> Any:
+    def observe(self, observation: Mapping[str, Any]) -> Any:
         if "frame" not in observation:
             raise ObservationError(f"observation: missing frame; got {', '.join(observation)}")
         raw = np.asarray(observation["joints"], np.float64)
         return _Prepared(np.asarray(observation["frame"], np.uint8).reshape(4, 4, 3), raw)
 
-    def finish(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
+    def resized(self, seen: Any) -> Any:
+        return seen
+
+    def encode(self, seen: Any) -> Any:
+        return seen
+
+    def prepare(self, observation: Mapping[str, Any]) -> Any:
+        return self.observe(observation)
+
+    def unnormalize_actions(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
         return actions.astype(np.float64) + inputs.raw_state
 
-    def begin(self, actions: Any, inputs: Any, name: str = "prev_chunk") -> np.ndarray:
+    def normalize_actions(self, actions: Any, inputs: Any, name: str = "prev_chunk") -> np.ndarray:
         return (np.asarray(actions, np.float64) - inputs.raw_state).astype(np.float32)
 
     def example(self, prompt: str | None = None) -> dict[str, Any]:
@@ -95,6 +104,7 @@ class ToyTransforms:
 class _Prepared:
     frame: np.ndarray
     raw_state: np.ndarray
+    cameras: None = None
 
 
 class ToyFamily(Family):

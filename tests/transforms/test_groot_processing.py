@@ -182,16 +182,16 @@ def test_actions_and_back(processor: GrootProcessor) -> None:
     inputs = robot.prepare(observation())
     chunk = np.clip(np.random.default_rng(0).standard_normal((40, 132)), -1, 1)
     # A gripper's group reaches from 0 to 1; the stand-in's from -1 to 1.
-    actions = robot.finish(chunk, inputs)
+    actions = robot.unnormalize_actions(chunk, inputs)
     assert actions.shape == (16, 7) and set(actions[:, 6]) <= {-1.0, 0.0, 1.0}
     np.testing.assert_allclose(actions[:, :6], chunk[:16, :6])
     np.testing.assert_array_equal(actions[:, 6], -np.sign(2 * chunk[:16, 6] - 1))
-    back = robot.begin(actions, inputs)
+    back = robot.normalize_actions(actions, inputs)
     assert back.shape == (16, 132) and back.dtype == np.float32 and not back[:, 7:].any()
     np.testing.assert_allclose(back[:, :6], chunk[:16, :6], rtol=1e-6)
-    np.testing.assert_array_equal(robot.finish(back, inputs)[:, 6], actions[:, 6])
+    np.testing.assert_array_equal(robot.unnormalize_actions(back, inputs)[:, 6], actions[:, 6])
     with pytest.raises(ObservationError, match=r"prev_chunk: expected shape \(k, 7\), k from 1 to 16, got \(17, 7\)"):
-        robot.begin(np.zeros((17, 7)), inputs)
+        robot.normalize_actions(np.zeros((17, 7)), inputs)
 
 
 @pytest.mark.parametrize(

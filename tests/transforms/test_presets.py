@@ -72,9 +72,9 @@ def test_droids_state_is_joints_and_gripper(gripper: Any) -> None:
 def test_droids_actions() -> None:
     actions = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)
     raw = np.arange(8.0)
-    velocity = processor_of(PRESETS["droid"]).finish(actions, inputs_of(raw))
+    velocity = processor_of(PRESETS["droid"]).unnormalize_actions(actions, inputs_of(raw))
     np.testing.assert_array_equal(velocity, actions[:, :8].astype(np.float64))
-    position = processor_of(PRESETS["droid_joint_position"]).finish(actions, inputs_of(raw))
+    position = processor_of(PRESETS["droid_joint_position"]).unnormalize_actions(actions, inputs_of(raw))
     np.testing.assert_allclose(position, velocity + np.array([0, 1, 2, 3, 4, 5, 6, 0]), atol=1e-12)
 
 
@@ -126,12 +126,12 @@ def test_alohas_actions() -> None:
     sign = np.array([1, -1, -1, 1, 1, 1, 1, 1, -1, -1, 1, 1, 1, 1])
     expected = model * sign
     expected[:, [6, 13]] = (model[:, [6, 13]] + 0.5476 + 0.6213) / (1.4910 + 0.6213)
-    plain = processor_of(PRESETS["aloha_sim"]).finish(actions, inputs_of(raw))
+    plain = processor_of(PRESETS["aloha_sim"]).unnormalize_actions(actions, inputs_of(raw))
     np.testing.assert_allclose(plain, expected, atol=1e-12)
     # The model's joints are relative to the state in the model's own signs: after the flip, to the robot's.
     arms = [i for i in range(14) if i not in (6, 13)]
     expected[:, arms] += raw[arms]
-    delta = processor_of(PRESETS["aloha"]).finish(actions, inputs_of(raw))
+    delta = processor_of(PRESETS["aloha"]).unnormalize_actions(actions, inputs_of(raw))
     np.testing.assert_allclose(delta, expected, atol=1e-12)
 
 
@@ -173,9 +173,9 @@ def test_keys_may_be_nested_or_joined() -> None:
 def test_pi0_liberos_actions_are_relative_to_the_state() -> None:
     actions = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)
     raw = np.arange(1.0, 9.0)
-    plain = processor_of(PRESETS["libero"]).finish(actions, inputs_of(raw))
+    plain = processor_of(PRESETS["libero"]).unnormalize_actions(actions, inputs_of(raw))
     np.testing.assert_array_equal(plain, actions[:, :7].astype(np.float64))
-    delta = processor_of(PRESETS["pi0_libero"]).finish(actions, inputs_of(raw))
+    delta = processor_of(PRESETS["pi0_libero"]).unnormalize_actions(actions, inputs_of(raw))
     np.testing.assert_allclose(delta - plain, np.tile([1, 2, 3, 4, 5, 6, 0.0], (4, 1)), atol=1e-12)
 
 
@@ -187,7 +187,7 @@ def test_every_preset_has_an_example(name: str) -> None:
     processor = processor_of(PRESETS[name])
     inputs = processor.prepare(processor.example())
     assert len(inputs.images) == len(PRESETS[name].images)
-    assert processor.finish(np.zeros((3, 32), np.float32), inputs).shape == (3, PRESETS[name].action_dim)
+    assert processor.unnormalize_actions(np.zeros((3, 32), np.float32), inputs).shape == (3, PRESETS[name].action_dim)
 
 
 def test_the_tables_name_presets() -> None:

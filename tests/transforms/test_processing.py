@@ -88,7 +88,7 @@ def test_actions_are_cut_to_the_robots() -> None:
     q = {k: np.array(v) for k, v in statistics()["actions"].items()}
     expected = (actions[:, :7].astype(np.float64) + 1) / 2 * (q["q99"] - q["q01"] + 1e-6) + q["q01"]
     processor = make_processor()
-    result = processor.finish(actions, processor.prepare(tiny_observation()))
+    result = processor.unnormalize_actions(actions, processor.prepare(tiny_observation()))
     assert result.dtype == np.float64 and result.shape == (5, 7)
     np.testing.assert_allclose(result, expected, rtol=0, atol=1e-12)
 

@@ -17,12 +17,12 @@ from PIL import Image
 from tests.support import groot_folders, tiny_smolvla
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
-from vla_accel.checkpoints.loading import load
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ObservationError, ServerError
+from vla_accel.families.loading import load
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.server import ServerConfig, background
-from vla_accel.transforms import unknown_images
+from vla_accel.transforms import observations
 from vla_accel.transforms.observations import Reader
 from vla_accel.transforms.robots import PRESETS, Preset, preset_from
 
@@ -221,7 +221,7 @@ def test_a_path_in_other_mappings_than_the_key_is_unknown() -> None:
 
 
 def test_nothing_is_searched_while_every_camera_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unknown_images, "_search", None)
+    monkeypatch.setattr(observations, "unknown_images", None)
     preset = preset_from(FLAT)
     given = {"front": image(), "wrist": image(), "pose": np.zeros(8), "prompt": "go", "hand": image()}
     assert len(Reader(preset).read(given).views) == 2

@@ -1,8 +1,7 @@
-"""lerobot's folders of π0, π0.5, π0-FAST and SmolVLA: what their JSON files and statistics say, in our terms.
+"""lerobot's folders of π0, π0.5, π0-FAST and SmolVLA: config.json, the saved pipelines and their statistics, as this
+package's transforms.
 
-Reads `config.json` (`lerobot_fields`), the saved pre- and postprocessor (`lerobot_steps`) and their statistics
-(`lerobot_statistics`). A setting or a step that is not known is an error: leaving one out would cost success silently.
-Knows nothing of weights, but for the statistics that lerobot 0.3 keeps among them.
+A setting or step that is not known is an error: ignoring it would silently cost success.
 """
 
 from __future__ import annotations
@@ -12,22 +11,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vla_accel.checkpoints.lerobot_fields import FIELDS, check
-from vla_accel.checkpoints.lerobot_images import pixel_values, prompt_state_dim
-from vla_accel.checkpoints.lerobot_statistics import ACTION, STATE, Statistics, buffers, of_buffers, of_step
-from vla_accel.checkpoints.lerobot_steps import (
+from vla_accel.checkpoints.lerobot_settings import (
     ABSOLUTE,
+    AFTER,
+    ALIASES,
     BEFORE,
+    FIELDS,
+    KNOWN,
+    NEUTRAL,
     NORMALIZE,
+    POSTPROCESSOR,
+    PREPROCESSORS,
     RELATIVE,
     RENAME,
+    STEPS,
     TOKENIZE,
     UNNORMALIZE,
-    Pipeline,
-    is_migrated,
-    read_pipelines,
-)  # fmt: skip
+    PipelineForm,
+)
+from vla_accel.checkpoints.lerobot_statistics import (
+    ACTION,
+    STATE,
+    Statistics,
+    buffer_statistics,
+    buffers,
+    pixel_values,
+    step_statistics,
+)
 from vla_accel.checkpoints.lora import CONFIG as ADAPTER
+from vla_accel.checkpoints.settings import check
 from vla_accel.checkpoints.weights import Weights, listing, read_json, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.pictures import PixelValues, Resize
@@ -35,19 +47,19 @@ from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import LIBERO, Preset
 
 MOST_STEPS = 1000
-"""Denoising steps, as of `config.PolicyConfig`."""
+"""Denoising steps, as in `config.PolicyConfig`."""
 _LIBERO_IMAGES = ("observation.images.image", "observation.images.image2")
 
 
 @dataclass(frozen=True)
 class Processors:
-    """What the saved pipelines say.
+    """The content of the saved pipelines.
 
     Attributes:
         preset: The robot's conventions.
         state: How the state is normalized.
         actions: How the actions are unnormalized.
-        tokenizer: Settings of the tokenizer step. A `tokenizer_name` that lies in the folder is a path.
+        tokenizer: Settings of the tokenizer step. A `tokenizer_name` inside the folder is a path.
         pixels: The pixels that the policy was trained with, None for the usual ones. Cameras are in the order of
             `preset.images`.
     """
@@ -59,145 +71,136 @@ class Processors:
     pixels: PixelValues | None = None
 
 
-@dataclass(frozen=True)
-class LerobotFolder:
-    """What a folder of π0 or π0.5 says.
-
-    Attributes:
-        prompt_state_dim: To how many numbers π0.5's prompt fills the state up; None where it does not.
-        trained_delay: The longest delay that real-time chunking was trained with; 0 if it was not, None where
-            config.json does not say.
-    """
-
-    kind: str
-    horizon: int
-    action_dim: int
-    max_token_len: int
-    image_size: int
-    variants: tuple[str | None, str | None]
-    prompt_state_dim: int | None
-    processors: Processors
-    num_steps: int
-    trained_delay: int | None
-
-
 def is_lerobot(folder: Path) -> bool:
-    """Whether a folder's config.json is one of lerobot's policies (it names its `type` and its features)."""
+    """Return whether a folder's config.json is one of lerobot's policies."""
     path = folder / "config.json"
-    if not path.is_file():
-        return False
-    content = read_json(path)
+    return path.is_file() and is_lerobot_config(read_json(path))
+
+
+def is_lerobot_config(content: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is one of lerobot's policies: it has a `type` and features."""
     return "type" in content and "input_features" in content
 
 
-def read_folder(folder: Path, weights: Weights) -> LerobotFolder:
-    """Of π0 and π0.5. Raises CheckpointError for another policy, missing files or statistics, and for settings and
-    steps that are not known."""
-    path = folder / "config.json"
-    config = read_settings(path, ("pi0", "pi05"))
-    described = read_processors(folder, config, "bilinear", weights)
-    resolution = member(config, "image_resolution", list, path)
-    if len(resolution) != 2 or resolution[0] != resolution[1]:
-        raise CheckpointError(f"{path}: expected a square image_resolution, got {resolution}")
-    horizon, delay = size_of(config, "chunk_size", path), config.get("rtc_training_max_delay")
-    if delay is not None and (type(delay) is not int or not 0 <= delay < horizon):
-        raise CheckpointError(f"{path}: rtc_training_max_delay: expected 0 to {horizon - 1}, got {delay!r:.60}")
-    return LerobotFolder(
-        kind=config["type"],
-        horizon=horizon,
-        action_dim=member(config, "max_action_dim", int, path),
-        max_token_len=longest_prompt(described, config, path),
-        image_size=int(resolution[0]),
-        variants=(config.get("paligemma_variant"), config.get("action_expert_variant")),
-        prompt_state_dim=prompt_state_dim(config, path),
-        processors=described,
-        num_steps=steps_of(config, "num_inference_steps", path),
-        trained_delay=delay,
-    )
+def is_migrated(folder: Path) -> bool:
+    """Return whether a folder has a saved pipeline, as lerobot saves it since 0.4."""
+    return (folder / BEFORE).is_file() or (folder / AFTER).is_file()
 
 
 def read_settings(path: Path, kinds: Sequence[str]) -> Mapping[str, Any]:
     """Read the config.json of a policy of one of `kinds`.
 
     Raises:
-        CheckpointError: For another policy, and for settings that are not known or that are refused.
+        CheckpointError: It is another policy's, or has settings that are not known, refused or contradictory.
     """
     config = read_json(path)
     if config.get("type") not in kinds:
         raise CheckpointError(f"{path}: expected a policy of type {' or '.join(kinds)}, got {config.get('type')!r}")
     if config.get("use_peft") and not (path.parent / ADAPTER).is_file():
-        there = listing(path.parent)
-        raise CheckpointError(f"{path}: expected {ADAPTER} beside a policy that says use_peft, found {there}")
-    check(config, FIELDS[config["type"]], path)
+        found = listing(path.parent)
+        raise CheckpointError(f"{path}: expected {ADAPTER} next to a policy with use_peft, found {found}")
+    check(config, FIELDS[config["type"]], path, KNOWN)
+    if config.get("n_action_steps") is not None and "chunk_size" in config:
+        chunk, executed = (size_of(config, name, path) for name in ("chunk_size", "n_action_steps"))
+        if executed > chunk:
+            raise CheckpointError(f"{path}: n_action_steps: expected at most chunk_size, {chunk}, got {executed}")
     return config
 
 
 def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, weights: Weights) -> Processors:
-    """Read the saved pre- and postprocessor next to a config.json; of lerobot 0.3, which has none, the statistics among
-    the weights.
+    """Read the pre- and postprocessor next to a config.json; of lerobot 0.3, which saves none, the statistics among the
+    weights.
 
-    Args: `resize`: how the policy brings images to its size. Raises CheckpointError.
+    Args:
+        folder: The checkpoint.
+        config: Its config.json (`read_settings`).
+        resize: How the policy resizes images.
+        weights: The checkpoint's tensors.
+
+    Raises:
+        CheckpointError: A file or statistics are missing, or a step or setting is not known.
     """
     path = folder / "config.json"
-    if not is_migrated(folder) and buffers(weights.shapes):
-        inputs, outputs = _features(config, path)
-        modes = member(config, "normalization_mapping", dict, path)
-        statistics = of_buffers(weights, inputs | outputs, modes, path.with_name("model.safetensors"))
-        return _processors(path, config, (statistics, statistics), resize)
-    before, after = read_pipelines(folder, config["type"])
-    _check_prompt(before, config)
-    statistics = of_step(folder, before.steps[NORMALIZE]), of_step(folder, after.steps[UNNORMALIZE])
-    renamed = before.config(RENAME).get("rename_map") or {}
-    return _processors(
-        path, config, statistics, resize, renamed=renamed, tokenizer=_tokenizer(before),
-        relative=_relative(config, before, after),
-    )  # fmt: skip
-
-
-def _processors(
-    path: Path,
-    config: Mapping[str, Any],
-    statistics: tuple[Statistics, Statistics],
-    resize: Resize,
-    *,
-    renamed: Mapping[str, str] = {},
-    tokenizer: Mapping[str, Any] = {},
-    relative: Mapping[str, Any] | None = None,
-) -> Processors:
     inputs, outputs = _features(config, path)
+    before = after = None
+    if not is_migrated(folder) and buffers(weights.shapes):
+        modes = required(config, "normalization_mapping", dict, path)
+        of_inputs = of_outputs = buffer_statistics(
+            weights, inputs | outputs, modes, path.with_name("model.safetensors")
+        )
+    else:
+        before = _read_pipeline(folder / BEFORE, PREPROCESSORS[config["type"]])
+        after = _read_pipeline(folder / AFTER, POSTPROCESSOR)
+        _check_prompt(before, config)
+        of_inputs, of_outputs = before.statistics(NORMALIZE), after.statistics(UNNORMALIZE)
     state_dim, action_dim = _size(inputs, STATE, path), _size(outputs, ACTION, path)
-    state, actions = statistics[0].scaling(STATE), statistics[1].scaling(ACTION)
     # A policy that was trained from a base for another robot keeps the base's features in config.json.
-    state = state or Normaliser.identity(state_dim)
-    actions = actions or Normaliser.identity(action_dim)
+    state = of_inputs.scaling(STATE) or Normaliser.identity(state_dim)
+    actions = of_outputs.scaling(ACTION) or Normaliser.identity(action_dim)
     if len(actions.low) != action_dim:
         raise CheckpointError(f"{path}: expected statistics of action's {action_dim} values, got {len(actions.low)}")
     cameras = [key for key, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in key]
+    renamed = {} if before is None else before.config(RENAME).get("rename_map") or {}
     names = _robot_names(renamed, (*cameras, STATE), path.with_name(BEFORE))
-    # A camera that no image reaches is a masked view, as an empty camera is.
+    # A camera that no image reaches is a masked view, like an empty camera.
     cameras = [key for key in cameras if key in names]
-    preset = _preset(path, cameras, (len(state.low), action_dim), names, resize, relative)
-    pixels = pixel_values(config, {key: statistics[0].camera(key) for key in cameras}, path)
-    return Processors(preset, state, actions, tokenizer, pixels)
+    sizes = len(state.low), action_dim
+    relative = None
+    if before is not None and after is not None and _are_relative(config, before, after):
+        relative = relative_dims(before.config(RELATIVE), sizes, before.path)
+    smolvla = config["type"] == "smolvla"
+    scales = {key: of_inputs.camera(key) for key in cameras}
+    pixels = pixel_values(scales, smolvla=smolvla, old_bars=not smolvla and _is_of_04(config, path), path=path)
+    preset = _preset(path, {key: names[key] for key in (*cameras, STATE)}, sizes, resize, relative)
+    return Processors(preset, state, actions, {} if before is None else _tokenizer(before), pixels)
 
 
-def longest_prompt(described: Processors, config: Mapping[str, Any], path: Path) -> int:
-    """In tokens: what the saved tokenizer step says, else config.json at `path`. Raises CheckpointError."""
-    if "max_length" in described.tokenizer:
-        return size_of(described.tokenizer, "max_length", path.with_name(BEFORE))
+def longest_prompt(saved: Processors, config: Mapping[str, Any], path: Path) -> int:
+    """Return the longest prompt in tokens, from the tokenizer step or from config.json at `path`."""
+    if "max_length" in saved.tokenizer:
+        return size_of(saved.tokenizer, "max_length", path.with_name(BEFORE))
     return size_of(config, "tokenizer_max_length", path)
 
 
-def steps_of(config: Mapping[str, Any], name: str, path: Path) -> int:
-    """The denoising steps in a config.json, 10 where it has none. Raises CheckpointError."""
+def denoising_steps(config: Mapping[str, Any], name: str, path: Path) -> int:
+    """Return the denoising steps in a config.json, 10 if it has none."""
     steps = size_of(config, name, path, 10)
     if steps > MOST_STEPS:
         raise CheckpointError(f"{path}: {name}: expected 1 to {MOST_STEPS}, got {steps}")
     return steps
 
 
+def prompt_state_dim(config: Mapping[str, Any], path: Path) -> int | None:
+    """Return the size to which the prompts of π0.5 and π0-FAST pad the state, as lerobot did before 0.5; None if they
+    do not."""
+    return size_of(config, "max_state_dim", path) if _is_of_04(config, path) else None
+
+
+def required(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
+    """Return a required setting of a JSON file. Raises CheckpointError."""
+    value = content.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise CheckpointError(f"{path}: expected {key} of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def _is_of_04(config: Mapping[str, Any], path: Path) -> bool:
+    """Return whether lerobot 0.4 saved the folder of a π0, π0.5 or π0-FAST.
+
+    Releases since 0.5.1 write `use_relative_actions` into config.json. The config.json of 0.5.0 equals that of 0.4, but
+    the train_config.json of its training has `cudnn_deterministic`, which 0.4 does not know.
+    """
+    if "use_relative_actions" in config:
+        return False
+    training = path.with_name("train_config.json")
+    return not training.is_file() or "cudnn_deterministic" not in read_json(training)
+
+
+# -- features -----------------------------------------------------------------------------------------------------
+
+
 def _features(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    inputs, outputs = (member(config, name, dict, path) for name in ("input_features", "output_features"))
+    inputs, outputs = (required(config, name, dict, path) for name in ("input_features", "output_features"))
     wrong = [k for k, f in (inputs | outputs).items() if not isinstance(f, dict)]
     if wrong:
         raise CheckpointError(f"{path}: expected features with a type and a shape, got others: {', '.join(wrong)}")
@@ -211,45 +214,8 @@ def _size(features: Mapping[str, Any], key: str, path: Path) -> int:
     return size_of({key: shape[0]}, key, path)
 
 
-def _preset(
-    path: Path,
-    cameras: Sequence[str],
-    sizes: tuple[int, int],
-    names: Mapping[str, str],
-    resize: Resize,
-    relative: Mapping[str, Any] | None,
-) -> Preset:
-    """The robot's keys: LIBERO's where the features are LIBERO's and none is renamed, else the robot's `names`."""
-    state_dim, action_dim = sizes
-    is_libero = tuple(cameras) == _LIBERO_IMAGES and sizes == (LIBERO.state_dim, LIBERO.action_dim)
-    if is_libero and all(key == name for key, name in names.items()):
-        images, state, prompt = LIBERO.images, LIBERO.state, LIBERO.prompt
-        optional: tuple[str, ...] = ()
-        # The state is added to relative actions: the robot gets targets.
-        motion = LIBERO.motion_dims if relative is None else None
-    else:
-        images = tuple(names[key] for key in cameras)
-        state, prompt, optional = (names[STATE],), "task", images
-        motion = None  # such a folder does not say whether its actions are targets or motion
-    try:
-        return Preset(
-            images=images,
-            state=state,
-            state_dim=state_dim,
-            action_dim=action_dim,
-            prompt=prompt,
-            # A camera that is missing is a masked view, as in lerobot.
-            optional_images=optional,
-            motion_dims=motion,
-            delta_actions=() if relative is None else relative_dims(relative, sizes, path.with_name(BEFORE)),
-            resize=resize,
-        )
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
 def _robot_names(renamed: Mapping[str, str], keys: Sequence[str], path: Path) -> dict[str, str]:
-    """Return the robot's name of each of the policy's `keys`, without the cameras whose name goes to another key.
+    """Return the robot's name of each of the policy's `keys`, without cameras whose name goes to another key.
 
     Args:
         renamed: The policy's names by the robot's, as the step saves them.
@@ -276,33 +242,124 @@ def _robot_names(renamed: Mapping[str, str], keys: Sequence[str], path: Path) ->
     return names
 
 
-# -- relative actions ---------------------------------------------------------------------------------------------
+def _preset(
+    path: Path, names: Mapping[str, str], sizes: tuple[int, int], resize: Resize, relative: tuple[int, ...] | None
+) -> Preset:
+    """Return the robot's keys: LIBERO's if the features are LIBERO's and none is renamed, else the robot's `names`."""
+    cameras = tuple(key for key in names if key != STATE)
+    is_libero = cameras == _LIBERO_IMAGES and sizes == (LIBERO.state_dim, LIBERO.action_dim)
+    if is_libero and all(key == name for key, name in names.items()):
+        # With relative actions the robot gets targets.
+        motion = LIBERO.motion_dims if relative is None else None
+        images, state, prompt, optional = LIBERO.images, LIBERO.state, LIBERO.prompt, ()
+    else:
+        # Such a folder does not state whether its actions are targets or motion. A missing camera is a masked view, as
+        # in lerobot.
+        images, motion = tuple(names[key] for key in cameras), None
+        state, prompt, optional = (names[STATE],), "task", images
+    try:
+        return Preset(
+            images=images,
+            state=state,
+            state_dim=sizes[0],
+            action_dim=sizes[1],
+            prompt=prompt,
+            optional_images=optional,
+            motion_dims=motion,
+            delta_actions=relative or (),
+            resize=resize,
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
-def _relative(config: Mapping[str, Any], before: Pipeline, after: Pipeline) -> Mapping[str, Any] | None:
-    """The settings of the step that makes actions relative to the state; None where they are absolute.
+# -- saved pipelines ----------------------------------------------------------------------------------------------
 
-    Raises CheckpointError where config.json and the pipelines contradict each other.
-    """
-    said = {
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """A saved pipeline: its steps, as JSON, by name. Steps of `NEUTRAL` are left out."""
+
+    path: Path
+    steps: Mapping[str, Mapping[str, Any]]
+
+    def config(self, name: str) -> Mapping[str, Any]:
+        """Return the settings of a step, empty if the pipeline has no such step."""
+        return self.steps.get(name, {}).get("config") or {}
+
+    def statistics(self, name: str) -> Statistics:
+        return step_statistics(self.path.parent, name, self.config(name), self.steps[name].get("state_file"))
+
+
+def _read_pipeline(path: Path, form: PipelineForm) -> _Pipeline:
+    """Raise CheckpointError if the file is missing, if a step or setting is not known, or if a step is missing, doubled
+    or in another order than lerobot's."""
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
+    steps = read_json(path).get("steps")
+    if not isinstance(steps, list) or not all(map(_is_step, steps)):
+        raise CheckpointError(f"{path}: expected steps with settings, got {steps!r:.200}")
+    saved = [str(step.get("registry_name", step.get("class"))) for step in steps]
+    names = [ALIASES.get(name, name) for name in saved]
+    _check_steps(path, names, form)
+    for name, step in zip(names, steps, strict=True):
+        check(step.get("config") or {}, STEPS[name], f"{path}: {name}", KNOWN)
+    return _Pipeline(path, {n: step for n, step in zip(names, steps, strict=True) if n not in NEUTRAL})
+
+
+def _check_steps(path: Path, names: Sequence[str], form: PipelineForm) -> None:
+    if others := [name for name in names if name not in form.known]:
+        known = ", ".join(form.known)
+        raise CheckpointError(f"{path}: expected steps among {known} ({KNOWN}), got {', '.join(others)}")
+    for name in form.required:
+        if name not in names:
+            raise CheckpointError(f"{path}: expected a {name} step, as lerobot saves it, found {', '.join(names)}")
+    for name in names:
+        if name not in NEUTRAL and names.count(name) > 1:
+            raise CheckpointError(f"{path}: expected one {name} step, got {names.count(name)}")
+    for order in form.orders:
+        found = [name for name in names if name in order]
+        expected = [name for name in order if name in found]
+        if found != expected:
+            raise CheckpointError(f"{path}: expected {' before '.join(expected)}, got {', '.join(found)}")
+
+
+def _is_step(step: Any) -> bool:
+    """Return whether a step has lerobot's form: a name, and settings whose tables hold words."""
+    if not isinstance(step, dict) or not isinstance(step.get("registry_name") or "", str):
+        return False
+    config = step.get("config") or {}
+    tables = [config.get(name) or {} for name in ("norm_map", "rename_map")] if isinstance(config, dict) else [config]
+    return all(isinstance(table, dict) and all(isinstance(word, str) for word in table.values()) for table in tables)
+
+
+def _are_relative(config: Mapping[str, Any], before: _Pipeline, after: _Pipeline) -> bool:
+    """Return whether actions are relative to the state. Raises CheckpointError if the files contradict each other."""
+    found = {
         f"{before.path.name}'s {RELATIVE}": before.config(RELATIVE).get("enabled", False),
         f"{after.path.name}'s {ABSOLUTE}": after.config(ABSOLUTE).get("enabled", False),
     }
     if "use_relative_actions" in config:
-        said["config.json's use_relative_actions"] = config["use_relative_actions"]
-    if len(set(map(bool, said.values()))) > 1:
-        found = ", ".join(f"{value!r} as {name}" for name, value in said.items())
-        raise CheckpointError(f"checkpoint {before.path.parent}: relative actions: expected one answer, got {found}")
-    return before.config(RELATIVE) if any(said.values()) else None
+        found["config.json's use_relative_actions"] = config["use_relative_actions"]
+    if len(set(map(bool, found.values()))) > 1:
+        got = ", ".join(f"{value!r} as {name}" for name, value in found.items())
+        raise CheckpointError(f"checkpoint {before.path.parent}: relative actions: expected one answer, got {got}")
+    return any(found.values())
 
 
 def relative_dims(step: Mapping[str, Any], sizes: tuple[int, int], path: Path) -> tuple[int, ...]:
-    """Return the dimensions of the actions that are relative to the state, by the names that the step excludes.
+    """Return the dimensions of the actions that are relative to the state.
 
-    A name excludes every action whose own name contains it, in any case; actions without a name are relative.
+    The step names the joints that it excludes: every action whose own name contains such a name, in any case. Actions
+    without a name are relative.
 
-    Args: `sizes`: numbers of the state and of an action. Raises CheckpointError for a state that is shorter than an
-    action, which lerobot cannot add either.
+    Args:
+        step: Settings of the step.
+        sizes: Numbers of the state and of an action.
+        path: Of the pipeline, for errors.
+
+    Raises:
+        CheckpointError: The state is shorter than an action; lerobot cannot add it either.
     """
     state_dim, action_dim = sizes
     if state_dim < action_dim:
@@ -317,37 +374,26 @@ def relative_dims(step: Mapping[str, Any], sizes: tuple[int, int], path: Path) -
     return tuple(i for i in range(action_dim) if i not in absolute)
 
 
-# -- prompts ------------------------------------------------------------------------------------------------------
-
-
-def _tokenizer(before: Pipeline) -> Mapping[str, Any]:
-    """The settings of the tokenizer step; a tokenizer that is saved with the pipeline by its path."""
-    step = before.steps[TOKENIZE]
-    name = (step.artifacts or {}).get("tokenizer_name")
+def _tokenizer(before: _Pipeline) -> Mapping[str, Any]:
+    """Return the settings of the tokenizer step. A tokenizer saved with the pipeline is named by its path."""
+    config, artifacts = before.config(TOKENIZE), before.steps[TOKENIZE].get("artifacts")
+    name = (artifacts or {}).get("tokenizer_name")
     if name is None:
-        return step.config
+        return config
+    folder = before.path.parent
     inside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
-    if not inside or not (before.path.parent / name).is_dir():
-        there = listing(before.path.parent)
+    if not inside or not (folder / name).is_dir():
         raise CheckpointError(
-            f"{before.path}: expected the tokenizer in a folder {name!r:.60} next to it, found {there}"
+            f"{before.path}: expected the tokenizer in a folder {name!r:.60} next to it, found {listing(folder)}"
         )
-    return {**step.config, "tokenizer_name": str(before.path.parent / name)}
+    return {**config, "tokenizer_name": str(folder / name)}
 
 
-def _check_prompt(before: Pipeline, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a step fills the state in the prompt up to another size than config.json says."""
+def _check_prompt(before: _Pipeline, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a step pads the state in the prompt to another size than config.json says."""
     for name in before.steps:
         size, expected = before.config(name).get("max_state_dim"), config.get("max_state_dim")
         if size is not None and size != expected:
             raise CheckpointError(
                 f"{before.path}: {name}: max_state_dim: expected config.json's {expected}, got {size}"
             )
-
-
-def member(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
-    """A setting of a JSON file that must be there. Raises CheckpointError."""
-    value = content.get(key)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise CheckpointError(f"{path}: expected {key} of type {kind.__name__}, got {value!r}")
-    return value

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vla_accel.checkpoints.checkpoint import shapes_of
 from vla_accel.checkpoints.hub import HubName
-from vla_accel.checkpoints.settings import KnownSettings
+from vla_accel.checkpoints.settings import fixed, neutral, read, refused
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, listing, read_json, some
 from vla_accel.errors import CheckpointError
 from vla_accel.nn.network import Network, Origin
@@ -33,17 +33,19 @@ _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 N = TypeVar("N", bound=Network)
 _log = logging.getLogger("vla_accel.checkpoints")
 
-# The fields of adapter_config.json, peft's LoraConfig. `init_lora_weights` may change the base's weights (PiSSA, OLoRA,
-# CorDA, LoftQ, LoRA-GA): those are refused, with all that trains more than factors.
-_CONFIG = KnownSettings.of(
-    "peft_type base_model_name_or_path revision r lora_alpha rank_pattern alpha_pattern use_rslora",
-    # training, and which modules have factors: the file lists those
-    "auto_mapping corda_config eva_config exclude_modules inference_mode layers_pattern layers_to_transform "
-    "loftq_config lora_dropout lora_ga_config megatron_core modules_to_save peft_version qalora_group_size "
-    "runtime_config target_modules task_type",
-    bias=("none",),
-    init_lora_weights=(True, False, "gaussian", "orthogonal", "eva"),
+_SETTINGS = (
+    read("peft_type base_model_name_or_path revision r lora_alpha rank_pattern alpha_pattern use_rslora"),
+    neutral(
+        "auto_mapping corda_config eva_config exclude_modules inference_mode layers_pattern layers_to_transform "
+        "loftq_config lora_dropout lora_ga_config megatron_core modules_to_save peft_version qalora_group_size "
+        "runtime_config target_modules task_type",
+        "training, or shown by the file: it lists the adapted modules",
+    ),
+    fixed("bias", "biases are not adapted", None, "none"),
+    # Other values change the base's weights: PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA.
+    fixed("init_lora_weights", "it changes the base", None, True, False, "gaussian", "orthogonal", "eva"),
 )
+"""The fields of adapter_config.json, peft's LoraConfig."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def read_lora(folder: Path) -> Lora:
         if not (folder / file).is_file():
             raise CheckpointError(f"lora {folder}: expected {file}, found {listing(folder)}")
     config = read_json(folder / CONFIG)
-    _refuse_others(config, folder)
+    _check_settings(config, folder)
     weights = SafetensorsWeights(folder / WEIGHTS)
     factors: dict[str, dict[str, Tensor]] = {}
     changes: dict[str, Change] = {}
@@ -231,14 +233,14 @@ def _unwrapped(name: str) -> str:
     return name.removeprefix("model.").removeprefix("_groot_model.")
 
 
-def _refuse_others(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError for an adapter that is more than W + s·B·A, or that has a setting not known here."""
+def _check_settings(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for an adapter that is more than W + s·B·A, or that has an unknown setting."""
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"lora {folder}: expected peft_type LORA in {CONFIG}, got {config.get('peft_type')!r}")
-    if wrong := _CONFIG.refused(config):
+    if wrong := [*refused(config, _SETTINGS, "peft's LoRA")]:
         raise CheckpointError(
-            f"lora {folder}: expected factors of linear layers alone (W + s·B·A), got {', '.join(wrong)} in "
-            f"{CONFIG}; merge it with peft (merge_and_unload) and save the whole policy"
+            f"lora {folder}: expected only factors of linear layers (W + s·B·A) in {CONFIG}: {'; '.join(wrong)}; merge "
+            "the adapter with peft (merge_and_unload) and save the whole policy"
         )
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from vla_accel import machine
-from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.servers import BenchServer
 from vla_accel.cli.common import finish, print_table, say
 from vla_accel.cli.serve import Load, use_gpu
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
+from vla_accel.families.loading import load
 from vla_accel.files import without_folders
 from vla_accel.measure.random_policy import random_observation, random_policy
 from vla_accel.measure.serving import SCHEMA, Nothing, costs, measure, served

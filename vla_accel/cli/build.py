@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.loading import Checkpoint, base_and_lora, family_of, load
 from vla_accel.cli.asked.policies import Build
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import EngineSpec, PolicyConfig
@@ -23,6 +22,7 @@ from vla_accel.engines import tensorrt_plan
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.errors import ConfigError
 from vla_accel.families.family import Family, sized
+from vla_accel.families.loading import Checkpoint, base_and_lora, family_of, load
 from vla_accel.files import require_writable_folder
 from vla_accel.measure.random_policy import calibrate_on_noise
 from vla_accel.policy import ahead_of_time as building

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.policies import Calibrate
 from vla_accel.cli.common import say
 from vla_accel.errors import ConfigError
+from vla_accel.families.loading import load
 from vla_accel.files import require_writable_folder
 from vla_accel.machine import resolve_device
 from vla_accel.measure.recording import RECORDED, load_observations, named

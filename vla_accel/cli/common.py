@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def check_names(checkpoint: str, config: str | None) -> None:
     """Raise CheckpointError or ConfigError for names of nothing, before a program says that it loads them."""
-    from vla_accel.checkpoints.loading import local
+    from vla_accel.families.loading import local
 
     load_config(config)
     local(checkpoint)

@@ -6,11 +6,11 @@ import shlex
 import time
 from pathlib import Path
 
-from vla_accel.checkpoints.convert import Parameters, convert
 from vla_accel.checkpoints.orbax import OrbaxParameters, check_folder
 from vla_accel.cli.asked.policies import Convert
 from vla_accel.cli.common import print_json, say
 from vla_accel.errors import ConfigError, unknown
+from vla_accel.families.pi0.convert import Parameters, convert
 from vla_accel.progress import shown
 from vla_accel.transforms.normalisation import load_statistics, statistics_by_asset
 from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, of_another

@@ -20,12 +20,12 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.engines import Doctor
 from vla_accel.config import load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.tensorrt_library import installed_version
 from vla_accel.errors import ConfigError
+from vla_accel.families.loading import load
 from vla_accel.machine import driver, hardware, resolve_device, software
 from vla_accel.measure.parity import cosine
 from vla_accel.measure.recording import load_observations, named

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from vla_accel.checkpoints.loading import load
 from vla_accel.cli.asked.policies import Parity
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError
+from vla_accel.families.loading import load
 from vla_accel.files import require_writable_folder
 from vla_accel.machine import hardware, software
 from vla_accel.measure.parity import compare, reference_of

@@ -16,11 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vla_accel.checkpoints.loading import base_and_lora, family_of
 from vla_accel.cli.asked.policies import Tune
 from vla_accel.cli.common import print_json, print_table, say
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
+from vla_accel.families.loading import base_and_lora, family_of
 from vla_accel.files import content_hash, without_folders, write_json
 from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.host import beside

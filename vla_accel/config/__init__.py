@@ -1,4 +1,4 @@
-"""Configuration: what a policy may be told, and how a file or a mapping becomes it."""
+"""The configuration of a policy, and its reader."""
 
 from vla_accel.config.policy import (
     AUTO,

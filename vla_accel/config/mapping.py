@@ -1,5 +1,4 @@
-"""Dataclasses from YAML, JSON and mappings. Each key must be a field and each value of its type; an unknown key is an
-error that names the nearest."""
+"""Read dataclasses from YAML, JSON and mappings, with a check of every key and type."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ T = typing.TypeVar("T")
 
 
 class Checked:
-    """A dataclass whose fields are of their types however it is made: in Python, or from a file."""
+    """Base of dataclasses that check and convert the types of their fields, also when constructed in Python."""
 
     where = ""
-    """Where a configuration has it, for errors."""
+    """Prefix of the fields in errors."""
     alone = ""
-    """The field that a text in the place of a mapping gives, if any."""
+    """The field that a string instead of a mapping sets, if any."""
 
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
-            # Engines are looked up in `engines.ENGINES`, which in Python may hold more than a file can name.
+            # In Python, `engines.ENGINES` may hold engines that a file cannot name.
             hint = {"engine": str, "fallback": tuple[str, ...]}.get(name, hint)
             object.__setattr__(self, name, _convert(hint, getattr(self, name), f"{self.where}{name}"))
 
@@ -39,13 +38,13 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file."""
+    """Read the mapping in a YAML or JSON file. Raises ConfigError, also for a key that occurs twice."""
     import yaml
 
     try:
         text = path.read_text()
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        twice = None if path.suffix == ".json" else _given_twice(yaml.compose(text))
+        twice = None if path.suffix == ".json" else _duplicate_key(yaml.compose(text))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigError(f"config {path}: expected a readable YAML or JSON file, got: {reason}") from error
@@ -57,8 +56,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-def _given_twice(node: Any) -> str | None:
-    """The first key that stands twice in one mapping of a YAML document: the parser would keep the last in silence."""
+def _duplicate_key(node: Any) -> str | None:
+    """Return the first duplicate key of a YAML document, whose parser would silently keep the last."""
     seen: set[str] = set()
     for child in node.value if isinstance(getattr(node, "value", None), list) else ():
         key, inner = child if isinstance(child, tuple) else (None, child)
@@ -66,14 +65,20 @@ def _given_twice(node: Any) -> str | None:
             if key.value in seen:
                 return key.value
             seen.add(key.value)
-        if (found := _given_twice(inner)) is not None:
+        if (found := _duplicate_key(inner)) is not None:
             return found if key is None else f"{key.value}.{found}"
     return None
 
 
 def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> T:
-    """A dataclass from a mapping, recursively. Every key must be a field, and every field without a default a key;
-    tuples come from lists."""
+    """Make a dataclass from a mapping, recursively. Lists become tuples.
+
+    Args:
+        where: prefix of the keys in errors.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value has the wrong type.
+    """
     hints = _hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = [f.name for f in fields]
@@ -91,12 +96,12 @@ def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> 
     except ConfigError as error:
         if not where:
             raise
-        # The dataclass names its own field; only the mapping knows which component it belongs to.
+        # The dataclass's error names its field; add the component.
         raise ConfigError(f"{where}{str(error).removeprefix(getattr(kind, 'where', ''))}") from error
 
 
 def as_mapping(content: Any) -> dict[str, Any]:
-    """What `from_mapping` makes the same dataclass of: the fields that differ from their defaults, as JSON types."""
+    """Return the inverse of `from_mapping`: the fields that differ from their defaults, as JSON types."""
     return {
         f.name: _plain(getattr(content, f.name))
         for f in dataclasses.fields(content)

@@ -1,4 +1,4 @@
-"""What a policy may be told: frozen dataclasses. Knows nothing about what the engines do with them."""
+"""The configuration of a policy and its engines, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -18,38 +18,45 @@ EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8"]
 Attention = Literal["auto", "own", "sdpa", "flash_attn", "fastest"]
 Schedule = Literal["zeros", "ones", "linear", "exp"]
 AUTO = "auto"
-"""The name of a configuration that leaves everything as it is by default."""
+"""The name of the default configuration."""
 
 LARGEST = 4096
-"""Of sizes that no weight shows (actions of a chunk, tokens of a prompt, numbers of a state, pixels of an edge): more
-are a mistake, which would take all the memory that there is."""
+"""Upper bound of sizes that a checkpoint's config states and no weight confirms: actions of a chunk, prompt tokens,
+state dimensions, pixels of an edge. Larger values are refused, because they would exhaust the memory."""
 
 TENSORRT = ("tensorrt", "tensorrt_rtx", "torch_tensorrt")
 PRECISIONS: Mapping[str, tuple[EnginePrecision, ...]] = {
     "eager": ("auto", "fp32", "bf16"),
     **dict.fromkeys(TENSORRT, ("auto", "fp32", "bf16", "fp16", "fp8")),
 }
-"""The precisions of `EngineSpec` that an engine has for some component; an engine that is not listed has all."""
+"""The precisions that each engine supports for at least one component. An engine that is not listed supports all."""
 
 
 def _read_by(*engines: str) -> Mapping[str, Any]:
-    """Metadata of a field that only these engines read: `EngineSpec` refuses a value that no engine would read."""
+    """Return metadata of a field that only these engines read. `EngineSpec` refuses values that no engine reads."""
     return {"engines": engines}
 
 
 @dataclass(frozen=True)
 class TensorrtOptions(Checked):
-    """How engines of `tensorrt`, `tensorrt_rtx` and `torch_tensorrt` are built, kept and run.
+    """How `tensorrt`, `tensorrt_rtx` and `torch_tensorrt` engines are built, cached and run.
 
-    `targets`: compute capabilities to build for ahead of time ("sm89"); empty means the GPU at hand. `profiles`: one
-    string a profile, "images.1=1:2:4, …" giving minimum, optimum and maximum of a dynamic dimension; a dimension not
-    named takes its whole range, with the largest as the optimum; empty means one such profile. `optimization_level`:
-    the builder's, 0 to 5. `workspace_mb`: the most scratch memory a kernel may ask for. `weight_streaming`: weights
-    stay in host memory as far as the GPU's is short. `refit`: weights can be exchanged later. `version_compatible`:
-    later library versions run the engine, too. `hardware_compatible`: other GPUs (Ampere and newer) do, too.
-    `timing_cache`: reuse kernel timings of earlier builds. `whole`: torch_tensorrt builds the whole component, not
-    only its marked parts. `verify`: compare the ONNX graph with the module, and the engine's first output with it.
-    `cache`: folder of built engines, by default the user's cache folder; `cache_gb`: its size limit.
+    Attributes:
+        targets: compute capabilities to build for ("sm89"). Empty: the GPU of this machine.
+        profiles: one string for each profile, "images.1=1:2:4, …", with minimum, optimum and maximum of each dynamic
+            dimension. A dimension that is not named gets its whole range, with the maximum as the optimum. Empty: one
+            profile of whole ranges.
+        optimization_level: of the builder, 0 to 5.
+        workspace_mb: limit of the scratch memory of one kernel.
+        weight_streaming: keep weights in host memory if the GPU has too little.
+        refit: allow to replace the weights later.
+        version_compatible: also run with later versions of the library.
+        hardware_compatible: also run on other GPUs (Ampere and newer).
+        timing_cache: reuse kernel timings of earlier builds.
+        whole: torch_tensorrt builds the whole component, not only its marked parts.
+        verify: compare the ONNX graph, and the first output of the engine, with the module.
+        cache: folder of built engines. Default: the user's cache folder.
+        cache_gb: size limit of that folder.
     """
 
     where = "tensorrt."
@@ -81,10 +88,14 @@ class TensorrtOptions(Checked):
 
 @dataclass(frozen=True)
 class NativeOptions(Checked):
-    """How the native engine runs. `kernels`: "portable" switches off what only Hopper has (own GEMM and attention in
-    CUDA C++, the streamed denoise loop, dependent launches), so that an Ampere or Ada GPU would run the same; "auto"
-    takes the fastest. `embeddings`: where the table of token embeddings lies; "host" is page-locked memory, from which
-    a kernel reads a prompt's few rows at each call: 1 GB less on the GPU for the large models, the same result."""
+    """How the native engine runs.
+
+    Attributes:
+        kernels: "auto" takes the fastest kernels. "portable" runs what an Ampere or Ada GPU would run: no kernels that
+            need Hopper (GEMM and attention in CUDA C++, the streamed denoise loop, dependent launches).
+        embeddings: where the table of token embeddings is. With "host" it is in page-locked memory, from which a kernel
+            reads the rows of each prompt: the same result with 1 GB less GPU memory for the large models.
+    """
 
     where = "native."
 
@@ -94,18 +105,22 @@ class NativeOptions(Checked):
 
 @dataclass(frozen=True)
 class EngineSpec(Checked):
-    """Which engine a component gets.
+    """The engine of a component.
 
-    `engine`: the engine asked for; "auto" takes the fastest one that loses nothing on this machine (`engines.auto`).
-    `fallback`: engines to try, in order, if it cannot be built; empty means that failing to build is an error; "auto"
-    steps down by itself. `precision`: of the large products inside the engine; "auto" is the policy's.
-    `keep`: products, by their names in a layer, that stay as they are where `precision` is FP8 or INT8 (native engine).
-    `attention`: of the native engine's vision and kv_cache: its own kernels, torch's SDPA, flash-attn, or the one that
-    is measured to be the fastest when the engine is built; "auto" takes its own where they were written for the shape
-    (CUDA C++), elsewhere the fastest, which it remembers. With "own" results repeat bit for bit.
-    `native`, `tensorrt`: options of these engines.
+    Attributes:
+        engine: "auto" takes the fastest engine that loses no accuracy on this machine (`engines.auto`).
+        fallback: engines to try, in order, if `engine` cannot be built. Empty: a failed build is an error. "auto" has
+            its own fallbacks.
+        precision: of the large products. "auto" is the precision of the policy.
+        keep: products, by their names in a layer, that are not quantised if `precision` is FP8 or INT8 (native engine).
+        attention: of the vision and kv_cache components in the native engine: its own kernels, torch's SDPA,
+            flash-attn, or the fastest one as measured during the build. "auto" takes the own kernels for shapes with a
+            CUDA C++ kernel, otherwise the fastest, which it caches. With "own", results repeat bit for bit.
+        native: options of the native engine.
+        tensorrt: options of the TensorRT engines.
 
-    Raises ConfigError for a precision or an option that neither `engine` nor one of `fallback` has.
+    Raises:
+        ConfigError: neither `engine` nor an engine of `fallback` supports the precision or reads an option.
     """
 
     alone = "engine"
@@ -128,14 +143,14 @@ class EngineSpec(Checked):
         if self.keep and (self.precision not in ("fp8", "int8") or self.engine != "native"):
             what = f"{', '.join(self.keep)} for {self.precision} in engine {self.engine}"
             raise ConfigError(f"keep: expected products of the native engine in FP8 or INT8, got {what}")
-        # An engine that a program registers itself (`engines.ENGINES`) may have any of them.
+        # An engine that a program registers itself (`engines.ENGINES`) may support any precision and option.
         known = {*get_args(EngineName)}
         able = {"native", "eager"} if self.engine == "auto" else {*chain}
         if able <= known:
             self._refuse_unread(able)
 
     def _refuse_unread(self, able: set[str]) -> None:
-        """Raise ConfigError for what no engine of `able` would read."""
+        """Raise ConfigError for a precision or option that no engine of `able` reads."""
         got = ", ".join((self.engine, *self.fallback))
         having = [name for name in get_args(EngineName) if self.precision in PRECISIONS.get(name, (self.precision,))]
         if not able.intersection(having):
@@ -148,8 +163,7 @@ class EngineSpec(Checked):
 
 
 def _changed(options: Any, before: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each field of a spec or its options that differs from its default, by its dotted name, and the engines that read
-    it."""
+    """Yield the dotted name of each field that differs from its default, and the engines that read it."""
     for one in dataclasses.fields(options):
         value = getattr(options, one.name)
         if dataclasses.is_dataclass(value):
@@ -160,14 +174,18 @@ def _changed(options: Any, before: str = "") -> Iterator[tuple[str, tuple[str, .
 
 @dataclass(frozen=True)
 class CheckpointSpec(Checked):
-    """What a checkpoint does not say of itself, or not rightly; None: as the checkpoint says, or the usual.
+    """Settings that a checkpoint lacks or states wrongly. None: the checkpoint's own, or the family's default.
 
-    `asset_id`: which of the folders below `assets/` holds the statistics, where there are several. `tokenizer`: a
-    file, folder or hub name to take the tokenizer from. `action_horizon`, `max_token_len`: sizes of the model that no
-    weight shows. `discrete_state_input`: whether π0.5 reads the state in its prompt. `embodiment`: which of a GR00T
-    checkpoint's robots, by its tag. `lora`: folder or hub name of an adapter that is folded into the weights.
-    `action_tokenizer`: a folder or hub name to take π0-FAST's FAST from; `relaxed_actions`: tokens of π0-FAST that are
-    no whole chunk are filled up, or cut, as lerobot does, instead of being an error.
+    Attributes:
+        asset_id: the folder below `assets/` with the statistics, if there are several.
+        tokenizer: file, folder or hub name of the tokenizer.
+        action_horizon: actions of a chunk.
+        max_token_len: tokens of a prompt.
+        discrete_state_input: whether π0.5 reads the state in its prompt.
+        embodiment: tag of the robot, for a GR00T checkpoint with several.
+        lora: folder or hub name of an adapter, which is merged into the weights.
+        action_tokenizer: folder or hub name of π0-FAST's action tokenizer (FAST).
+        relaxed_actions: pad or truncate π0-FAST's output to a chunk, as lerobot does, instead of raising an error.
     """
 
     where = "checkpoint."
@@ -192,15 +210,18 @@ class CheckpointSpec(Checked):
 
 @dataclass(frozen=True)
 class RtcConfig(Checked):
-    """Real-time chunking: how strongly, and how far, a new chunk follows the previous one.
+    """Real-time chunking: how a new chunk continues the previous one.
 
-    `schedule`: of the weights between the delay and the execution horizon. `max_guidance_weight`: bound of w(t); None
-    is the number of steps, because one Euler step moves x by w / steps of the error, so that more overshoots at t = 1
-    (lerobot: 10, for 10 steps). `execution_horizon`: the action up to which the previous chunk counts; None is all of
-    it (lerobot: 10). `trained`: the checkpoint was trained with clean prefixes, each action with its own flow time:
-    the actions up to the delay are pinned, and nothing is guided. `max_delay`: the longest that it was trained with
-    (lerobot: `rtc_training_max_delay`); None leaves it unchecked. A checkpoint of lerobot that says so is run as it was
-    trained, unless `rtc` says otherwise.
+    A lerobot checkpoint that was trained for real-time chunking runs as it was trained, unless this says otherwise.
+
+    Attributes:
+        schedule: of the guidance weights between the delay and the execution horizon.
+        max_guidance_weight: upper bound of w(t). None: the number of steps, because one Euler step moves x by
+            w / steps of the error, and more would overshoot at t = 1 (lerobot: 10, for 10 steps).
+        execution_horizon: actions of the previous chunk that guide. None: all (lerobot: 10).
+        trained: the checkpoint was trained with clean prefixes, with a flow time for each action. The actions up to
+            the delay are copied from the previous chunk, without guidance.
+        max_delay: the longest delay of the training (lerobot: `rtc_training_max_delay`). None: unchecked.
     """
 
     where = "rtc."
@@ -226,7 +247,7 @@ class RtcConfig(Checked):
             raise ConfigError(f"rtc.execution_horizon: expected at least 1, got {self.execution_horizon}")
 
     def longest_delay(self, horizon: int) -> int | None:
-        """The largest `inference_delay` of a call for a chunk of `horizon` actions; None if any is accepted."""
+        """Return the largest valid `inference_delay` for a chunk of `horizon` actions; None if there is no limit."""
         if not self.trained:
             return None
         return horizon - 1 if self.max_delay is None else self.max_delay
@@ -234,22 +255,30 @@ class RtcConfig(Checked):
 
 @dataclass(frozen=True)
 class PolicyConfig(Checked):
-    """How a policy runs. What it computes is decided by the checkpoint and by `num_steps`.
+    """How a policy runs.
 
-    `num_steps`: denoising steps; None is what the checkpoint says (lerobot's `num_inference_steps`, `num_steps`), else
-    what the model was made for (π0, π0.5, SmolVLA: 10; GR00T: 4); of π0-FAST the tokens that it writes at most.
-    `precision`: dtype of the large products; "auto" is BF16 on a GPU and FP32 on a CPU.
-    `device`: "auto", "cpu", "cuda" or "cuda:N". `strict`: a fallback raises instead of being recorded. `seed`: of the
-    noise, where the caller passes none; π0-FAST draws none. `deterministic`: nothing is chosen by measuring which is
-    the fastest, so that the same call gives the same bits after every start on the same kind of GPU. `default_prompt`:
-    used when an observation carries none. `cuda_graph`: on a GPU, record a whole call into CUDA graphs where every
-    engine allows it.
-    `pipeline_memory_gib`: device memory for the buffers and graphs of all shapes together; the least recently used go
-    first. `preset`: the robot's conventions (a name of `vla_accel.transforms.robots` or a YAML file), by default
-    decided from the checkpoint. `checkpoint`: what the checkpoint does not say of itself. `rtc`: how a call that brings
-    the previous chunk is guided by it. `warm_up`: prompts whose engines are built when the policy is loaded, besides
-    those of an ordinary one. `vision`, `kv_cache`, `denoise`: engines of components of these names, and `denoise` of
-    π0-FAST's `decode`, too; `engines`: of any component, by name. `native`: options of every native engine.
+    Attributes:
+        num_steps: denoising steps; for π0-FAST the maximum number of tokens it writes. None: the checkpoint's own
+            (lerobot's `num_inference_steps`, `num_steps`), otherwise the family's default (π0, π0.5, SmolVLA: 10;
+            GR00T: 4).
+        precision: dtype of the large products. "auto": BF16 on a GPU, FP32 on a CPU.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        strict: raise an error instead of falling back to another engine.
+        seed: of the noise, if the caller passes none. π0-FAST draws no noise.
+        deterministic: never choose kernels by measurement, so that calls repeat bit for bit after every start on the
+            same kind of GPU.
+        default_prompt: for observations without a prompt.
+        cuda_graph: on a GPU, capture the whole call into CUDA graphs if every engine supports it.
+        pipeline_memory_gib: device memory for the buffers and graphs of all shapes. The least recently used shapes are
+            released first.
+        preset: the robot's conventions: a name of `vla_accel.transforms.robots` or a YAML file. None: decided from the
+            checkpoint.
+        checkpoint: settings that the checkpoint lacks.
+        rtc: real-time chunking, for calls with a previous chunk.
+        warm_up: further prompts to build engines for when the policy is loaded.
+        vision, kv_cache, denoise: engines of these components. `denoise` also configures π0-FAST's `decode`.
+        engines: engines of other components, by name.
+        native: options of all native engines.
     """
 
     num_steps: int | None = None
@@ -285,14 +314,14 @@ class PolicyConfig(Checked):
             raise ConfigError(f"deterministic: expected an attention of {timed[0]} that is not measured, got fastest")
 
     def specs(self, parts: Sequence[str]) -> dict[str, EngineSpec]:
-        """The engine of each component of a model, `parts`. Raises ConfigError for a component that it lacks."""
+        """Return the engine of each component of a model. Raises ConfigError for a component that the model lacks."""
         given = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) != EngineSpec()}
         twice = sorted(given.keys() & self.engines.keys())
         if twice:
             raise ConfigError(f"engines.{twice[0]}: given twice, as {twice[0]}, too")
         given |= self.engines
         for part, other in _INSTEAD.items():
-            # What a file says of the one is meant of the other, so that the shipped files suit every model.
+            # Shipped configurations name `denoise` and must fit every model.
             if part in parts and other in given and other not in parts and part not in given:
                 given[part] = given.pop(other)
         others = [name for name in given if name not in parts]
@@ -312,11 +341,11 @@ class PolicyConfig(Checked):
         }
 
     def with_lora(self, lora: str) -> PolicyConfig:
-        """The same with an adapter folded into the checkpoint's weights."""
+        """Return a copy that merges an adapter into the checkpoint's weights."""
         return dataclasses.replace(self, checkpoint=dataclasses.replace(self.checkpoint, lora=lora))
 
     def with_specs(self, specs: Mapping[str, EngineSpec]) -> PolicyConfig:
-        """This configuration with these engines and no others; without `native` where none of them could read it."""
+        """Return a copy with exactly these engines. Drops `native` if none of them reads it."""
         fields: dict[str, Any] = {name: specs.get(name, EngineSpec()) for name in _FIELDS}
         rest = {name: spec for name, spec in specs.items() if name not in _FIELDS}
         native = self.native if any(map(_may_be_native, (*fields.values(), *rest.values()))) else NativeOptions()
@@ -329,15 +358,18 @@ def _may_be_native(spec: EngineSpec) -> bool:
 
 _FIELDS = ("vision", "kv_cache", "denoise")
 _INSTEAD = {"decode": "denoise"}
-"""Components of some models that stand where others have another one."""
+"""Components that take the engine of another component's field."""
 
 
 def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) -> PolicyConfig:
-    """A `PolicyConfig` from a YAML or JSON file, a mapping, or as it is; None gives the defaults.
+    """Load a configuration.
 
-    A file may be given as a path or, where it comes with the package, by its name: "native_fp8"; "auto" is the name
-    of the defaults. Raises ConfigError for an unknown name, an unreadable file, an unknown key or a value of the wrong
-    kind.
+    Args:
+        source: a YAML or JSON file, the name of a shipped configuration ("native_fp8"), "auto" or None for the
+            defaults, a mapping, or a `PolicyConfig`, which is returned as it is.
+
+    Raises:
+        ConfigError: the name or a key is unknown, the file is unreadable, or a value has the wrong type.
     """
     if source is None or source == AUTO:
         return PolicyConfig()
@@ -354,13 +386,14 @@ def load_config(source: str | Path | Mapping[str, Any] | PolicyConfig | None) ->
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The configurations that come with the package: name to file."""
+    """Return the files of the configurations that come with the package, by name."""
     return {path.stem: path for path in sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))}
 
 
 def find_config(name_or_path: str | Path) -> Path:
-    """The file of a shipped configuration's name, or the path itself. Raises ConfigError for an unknown name; whether
-    a file with a suffix exists is for its reader to say."""
+    """Return the file of a shipped configuration, or the path itself. Raises ConfigError for an unknown name.
+
+    Does not check that a path with a suffix exists."""
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"config: expected a name, a file, a mapping or a PolicyConfig, got {name_or_path!r:.60}")
     shipped, name = shipped_configs(), str(name_or_path)

@@ -1,9 +1,8 @@
-"""CUDA graphs for a whole call: every engine and the download, with timing events between them.
+"""CUDA graphs for a whole call: upload, every engine and the download, with timing events between the engines.
 
-Knows engines and buffers, not policies. The first engine may have a graph of its own, so that it runs while the host
-prepares what only the others need; all others are one graph. Replaying costs a launch each; the events inside cost
-nothing else. A last engine whose work may end early (`engines.base.Turns`) has a graph of its own for a turn, which is
-replayed between one for all before it and one for all behind it.
+The upload and the first engine may have a graph of their own, so that they run while the host prepares the other
+inputs; the other engines share one graph. A last engine whose work may end early (`engines.base.Turns`) adds a graph
+for one turn, replayed until it is finished, and a graph for the work after the last turn.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 class Turning:
-    """The turns of a captured engine: `turn`, replayed until it is done, and `rest`, what comes behind it."""
+    """The turns of a captured engine: the graph `turn`, replayed until the work is finished, then the graph `rest`."""
 
     def __init__(self, turns: Turns, turn: torch.cuda.CUDAGraph, rest: torch.cuda.CUDAGraph) -> None:
         self.turns, self.turn, self.rest = turns, turn, rest
         self.device = turns.finished.device
         self.flags = [torch.zeros(1, dtype=torch.bool, pin_memory=True) for _ in range(2)]
-        self.told = [torch.cuda.Event() for _ in range(2)]
+        self.copied = [torch.cuda.Event() for _ in range(2)]
 
     def replay(self) -> None:
-        """Enqueue turns, and then the rest. The host waits for a turn's flag while the next turn runs, so that the GPU
-        never waits for the host."""
+        """Enqueue turns and then the rest. The host reads a turn's flag while the next turn runs, so that the GPU never
+        waits for the host."""
         with torch.cuda.device(self.device):
             for index in range(self.turns.count):
                 now, before = index % 2, 1 - index % 2
                 self.turn.replay()
                 self.flags[now].copy_(self.turns.finished, non_blocking=True)
-                self.told[now].record()
+                self.copied[now].record()
                 if index:
-                    self.told[before].synchronize()
+                    self.copied[before].synchronize()
                     if bool(self.flags[before]):
                         break
             self.rest.replay()
@@ -54,19 +53,24 @@ class Turning:
 
 @dataclass
 class Captured:
-    """A graph and the events at its seams: before the first engine and after each. `lead`: the first engine, if it is
-    not in `graph`; `turning`: what comes behind it."""
+    """The graphs of a call and the events before the first engine and after each.
+
+    Attributes:
+        graph: The engines; without the first one if `first` has it.
+        first: The upload and the first engine.
+        turning: The turns of the last engine.
+    """
 
     graph: torch.cuda.CUDAGraph
     events: list[torch.cuda.Event]
     names: list[str]
-    lead: torch.cuda.CUDAGraph | None = None
+    first: torch.cuda.CUDAGraph | None = None
     turning: Turning | None = None
 
-    def begin(self) -> None:
-        """Enqueue the first engine on the current stream, if it has a graph of its own."""
-        if self.lead is not None:
-            self.lead.replay()
+    def start(self) -> None:
+        """Enqueue the upload and the first engine on the current stream, if they have a graph of their own."""
+        if self.first is not None:
+            self.first.replay()
 
     def replay(self) -> None:
         """Enqueue everything else on the current stream."""
@@ -81,25 +85,34 @@ class Captured:
 
 
 def capture(
-    engines: Sequence[tuple[str, Engine]], after: Callable[[], None], ledger: Ledger, *, lead: bool = False
-) -> Captured | None:  # fmt: skip
-    """Capture the engines in order, and `after`. None where some engine cannot be captured. `lead`: the first of
-    several gets a graph of its own.
+    engines: Sequence[tuple[str, Engine]],
+    after: Callable[[], None],
+    ledger: Ledger,
+    *,
+    before: Callable[[], None] | None = None,
+    split_first: bool = False,
+) -> Captured | None:
+    """Capture `before`, the engines in order, and `after`.
 
     Running out of memory is recorded in the ledger as a fallback from a graph to a stream (or raises, when strict).
+
+    Args:
+        before: Work in front of the first engine; not part of its time.
+        split_first: Whether `before` and the first of several engines get a graph of their own.
+
+    Returns:
+        The graphs; None if some engine cannot be captured or memory is short.
     """
-    stubborn = [name for name, engine in engines if not engine.capturable]
-    early = [name for name, engine in engines[:-1] if engine.turns() is not None]
-    if early:
+    if early := [name for name, engine in engines[:-1] if engine.turns() is not None]:
         raise EngineError(f"CUDA graph: expected turns of the last engine alone, got them of {', '.join(early)}")
-    if stubborn:
+    if not all(engine.capturable for _, engine in engines):
         return None
-    lead = lead and len(engines) > 1
+    split_first = split_first and len(engines) > 1
     names = [name for name, _ in engines]
-    detail = f"{names[0]}, then {' → '.join(names[1:])}" if lead else " → ".join(names)
+    detail = f"{names[0]}, then {' → '.join(names[1:])}" if split_first else " → ".join(names)
     try:
         with _ONE_AT_A_TIME, phase("capture"):
-            captured = _capture(engines, after, lead)
+            captured = _capture(engines, before or (lambda: None), after, split_first)
     except torch.OutOfMemoryError as error:
         ledger.record(LedgerEntry("call", GRAPH, STREAM, f"out of memory during capture: {error}", detail))
         return None
@@ -109,34 +122,40 @@ def capture(
 
 @contextlib.contextmanager
 def recording(
-    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, behind: torch.cuda.CUDAGraph | None = None
-) -> Iterator[None]:  # fmt: skip
-    """What is enqueued inside goes into a graph that is replayed long after; `stream` may have been warmed up on.
-    `behind`: a graph that is always replayed before this one, whose memory it may use again.
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, previous: torch.cuda.CUDAGraph | None = None
+) -> Iterator[None]:
+    """Record the work enqueued inside into a graph for later replays.
 
     The graph owns the workspaces of its matrix products. cuBLAS keeps one for every stream: that of the warm-up lies
-    outside the graph's memory, and whoever clears the workspaces (as torch.compile's mode reduce-overhead does when it
-    records) frees it. The graph would then write into other tensors, or where no memory is mapped. Costs every graph a
-    workspace (32 MiB on a Hopper); graphs recorded elsewhere, with a workspace outside their memory, lose it here.
+    outside the graph's memory, and anything that clears the workspaces (such as torch.compile's mode reduce-overhead)
+    frees it; the graph would then write into other tensors or into unmapped memory. Costs every graph a workspace
+    (32 MiB on a Hopper); graphs recorded elsewhere, with a workspace outside their memory, lose it here.
+
+    Args:
+        graph: Records the work.
+        stream: The recording stream; warm-up work may have run on it.
+        previous: A graph that is always replayed before this one, which may reuse its memory.
     """
     with _ONE_AT_A_TIME:
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            pool = None if behind is None else behind.pool()
+            pool = None if previous is None else previous.pool()
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield
         finally:
-            # The graph goes on using these workspaces: the next product of this process must get others.
+            # The graph keeps these workspaces: the next product of this process must get others.
             torch._C._cuda_clearCublasWorkspaces()
 
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one on which all graphs of a device are recorded: cuBLAS keeps a workspace for every stream it has seen."""
+    """The one stream on which all graphs of a device are recorded: cuBLAS keeps a workspace for every stream."""
     return torch.cuda.Stream(device)
 
 
-def _capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None], lead: bool) -> Captured:
+def _capture(
+    engines: Sequence[tuple[str, Engine]], before: Callable[[], None], after: Callable[[], None], split_first: bool
+) -> Captured:
     device = engines[0][1].device
     with torch.cuda.device(device), torch.inference_mode():
         # Compiles kernels, picks algorithms and makes library handles, none of which may happen during capture.
@@ -144,6 +163,7 @@ def _capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None], l
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
+                before()
                 for _, engine in engines:
                     engine.run()
                 after()
@@ -151,13 +171,14 @@ def _capture(engines: Sequence[tuple[str, Engine]], after: Callable[[], None], l
         torch.cuda.synchronize()
         turns = engines[-1][1].turns()
         last = len(engines) if turns is None else len(engines) - 1
-        first, graph, turning = torch.cuda.CUDAGraph() if lead else None, torch.cuda.CUDAGraph(), None
+        first, graph, turning = torch.cuda.CUDAGraph() if split_first else None, torch.cuda.CUDAGraph(), None
         events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(engines) + 1)]
 
-        def run(begin: int, end: int) -> None:
-            if begin == 0:
+        def run(start: int, end: int) -> None:
+            if start == 0:
+                before()
                 events[0].record()
-            for (_, engine), event in zip(engines[begin:end], events[begin + 1 :], strict=False):
+            for (_, engine), event in zip(engines[start:end], events[start + 1 :], strict=False):
                 engine.run()
                 event.record()
 

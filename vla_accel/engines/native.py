@@ -15,9 +15,9 @@ from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
 from vla_accel.kernels.attention.attending import Choice
-from vla_accel.kernels.autotune import is_pinned
-from vla_accel.kernels.gpu import Gpu, assumed
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.nvrtc import on
+from vla_accel.runtime import current
 
 
 def why_not(gpu: Gpu, precision: str) -> str | None:
@@ -55,23 +55,25 @@ class NativeEngine(Engine):
             raise EngineError(f"{component.name}: the native engine has no program for this component")
         if spec.keep and "native" not in component.quantised:
             raise EngineError(f"{component.name}: keep: it has no products in FP8, got {', '.join(spec.keep)}")
-        gpu = Gpu.of(device)
+        runtime = current(device)
+        gpu = runtime.gpu
         if gpu is not None:
             reason = why_not(gpu, spec.precision) or _without_triton()
             if reason is not None:
                 raise EngineError(f"{component.name}: {reason}")
         self._allocate()
-        self._gpu = None if gpu is None or spec.native.kernels == "auto" else gpu.portable
-        with assumed(self._gpu):
+        portable = gpu is not None and spec.native.kernels == "portable"
+        self.runtime = runtime.portable if portable else runtime
+        with self.runtime.open():
             self.program = component.native(spec)
         if spec.attention not in ("auto", "own") and not isinstance(getattr(self.program, "attention", None), Choice):
             raise EngineError(f"{component.name}: its attention has own kernels only, got {spec.attention}")
         self.capturable = device.type == "cuda"
         self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"
-        if is_pinned():
+        if runtime.deterministic:
             self.detail += ", no way chosen by measurement"
-        if self._gpu is not None:
-            self.detail += f", portable kernels (as on compute capability {self._gpu.version})"
+        if portable and self.runtime.gpu is not None:
+            self.detail += f", portable kernels (as on compute capability {self.runtime.gpu.version})"
 
     def follow(self, earlier: Engine) -> str:
         if not (self.capturable and isinstance(self.program, FollowingProgram) and isinstance(earlier, NativeEngine)):
@@ -92,5 +94,5 @@ class NativeEngine(Engine):
         )  # fmt: skip
 
     def _enqueue(self, work: Callable[[], None]) -> None:
-        with on(self.device), assumed(self._gpu):
+        with on(self.device), self.runtime.open():
             work()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -22,7 +22,7 @@ from vla_accel.config import EnginePrecision, EngineSpec, PolicyConfig, RtcConfi
 from vla_accel.errors import ConfigError, unknown
 from vla_accel.fp8 import Scales
 from vla_accel.nn.network import Network
-from vla_accel.pictures import Picture
+from vla_accel.pictures import Cameras
 
 FAMILIES: dict[str, str] = {
     "pi0": "vla_accel.families.pi0.family:PI0",
@@ -33,9 +33,20 @@ FAMILIES: dict[str, str] = {
 }
 """Every family by name, as "module:object", imported when it is asked for: none needs another's packages."""
 
-Rows: TypeAlias = "np.ndarray | Picture | Sequence[Rows]"
-"""A host input of a call: one array, or a sequence with one for each row. An array may be shorter than its place along
-the first axis; the rest is zero. A picture is fitted into its place on the device."""
+Rows: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
+"""A host input of a call: an array for each row of the batch; of `IMAGES`, one for each view of each row. An array may
+be shorter than its buffer along the first axis; the rest is zero."""
+IMAGES = "images"
+"""The input of the first component whose images the device may resize (`Shape.cameras`)."""
+
+
+class Seen(Protocol):
+    """One observation with its images read and checked, and its prompt not yet tokenized."""
+
+    @property
+    def cameras(self) -> Cameras | None:
+        """The sizes of images that are still to be resized to the model's; None where there are none."""
+        ...
 
 
 class Prepared(Protocol):
@@ -46,18 +57,30 @@ class Prepared(Protocol):
 
 
 class Transforms(Protocol):
-    """What stands between a robot and a model. Raises ObservationError for what does not fit."""
+    """Converts a robot's observations and actions to a model's and back. Raises ObservationError for bad input."""
+
+    def observe(self, observation: Mapping[str, Any]) -> Seen:
+        """Read and check an observation's images and state; images keep their sizes if the device may resize them."""
+        ...
+
+    def resized(self, seen: Any) -> Any:
+        """Resize the images on the host. Called only where `Seen.cameras` is not None."""
+        ...
+
+    def encode(self, seen: Any) -> Prepared:
+        """Normalise the state and tokenize the prompt."""
+        ...
 
     def prepare(self, observation: Mapping[str, Any]) -> Prepared:
-        """Check and convert one observation."""
+        """Check and convert an observation: `observe`, `resized` and `encode`."""
         ...
 
-    def finish(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
-        """Normalised actions (H, A) to the robot's, float64 (H, robot's)."""
+    def unnormalize_actions(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
+        """Convert the model's actions (H, A) to the robot's, float64 (H, robot's)."""
         ...
 
-    def begin(self, actions: Any, inputs: Any, name: str = "prev_chunk") -> np.ndarray:
-        """The inverse of `finish` for k actions: float32 (k, A)."""
+    def normalize_actions(self, actions: Any, inputs: Any, name: str = "prev_chunk") -> np.ndarray:
+        """Convert k robot actions to the model's, float32 (k, A): the inverse of `unnormalize_actions`."""
         ...
 
     def example(self, prompt: str | None = None) -> dict[str, Any]:
@@ -75,13 +98,18 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides a pipeline's static shapes; a family adds its own (views, prompt tokens, …) in a subclass.
+    """Everything that changes a captured graph; a family adds its own fields (views, prompt tokens, …) in a subclass.
 
-    `batch`: observations of a call; `steps`: denoising steps.
+    Attributes:
+        batch: Observations of a call.
+        steps: Denoising steps.
+        cameras: The sizes of images that the device resizes as the first step of the first component; None where
+            images arrive in the model's size.
     """
 
     batch: int
     steps: int
+    cameras: Cameras | None = field(default=None, kw_only=True)
 
     @property
     def title(self) -> str:
@@ -187,19 +215,14 @@ class Family(ABC):
         """All shapes that an observation of `shape` may need with the same prompt and other states, `shape` first."""
         return (shape,)
 
-    def prepare(self, transforms: Any, observation: Mapping[str, Any], device: torch.device) -> Any:
-        """One observation, prepared for pipelines on `device`. Raises ObservationError."""
-        return transforms.prepare(observation)
+    def image_feed(self, config: Any, seen: Sequence[Any]) -> Mapping[str, Rows]:
+        """The host inputs of the first component, as in `feed`, if images are all that it reads; empty otherwise.
 
-    def ahead(
-        self, transforms: Any, observations: Sequence[Mapping[str, Any]], shape: Any, device: torch.device
-    ) -> dict[str, Rows] | None:  # fmt: skip
-        """The host inputs of the first component, as `feed` will have them, where they can be read without the rest of
-        `prepare` and are of this shape; None elsewhere. What is wrong with an observation `prepare` says."""
-        return None
+        The pipeline then starts that component before the rest of the observations is encoded."""
+        return {}
 
     @abstractmethod
-    def feed(self, config: Any, inputs: Sequence[Any]) -> dict[str, Rows]:
+    def feed(self, config: Any, inputs: Sequence[Any]) -> Mapping[str, Rows]:
         """The host inputs of a call from its prepared observations, but for `guidance` and noise."""
 
     def normalised(self, transforms: Any, result: np.ndarray) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""What a user's configuration says of a checkpoint, over what its folder says, and whether both fit the model."""
+"""The user's configuration applied to a checkpoint's folder: sizes, adapter, robot and tokenizer, each checked against
+the model."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ _SIZES = ("action_horizon", "max_token_len", "discrete_state_input")
 
 
 def adapter_of(folder: Path, settings: PolicyConfig) -> tuple[Lora | None, Path]:
-    """Return the adapter to fold in, if any, and the folder whose settings and statistics count.
+    """Return the adapter to fold in, if any, and the folder with the valid settings and statistics.
 
-    lerobot saves an adapter with the statistics that it was trained with, and those count.
+    lerobot saves an adapter with the statistics of its training, which replace those of the base.
     """
     if settings.checkpoint.lora is None:
         return None, folder
@@ -35,69 +36,96 @@ def adapter_of(folder: Path, settings: PolicyConfig) -> tuple[Lora | None, Path]
 
 
 def resized(config: C, settings: PolicyConfig) -> C:
-    """A family's config, as the folder says it, with the sizes of the user's configuration. A size that contradicts the
-    folder is logged. Settings that the family lacks were refused before."""
+    """Return the config of a folder with the sizes of the user's configuration; contradictions are logged."""
     made: Any = config
-    given = {name: value for name in _SIZES if (value := getattr(settings.checkpoint, name)) is not None}
-    warn_of_contradictions(given, vars(made))
-    return dataclasses.replace(made, **given)
+    sizes = {name: value for name in _SIZES if (value := getattr(settings.checkpoint, name)) is not None}
+    warn_of_contradictions(sizes, vars(made))
+    return dataclasses.replace(made, **sizes)
 
 
-def warn_of_contradictions(given: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-    """Log each setting of `checkpoint:` that contradicts the folder; `told`: the folder's values, None where it has
-    not."""
-    for name, value in given.items():
-        if told.get(name) is not None and told[name] != value:
-            _log.warning("checkpoint.%s: %s instead of the checkpoint's own %s", name, value, told[name])
+def warn_of_contradictions(overrides: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Log each setting of `checkpoint:` that contradicts the folder's own value in `found`, if it has one."""
+    for name, value in overrides.items():
+        if found.get(name) is not None and found[name] != value:
+            _log.warning("checkpoint.%s: %s instead of the checkpoint's own %s", name, value, found[name])
 
 
 def refuse_asset(settings: PolicyConfig, folder: Path) -> None:
-    """Raise ConfigError for `asset_id` with a folder that has no `assets` to choose from."""
+    """Raise ConfigError for `asset_id` if the folder has no `assets`."""
     if (asset := settings.checkpoint.asset_id) is not None:
         raise ConfigError(f"checkpoint.asset_id: expected openpi's folder, with assets/{asset}, got {folder}")
 
 
-def robot_of(told: Preset, settings: PolicyConfig) -> Preset:
-    """The user's preset, if there is one, instead of what lerobot's folder says: the robot's keys and conventions may
-    be another's; how images are resized, and which actions are relative to the state, is the checkpoint's training.
-    Raises ConfigError for other sizes and for other relative actions."""
+def robot_of(saved: Preset, settings: PolicyConfig) -> Preset:
+    """Return the user's preset, or the folder's one if the user names none.
+
+    A user's preset may have other keys and conventions, but how images are resized and which actions are relative to
+    the state is part of the training.
+
+    Raises:
+        ConfigError: The preset has other sizes, another resizing or other relative actions.
+    """
     if settings.preset is None:
-        return told
-    given = load_preset(settings.preset)
+        return saved
+    preset = load_preset(settings.preset)
     for name in ("state", "action"):
-        expected, got = (getattr(preset, f"{name}_dim") for preset in (told, given))
+        expected, got = (getattr(one, f"{name}_dim") for one in (saved, preset))
         if got != expected:
             raise ConfigError(f"preset: expected {expected} numbers of {name}, got {settings.preset}'s {got}")
-    if given.resize not in (Preset.resize, told.resize):
-        raise ConfigError(f"preset.resize: expected {told.resize}, as the checkpoint was trained, got {given.resize}")
-    relative = told.delta_actions or given.delta_actions
-    if given.delta_actions not in ((), relative):
-        expected, got = list(relative), list(given.delta_actions)
+    if preset.resize not in (Preset.resize, saved.resize):
+        raise ConfigError(f"preset.resize: expected {saved.resize}, as the checkpoint was trained, got {preset.resize}")
+    relative = saved.delta_actions or preset.delta_actions
+    if preset.delta_actions not in ((), relative):
+        expected, got = list(relative), list(preset.delta_actions)
         raise ConfigError(f"preset.delta_actions: expected {expected}, as the checkpoint was trained, got {got}")
-    if len(given.images) != len(told.images):
-        counts = len(given.images), settings.preset, len(told.images)
-        _log.warning("preset: %d cameras of %s, where the checkpoint was trained with %d", *counts)
-    # With actions relative to the state the robot gets targets, of which a preset without them does not know.
-    motion = given.motion_dims if given.delta_actions == relative else None
-    return dataclasses.replace(given, resize=told.resize, delta_actions=relative, motion_dims=motion)
+    if len(preset.images) != len(saved.images):
+        counts = len(preset.images), settings.preset, len(saved.images)
+        _log.warning("preset: %d cameras of %s, but the checkpoint was trained with %d", *counts)
+    # With relative actions the robot gets targets. A preset without them may describe motion.
+    motion = preset.motion_dims if preset.delta_actions == relative else None
+    return dataclasses.replace(preset, resize=saved.resize, delta_actions=relative, motion_dims=motion)
 
 
 def processor_of(
-    kind: type[P], config: Any, preset: Preset, scales: tuple[Normaliser, Normaliser], tokenizer: Tokenizer,
-    settings: PolicyConfig, **more: Any,
-) -> P:  # fmt: skip
-    """The transforms around a model of `config`; `scales`: of state and actions; `more` fields. Raises CheckpointError,
-    ConfigError for what does not fit the model."""
+    kind: type[P],
+    config: Any,
+    preset: Preset,
+    scales: tuple[Normaliser, Normaliser],
+    tokenizer: Tokenizer,
+    settings: PolicyConfig,
+    **fields: Any,
+) -> P:
+    """Return the transforms of a model.
+
+    Args:
+        kind: Class of the transforms.
+        config: Sizes of the model.
+        preset: The robot's conventions.
+        scales: Normalizers of state and actions.
+        tokenizer: The tokenizer.
+        settings: The user's configuration.
+        **fields: More fields of `kind`.
+
+    Raises:
+        CheckpointError: The tokenizer or the statistics do not fit the model.
+        ConfigError: The preset does not fit the model.
+    """
     check_vocabulary(tokenizer, config.vocab_size, settings)
     return kind(
-        tokenizer=tokenizer, state=scales[0], actions=scales[1], image_size=config.vision.image_size,
-        action_dim=config.action_dim, max_token_len=config.max_token_len, default_prompt=settings.default_prompt,
-        preset=preset, **more,
-    )  # fmt: skip
+        tokenizer=tokenizer,
+        state=scales[0],
+        actions=scales[1],
+        image_size=config.vision.image_size,
+        action_dim=config.action_dim,
+        max_token_len=config.max_token_len,
+        default_prompt=settings.default_prompt,
+        preset=preset,
+        **fields,
+    )
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, settings: PolicyConfig) -> None:
-    """Raise CheckpointError where a tokenizer has tokens that a model of `vocab_size` has not: another model's."""
+    """Raise CheckpointError if a tokenizer has more tokens than the model, so that it is another model's."""
     if tokenizer.vocab_size > vocab_size:
-        its = f"tokenizer {settings.checkpoint.tokenizer or ''}".rstrip()
-        raise CheckpointError(f"{its}: expected at most the model's {vocab_size} tokens, got {tokenizer.vocab_size}")
+        name = f"tokenizer {settings.checkpoint.tokenizer or ''}".rstrip()
+        raise CheckpointError(f"{name}: expected at most the model's {vocab_size} tokens, got {tokenizer.vocab_size}")

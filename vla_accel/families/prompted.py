@@ -16,9 +16,8 @@ from vla_accel.component import Component
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families import stand_in
-from vla_accel.families.family import Family, Rows, Shape, Store, Work, products_of
+from vla_accel.families.family import IMAGES, Family, Rows, Shape, Store, Work, products_of
 from vla_accel.fp8 import Scales
-from vla_accel.kernels.image.resize import fits_on
 from vla_accel.nn.calibration import calibration
 from vla_accel.nn.denoise import denoise_component
 from vla_accel.nn.kv_cache import kv_cache_component
@@ -29,6 +28,7 @@ from vla_accel.nn.random_weights import Drawn, drawn_model
 from vla_accel.nn.rtc import chunk_weights
 from vla_accel.nn.variants import needs_scales
 from vla_accel.nn.vision import vision_component
+from vla_accel.transforms.observations import Observed
 from vla_accel.transforms.processing import Inputs, Processor
 
 
@@ -44,7 +44,8 @@ class PromptShape(Shape):
 
     @property
     def title(self) -> str:
-        return f"{self.views} views and {self.tokens} prompt tokens"
+        sizes = "" if self.cameras is None else " of " + ", ".join(f"{h} x {w}" for h, w in self.cameras.sizes)
+        return f"{self.views} views{sizes} and {self.tokens} prompt tokens"
 
 
 class TextFamily(Family):
@@ -122,26 +123,16 @@ class PromptedFamily(TextFamily):
         if any(len(i.images) != views for i in inputs):
             raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
         tokens, padded = self.prompt_place(inputs, specs, self.parts[1:])
-        return PromptShape(len(inputs), steps, views, tokens, padded, inputs[0].pixel_maps is not None)
+        mapped, cameras = inputs[0].pixel_maps is not None, inputs[0].cameras
+        return PromptShape(len(inputs), steps, views, tokens, padded, mapped, cameras=cameras)
 
-    def prepare(self, transforms: Any, observation: Mapping[str, Any], device: torch.device) -> Inputs:
-        return transforms.prepare(observation, fitted=not fits_on(device))
+    def image_feed(self, config: Any, seen: Sequence[Observed | Inputs]) -> Mapping[str, Rows]:
+        maps = [one.pixel_maps for one in seen if one.pixel_maps is not None]
+        return {IMAGES: [image for one in seen for image in one.images]} | ({"pixel_maps": maps} if maps else {})
 
-    def ahead(
-        self, transforms: Any, observations: Sequence[Mapping[str, Any]], shape: PromptShape, device: torch.device
-    ) -> dict[str, Rows] | None:  # fmt: skip
-        if len(observations) != shape.batch or not fits_on(device):
-            return None
-        names = ("images", "pixel_maps") if shape.mapped else ("images",)
-        rows = [transforms.early_vision(o) for o in observations]
-        if not all(row is not None and tuple(row) == names and len(row["images"]) == shape.views for row in rows):
-            return None
-        return {name: [row[name] for row in rows] for name in names}
-
-    def feed(self, config: Any, inputs: Sequence[Inputs]) -> dict[str, Rows]:
-        vision = [i.vision for i in inputs]
+    def feed(self, config: Any, inputs: Sequence[Inputs]) -> Mapping[str, Rows]:
         return {
-            **{name: [row[name] for row in vision] for name in vision[0]},
+            **self.image_feed(config, inputs),
             "tokens": [i.tokens for i in inputs],
             "lengths": np.array([config.prefix_tokens(len(i.images), len(i.tokens)) for i in inputs], np.int32),
             "state": [i.state for i in inputs],

@@ -1,13 +1,12 @@
 """The quickest of some ways to compute the same thing, measured on the machine at hand, as it will run: in a graph.
 
-What was found can be remembered in the user's cache folder, by GPU, versions and this package's kernels. Inside
-`pinned` nothing is measured: ways differ in the order of their sums, and which is the quickest from start to start.
+What was found can be remembered in the user's cache folder, by GPU, versions and this package's kernels. Nothing is
+measured in a deterministic runtime: candidates differ in the order of their sums, and the fastest one from start to
+start.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import hashlib
 import importlib.metadata
@@ -15,18 +14,18 @@ import importlib.util
 import itertools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from vla_accel.errors import VlaAccelError
 from vla_accel.files import cache_folder, write_json
-from vla_accel.kernels.dispatch import kernels, path
-from vla_accel.kernels.gpu import Gpu
-from vla_accel.kernels.nvrtc import compiled_side_by_side
+from vla_accel.kernels.dispatch import kernels
+from vla_accel.kernels.nvrtc import submitting
 from vla_accel.kernels.phases import phase
+from vla_accel.runtime import Runtime
 
 log = logging.getLogger("vla_accel")
 
@@ -38,7 +37,7 @@ ROUNDS = 5
 class Fastest:
     """The way taken, milliseconds a call of every way that was measured, and why the others are out.
 
-    On a CPU, where these choices do not matter, and inside `pinned`, nothing is measured: `times` is empty.
+    On a CPU, where these choices do not matter, and in a deterministic runtime, nothing is measured: `times` is empty.
     """
 
     way: str
@@ -46,34 +45,16 @@ class Fastest:
     out: Mapping[str, str] = field(default_factory=dict)
 
 
-_PINNED: contextvars.ContextVar[bool] = contextvars.ContextVar("nothing is measured", default=False)
-
-
-@contextlib.contextmanager
-def pinned(pin: bool = True) -> Iterator[None]:
-    """Within it the first way that runs is taken, and no measurement counts, made before or now: for `deterministic:
-    true`, where a policy is built and wherever it runs. False changes nothing."""
-    token = _PINNED.set(pin or _PINNED.get())
-    try:
-        yield
-    finally:
-        _PINNED.reset(token)
-
-
-def is_pinned() -> bool:
-    """Whether this runs inside `pinned`. Who keeps what was measured elsewhere than in `remembered` asks it."""
-    return _PINNED.get()
-
-
-def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device, repeats: int = 5) -> Fastest:
+def fastest(candidates: Mapping[str, Callable[[], object]], runtime: Runtime, repeats: int = 5) -> Fastest:
     """Measure every candidate on a GPU, `repeats` calls to a graph. One that cannot run here (an unsupported shape, too
-    little memory) is out; none left is an error. While a graph is captured, the first is taken unmeasured; inside
-    `pinned` the first that runs, and there too little memory is an error, as it may come and go."""
-    if not _counts(device):
+    little memory) is out; none left is an error. While a graph is captured, the first is taken unmeasured; in a
+    deterministic runtime the first that runs, and there too little memory is an error, as it may come and go."""
+    device = runtime.device
+    if not _counts(runtime):
         return Fastest(next(iter(candidates)))
     times: dict[str, float] = {}
     out: dict[str, str] = {}
-    if is_pinned():
+    if runtime.deterministic:
         for name, run in candidates.items():
             try:
                 run_once(run, device)
@@ -84,7 +65,7 @@ def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device
                 out[name] = str(error).splitlines()[0]
         raise _none_runs(out)
     with phase("compile"):
-        compile_all(candidates.values(), device)
+        compile_all(candidates.values(), runtime)
     for name, run in candidates.items():
         try:
             with phase("tune"):
@@ -96,9 +77,10 @@ def fastest(candidates: Mapping[str, Callable[[], object]], device: torch.device
     return Fastest(min(times, key=lambda n: times[n]), times, out)
 
 
-def _counts(device: torch.device) -> bool:
+def _counts(runtime: Runtime) -> bool:
     """Whether it matters which way is taken, and can be measured: not where every way is the torch reference."""
-    return device.type == "cuda" and path(device) != "reference" and not torch.cuda.is_current_stream_capturing()
+    on_gpu = runtime.device.type == "cuda" and runtime.backend != "reference"
+    return on_gpu and not torch.cuda.is_current_stream_capturing()
 
 
 def _none_runs(out: Mapping[str, str]) -> RuntimeError:
@@ -106,23 +88,23 @@ def _none_runs(out: Mapping[str, str]) -> RuntimeError:
 
 
 def remembered(
-    what: str, candidates: Mapping[str, Callable[[], object]], device: torch.device, repeats: int = 5
+    what: str, candidates: Mapping[str, Callable[[], object]], runtime: Runtime, repeats: int = 5
 ) -> Fastest:
     """`fastest`, but found again where the same was measured before: of the same name `what`, among the same ways, on
-    the same GPU (or what a GPU is assumed to be), with the same versions of torch, triton and this package's kernels.
+    the same GPU, with the same versions of torch, triton and this package's kernels.
 
     Kept in `tunings.json` in the user's cache folder. A file that cannot be read is written anew, and the log says so.
-    Inside `pinned` it is neither read nor written.
+    In a deterministic runtime it is neither read nor written.
     """
-    if is_pinned() or not _counts(device):
-        return fastest(candidates, device, repeats)
+    if runtime.deterministic or not _counts(runtime):
+        return fastest(candidates, runtime, repeats)
     path = cache_folder() / "tunings.json"
-    said = json.dumps([what, sorted(candidates), str(Gpu.of(device)), _versions()])
+    said = json.dumps([what, sorted(candidates), str(runtime.gpu), _versions()])
     key = hashlib.sha256(said.encode()).hexdigest()
     known = _read(path).get(key)
     if known is not None and known.get("way") in candidates:
         return Fastest(known["way"], known["times"], known["out"])
-    found = fastest(candidates, device, repeats)
+    found = fastest(candidates, runtime, repeats)
     entry = {"what": what, "way": found.way, "times": dict(found.times), "out": dict(found.out)}
     try:
         write_json(path, {**_read(path), key: entry})
@@ -163,11 +145,13 @@ def unfit() -> tuple[type[Exception], ...]:
     return (*plain, OutOfResources, PTXASError)
 
 
-def compile_all(calls: Collection[Callable[[], object]], device: torch.device) -> None:
+def compile_all(calls: Collection[Callable[[], object]], runtime: Runtime) -> None:
     """Compile what calls on a GPU launch of Triton's kernels and of CUDA C++, side by side."""
     if len(calls) > 1 and importlib.util.find_spec("triton") is not None:
-        with torch.inference_mode(), torch.cuda.device(device), compiled_side_by_side():
-            kernels("compiling").compile_side_by_side(calls, unfit())
+        with torch.inference_mode(), torch.cuda.device(runtime.device), submitting() as submit:
+            compiling = replace(runtime, submit=submit)
+            with compiling.open():
+                kernels("compiling").compile_side_by_side(calls, unfit())
 
 
 def run_once(run: Callable[[], object], device: torch.device) -> None:

@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from vla_accel.kernels.autotune import is_pinned, remembered
+from vla_accel.kernels.autotune import remembered
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import Runtime
 
 MOST_MEASURED = 6
 """Configs that are measured for one problem: each one is a kernel to compile at the first start."""
@@ -78,26 +79,26 @@ class Choice:
 _MEASURED: dict[tuple[str, torch.device, Gpu | None], Any] = {}
 
 
-def measure(what: str, configs: Sequence[T], run: Callable[[T], object], device: torch.device, calls: int) -> Choice:
+def measure(what: str, configs: Sequence[T], run: Callable[[T], object], runtime: Runtime, calls: int) -> Choice:
     """Choose the fastest of some configs, and remember it for `measured` and for later starts of the process.
 
-    On a CPU and inside `autotune.pinned` the first one is chosen, and in the latter nothing is remembered.
+    On a CPU and in a deterministic runtime the first one is chosen, and in the latter nothing is remembered.
 
     Args:
         what: names the kernel and the problem.
         configs: in order of preference. Their texts must differ.
         run: runs the kernel with a config.
-        device: where to measure.
+        runtime: where to measure.
         calls: calls in a row that are measured together.
     """
     by_name = {str(config): config for config in configs}
-    found = remembered(what, {name: functools.partial(run, c) for name, c in by_name.items()}, device, calls)
+    found = remembered(what, {name: functools.partial(run, c) for name, c in by_name.items()}, runtime, calls)
     choice = Choice(by_name[found.way], found.times)
-    if not is_pinned():
-        _MEASURED[what, device, Gpu.of(device)] = choice.config
+    if not runtime.deterministic:
+        _MEASURED[what, runtime.device, runtime.gpu] = choice.config
     return choice
 
 
-def measured(what: str, device: torch.device) -> Any:
-    """Return what `measure` chose under this name in this process; None if nothing, and inside `autotune.pinned`."""
-    return None if is_pinned() else _MEASURED.get((what, device, Gpu.of(device)))
+def measured(what: str, runtime: Runtime) -> Any:
+    """Return what `measure` chose under this name in this process; None if nothing, or if that does not count."""
+    return None if runtime.deterministic else _MEASURED.get((what, runtime.device, runtime.gpu))

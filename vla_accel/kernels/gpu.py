@@ -1,15 +1,11 @@
-"""What a kernel may ask about the GPU that it would run on: asked once a device, and handed in by tests.
-
-Knows GPUs, not kernels. `Gpu.of(device)` is the only place that asks torch for a device's properties.
+"""The properties of a GPU that kernels are chosen by. Knows GPUs, not kernels.
+`Gpu.of(device)` is the only place that reads the properties of a device from torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,12 +32,9 @@ class Gpu:
 
     @classmethod
     def of(cls, device: torch.device) -> Gpu | None:
-        """The GPU behind a device; None where the device is no GPU. Inside `assumed`, the one that was handed in."""
+        """Return the GPU behind a device; None if the device is no GPU."""
         if device.type != "cuda":
             return None
-        handed_in = _ASSUMED.get()
-        if handed_in is not None:
-            return handed_in
         return _asked(torch.cuda.current_device() if device.index is None else device.index)
 
     @property
@@ -111,19 +104,6 @@ class Gpu:
             capability=min(self.capability, (8, 9)),
             shared_per_block=min(self.shared_per_block, PORTABLE_SHARED),
         )
-
-
-_ASSUMED: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("assumed GPU", default=None)
-
-
-@contextlib.contextmanager
-def assumed(gpu: Gpu | None) -> Iterator[None]:
-    """Within it every CUDA device counts as `gpu`; None changes nothing. For `kernels: portable`, and for tests."""
-    token = _ASSUMED.set(_ASSUMED.get() if gpu is None else gpu)
-    try:
-        yield
-    finally:
-        _ASSUMED.reset(token)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ A launch can be captured into a CUDA graph. Arguments are ctypes values, structu
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 import functools
 import glob
@@ -24,6 +23,7 @@ import torch
 from vla_accel.errors import EngineError
 from vla_accel.files import cache_folder, replacing_privately, require_private
 from vla_accel.kernels.phases import phase
+from vla_accel.runtime import current
 
 _log = logging.getLogger("vla_accel")
 
@@ -164,21 +164,13 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
 
 
-_SEND: contextvars.ContextVar[Callable[[str, str], object] | None] = contextvars.ContextVar("compiler", default=None)
-
-
 @contextlib.contextmanager
-def compiled_side_by_side() -> Iterator[None]:
-    """Within it kernels of this thread that are not loaded yet are only sent to the compiler, not launched; at its end
-    all are compiled. What is wrong with one is said where it is loaded."""
+def submitting() -> Iterator[Callable[[str, str], object]]:
+    """Yield a `Runtime.submit`. At the end all submitted sources are compiled. An error is raised where a kernel is
+    loaded."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # A kernel that is launched in every layer is compiled once.
-        send = functools.cache(functools.partial(pool.submit, compiled))
-        token = _SEND.set(send)
-        try:
-            yield
-        finally:
-            _SEND.reset(token)
+        yield functools.cache(functools.partial(pool.submit, compiled))
 
 
 class _Sent:
@@ -192,9 +184,9 @@ def load_module(source: str, shared: Mapping[str, int], architecture: str, devic
     """A `Module`, loaded once for all who ask for the same: code is never unloaded."""
     source = "".join(f"#define {name} {value}\n" for name, value in MACROS.items()) + source
     key = (source, tuple(sorted(shared.items())), architecture, str(device))
-    send = _SEND.get()
-    if key not in _LOADED and send is not None:
-        send(source, architecture)
+    submit = current(device).submit
+    if key not in _LOADED and submit is not None:
+        submit(source, architecture)
         return _Sent()  # type: ignore[return-value]
     if key not in _LOADED:
         _LOADED[key] = Module(source, shared, architecture, device)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import EngineSpec, PolicyConfig
+from vla_accel.families.loading import Checkpoint
 from vla_accel.measure.proportion import wilson
 from vla_accel.numeric import cosine
 from vla_accel.policy import OptimizedPolicy

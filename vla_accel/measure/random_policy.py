@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import PolicyConfig
 from vla_accel.families.family import Family, family_named
+from vla_accel.families.loading import Checkpoint
 from vla_accel.fp8 import Scales
 from vla_accel.machine import resolve_device
 from vla_accel.nn.network import Network

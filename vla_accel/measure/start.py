@@ -36,7 +36,7 @@ def starts(config: PolicyConfig, source: Mapping[str, Any]) -> dict[str, Any]:
         cache = Path(folder, "cache")
         cache.mkdir()
         if "checkpoint" in source:
-            from vla_accel.checkpoints.loading import base_and_lora
+            from vla_accel.families.loading import base_and_lora
 
             weights = base_and_lora(source["checkpoint"])[0]
         else:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.errors import of_one
-from vla_accel.transforms.ranges import FAR, Range
+from vla_accel.transforms.normalisation import FAR, Range
 
 ACTIONS = ("actions", "action")
 """Keys of a recording that hold the robot's actions, (n,) or (k, n)."""

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from vla_accel.checkpoints.loading import base_and_lora, family_of, load
 from vla_accel.config import CheckpointSpec, EnginePrecision, EngineSpec, NativeOptions, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families.family import Family
+from vla_accel.families.loading import base_and_lora, family_of, load
 from vla_accel.fp8 import Scales
 from vla_accel.measure.bench import System, peak
 from vla_accel.measure.random_policy import noise_scales, random_policy

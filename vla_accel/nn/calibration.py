@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from vla_accel.kernels.image.pixels import pixels
 from vla_accel.nn.fold import fold_norm
-from vla_accel.nn.gemma import GemmaLayer, GemmaPrefix, RmsNorm
 from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.quantised import calibrated_products
-from vla_accel.nn.siglip import SiglipLayer
+from vla_accel.nn.reference import RmsNorm, TransformerBlock
 
 
 def calibration(model: PrefixNetwork) -> tuple[nn.Module, Sequence[str]]:
@@ -27,16 +26,16 @@ class _Calibrated(nn.Module):
     def __init__(self, model: PrefixNetwork) -> None:
         super().__init__()
         self.vision = copy.deepcopy(model.vision)
-        self.prefix: GemmaPrefix = copy.deepcopy(model.prefix)
+        self.prefix = copy.deepcopy(model.prefix)
         # In a list, so that its modules are not this module's.
         self._model = [model]
         with torch.no_grad():
             for layer in self.vision.layers:
-                assert isinstance(layer, SiglipLayer)
+                assert isinstance(layer, TransformerBlock)
                 _fold_in_place(layer.layer_norm1, layer.qkv_proj)
                 _fold_in_place(layer.layer_norm2, layer.fc1)
             for layer in self.prefix.layers:
-                assert isinstance(layer, GemmaLayer)
+                assert isinstance(layer, TransformerBlock)
                 _fold_in_place(layer.input_layernorm, layer.qkv_proj)
                 _fold_in_place(layer.post_attention_layernorm, layer.gate_up_proj)
 

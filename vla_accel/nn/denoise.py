@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,6 @@ from vla_accel.nn.padding import MOST_VIEWS, longest_prompt, real_tokens
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.rtc import Guidance, Pinned, step_gains
 from vla_accel.nn.step import denoise_loop
-
-if TYPE_CHECKING:
-    from vla_accel.families.pi0.native import Pi0Store
-    from vla_accel.families.smolvla.native import SmolVlaStore
 
 
 class Denoise(nn.Module):
@@ -84,7 +80,7 @@ def denoise_component(
     prefix_tokens: int,
     num_steps: int,
     padded: bool,
-    store: Pi0Store | SmolVlaStore | None = None,
+    store: Any = None,
     rtc: RtcConfig | None = None,
 ) -> Component:
     """The loop for a fixed number of steps and prefix tokens. One that pins a trained prefix has no step of its own for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vla_accel.nn.gemma import RmsNorm
+from vla_accel.nn.reference import RmsNorm
 
 _ROWS = 2048
 

@@ -22,7 +22,7 @@ from vla_accel.kernels.gemm import config as gemm_config
 from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Skinny
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm_workspace
-from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import current
 
 Config = GemmConfig | KeySplit | CrossTile
 
@@ -51,7 +51,7 @@ class Cuts:
         return "".join(f"; {kind} {way}" for kind, way in self.told.items())
 
     def options(self, kind: str) -> dict[str, Any]:
-        """Return the arguments `config` and `workspace` of a product of this kind."""
+        """Return the arguments `config` and `workspace` of an op of this kind."""
         taken = self.taken[kind]
         return {"config": taken.config, "workspace": taken.workspace}
 
@@ -82,7 +82,7 @@ class Cuts:
             beside: whether to try cuBLAS and the own GEMM as well, for many rows; the product must read or write
             moments.
         """
-        gpu = Gpu.of(self.device)
+        gpu = current(self.device).gpu
 
         def among(what: str, configs: Sequence[GemmConfig]) -> Any:
             ways = []
@@ -102,12 +102,12 @@ class Cuts:
 
     def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
         """Choose the config of `suffix_attention`. Arguments as `products`."""
-        cuts = key_tilings.key_splits(Gpu.of(self.device), sizes)
+        cuts = key_tilings.key_splits(current(self.device).gpu, sizes)
         self._choose(kind, str(sizes), [Taken(c, suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20)
 
     def crossing(self, kind: str, sizes: Crossing, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. Arguments as `products`."""
-        cuts = key_tilings.crossings(Gpu.of(self.device), sizes)
+        cuts = key_tilings.crossings(current(self.device).gpu, sizes)
         self._choose(kind, str(sizes), [Taken(cut, None) for cut in cuts], run, 1)
 
     def _choose(self, kind: str, what: str, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:
@@ -118,7 +118,7 @@ class Cuts:
             run()
 
         with self.chain.resumed():
-            choice = measure(f"{kind} of {what}", list(by_config), run_with, self.device, repeats)
+            choice = measure(f"{kind} of {what}", list(by_config), run_with, current(self.device), repeats)
         self.taken[kind] = by_config[choice.config]
         if choice.times:
             self.told[kind] = str(choice.config)

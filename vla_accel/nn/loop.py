@@ -14,7 +14,6 @@ from vla_accel.kernels.attention.key_tilings import SuffixAttention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.epilogue import Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments, measure
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StepTables, StreamedLoop
 from vla_accel.kernels.rows.flow import EulerStep, Guidance
 from vla_accel.kernels.rows.rows import rope_tables
@@ -22,9 +21,9 @@ from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.kernel_choices import Cuts
 from vla_accel.nn.native_prefix import NativePrefix
 from vla_accel.nn.overlap import Ahead
-from vla_accel.nn.smollm import SmolLmConfig
+from vla_accel.runtime import current
 
-Stack = GemmaConfig | SmolLmConfig
+Stack = GemmaConfig
 Wait = Callable[[int], None]
 """Called before a layer that reads the prefix's keys and values of that layer."""
 
@@ -46,7 +45,7 @@ class LayerLoop(ABC):
     ) -> None:  # fmt: skip
         """`tokens`: suffix tokens of a sequence; `dtype`: of activations."""
         self.tables, self.tokens, self.eps, self.depth = tables, tokens, expert.eps, expert.depth
-        self.chain = Chain(Gpu.of(device))
+        self.chain = Chain(current(device).gpu)
         rows = batch * tokens
 
         def buffer(*shape: int) -> Tensor:

@@ -162,6 +162,14 @@ class Network(nn.Module, ABC):
                 self._set(name, self.origin.read(name, dtype, self.device))
         return coming
 
+    def weight(self, name: str) -> Tensor:
+        """A weight on the device, in the dtype that this network computes in. It is not kept here."""
+        value = self.get_parameter(name).detach()
+        if self.origin is None or not value.is_meta:
+            return value
+        with phase("read"):
+            return self.origin.read(name, None if self._as_stored else value.dtype, self.device)
+
     def fetched(self, *parts: str) -> list[Tensor]:
         """The weights of these parts (`names`), there from now on."""
         self.fetch(*parts)

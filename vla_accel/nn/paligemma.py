@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_accel.nn.gemma import GemmaPrefix
 from vla_accel.nn.prefixed import PrefixNetwork
+from vla_accel.nn.reference import PrefixStack
 from vla_accel.nn.siglip import SiglipConfig, SiglipVision
 
 
@@ -49,7 +49,7 @@ class PaliGemma(PrefixNetwork):
         self.vision = SiglipVision(config.vision)
         self.projector = nn.Linear(config.vision.width, config.prefix.width)
         self.embed = nn.Embedding(config.vocab_size, config.prefix.width)
-        self.prefix = GemmaPrefix(config.prefix)
+        self.prefix = PrefixStack(config.prefix.block(), config.prefix.depth)
 
     @staticmethod
     def kept_wide(name: str) -> bool:

@@ -11,8 +11,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from vla_accel.nn.gemma import GemmaPrefix
 from vla_accel.nn.network import Network
+from vla_accel.nn.reference import PrefixStack
 from vla_accel.nn.siglip import SiglipVision
 
 
@@ -24,7 +24,7 @@ class PrefixNetwork(Network):
     """
 
     vision: SiglipVision
-    prefix: GemmaPrefix
+    prefix: PrefixStack
     projector: nn.Linear
     embed: nn.Embedding
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from vla_accel.nn.gemma import RmsNorm
 from vla_accel.nn.network import Network
+from vla_accel.nn.reference import RmsNorm
 
 N = TypeVar("N", bound=Network)
 

@@ -1,7 +1,7 @@
 """SigLIP vision tower: images in, one row of patch tokens per view out.
 
-Knows nothing about language, robots or engines. Source of the mathematics: Zhai et al. 2023 (SigLIP) as used by
-openpi's PaliGemma (So400m/14 at 224 px: 27 layers, width 1152, MLP 4304, 16 heads).
+Source: Zhai et al. 2023 (SigLIP) as used by openpi's PaliGemma (So400m/14 at 224 px: 27 layers, width 1152, MLP 4304,
+16 heads).
 """
 
 from __future__ import annotations
@@ -14,32 +14,8 @@ from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
-
-
-class PreNormLayer(nn.Module):
-    """Attention of all to all and a tanh-GELU MLP, each behind a LayerNorm. q, k and v are one matrix (same function,
-    one product). What SigLIP, Qwen3-VL's vision and GR00T's vision-language attention share."""
-
-    def __init__(self, width: int, heads: int, mlp_dim: int, eps: float) -> None:
-        super().__init__()
-        self.heads, self.head_dim = heads, width // heads
-        self.layer_norm1 = nn.LayerNorm(width, eps=eps)
-        self.qkv_proj = nn.Linear(width, 3 * width)
-        self.out_proj = nn.Linear(width, width)
-        self.layer_norm2 = nn.LayerNorm(width, eps=eps)
-        self.fc1 = nn.Linear(width, mlp_dim)
-        self.fc2 = nn.Linear(mlp_dim, width)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None) -> Tensor:
-        """x (B, T, width) to the same shape. `rope`: tables of the rotation of q and k (`apply_rope`), or None;
-        mask (B, T, T) bool, True = may attend, or None."""
-        batch, tokens, width = x.shape
-        qkv = self.qkv_proj(reference.layer_norm(x, self.layer_norm1))
-        q, k, v = qkv.view(batch, tokens, 3, self.heads, self.head_dim).unbind(2)
-        if rope is not None:
-            q, k = reference.apply_rope(q, *rope), reference.apply_rope(k, *rope)
-        x = x + self.out_proj(reference.attention(q, k, v, mask).reshape(batch, tokens, width))
-        return x + self.fc2(F.gelu(self.fc1(reference.layer_norm(x, self.layer_norm2)), approximate="tanh"))
+from vla_accel.nn.block import Block, vit_block
+from vla_accel.nn.reference import TransformerBlock
 
 
 @dataclass(frozen=True)
@@ -69,12 +45,10 @@ class SiglipConfig:
     def head_dim(self) -> int:
         return self.width // self.heads
 
-
-class SiglipLayer(PreNormLayer):
-    """One block of the tower."""
-
-    def __init__(self, config: SiglipConfig) -> None:
-        super().__init__(config.width, config.heads, config.mlp_dim, config.eps)
+    @property
+    def block(self) -> Block:
+        """One block of the tower."""
+        return vit_block(self.width, self.heads, self.mlp_dim, self.eps)
 
 
 class SiglipVision(nn.Module):
@@ -89,18 +63,14 @@ class SiglipVision(nn.Module):
         self.config = config
         self.patch_embedding = nn.Conv2d(3, config.width, kernel_size=config.patch_size, stride=config.patch_size)
         self.position_embedding = nn.Parameter(torch.zeros(config.tokens, config.width))
-        self.layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.depth))
+        self.layers = nn.ModuleList(TransformerBlock(config.block) for _ in range(config.depth))
         self.post_layernorm = nn.LayerNorm(config.width, eps=config.eps)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype the layers compute in; the embeddings may be wider."""
-        return self.post_layernorm.weight.dtype if not len(self.layers) else self._layer_dtype()
-
-    def _layer_dtype(self) -> torch.dtype:
-        layer = self.layers[0]
-        assert isinstance(layer, SiglipLayer)
-        return layer.qkv_proj.weight.dtype
+        first = self.layers[0].qkv_proj if len(self.layers) else self.post_layernorm
+        return first.weight.dtype  # type: ignore[union-attr,return-value]
 
     def embed(self, pixels: Tensor) -> Tensor:
         """(N, 3, H, W) in [-1, 1] to (N, tokens, width) in the embedding's dtype, before the first layer."""

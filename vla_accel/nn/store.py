@@ -10,12 +10,10 @@ from torch import Tensor
 
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
-from vla_accel.fp8 import E4M3, FORMATS, Format, Products, Scales, no_scales
-from vla_accel.kernels.gemm.weights import Linear, make_linear
+from vla_accel.fp8 import FORMATS, Scales, no_scales
 from vla_accel.kernels.phases import phase
 from vla_accel.nn.memory import tensors_in
 from vla_accel.nn.network import Network
-from vla_accel.numeric import DTYPES
 
 N = TypeVar("N", bound=Network)
 T = TypeVar("T")
@@ -65,40 +63,3 @@ class NativeStore(Generic[N]):
         """Precisions of what works beside BF16 tensors, the cache of keys and values or activations: `precisions` for a
         BF16 policy, none for another."""
         return precisions if self.model.dtype == torch.bfloat16 else ()
-
-
-def compute_dtype(precision: str) -> torch.dtype:
-    """What everything but the FP8 or INT8 products themselves is stored in."""
-    return DTYPES.get(precision, torch.bfloat16)
-
-
-def format_of(precision: str) -> Format:
-    """What the quantised products of a precision are stored in."""
-    return FORMATS.get(precision, E4M3)
-
-
-def plain_input(precision: str, weight: Tensor, bias: Tensor | None = None, pad_k: int = 0, pad_n: int = 0) -> Linear:
-    """A product that takes its input as it is, padded as by `make_linear`. In FP8 and INT8 its weight alone is of one
-    byte, widened in registers: nothing is calibrated, and the input's scale is one."""
-    form = format_of(precision)
-    amax = form.largest if precision in FORMATS else None
-    return make_linear(weight, bias, compute_dtype(precision), amax, pad_k, pad_n, form=form)
-
-
-def weights_in(precision: str) -> str:
-    """Of what products with a plain input are, for the ledger."""
-    return f"{precision.upper()} weights" if precision in FORMATS else str(compute_dtype(precision))
-
-
-def amax_of(scales: Scales | None, precision: str, layer: str, products: Products) -> Callable[[str], float | None]:
-    """Looks the calibrated input amax of a layer's product up by name; None unless FP8 or INT8 is asked for and takes
-    it."""
-
-    def find(name: str) -> float | None:
-        if precision not in FORMATS or name not in products.names:
-            return None
-        if scales is None:
-            raise EngineError(no_scales(precision))
-        return scales.of(f"{layer}.{name}")
-
-    return find

@@ -20,13 +20,13 @@ from vla_accel.fp8 import FORMATS, NO_SCALES, Scales
 from vla_accel.kernels import reference
 from vla_accel.kernels.image.pixels import pixels
 from vla_accel.nn.fold import fold_norm
-from vla_accel.nn.gemma import GemmaLayer, RmsNorm
 from vla_accel.nn.network import weightless
 from vla_accel.nn.padding import real_tokens
 from vla_accel.nn.paligemma import PaliGemma, prefix_positions
 from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.quantize import quantise
+from vla_accel.nn.reference import RmsNorm, TransformerBlock
 
 
 class Bridge(nn.Module):
@@ -64,7 +64,7 @@ class Mlp(nn.Module):
     """Gemma's gated MLP of one layer, with the weight of the norm before it folded in: x (B, T, width), normalised
     without weights, to the same shape."""
 
-    def __init__(self, layer: GemmaLayer) -> None:
+    def __init__(self, layer: TransformerBlock) -> None:
         super().__init__()
         norm = layer.post_attention_layernorm
         assert isinstance(norm, RmsNorm)
@@ -92,7 +92,7 @@ class QuantisedKvCache(nn.Module):
         self.mlps = nn.ModuleList()
         names = QUANTISED["kv_cache"]["tensorrt"].names
         for index, layer in enumerate(self.layers[:-1]):  # type: ignore[arg-type]
-            assert isinstance(layer, GemmaLayer)
+            assert isinstance(layer, TransformerBlock)
             mlp = Mlp(layer)
             quantise(mlp, {n: scales.of(f"prefix.layers.{index}.{n}") for n in names})
             self.mlps.append(Island(f"mlp{index}", mlp))
@@ -105,7 +105,7 @@ class QuantisedKvCache(nn.Module):
         rope = reference.rope_tables(positions, self.head_dim, x.dtype)
         keys, values = [], []
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, GemmaLayer)
+            assert isinstance(layer, TransformerBlock)
             q, k, v, _ = layer.qkv(x, rope)
             keys.append(k)
             values.append(v)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines import ENGINES, onnx, tensorrt_library, tensorrt_plan, torch_tensorrt, torch_tensorrt_versions
@@ -25,6 +24,7 @@ from vla_accel.engines.tensorrt_builder import Progress
 from vla_accel.engines.tensorrt_library import Capability, LibraryName, check_target, load_library, parse_target
 from vla_accel.engines.tensorrt_plan import Exports, Obtained, body_of, obtain
 from vla_accel.errors import ConfigError, DependencyError, EngineError
+from vla_accel.families.loading import Checkpoint
 from vla_accel.fp8 import E4M3
 from vla_accel.numeric import DTYPES
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.config import EnginePrecision, EngineSpec
 from vla_accel.engines import build
 from vla_accel.errors import CheckpointError, DeviceMemoryError
 from vla_accel.families.family import Family, Shape
+from vla_accel.families.loading import Checkpoint
 from vla_accel.fp8 import Scales
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.ledger import Ledger
@@ -92,7 +92,7 @@ def smaller(
 
 
 @contextlib.contextmanager
-def told_if_too_large(
+def explained_if_too_large(
     plan: Plan, checkpoint: Checkpoint, free: tuple[int, int], shape: Callable[[], Shape]
 ) -> Iterator[None]:
     """Running out of device memory inside ends in one error: what the weights need, what was `free` of what before

@@ -1,8 +1,6 @@
-"""`OptimizedPolicy`: a drop-in for openpi's `Policy` that says what each component cost and which path really ran.
+"""`OptimizedPolicy`: a drop-in for openpi's `Policy` that reports each component's time and the engines that ran.
 
-    preprocess → the components of the model → transfer → postprocess
-
-Owns no mathematics: models compute, engines run, `processing` converts. Calls from several threads are taken in turn.
+preprocess → the components of the model → transfer → postprocess
 """
 
 from __future__ import annotations
@@ -15,49 +13,67 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from vla_accel import latency
-from vla_accel.checkpoints.loading import Checkpoint, load
 from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
-from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, of_one, unknown
+from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, of_one
 from vla_accel.families.family import Shape, Store
+from vla_accel.families.loading import Checkpoint, load
 from vla_accel.kernels.image import resize
+from vla_accel.kernels.nvrtc import synchronize
 from vla_accel.kernels.phases import recorded
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.nn.memory import Counted, free_memory
 from vla_accel.numeric import DTYPES, without_autocast
 from vla_accel.policy import agreement
-from vla_accel.policy.footprint import told_if_too_large
-from vla_accel.policy.given import given_noise, guidance, refuse_unused_rtc
+from vla_accel.policy.checks import (
+    StateCheck,
+    check_engines,
+    checked_noise,
+    guidance,
+    previous_chunks,
+    refuse_unused_rtc,
+)
+from vla_accel.policy.footprint import explained_if_too_large
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
-from vla_accel.policy.states import StateCheck
-from vla_accel.remote.async_runner import AsyncRunner
+from vla_accel.runtime import Runtime
 from vla_accel.transforms.observations import real_numbers
 
+if TYPE_CHECKING:
+    from vla_accel.remote.async_runner import AsyncRunner
+
 MOST_BUILT = 4
-"""Shapes of one observation (prompt buckets) up to which warm-up builds all of them."""
+"""Warm-up builds all shapes of an observation (prompt buckets) up to this number."""
 _log = logging.getLogger("vla_accel")
 
 
 class OptimizedPolicy:
     """A policy ready to act. Make one with `from_pretrained`.
 
-    `infer` may be called from several threads; calls are serialised. `metadata` says what was loaded and what runs,
-    `checkpoint` where it came from (`checkpoint.folder`).
+    Several threads may call `infer`; calls run one after the other. `metadata` describes what was loaded and which
+    engines run; `checkpoint.folder` is where the weights came from.
     """
 
     @without_autocast()
     def __init__(self, checkpoint: Checkpoint, config: PolicyConfig, *, store: Store | None = None) -> None:
-        """`checkpoint`: its model is moved and cast in place, unless it can be read again; `store`: of another policy
-        of the same model, to share its prepared weights. Raises ConfigError for a component that the model lacks, and
-        for a preset, a prompt or a setting of the checkpoint that it was not loaded with."""
+        """Place a loaded checkpoint on the configured device.
+
+        Args:
+            checkpoint: Its model is moved and cast in place, unless it can be read again.
+            config: Engines and settings.
+            store: Prepared weights of another policy of the same model, to share them.
+
+        Raises:
+            ConfigError: The model lacks a component, or the checkpoint was loaded with another preset, prompt or
+                setting.
+        """
         for name in ("preset", "checkpoint", "default_prompt"):
             value, read = getattr(config, name), getattr(checkpoint.settings, name)
             if value not in (getattr(PolicyConfig(), name), read):
@@ -77,36 +93,23 @@ class OptimizedPolicy:
         self.processor = checkpoint.processor
         self.ledger = Ledger(strict=config.strict)
         self.latency = latency.LatencyLog()
+        check_engines(self.family, config)
         specs = config.specs(self.family.parts)
-        for part, spec in specs.items():
-            for engine in (spec.engine, *spec.fallback):
-                if engine not in (*ENGINES, "auto"):
-                    raise ConfigError(unknown(f"{part}.engine", engine, ("auto", *ENGINES)))
-                if config.deterministic and engine != "auto" and ENGINES[engine].by_time:
-                    raise ConfigError(
-                        f"deterministic: {part}: {engine} takes the kernels that it measures as the fastest"
-                    )
-        on_host = [part for part, spec in specs.items() if spec.native.embeddings == "host"]
-        unread = [part for part in on_host if part not in self.family.host_embeddings]
-        if unread and (config.native.embeddings == "gpu" or unread == on_host):
-            have = ", ".join(self.family.host_embeddings) or "no component"
-            raise ConfigError(
-                f"{unread[0]}.native.embeddings: host is for {have} of {self.family.name}, got it for {unread[0]}"
-            )
         self.choices = choose(specs, self.device, dtype, self._shown(specs))
         self.specs = {name: choice.spec for name, choice in self.choices.items()}
-        """The engine that each component is built with; "auto" is resolved."""
+        """The engine of each component, with "auto" resolved."""
         self.scales = checkpoint.scales if self.family.needs_scales(self.specs) else None
         self.store = store or self.family.store(self.model, self.scales)
-        plan = Plan(self.family, self.model, config, self.choices, self.store, self.device, self.ledger, self.scales)
+        runtime = Runtime.of(self.device, deterministic=config.deterministic)
+        plan = Plan(self.family, self.model, config, self.choices, self.store, runtime, self.ledger, self.scales)
         self.pipelines = Pipelines(plan)
         self._free = free_memory(self.device) if self.device.type == "cuda" else (0, 0)
         if any(ENGINES[name].needs == "all" for spec in self.specs.values() for name in (spec.engine, *spec.fallback)):
-            with self._told_if_too_large():
+            with self._explained_if_too_large():
                 self.model.fetch()
         self._states = StateCheck(self.processor, self.ledger)
         self.start: dict[str, float] | None = None
-        """Seconds of `from_pretrained` by phase (`ops.phases`)."""
+        """Seconds of `from_pretrained` by phase (`kernels.phases`)."""
         self._lock = threading.RLock()
         self._noise = torch.Generator(self.device).manual_seed(config.seed)
 
@@ -121,12 +124,21 @@ class OptimizedPolicy:
         seed: int | None = None,
         lora: str | Path | None = None,
     ) -> OptimizedPolicy:
-        """Load a checkpoint folder, a bundled checkpoint ("demo") or `owner/name[@revision][/folder]` on the hub.
+        """Load a checkpoint and build its engines.
 
-        Args: `config`: a `PolicyConfig`, a mapping, a YAML/JSON file or the name of a shipped one ("native_fp8"), by
-        default the fast path (`engines.auto`); `device`, `num_steps`, `seed` and `lora` override it; `lora`: folder or
-        hub name of an adapter that is folded into the weights. Raises CheckpointError for anything incomplete,
-        ConfigError for settings that cannot be, and for those that would change nothing.
+        Args:
+            path_or_name: A checkpoint folder, a bundled checkpoint ("demo") or `owner/name[@revision][/folder]` on the
+                hub.
+            config: A `PolicyConfig`, a mapping, a YAML or JSON file, or the name of a shipped configuration
+                ("native_fp8"). By default the fastest path without loss (`engines.auto`).
+            device: Overrides the configuration's device.
+            num_steps: Overrides the number of denoising steps.
+            seed: Overrides the seed of the noise.
+            lora: Folder or hub name of an adapter to fold into the weights.
+
+        Raises:
+            CheckpointError: The checkpoint is incomplete.
+            ConfigError: A setting is impossible, or would change nothing.
         """
         with recorded() as spent, without_autocast():
             settings = load_config(config)
@@ -140,7 +152,7 @@ class OptimizedPolicy:
                 policy = cls(checkpoint, settings)
                 policy.warm_up()
         policy.start = spent.described
-        policy._say_what_auto_chose()
+        policy._log_auto_choices()
         return policy
 
     # -- acting ---------------------------------------------------------------------------------------------------
@@ -153,19 +165,29 @@ class OptimizedPolicy:
         prev_chunk: np.ndarray | None = None,
         inference_delay: int | None = None,
     ) -> dict[str, Any]:
-        """One observation to one chunk of actions.
+        """Compute one chunk of actions.
 
-        Args: `observation`: what the robot's transforms expect, in LIBERO's case openpi's keys: `observation/image`,
-        `observation/wrist_image` uint8 (224, 224, 3), `observation/state` (8,), `prompt` str. `noise`: (horizon,
-        action_dim), else drawn from the policy's seeded generator. π0-FAST decodes greedily: it checks the noise's
-        shape and does not use it. Real-time chunking: `prev_chunk` (k, 7), what an earlier `infer` returned, from the
-        action on that is due at this observation, k at most the horizon; `inference_delay`: how many of them will be
-        executed before the answer is used. The new chunk is guided to begin with those, and to leave them gradually
-        (`PolicyConfig.rtc`); with a delay of k or more, all of them are kept, as in lerobot.
-        Returns: `actions` float64 (horizon, 7); `state`, a list of 8 as given; `policy_timing` in milliseconds:
-        `infer_ms`, and per component; `engines`: the ledger.
-        Raises ObservationError for a bad observation or noise, EngineError for non-finite actions, ActionError where a
-        family's answer is no chunk of actions.
+        With `prev_chunk` and `inference_delay` (real-time chunking) the new chunk begins with the previous chunk's next
+        actions and leaves them gradually (`PolicyConfig.rtc`). With a delay of k or more it keeps all of them, as in
+        lerobot.
+
+        Args:
+            observation: The keys of the robot's preset. For LIBERO: `observation/image` and `observation/wrist_image`
+                uint8 (224, 224, 3), `observation/state` (8,), `prompt` str.
+            noise: (horizon, action_dim); by default drawn from the policy's seeded generator. π0-FAST decodes
+                greedily: it checks the shape and ignores the values.
+            prev_chunk: (k, 7), the actions of an earlier `infer` from the one due at this observation on; k at most
+                the horizon.
+            inference_delay: How many of those actions will be executed before the new chunk is used.
+
+        Returns:
+            `actions` float64 (horizon, 7); `state`, the robot's own as a list; `policy_timing`, milliseconds of the
+            call (`infer_ms`) and of each component; `engines`, the ledger.
+
+        Raises:
+            ObservationError: The observation, noise or previous chunk is invalid.
+            EngineError: The result is not finite.
+            ActionError: The model's output is no chunk of actions.
         """
         return self.infer_batch(
             [observation],
@@ -184,39 +206,53 @@ class OptimizedPolicy:
         prev_chunks: Sequence[np.ndarray | None] | None = None,
         inference_delays: Sequence[int | None] | None = None,
     ) -> list[dict[str, Any]]:
-        """Several independent observations in one pass; noise (batch, horizon, action_dim); `prev_chunks`,
-        `inference_delays`: one for each observation, or None. Returns and raises as `infer`; what is wrong with one of
-        several names it, as "observations[1]: …"."""
+        """Compute a chunk of actions for each of several independent observations in one pass.
+
+        Args:
+            observations: At least one.
+            noise: (batch, horizon, action_dim).
+            prev_chunks: One for each observation, or None.
+            inference_delays: One for each observation, or None.
+
+        Returns:
+            What `infer` returns, for each observation. Errors name the observation, as "observations[1]: …".
+        """
         if isinstance(observations, (Mapping, str)):
             raise ObservationError(f"observations: expected a list of them, got one {type(observations).__name__}")
         if not observations:
             raise ObservationError("observations: expected at least one, got none")
         with self._lock:
             began = time.perf_counter()
-            with self.pipelines.ahead(self.processor, observations) as ahead:
-                family, sizes, rtc, inputs = self.family, self.model.config, self.config.rtc, []
-                for index, one in enumerate(observations):
-                    with of_one(index, len(observations)):
-                        inputs.append(family.prepare(self.processor, one, self.device))
-                        self._states.look(inputs[-1])
-                guided = guidance(family, sizes, rtc, self.processor, inputs, prev_chunks, inference_delays)
-                pipeline, feed = self._feed(inputs, noise, guided)
-                if ahead is not None and ahead is not pipeline:
-                    ahead.abandon()
-                pipeline.feed(feed, self._noise)
-            # One for each: nothing is shared between results, so that one may be changed.
+            family, processor, sizes = self.family, self.processor, self.model.config
+            seen = self._observe(observations)
+            # The GPU encodes the images while the host tokenizes prompts.
+            early = self.pipelines.started(family.image_feed(sizes, seen))
+            try:
+                inputs = []
+                for index, one in enumerate(seen):
+                    with of_one(index, len(seen)):
+                        inputs.append(processor.encode(one))
+                        self._states.check(inputs[-1])
+                previous = previous_chunks(processor, inputs, prev_chunks, inference_delays)
+                pipeline, feed = self._feed(inputs, noise, guidance(family, sizes, self.config.rtc, previous))
+                if pipeline is not early:
+                    pipeline.start(feed.inputs)
+            except BaseException:
+                if early is not None:
+                    synchronize(self.device)  # the upload still reads the staging buffer
+                raise
+            # One ledger for each result: nothing is shared between them, so that one may be changed.
             ledgers = [self.ledger.as_list() for _ in inputs]
-            result, times = self._run(pipeline)
+            result, times = self._finish(pipeline, feed)
             returned = time.perf_counter()
-            actions = family.normalised(self.processor, result)
-            robot = [self.processor.finish(a, i) for a, i in zip(actions, inputs, strict=True)]
+            actions = family.normalised(processor, result)
+            robot = [processor.unnormalize_actions(a, i) for a, i in zip(actions, inputs, strict=True)]
             ended = time.perf_counter()
-            # Launch, copies and waiting: what of the run is in no component. So the sections add up to the total.
-            transfer = (returned - pipeline.launched) * 1e3 - sum(times.values())
+            # The sections add up to the total: transfer is launches, copies and waiting.
             sections = {
                 "preprocess": (pipeline.launched - began) * 1e3,
                 **times,
-                "transfer": transfer,
+                "transfer": (returned - pipeline.launched) * 1e3 - sum(times.values()),
                 "postprocess": (ended - returned) * 1e3,
             }
             sample = latency.Sample(sections, (ended - began) * 1e3)
@@ -224,7 +260,7 @@ class OptimizedPolicy:
             timing = {"infer_ms": sample.total_ms, "total_ms": sample.total_ms}
             timing |= {f"{name}_ms": value for name, value in sections.items()}
             return [
-                # A list: of each array in an answer openpi's ActionChunkBroker takes the row of its step.
+                # `state` is a list: openpi's ActionChunkBroker takes the row of its step of every array.
                 {"actions": a, "state": i.raw_state.tolist(), "policy_timing": timing.copy(), "engines": engines}
                 for a, i, engines in zip(robot, inputs, ledgers, strict=True)
             ]
@@ -232,8 +268,8 @@ class OptimizedPolicy:
     def infer_with_internals(
         self, observation: Mapping[str, Any], *, noise: np.ndarray
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """`infer`, and besides it, float32: the normalised `actions` (H, A) and what the family compares of its
-        components (`Family.internals`). For comparing paths; copies much, so do not time it."""
+        """Return the result of `infer`, and float32 arrays to compare engines by: the normalised `actions` (H, A) and
+        the components' outputs in `Family.internals`. Copies a lot, so do not time it."""
         with self._lock:
             result = self.infer(observation, noise=noise)
             outputs, inputs = self.pipelines.newest.outputs, self.processor.prepare(observation)
@@ -246,20 +282,22 @@ class OptimizedPolicy:
             return result, {name: tensor.to("cpu", torch.float32, copy=True).numpy() for name, tensor in kept.items()}
 
     def reset(self) -> None:
-        """Start an episode: the noise begins anew from the configured seed."""
+        """Start an episode: reset the noise to the configured seed."""
         with self._lock:
             self._noise.manual_seed(self.config.seed)
 
     @without_autocast()
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Build the engines that calls will need, and run them once, so that the ledger is complete, a strict fallback
-        raises now, and no call of an episode is a slow one. Leaves noise and latency log untouched.
+        """Build the engines that calls will need and run them once.
 
-        This builds the shapes of an ordinary observation and of the prompts in `PolicyConfig.warm_up`. Where the state
-        is part of the prompt, each prompt gets the shapes from the shortest to the longest state, `MOST_BUILT` at most.
-        Where the native engine runs a component, the shapes of all prompts that the checkpoint allows are built if
-        these are no more than `MOST_BUILT`. A warning lists the shapes that are not built.
+        Afterwards the ledger is complete, a strict fallback has raised, and no call of an episode is slow. Noise and
+        latency log stay untouched.
+
+        Builds the shapes of an ordinary observation, with images of the model's size, and of the prompts in
+        `PolicyConfig.warm_up`. If the state is part of the prompt, each prompt gets the shapes from the shortest to the
+        longest state, at most `MOST_BUILT`. With the native engine, all prompt lengths of the checkpoint are built if
+        they are no more than `MOST_BUILT`. A warning lists the shapes that are not built.
         """
         noise = np.zeros(self.family.action_shape(self.model.config), np.float32)
         if resize.fits_on(self.device):
@@ -280,10 +318,10 @@ class OptimizedPolicy:
             for shape in wanted:
                 if shape != ordinary:
                     self._pipeline(shape).rehearse()
-            # Not `infer`: an answer to black images need not be a chunk of actions.
+            # Not `infer`: π0-FAST's answer to black images need not be a chunk of actions.
             pipeline, feed = self._feed([self.processor.prepare(example)], noise[None], None)
-            pipeline.feed(feed, self._noise)
-            self._run(pipeline)
+            pipeline.start(feed.inputs)
+            self._finish(pipeline, feed)
         if left_out := [shape for shape in possible if shape not in wanted]:
             shapes = ", ".join(shape.title for shape in left_out)
             self.ledger.warn(
@@ -292,23 +330,25 @@ class OptimizedPolicy:
             )
 
     def with_steps(self, num_steps: int) -> OptimizedPolicy:
-        """The same weights with another number of denoising steps, and a latency log of its own."""
+        """Return a policy with the same weights, another number of denoising steps and its own latency log."""
         made = OptimizedPolicy(self.checkpoint, replace(self.config, num_steps=num_steps), store=self.store)
         made.ledger.told = self.ledger.told
         return made
 
     def async_runner(self, hz: float, **options: Any) -> AsyncRunner:
-        """A control loop at `hz` that is kept fed: the next chunk is computed while this one is executed.
+        """Return a control loop at `hz` that computes the next chunk while the robot executes this one.
 
-        `options` as `vla_accel.remote.async_runner.AsyncRunner` takes them; nobody else may use the policy meanwhile.
+        `options` are those of `vla_accel.remote.async_runner.AsyncRunner`. Only the runner may use the policy.
         """
+        from vla_accel.remote.async_runner import AsyncRunner
+
         return AsyncRunner(self, hz, **options)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
     @property
     def supports_prev_chunk(self) -> bool:
-        """Whether `infer` takes `prev_chunk` and `inference_delay`: whether the family has real-time chunking."""
+        """Whether `infer` takes `prev_chunk` and `inference_delay` (real-time chunking)."""
         return bool(self.family.guidance)
 
     @property
@@ -318,9 +358,11 @@ class OptimizedPolicy:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What was loaded and which path runs, as plain data; sent to clients on connect. `action_horizon` and
-        `action_dim` are the model's, as of `noise`: a robot may get fewer actions (GR00T's) of fewer numbers.
-        `robot`: `Preset.described`; `max_delay`: the largest `inference_delay`, None if any is accepted."""
+        """What was loaded and which engines run, as plain data; the server sends it to clients on connect.
+
+        `action_horizon` and `action_dim` are the model's, as in `noise`: a robot may get fewer actions (GR00T) of fewer
+        numbers. `robot` is `Preset.described`; `max_delay` the largest `inference_delay`, None if any is accepted.
+        """
         horizon, action_dim = self.family.action_shape(self.model.config)
         preset = getattr(self.processor, "preset", None)
         return {
@@ -328,7 +370,6 @@ class OptimizedPolicy:
             "model": self._described(),
             "action_horizon": horizon,
             "action_dim": action_dim,
-            # Of the images that it makes of the cameras'; a family may have no such size.
             "image_size": getattr(self.processor, "image_size", None),
             "robot": None if preset is None else preset.described(),
             "max_delay": self.config.rtc.longest_delay(horizon),
@@ -340,10 +381,13 @@ class OptimizedPolicy:
         }
 
     def memory(self) -> dict[str, Any]:
-        """Bytes on the policy's device. `weights`: by component, as its engines read them, each storage counted once;
-        `unused`: weights of the model that are there, but that no engine reads; `buffers`: inputs, activations and
-        graphs of all shapes, as the device's allocator counts them (0 on a CPU); `total`: their sum. `host`: of weights
-        that a GPU reads from host memory."""
+        """Bytes on the policy's device.
+
+        Returns:
+            `weights` by component, as its engines read them, each storage counted once; `unused`, weights that no
+            engine reads; `buffers`, inputs, activations and graphs of all shapes (0 on a CPU); `total`, their sum;
+            `host`, weights that a GPU reads from host memory.
+        """
         counted, on_host = Counted(self.device.type), Counted("cpu")
         prepared, own = self.store.tensors(), self.pipelines.eager_weights()
         by_part = {part: [*prepared.get(part, ()), *own.get(part, ())] for part in self.family.parts}
@@ -354,7 +398,7 @@ class OptimizedPolicy:
         return {"weights": weights, "unused": unused, "buffers": self.pipelines.bytes, "total": total, "host": host}
 
     def latency_report(self) -> dict[str, Any]:
-        """The breakdown JSON over the calls so far (schema `vla_accel.breakdown/1`)."""
+        """The breakdown JSON of the calls so far (schema `vla_accel.breakdown/1`)."""
         return latency.breakdown(
             model={"name": self.name, **self._described()},
             engines=self.ledger.as_list(),
@@ -365,10 +409,10 @@ class OptimizedPolicy:
             memory=self.memory(),
         )
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------------------------
 
     def _described(self) -> dict[str, Any]:
-        """What a breakdown or metadata says of the model."""
+        """The model's entry in breakdown and metadata."""
         horizon, action_dim = self.family.action_shape(self.model.config)
         return {
             "kind": self.family.name,
@@ -378,8 +422,8 @@ class OptimizedPolicy:
         }
 
     def _shown(self, specs: Mapping[str, EngineSpec]) -> Shown | None:
-        """A lower precision that `auto` may take: scales of these very weights and a parity report that passed lie
-        beside the checkpoint."""
+        """A lower precision that `auto` may take: the checkpoint's folder has FP8 scales and a passed parity report for
+        exactly these weights."""
         folder = self.checkpoint.kept
         if folder is None or self.device.type != "cuda" or any(spec.engine != "auto" for spec in specs.values()):
             return None
@@ -389,12 +433,12 @@ class OptimizedPolicy:
         try:
             has_scales = self.checkpoint.scales is not None
         except CheckpointError as error:
-            _log.warning("auto: %s is of no use: %s", found.source, error)
+            _log.warning("auto: %s is ignored: %s", found.source, error)
             return None
         return found if has_scales else None
 
-    def _say_what_auto_chose(self) -> None:
-        """One line, from what really was built: a warning where what it chose could not be, or a GPU runs eager."""
+    def _log_auto_choices(self) -> None:
+        """Log the engines that `auto` built; a warning if one differs from its choice, or a GPU runs eager."""
         groups: dict[tuple[str, str], list[str]] = {}
         level = logging.INFO
         for entry in self.ledger.entries.values():
@@ -406,26 +450,37 @@ class OptimizedPolicy:
                 slow = entry.used != spec.engine or (entry.used == "eager" and self.device.type != "cpu")
                 level = logging.WARNING if slow else level
         if groups:
-            said = "; ".join(f"{', '.join(names)}: {used} ({why})" for (used, why), names in groups.items())
-            _log.log(level, "%s: auto chose %s", self.name, said)
+            text = "; ".join(f"{', '.join(names)}: {used} ({why})" for (used, why), names in groups.items())
+            _log.log(level, "%s: auto chose %s", self.name, text)
 
-    def _run(self, pipeline: Pipeline) -> tuple[np.ndarray, dict[str, float]]:
-        """What `Pipeline.run` says of a call that was fed. Raises EngineError for values that are not finite."""
-        result, times = pipeline.run()
+    def _observe(self, observations: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Read observations; images are resized here unless the device does it."""
+        seen = []
+        for index, one in enumerate(observations):
+            with of_one(index, len(observations)):
+                seen.append(self.processor.observe(one))
+        cameras = {one.cameras for one in seen}
+        if len(cameras) == 1 and self.pipelines.resizes(*cameras):
+            return seen
+        return [one if one.cameras is None else self.processor.resized(one) for one in seen]
+
+    def _finish(self, pipeline: Pipeline, feed: Feed) -> tuple[np.ndarray, dict[str, float]]:
+        """As `Pipeline.finish`. Raises EngineError for values that are not finite."""
+        result, times = pipeline.finish(feed, self._noise)
         if not np.isfinite(result).all():
             name = f"{self.family.parts[-1]}.{self.family.result}"
             raise EngineError(f"{name}: non-finite values; compare engines with the eager one")
         return result, times
 
     def _pipeline(self, shape: Shape) -> Pipeline:
-        with self._told_if_too_large():
+        with self._explained_if_too_large():
             return self.pipelines.get(shape)
 
-    def _told_if_too_large(self) -> AbstractContextManager[None]:
+    def _explained_if_too_large(self) -> AbstractContextManager[None]:
         def ordinary() -> Shape:
             return self._shape([self.processor.prepare(self.processor.example())])
 
-        return told_if_too_large(self.pipelines.plan, self.checkpoint, self._free, ordinary)
+        return explained_if_too_large(self.pipelines.plan, self.checkpoint, self._free, ordinary)
 
     def _shape(self, inputs: Sequence[Any]) -> Shape:
         return self.family.shape(self.model.config, inputs, self.num_steps, self.specs)
@@ -435,7 +490,7 @@ class OptimizedPolicy:
     ) -> tuple[Pipeline, Feed]:
         """The pipeline for these inputs, and the inputs as its arrays."""
         if noise is not None:
-            noise = given_noise(noise, (len(inputs), *self.family.action_shape(self.model.config)))
+            noise = checked_noise(noise, (len(inputs), *self.family.action_shape(self.model.config)))
         shape = self._shape(inputs)
         return self._pipeline(shape), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
 

@@ -1,21 +1,19 @@
-"""The engines of one shape, joined by the names of their inputs and outputs, with their staging buffers and, on a GPU,
-two CUDA graphs: the first engine runs while the host prepares what only the others need.
+"""The engines of one shape, joined by the names of their inputs and outputs, with staging buffers and CUDA graphs.
 
-`Pipelines` keeps the most recently used shapes within a memory budget. Knows nothing about observations or robots, and
-no model: the family's components say what there is.
+A call has two halves: `start` uploads the images and launches the first engine, `finish` uploads everything else and
+runs the other engines, so the GPU works while the host tokenizes prompts. `Pipelines` keeps the most recently used
+shapes within a memory budget.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,66 +24,85 @@ from vla_accel.engines import Engine, build
 from vla_accel.engines.auto import Choice
 from vla_accel.engines.graph import Captured, capture
 from vla_accel.errors import EngineError
-from vla_accel.families.family import Family, Rows, Shape, Store, Transforms
+from vla_accel.families.family import IMAGES, Family, Rows, Shape, Store
 from vla_accel.fp8 import Scales
-from vla_accel.kernels.autotune import pinned
+from vla_accel.kernels.image import resize
 from vla_accel.kernels.nvrtc import on, synchronize
 from vla_accel.ledger import Ledger
 from vla_accel.nn.memory import Counted
 from vla_accel.nn.network import Network
 from vla_accel.numeric import round_up
-from vla_accel.pictures import Picture
-from vla_accel.policy.sending import ALIGNMENT, Sending, beside
-
-_log = logging.getLogger("vla_accel")
+from vla_accel.pictures import Cameras
+from vla_accel.runtime import Runtime
 
 NOISE = "noise"
-"""The input that is drawn on the device where none is given."""
+"""The input that is drawn on the device unless the caller passes it."""
+ALIGNMENT = 256
+"""Bytes; CUDA's allocator guarantees it, and kernels and libraries may rely on it."""
+MOST_CAMERAS = 8
+"""Sets of image sizes for which shapes are built; images of further sizes are resized on the host."""
+_log = logging.getLogger("vla_accel")
 
 
 @dataclass(frozen=True)
 class Feed:
     """One call's inputs on the host.
 
-    `given`: by name, but for guidance and noise; `noise` float32 (B, H, A), or None where it is drawn on the device;
-    `guidance`: inputs of real-time chunking by name, or None for a plain call.
+    Attributes:
+        inputs: By name, without guidance and noise.
+        noise: float32 (B, H, A), or None to draw it on the device.
+        guidance: Inputs of real-time chunking by name, or None for a plain call.
     """
 
-    given: Mapping[str, Rows]
+    inputs: Mapping[str, Rows]
     noise: np.ndarray | None = None
     guidance: Mapping[str, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the pipelines of all shapes have in common. `choices`: the engine of each component; `store`: the native
-    programs' weights; `scales`: FP8 scales for engines that are built from a quantised module."""
+    """What the pipelines of all shapes share.
+
+    Attributes:
+        choices: The engine of each component.
+        store: The native programs' weights.
+        scales: FP8 scales for engines that are built from a quantised module.
+    """
 
     family: Family
     model: Network
     config: PolicyConfig
     choices: Mapping[str, Choice]
     store: Store
-    device: torch.device
+    runtime: Runtime
     ledger: Ledger
     scales: Scales | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of weights and engines."""
+        return self.runtime.device
 
     def weight_bytes(self) -> int:
         """Bytes of all weights on the device, the model's own and the store's."""
         return Counted(self.device.type).add([*self.model.parameters(), *chain(*self.store.tensors().values())])
 
 
+def host_buffer(like: Tensor) -> Tensor:
+    """A zeroed host tensor like `like`, page-locked if that is on a GPU."""
+    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
 class Pipeline:
     """The components of one shape, one after the other."""
 
     def __init__(self, plan: Plan, shape: Shape) -> None:
-        self.shape, self.device, self._pinned = shape, plan.device, plan.config.deterministic
+        self.shape, self.runtime, self.device = shape, plan.runtime, plan.device
         self._family, self._sizes = plan.family, plan.model.config
         self._guided = False
         """Whether the staged guidance may differ from zero."""
-        self._begun = False
         self.launched = 0.0
-        """When the newest call had its first work enqueued, in seconds of `time.perf_counter`."""
+        """When the last call launched its first engine, in seconds of `time.perf_counter`."""
         components = plan.family.components(
             plan.model, shape, store=plan.store, scales=plan.scales, rtc=plan.config.rtc
         )  # fmt: skip
@@ -94,171 +111,205 @@ class Pipeline:
             choice = plan.choices[component.name]
             engine = build(component, choice.spec, device=plan.device, ledger=plan.ledger, why=choice.why)
             self.engines.append((component.name, engine))
-        graphs = plan.device.type == "cuda" and plan.config.cuda_graph
-        self._join(graphs)
+        self._stage()
+        self._bind()
         for (_, earlier), (name, engine) in itertools.pairwise(self.engines):
-            if beside := engine.follow(earlier):
-                plan.ledger.add(name, beside)
+            if overlapped := engine.follow(earlier):
+                plan.ledger.add(name, overlapped)
         self.captured: Captured | None = None
-        if graphs:
-            self._rehearse()
-            self.captured = capture(self.engines, self._download, plan.ledger, lead=True)
+        if plan.device.type == "cuda" and plan.config.cuda_graph:
+            self._fill_with_examples()
+            self._upload_rest()
+            self.captured = capture(
+                self.engines, self._download, plan.ledger, before=self._upload_images, split_first=True
+            )  # fmt: skip
 
     @property
     def outputs(self) -> dict[str, Tensor]:
-        """Every component's outputs in the newest call, by name; the next call overwrites them."""
+        """Every component's outputs in the last call, by name; the next call overwrites them."""
         return {name: tensor for _, engine in self.engines for name, tensor in engine.outputs.items()}
 
     def engine(self, name: str) -> Engine:
         """A component's engine."""
         return dict(self.engines)[name]
 
-    def _join(self, graphs: bool) -> None:
-        """Bind every input that is an earlier output, and stage the rest.
+    # -- buffers ------------------------------------------------------------------------------------------------------
 
-        Host buffers are pinned for a GPU. All inputs of a call share one buffer on either side, so that they travel in
-        two copies, the first engine's before the others'; an input that several components have is there once.
-        """
-        made: dict[str, Tensor] = {}
-        places: dict[str, tuple[Tensor, int]] = {}
-        end = first = 0
+    def _stage(self) -> None:
+        """Lay out the host inputs in one buffer on the host and one on the device: first those of the first engine,
+        then the others, so that a call uploads in two copies. An input that several engines share is there once."""
+        cameras, first = self.shape.cameras, self.engines[0][1]
+        starts: dict[str, tuple[Tensor, int]] = {}
+        produced: set[str] = set()
+        end = self._split = 0
         for index, (_, engine) in enumerate(self.engines):
             for name, like in engine.inputs.items():
-                if name != NOISE and name not in made and name not in places:
-                    places[name] = like, end
-                    end += round_up(like.nbytes, ALIGNMENT)
-            made |= engine.outputs
-            if index == 0:
-                first = end
-        self._given = torch.zeros(end, dtype=torch.uint8, device=self.device)
-        self._staged = beside(self._given)
-        self._sending = Sending(self._staged[:first], self._given[:first], graphs=graphs)
-        self._later = slice(first, end)
+                if name != NOISE and name not in produced and name not in starts:
+                    starts[name] = like, end
+                    camera_bytes = None if cameras is None or name != IMAGES else _image_bytes(cameras)
+                    end += round_up(like.nbytes, ALIGNMENT) if camera_bytes is None else len(like) * sum(camera_bytes)
+            produced |= engine.outputs.keys()
+            self._split = end if index == 0 else self._split
+        self._device_buffer = torch.zeros(end, dtype=torch.uint8, device=self.device)
+        self._host_buffer = host_buffer(self._device_buffer)
         self._host: dict[str, np.ndarray] = {}
-        self._placed = on_device = dict[str, Tensor]()
-        for name, (like, start) in places.items():
+        self._inputs: dict[str, Tensor] = {}
+        slots: dict[str, list[np.ndarray]] = {}
+        self._resizes: list[tuple[Tensor, resize.Fit | None, Tensor]] = []
+        """Camera images on the device, how they are resized, and the images of the first engine that they become."""
+        for name, (like, start) in starts.items():
+            if cameras is not None and name == IMAGES:
+                slots[name] = self._stage_cameras(cameras, like.flatten(0, 1), start)
+                continue
             part = slice(start, start + like.nbytes)
-            on_device[name] = self._given[part].view(like.dtype).view(like.shape)
-            self._host[name] = self._staged[part].view(like.dtype).view(like.shape).numpy()
-        fed = [(name, place) for name, place in self._host.items() if name not in self._family.guidance]
-        self._first = [(name, place) for name, place in fed if places[name][1] < first]
-        self._others = [(name, place) for name, place in fed if places[name][1] >= first]
-        made = {}
+            self._inputs[name] = self._device_buffer[part].view(like.dtype).view(like.shape)
+            self._host[name] = host = self._host_buffer[part].view(like.dtype).view(like.shape).numpy()
+            rows = host.reshape(-1, *host.shape[2:]) if name == IMAGES and host.ndim == 5 else host
+            slots[name] = [rows[index, ...] for index in range(len(rows))]
+        self._slots = slots
+        fed = {name: rows for name, rows in slots.items() if name not in self._family.guidance}
+        self._first = {name: rows for name, rows in fed.items() if name in first.inputs}
+        self._rest = {name: rows for name, rows in fed.items() if name not in first.inputs}
+
+    def _stage_cameras(self, cameras: Cameras, images: Tensor, start: int) -> list[np.ndarray]:
+        """The slots of camera images, one for each of `images`, the first engine's."""
+        slots, views = [], len(cameras.sizes)
+        for index, out in enumerate(images):
+            (height, width), size = cameras.sizes[index % views], _image_bytes(cameras)[index % views]
+            part, shape = slice(start, start + height * width * 3), (height, width, 3)
+            image, side = self._device_buffer[part].view(shape), out.shape[0]
+            how = None
+            if image.shape != out.shape:
+                how = resize.fit_of(height, width, side, cameras.method, self.device)
+            self._resizes.append((image, how, out))
+            slots.append(self._host_buffer[part].view(shape).numpy())
+            start += size
+        return slots
+
+    def _bind(self) -> None:
+        """Bind every engine input to the output or the staged input of its name."""
+        produced: dict[str, Tensor] = {}
         noise: Tensor | None = None
         for component, engine in self.engines:
             for name in list(engine.inputs):
-                if name in made or name in on_device:
-                    engine.bind(name, made[name] if name in made else on_device[name])
+                if name in produced or name in self._inputs:
+                    engine.bind(name, produced[name] if name in produced else self._inputs[name])
                 elif noise is None:
                     noise = engine.inputs[name]
                 else:
                     engine.bind(name, noise)
-            again = sorted(engine.outputs.keys() & made.keys())
-            if again:
+            if again := sorted(engine.outputs.keys() & produced.keys()):
                 raise EngineError(f"{component}.{again[0]}: an earlier component has an output of this name")
-            made |= engine.outputs
+            produced |= engine.outputs
         last, name = self.engines[-1][1], self._family.result
         if name not in last.outputs:
             raise EngineError(f"{self._family.name}: expected an output {name} of the last component")
-        self._drawn, self._result = noise, last.outputs[name]
-        self._noise = None if noise is None else beside(noise)
-        self._answer = beside(self._result)
+        self._noise, self._result = noise, last.outputs[name]
+        self._host_noise = None if noise is None else host_buffer(noise)
+        self._host_result = host_buffer(self._result)
 
-    def _rehearse(self) -> None:
-        for place in self._host.values():
-            place.fill(0)
+    def _fill_with_examples(self) -> None:
+        """Stage valid inputs that no caller sent."""
+        for slot in chain(*self._slots.values()):
+            slot.fill(0)
         self._family.rehearse(self._sizes, self.shape, self._host)
-        self._sending.send()
-        self._send_others()
-        if self._drawn is not None:
-            self._drawn.zero_()
+        if self._noise is not None:
+            self._noise.zero_()
 
-    def rehearse(self) -> None:
-        """Run once on any valid inputs, so that the first call finds every kernel compiled."""
-        self._rehearse()
-        if self.captured is not None:
-            self.captured.begin()
-        self.run()
+    def _upload_images(self) -> None:
+        """Upload the first engine's inputs and resize images: the first work of the first CUDA graph."""
+        self._device_buffer[: self._split].copy_(self._host_buffer[: self._split], non_blocking=True)
+        for image, how, out in self._resizes:
+            if how is None:
+                out.copy_(image)
+            else:
+                resize.fit(image, how, out)
+
+    def _upload_rest(self) -> None:
+        self._device_buffer[self._split :].copy_(self._host_buffer[self._split :], non_blocking=True)
 
     def _download(self) -> None:
-        self._answer.copy_(self._result, non_blocking=True)
+        self._host_result.copy_(self._result, non_blocking=True)
 
-    def _send_others(self) -> None:
-        self._given[self._later].copy_(self._staged[self._later], non_blocking=True)
+    # -- a call -------------------------------------------------------------------------------------------------------
 
-    def begin(self, given: Mapping[str, Rows]) -> None:
-        """Put a call's inputs of the first engine into the staging buffers and send them; where that engine has a CUDA
-        graph of its own, launch it. `feed` and `run` follow, or `abandon`.
+    def accepts(self, images: Mapping[str, Rows]) -> bool:
+        """Whether `Family.image_feed` holds all inputs of the first engine, in the sizes of this shape."""
+        return images.keys() == self._first.keys() and all(
+            [row.shape for row in images[name]] == [slot.shape for slot in slots] for name, slots in self._first.items()
+        )
 
-        The only copy of the images on the host; afterwards they may be overwritten.
+    def start(self, inputs: Mapping[str, Rows]) -> None:
+        """Stage and upload the first engine's inputs and, with CUDA graphs, run that engine; `finish` follows.
+
+        The images may be overwritten afterwards. The last call must have ended: `finish` waits for it, and a caller
+        that gives up after `start` must synchronise.
         """
-        self._sending.send(self._write(self._first, given))
-        if self.captured is not None:
-            self.captured.begin()
-        self._begun, self.launched = True, time.perf_counter()
+        self._write(self._first, inputs)
+        self._launch_first()
 
-    def abandon(self) -> None:
-        """Forget a call that began and will not be fed; what it sent has left the host after this."""
-        self._begun = False
-        synchronize(self.device)
+    def finish(self, feed: Feed, generator: torch.Generator) -> tuple[np.ndarray, dict[str, float]]:
+        """Stage and upload everything else, run the other engines and wait for the result.
 
-    def feed(self, feed: Feed, generator: torch.Generator) -> None:
-        """Put a call's inputs into the staging buffers and send them, but for what `begin` has sent; noise goes to the
-        device, or is drawn there. A host input that no component of this shape has is left out."""
-        if not self._begun:
-            self.begin(feed.given)
-        self._begun = False
-        guidance = feed.guidance
-        self._write(self._others, feed.given)
-        if guidance is not None:
+        Args:
+            feed: The call's inputs; those of the first engine are there already.
+            generator: Draws the noise if `feed` has none.
+
+        Returns:
+            The family's `result`, which the next call overwrites, and milliseconds by engine.
+        """
+        self._write(self._rest, feed.inputs)
+        if feed.guidance is not None:
             self._guided = True
-            for name, rows in guidance.items():
-                np.copyto(self._host[name], rows, casting="no")
+            for name, rows in feed.guidance.items():
+                _fill(name, self._slots[name], rows)
         elif self._guided:
-            # The graph that guides computes a plain call, too: with zeros.
+            # The graph with guidance also computes plain calls: with zeros.
             for name in self._family.guidance:
                 self._host[name].fill(0)
             self._guided = False
-        self._send_others()
-        if self._drawn is not None and self._noise is not None:
+        self._upload_rest()
+        if self._noise is not None and self._host_noise is not None:
             if feed.noise is None:
-                self._drawn.normal_(generator=generator)
+                self._noise.normal_(generator=generator)
             else:
-                self._noise.numpy()[:] = feed.noise
-                self._drawn.copy_(self._noise, non_blocking=True)
+                self._host_noise.numpy()[:] = feed.noise
+                self._noise.copy_(self._host_noise, non_blocking=True)
+        return self._run()
+
+    def rehearse(self) -> None:
+        """Run once on valid inputs, so that the first call finds every kernel compiled."""
+        self._fill_with_examples()
+        self._launch_first()
+        self._upload_rest()
+        self._run()
+
+    def _launch_first(self) -> None:
         if self.captured is None:
-            self.launched = time.perf_counter()
+            with on(self.device), self.runtime.open():
+                self._upload_images()
+        else:
+            self.captured.start()
+        self.launched = time.perf_counter()
 
-    def _write(
-        self, places: Sequence[tuple[str, np.ndarray]], given: Mapping[str, Rows]
-    ) -> list[tuple[Tensor, Picture]]:  # fmt: skip
-        """Copy what is given to its places on the host; images that are still to be fitted, with theirs on the
-        device."""
-        pictures: list[tuple[Tensor, Picture]] = []
-        for name, place in places:
-            if name not in given:
-                raise EngineError(f"{self._family.name}: its feed lacks {name}; it has {', '.join(given)}")
-            _write(place, given[name], self._placed[name], pictures)
-        if pictures and places is not self._first:
-            raise EngineError(f"{self._family.name}: expected images to be inputs of {self.engines[0][0]} alone")
-        return pictures
+    def _write(self, slots: Mapping[str, Sequence[np.ndarray]], inputs: Mapping[str, Rows]) -> None:
+        for name, buffers in slots.items():
+            if name not in inputs:
+                raise EngineError(f"{self._family.name}: its feed lacks {name}; it has {', '.join(inputs)}")
+            _fill(name, buffers, inputs[name])
 
-    def run(self) -> tuple[np.ndarray, dict[str, float]]:
-        """The family's `result` and milliseconds by engine.
-
-        Returns after the call's one synchronisation. The result is overwritten by the next call.
-        """
+    def _run(self) -> tuple[np.ndarray, dict[str, float]]:
         if self.captured is not None:
             self.captured.replay()
             synchronize(self.device)
-            times = self.captured.times()
-        else:
-            with on(self.device), pinned(self._pinned):
-                times = self._run_on_stream() if self.device.type == "cuda" else self._run_here()
-        return self._answer.numpy(), times
+            return self._host_result.numpy(), self.captured.times()
+        with on(self.device), self.runtime.open():
+            times = self._run_on_stream() if self.device.type == "cuda" else self._run_on_cpu()
+        return self._host_result.numpy(), times
 
-    def _run_here(self) -> dict[str, float]:
+    def _run_on_cpu(self) -> dict[str, float]:
         times = {}
+        self.launched = time.perf_counter()
         for name, engine in self.engines:
             start = time.perf_counter()
             engine.run()
@@ -268,6 +319,7 @@ class Pipeline:
 
     def _run_on_stream(self) -> dict[str, float]:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(self.engines) + 1)]
+        self.launched = time.perf_counter()
         events[0].record()
         for (_, engine), event in zip(self.engines, events[1:], strict=True):
             engine.run()
@@ -277,20 +329,23 @@ class Pipeline:
         return {n: a.elapsed_time(b) for (n, _), a, b in zip(self.engines, events, events[1:], strict=False)}
 
 
-def _write(place: np.ndarray, given: Rows, on_device: Tensor, pictures: list[tuple[Tensor, Picture]]) -> None:
-    """Copy what is given to its place on the host; what is still to be fitted is kept with its place on the device."""
-    if isinstance(given, Picture):
-        pictures.append((on_device, given))
-    elif not isinstance(given, np.ndarray):
-        for row, one, there in zip(place, given, on_device, strict=True):
-            _write(row, one, there, pictures)
-    elif given.shape == place.shape:
-        np.copyto(place, given, casting="no")
-    elif given.ndim == place.ndim > 0 and given.shape[1:] == place.shape[1:] and len(given) < len(place):
-        np.copyto(place[: len(given)], given, casting="no")
-        place[len(given) :] = 0
-    else:
-        raise EngineError(f"a host input: expected shape {place.shape}, got {given.shape}")
+def _image_bytes(cameras: Cameras) -> list[int]:
+    """Bytes of each view's image, aligned."""
+    return [round_up(height * width * 3, ALIGNMENT) for height, width in cameras.sizes]
+
+
+def _fill(name: str, slots: Sequence[np.ndarray], rows: Rows) -> None:
+    """Copy rows into their slots; what a row leaves of its slot along the first axis becomes zero."""
+    if len(rows) != len(slots):
+        raise EngineError(f"{name}: expected {len(slots)} rows, got {len(rows)}")
+    for slot, row in zip(slots, rows, strict=True):
+        if row.shape == slot.shape:
+            np.copyto(slot, row, casting="no")
+        elif row.ndim == slot.ndim > 0 and row.shape[1:] == slot.shape[1:] and len(row) < len(slot):
+            np.copyto(slot[: len(row)], row, casting="no")
+            slot[len(row) :] = 0
+        else:
+            raise EngineError(f"{name}: expected shape {slot.shape}, got {row.shape}")
 
 
 class Pipelines:
@@ -300,6 +355,7 @@ class Pipelines:
         self.plan, self.limit = plan, limit
         self.budget = int(plan.config.pipeline_memory_gib * 2**30)
         self._kept: OrderedDict[Shape, tuple[Pipeline, int]] = OrderedDict()
+        self._cameras: set[Cameras] = set()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -322,23 +378,27 @@ class Pipelines:
         """Device memory of the pipelines kept (0 on a CPU)."""
         return sum(size for _, size in self._kept.values())
 
-    @contextlib.contextmanager
-    def ahead(self, transforms: Transforms, observations: Sequence[Mapping[str, Any]]) -> Iterator[Pipeline | None]:
-        """The newest pipeline with the first component of a call on its way, where the observations suit it: the GPU
-        works while the host prepares the rest. None elsewhere. What is raised inside ends that call."""
-        pipeline = self.newest if self._kept else None
-        given = None
-        if pipeline is not None and pipeline.captured is not None:
-            given = self.plan.family.ahead(transforms, observations, pipeline.shape, self.plan.device)
-        if pipeline is None or given is None:
-            yield None
-            return
-        try:
-            pipeline.begin(given)
-            yield pipeline
-        except BaseException:
-            pipeline.abandon()
-            raise
+    def resizes(self, cameras: Cameras | None) -> bool:
+        """Whether the device takes images of these sizes: up to `MOST_CAMERAS` sets, because each has CUDA graphs."""
+        if cameras is None or cameras in self._cameras:
+            return True
+        if not resize.fits_on(self.plan.device):
+            return False
+        if len(self._cameras) == MOST_CAMERAS:
+            self.plan.ledger.warn(
+                f"images: more than {MOST_CAMERAS} sets of camera sizes; others are resized on the host"
+            )
+            return False
+        self._cameras.add(cameras)
+        return True
+
+    def started(self, images: Mapping[str, Rows]) -> Pipeline | None:
+        """Start the call in the newest pipeline if that has CUDA graphs and these images fit; None otherwise."""
+        pipeline = self.newest if images and self._kept else None
+        if pipeline is None or pipeline.captured is None or not pipeline.accepts(images):
+            return None
+        pipeline.start(images)
+        return pipeline
 
     def get(self, shape: Shape) -> Pipeline:
         """The pipeline of a shape, built on first use."""
@@ -347,8 +407,8 @@ class Pipelines:
             self._kept.move_to_end(shape)
             return known[0]
         before = self._allocated() - self.plan.weight_bytes()
-        # What is tried while it is built is launched on the current device.
-        with on(self.plan.device), pinned(self.plan.config.deterministic):
+        # Kernels that are tried while it is built run on the current device.
+        with on(self.plan.device), self.plan.runtime.open():
             pipeline = Pipeline(self.plan, shape)
         # Weights are shared by all shapes and stay.
         self._kept[shape] = (pipeline, max(0, self._allocated() - self.plan.weight_bytes() - before))

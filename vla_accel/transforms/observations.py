@@ -1,7 +1,4 @@
-"""What of a robot's observation a preset names: its images, state and prompt, found, joined and checked.
-
-Knows nothing of sizes of images, of statistics or of models.
-"""
+"""Find, join and check the images, state and prompt of an observation, as a preset names them."""
 
 from __future__ import annotations
 
@@ -12,19 +9,31 @@ from typing import Any
 import numpy as np
 
 from vla_accel.errors import ObservationError
+from vla_accel.pictures import Cameras
 from vla_accel.transforms.robots import Preset
-from vla_accel.transforms.unknown_images import unknown_images
-from vla_accel.transforms.unknown_prompts import unknown_prompts
+from vla_accel.transforms.unknown_keys import unknown_images, unknown_prompts
 
 
 @dataclass(frozen=True)
 class Observed:
-    """One observation: `views` that are there, by key, in the preset's order, as the robot gave them; `state` float64
-    (state_dim,); `prompt`: text, or whatever was given instead."""
+    """One observation with its images read and its prompt not yet tokenized.
+
+    Attributes:
+        views: The images that the robot sent, by key, in the preset's order.
+        state: float64 (state_dim,), in the robot's units.
+        prompt: The instruction, unchecked.
+        images: uint8 (H, W, 3) each, checked and converted. An image that needed no conversion is the robot's own
+            array or a view of it.
+        cameras: The sizes of `images` where they still have to be resized to the model's; None where they have it.
+        pixel_maps: float32 (views, `pictures.MAP_WIDTH`); None where the pixels need no map.
+    """
 
     views: dict[str, Any]
     state: np.ndarray
     prompt: Any
+    images: tuple[np.ndarray, ...] = ()
+    cameras: Cameras | None = None
+    pixel_maps: np.ndarray | None = None
 
 
 class Reader:
@@ -32,30 +41,28 @@ class Reader:
 
     def __init__(self, preset: Preset, default_prompt: str | None = None) -> None:
         self.preset, self.default_prompt = preset, default_prompt
-        # Keys that are no misspelt cameras.
         self._known = (*preset.images, *preset.ignored_images, *preset.state, preset.prompt)
 
     def read(self, observation: Mapping[str, Any]) -> Observed:
-        """Raises ObservationError that names the key of what is missing, unknown or of the wrong kind."""
+        """Return views, state and prompt.
+
+        Raises:
+            ObservationError: A key is missing or unknown, or the state has the wrong kind; names the key.
+        """
         if not isinstance(observation, Mapping):
             raise ObservationError(f"observation: expected a mapping, got {type(observation).__name__}")
         preset = self.preset
-        views = self.views(observation)
+        views = {k: image for k in preset.images if (image := _find(observation, k)) is not _ABSENT}
         states = [_find(observation, k) for k in preset.state]
         prompt = self._prompt(observation)
         if prompt is None or len(views) < len(preset.images) or any(s is _ABSENT for s in states):
-            self._report_missing(observation, views.keys(), prompt)
+            self._refuse_missing(observation, views, prompt)
         if len(views) < len(preset.images):
             self._refuse_unknown_images(observation, views)
-        return Observed(views, self._state(states), _text(prompt, preset.prompt))
-
-    def views(self, observation: Mapping[str, Any]) -> dict[str, Any]:
-        """The views that are there, by key, in the preset's order; not checked."""
-        return {k: image for k in self.preset.images if (image := _find(observation, k)) is not _ABSENT}
+        return Observed(views, self._state(states), _decoded(prompt, preset.prompt))
 
     def _prompt(self, observation: Mapping[str, Any]) -> Any:
-        """The instruction, or the default one where the robot sends none. Raises ObservationError for another
-        instruction under an unknown key, which the default one would replace."""
+        """The instruction, or the default one where the robot sends none."""
         prompt = _find(observation, self.preset.prompt)
         if prompt is not _ABSENT:
             return prompt
@@ -67,10 +74,10 @@ class Reader:
                 )
         return self.default_prompt
 
-    def _report_missing(self, observation: Mapping[str, Any], present: Any, prompt: Any) -> None:
+    def _refuse_missing(self, observation: Mapping[str, Any], views: Mapping[str, Any], prompt: Any) -> None:
         preset = self.preset
-        missing = [k for k in preset.images if k not in present and k not in preset.optional_images]
-        if not present and not missing:
+        missing = [k for k in preset.images if k not in views and k not in preset.optional_images]
+        if not views and not missing:
             missing.append(" or ".join(preset.images))
         missing += [k for k in preset.state if _find(observation, k) is _ABSENT]
         if prompt is None and _find(observation, preset.prompt) is _ABSENT:
@@ -81,8 +88,7 @@ class Reader:
             raise ObservationError(f"observation: missing {', '.join(missing)}; got {found}{other}")
 
     def _refuse_unknown_images(self, observation: Mapping[str, Any], views: Mapping[str, Any]) -> None:
-        """Raise ObservationError for an image under an unknown key while an optional camera is missing: the key may be
-        misspelt, and a masked camera costs success without an error."""
+        # A masked camera costs success without an error, so a misspelt key must not mask one.
         unknown = sorted(unknown_images(observation, self._known))
         if unknown:
             missing = ", ".join(key for key in self.preset.images if key not in views)
@@ -95,23 +101,17 @@ class Reader:
         keys, count = self.preset.state, self.preset.state_dim
         parts = [real_numbers(v, k) for v, k in zip(values, keys, strict=True)]
         name = " and ".join(keys)
-        if len(parts) == 1:
-            raw = parts[0]
-        elif all(p.ndim <= 1 for p in parts):
-            raw = np.concatenate([np.atleast_1d(p) for p in parts])
-        else:
+        if len(parts) > 1 and any(p.ndim > 1 for p in parts):
             shapes = ", ".join(str(p.shape) for p in parts)
             raise ObservationError(f"{name}: expected one axis each, got shapes {shapes}")
+        raw = parts[0] if len(parts) == 1 else np.concatenate([np.atleast_1d(p) for p in parts])
         if raw.shape != (count,):
             raise ObservationError(f"{name}: expected shape ({count},), got {raw.shape}")
         return raw
 
 
-class _Absent:
-    """What `_find` returns for a key that is not there; None is a value."""
-
-
-_ABSENT = _Absent()
+_ABSENT = object()
+"""Returned by `_find` for a missing key; None is a value."""
 
 
 def _find(observation: Mapping[str, Any], key: str) -> Any:
@@ -127,8 +127,8 @@ def _find(observation: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _text(prompt: Any, key: str) -> Any:
-    """A prompt that has travelled as bytes (DROID's clients) or through msgpack, as a str; anything else as it is."""
+def _decoded(prompt: Any, key: str) -> Any:
+    """A prompt sent as bytes (DROID's clients) or through msgpack, as a str; anything else unchanged."""
     try:
         if isinstance(prompt, np.ndarray) and prompt.ndim == 0:
             prompt = prompt.item()
@@ -142,21 +142,21 @@ def _text(prompt: Any, key: str) -> Any:
 
 
 def real_numbers(value: Any, name: str) -> np.ndarray:
-    """`value` (an array, a scalar, nested lists) as a new float64 array of its shape. NumPy would read text,
-    booleans, dates and complex values as numbers, in silence.
+    """Return an array, a scalar or nested lists as a new float64 array of the same shape.
 
-    Raises ObservationError that names `name` for anything but integers and floats, and for NaN, infinity and masked
-    numbers, whose mask NumPy would drop.
+    Raises:
+        ObservationError: Anything but integers and floats (NumPy would also convert text, booleans, dates and complex
+            numbers), and NaN, infinity or masked numbers; names `name`.
     """
     if np.ma.is_masked(value):
         raise ObservationError(f"{name}: expected numbers without a mask, got {np.ma.count_masked(value)} masked ones")
     try:
-        given = np.asarray(value)
-    except (TypeError, ValueError) as error:  # lists of unequal length, a tensor that lies on a GPU
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:  # lists of unequal length, a tensor on a GPU
         raise ObservationError(f"{name}: expected numbers, got a {type(value).__name__} ({error})") from error
-    if given.dtype.kind not in "iuf":
-        raise ObservationError(f"{name}: expected numbers, got dtype {given.dtype}")
-    numbers = np.array(given, np.float64)
+    if array.dtype.kind not in "iuf":
+        raise ObservationError(f"{name}: expected numbers, got dtype {array.dtype}")
+    numbers = np.array(array, np.float64)
     if not np.isfinite(numbers).all():
         raise ObservationError(f"{name}: expected finite numbers, got NaN or infinity")
     return numbers

@@ -14,10 +14,10 @@ from lerobot.configs import FeatureType, PolicyFeature
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig
 from lerobot_policy_vla_accel.modeling_vla_accel import check_action_steps, describe
 from lerobot_policy_vla_accel.processor_vla_accel import make_vla_accel_pre_post_processors
-from vla_accel.checkpoints.loading import load
 from vla_accel.cli.options import Number, Text, read
 from vla_accel.config import load_config
 from vla_accel.errors import CheckpointError, VlaAccelError
+from vla_accel.families.loading import load
 
 
 @dataclass(frozen=True)

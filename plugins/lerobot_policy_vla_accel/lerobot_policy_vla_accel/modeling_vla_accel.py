@@ -19,11 +19,11 @@ from torch import Tensor
 
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig, refuse_training
 from lerobot_policy_vla_accel.observations import input_features, observations, stated
-from vla_accel.checkpoints.loading import Checkpoint
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.config import RtcConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.family import Family
+from vla_accel.families.loading import Checkpoint
 from vla_accel.policy import OptimizedPolicy
 
 _log = logging.getLogger("vla_accel.lerobot")

@@ -17,7 +17,7 @@ from vla_accel.checkpoints.lerobot import is_lerobot
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import ObservationError
 from vla_accel.transforms.robots import LIBERO, Preset
-from vla_accel.transforms.unknown_images import looks_like_image
+from vla_accel.transforms.unknown_keys import looks_like_image
 
 _IMAGES, _STATE = "observation.images.", "observation.state"
 _LIBERO_CAMERAS = dict(zip(LIBERO.images, (f"{_IMAGES}image", f"{_IMAGES}image2"), strict=True))

@@ -125,10 +125,6 @@ inline u32 scaled(u32 v, u32 s) {
 float widen_f16(u16 v);
 u32 pack_f16x2(float low, float high);
 u16 pack_e4m3x2(float low, float high);
-template <int FIRST>
-inline u32 widened_pair(u32 bytes) {
-  return pack_bf16x2((int8_t)(bytes >> 8 * FIRST), (int8_t)(bytes >> 8 * (FIRST + 1)));
-}
 
 // -- the tensor cores --------------------------------------------------------------------------------------------------
 

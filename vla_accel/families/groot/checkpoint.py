@@ -21,7 +21,7 @@ from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.groot.head import HeadConfig
 from vla_accel.families.groot.language import QwenConfig
 from vla_accel.families.groot.network import Groot, GrootConfig
-from vla_accel.families.groot.settings import refused_in_config
+from vla_accel.families.groot.settings import check_config
 from vla_accel.families.groot.vision import QwenVisionConfig
 
 LEROBOT = "_groot_model."
@@ -181,7 +181,7 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
     CheckpointError that names what is missing or contradicts.
     """
     shape = _Shapes(shapes, prefix_of(shapes) or "", where)
-    _refuse_others(stated, where)
+    check_config(stated, f"checkpoint {where}")
     try:
         vision, language = _vision(shape), _language(shape, stated)
         head, horizon = _head(shape, stated), _whole(shape, stated, "action_horizon", 40)
@@ -260,12 +260,6 @@ def _head(shape: _Shapes, stated: Mapping[str, Any]) -> HeadConfig:
 def _stated(shape: _Shapes, stated: Mapping[str, Any], part: str, key: str, default: int) -> int:
     content = stated.get(part)
     return _whole(shape, content, key, default) if isinstance(content, Mapping) else default
-
-
-def _refuse_others(stated: Mapping[str, Any], where: str) -> None:
-    """GR00T's code can build networks that no published N1.7 is."""
-    if wrong := refused_in_config(stated):
-        raise CheckpointError(f"checkpoint {where}: cannot run GR00T with {', '.join(wrong)}")
 
 
 def _cross_check(config: GrootConfig, stated: Mapping[str, Any], shape: _Shapes) -> None:

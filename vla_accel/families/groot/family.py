@@ -15,7 +15,7 @@ from vla_accel.component import Component
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families import stand_in
-from vla_accel.families.family import Rows, Shape, Work, weight_bytes
+from vla_accel.families.family import IMAGES, Rows, Shape, Work, weight_bytes
 from vla_accel.families.groot import lerobot as groot_lerobot
 from vla_accel.families.groot import stand_in as groot_stand_in
 from vla_accel.families.groot.checkpoint import OTHERS, prefix_of
@@ -29,6 +29,7 @@ from vla_accel.families.groot.vision import Grid
 from vla_accel.families.prompted import TextFamily
 from vla_accel.fp8 import Scales
 from vla_accel.nn.random_weights import DrawnGroot
+from vla_accel.transforms.observations import Observed
 
 MODEL_TYPES = {"gr00tn1d7", "gr00t_n1d7", "gr00t_n1_7"}
 
@@ -96,9 +97,12 @@ class GrootFamily(TextFamily):
         place = self.prompt_place(inputs, specs, self.parts)
         return GrootShape(len(inputs), steps, views, config.vision.grid(height, width), *place)
 
-    def feed(self, config: GrootConfig, inputs: Sequence[GrootInputs]) -> dict[str, Rows]:
+    def image_feed(self, config: GrootConfig, seen: Sequence[Observed | GrootInputs]) -> Mapping[str, Rows]:
+        return {IMAGES: [image for one in seen for image in one.images]}
+
+    def feed(self, config: GrootConfig, inputs: Sequence[GrootInputs]) -> Mapping[str, Rows]:
         return {
-            "images": [i.images for i in inputs],
+            **self.image_feed(config, inputs),
             "tokens": [i.tokens for i in inputs],
             "lengths": np.array([len(i.tokens) for i in inputs], np.int32),
             "state": [i.state for i in inputs],

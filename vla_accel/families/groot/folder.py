@@ -1,6 +1,5 @@
-"""GR00T N1.7's checkpoint folders: Isaac-GR00T's (config.json, shards, processor_config.json, statistics.json,
-embodiment_id.json) and lerobot's (one file, and the saved processors). Each to the same thing: sizes, weights, and the
-transforms of one embodiment. Knows nothing of engines."""
+"""Checkpoint folders of GR00T N1.7: Isaac-GR00T's (config.json, shards, processor_config.json, statistics.json,
+embodiment_id.json) and lerobot's (one file, and the saved pipelines)."""
 
 from __future__ import annotations
 
@@ -13,9 +12,8 @@ from typing import Any
 import torch
 
 from vla_accel.checkpoints.lerobot import is_lerobot, read_settings
-from vla_accel.checkpoints.lerobot_fields import check
+from vla_accel.checkpoints.lerobot_settings import AFTER, BATCH, BEFORE, DEVICE, RENAME
 from vla_accel.checkpoints.lerobot_statistics import STATE, statistics_file
-from vla_accel.checkpoints.lerobot_steps import RENAME, STEPS
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arrays, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
@@ -23,22 +21,32 @@ from vla_accel.families.groot.checkpoint import OTHERS, infer_config, load_groot
 from vla_accel.families.groot.language import LEAD
 from vla_accel.families.groot.network import Groot
 from vla_accel.families.groot.robot import LIBERO_TAG, Robot, isaac_cropping, lerobot_cropping, mapping, read_robot
-from vla_accel.families.groot.settings import DECODE, ENCODE, PACK, UNPACK, refused_in_processor, refused_in_step
+from vla_accel.families.groot.settings import DECODE, ENCODE, PACK, UNPACK, check_processor, check_step
 from vla_accel.families.groot.transforms import GrootProcessor
 from vla_accel.families.overrides import adapter_of, check_vocabulary, robot_of, warn_of_contradictions
 from vla_accel.transforms.robots import LIBERO, Preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 TOKENIZER = "Qwen/Qwen3-VL-2B-Instruct"
-"""On the hub. NVIDIA's own, of the same words, must be asked for."""
+"""On the hub. NVIDIA's own repository has the same tokenizer, but requires an access request."""
 PUBLISHED_IDS = {
-    "simpler_env_google": 0, "simpler_env_widowx": 1, LIBERO_TAG: 2, "new_embodiment": 10, "robocasa_panda_omron": 10,
-    "robocasa_gr1_tabletop": 10, "unitree_g1_sonic": 11, "oxe_droid_relative_eef_relative_joint": 24,
-    "real_g1_relative_eef_relative_joints": 25, "unitree_g1_full_body_with_waist_height_nav_cmd": 25,
-    "real_r1_pro_sharpa_relative_eef": 26, "real_r1_pro_sharpa_relative_eef_human": 26,
-    "real_r1_pro_sharpa_relative_eef_maxinsights": 26, "real_r1_pro_sharpa_relative_eef_mecka": 26,
-    "xdof_relative_eef_relative_joint": 27, "xdof_relative_eef_relative_joint_subtask": 27,
-}  # fmt: skip
+    "simpler_env_google": 0,
+    "simpler_env_widowx": 1,
+    LIBERO_TAG: 2,
+    "new_embodiment": 10,
+    "robocasa_panda_omron": 10,
+    "robocasa_gr1_tabletop": 10,
+    "unitree_g1_sonic": 11,
+    "oxe_droid_relative_eef_relative_joint": 24,
+    "real_g1_relative_eef_relative_joints": 25,
+    "unitree_g1_full_body_with_waist_height_nav_cmd": 25,
+    "real_r1_pro_sharpa_relative_eef": 26,
+    "real_r1_pro_sharpa_relative_eef_human": 26,
+    "real_r1_pro_sharpa_relative_eef_maxinsights": 26,
+    "real_r1_pro_sharpa_relative_eef_mecka": 26,
+    "xdof_relative_eef_relative_joint": 27,
+    "xdof_relative_eef_relative_joint_subtask": 27,
+}
 """Isaac-GR00T's own embodiments, for folders without embodiment_id.json and for tags that it lacks."""
 _log = logging.getLogger("vla_accel.checkpoints")
 
@@ -46,23 +54,23 @@ _log = logging.getLogger("vla_accel.checkpoints")
 def load_folder(
     folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
 ) -> tuple[Groot, GrootProcessor]:
-    """The model of one embodiment and its transforms; see `vla_accel.checkpoints.loading.load`."""
-    given, weights = settings.checkpoint, SafetensorsWeights(folder)
+    """Return one embodiment's network, whose weights are read later, and its transforms (`Family.load`)."""
+    overrides, weights = settings.checkpoint, SafetensorsWeights(folder)
     lora, described = adapter_of(folder, settings)
     content = read_json(described / "config.json")
     if (other := other_generation(content, weights.shapes)) is not None:
         raise CheckpointError(f"checkpoint {folder}: expected GR00T N1.7, got {other}: {OTHERS}")
     if is_lerobot(described):
-        robot, stated = _lerobot(described, content, given.embodiment)
+        robot, stated = _lerobot(described, content, overrides.embodiment)
     else:
-        robot, stated = _isaac(folder, given.embodiment), content
-    if given.action_horizon is not None:
-        warn_of_contradictions({"action_horizon": given.action_horizon}, stated)
-        stated = {**stated, "action_horizon": given.action_horizon}
+        robot, stated = _isaac(folder, overrides.embodiment), content
+    if overrides.action_horizon is not None:
+        warn_of_contradictions({"action_horizon": overrides.action_horizon}, stated)
+        stated = {**stated, "action_horizon": overrides.action_horizon}
     config = infer_config(weights.shapes, stated, str(folder))
-    if given.max_token_len is not None:
-        config = dataclasses.replace(config, max_token_len=given.max_token_len)
-    tokenizer = load_line_tokenizer(described, given.tokenizer, TOKENIZER)
+    if overrides.max_token_len is not None:
+        config = dataclasses.replace(config, max_token_len=overrides.max_token_len)
+    tokenizer = load_line_tokenizer(described, overrides.tokenizer, TOKENIZER)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)
     processor = GrootProcessor(
         tokenizer=tokenizer,
@@ -86,7 +94,7 @@ def load_folder(
 
 
 def _preset(robot: Robot) -> Preset:
-    """The robot's keys: openpi's for LIBERO, so that everything that speaks to LIBERO fits, else lerobot's."""
+    """Return the robot's keys: openpi's for LIBERO, so that LIBERO's clients work, else lerobot's."""
     sizes = robot.state.size, robot.actions.size
     if robot.tag == LIBERO_TAG and len(robot.cameras) == 2 and sizes == (LIBERO.state_dim, LIBERO.action_dim):
         return LIBERO
@@ -109,8 +117,7 @@ def _preset(robot: Robot) -> Preset:
 def _isaac(folder: Path, wanted: str | None) -> Robot:
     path = _processor_folder(folder) / "processor_config.json"
     settings = mapping(read_json(path), "processor_kwargs", path)
-    if wrong := refused_in_processor(settings):
-        raise CheckpointError(f"{path}: cannot run GR00T with {', '.join(wrong)}")
+    check_processor(settings, path)
     modalities, statistics = mapping(settings, "modality_configs", path), read_json(path.parent / "statistics.json")
     ids_path = path.parent / "embodiment_id.json"
     own = read_json(ids_path) if ids_path.is_file() else {}
@@ -122,23 +129,23 @@ def _isaac(folder: Path, wanted: str | None) -> Robot:
         raise CheckpointError(f"checkpoint {folder}: expected an embodiment that all its files have, found {found}")
     tag = wanted or (LIBERO_TAG if LIBERO_TAG in there else there[0] if len(there) == 1 else None)
     if tag is None or tag not in there:
-        asked = "choose one as checkpoint.embodiment" if tag is None else f"got {tag!r}"
-        raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {', '.join(there)}; {asked}")
+        got = "choose one as checkpoint.embodiment" if tag is None else f"got {tag!r}"
+        raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {', '.join(there)}; {got}")
     if own and tag not in own:
-        _log.warning("%s: lacks %s: Isaac-GR00T's own number is taken, %d", ids_path, tag, ids[tag])
+        _log.warning("%s: lacks %s: using Isaac-GR00T's own number, %d", ids_path, tag, ids[tag])
     modality = modalities[tag]
     robot = read_robot(tag, ids[tag], modality, statistics[tag], settings, isaac_cropping(settings, path), path)
-    blind = bool(settings.get("exclude_state") or mapping(modality, "state", path).get("exclude_state"))
-    return dataclasses.replace(robot, exclude_state=blind)
+    exclude = bool(settings.get("exclude_state") or mapping(modality, "state", path).get("exclude_state"))
+    return dataclasses.replace(robot, exclude_state=exclude)
 
 
 def _processor_folder(folder: Path) -> Path:
-    """Where the processor's files are: in the folder, or in `processor/` of the training run's output folder, which is
-    this one or holds it."""
+    """Return the folder of the processor's files: the checkpoint itself, or `processor/` of the training run's output
+    folder, which is the checkpoint or its parent."""
     names = ("processor_config.json", "statistics.json")
-    for place in (folder, folder / "processor", folder.parent / "processor"):
-        if all((place / name).is_file() for name in names):
-            return place
+    for candidate in (folder, folder / "processor", folder.parent / "processor"):
+        if all((candidate / name).is_file() for name in names):
+            return candidate
     lacking = next(name for name in names if not (folder / name).is_file())
     raise CheckpointError(
         f"checkpoint {folder}: expected {lacking}, found {listing(folder)}; training keeps it in processor/ of its "
@@ -149,14 +156,14 @@ def _processor_folder(folder: Path) -> Path:
 # -- lerobot ------------------------------------------------------------------------------------------------------
 
 _N1_5 = {"groot_pack_inputs_v3", "groot_eagle_encode_v3", "groot_eagle_collate_v3"}
-_KNOWN = {RENAME, "to_batch_processor", "device_processor", PACK, ENCODE, DECODE, UNPACK}
+_KNOWN = {RENAME, BATCH, DEVICE, PACK, ENCODE, DECODE, UNPACK}
 
 
 def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tuple[Robot, Mapping[str, Any]]:
-    """The robot, and what lerobot's folder states of the model in Isaac-GR00T's words."""
+    """Return the robot, and the settings of the model under Isaac-GR00T's names."""
     read_settings(folder / "config.json", ("groot",))
-    path = folder / "policy_preprocessor.json"
-    before, after = _steps(path), _steps(folder / "policy_postprocessor.json")
+    path = folder / BEFORE
+    before, after = _steps(path), _steps(folder / AFTER)
     pack, encode = before.get(PACK), before.get(ENCODE)
     decode = after.get(DECODE) or after.get(UNPACK)
     if pack is None or encode is None or decode is None:
@@ -170,16 +177,16 @@ def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tu
     merged = {**pack, "use_relative_action": bool(decode.get("use_relative_action"))}
     horizon = size_of(pack, "action_horizon", path, 40)
     if not modality or not statistics:
-        # Trained without a checkpoint's own groups: one group, scaled by the data's own range.
-        modality, statistics = _whole(folder, pack, content)
+        # Trained without groups of the checkpoint: one group, scaled by the range of the data.
+        modality, statistics = _one_group(folder, pack, content)
         merged, horizon = {**merged, "use_percentiles": False}, 40
     modality = {**modality, "video": _video(modality, pack, content, path)}
     robot = read_robot(tag, ids[tag], modality, statistics, merged, lerobot_cropping(images, path), path)
-    size, behind = robot.actions.size, folder / "policy_postprocessor.json"
-    # lerobot's 0 means all of them.
-    count = size_of({"env_action_dim": decode.get("env_action_dim") or size}, "env_action_dim", behind)
+    size, post = robot.actions.size, folder / AFTER
+    # 0 means all of them.
+    count = size_of({"env_action_dim": decode.get("env_action_dim") or size}, "env_action_dim", post)
     if count < size:
-        raise CheckpointError(f"{behind}: env_action_dim: expected {size}, got {count}")
+        raise CheckpointError(f"{post}: env_action_dim: expected {size}, got {count}")
     transform = decode.get("action_decode_transform")
     features = content.get("input_features")
     robot = dataclasses.replace(
@@ -198,8 +205,8 @@ def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tu
 
 def _video(
     modality: Mapping[str, Any], pack: Mapping[str, Any], content: Mapping[str, Any], path: Path
-) -> Mapping[str, Any]:  # fmt: skip
-    """Cameras: the checkpoint's own order, else the features' by name, as lerobot has it."""
+) -> Mapping[str, Any]:
+    """Return the cameras: in the checkpoint's own order, else the features sorted by name, as lerobot does."""
     video = modality.get("video")
     if isinstance(video, Mapping) and video.get("modality_keys"):
         return video
@@ -211,11 +218,11 @@ def _video(
     return {"modality_keys": names, "delta_indices": [0] * size_of(pack, "video_horizon", path, 1)}
 
 
-def _whole(
+def _one_group(
     folder: Path, pack: Mapping[str, Any], content: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """One group of state and one of actions, of the statistics beside the saved processor."""
-    flat = read_arrays(folder / statistics_file(folder, pack.get("state_file"), PACK))
+    """Return one group of state and one of actions, with the statistics of the saved pipeline."""
+    flat = read_arrays(statistics_file(folder, pack.get("state_file"), PACK))
     statistics: dict[str, Any] = {"state": {"state": {}}, "action": {"action": {}}}
     for key, value in flat.items():
         feature, _, statistic = key.rpartition(".")
@@ -223,14 +230,13 @@ def _whole(
         if kind is not None:
             statistics[kind][kind][statistic] = value.tolist()
     rows = size_of(content, "chunk_size", folder / "config.json", 40)
-    rows = size_of(pack, "valid_action_horizon", folder / "policy_preprocessor.json", rows)
+    rows = size_of(pack, "valid_action_horizon", folder / BEFORE, rows)
     action = {"modality_keys": ["action"], "delta_indices": list(range(rows))}
     return {"state": {"modality_keys": ["state"]}, "action": action}, statistics
 
 
 def _steps(path: Path) -> dict[str, dict[str, Any]]:
-    """The settings of each step of a saved pipeline, with its `state_file`; one that is not known is an error, because
-    leaving it out would cost success silently."""
+    """Return the settings of each step of a saved pipeline, with its `state_file`. An unknown step is an error."""
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
     steps = read_json(path).get("steps")
@@ -244,9 +250,5 @@ def _steps(path: Path) -> dict[str, dict[str, Any]]:
     if unknown:
         raise CheckpointError(f"{path}: expected steps among {', '.join(sorted(_KNOWN))}, got {', '.join(unknown)}")
     for step in steps:
-        name, config = step["registry_name"], step.get("config") or {}
-        if name in STEPS:
-            check(config, STEPS[name], f"{path}: {name}")
-        elif wrong := refused_in_step(name, config):
-            raise CheckpointError(f"{path}: {name}: cannot run GR00T with {', '.join(wrong)}")
+        check_step(step["registry_name"], step.get("config") or {}, str(path))
     return {s["registry_name"]: {**(s.get("config") or {}), "state_file": s.get("state_file")} for s in steps}

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
-from vla_accel.nn.siglip import PreNormLayer
+from vla_accel.kernels.activation import Activation
+from vla_accel.nn.block import VIT, Attention, Block, Norm, vit_block
+from vla_accel.nn.reference import TransformerBlock
 
 Source = Literal["text", "image", "self"]
 """What a block of the diffusion transformer attends to: text tokens, image tokens, or state and actions."""
@@ -59,6 +61,19 @@ class HeadConfig:
             return "self"
         return "text" if index % (2 * self.text_every) == 0 else "image"
 
+    def block(self, source: Source) -> Block:
+        """A block of the diffusion transformer."""
+        attention = Attention.SELF if source == "self" else Attention.CROSS
+        return Block(
+            self.width, self.mlp_dim, self.heads, self.heads, self.head_dim, self.eps, Norm.ADAPTIVE_LAYER,
+            Activation.GELU, attention, bias=True, rope=False, names=VIT,
+        )  # fmt: skip
+
+    @property
+    def vl_block(self) -> Block:
+        """A block of the vision-language attention."""
+        return vit_block(self.vl_width, self.vl_heads, self.vl_mlp_dim, self.eps)
+
     def blocks(self, source: Source) -> list[int]:
         """The blocks of a source."""
         return [i for i in range(self.depth) if self.source(i) == source]
@@ -97,45 +112,41 @@ class StepConstants:
         return len(self.time)
 
 
-class DitLayer(nn.Module):
-    """One block: an adaptive norm before attention, a plain one before the MLP. A block that looks outside has its keys
-    and values from `kv_proj` once for all steps."""
+class DitLayer(TransformerBlock):
+    """One block: an adaptive norm before attention, a norm without weights before the MLP.
 
-    source: Source
+    A block with another source than its own rows takes keys and values from `kv_proj`, once for all steps.
+    """
 
     def __init__(self, config: HeadConfig, source: Source) -> None:
-        super().__init__()
-        width, self.config, self.source = config.width, config, source
-        self.modulation = nn.Linear(width, 2 * width)
-        if source == "self":
-            self.qkv_proj = nn.Linear(width, 3 * width)
-        else:
-            self.q_proj = nn.Linear(width, width)
-            self.kv_proj = nn.Linear(config.vl_width, 2 * width)
-        self.out_proj = nn.Linear(width, width)
-        self.fc1 = nn.Linear(width, config.mlp_dim)
-        self.fc2 = nn.Linear(config.mlp_dim, width)
+        super().__init__(config.block(source))
+        self.source: Source = source
+        if source != "self":
+            self.kv_proj = nn.Linear(config.vl_width, 2 * config.width)
 
     def keys_values(self, features: Tensor) -> Tensor:
         """(B, S, vl_width) to keys and values (2, B, S, heads, head_dim)."""
-        both = self.kv_proj(features).unflatten(-1, (2, self.config.heads, -1))
+        both = self.kv_proj(features).unflatten(-1, (2, self.block.heads, -1))
         return both.permute(2, 0, 1, 3, 4)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: Tensor, scale: Tensor, shift: Tensor, outside: tuple[Tensor, Tensor] | None, mask: Tensor | None
     ) -> Tensor:
-        """x (B, T, width) to the same shape. scale, shift (width,); `outside`: keys and values (B, S, heads, head_dim)
-        of a block that looks outside; mask (B, T, S) bool of them, or None."""
-        c = self.config
-        normed = reference.adaptive_layer_norm(x, scale, shift, c.eps)
+        """x (B, T, width) to the same shape.
+
+        Args:
+            scale, shift: (width,), of the adaptive norm.
+            outside: keys and values (B, S, heads, head_dim) of another source.
+            mask: (B, T, S) bool of them, or None.
+        """
+        b = self.block
+        normed = reference.adaptive_layer_norm(x, scale, shift, b.eps)
         if outside is None:
-            q, k, v = self.qkv_proj(normed).unflatten(-1, (3, c.heads, c.head_dim)).unbind(2)
+            q, k, v = self.qkv_proj(normed).unflatten(-1, (3, b.heads, b.head_dim)).unbind(2)
         else:
-            q = self.q_proj(normed).unflatten(-1, (c.heads, c.head_dim))
+            q = self.q_proj(normed).unflatten(-1, (b.heads, b.head_dim))
             k, v = outside
-        x = x + self.out_proj(reference.attention(q, k, v, mask).flatten(2))
-        hidden = self.fc1(F.layer_norm(x, (c.width,), eps=c.eps))
-        return x + self.fc2(F.gelu(hidden, approximate="tanh"))
+        return self.finish(x, reference.attention(q, k, v, mask))
 
 
 class GrootHead(nn.Module):
@@ -146,10 +157,7 @@ class GrootHead(nn.Module):
         self.config = config
         width, hidden = config.width, config.hidden
         self.vl_norm = nn.LayerNorm(config.vl_width, eps=config.eps)
-        self.vl_layers = nn.ModuleList(
-            PreNormLayer(config.vl_width, config.vl_heads, config.vl_mlp_dim, config.eps)
-            for _ in range(config.vl_depth)
-        )
+        self.vl_layers = nn.ModuleList(TransformerBlock(config.vl_block) for _ in range(config.vl_depth))
         self.state_in, self.state_out = nn.Linear(state_dim, hidden), nn.Linear(hidden, width)
         self.action_in = nn.Linear(action_dim, width)
         self.action_mix, self.action_out = nn.Linear(2 * width, width), nn.Linear(width, width)

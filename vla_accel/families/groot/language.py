@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.families.groot.vision import Grid
-from vla_accel.kernels import reference
+from vla_accel.kernels.activation import Activation
+from vla_accel.nn.block import Attention, Block, Norm
+from vla_accel.nn.reference import TransformerBlock
 
 LEAD = 3
 """Prompt tokens before the first view: `<|im_start|>user` and a newline. Around every view stand one and one."""
@@ -46,7 +48,15 @@ class QwenConfig:
     @property
     def qkv_dim(self) -> int:
         """Rows of the fused q, k, v projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.block.qkv_dim
+
+    @property
+    def block(self) -> Block:
+        """One block: q and k are normed by head before they are rotated; the MLP is gated by SiLU."""
+        return Block(
+            self.width, self.mlp_dim, self.heads, self.kv_heads, self.head_dim, self.eps, Norm.RMS, Activation.SWIGLU,
+            Attention.CAUSAL, qk_norm=True,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,39 +148,13 @@ def language_rope(config: QwenConfig, positions: Tensor, dtype: torch.dtype) -> 
     return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
 
 
-class QwenLayer(nn.Module):
-    """One block: q and k are normed by head before they are rotated; the MLP is gated by SiLU."""
-
-    def __init__(self, config: QwenConfig) -> None:
-        super().__init__()
-        self.config = config
-        width = config.width
-        self.input_layernorm = nn.RMSNorm(width, eps=config.eps)
-        self.qkv_proj = nn.Linear(width, config.qkv_dim, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.eps)
-        self.o_proj = nn.Linear(config.heads * config.head_dim, width, bias=False)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=config.eps)
-        self.gate_up_proj = nn.Linear(width, 2 * config.mlp_dim, bias=False)
-        self.down_proj = nn.Linear(config.mlp_dim, width, bias=False)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """x (B, S, width) to the same shape; mask (B, S, S) bool, True = may attend."""
-        c = self.config
-        projected = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, c.head_dim))
-        q, k, v = projected.split((c.heads, c.kv_heads, c.kv_heads), dim=2)
-        q, k = reference.apply_rope(self.q_norm(q), *rope), reference.apply_rope(self.k_norm(k), *rope)
-        x = x + self.o_proj(reference.attention(q, k, v, mask).flatten(2))
-        return x + self.down_proj(reference.swiglu(self.gate_up_proj(self.post_attention_layernorm(x))))
-
-
 class QwenLanguage(nn.Module):
     """The stack. There is no final norm: the action head reads the last layer's raw output."""
 
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(QwenLayer(config) for _ in range(config.depth))
+        self.layers = nn.ModuleList(TransformerBlock(config.block) for _ in range(config.depth))
 
     def forward(self, x: Tensor, positions: Tensor, order: Tensor, deepstack: Tensor) -> Tensor:
         """x (B, S, width) to the same shape. positions (3, S); deepstack (n, B, I, width): added to the image tokens of

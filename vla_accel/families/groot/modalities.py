@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from vla_accel.errors import CheckpointError
-from vla_accel.transforms.ranges import Range
+from vla_accel.transforms.normalisation import Range
 
 Scaling = Literal["range", "mean_std", "sin_cos"]
 Relative = Literal["no", "difference", "pose"]

@@ -19,13 +19,13 @@ class GrootStore(NativeStore[Groot]):
         """The vision program of `batch` observations."""
         precision = self.precision("vision", spec, ())
         weights = self.weights(("vision", precision), lambda: TowerWeights.of(self.model, precision))
-        return NativeTower(weights, self.model, batch, layout, spec.attention)
+        return NativeTower(weights, batch, layout, spec.attention)
 
     def kv_cache(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
         """The program of language model and vision-language attention."""
         precision = self.precision("kv_cache", spec, ())
         weights = self.weights(("kv_cache", precision), lambda: ReaderWeights.of(self.model, precision))
-        return NativeReader(weights, self.model, batch, layout, spec.attention)
+        return NativeReader(weights, batch, layout, spec.attention)
 
     def denoise(self, batch: int, layout: Layout, steps: int, spec: EngineSpec) -> Program:
         """The whole Euler loop of `steps`. Its FP8 and INT8 are of weights alone and need no scales."""

@@ -24,10 +24,10 @@ from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.flow import Guidance, flow_step
 from vla_accel.nn.kernel_choices import Cuts
-from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class NativeTransformer:
         self.weights, self.tables, self.config, self.batch = weights, tables, config, batch
         head, device, dtype = config.head, weights.w_in.device, weights.dtype
         self.tokens, horizon = config.action_horizon + 1, config.action_horizon
-        self.chain = Chain(Gpu.of(device))
+        self.chain = Chain(current(device).gpu)
         rows = batch * self.tokens
         kind = weights_in(weights.precision)
         launches = 4 + 5 * head.depth + 3
@@ -257,7 +257,7 @@ class NativeTransformer:
         norm, shift = self.tables.rows[step].norms[index]
         out, kind = (self.first["self"], "qkv") if block.source == "self" else (self.first["other"], "q")
         norm = replace(norm, moments=self.cuts.moments("fc2") if index else self.begun)
-        gemm(self.x, block.first, out, Epilogue(shift=shift), norm, self.cuts.alone(kind))
+        gemm(self.x, block.first, out, Epilogue(shift), norm, self.cuts.alone(kind))
         return out
 
     def _out(self, step: int, index: int, block: BlockWeights) -> None:
@@ -265,8 +265,8 @@ class NativeTransformer:
         gemm(self.context, block.out, self.x, epilogue, **self.cuts.options("out"))
 
     def _fc1(self, step: int, index: int, block: BlockWeights) -> None:
-        epilogue = Epilogue(shift=block.fc1_bias, activation=Activation.GELU)
         norm = replace(self.tables.plain[index], moments=self.cuts.moments("out"))
+        epilogue = Epilogue(block.fc1_bias, Activation.GELU)
         gemm(self.x, block.fc1, self.active, epilogue, norm, self.cuts.alone("fc1"))
 
     def _fc2(self, step: int, index: int, block: BlockWeights) -> None:
@@ -278,6 +278,6 @@ class NativeTransformer:
     def _velocity(self, step: int) -> None:
         (last, _), (decode_in, b_in), (decode_out, b_out) = self.weights.ends
         norm, shift = self.tables.rows[step].final
-        gemm(self.x, last, self.out, Epilogue(shift=shift), replace(norm, moments=self.cuts.moments("fc2")))
-        gemm(self.out, decode_in, self.decoded, Epilogue(shift=b_in, activation=Activation.RELU))
-        gemm(self.decoded, decode_out, self.velocity, Epilogue(shift=b_out))
+        gemm(self.x, last, self.out, Epilogue(shift), replace(norm, moments=self.cuts.moments("fc2")))
+        gemm(self.out, decode_in, self.decoded, Epilogue(b_in, Activation.RELU))
+        gemm(self.decoded, decode_out, self.velocity, Epilogue(b_out))

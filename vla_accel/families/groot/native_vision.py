@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.network import Groot
-from vla_accel.families.groot.vision import PatchMerger, place_embedding
+from vla_accel.families.groot.vision import PatchMerger, QwenVisionConfig, patch_rope, place_embedding
 from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import add_norm
 from vla_accel.kernels.rows.sequence import exact_gelu, patchify_blocks
-from vla_accel.nn.fold import fold_norm
-from vla_accel.nn.native_vision import VisionLayer, patch_embedding
-from vla_accel.nn.stack import Stack, StackSizes, stack_weights
-from vla_accel.nn.store import compute_dtype
+from vla_accel.nn.native_vision import patch_embedding
+from vla_accel.nn.plan import Rows, StackPlan
+from vla_accel.nn.weights import Precision, StackWeights, fold, stack_weights
 
 
 @dataclass(frozen=True)
@@ -35,19 +33,15 @@ class MergerWeights:
     late: bool
 
     @classmethod
-    def of(cls, merger: PatchMerger, dtype: torch.dtype) -> MergerWeights:
-        norm, late = merger.norm, merger.norm.normalized_shape[0] == merger.joined
-        if not late:
-            # Every patch of a token has the same norm.
-            times = merger.joined // norm.normalized_shape[0]
-            norm = torch.nn.LayerNorm(merger.joined, eps=norm.eps, device="meta")
-            norm.weight = torch.nn.Parameter(merger.norm.weight.repeat(times), requires_grad=False)
-            norm.bias = torch.nn.Parameter(merger.norm.bias.repeat(times), requires_grad=False)
-        return cls(
-            make_linear(*fold_norm(merger.fc1, norm), dtype),
-            make_linear(merger.fc2.weight, merger.fc2.bias, dtype),
-            late,
-        )
+    def of(cls, model: Groot, name: str, dtype: torch.dtype) -> MergerWeights:
+        merger = model.get_submodule(name)
+        assert isinstance(merger, PatchMerger)
+        read = {n: model.weight(f"{name}.{n}") for n, _ in merger.named_parameters()}
+        times = merger.joined // len(read["norm.weight"])
+        # Unless the norm is late, every patch of a token has the same norm.
+        factor, shift = (read[f"norm.{n}"].double().repeat(times) for n in ("weight", "bias"))
+        fc1 = make_linear(*fold(read["fc1.weight"], read["fc1.bias"], factor, shift), dtype)
+        return cls(fc1, make_linear(read["fc2.weight"], read["fc2.bias"], dtype), times == 1)
 
 
 @dataclass(frozen=True)
@@ -61,25 +55,23 @@ class TowerWeights:
     patch: Tensor
     offset: Tensor
     table: Tensor
-    layers: tuple[VisionLayer, ...]
+    stack: StackWeights
     mergers: tuple[MergerWeights, ...]
-    dtype: torch.dtype
+    config: QwenVisionConfig
 
     @classmethod
     def of(cls, model: Groot, precision: str) -> TowerWeights:
-        """Prepare from a model; `precision` fp32 or bf16."""
-        dtype, vision = compute_dtype(precision), model.vision
-        layers = stack_weights(model, "vision.layers", list(vision.layers), dtype)
-        with model.present("vision.patch_embedding", "vision.position_embedding"):
-            convolution = SimpleNamespace(
-                weight=vision.patch_embedding.weight.double().sum(2), bias=vision.patch_embedding.bias
-            )
-            zero = torch.zeros(1, vision.config.width, device=vision.position_embedding.device)
-            patch, offset = patch_embedding(convolution, zero, precision)
-            table = vision.position_embedding.detach().float().clone()
-        with model.present("vision.merger", "vision.deepstack"):
-            mergers = [m for m in (*vision.deepstack, vision.merger) if isinstance(m, PatchMerger)]
-            return cls(patch, offset, table, layers, tuple(MergerWeights.of(m, dtype) for m in mergers), dtype)
+        """Prepare the weights of a model. `precision`: fp32 or bf16."""
+        stored, config = Precision(precision), model.config.vision
+        stack = stack_weights(model, "vision.layers", config.block, config.depth, stored)
+        # The frames of an image are equal, so that their weights add up.
+        weight = model.weight("vision.patch_embedding.weight").double().sum(2)
+        zero = torch.zeros(1, config.width, device=weight.device)
+        patch, offset = patch_embedding(weight, model.weight("vision.patch_embedding.bias"), zero, precision)
+        table = model.weight("vision.position_embedding").float().clone()
+        names = [*(f"vision.deepstack.{i}" for i in range(len(config.deepstack))), "vision.merger"]
+        mergers = tuple(MergerWeights.of(model, name, stored.dtype) for name in names)
+        return cls(patch, offset, table, stack, mergers, config)
 
 
 class NativeTower:
@@ -87,16 +79,14 @@ class NativeTower:
     W).
     """
 
-    def __init__(self, weights: TowerWeights, model: Groot, batch: int, layout: Layout, attention: str) -> None:
-        config, device, dtype = model.config.vision, weights.patch.device, weights.dtype
+    def __init__(self, weights: TowerWeights, batch: int, layout: Layout, attention: str) -> None:
+        config, device, dtype = weights.config, weights.patch.device, weights.stack.dtype
         self.weights, self.config = weights, config
         images, patches = batch * layout.views, layout.view_tokens * config.merge**2
-        placed = model.vision.rope(layout.grid, device, torch.float32)
-        rope = tuple(table[:, 0].contiguous() for table in placed)
-        sizes = StackSizes(images, patches, config.heads, config.eps)
-        self.stack = Stack(weights.layers, sizes, dtype, attention, rope)  # type: ignore[arg-type]
+        cos, sin = (table[:, 0].contiguous() for table in patch_rope(config, layout.grid, device, torch.float32))
+        self.stack = StackPlan(weights.stack, Rows(images, patches), attention, (cos, sin), normed_outside=(0,))
         self.attention = self.stack.attention
-        self.detail = f"fused ops, {dtype}{self.stack.detail}"
+        self.detail = f"fused ops, {self.stack.kind}, {self.stack.detail}"
         self.place = (weights.offset + place_embedding(weights.table, layout.grid, config.merge)).contiguous()
         rows, joined = images * patches, config.width * config.merge**2
         self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
@@ -115,7 +105,8 @@ class NativeTower:
                 self._merge(self.weights.mergers[level], outputs["deepstack"][level])
 
         with stack.chain:
-            add_norm(self.embedded, self.place, stack.x, stack.h, layer=True, eps=config.eps, inverse_scale=None)
+            stack.enter(self.embedded, self.place)
+            stack.enter(stack.x)
             stack.run(after=after)
             self._merge(self.weights.mergers[-1], outputs["image_tokens"])
 

@@ -15,7 +15,7 @@ from vla_accel.checkpoints.weights import size_of
 from vla_accel.errors import CheckpointError
 from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.modalities import Group, Groups, Scaling, check_references
-from vla_accel.families.groot.settings import refused_in_modality
+from vla_accel.families.groot.settings import check_modality
 
 D = TypeVar("D")
 LIBERO_TAG = "libero_sim"
@@ -48,8 +48,7 @@ def read_robot(
 ) -> Robot:  # fmt: skip
     """One embodiment's groups and cameras, from Isaac-GR00T's settings. Raises CheckpointError for settings that are
     not honoured."""
-    if wrong := refused_in_modality(modality):
-        raise CheckpointError(f"{path}: {tag}: cannot run GR00T with {', '.join(wrong)}")
+    check_modality(modality, f"{path}: {tag}")
     video, action = mapping(modality, "video", path), mapping(modality, "action", path)
     if not isinstance(embodiment, int) or isinstance(embodiment, bool) or embodiment < 0:
         raise CheckpointError(f"{path}: expected a number for embodiment {tag}, got {embodiment!r}")

@@ -7,7 +7,7 @@ processor of Isaac-GR00T's checkpoints (Apache-2.0).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.modalities import Groups
 from vla_accel.transforms.images import to_uint8
-from vla_accel.transforms.observations import Reader, real_numbers
-from vla_accel.transforms.ranges import Range
+from vla_accel.transforms.normalisation import Range
+from vla_accel.transforms.observations import Observed, Reader, real_numbers
 from vla_accel.transforms.robots import Preset
 from vla_accel.transforms.tokenizer import Tokenizer
 
@@ -81,8 +81,8 @@ class GrootProcessor:
                 raise ConfigError(f"preset.{name}: expected none beside a GR00T checkpoint's own, got {[*given]}")
         object.__setattr__(self, "_reader", Reader(self.preset, self.default_prompt))
 
-    def prepare(self, observation: Mapping[str, Any]) -> GrootInputs:
-        """Check and convert one observation. Raises ObservationError that names the key."""
+    def observe(self, observation: Mapping[str, Any]) -> Observed:
+        """Read, check and crop an observation's images. Raises ObservationError that names the key."""
         seen = self._reader.read(observation)
         views = [self._history(image, key) for key, image in seen.views.items()]
         # All views of a moment, then those of the next one.
@@ -90,6 +90,14 @@ class GrootProcessor:
         sizes = {image.shape[:2] for image in images}
         if len(sizes) > 1:
             raise ObservationError(f"{', '.join(seen.views)}: expected images of one shape, got {sorted(sizes)}")
+        return replace(seen, images=images)
+
+    def resized(self, seen: Observed) -> Observed:
+        """The images are in the model's size from the start."""
+        return seen
+
+    def encode(self, seen: Observed) -> GrootInputs:
+        """Normalise the state and tokenize the prompt. Raises ObservationError that names the key."""
         state = np.zeros(self.state_dim, np.float32)
         if not self.exclude_state:
             with np.errstate(over="ignore"):
@@ -99,19 +107,25 @@ class GrootProcessor:
             raise ObservationError(
                 f"{name}: expected a state in the checkpoint's range, got up to {abs(seen.state).max():g}"
             )
-        return GrootInputs(images, self._tokens(seen.prompt, len(images)), state, seen.state)
+        return GrootInputs(seen.images, self._tokens(seen.prompt, len(seen.images)), state, seen.state)
 
-    def finish(self, actions: np.ndarray, inputs: GrootInputs) -> np.ndarray:
+    def prepare(self, observation: Mapping[str, Any]) -> GrootInputs:
+        """Check and convert one observation."""
+        return self.encode(self.observe(observation))
+
+    def unnormalize_actions(self, actions: np.ndarray, inputs: GrootInputs) -> np.ndarray:
         """Normalised actions (H, action_dim) to the robot's, float64 (rows, robot's)."""
         robot = self.actions.restore(actions[: self.rows], self.state.split(inputs.raw_state))
         if self.gripper:
             robot[:, -1] = -np.sign(2.0 * robot[:, -1] - 1.0)
         return robot
 
-    def begin(self, actions: Any, inputs: GrootInputs, name: str = "prev_chunk") -> np.ndarray:
-        """The inverse of `finish`: robot actions (k, robot's) to the model's, float32 (k, action_dim), padded with
-        zeros; relative ones become relative to the state of `inputs`. Raises ObservationError, which calls them
-        `name`."""
+    def normalize_actions(self, actions: Any, inputs: GrootInputs, name: str = "prev_chunk") -> np.ndarray:
+        """Convert robot actions (k, robot's) to the model's, float32 (k, action_dim), padded with zeros.
+
+        The inverse of `unnormalize_actions`; relative actions become relative to the state of `inputs`. Raises
+        ObservationError that names `name`.
+        """
         robot = self._model_actions(actions, name)
         padded = np.zeros((len(robot), self.action_dim), np.float32)
         padded[:, : self.actions.width] = self.actions.normalise(robot, self.state.split(inputs.raw_state))

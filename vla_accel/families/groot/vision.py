@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
-from vla_accel.nn.siglip import PreNormLayer
+from vla_accel.nn.block import Block, vit_block
+from vla_accel.nn.reference import TransformerBlock
 
 Grid = tuple[int, int]
 """Rows and columns of an image: of its patches, or of its tokens after merging."""
@@ -53,6 +54,11 @@ class QwenVisionConfig:
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
+
+    @property
+    def block(self) -> Block:
+        """One block of the tower."""
+        return vit_block(self.width, self.heads, self.mlp_dim, self.eps, rope=True)
 
     @property
     def unit(self) -> int:
@@ -103,9 +109,7 @@ class QwenVision(nn.Module):
         kernel = (config.frames, config.patch_size, config.patch_size)
         self.patch_embedding = nn.Conv3d(3, config.width, kernel, kernel)
         self.position_embedding = nn.Parameter(torch.zeros(config.positions, config.width))
-        self.layers = nn.ModuleList(
-            PreNormLayer(config.width, config.heads, config.mlp_dim, config.eps) for _ in range(config.depth)
-        )
+        self.layers = nn.ModuleList(TransformerBlock(config.block) for _ in range(config.depth))
         self.merger = PatchMerger(config, late=False)
         self.deepstack = nn.ModuleList(PatchMerger(config, late=True) for _ in config.deepstack)
 
@@ -118,9 +122,7 @@ class QwenVision(nn.Module):
 
     def placed(self, grid: Grid) -> Placed:
         """What of an image of `grid` tokens depends on its size alone."""
-        first = self.layers[0]
-        assert isinstance(first, PreNormLayer)
-        table, weight = self.position_embedding, first.qkv_proj.weight
+        table, weight = self.position_embedding, self.get_parameter("layers.0.qkv_proj.weight")
         rope = self.rope(grid, table.device, weight.dtype)
         return Placed(place_embedding(table, grid, self.config.merge), *rope)
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import is_own
-from vla_accel.checkpoints.dialects import kind_of
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ConfigError
 from vla_accel.families.family import Work, weight_bytes
 from vla_accel.families.pi0 import openpi as pi0_openpi
 from vla_accel.families.pi0 import realtime_vla as pi0_realtime_vla
-from vla_accel.families.pi0.folder import load_folder
+from vla_accel.families.pi0.checkpoint import kind_of, load_folder
 from vla_accel.families.pi0.native import Pi0Store
 from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.families.prompted import DenoisingFamily, prefix_work

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.families.pi0.network import Pi0, Pi0Config
+from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.suffix import suffix_attention
 from vla_accel.kernels.gemm.config import GemmSizes, gemm_sizes
@@ -25,11 +26,11 @@ from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import Packed, Sizes, StepTables, StreamedLoop, why_not
 from vla_accel.kernels.rows.flow import ActionInput, ActionOutput
 from vla_accel.kernels.rows.flow import step as flow_step
-from vla_accel.nn.constants import step_tables
 from vla_accel.nn.fold import fold_norm, plain
-from vla_accel.nn.gemma import GemmaLayer
 from vla_accel.nn.loop import LayerLoop, LoopProgram, Wait, described
-from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.nn.reference import TransformerBlock
+from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class ExpertWeights:
 
         def made(index: int) -> ExpertLayer:
             layer = model.expert.layers[index]
-            assert isinstance(layer, GemmaLayer)
+            assert isinstance(layer, TransformerBlock)
             with model.present(*(f"expert.layers.{index}.{name}" for name in names)):
                 first, second = layer.input_layernorm, layer.post_attention_layernorm
                 qkv = (layer.qkv_proj.weight, None) if adaptive else fold_norm(layer.qkv_proj, plain(first))
@@ -126,7 +127,7 @@ def sizes_of(config: Pi0Config) -> Sizes:
 
 def why_not_streamed(model: Pi0, precision: str, batch: int) -> str | None:
     """Explain why the streamed kernels do not run a model on its device; None if they do."""
-    return why_not(Gpu.of(model.device), sizes_of(model.config), batch, precision)
+    return why_not(current(model.device).gpu, sizes_of(model.config), batch, precision)
 
 
 def steps_of(
@@ -165,7 +166,7 @@ class NativeDenoise(LoopProgram):
         self.state_token = None
         if weights.state is not None:
             self.state_token = torch.zeros(batch, config.expert.width, device=device)
-        gpu = Gpu.of(device)
+        gpu = current(device).gpu
         kind = weights_in(weights.precision)
         if gpu is not None and weights.packed is not None:
             self.loop = streamed_loop(gpu, weights, config, self.tables, batch, prefix_tokens)
@@ -259,7 +260,7 @@ class Pi0LayerLoop(LayerLoop):
 
     def _qkv(self, step: int, index: int, lengths: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
-        epilogue = Epilogue(shift=t.of(t.input_shift, step, index), rope=self.rotation(lengths), pinned=self.pinned)
+        epilogue = Epilogue(t.of(t.input_shift, step, index), rope=self.rotation(lengths), pinned=self.pinned)
         norm = self.norm_before(index, t.of(t.input_scale, step, index))
         gemm(self.x, layer.qkv, self.heads, epilogue, norm, **self.cuts.options("qkv"))
 
@@ -279,7 +280,7 @@ class Pi0LayerLoop(LayerLoop):
 
     def _gate_up(self, step: int, index: int, _: Tensor) -> None:
         t, layer = self.tables, self.weights.layers[index]
-        epilogue = Epilogue(shift=t.of(t.post_shift, step, index), activation=Activation.GEGLU, pinned=self.pinned)
+        epilogue = Epilogue(t.of(t.post_shift, step, index), Activation.GEGLU, pinned=self.pinned)
         norm = Norm(self.eps, self.cuts.moments("o"), t.of(t.post_scale, step, index))
         gemm(self.x, layer.gate_up, self.active, epilogue, norm, **self.cuts.options("gate_up"))
 

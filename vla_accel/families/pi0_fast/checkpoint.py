@@ -1,37 +1,89 @@
-"""π0-FAST's weights under lerobot's names: which stored tensors make up each canonical one, and the sizes they show.
+"""lerobot's checkpoint folders of π0-FAST: the network's sizes, its weights, and the robot's transforms.
 
-lerobot keeps the token table twice, as embedding and as head, and trains them apart: where they differ, the model has
-both. Knows nothing of robots, statistics or tokenizers: see `vla_accel.families.pi0_fast.folder`.
+openpi has this model only in JAX, which is not read here. lerobot decodes `n_action_steps` actions of a chunk of
+`chunk_size`. The tokens cover the whole chunk, and so do the actions here: both agree if the two settings are equal.
+lerobot stores the token table twice, as embedding and as head, and trains them apart: if they differ, so do ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
-from vla_accel.checkpoints.dialects import DEAD, EMBEDDINGS, NAMES, said_of_variant, stack_sizes, tower_sizes
-from vla_accel.checkpoints.lerobot import member
-from vla_accel.checkpoints.lerobot_statistics import buffers
+from vla_accel.checkpoints.lerobot import (
+    buffers,
+    longest_prompt,
+    prompt_state_dim,
+    read_processors,
+    read_settings,
+    required,
+)
+from vla_accel.checkpoints.lora import fold
+from vla_accel.checkpoints.paligemma import DEAD, EMBEDDINGS, NAMES, compared_variant, stack_sizes, tower_sizes
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, Weights, size_of
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
+from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig
+from vla_accel.families.pi0_fast.transforms import Detokeniser, FastProcessor, load_fast
+from vla_accel.transforms.tokenizer import PALIGEMMA_HUB, load_tokenizer
 
-PREFIX = "model."
-_TABLE, _HEAD = (PREFIX + name for name in EMBEDDINGS)
-_OTHERS = {"norm.weight": PREFIX + DEAD[1], "head.weight": _HEAD}
-"""What π0 has no use for: the final norm, and the head."""
+_PREFIX = "model."
+_TABLE, _HEAD = (_PREFIX + name for name in EMBEDDINGS)
+_OTHERS = {"norm.weight": _PREFIX + DEAD[1], "head.weight": _HEAD}
+"""Tensors that π0 does not read: the final norm, and the head."""
 
 
-def load_weights(
-    weights: Weights, config: Pi0FastConfig, where: str, *, device: str | torch.device, dtype: torch.dtype | None
-) -> Pi0Fast:  # fmt: skip
-    """The model with a checkpoint's weights, in eval mode, each read when it is asked for; `dtype` of the large
-    products, None keeps what is stored. Raises CheckpointError that lists keys missing, left over or misshaped."""
+def load_folder(
+    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
+) -> tuple[Pi0Fast, FastProcessor]:
+    """Return the network, whose weights are read later, and the robot's transforms (`Family.load`)."""
+    lora, described = adapter_of(folder, settings)
+    path, overrides = described / "config.json", settings.checkpoint
+    content, weights = read_settings(path, ("pi0_fast",)), SafetensorsWeights(folder)
+    saved = read_processors(described, content, "bilinear", weights)
+    config = resized(read_sizes(weights, content, longest_prompt(saved, content, path), path), settings)
+    if lora is not None and EMBEDDINGS[1] in lora.changes:
+        # The adapter changes the head, which then differs from the embedding.
+        config = dataclasses.replace(config, tied=False)
+    hub = saved.tokenizer.get("tokenizer_name") or content.get("text_tokenizer_name")
+    tokenizer = load_tokenizer(described, overrides.tokenizer, elsewhere=True, hub=hub or PALIGEMMA_HUB)
+    fast_name = required(content, "action_tokenizer_name", str, path)
+    detokeniser = Detokeniser.of(
+        load_fast(described, overrides.action_tokenizer, fast_name),
+        tokenizer,
+        required(content, "fast_skip_tokens", int, path),
+        config.action_horizon,
+        config.action_dim,
+        opened=bool(content.get("validate_action_token_prefix", True)),
+        relaxed=overrides.relaxed_actions,
+    )
+    config = dataclasses.replace(config, stop_token=detokeniser.stop)
+    processor = processor_of(
+        FastProcessor,
+        config,
+        robot_of(saved.preset, settings),
+        (saved.state, saved.actions),
+        tokenizer,
+        settings,
+        discrete_state=True,
+        prompt_form="fast",
+        prompt_state_dim=prompt_state_dim(content, path),
+        pixels=saved.pixels,
+        detokeniser=detokeniser,
+    )
+    model = _network(weights, config, str(folder)).bound_for(torch.device(device), dtype)
+    return model if lora is None else fold(model, lora, lambda name: pieces(name, config)), processor
+
+
+def _network(weights: Weights, config: Pi0FastConfig, where: str) -> Pi0Fast:
+    """Raise CheckpointError that lists missing, left-over and misshaped tensors."""
     empty = Pi0Fast.empty(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}
     stored = [name for name in (_TABLE, _HEAD) if name in weights.shapes]
@@ -39,40 +91,39 @@ def load_weights(
         # One table under either name, unless there are two.
         if name in recipe and (config.tied or len(stored) == 1):
             recipe[name] = (Piece((stored or [_TABLE])[0]),)
-    dead = (_TABLE, _HEAD) if config.tied else ()
-    dead = (*dead, *buffers(weights.shapes))
-    return fitted(empty, weights, recipe, where, "pi0_fast", dead).bound_for(torch.device(device), dtype)
+    dead = (*((_TABLE, _HEAD) if config.tied else ()), *buffers(weights.shapes))
+    return fitted(empty, weights, recipe, where, "pi0_fast", dead)
 
 
 def pieces(name: str, config: Pi0FastConfig) -> tuple[Piece, ...]:
-    """The tensors in lerobot's names that make up one canonical tensor, in order along its first axis."""
+    """Return lerobot's tensors that make up one canonical tensor, in order along its first axis."""
     if name in _OTHERS:
         return (Piece(_OTHERS[name]),)
-    return tuple(Piece(PREFIX + piece.name, piece.rows) for piece in NAMES.pieces(name, config))
-
-
-def reads_head(changes: Collection[str]) -> bool:
-    """Whether an adapter changes the head, which then is another table than the embedding."""
-    return EMBEDDINGS[1] in changes
+    return tuple(Piece(_PREFIX + piece.name, piece.rows) for piece in NAMES.pieces(name, config))
 
 
 def read_sizes(weights: Weights, content: Mapping[str, Any], max_token_len: int, where: Path) -> Pi0FastConfig:
-    """The architecture of weights in lerobot's names, from their shapes, checked against its config.json `content`.
+    """Return the architecture that the shapes show, checked against config.json.
 
-    `max_token_len`: the longest prompt, without the <bos> that comes behind it. A stop token is the tokenizer's to say.
-    Raises CheckpointError that names what is missing or contradicts.
+    Args:
+        weights: Tensors under lerobot's names.
+        content: config.json. The stop token is known to the tokenizer only.
+        max_token_len: The longest prompt, without the <bos> after it.
+        where: Path of config.json.
+
+    Raises:
+        CheckpointError: A tensor is missing, or weights and config.json contradict each other.
     """
     folder = str(where.parent)
     shapes: Shapes = weights.shapes
-    shape = shapes_by_name(shapes, PREFIX, folder)
-    table = next((name for name in EMBEDDINGS if PREFIX + name in shapes), EMBEDDINGS[0])
-    resolution = member(content, "image_resolution", list, where)
+    shape = shapes_by_name(shapes, _PREFIX, folder)
+    table = next((name for name in EMBEDDINGS if _PREFIX + name in shapes), EMBEDDINGS[0])
     (action_dim,) = content["output_features"]["action"]["shape"]
     both = _TABLE in shapes and _HEAD in shapes
     try:
         config = Pi0FastConfig(
-            vision=tower_sizes(shapes, PREFIX, shape),
-            prefix=stack_sizes("prefix", shapes, PREFIX, shape),
+            vision=tower_sizes(shapes, _PREFIX, shape),
+            prefix=stack_sizes("prefix", shapes, _PREFIX, shape),
             vocab_size=shape(table, 2)[0],
             action_dim=action_dim,
             action_horizon=size_of(content, "chunk_size", where),
@@ -84,8 +135,8 @@ def read_sizes(weights: Weights, content: Mapping[str, Any], max_token_len: int,
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
     side = config.vision.image_size
     pairs = [
-        ("image_resolution", resolution, [side, side]),
-        said_of_variant("prefix", content.get("paligemma_variant"), config.prefix, folder),
+        ("image_resolution", required(content, "image_resolution", list, where), [side, side]),
+        compared_variant("prefix", content.get("paligemma_variant"), config.prefix, folder),
     ]
     compare_sizes(pairs, folder)
     return config

@@ -15,8 +15,8 @@ from vla_accel.errors import of_one
 from vla_accel.families import stand_in
 from vla_accel.families.family import Work, weight_bytes
 from vla_accel.families.pi0.native import Pi0FastStore
+from vla_accel.families.pi0_fast.checkpoint import load_folder
 from vla_accel.families.pi0_fast.decode import RESULT, decode_component
-from vla_accel.families.pi0_fast.folder import load_folder
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig, pi0_fast
 from vla_accel.families.pi0_fast.transforms import Detokeniser, FastProcessor, FastTokenizer
 from vla_accel.families.prompted import PromptedFamily, PromptShape, prefix_work

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.component import TurnedProgram
-from vla_accel.families.pi0.native_loop import ExpertLayer
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig, last_tokens
-from vla_accel.fp8 import FORMATS
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.key_tilings import SuffixAttention
 from vla_accel.kernels.attention.suffix import suffix_attention
@@ -28,13 +26,12 @@ from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, rope_tables
-from vla_accel.nn.fold import fold_norm, plain
-from vla_accel.nn.gemma import GemmaLayer
 from vla_accel.nn.kernel_choices import Cuts
-from vla_accel.nn.native_prefix import PrefixLayer, PrefixWeights
-from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.nn.native_prefix import PrefixWeights
+from vla_accel.nn.quantised import QUANTISED
+from vla_accel.nn.weights import BlockWeights, Precision, block_weights, weights_in
+from vla_accel.runtime import current
 
 TURN = 4
 """Tokens of a turn. Another turn is always on its way while one is asked whether all is done, so that up to twice as
@@ -49,7 +46,7 @@ class DecodeWeights:
     float32: the factor of the last norm; `precision`: of the layers' weights.
     """
 
-    layers: tuple[ExpertLayer, ...]
+    layers: tuple[BlockWeights, ...]
     table: Tensor
     head: Linear
     norm: Tensor
@@ -60,54 +57,22 @@ class DecodeWeights:
     def of(cls, model: Pi0Fast, precision: str, prefix: PrefixWeights | None = None) -> DecodeWeights:
         """Prepare the weights of a model.
 
-        `precision`: fp32, bf16, or fp8 or int8 (`store.plain_input`); `prefix`: weights that may be shared.
+        `precision`: fp32, bf16, or fp8 or int8 for the weights of the layers; `prefix`: weights that may be shared.
         """
-        dtype = compute_dtype(precision)
-        stored = FORMATS[precision].dtype if precision in FORMATS else dtype
-        layers = []
-        for index, layer in enumerate(model.prefix.layers):
-            assert isinstance(layer, GemmaLayer)
-            there = None if prefix is None else prefix.layers[index]
-            layers.append(_layer(model, f"prefix.layers.{index}", layer, precision, stored, there))
+        config, stored = model.config.prefix, Precision(precision, QUANTISED["decode"]["native"])
+        # The prefix's last layer has keys and values alone.
+        there = [None] * config.depth if prefix is None else [*prefix.stack.blocks, None]
+        layers = tuple(
+            block_weights(model, f"prefix.layers.{i}", config.block(), stored, paired=False, shared=there[i])
+            for i in range(config.depth)
+        )
         if prefix is not None and prefix.table.device.type == model.device.type:
             table = prefix.table
         else:
-            with model.present("embed"):
-                table = model.embed.weight.detach()
-        head = Linear(table)
-        if not model.config.tied:
-            with model.present("head"):
-                head = make_linear(model.head.weight.detach(), None, dtype)
-        with model.present("norm"):
-            norm = model.norm.factor.float().contiguous()
-        return cls(tuple(layers), table, head, norm, dtype, precision)
-
-
-def _layer(
-    model: Pi0Fast, name: str, layer: GemmaLayer, precision: str, stored: torch.dtype, there: PrefixLayer | None
-) -> ExpertLayer:
-    """Prepare the products of a block, sharing those of `there` that have the dtype `stored`."""
-
-    def made(product: str, own: Linear | None, weight: Callable[[], Tensor], *parts: str) -> Linear:
-        if own is not None and own.weight.dtype == stored and not own.paired:
-            return own
-        with model.present(*(f"{name}.{part}" for part in (product, *parts))):
-            return plain_input(precision, weight())
-
-    # The prefix's last layer has keys and values alone.
-    qkv = there.qkv if there is not None and there.o is not None else None
-    o, gate_up, down = (None, None, None) if there is None else (there.o, there.gate_up, there.down)
-    return ExpertLayer(
-        made("qkv_proj", qkv, lambda: fold_norm(layer.qkv_proj, plain(layer.input_layernorm))[0], "input_layernorm"),
-        made("o_proj", o, lambda: layer.o_proj.weight),
-        made(
-            "gate_up_proj",
-            gate_up,
-            lambda: fold_norm(layer.gate_up_proj, plain(layer.post_attention_layernorm))[0],
-            "post_attention_layernorm",
-        ),
-        made("down_proj", down, lambda: layer.down_proj.weight),
-    )
+            table = model.weight("embed.weight")
+        head = Linear(table) if model.config.tied else make_linear(model.weight("head.weight"), None, stored.dtype)
+        norm = (1.0 + model.weight("norm.weight").double()).float().contiguous()
+        return cls(layers, table, head, norm, stored.dtype, precision)
 
 
 class NativeDecode(TurnedProgram):
@@ -123,7 +88,7 @@ class NativeDecode(TurnedProgram):
         self.weights, self.config = weights, config
         self.prefix_tokens, self.steps, self.turns = prefix_tokens, steps, -(-steps // TURN)
         stack, device, dtype = config.prefix, weights.table.device, weights.dtype
-        self.chain = Chain(Gpu.of(device))
+        self.chain = Chain(current(device).gpu)
         capacity = prefix_tokens + self.turns * TURN
 
         def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -162,10 +127,10 @@ class NativeDecode(TurnedProgram):
                 op(index)
 
         products = {
-            "o": gemm_sizes(self.context, layers[0].o),
+            "o": gemm_sizes(self.context, layers[0].out),
             "down": gemm_sizes(self.active, layers[0].down),
             "qkv": gemm_sizes(self.x, layers[0].qkv, Heads(self.q, self.k[0], self.v[0])),
-            "gate_up": gemm_sizes(self.x, layers[0].gate_up, gated=True),
+            "gate_up": gemm_sizes(self.x, layers[0].up, gated=True),
         }
         ops = {"o": self._o, "down": self._down, "qkv": self._qkv, "gate_up": self._gate_up}
         # What writes moments comes before what reads them.
@@ -233,12 +198,11 @@ class NativeDecode(TurnedProgram):
 
     def _o(self, index: int) -> None:
         epilogue = Epilogue(residual=True, moments=self.cuts.moments("o"))
-        gemm(self.context, self.weights.layers[index].o, self.x, epilogue, **self.cuts.options("o"))
+        gemm(self.context, self.weights.layers[index].out, self.x, epilogue, **self.cuts.options("o"))
 
     def _gate_up(self, index: int) -> None:
-        epilogue = Epilogue(activation=Activation.GEGLU)
         norm = Norm(self.config.prefix.eps, self.cuts.moments("o"))
-        weights = self.weights.layers[index].gate_up
+        epilogue, weights = Epilogue(activation=Activation.GEGLU), self.weights.layers[index].up
         gemm(self.x, weights, self.active, epilogue, norm, **self.cuts.options("gate_up"))
 
     def _down(self, index: int) -> None:

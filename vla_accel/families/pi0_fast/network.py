@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
-from vla_accel.nn.gemma import GemmaConfig, GemmaLayer, RmsNorm
+from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.paligemma import PaliGemma, PaliGemmaSizes
+from vla_accel.nn.reference import RmsNorm, TransformerBlock
 from vla_accel.nn.siglip import SiglipConfig
 
 
@@ -71,8 +72,7 @@ class Pi0Fast(PaliGemma):
 
     def logits(self, x: Tensor) -> Tensor:
         """Of the next token, (B, vocab_size), from the stack's output x (B, width)."""
-        normed, _ = self.norm(x)
-        return F.linear(normed, self.get_parameter(f"{self.head_name}.weight"))
+        return F.linear(self.norm(x), self.get_parameter(f"{self.head_name}.weight"))
 
     def step(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The tokens (B,) int64 that follow `tokens` (B,) int64 at `positions` (B,) int64.
@@ -85,7 +85,7 @@ class Pi0Fast(PaliGemma):
         rows = torch.arange(len(tokens), device=tokens.device)
         seen = (torch.arange(keys.shape[2], device=tokens.device) <= positions[:, None])[:, None]
         for index, layer in enumerate(self.prefix.layers):
-            assert isinstance(layer, GemmaLayer)
+            assert isinstance(layer, TransformerBlock)
             q, k, v, _ = layer.qkv(x, rope)
             keys[index, rows, positions], values[index, rows, positions] = k[:, 0], v[:, 0]
             x = layer.finish(x, reference.attention(q, keys[index], values[index], seen), None)

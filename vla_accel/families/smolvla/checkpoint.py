@@ -1,10 +1,9 @@
-"""SmolVLA's weights under lerobot's names: which stored tensors make up each canonical one, and the sizes they show.
-
-Knows nothing of robots, statistics or tokenizers: see `vla_accel.families.smolvla.folder`.
-"""
+"""Checkpoint folders of SmolVLA, lerobot's and this package's own: the network's sizes, its weights, and the robot's
+transforms."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Mapping
@@ -13,16 +12,31 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
-from vla_accel.checkpoints.lerobot import member, steps_of
-from vla_accel.checkpoints.lerobot_statistics import buffers
+from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, fitted_own, is_own, read_config, shapes_of
+from vla_accel.checkpoints.lerobot import (
+    Processors,
+    buffers,
+    denoising_steps,
+    longest_prompt,
+    read_processors,
+    read_settings,
+    required,
+)
+from vla_accel.checkpoints.lora import Lora, fold
 from vla_accel.checkpoints.stacks import Names, Shapes, depth_of, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, Weights, size_of
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
+from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, expert_mlp_dim
+from vla_accel.nn.gemma import SmolLmConfig
 from vla_accel.nn.siglip import SiglipConfig
-from vla_accel.nn.smollm import SmolLmConfig
+from vla_accel.transforms.normalisation import Normaliser, load_statistics
+from vla_accel.transforms.processing import Processor
+from vla_accel.transforms.robots import load_preset
+from vla_accel.transforms.tokenizer import Tokenizer, load_line_tokenizer
 
+TOKENIZER_HUB = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
 _log = logging.getLogger("vla_accel.checkpoints")
 _ROOT = "model.vlm_with_expert."
 _TOWER = _ROOT + "vlm.model.vision_model."
@@ -31,29 +45,74 @@ _PROJECTOR = _ROOT + "vlm.model.connector.modality_projection.proj."
 _NAMES = Names(_TOWER, _PROJECTOR, _STACKS, _STACKS["prefix"] + "embed_tokens.weight", "model.")
 SIGNS = (_PROJECTOR + "weight", _STACKS["expert"] + "norm.weight")
 """Two tensors that no other model has."""
-# Never read by the model: the language model's head, and the prefix's final norm (only K and V leave the prefix). The
-# last prefix layer's MLP and output projection are dead, too, but kept in the model, so not listed here.
 DEAD = (_ROOT + "vlm.lm_head.weight", _STACKS["prefix"] + "norm.weight")
-# The number of heads cannot be read off a weight.
+"""Tensors that the model never reads: the language model's head, and the prefix's final norm (only K and V leave the
+prefix). The MLP and output projection of the last prefix layer are unused, too, but they are part of the network."""
+# No weight shows the number of heads.
 _HEAD_DIM = 64  # of every SmolLM2
 _TEXT_WIDTHS = (256, 576, 960, 2048)  # of the bundled demo, and of SmolLM2's three sizes
-_VISION_HEADS = {256: 4, 768: 12, 1152: 16}  # by width: of the bundled demo, SigLIP B and SO400M (arXiv 2504.05299)
+_VISION_HEADS = {256: 4, 768: 12, 1152: 16}  # by width: the bundled demo, SigLIP B and SO400M (arXiv 2504.05299)
 
 
-def load_weights(
-    weights: Weights, config: SmolVlaConfig, where: str, *, device: str | torch.device, dtype: torch.dtype | None
-) -> SmolVla:  # fmt: skip
-    """The model with a checkpoint's weights, in eval mode, each read when it is asked for; `dtype` of the large
-    products, None keeps what is stored. Raises CheckpointError that lists keys missing, left over or misshaped."""
+def load_folder(
+    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
+) -> tuple[SmolVla, Processor]:
+    """Return the network, whose weights are read later, and the robot's transforms (`Family.load`)."""
+    lora, described = adapter_of(folder, settings)
+    path = described / "config.json"
+    if is_own(read_json(path)):
+        return _own(folder, settings, lora, device=device, dtype=dtype)
+    weights, content = SafetensorsWeights(folder), read_settings(path, ("smolvla",))
+    saved = read_processors(described, content, "corner", weights)
+    config = resized(read_sizes(weights.shapes, content, longest_prompt(saved, content, path), path), settings)
+    saved = dataclasses.replace(saved, preset=robot_of(saved.preset, settings))
+    hub = saved.tokenizer.get("tokenizer_name") or content.get("vlm_model_name") or TOKENIZER_HUB
+    processor = _processor(config, saved, load_line_tokenizer(described, settings.checkpoint.tokenizer, hub), settings)
     empty = SmolVla.empty(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}
-    return fitted(empty, weights, recipe, where, "smolvla", (*DEAD, *buffers(weights.shapes))).bound_for(
-        torch.device(device), dtype
+    dead = (*DEAD, *buffers(weights.shapes))
+    model = fitted(empty, weights, recipe, str(folder), "smolvla", dead).bound_for(torch.device(device), dtype)
+    return _adapted(model, lora), processor
+
+
+def _own(
+    folder: Path, settings: PolicyConfig, lora: Lora | None, *, device: str | torch.device, dtype: torch.dtype | None
+) -> tuple[SmolVla, Processor]:
+    config = resized(read_config(folder, SmolVlaConfig), settings)
+    statistics = load_statistics(folder / "norm_stats.json")
+    preset = dataclasses.replace(load_preset(settings.preset or "libero"), resize="corner")
+    state, actions = (Normaliser.of(statistics[name], "mean_std", name) for name in ("state", "actions"))
+    tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER_HUB)
+    processor = _processor(config, Processors(preset, state, actions, {}), tokenizer, settings)
+    model = fitted_own(SmolVla.empty(config), folder).bound_for(torch.device(device), dtype)
+    return _adapted(model, lora).whole(), processor
+
+
+def _adapted(model: SmolVla, lora: Lora | None) -> SmolVla:
+    return model if lora is None else fold(model, lora, lambda name: pieces(name, model.config), DEAD)
+
+
+def _processor(config: SmolVlaConfig, saved: Processors, tokenizer: Tokenizer, settings: PolicyConfig) -> Processor:
+    for name in ("state", "action"):
+        needed, available = getattr(saved.preset, f"{name}_dim"), getattr(config, f"{name}_dim")
+        if needed > available:
+            raise ConfigError(f"preset: {needed} {name} dimensions do not fit a model of {available}")
+    return processor_of(
+        Processor,
+        config,
+        saved.preset,
+        (saved.state, saved.actions),
+        tokenizer,
+        settings,
+        discrete_state=False,
+        padded_state=config.state_dim,
+        prompt_form="line",
+        pixels=saved.pixels,
     )
 
 
 def pieces(name: str, config: SmolVlaConfig) -> tuple[Piece, ...]:
-    """The tensors in lerobot's names that make up one canonical tensor, in order along its first axis."""
+    """Return lerobot's tensors that make up one canonical tensor, in order along its first axis."""
     return _NAMES.pieces(name, config)
 
 
@@ -61,38 +120,30 @@ def pieces(name: str, config: SmolVlaConfig) -> tuple[Piece, ...]:
 
 
 def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, where: Path) -> SmolVlaConfig:
-    """The architecture of weights in lerobot's names, from their shapes, checked against its config.json `content`.
+    """Return the architecture that the shapes show, checked against config.json at `where`.
 
-    Only the action horizon, the longest prompt and which layers cross leave no sure trace in the weights. Raises
-    CheckpointError that names what is missing or contradicts.
+    Only the action horizon, the longest prompt and the crossing layers leave no certain trace in the weights.
+
+    Raises:
+        CheckpointError: A tensor is missing, or weights and config.json contradict each other.
     """
-    shape = shapes_by_name(shapes, "", str(where.parent))
-
-    def stack(name: str) -> SmolLmConfig:
-        start = _STACKS[name]
-        queries, width = shape(f"{start}layers.0.self_attn.q_proj.weight", 2)
-        keys, _ = shape(f"{start}layers.0.self_attn.k_proj.weight", 2)
-        mlp_dim, _ = shape(f"{start}layers.0.mlp.gate_proj.weight", 2)
-        if queries % _HEAD_DIM or keys % _HEAD_DIM:
-            told = f"expected heads {_HEAD_DIM} wide, as every SmolLM2 has, got {queries} and {keys} rows of q and k"
-            raise CheckpointError(f"checkpoint {where.parent}: {name}: {told}")
-        return SmolLmConfig(width, depth_of(shapes, start), mlp_dim, queries // _HEAD_DIM, keys // _HEAD_DIM, _HEAD_DIM)
-
+    folder = str(where.parent)
+    shape = shapes_by_name(shapes, "", folder)
     width, _, _, patch = shape(_TOWER + "embeddings.patch_embedding.weight", 4)
     patches, _ = shape(_TOWER + "embeddings.position_embedding.weight", 2)
     hidden, _ = shape(_TOWER + "encoder.layers.0.mlp.fc1.weight", 2)
     heads = _VISION_HEADS.get(width, width // _HEAD_DIM)
-    prefix = stack("prefix")
+    prefix, expert = (_stack(name, shapes, folder) for name in ("prefix", "expert"))
     if width not in _VISION_HEADS or prefix.width not in _TEXT_WIDTHS:
-        _log.warning("%s: of no SmolVLM2's widths: its heads are taken to be %d wide", where.parent, _HEAD_DIM)
-    crossed = "cross" in member(content, "attention_mode", str, where)
-    every = member(content, "self_attn_every_n_layers", int, where)
+        _log.warning("%s: widths of no SmolVLM2: heads are assumed to be %d wide", folder, _HEAD_DIM)
+    crossed = "cross" in required(content, "attention_mode", str, where)
+    every = required(content, "self_attn_every_n_layers", int, where)
     side = patch * math.isqrt(patches)
     try:
         config = SmolVlaConfig(
             vision=SiglipConfig(width, depth_of(shapes, _TOWER + "encoder."), hidden, heads, side, patch),
             prefix=prefix,
-            expert=stack("expert"),
+            expert=expert,
             vocab_size=shape(_STACKS["prefix"] + "embed_tokens.weight", 2)[0],
             shuffle=math.isqrt(shape(SIGNS[0], 2)[1] // width),
             self_every=max(every, 0) if crossed else 1,
@@ -100,38 +151,47 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
             action_dim=shape("model.action_in_proj.weight", 2)[1],
             action_horizon=size_of(content, "chunk_size", where),
             max_token_len=max_token_len,
-            num_steps=steps_of(content, "num_steps", where),
+            num_steps=denoising_steps(content, "num_steps", where),
         )
     except ConfigError as error:
-        raise CheckpointError(f"checkpoint {where.parent}: {error}") from error
-    _cross_check(config, content, where)
-    return config
-
-
-def _resized(content: Mapping[str, Any], where: Path) -> list[int]:
-    """The width and height that lerobot brings images to."""
-    value = content.get("resize_imgs_with_padding")
-    if value is None:
-        what = "null, with which lerobot leaves images in the size that they come in"
-    elif not isinstance(value, list) or len(value) != 2 or any(type(side) is not int for side in value):
-        what = f"{value!r:.60}"
-    elif value[0] != value[1]:
-        what = f"{value}, images that are not square"
-    else:
-        return value
-    raise CheckpointError(f"{where}: resize_imgs_with_padding: expected two equal sizes, got {what}: not supported")
-
-
-def _cross_check(config: SmolVlaConfig, content: Mapping[str, Any], where: Path) -> None:
-    """What config.json says must be what the weights show; layers of 0 or less mean all, which says nothing."""
-    width = int(config.prefix.width * member(content, "expert_width_multiplier", float, where))
+        raise CheckpointError(f"checkpoint {folder}: {error}") from error
+    width = int(config.prefix.width * required(content, "expert_width_multiplier", float, where))
     pairs = [
-        ("resize_imgs_with_padding", _resized(content, where), [config.vision.image_size] * 2),
-        ("max_state_dim", member(content, "max_state_dim", int, where), config.state_dim),
-        ("max_action_dim", member(content, "max_action_dim", int, where), config.action_dim),
+        ("resize_imgs_with_padding", _image_size(content, where), [config.vision.image_size] * 2),
+        ("max_state_dim", required(content, "max_state_dim", int, where), config.state_dim),
+        ("max_action_dim", required(content, "max_action_dim", int, where), config.action_dim),
         ("expert_width_multiplier", (width, expert_mlp_dim(width)), (config.expert.width, config.expert.mlp_dim)),
     ]
     for name, found in (("num_vlm_layers", config.prefix.depth), ("num_expert_layers", config.expert.depth)):
-        said = member(content, name, int, where)
-        pairs.append((name, said if said > 0 else None, found))
-    compare_sizes(pairs, str(where.parent))
+        stated = required(content, name, int, where)
+        # 0 or less means all layers, which states no number.
+        pairs.append((name, stated if stated > 0 else None, found))
+    compare_sizes(pairs, folder)
+    return config
+
+
+def _stack(name: str, shapes: Shapes, folder: str) -> SmolLmConfig:
+    start, shape = _STACKS[name], shapes_by_name(shapes, "", folder)
+    queries, width = shape(f"{start}layers.0.self_attn.q_proj.weight", 2)
+    keys, _ = shape(f"{start}layers.0.self_attn.k_proj.weight", 2)
+    mlp_dim, _ = shape(f"{start}layers.0.mlp.gate_proj.weight", 2)
+    if queries % _HEAD_DIM or keys % _HEAD_DIM:
+        raise CheckpointError(
+            f"checkpoint {folder}: {name}: expected heads {_HEAD_DIM} wide, as every SmolLM2 has, got {queries} and "
+            f"{keys} rows of q and k"
+        )
+    return SmolLmConfig(width, depth_of(shapes, start), mlp_dim, queries // _HEAD_DIM, keys // _HEAD_DIM, _HEAD_DIM)
+
+
+def _image_size(content: Mapping[str, Any], where: Path) -> list[int]:
+    """Return the width and height to which lerobot resizes images."""
+    value = content.get("resize_imgs_with_padding")
+    if value is None:
+        got = "null, with which lerobot keeps the size of the images"
+    elif not isinstance(value, list) or len(value) != 2 or any(type(side) is not int for side in value):
+        got = f"{value!r:.60}"
+    elif value[0] != value[1]:
+        got = f"{value}, images that are not square"
+    else:
+        return value
+    raise CheckpointError(f"{where}: resize_imgs_with_padding: expected two equal sizes, got {got}: not supported")

@@ -12,9 +12,8 @@ from vla_accel.families import stand_in
 from vla_accel.families.family import Work, products_of, weight_bytes
 from vla_accel.families.prompted import DenoisingFamily, PromptShape
 from vla_accel.families.smolvla import lerobot as smolvla_lerobot
-from vla_accel.families.smolvla.checkpoint import SIGNS
+from vla_accel.families.smolvla.checkpoint import SIGNS, load_folder
 from vla_accel.families.smolvla.components import smolvla_kv_cache_component
-from vla_accel.families.smolvla.folder import load_folder
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.transforms.processing import Inputs, Processor

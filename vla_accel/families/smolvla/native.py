@@ -12,13 +12,11 @@ from torch import Tensor
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.families.smolvla.native_loop import SmolVlaDenoise, SmolVlaExpertWeights, steps_of, why_not_streamed
-from vla_accel.families.smolvla.network import CrossLayer, SmolVla
+from vla_accel.families.smolvla.network import SmolVla
 from vla_accel.fp8 import Scales
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.rows.rows import embed_norm
 from vla_accel.nn.native_prefix import NativePrefix, PrefixWeights
 from vla_accel.nn.prefix_store import FlowStore
-from vla_accel.nn.store import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -41,18 +39,16 @@ class SmolVlaPrefixWeights:
     ) -> SmolVlaPrefixWeights:  # fmt: skip
         """Prepare from a model, as `PrefixWeights` is."""
         stack = PrefixWeights.of(model, precision, scales, embeddings, keep)
-        layers = {i: layer for i, layer in enumerate(model.expert.layers) if isinstance(layer, CrossLayer)}
-        dtype, width = compute_dtype(precision), stack.kv_heads * stack.head_dim
+        crossing = tuple(i for i in range(model.config.expert.depth) if model.config.crosses(i))
+        dtype, block = stack.stack.dtype, stack.stack.block
+        width = block.kv_heads * block.head_dim
         made: dict[str, Tensor] = {}
         for name in ("key_proj", "value_proj"):
-            weights = torch.empty(len(layers), width, width, dtype=dtype, device=model.device)
-            for place, (index, layer) in zip(weights, layers.items(), strict=True):
-                with model.present(f"expert.layers.{index}.{name}"):
-                    place.copy_(layer.get_submodule(name).weight)  # type: ignore[arg-type]
-            made[name] = weights
-        with model.present("state_proj"):
-            state = Linear(model.state_proj.weight.float(), model.state_proj.bias.float())
-        return cls(stack, state, tuple(layers), model.config.self_every, made["key_proj"], made["value_proj"])
+            made[name] = torch.empty(len(crossing), width, width, dtype=dtype, device=model.device)
+            for place, index in zip(made[name], crossing, strict=True):
+                place.copy_(model.weight(f"expert.layers.{index}.{name}.weight"))
+        state = Linear(model.weight("state_proj.weight").float(), model.weight("state_proj.bias").float())
+        return cls(stack, state, crossing, model.config.self_every, made["key_proj"], made["value_proj"])
 
     @property
     def runs(self) -> list[tuple[slice, slice]]:
@@ -60,7 +56,7 @@ class SmolVlaPrefixWeights:
         from each other, so that a product can write to all of them."""
         if self.every < 1:
             return [(slice(None), slice(None))]
-        last = min(self.every, len(self.stack.layers))
+        last = min(self.every, len(self.stack.stack.blocks) + 1)
         return [(slice(i, None, self.every), slice(i - 1, None, self.every - 1)) for i in range(1, last)]
 
 
@@ -75,21 +71,16 @@ class SmolVlaPrefix(NativePrefix):
         self, weights: SmolVlaPrefixWeights, batch: int, image_tokens: int, length: int, attention: str = "own"
     ) -> None:
         super().__init__(weights.stack, batch, image_tokens, length + 1, attention)
-        self.own = weights
-        stack, device = weights.stack, weights.keys.device
-        self.state_token = torch.zeros(batch, stack.table.shape[1], device=device)
+        self.own, stack, device = weights, weights.stack.stack, weights.keys.device
+        self.state_token = torch.zeros(batch, stack.block.width, device=device)
         # The stack's own keys and values of the layers of which the expert reads others.
-        shape = (2, len(weights.crossing), batch, self.tokens, stack.kv_heads, stack.head_dim)
+        shape = (2, len(weights.crossing), batch, self.tokens, stack.block.kv_heads, stack.block.head_dim)
         self.kept = torch.empty(shape, dtype=stack.dtype, device=device)
 
-    def embed(self, inputs: Mapping[str, Tensor]) -> None:
-        w = self.weights
+    def embed(self, inputs: Mapping[str, Tensor], **_: Tensor) -> None:
         assert self.own.state.bias is not None
         self.state_token.copy_(torch.addmm(self.own.state.bias, inputs["state"], self.own.state.weight.t()))
-        embed_norm(
-            inputs["image_tokens"], inputs["tokens"], w.table, self.x, self.h, eps=w.eps, inverse_scale=None,
-            state=self.state_token, lengths=inputs["lengths"],
-        )  # fmt: skip
+        super().embed(inputs, state=self.state_token, lengths=inputs["lengths"])
 
     def cache(self, outputs: Mapping[str, Tensor], index: int) -> tuple[Tensor, Tensor]:
         if index not in self.own.crossing:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_accel.families.pi0.native_loop import ExpertLayer
+from vla_accel.families.pi0.step_tables import paired
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.key_tilings import SuffixAttention
@@ -29,12 +30,12 @@ from vla_accel.kernels.loop import Packed, Sizes, StepTables, StreamedLoop, why_
 from vla_accel.kernels.loop.tables import WHOLE
 from vla_accel.kernels.rows.flow import ActionInput, ActionOutput
 from vla_accel.kernels.rows.flow import step as flow_step
-from vla_accel.nn.constants import paired
 from vla_accel.nn.fold import fold_norm, plain
 from vla_accel.nn.loop import LayerLoop, LoopProgram, described
 from vla_accel.nn.rtc import step_gains
-from vla_accel.nn.store import compute_dtype, plain_input, weights_in
+from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def sizes_of(config: SmolVlaConfig) -> Sizes:
 
 def why_not_streamed(model: SmolVla, precision: str, batch: int) -> str | None:
     """Explain why the streamed kernels do not run a model on its device; None if they do."""
-    return why_not(Gpu.of(model.device), sizes_of(model.config), batch, precision)
+    return why_not(current(model.device).gpu, sizes_of(model.config), batch, precision)
 
 
 @torch.inference_mode()
@@ -144,7 +145,7 @@ class SmolVlaDenoise(LoopProgram):
         """`why_not_streamed`: for the ledger, if the weights are not packed."""
         self.weights, self.tables = weights, tables
         device = weights.w_out.device
-        gpu = Gpu.of(device)
+        gpu = current(device).gpu
         if gpu is not None and weights.packed is not None:
             self.loop = streamed_loop(gpu, weights, config, tables, batch, prefix_tokens)
         else:
@@ -194,9 +195,7 @@ class SmolVlaLayerLoop(LayerLoop):
 
         # What writes moments comes before what reads them.
         self.cuts.products("o", gemm_sizes(self.context, o), lambda: every(self._o), of=self.x, beside=True)
-        self.cuts.products(
-            "down", gemm_sizes(self.active, down), lambda: every(self._down), of=self.x, beside=True
-        )
+        self.cuts.products("down", gemm_sizes(self.active, down), lambda: every(self._down), of=self.x, beside=True)
         product = gemm_sizes(self.x, gate_up, gated=True)
         self.cuts.products("gate_up", product, lambda: every(self._gate_up), beside=True)
         if whole:

@@ -18,9 +18,11 @@ from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
+from vla_accel.nn.block import Attention
 from vla_accel.nn.flow import FlowNetwork, sinusoidal_embedding
+from vla_accel.nn.gemma import SmolLmConfig
+from vla_accel.nn.reference import PrefixStack, RmsNorm, TransformerBlock
 from vla_accel.nn.siglip import SiglipConfig, SiglipVision
-from vla_accel.nn.smollm import SmolLmConfig, SmolLmLayer, SmolLmNorm, SmolLmPrefix
 
 
 def expert_mlp_dim(width: int) -> int:
@@ -98,22 +100,19 @@ def smolvla_demo(**changes: object) -> SmolVlaConfig:
     return SmolVlaConfig(**{**small, **changes})  # type: ignore[arg-type]
 
 
-class CrossLayer(SmolLmLayer):
-    """A block of the expert whose keys and values are made of the prefix's own: `key_proj` of the rotated keys, all
-    heads side by side, `value_proj` of the values."""
+class CrossLayer(TransformerBlock):
+    """A block of the expert that attends to projections of the prefix's own keys and values: `key_proj` of the rotated
+    keys, all heads of a token in one row, and `value_proj` of the values."""
 
     def __init__(self, config: SmolLmConfig) -> None:
-        super().__init__(config, adaptive=False)
-        del self.qkv_proj
+        super().__init__(config.block(attention=Attention.CROSS))
         own = config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.width, config.heads * config.head_dim, bias=False)
         self.key_proj = nn.Linear(own, own, bias=False)
         self.value_proj = nn.Linear(own, own, bias=False)
 
     def queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """x (B, T, width) to rotated q (B, T, heads, d)."""
-        normed, _ = self.input_layernorm(x)
-        q = self.q_proj(normed).unflatten(-1, (-1, self.config.head_dim))
+        q = self.q_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.block.head_dim))
         return reference.apply_rope(q, *rope).to(q.dtype)
 
     def projected(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,10 +132,9 @@ class SmolVlaExpert(nn.Module):
         expert = config.expert
         self.head_dim = expert.head_dim
         self.layers = nn.ModuleList(
-            CrossLayer(expert) if config.crosses(i) else SmolLmLayer(expert, adaptive=False)
-            for i in range(expert.depth)
+            CrossLayer(expert) if config.crosses(i) else TransformerBlock(expert.block()) for i in range(expert.depth)
         )
-        self.norm = SmolLmNorm(expert.width, expert.eps)
+        self.norm = RmsNorm(expert.width, expert.eps, offset=0.0)
 
     def projected(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The prefix's keys and values of every layer as the expert reads them, (depth, B, S, kv_heads, d) each."""
@@ -161,16 +159,15 @@ class SmolVlaExpert(nn.Module):
         causal = offset[:, None] >= offset
         whole = torch.cat((everything, causal.expand(batch, tokens, tokens)), dim=2)
         for index, layer in enumerate(self.layers):
+            assert isinstance(layer, TransformerBlock)
             if isinstance(layer, CrossLayer):
                 attended = reference.attention(layer.queries(x, cross), keys[index], values[index], outer)
             else:
-                assert isinstance(layer, SmolLmLayer)
                 q, k, v, _ = layer.qkv(x, own)
                 k, v = torch.cat((keys[index], k), dim=1), torch.cat((values[index], v), dim=1)
                 attended = reference.attention(q, k, v, whole)
-            assert isinstance(layer, SmolLmLayer)
-            x = layer.finish(x, attended, None)
-        return self.norm(x)[0]
+            x = layer.finish(x, attended)
+        return self.norm(x)
 
 
 class SmolVla(FlowNetwork):
@@ -185,7 +182,7 @@ class SmolVla(FlowNetwork):
         self.vision = SiglipVision(config.vision)
         self.projector = nn.Linear(config.vision.width * config.shuffle**2, prefix.width, bias=False)
         self.embed = nn.Embedding(config.vocab_size, prefix.width)
-        self.prefix = SmolLmPrefix(prefix)
+        self.prefix = PrefixStack(prefix.block(), prefix.depth)
         self.expert = SmolVlaExpert(config)
         self.state_proj = nn.Linear(config.state_dim, prefix.width)
         self.action_in_proj = nn.Linear(config.action_dim, width)

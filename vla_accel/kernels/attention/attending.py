@@ -21,10 +21,10 @@ from vla_accel.errors import DependencyError, EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import reference
 from vla_accel.kernels.attention.tiles import Tile, tiles
-from vla_accel.kernels.autotune import fastest, is_pinned, remembered
+from vla_accel.kernels.autotune import fastest, remembered
 from vla_accel.kernels.dispatch import kernels, path
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import store
+from vla_accel.runtime import Runtime, current
 
 WAYS = ("own", "sdpa", "flash_attn")
 HALVES = (torch.bfloat16, torch.float16)
@@ -80,7 +80,7 @@ def attention(
     if way == "cuda" and not last:
         from vla_accel.kernels.attention import cuda as hopper
 
-        gpu = Gpu.of(q.device)
+        gpu = current(q).gpu
         kernel = hopper.kernel_for(gpu, q, k, v, out, lengths)
         if gpu is not None and kernel is not None:
             return hopper.attention(kernel, q, k, v, out, lengths, gpu=gpu, inverse_scale=inverse_scale)
@@ -111,13 +111,12 @@ def attend(
         store(out, {"sdpa": _sdpa, "flash_attn": _flash}[way](q, k, v, lengths, last), inverse_scale)
 
 
-def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
+def choose(asked: str, sizes: Sizes, runtime: Runtime) -> Choice:
     """Choose the attention backend of a program.
 
     Args:
-        asked: a backend of `WAYS`; "fastest", which measures all of them on `device`; or "auto", which measures and
-        remembers
-            the result if the own kernel is Triton's, and is "own" otherwise and inside `autotune.pinned`.
+        asked: a backend of `WAYS`; "fastest", which measures all of them; or "auto", which measures and remembers the
+            result if the own kernel is Triton's, and is "own" otherwise and in a deterministic runtime.
 
     Raises:
         DependencyError: flash-attn is requested and missing.
@@ -125,12 +124,13 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
     """
     if asked not in ("auto", *WAYS, "fastest"):
         raise EngineError(f"attention: expected auto, {', '.join(WAYS)} or fastest, got {asked!r}")
+    device = runtime.device
     if asked in WAYS and asked != "own":
         _trial(asked, sizes, device)()
         return Choice(asked, f"attention {asked}")
-    name, reason = own_kernel(sizes, device)
-    tile = _fastest_tile(sizes, device) if name == "Triton" else None
-    if asked == "own" or (asked == "auto" and (device.type != "cuda" or name != "Triton" or is_pinned())):
+    name, reason = own_kernel(sizes, runtime)
+    tile = _fastest_tile(sizes, runtime) if name == "Triton" else None
+    if asked == "own" or (asked == "auto" and (device.type != "cuda" or name != "Triton" or runtime.deterministic)):
         said = [name if tile is None else f"{name} {tile}", *([f"CUDA C++ out: {reason}"] if reason else [])]
         return Choice("own", f"attention own ({'; '.join(said)})", tile)
     ways: dict[str, Callable[[], None]] = {}
@@ -145,9 +145,9 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
             # A candidate that cannot run is out of the race, and the ledger says why.
             out[way] = str(error)
     if asked == "auto":
-        found = remembered(f"attention of {sizes}", ways, device, repeats=CALLS)
+        found = remembered(f"attention of {sizes}", ways, runtime, repeats=CALLS)
     else:
-        found = fastest(ways, device, repeats=CALLS)
+        found = fastest(ways, runtime, repeats=CALLS)
     said = [f"{way} {ms * 1e3:.1f} µs" for way, ms in found.times.items()] or ["nothing is measured on a CPU"]
     said += [f"own: {tile}"] if tile is not None else []
     out = {**out, **found.out, **({"CUDA C++": reason} if reason else {})}
@@ -155,16 +155,16 @@ def choose(asked: str, sizes: Sizes, device: torch.device) -> Choice:
     return Choice(found.way, f"attention {found.way}, the fastest ({'; '.join(said)})", tile)
 
 
-def own_kernel(sizes: Sizes, device: torch.device) -> tuple[str, str]:
+def own_kernel(sizes: Sizes, runtime: Runtime) -> tuple[str, str]:
     """Return the name of the own kernel, and why it is not CUDA C++ (empty if it is, or cannot be)."""
-    way, gpu = path(device), Gpu.of(device)
+    way, gpu = runtime.backend, runtime.gpu
     if way != "cuda" or gpu is None:
         return "reference" if way == "reference" else "Triton", ""
     if sizes.last:
         return "Triton", "it has no mask for a key that one query sees"
     from vla_accel.kernels.attention import cuda as hopper
 
-    reason = hopper.why_not(gpu, *_tensors(sizes, device))
+    reason = hopper.why_not(gpu, *_tensors(sizes, runtime.device))
     return ("CUDA C++", "") if reason is None else ("Triton", reason)
 
 
@@ -240,14 +240,14 @@ def _tensors(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     return q, k, v, out, lengths
 
 
-def _fastest_tile(sizes: Sizes, device: torch.device) -> Tile | None:
+def _fastest_tile(sizes: Sizes, runtime: Runtime) -> Tile | None:
     """Return the fastest tile config of Triton's kernel, measured once; None without a GPU."""
-    if device.type != "cuda":
+    if runtime.device.type != "cuda":
         return None
-    given = _tensors(sizes, device)
-    found = {str(tile): tile for tile in tiles(sizes.tokens, sizes.source, sizes.head_dim, Gpu.of(device))}
+    given = _tensors(sizes, runtime.device)
+    found = {str(tile): tile for tile in tiles(sizes.tokens, sizes.source, sizes.head_dim, runtime.gpu)}
     calls = {name: _call("own", sizes, given, tile) for name, tile in found.items()}
-    return found[remembered(f"tile of {sizes}", calls, device, repeats=CALLS).way]
+    return found[remembered(f"tile of {sizes}", calls, runtime, repeats=CALLS).way]
 
 
 def _call(way: str, sizes: Sizes, given: Any, tile: Tile | None = None) -> Callable[[], None]:

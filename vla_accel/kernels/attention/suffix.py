@@ -15,7 +15,7 @@ from vla_accel.kernels.dispatch import kernels, path
 from vla_accel.kernels.gemm.epilogue import Norm
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import current
 
 AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
 """Parts and statistics of programs that share keys, and the counters of those that have arrived."""
@@ -29,7 +29,7 @@ def suffix_workspace(
     """
     if path(device) == "reference":
         return (torch.empty(0), torch.empty(0), torch.empty(0))
-    config = config or key_tilings.key_splits(Gpu.of(device), sizes)[0]
+    config = config or key_tilings.key_splits(current(device).gpu, sizes)[0]
     parts, stats, counters = config.workspace(sizes)
     return (
         torch.empty(parts, device=device),
@@ -67,7 +67,7 @@ def suffix_attention(
         batch, tokens, heads, head_dim = q.shape
         prefix_tokens, kv_heads = prefix_k.shape[1:3]
         sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
-        config = config or key_tilings.key_splits(Gpu.of(q.device), sizes)[0]
+        config = config or key_tilings.key_splits(current(q).gpu, sizes)[0]
         return kernels("attention.triton_attention").suffix_attention(
             q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal,
             cut=config,
@@ -101,7 +101,7 @@ def cross_attention(
     """
     if path(x) != "reference":
         if config is None:
-            config = key_tilings.crossings(Gpu.of(x.device), crossing(x, layer, keys))[0]
+            config = key_tilings.crossings(current(x).gpu, crossing(x, layer, keys))[0]
         return kernels("attention.triton_cross").cross_attention(
             x, layer, cos, sin, keys, values, lengths, out, norm=norm, cut=config,
         )  # fmt: skip

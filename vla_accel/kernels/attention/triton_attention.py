@@ -12,9 +12,9 @@ from torch import Tensor
 from vla_accel.kernels.attention.key_tilings import KeySplit, SuffixAttention
 from vla_accel.kernels.attention.tiles import Tile
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.triton_common import quantised, softmax_step, wait_for_previous
 from vla_accel.numeric import power_of_two
+from vla_accel.runtime import current
 
 LOG2E = 1.4426950408889634
 
@@ -85,7 +85,7 @@ def attention(
     """See `vla_accel.kernels.attention.attending.attention`."""
     batch, tokens, heads, head_dim = q.shape
     source, kv_heads = k.shape[1:3]
-    tile = tile or Tile.of(tokens, source, head_dim, Gpu.of(q.device))
+    tile = tile or Tile.of(tokens, source, head_dim, current(q).gpu)
     grid = (triton.cdiv(tokens, tile.queries), heads, batch)
     launch(
         _attention, grid,

@@ -1,7 +1,7 @@
 """Which kernel runs a product of many rows: the Hopper GEMM or cuBLAS, measured while a program is built.
 
 Candidates are cuBLAS and the config of the table, or, without one, those of the search. Nothing is measured during
-graph capture or inside `autotune.pinned`; then, and for products that no program has measured, the table decides. It
+graph capture or in a deterministic runtime; then, and for products that no program has measured, the table decides. It
 also decides for a product that norms its input or adds to the residual: cuBLAS cannot do this, and the configs of the
 table were timed in such chains.
 """
@@ -9,17 +9,15 @@ table were timed in such chains.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.autotune import is_pinned
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.config import measure, measured
-from vla_accel.kernels.dispatch import path
 from vla_accel.kernels.gemm import hopper, int8
-from vla_accel.kernels.gemm.config import Library
+from vla_accel.kernels.gemm.config import Library, known, measurement
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gemm.hopper.config import HopperSizes, Use
@@ -27,6 +25,7 @@ from vla_accel.kernels.gemm.ops import by_library
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.reference import MOMENTS_OF
+from vla_accel.runtime import current
 
 CALLS = 10
 """Calls in a row that are measured together."""
@@ -34,36 +33,21 @@ HOPPER = "in CUDA C++"
 """The ledger's name of the Hopper GEMM."""
 
 
-def known(
-    device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, *, inside: bool = False
-) -> HopperTile | None:
-    """Return the config that is faster than cuBLAS, as measured or else by the table; None if none is known.
-
-    Arguments as `hopper.planned`. `inside`: the product norms its input or adds to the residual, so the table comes
-    first.
-    """
-    table = hopper.planned(Gpu.of(device), kind, activation, rows, n, k)
-    found = measured(_name(kind, activation, rows, n, k), device)
-    if found is None or (inside and table is not None):
-        return table
-    return None if isinstance(found, Library) else found
-
-
 def tune(weights: Linear, activation: Activation, rows: int, *, inside: bool = False) -> None:
     """Measure the Hopper GEMM and cuBLAS on a product, if that is necessary and possible. Arguments as `known`."""
-    device, (n, k), kind = weights.weight.device, weights.weight.shape, weights.weight.dtype
-    gpu, name = Gpu.of(device), _name(kind, activation, rows, n, k)
+    runtime, (n, k), kind = current(weights.weight), weights.weight.shape, weights.weight.dtype
+    gpu, name = runtime.gpu, measurement(kind, activation, rows, n, k)
     table = hopper.planned(gpu, kind, activation, rows, n, k)
-    decided = measured(name, device) is not None or is_pinned() or (inside and table is not None)
+    decided = measured(name, runtime) is not None or runtime.deterministic or (inside and table is not None)
     if gpu is None or decided or torch.cuda.is_current_stream_capturing():
         return
     tiles = hopper.searched(gpu, kind, activation, rows, n, k) if table is None else [table]
     if tiles:
-        measure(name, [Library(), *tiles], trial(weights, activation, rows, gpu), device, CALLS)
+        measure(name, [Library(), *tiles], trial(weights, activation, rows, gpu), runtime, CALLS)
 
 
-def trial(weights: Linear, activation: Activation, rows: int, gpu: Gpu) -> Callable[[Library | HopperTile], None]:
-    """Return a call of the product on random rows, by a config."""
+def trial(weights: Linear, activation: Activation, rows: int, gpu: Gpu) -> Callable[[Library | HopperTile], Tensor]:
+    """Return a call of the product on random rows by a config, which returns its output."""
     (n, k), device, kind = weights.weight.shape, weights.weight.device, weights.weight.dtype
     plain, fp8 = activation is Activation.NONE, weights.weight_scale is not None
     x = torch.randn(rows, k, generator=torch.Generator(device).manual_seed(0), device=device).to(kind)
@@ -73,11 +57,13 @@ def trial(weights: Linear, activation: Activation, rows: int, gpu: Gpu) -> Calla
     epilogue = Epilogue(activation=activation, quantize=1.0 if fp8 and not plain else None)
     chain = Chain(gpu)
 
-    def call(config: Library | HopperTile) -> None:
+    def call(config: Library | HopperTile) -> Tensor:
         if isinstance(config, Library):
-            return by_library(x, weights, out, epilogue, (sums,))
-        with chain.resumed():
-            hopper.gemm(x, weights, out, epilogue, None, config, gpu)
+            by_library(x, weights, out, epilogue, (sums,))
+        else:
+            with chain.resumed():
+                hopper.gemm(x, weights, out, epilogue, None, config, gpu)
+        return out
 
     return call
 
@@ -97,12 +83,13 @@ def why_no_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, in
         activation: NONE, GELU, GEGLU or SWIGLU.
         inside: whether the product norms its input or adds to the residual.
     """
-    if path(weights.weight) != "cuda":
+    runtime = current(weights.weight)
+    if runtime.backend != "cuda":
         return "it runs on a GPU"
     if weights.integers:
         return "INT8 has a kernel of its own"
     device, kind, (n, k) = weights.weight.device, weights.weight.dtype, weights.weight.shape
-    gpu = Gpu.of(device)
+    gpu = runtime.gpu
     if gpu is not None and (reason := hopper.why_not_on(gpu)):
         return reason
     if activation.gated and weights.bias is not None:
@@ -116,7 +103,7 @@ def why_no_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, in
         return tile.why_not(gpu, HopperSizes(rows, n, k, kind.itemsize, (use,)))
     if gpu is None:
         return "there is no GPU"
-    if measured(_name(kind, activation, rows, n, k), device) is not None:
+    if measured(measurement(kind, activation, rows, n, k), runtime) is not None:
         return "it was measured to be slower"
     return hopper.why_not_searched(gpu, rows, n, k) or "no tile config is known for this size"
 
@@ -135,25 +122,6 @@ def can_be_inside(rows: int, width: int, *products: tuple[Linear, Activation]) -
     return all(has_hopper_gemm(rows, weights, kind, inside=True) for weights, kind in products)
 
 
-def with_sums(weights: Linear) -> Linear:
-    """Add the sums of the weight's rows, which a LayerNorm inside needs. FP8 layers stay unchanged."""
-    if weights.weight_scale is not None:
-        return weights
-    return replace(weights, sums=weights.weight.sum(1, dtype=torch.float64).float())
-
-
-def block_products(
-    qkv: Linear, o: Linear, gate: Linear, down: Linear, activation: Activation
-) -> dict[str, tuple[Linear, Activation]]:
-    """Name the four products of a language model's block, each with its activation.
-
-    The activation of gate and up is inside their product if the layer is `paired` or in INT8, otherwise NONE.
-    """
-    none = Activation.NONE
-    inside = activation if gate.paired or gate.integers else none
-    return {"qkv": (qkv, none), "o": (o, none), "gate_up": (gate, inside), "down": (down, none)}
-
-
 def products_by(
     rows: int, products: Mapping[str, tuple[Linear, Activation]], inside: Collection[str] = ()
 ) -> tuple[str, bool]:
@@ -170,7 +138,7 @@ def products_by(
     """
     backends: dict[str, list[str]] = {}
     for name, (weights, activation) in products.items():
-        if path(weights.weight) == "reference":
+        if current(weights.weight).backend == "reference":
             return "", False
         backends.setdefault(_backend(rows, weights, activation, name in inside), []).append(name)
     return ", products " + "; ".join(f"{by}: {', '.join(names)}" for by, names in backends.items()), HOPPER in backends
@@ -183,7 +151,3 @@ def _backend(rows: int, weights: Linear, activation: Activation, inside: bool) -
         return f"in INT8 by Triton ({int8.tile(weights, activation, rows)})"
     reason = why_no_hopper_gemm(rows, weights, activation, inside=inside)
     return HOPPER if reason is None else f"by cuBLAS (CUDA C++ out: {reason})"
-
-
-def _name(kind: torch.dtype, activation: Activation, rows: int, n: int, k: int) -> str:
-    return f"GEMM {kind} {activation} {rows}x{n}x{k}"

@@ -9,15 +9,19 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from vla_accel.kernels.config import MOST_MEASURED, NO_LIMIT, cheapest, deepest, imbalance, shared_limit
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.config import MOST_MEASURED, NO_LIMIT, cheapest, deepest, imbalance, measured, shared_limit
+from vla_accel.kernels.gemm import hopper
 from vla_accel.kernels.gemm.epilogue import Heads
 from vla_accel.kernels.gemm.hopper.config import HopperTile, few_rows
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.reference import MOMENTS_OF
 from vla_accel.numeric import power_of_two
+from vla_accel.runtime import current
 
 LIBRARY_ROWS = 33
 """Rows from which on cuBLAS and the Hopper GEMM are candidates, too."""
@@ -273,3 +277,24 @@ def _deepest(gpu: Gpu | None, sizes: GemmSizes, rows: int, columns: int, block_k
 def _fills_wgmma(columns: int) -> bool:
     """Return whether this many weight rows, as the first operand, are whole tiles of Hopper's products."""
     return columns % 64 == 0
+
+
+def known(
+    device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, *, inside: bool = False
+) -> HopperTile | None:
+    """Return the config that is faster than cuBLAS, as measured or else by the table; None if none is known.
+
+    Arguments as `hopper.planned`. `inside`: the product norms its input or adds to the residual, so the table comes
+    first.
+    """
+    runtime = current(device)
+    table = hopper.planned(runtime.gpu, kind, activation, rows, n, k)
+    found = measured(measurement(kind, activation, rows, n, k), runtime)
+    if found is None or (inside and table is not None):
+        return table
+    return None if isinstance(found, Library) else found
+
+
+def measurement(kind: torch.dtype, activation: Activation, rows: int, n: int, k: int) -> str:
+    """Return the name under which a product of many rows is measured (`choice.tune`)."""
+    return f"GEMM {kind} {activation} {rows}x{n}x{k}"

@@ -24,13 +24,14 @@ from vla_accel.kernels.gemm.config import (
     Skinny,
     default,
     gemm_sizes,
+    known,
 )
 from vla_accel.kernels.gemm.epilogue import PLAIN, Epilogue, Heads, Norm, Workspace
 from vla_accel.kernels.gemm.hopper.config import HopperTile
 from vla_accel.kernels.gemm.moments import write as write_moments
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import geglu, gelu, store
+from vla_accel.runtime import current
 
 
 def gemm(
@@ -59,7 +60,7 @@ def gemm(
     if config is None and not _needs_triton(epilogue, norm):
         assert isinstance(out, Tensor)
         return _hopper_or_library(x, weights, out, epilogue, norm, workspace)
-    gpu = Gpu.of(x.device)
+    gpu = current(x).gpu
     if config is None:
         heads = out if isinstance(out, Heads) else None
         gated, layer_norm = epilogue.activation.gated, norm is not None and norm.sums is not None
@@ -123,7 +124,7 @@ def by_library(
     x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue, workspace: Workspace | None,
     product: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """`gemm` by a plain product, cuBLAS's unless another is passed, and a kernel for an activation that it does not have."""
+    """`gemm` by a plain `product`, by default of cuBLAS, and a kernel for an activation that it does not have."""
     product = product or library_product
     activation, plain = epilogue.activation, weights.weight_scale is None and epilogue.quantize is None
     if activation is Activation.NONE or (activation is Activation.GELU and plain):
@@ -148,11 +149,11 @@ def _hopper_or_library(
     x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue, norm: Norm | None, workspace: Workspace | None
 ) -> None:
     """Launch the faster of the Hopper GEMM and cuBLAS; with a norm or a residual the Hopper GEMM."""
-    from vla_accel.kernels.gemm import choice, hopper
+    from vla_accel.kernels.gemm import hopper
 
-    gpu, activation, fused = Gpu.of(x.device), epilogue.activation, norm is not None or epilogue.residual
+    gpu, activation, fused = current(x).gpu, epilogue.activation, norm is not None or epilogue.residual
     if path(x) == "cuda" and gpu is not None and (weights.paired or not activation.gated):
-        tile = choice.known(x.device, x.dtype, activation, len(x), *weights.weight.shape, inside=fused)
+        tile = known(x.device, x.dtype, activation, len(x), *weights.weight.shape, inside=fused)
         if tile is not None and hopper.why_not(gpu, x, weights, out, epilogue) is None:
             return hopper.gemm(x, weights, out, epilogue, norm, tile, gpu)
     if fused:

@@ -25,7 +25,7 @@ from vla_accel.numeric import power_of_two
 class NormArguments(NamedTuple):
     """`Norm` in a kernel: pointers, None where there is no tensor."""
 
-    eps: float
+    eps: float | None
     scale: Any
     weight_sums: Any
     sums: Any
@@ -48,10 +48,10 @@ class EpilogueArguments(NamedTuple):
     tokens: int
 
 
-def norm_arguments(norm: Norm | None) -> NormArguments | None:
-    """Return a norm for a kernel, and None without a norm."""
+def norm_arguments(norm: Norm | None) -> NormArguments:
+    """Return a norm for a kernel; without a norm all fields are None, because Triton cannot compare a tuple to None."""
     if norm is None:
-        return None
+        return NormArguments(None, None, None, None, None)
     m = norm.moments
     return NormArguments(norm.eps, norm.scale, norm.sums, m and m.sums, m and m.squares)
 

@@ -174,7 +174,7 @@ def _constants(w_ptr, wscale, norm, e, n0, row0, rows, N: tl.constexpr, BLOCK_M:
     scale = scale_of_sums(w_ptr, wscale, tl.minimum(n, N - 1))
     shift, gate = load_columns(e, n0, row0, rows, N, BLOCK_M, BLOCK_N)
     weight_sums = shift
-    if norm is not None:
+    if norm.weight_sums is not None:
         weight_sums = tl.load(norm.weight_sums + n, mask=n < N, other=0.0)[None, :]
     return scale, weight_sums, shift, gate
 
@@ -212,7 +212,7 @@ def _pipelined_columns(x_ptr, x_tma, w_ptr, w_tma, wscale, norm, e, out_ptr, par
     SHARE: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
     EVEN: tl.constexpr = K % (BLOCK_K * SPLIT) == 0
     # Tiles of many rows behind a norm need their registers for the sums: they load constants after the product.
-    LATE: tl.constexpr = norm is not None and BLOCK_M > 64
+    LATE: tl.constexpr = norm.weight_sums is not None and BLOCK_M > 64
     if tl.program_id(0) == 0 and split * SHARE < K:
         fetch_ahead(w_ptr + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), PREFETCH, PDL)
     if not LATE:
@@ -230,7 +230,7 @@ def _pipelined_columns(x_ptr, x_tma, w_ptr, w_tma, wscale, norm, e, out_ptr, par
         k = split * SHARE + k0
         x = _row_tile(x_ptr, x_tma, row, row0, k, K, BLOCK_K, EVEN)
         w = _weight_tile(w_ptr, w_tma, n, n0, k, K, BLOCK_K, EVEN, WEIGHTS_FIRST)
-        if norm is not None and TILES == 0:
+        if norm.weight_sums is not None and TILES == 0:
             # From registers, as in `normed_pair`.
             wide = tl.where(real[:, None], x.to(tl.float32), 0.0)
             total += tl.sum(wide, 1)
@@ -247,7 +247,7 @@ def _pipelined_columns(x_ptr, x_tma, w_ptr, w_tma, wscale, norm, e, out_ptr, par
         scale, weight_sums, shift, gate = _constants(w_ptr, wscale, norm, e, n0, row0, rows, N, BLOCK_M, BLOCK_N)
     if last:
         y *= scale
-        if norm is not None:
+        if norm.weight_sums is not None:
             mean = total / K
             rstd = tl.rsqrt(squares / K - mean * mean + norm.eps)
             y = (y - mean[:, None] * weight_sums) * rstd[:, None]

@@ -115,3 +115,10 @@ def pair(layer: Linear) -> Linear:
     scale = layer.weight_scale
     scale = mixed(scale) if scale is not None and scale.ndim else scale
     return replace(layer, weight=mixed(layer.weight), bias=mixed(layer.bias), weight_scale=scale, paired=True)
+
+
+def with_sums(weights: Linear) -> Linear:
+    """Add the sums of the weight's rows, which a LayerNorm inside needs. FP8 layers stay unchanged."""
+    if weights.weight_scale is not None:
+        return weights
+    return replace(weights, sums=weights.weight.sum(1, dtype=torch.float64).float())

@@ -1,7 +1,5 @@
 """Cameras' images to the square that a model takes, on a GPU: what `transforms.images.resize` does on the host, to the
 bit. (Of images more than twice as high as wide Pillow's newest versions filter rows first, which moves a byte by 1.)
-
-Not for a graph: images may have another size in every call.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ Model = block(
     ("const float*", "in_scale in_shift in_gate post_scale post_shift post_gate", "(steps, L, ...)"),
     ("const float*", "final_scale final_shift b_in", "(steps, W)"),
     ("const float*", "w_in w_out b_out mix_bias cos sin", ""),
-    ("const float*", "scales", "(L, SCALES): of the columns of q/k/v, o, gate and up, down, with WEIGHT_BYTES 1"),
 )
 Call = block(
     "Call",

@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   normed_pairs<Q_UNITS>(
       shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes, m.in_scale + at * W, units, eps,
       [&](int unit, int row, int column) {
-        return rotated_of(m, at, layer, unit / (D / 16), unit % (D / 16) * 8 + column, c.lengths[0] + row);
+        return rotated_of(m, at, unit / (D / 16), unit % (D / 16) * 8 + column, c.lengths[0] + row);
       },
       [&](int unit, int row, int column, float a, float b, const Rotated& held) {
         const int owner = unit / (D / 16), i = (unit % (D / 16)) * 8 + column;

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   normed_pairs<1>(
       shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes, m.in_scale + at * W, Units{(int)blockIdx.x, 1, 1}, eps,
       [&](int unit, int row, int column) {
-        return rotated_of(m, at, layer, unit / (D / 16), unit % (D / 16) * 8 + column, (CROSSES(layer) ? 0 : c.lengths[row / T]) + row % T);
+        return rotated_of(m, at, unit / (D / 16), unit % (D / 16) * 8 + column, (CROSSES(layer) ? 0 : c.lengths[row / T]) + row % T);
       },
       [&](int unit, int row, int column, float a, float b, const Rotated& held) {
         const int head = unit / (D / 16), i = (unit % (D / 16)) * 8 + column;

@@ -15,8 +15,7 @@
 // batches), NORMED columns of W that are the model's (the others are zero, and a norm's mean does not count them),
 // ADAPTIVE norms of the step (π0.5) or plain ones behind a time MLP, CAUSAL actions (SmolVLA), ACTIVATION (GEGLU or SWIGLU),
 // SELF_EVERY so many layers, from the first on, the suffix attends to itself and not to the prefix alone (0: in none),
-// WEIGHT_BYTES of a layer's weight: 2 (BF16), or 1 (INT8, with a scale for each output column), STAGE_BYTES of a unit's
-// weights in BF16, which all are once they are multiplied. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend`
+// STAGE_BYTES of a unit's weights in BF16. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend`
 // that share a head), CHUNK (columns of K) and NOTHING_YET are constants of Python's.
 //
 // The argument blocks `Model` and `Call` are described in `arguments.py`.
@@ -29,7 +28,6 @@
 #define TILE_BYTES (STAGE_BYTES / 2)
 #define GROUP (H / KV)
 #define QKV ((H + 2 * KV) * D)
-#define SCALES (QKV + 2 * W + 2 * MLP)
 // Rows of a head in shared memory are 16 bytes longer than their data, so that eight of them, read at the same column,
 // meet all banks.
 #define PITCH (D + 8)
@@ -61,18 +59,13 @@ __device__ __forceinline__ u64 place_of(int row, int column, int width) {
   return ((row / 16 * (width / 32) + column / 32) * 2 + row / 8 % 2) * 256 + (row % 8 * 4 + column / 8 % 4) * 8 + column % 8;
 }
 
-// This is a column's scale, from `first` on of a layer's.
-__device__ __forceinline__ float scale_of(const Model& m, int layer, int first, int column) {
-  return WEIGHT_BYTES == 1 ? __ldg(m.scales + (u64)layer * SCALES + first + column) : 1.f;
-}
-
 // The constants of an element of q/k/v and of the one that it is rotated with, half a head further.
 struct Rotated {
-  float scale_a, shift_a, scale_b, shift_b, cos, sin;
-  // Values have no position: they are scaled and shifted alone.
+  float shift_a, shift_b, cos, sin;
+  // Values have no position: they are shifted only.
   __device__ __forceinline__ void apply(float& a, float& b, bool rotates) const {
-    a = a * scale_a + shift_a;
-    b = b * scale_b + shift_b;
+    a += shift_a;
+    b += shift_b;
     if (rotates) {
       const float turned = a * cos - b * sin;
       b = b * cos + a * sin;
@@ -80,10 +73,9 @@ struct Rotated {
     }
   }
 };
-__device__ __forceinline__ Rotated rotated_of(const Model& m, u64 at, int layer, int head, int i, int place) {
+__device__ __forceinline__ Rotated rotated_of(const Model& m, u64 at, int head, int i, int place) {
   const float* shift = m.in_shift + at * QKV + head * D + i;
-  return {scale_of(m, layer, 0, head * D + i), ADAPTIVE ? __ldg(shift) : 0.f,
-          scale_of(m, layer, 0, head * D + i + D / 2), ADAPTIVE ? __ldg(shift + D / 2) : 0.f,
+  return {ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + D / 2) : 0.f,
           __ldg(m.cos + place * (D / 2) + i), __ldg(m.sin + place * (D / 2) + i)};
 }
 
@@ -141,12 +133,11 @@ struct Stages {
   __device__ __forceinline__ void copy(int stage, u32 to, const unsigned char* from, u32 bytes) {
     bulk_load(smem_of(memory + to), from, bytes, barriers + stage * 8);
   }
-  // This fetches a unit, two tiles of columns, each into its half of the stage: of one byte to the end of what it fills
-  // in BF16 (`widen`).
+  // This fetches a unit, two tiles of columns, each into its half of the stage.
   __device__ __forceinline__ void fetch(int stage, const unsigned char* from, u32 bytes) {
     expect(stage, bytes);
     for (int tile = 0; tile < 2; ++tile)
-      copy(stage, stage * STAGE_BYTES + tile * TILE_BYTES + (2 - WEIGHT_BYTES) * (bytes / 2), from + tile * (bytes / 2), bytes / 2);
+      copy(stage, stage * STAGE_BYTES + tile * TILE_BYTES, from + tile * (bytes / 2), bytes / 2);
   }
   // This waits for the next chunk and returns its address.
   __device__ __forceinline__ u32 take() {
@@ -154,41 +145,6 @@ struct Stages {
     return smem_of(memory) + STAGE_BYTES * next++;
   }
 };
-
-// Two of four signed bytes, from `first` (0 or 2) on, as BF16, exactly: of a byte b the low seven bits in the mantissa of
-// 128 are 128 + b mod 128, and its sign there is 128, or 256 where b is negative.
-template <int FIRST>
-__device__ __forceinline__ u32 widened_pair(u32 bytes) {
-  u32 spread, pair;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(spread) : "r"(bytes), "r"(0x43434343), "n"(FIRST ? 0x4342 : 0x4140));
-  const u32 low = spread & 0xff7fff7f, sign = spread & 0xff80ff80;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(low), "r"(sign));
-  return pair;
-}
-// Tiles of K weights of one byte become BF16 in their place, of which they are the second half: every warp has read its
-// share of them before one writes. `at(tile)` is a tile's address; `count` of them, at most TILES, are there. All threads
-// call this; another __syncthreads must follow.
-template <int K, int TILES, class At>
-__device__ __forceinline__ void widen(int count, At at) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  constexpr int EACH = (TILES * (K / 32) + WARPS - 1) / WARPS;
-  u32 low[EACH], high[EACH];
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int n = warp + WARPS * i, tile = n / (K / 32), kb = n % (K / 32);
-    if (tile < count) ld_shared_v2(low[i], high[i], at(tile) + 8 * K + kb * 256 + lane * 8);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int n = warp + WARPS * i, tile = n / (K / 32), kb = n % (K / 32);
-    const u32 pairs[4] = {widened_pair<0>(low[i]), widened_pair<2>(low[i]), widened_pair<0>(high[i]), widened_pair<2>(high[i])};
-    if (tile < count)
-#pragma unroll
-      for (int matrix = 0; matrix < 4; ++matrix) st_shared(at(tile) + kb * 512 + matrix * 128 + lane * 4, pairs[matrix]);
-  }
-  fence_proxy_async();  // wgmma reads what is written here.
-}
 
 // -- clusters ---------------------------------------------------------------------------------------------------------
 

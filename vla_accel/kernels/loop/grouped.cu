@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 ? 2 : 1)
   normed_pairs<UNITS_EACH, false, PARTS>(
       shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes, m.in_scale + at * W, GroupUnits{kv, rank, mine}, eps,
       [&](int unit, int row, int column) {
-        return rotated_of(m, at, layer, unit / HEAD_UNITS, unit % HEAD_UNITS * 8 + column, (crosses ? 0 : length) + row);
+        return rotated_of(m, at, unit / HEAD_UNITS, unit % HEAD_UNITS * 8 + column, (crosses ? 0 : length) + row);
       },
       [&](int unit, int row, int column, float a, float b, const Rotated& held) {
         const int head = unit / HEAD_UNITS;

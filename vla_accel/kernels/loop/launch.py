@@ -1,6 +1,6 @@
 """The denoise loop in CUDA C++: plans the work, holds the buffers, launches the phases.
 
-For Hopper, up to 64 suffix rows, with weights in BF16 or INT8; `why_not` explains other cases. Each phase is a kernel
+For Hopper, up to 64 suffix rows, with weights in BF16; `why_not` explains other cases. Each phase is a kernel
 that fetches its weights while its predecessors still run.
 """
 
@@ -36,8 +36,8 @@ def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, precision: str) -> str | 
         return "there is no GPU"
     if gpu.architecture != ARCHITECTURE:
         return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
-    if precision not in ("bf16", "int8"):
-        return "it takes BF16 or INT8 weights"
+    if precision != "bf16":
+        return f"it takes BF16 weights, not {precision.upper()}"
     if batch * sizes.tokens > MOST_ROWS:
         return f"{batch} x {sizes.tokens} suffix rows are more than {MOST_ROWS}"
     odd = (sizes.width % 32, attended % 32, sizes.mlp_dim % 32, sizes.head_dim % 64)
@@ -48,12 +48,12 @@ def why_not(gpu: Gpu | None, sizes: Sizes, batch: int, precision: str) -> str | 
 
 
 def planned(
-    gpu: Gpu, sizes: Sizes, batch: int, prefix_tokens: int, weight_bytes: int, device: torch.device
+    gpu: Gpu, sizes: Sizes, batch: int, prefix_tokens: int, device: torch.device
 ) -> tuple[Schedule, nvrtc.Module]:
     """Return the schedule and its loaded kernels. Plans again if the device does not hold the clusters at once."""
 
     def plan(**limits: Any) -> Schedule:
-        return Schedule.of(sizes, batch, prefix_tokens, gpu, weight_bytes, **limits)
+        return Schedule.of(sizes, batch, prefix_tokens, gpu, **limits)
 
     def load(schedule: Schedule) -> nvrtc.Module:
         return nvrtc.load_module(schedule.source, schedule.shared, ARCHITECTURE, device)
@@ -98,7 +98,7 @@ class StreamedLoop:
         rows = batch * tokens
         self.sizes, self.depth, self.chain = sizes, sizes.depth, Chain(gpu)
         self.steps, self.prefix_tokens = tables.steps, prefix_tokens
-        schedule, self.module = planned(gpu, sizes, batch, prefix_tokens, packed.weight_bytes, device)
+        schedule, self.module = planned(gpu, sizes, batch, prefix_tokens, device)
         self.schedule = schedule
 
         def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -123,7 +123,7 @@ class StreamedLoop:
             "in_gate": tables.input_gate, "post_scale": tables.post_scale, "post_shift": tables.post_shift,
             "post_gate": tables.post_gate, "final_scale": tables.final_scale, "final_shift": tables.final_shift,
             "b_in": tables.b_in, "w_in": tables.w_in, "w_out": w_out, "b_out": b_out.contiguous(),
-            "mix_bias": mix_bias, "cos": cos, "sin": sin, "scales": packed.scales,
+            "mix_bias": mix_bias, "cos": cos, "sin": sin,
         }  # fmt: skip
         offsets = {n: getattr(packed, n) for n in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")}
         self._model = Model(**{n: _address(n, t) for n, t in self._constants.items()}, **offsets)

@@ -8,13 +8,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 || BATCHED_ROWS ? 
       shared_memory, c, m.weights + m.layer_at + layer * m.layer_bytes + m.gate_up_at, m.post_scale + at * W, Units::dealt(MLP / 8), eps,
       [&](int unit, int, int column) {
         const float* shift = m.post_shift + at * 2 * MLP + unit * 8 + column;
-        return make_float4(ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + MLP) : 0.f,
-                           scale_of(m, layer, QKV + W, unit * 8 + column),
-                           scale_of(m, layer, QKV + W + MLP, unit * 8 + column));
+        return make_float2(ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + MLP) : 0.f);
       },
-      [&](int unit, int row, int column, float gate, float up, const float4& held) {
-        gate = gate * held.z + held.x;
-        up = up * held.w + held.y;
+      [&](int unit, int row, int column, float gate, float up, const float2& shift) {
+        gate += shift.x;
+        up += shift.y;
         // σ(gate), or σ(2 √(2/π) (gate + 0.044715 gate³)), which is GELU's tanh.
         const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
         const float y = gate / (1.f + exp2_fast(ACTIVATION == ACTIVATION_SWIGLU ? -1.4426950408889634f * gate : -2.8853900817779268f * inner)) * up;
@@ -28,14 +26,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MT <= 2 || BATCHED_ROWS ? 
       ((uint4*)c.ks)[i] = ((uint4*)c.vs)[i] = make_uint4(none, none, none, none);
 }
 
-// x += gate ∘ (rows Wᵀ), where x is the residual stream, kept in float32 (xf) and in BF16 (xb). The scales of the
-// weight's columns begin at `scales` of the layer's.
+// x += gate ∘ (rows Wᵀ), where x is the residual stream, kept in float32 (xf) and in BF16 (xb).
 template <int K, int PARTS, int PACKED>
 __device__ __forceinline__ void into_stream(const Model& m, const Call& c, const u16* rows,
-                                            const unsigned char* weights, const float* gate, int layer, int scales) {
-  split_product<WEIGHT_BYTES, K, PARTS, PACKED>(
+                                            const unsigned char* weights, const float* gate) {
+  split_product<K, PARTS, PACKED>(
       rows, weights,
-      [&](int column) { return (ADAPTIVE ? __ldg(gate + column) : 1.f) * scale_of(m, layer, scales, column); },
+      [&](int column) { return ADAPTIVE ? __ldg(gate + column) : 1.f; },
       [&](int row, int column) { return ld_cg(c.xf + (u64)row * W + column); },
       [&](int row, int column, float sum, float held, float present) {
         sum = present + held * sum;
@@ -48,20 +45,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     output(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
   into_stream<H * D, OUTPUT_SPLIT, OUTPUT_PACKED>(m, c, c.context,
                                                   m.weights + m.layer_at + layer * m.layer_bytes + m.o_at,
-                                                  m.in_gate + ((u64)step * L + layer) * W, layer, QKV);
+                                                  m.in_gate + ((u64)step * L + layer) * W);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
   into_stream<MLP, DOWN_SPLIT, DOWN_PACKED>(m, c, c.active, m.weights + m.layer_at + layer * m.layer_bytes + m.down_at,
-                                            m.post_gate + ((u64)step * L + layer) * W, layer, QKV + W + 2 * MLP);
+                                            m.post_gate + ((u64)step * L + layer) * W);
 }
 
 #if !ADAPTIVE
 // The row of a state token is already in the stream.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     mix(const __grid_constant__ Model m, const __grid_constant__ Call c) {
-  split_product<2, W, MIX_SPLIT, MIX_PACKED>(
+  split_product<W, MIX_SPLIT, MIX_PACKED>(
       c.hidden, m.weights, [&](int column) { return __ldg(m.mix_bias + column); }, [](int, int) { return 0.f; },
       [&](int row, int column, float sum, float bias, float) {
         if (STATE && row % T == 0) return;

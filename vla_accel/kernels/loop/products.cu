@@ -7,8 +7,7 @@
 //
 // Weights lie in tiles of eight columns, a tile in blocks of 32 of K: four matrices of 8 x 16 bytes, of which the first
 // has each lane's first pair and so on. ldmatrix reads them for few rows, wgmma for many, where four warps would
-// otherwise fetch the same weights, and mma.sync would be slower. Weights of one byte arrive as each lane's eight of a
-// block of 32, and become such matrices while the block waits for its predecessor.
+// otherwise fetch the same weights, and mma.sync would be slower.
 
 // So many pairs of output tiles share one reduction as keep their sums in registers.
 #define PAIRS (MT == 2 ? 2 : 4)
@@ -182,7 +181,7 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
   float* rstd_at = squares_at + WARPS * 16 * HELD_TILES;
   if (threadIdx.x == 0)
     for (int i = 0; i < mine; ++i)
-      stages.fetch(i, weights + (u64)units.at(i) * (16 * WEIGHT_BYTES * W), 16 * WEIGHT_BYTES * W);
+      stages.fetch(i, weights + (u64)units.at(i) * (32 * W), 32 * W);
   griddepcontrol_launch_dependents();
   if (IN_BATCHES && ADAPTIVE && threadIdx.x < W / 8) factors[threadIdx.x] = factors_of(scale + threadIdx.x * 8);
   uint4 a[LOADED][HELD_TILES][2];
@@ -202,11 +201,6 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
   };
   fetch_held(0);
   __syncthreads();
-  if (WEIGHT_BYTES == 1) {
-    for (int i = 0; i < mine; ++i) mbarrier_wait(stages.barriers + i * 8, 0);
-    widen<W, 2 * COUNT>(2 * mine, [&](int tile) { return smem_of(shared) + tile * TILE_BYTES; });
-    __syncthreads();
-  }
   griddepcontrol_wait();
   float squares[HELD_TILES][2] = {};
 #pragma unroll
@@ -300,14 +294,14 @@ __device__ __forceinline__ void normed_pairs(unsigned char* shared, const Call& 
 // A cluster of PARTS blocks shares PARTS tiles of columns: each block takes a part of K, which spares the others its
 // activations, and finishes one tile. Weights are packed for PACKED parts of K, which many rows divide further: by
 // PACKED tiles, then part of K, then tile. `emit(row, column, sum, held, present)`: `hold(column)` fetches a constant
-// before the wait, `late(row, column)` fetches, after it, what others wrote. BYTES: of a weight.
-template <int BYTES, int K, int PARTS, int PACKED, class Hold, class Late, class Emit>
+// before the wait, `late(row, column)` fetches, after it, what others wrote.
+template <int K, int PARTS, int PACKED, class Hold, class Late, class Emit>
 __device__ __forceinline__ void split_product(const u16* rows, const unsigned char* weights, Hold hold, Late late,
                                               Emit emit) {
   constexpr int PART = K / PARTS, IN_CHUNK = PART > CHUNK ? CHUNK : PART, CHUNKS = PART / IN_CHUNK, N = PARTS * HELD_TILES * 4;
   constexpr int RATIO = PARTS / PACKED;
   static_assert(PARTS % PACKED == 0 && (RATIO == 1 || CHUNKS == 1), "a part of K lies in one packed chunk");
-  constexpr u32 TILE = 16 * IN_CHUNK, CHUNK_BYTES = PARTS * TILE, FETCHED = 8 * BYTES * IN_CHUNK;
+  constexpr u32 TILE = 16 * IN_CHUNK, CHUNK_BYTES = PARTS * TILE;
   constexpr u32 LEAST = WARPS * N * 128, ROOM = CHUNKS * CHUNK_BYTES > LEAST ? CHUNKS * CHUNK_BYTES : LEAST;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x % PARTS, first = blockIdx.x / PARTS * PARTS;
   float* parts = (float*)(shared_memory + ROOM);  // (PARTS, MT, 128): every block's part of this tile
@@ -317,10 +311,11 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   if (threadIdx.x == 0) {
     if (PARTS > 1) stages.expect(CHUNKS, PARTS * MT * 512);
     for (int i = 0; i < CHUNKS; ++i) {
-      stages.expect(i, PARTS * FETCHED);
+      stages.expect(i, PARTS * TILE);
       for (int tile = 0; tile < PARTS; ++tile) {
         const int packed = (first + tile) / PACKED * PACKED + rank / RATIO, in_chunk = (first + tile) % PACKED * RATIO + rank % RATIO;
-        stages.copy(i, i * CHUNK_BYTES + (tile + 1) * TILE - FETCHED, weights + (u64)(packed * CHUNKS + i) * (PACKED * RATIO * FETCHED) + in_chunk * FETCHED, FETCHED);
+        stages.copy(i, i * CHUNK_BYTES + tile * TILE,
+                    weights + (u64)(packed * CHUNKS + i) * (PACKED * RATIO * TILE) + in_chunk * TILE, TILE);
       }
     }
   }
@@ -329,12 +324,6 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2 + ((threadIdx.x >> 5) & 1);
   const float held = hold(column);
   __syncthreads();
-  if (BYTES == 1) {
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) mbarrier_wait(stages.barriers + i * 8, 0);
-    widen<IN_CHUNK, CHUNKS * PARTS>(CHUNKS * PARTS, [&](int tile) { return smem_of(shared_memory) + tile * TILE; });
-    __syncthreads();
-  }
   if (PARTS > 1) cluster_wait();  // The other blocks have started, so their memory may be written.
   griddepcontrol_wait();
   constexpr int EACH = (MT * 128 + THREADS - 1) / THREADS;

@@ -162,7 +162,7 @@ class Schedule:
 
     @classmethod
     def of(
-        cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu, weight_bytes: int = 2, *, apart: str | None = None,
+        cls, sizes: Sizes, batch: int, prefix_tokens: int, gpu: Gpu, *, apart: str | None = None,
         largest_cluster: int = MAX_CLUSTER,
     ) -> Schedule:  # fmt: skip
         """For `batch` sequences after `prefix_tokens` each, on a GPU that `why_not` accepts with these sizes.
@@ -199,7 +199,7 @@ class Schedule:
             other = Grouped.of(sizes, batch, prefix_tokens, gpu, largest_cluster)
             grouped, apart = (None, f"{apart}; grouped: {other}") if isinstance(other, str) else (other, None)
         macros = CONSTANTS | MACROS | {
-            "WEIGHT_BYTES": weight_bytes, "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": sizes.horizon,
+            "MT": tiles, "M": rows, "BATCH": batch, "T": tokens, "HZ": sizes.horizon,
             "W": sizes.width,
             "MLP": sizes.mlp_dim, "H": sizes.heads, "KV": sizes.kv_heads, "D": sizes.head_dim, "L": sizes.depth,
             "A": sizes.action_dim, "GATE_UP_UNITS": units, "CLUSTER": cluster, "DOWN_SPLIT": down,

@@ -1,0 +1,240 @@
+"""The command that makes each stored run of benchmarks/results (`python -m benchmarks.measure`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STORED_GPU = "H200"
+"""Runs whose name ends in this GPU are stored only when they come from one."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that writes one JSON file, which is stored as NAME.json. A name with a folder is a step of other jobs,
+    and its JSON is not stored.
+
+    Attributes:
+        command: as typed, with placeholders: {json}, the file to write, or {folder}, a folder to write to;
+            {work}/NAME.json, the result of job NAME, which then runs first; {workers}, simulators for the cores;
+            {observations}, {realtime_vla}, {stress}, {starts}, options of `benchmarks.measure`.
+        gpus: how many it needs.
+        whole_machine: nothing else may run at the same time.
+        needs: packages to import, and options of `benchmarks.measure`.
+        file: what it writes within {folder}.
+        only: the GPU model that it needs, in place of `STORED_GPU`.
+        checkpoint: a bundled checkpoint that it needs in addition to `demo`.
+    """
+
+    name: str
+    command: str
+    gpus: int = 1
+    whole_machine: bool = False
+    needs: tuple[str, ...] = ()
+    file: str = ""
+    only: str = ""
+    checkpoint: str = ""
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """The jobs whose results it reads."""
+        return tuple(re.findall(r"\{work\}/(\S+?)\.json", self.command))
+
+    @property
+    def stored(self) -> bool:
+        """Whether its result belongs in benchmarks/results."""
+        return "/" not in self.name
+
+
+def bench(name: str, options: str, *needs: str, only: str = "") -> Job:
+    """Whole calls of a published size with random weights."""
+    gpu = (only or STORED_GPU).lower()
+    return Job(f"bench_{name}_{gpu}", f"vla-accel bench {options} --output {{json}}", needs=needs, only=only)
+
+
+def stem(config: str) -> str:
+    """The name of a configuration."""
+    return config.rpartition("/")[2].removesuffix(".yaml")
+
+
+def parity(config: str) -> Job:
+    """Agreement of a configuration of the bundled checkpoint on recorded observations."""
+    command = f"vla-accel parity demo --config {config} --observations {{observations}} --count 120 --draws 8"
+    return Job(f"parity_{stem(config)}", f"{command} --output {{json}}", needs=("observations",))
+
+
+def synthetic(family: str, config: str) -> Job:
+    """Agreement of a configuration with random weights of a published size."""
+    command = f"vla-accel parity --model {family} --config {config} --count 16 --output {{json}}"
+    return Job(f"parity_{family}_{config}", command)
+
+
+def serving(name: str, policy: str, devices: str) -> Job:
+    """Calls over a server with a process for each device. Runs of one GPU and of two are compared, so both use a
+    machine with two."""
+    options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
+    return Job(f"{name}_h200", f"vla-accel bench-server {options} --output {{json}}", gpus=2, whole_machine=True)
+
+
+def played(folder: str, config: str, options: str = "--trials 50", *needs: str, checkpoint: str = "") -> Job:
+    """Episodes of one configuration, for `paired`."""
+    command = f"python -m eval.libero --config {config} --steps 10 {options} --workers {{workers}} --device cuda"
+    command += f" --retry-errors{checkpoint and f' --policy {checkpoint}'} --output {{json}}"
+    return Job(f"{folder}/{stem(config)}", command, needs=("libero", *needs), checkpoint=checkpoint)
+
+
+def paired(name: str, runs: Sequence[Job]) -> Job:
+    """A comparison of runs of `played` with the first of them."""
+    files = " ".join(f"{{work}}/{run.name}.json" for run in runs)
+    note = "The simulators of a run shared one policy and its GPU, which also rendered."
+    return Job(name, f'python -m eval.paired {files} --note "{note}" --output {{json}}', gpus=0)
+
+
+def stored(name: str, options: str, gpus: int, whole_machine: bool = False) -> tuple[Job, Job]:
+    """Episodes of the bundled checkpoint by step count, and the part of the result that is stored."""
+    play = f"python -m eval.libero {options} --output {{json}}"
+    keep = f"python -m benchmarks.store {{work}}/steps/{name}.json --name {name} --folder {{folder}}"
+    return (
+        Job(f"steps/{name}", play, gpus=gpus, whole_machine=whole_machine, needs=("libero",)),
+        Job(name, keep, gpus=0, file=f"{name}.json"),
+    )
+
+
+def late(chunking: str) -> Job:
+    """Success against latency with one kind of chunks; openpi's call on an H200 is six ticks late."""
+    command = f"python -m eval.libero.late --config native --trials 30 --steps 10 --chunkings {chunking}"
+    options = "--ticks 0,1,2,4,5,6,8 --workers {workers} --device cuda --output {json}"
+    return Job(f"libero_late_{chunking}", f"{command} {options}", needs=("libero",))
+
+
+def throughput(name: str, cases: str, gpus: int, *needs: str, only: str = "") -> Job:
+    """Episodes an hour; it watches the cores of the whole machine."""
+    gpu = (only or STORED_GPU).lower()
+    command = f'python -m eval.throughput --case {cases} --options="--config native_fp8" --output {{json}}'
+    needs = ("libero", *needs)
+    return Job(f"throughput_{name}_{gpu}", command, gpus=gpus, whole_machine=True, needs=needs, only=only)
+
+
+OURS = "native-bf16,native-fp8,native-fp8-vision"
+INT8_EXPERT = "native-int8-denoise,native-fp8-int8-denoise,native-fp8-vision-int8-denoise"
+SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
+PORTABLE = "portable-bf16,portable-fp8,portable-int8"
+WITH_REALTIME = f"--systems native-bf16,native-fp8,{PORTABLE} {SHAPE} --realtime-vla {{realtime_vla}}"
+UNDER_STRESS = "--starts {starts} --stress {stress} --trials 100"
+"""A thousand pairs need more start states than LIBERO ships."""
+COMPARED = ("eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8_denoise")
+"""Hopper's kernels, the reference first."""
+ELSEWHERE = ("native_int8", "benchmarks/configs/native_portable.yaml", "benchmarks/configs/native_portable_int8.yaml")
+"""The configurations for GPUs without FP8 or without Hopper's kernels."""
+PAIRED, PAIRED_ELSEWHERE = ([played("paired", config) for config in configs] for configs in (COMPARED, ELSEWHERE))
+SMOLVLA = [
+    played("paired_smolvla", config, checkpoint="smolvla_demo") for config in ("eager_fp32", "native", "native_fp8")
+]
+STRESSED, STRESSED_ELSEWHERE = (
+    [played("stress", config, UNDER_STRESS, "stress", "starts") for config in configs]
+    for configs in (COMPARED, ELSEWHERE)
+)
+
+JOBS: tuple[Job, ...] = (
+    # Times of whole calls.
+    # openpi's max-autotune compiles for longer than all of this takes; it is in bench_compile.
+    bench("record", f"--model pi05 --systems {OURS},{INT8_EXPERT},eager,openpi-eager,realtime-vla --steps 10,3,1 "
+          "--calls 60 --realtime-vla {realtime_vla}", "openpi", "realtime_vla"),
+    bench("pi05_alone", f"--model pi05 --systems {OURS} --steps 10,3,1 --calls 60 --hz 20"),
+    bench("pi05_profile", f"--model pi05 --systems {OURS} --steps 10 --calls 60 --profile"),
+    bench("pi05_8bit", "--model pi05 --systems native-fp8-vision-int8-denoise-host,native-int8,native-int8-vision "
+          "--steps 10 --calls 60"),
+    bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
+    bench("smolvla", f"--model smolvla --systems {OURS},lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
+          "lerobot"),
+    bench("groot", "--model groot --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 --calls 50 "
+          "--profile", "lerobot"),
+    bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "
+          "--calls 20"),
+    bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla"),
+    bench("portable_pi0", f"--model pi0 {WITH_REALTIME}", "realtime_vla"),
+    bench("portable_short", f"--model pi05 --systems {PORTABLE},realtime-vla --steps 10 --calls 60 --realtime-vla "
+          "{realtime_vla}", "realtime_vla"),
+    bench("pi05_prompt60", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 60 --calls 60"),
+    bench("pi05_prompt180", f"--model pi05 --systems {OURS} --steps 10 --prompt-tokens 180 --calls 60"),
+    bench("pi05_batches", "--model pi05 --systems native-fp8,native-fp8-vision --steps 10 --batch 1,4,8,16,32 "
+          "--calls 40"),
+    bench("camera_pi05", "--model pi05 --systems native-fp8 --steps 10 --calls 40 --camera 480x640"),
+    bench("camera_smolvla", "--model smolvla --systems native-bf16 --steps 10 --calls 40 --camera 256x256"),
+    bench("compile", f"--systems {OURS},openpi-eager,openpi-compile,openpi-max-autotune --steps 10 --batch 1 "
+          "--calls 50", "openpi"),
+    bench("pi05", f"--model pi05 --systems {OURS},portable-bf16,portable-fp8 --steps 10 --calls 60", only="H100"),
+    bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla", only="H100"),
+    bench("pi0", f"--model pi0 --systems {OURS},portable-bf16,portable-fp8 {SHAPE}", only="H100"),
+    Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "
+        "{json}"),
+    Job("fp8_accumulation_h200", "python -m benchmarks.accumulation --count 8 --draws 2 --output {json}"),
+    Job("attention_h200", "python -m benchmarks.time_attention --output {json}"),
+    Job("sd_unet_h200", "vla-accel bench-unet --img2img --rounds 3 --output {json}", needs=("diffusers",)),
+    Job("qwen_image_h200", "vla-accel bench-qwen --steps 4 --rounds 3 --transformer native --output {json}",
+        needs=("diffusers",)),
+    Job("qwen_vae_h200", "vla-accel bench-vae --systems eager,compile,native,native-fp16 --rounds 10 --picture "
+        "{folder}/picture.png --output {json}", needs=("diffusers",)),
+    Job("qwen_vae_sizes_h200", "vla-accel bench-vae --sizes static,512x512,848x480,1280x720,1920x1088,1184x880 "
+        "--systems eager,native,native-fp16 --rounds 5 --output {json}", needs=("diffusers",)),
+    *(Job(f"precision_{model.replace('-', '_')}_h200", f"vla-accel precision {model} --output {{json}}",
+          needs=("diffusers",)) for model in ("sd-unet", "qwen-vae", "qwen-text-encoder")),
+    # Agreement with FP32 eager.
+    *(parity(config) for config in (
+        "native", "native_fp8", "native_fp8_vision", "native_int8", "native_int8_denoise",
+        "benchmarks/configs/native_fp8_int8_denoise.yaml", "benchmarks/configs/native_fp8_vision_int8_denoise.yaml",
+        "benchmarks/configs/native_portable.yaml",
+        "benchmarks/configs/native_portable_fp8.yaml", "benchmarks/configs/native_portable_int8.yaml",
+    )),
+    *(synthetic("pi05", config) for config in ("native", "native_fp8")),
+    *(synthetic("smolvla", config) for config in ("native", "native_fp8")),
+    *(synthetic("groot", config) for config in ("native", "native_fp8_denoise")),
+    # Success; the first run of a comparison is the reference.
+    *PAIRED,
+    *PAIRED_ELSEWHERE,
+    paired("libero_paired", [*PAIRED, *PAIRED_ELSEWHERE[:-1]]),
+    paired("libero_paired_portable_int8", [PAIRED[0], PAIRED_ELSEWHERE[-1]]),
+    *SMOLVLA,
+    paired("libero_paired_smolvla", SMOLVLA),
+    *STRESSED,
+    paired("libero_stress", STRESSED),
+    *STRESSED_ELSEWHERE,
+    paired("libero_stress_elsewhere", [STRESSED[0], *STRESSED_ELSEWHERE]),
+    late("plain"),
+    late("rtc"),
+    *(job for suite in ("libero_spatial", "libero_object") for job in stored(f"{suite}_demo",
+        f"--suite {suite} --steps 10,3,1 --trials 50 --workers {{workers}} --device cuda", 1)),
+    *stored("libero_spatial_quick_cpu", "--steps 1,2,3,5,10 --quick --device cpu", 0),
+    Job("tune_demo_h100", "python -m eval.libero.tune demo --observations {observations} --suite libero_spatial "
+        "--workers {workers} --no-films --device cuda --output {folder}", needs=("libero", "observations"),
+        file="tune.json", only="H100"),
+    # Many simulators, and many clients of a server.
+    throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
+    throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray", only="H100"),
+    # The policy in the server's process, as with `vla-accel serve demo`.
+    Job("bench_server_h200", "vla-accel bench-server demo --config native --device cuda --clients 1,4,16,64 "
+        "--seconds 2 --output {json}", whole_machine=True),
+    serving("bench_server_demo_1", "demo", "cuda:0"),
+    serving("bench_server_demo_2", "demo", "cuda:0,cuda:1"),
+    serving("bench_server_pi05_1", "--model pi05", "cuda:0"),
+    serving("bench_server_pi05_2", "--model pi05", "cuda:0,cuda:1"),
+    Job("server_faults_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
+        "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, whole_machine=True),
+    # Without a GPU.
+    Job("bench_server_cpu", "vla-accel bench-server --seconds 5 --device cpu --output {json}", gpus=0,
+        whole_machine=True),
+    Job("server_faults_cpu", "python -m tests.remote.load_server --output {json}", gpus=0, whole_machine=True),
+    Job("memory_counted", "python -m benchmarks.memory --output {json}", gpus=0),
+    Job("tensorrt_rtx_demo_cpu", "vla-accel build demo --config tensorrt_rtx --targets sm89,sm120 --manifest {json}",
+        gpus=0, needs=("tensorrt_rtx", "onnx")),
+)  # fmt: skip
+"""In the order in which they run."""
+
+EXCEPTIONS = {
+    "lerobot_parity_cpu": "it also needs lerobot's interpreter; see tests/parity/compare_with_lerobot.py",
+    "openpi_parity_h200": "it needs openpi's packages; see tests/parity/compare_with_openpi.py",
+    "tensorrt_rtx_full_width_cpu": "engines of random weights, built once; no command makes such a checkpoint",
+    "torch_tensorrt_h200": "engines of random weights, built once; no command makes such a checkpoint",
+}
+"""Stored runs that have no job, and why."""

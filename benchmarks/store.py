@@ -1,0 +1,76 @@
+"""Keep a measured run: `python -m benchmarks.store runs/x.json --name NAME` writes benchmarks/results/NAME.json.
+
+What is kept: protocol, policy, hardware, software, command, every episode's outcome, the summary. What is not: each
+call's timings (they are in the episode log), and paths of the machine it ran on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from eval.harness.report import read_result
+from eval.script import run_script
+from vla_accel.cli.options import Words, Written
+from vla_accel.errors import ConfigError
+from vla_accel.files import replacing, without_folders
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Keep a benchmark's result, such as `python -m eval.libero` writes, in benchmarks/results."""
+
+    result: Annotated[Path, tyro.conf.arg(metavar="RESULT"), tyro.conf.Positional]
+    """Result file of a benchmark."""
+    name: str
+    """What it is stored as, without ending."""
+    note: Words = ""
+    """What a reader must know beside the figures."""
+    folder: Annotated[Path, Written(folder=True)] = RESULTS
+    """Where NAME.json goes."""
+
+
+def slim(result: dict[str, Any], note: str = "") -> dict[str, Any]:
+    """The part of a result that is kept."""
+    episodes = [{k: v for k, v in e.items() if k not in ("timings_ms", "video", "wall_s")} for e in result["episodes"]]
+    kept = {k: v for k, v in result.items() if k not in ("episodes", "figure", "videos")}
+    kept["command"] = without_folders(kept["command"])
+    kept["launches"] = [{**s, "command": without_folders(s["command"])} for s in kept["launches"]]
+    if told := kept["policy"].get("metadata"):  # a policy that is no bundled one is named by its folder
+        told = {**told, "policy": Path(told["policy"]).name}
+        kept["policy"] = {**kept["policy"], "metadata": told}
+    return {"note": note, **kept, "episodes": episodes}
+
+
+def run(arguments: Arguments) -> None:
+    """Write the slim copy, whole or not at all. Raises ConfigError for what is no result."""
+    if not arguments.name or Path(arguments.name).name != arguments.name:
+        raise ConfigError(f"name: expected a file's name without folder, got {arguments.name!r}")
+    result, _ = read_result(arguments.result)
+    target = arguments.folder / f"{arguments.name}.json"
+    head = slim(result, arguments.note)
+    episodes = head.pop("episodes")
+    # One episode a line: a diff shows which episodes changed.
+    lines = ",\n".join("  " + json.dumps(e) for e in episodes)
+    text = json.dumps(head, indent=1)[:-2] + ',\n "episodes": [\n' + lines + "\n ]\n}\n"
+    json.loads(text)
+    with replacing(target) as temporary:
+        temporary.write_text(text)
+    print(json.dumps({"stored": target.name, "bytes": target.stat().st_size}))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 stored, 1 there is no result to store."""
+    return run_script("benchmarks.store", Arguments, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

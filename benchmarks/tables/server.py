@@ -1,0 +1,129 @@
+"""Tables of the server: what it adds to a call, several GPUs, and a run with faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.tables.table import Row, Table, blocks, machine, machines, plural
+
+GPUS_PICTURE = "bench_server_gpus.png"
+GOAL_MS = 0.5
+"""Most that the server may add to the call of one client."""
+
+
+def _server_note(result: Row) -> str:
+    one, costs = result["rows"][0], result["costs"]
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in one["parts_ms"].items())
+    woken = f", {costs['bare_socket_woken_ms']:.2f} after a pause" if "bare_socket_woken_ms" in costs else ""
+    policy = "a policy that costs nothing" if result["policy"] == "nothing" else result["policy"]
+    process = "in a process of its own" if result["devices"] else "in the server's process"
+    return (
+        f"Milliseconds, {policy}, {process}. Added: the round trip without policy and queue. Of one client's call: "
+        f"{parts}. The client encodes in {costs['client_ms']['encode']:.2f} and decodes in "
+        f"{costs['client_ms']['decode']:.2f}; the same bytes over a bare socket and back take "
+        f"{costs['bare_socket_ms']:.2f}{woken}. {machine(result)}, {result['hardware']['cores']} cores that clients, "
+        f"server and others share (load {result['load_average']:.1f} before the run).\n\n{_goal(one)}"
+    )
+
+
+def _goal(one: Row) -> str:
+    """Whether one client's call meets `GOAL_MS`, and the two largest parts of what is added."""
+    added = one["added_ms"]["p50"]
+    goal = f"The goal of at most {GOAL_MS} ms added to one client's call is"
+    if added <= GOAL_MS:
+        return f"{goal} met."
+    (first, most), (second, more), *_ = sorted(one["parts_ms"].items(), key=lambda part: -part[1])
+    return (
+        f"{goal} missed by {added - GOAL_MS:.2f} ms. Most of the {added:.2f} is {first} ({most:.2f}), then {second} "
+        f"({more:.2f})."
+    )
+
+
+server = Table(
+    {
+        "clients": "{clients}",
+        "requests/s": "{per_second:.0f}",
+        "round trip": "{round_trip_ms[p50]:.2f}",
+        "its p99": "{round_trip_ms[p99]:.2f}",
+        "in the queue": "{queue_ms[p50]:.2f}",
+        "added": "{added_ms[p50]:.2f}",
+        "added, p99": "{added_ms[p99]:.2f}",
+    },
+    lambda result: result["rows"],
+    _server_note,
+)
+
+
+def replicas(result: Row) -> int:
+    """How many copies of the policy a server ran."""
+    return len(result["devices"] or [None])
+
+
+def _gpu_rows(results: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Runs on one GPU and on several are compared only where their machines have equally many cores."""
+    alone = {
+        (result["policy"], result["hardware"]["cores"], row["clients"]): row["per_second"]
+        for result in results
+        if replicas(result) == 1
+        for row in result["rows"]
+    }
+    for result in sorted(results, key=lambda r: (r["policy"], replicas(r))):
+        for row in result["rows"]:
+            one = alone.get((result["policy"], result["hardware"]["cores"], row["clients"]))
+            gain = None if one is None else row["per_second"] / one
+            yield {**row, "policy": result["policy"], "gpus": replicas(result), "gain": gain}
+
+
+def _gpu_note(results: Sequence[Row]) -> str:
+    where = machines((f"{r['policy']} on {replicas(r)}", r) for r in results)
+    cores = " and ".join(dict.fromkeys(str(r["hardware"]["cores"]) for r in results))
+    return f"Milliseconds; one observation at a time in each process. {where}, {cores} cores that all share."
+
+
+server_gpus = blocks(
+    Table(
+        {
+            "policy": "{policy}",
+            "GPUs": "{gpus}",
+            "clients": "{clients}",
+            "requests/s": "{per_second:.0f}",
+            "over one GPU": "{gain:.2f}×",
+            "round trip": "{round_trip_ms[p50]:.2f}",
+            "p99": "{round_trip_ms[p99]:.2f}",
+            "policy ms": "{infer_ms[p50]:.2f}",
+        },
+        _gpu_rows,
+        _gpu_note,
+    ),
+    lambda _: f"![Requests a second against clients, one GPU and several](../benchmarks/results/{GPUS_PICTURE})\n",
+)
+
+
+def _faults(result: Row) -> list[dict[str, str]]:
+    done, ended, trip = result["done"], result["server"], result["round_trip_ms"]
+    cells = {
+        "requests of well-behaved clients": f"{result['requests']} in {result['seconds']:.0f} s",
+        "lost answers": f"**{result['lost']}**",
+        "replicas that died, requests computed again": f"{ended['deaths']}, {ended['retried']}",
+        "connections with garbage, slow readers": f"{done['hostile']}, {done['slow_readers']}",
+        "round trip p50, p99, longest (ms)": f"{trip['p50']:.1f}, {trip['p99']:.1f}, {trip['max']:.0f}",
+    }
+    if (back := result.get("back_s")) is not None:
+        cells["until it served again: median, longest (s)"] = f"{back['median']:.1f}, {back['max']:.1f}"
+    return [{"what": what, "value": value} for what, value in cells.items()]
+
+
+def _fault_note(result: Row) -> str:
+    policy, devices = result.get("policy", "nothing"), result.get("devices", ["cpu", "cpu"])
+    what = f"{policy} on {' and '.join(devices)}"
+    if policy == "nothing":
+        what = "A policy that costs nothing, in two processes"
+    return f"{what}. {machine(result)}, {result['hardware']['cores']} cores."
+
+
+faults = Table(
+    lambda result: {"": "{what}", plural(result["clients"], "client"): "{value}"},
+    _faults,
+    _fault_note,
+)

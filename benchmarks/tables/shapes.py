@@ -1,0 +1,242 @@
+"""Tables over all stored `vla-accel bench` runs of published sizes: latency by shape, the goals, a row a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.tables.bench import PI0_PARTS, batched, call, component_columns
+from benchmarks.tables.table import MODELS, Cell, Row, Table, blocks, doubt, machine, machines, steps_of
+from vla_accel.measure.bench import SCHEMA
+from vla_accel.measure.memory import parameters
+from vla_accel.measure.systems import ORDINARY_TOKENS
+
+SHAPES, BATCHES = "bench_shapes_h200.png", "bench_batches_h200.png"
+OURS = ("native-", "portable-", "realtime-vla")
+"""Prefixes of the systems that these tables show; eager code of other projects has its own tables."""
+
+
+def published(results: Sequence[Row]) -> list[Row]:
+    """The reports of published sizes, those with the most batches first; without π0-FAST, which has no loop over
+    rows of actions."""
+    found = [r for r in results if r.get("schema") == SCHEMA and r["model"].get("kind") != "pi0_fast"]
+    return sorted((r for r in found if "views" in r["model"]), key=lambda r: -len(r["throughput"]))
+
+
+def shape_of(result: Row) -> str:
+    """The shape of a report's calls in words."""
+    model, tokens, camera = result["model"], result.get("prompt_tokens"), result.get("camera")
+    prompt = f", prompt of {tokens} tokens" if tokens else ""
+    images = f", cameras of {camera[0]} × {camera[1]}" if camera else ""
+    kind = MODELS.get(model["kind"], model["kind"])
+    return f"{kind}, {model['views']} views, {model['action_horizon']} actions{prompt}{images}"
+
+
+def timed_calls(results: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
+    """(shape, report, row) of each shape and system once, at its most steps. Systems that were timed in turns come
+    from one report, the one with the most of them."""
+
+    def shown(result: Row) -> list[Row]:
+        return [row for row in result["rows"] if row["system"].startswith(OURS)]
+
+    def order(result: Row) -> tuple[Any, ...]:
+        model, kinds = result["model"], list(MODELS)
+        kind = kinds.index(model["kind"]) if model["kind"] in kinds else len(kinds)
+        shape = (kind, model["action_horizon"], model["views"], result.get("prompt_tokens") or 0)
+        return *shape, tuple(result.get("camera") or ()), -len({row["system"] for row in shown(result)})
+
+    seen = set()
+    for result in sorted(published(results), key=order):
+        most = max(row["steps"] for row in result["rows"])
+        for row in shown(result):
+            key = (shape_of(result), row["system"])
+            if row["steps"] == most and key not in seen:
+                seen.add(key)
+                yield key[0], result, row
+
+
+def _calls(results: Sequence[Row]) -> list[dict[str, Any]]:
+    """A row for each shape, with the row of each system."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for shape, result, row in timed_calls(results):
+        # π0 has one more row in its loop: the state.
+        rows = result["model"]["action_horizon"] + (result["model"]["kind"] == "pi0")
+        line = found.setdefault((shape, row["steps"], rows), {"call": shape, "steps": row["steps"], "rows": rows})
+        line[row["system"]] = row
+    return list(found.values())
+
+
+def _with_floor(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    floor = (row["floors_ms"] or {}).get("total")
+    return f"{row['median_ms']:.2f}" + (f" ({floor:.2f})" if floor else "")
+
+
+def _call_columns(results: Sequence[Row]) -> dict[str, Cell]:
+    systems = dict.fromkeys(row["system"] for _, _, row in timed_calls(results))
+    each = {name: lambda line, name=name: _with_floor(line.get(name)) for name in systems}
+    return {"call": "{call}", "steps": "{steps}", "rows": "{rows}", **each}
+
+
+calls = Table(
+    _call_columns,
+    _calls,
+    lambda results: (
+        "Median ms of a whole call (its floor); rows: those of the denoising loop at every step. "
+        f"{'; '.join(dict.fromkeys(machine(result) for _, result, _ in timed_calls(results)))}."
+    ),
+)
+shapes = blocks(
+    calls,
+    lambda _: f"![Parts of a call by shape and system, with the floor](../benchmarks/results/{SHAPES})\n",
+    lambda _: f"![Ms per observation against the batch, with the floor](../benchmarks/results/{BATCHES})\n",
+)
+
+# -- goals --------------------------------------------------------------------------------------------------------
+
+SHORT = ("pi05", 2, 10)
+GOALS: dict[tuple[str, int, int], dict[str, float]] = {
+    SHORT: {"portable-bf16": 11.5, "portable-fp8": 10.0},
+    ("pi05", 3, 50): {"native-bf16": 10.5, "native-fp8": 8.8, "portable-bf16": 15.0, "portable-fp8": 13.0},
+    ("pi0", 3, 50): {"native-bf16": 10.3, "native-fp8": 8.6, "portable-bf16": 15.0, "portable-fp8": 13.0},
+}
+"""Ms of a call of ten steps on an H200, by model, views, actions and system."""
+INT8_OVER_FP8 = 1.05
+"""Longest call of `SHORT` in portable INT8, relative to portable FP8."""
+PER_SECOND = {1: 135, 4: 220, 8: 280, 16: 330, 32: 360}
+"""Observations a second by batch, for `SHORT` in `native-fp8`."""
+LONGER_PROMPT = 1.1
+"""Longest call with a longer prompt, relative to its share of the prefix's tokens."""
+IMAGE_TOKENS = 256
+"""Tokens of a view of π0 and π0.5."""
+
+
+def _sizes(result: Row) -> tuple[str, int, int]:
+    model = result["model"]
+    return model["kind"], model["views"], model["action_horizon"]
+
+
+def _goals(results: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    shown = list(timed_calls(results))
+    median = {(shape, row["system"]): row["median_ms"] for shape, _, row in shown}
+    for shape, result, row in shown:
+        system, tokens = row["system"], result.get("prompt_tokens")
+        goal = GOALS.get(_sizes(result), {}).get(system)
+        if tokens:
+            ordinary = median.get((shape_of({"model": result["model"]}), system))
+            images = IMAGE_TOKENS * result["model"]["views"]
+            share = (images + tokens) / (images + ORDINARY_TOKENS)
+            goal = None if ordinary is None else LONGER_PROMPT * share * ordinary
+        elif system == "portable-int8" and _sizes(result) == SHORT:
+            fp8 = median.get((shape, "portable-fp8"))
+            goal = None if fp8 is None else INT8_OVER_FP8 * fp8
+        if goal is not None and row["parts_ms"] and not result.get("camera"):
+            yield {**row, "call": shape, "goal": goal}
+    short = [r for r in published(results) if _sizes(r) == SHORT and not r.get("prompt_tokens") and not r.get("camera")]
+    for row in batched(short[0]) if short else ():
+        if row["system"] == "native-fp8" and row["batch"] in PER_SECOND:
+            goal = 1e3 * row["batch"] / PER_SECOND[row["batch"]]
+            yield {**row, "call": f"{shape_of(short[0])}, batch {row['batch']}", "goal": goal}
+
+
+def _met(row: Row) -> str:
+    over = row["median_ms"] / row["goal"] - 1
+    return f"{row['goal']:.1f}, " + ("met" if over <= 0 else f"missed by {100 * over:.0f} %")
+
+
+goals = Table(
+    {"call": "{call}", "system": "{system}", "ms": "{median_ms:.2f}", "goal": _met, **component_columns(PI0_PARTS)},
+    _goals,
+    "Median ms of a whole call of ten steps and of its components (their floors). The goals are for an H200. Portable "
+    f"INT8 may take {100 * INT8_OVER_FP8 - 100:.0f} % longer than portable FP8; a call with a longer prompt may take "
+    f"{100 * LONGER_PROMPT - 100:.0f} % longer than its share of the prefix's tokens; the goals of batches are "
+    "observations a second. With Hopper's kernels the first step of the loop counts as time of the KV cache.",
+)
+
+# -- a row a model ------------------------------------------------------------------------------------------------
+
+BUNDLED = {"demo": "pi05", "smolvla_demo": "smolvla"}
+"""The family of a bundled checkpoint."""
+
+
+def _agreement(result: Row) -> dict[str, tuple[int, str]]:
+    """By family: parameters, and the largest difference over all cases, of the models compared at published size."""
+    found = result.get("models") or {kind: result[kind] for kind in ("pi0", "pi05")}
+    return {
+        kind: (one["parameters"], f"{max(case['float32_max'] for case in _cases(one)):.1e}")
+        for kind, one in found.items()
+        if one.get("size") != "small"
+    }
+
+
+def _cases(one: Row) -> Sequence[Row]:
+    return one.get("cases") or [one["batch1"], one["batch3"]]
+
+
+def _played(pairs: Row) -> Iterator[tuple[str, str]]:
+    """Success of the bundled checkpoints in `native`, by family."""
+    for row in pairs["rows"]:
+        run = pairs["policies"].get(row["name"], {})
+        kind, rate = BUNDLED.get(run.get("policy")), row["other"]
+        if kind and row["name"] == "native" and rate["rate"] is not None:
+            warning = doubt(run["policy"], run.get("weights"))
+            yield kind, f"{100 * rate['rate']:.1f} % of {rate['episodes']}" + (f" ({warning})" if warning else "")
+
+
+def _models(results: Iterable[Row]) -> list[dict[str, Any]]:
+    agreement, played = {}, {}
+    for result in results:
+        if "policies" in result:
+            played |= dict(_played(result))
+        elif "rows" not in result:
+            agreement |= _agreement(result)
+    return [_model(result, agreement, played) for result in _benches(results)]
+
+
+def _benches(results: Iterable[Row]) -> list[Row]:
+    return [result for result in results if "rows" in result and "policies" not in result]
+
+
+def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping[str, str]) -> dict[str, Any]:
+    model, kind, steps = bench["model"], bench["model"]["kind"], bench["rows"][0]["steps"]
+    found = {row["system"]: row for row in bench["rows"] if row["steps"] == steps}
+    others = {name: row for name, row in found.items() if name.partition("-")[0] in ("openpi", "lerobot")}
+    if not others and "eager" in found:
+        others = {"ours-eager": found["eager"]}
+    count, difference = agreement.get(kind) or (parameters(kind), None)
+    memory = found.get("native-bf16", {}).get("memory") or {}
+    return {
+        "model": MODELS[kind],
+        "size": f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M",
+        "call": f"{model['views']} views, {model['action_horizon']} actions, {steps_of(kind, steps)}",
+        "reference": "; ".join(f"{r['median_ms']:.2f} ({n.replace('-', ', ', 1)})" for n, r in others.items()) or None,
+        "bf16": call(found.get("native-bf16")),
+        "fp8": call(found.get("native-fp8")),
+        "memory": memory.get("peak_running", memory["total"]) / 1e9 if memory else None,
+        "difference": difference,
+        "success": played.get(kind),
+    }
+
+
+models = Table(
+    {
+        "model": "{model}",
+        "parameters": "{size}",
+        "a call": "{call}",
+        "reference": "{reference}",
+        "native, BF16": "{bf16}",
+        "FP8": "{fp8}",
+        "GPU memory": "{memory:.1f} GB",
+        "difference in FP32": "{difference}",
+        "success": "{success}",
+    },
+    _models,
+    lambda results: (
+        "Median ms of a whole call at the published size with random weights, NumPy in to NumPy out, and the speed-up "
+        "over the reference: the original PyTorch code in the same run, or our own in eager mode. Difference in FP32: "
+        "the largest difference of the final actions from that code on equal weights. Success: of the small bundled "
+        "checkpoint, which was trained here, in BF16. "
+        f"{machines((MODELS[bench['model']['kind']], bench) for bench in _benches(results))}."
+    ),
+)

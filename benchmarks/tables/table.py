@@ -1,0 +1,163 @@
+"""The table renderer: rows, a template for each column, and a note below; and what several notes say."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval.training import record_of
+from vla_accel.files import without_folders
+
+MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7", "pi0_fast": "π0-FAST"}
+"""Display names of the model families."""
+Row = Mapping[str, Any]
+Cell = str | Callable[[Any], str]
+"""A format string for a row, such as `"{latency[p50]:.2f}"`, or a function of the row."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A Markdown table of a stored result; call it with the loaded JSON.
+
+    Attributes:
+        columns: header to cell, in order; or a function of the result that returns them.
+        rows: a function of the result that returns the rows. Without rows there is no table.
+        note: the paragraph below the table; or a function of the result that returns it.
+    """
+
+    columns: Mapping[str, Cell] | Callable[[Any], Mapping[str, Cell]]
+    rows: Callable[[Any], Iterable[Any]]
+    note: str | Callable[[Any], str] = ""
+
+    def __call__(self, result: Any) -> str:
+        body = list(self.rows(result))
+        if not body:
+            return ""
+        columns = self.columns(result) if callable(self.columns) else self.columns
+        note = self.note(result) if callable(self.note) else self.note
+        text = markdown(list(columns), [[filled(cell, row) for cell in columns.values()] for row in body])
+        return f"{text}\n{note}\n" if note else text
+
+
+def blocks(*parts: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Several tables and paragraphs of one result, with an empty line between those that are not empty."""
+    return lambda result: "\n".join(text for part in parts if (text := part(result)))
+
+
+def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "".join("| " + " | ".join(line) + " |\n" for line in (header, ["---"] * len(header), *body))
+
+
+class _Missing(Exception):
+    """A row has no value for a field of the template."""
+
+
+class _Formatter(string.Formatter):
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        try:
+            value, key = super().get_field(field_name, args, kwargs)
+        except (KeyError, TypeError):  # absent, or a part of what is absent
+            raise _Missing from None
+        if value is None:
+            raise _Missing
+        return value, key
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.endswith("%"):
+            return f"{100 * value:{format_spec[:-1]}f} %"
+        return format(value, format_spec)
+
+
+def filled(cell: Cell, row: Any) -> str:
+    """The text of a cell; a dash where the row has no value for it."""
+    try:
+        return cell(row) if callable(cell) else _Formatter().vformat(cell, (), row)
+    except _Missing:
+        return "-"
+
+
+def of(names: Iterable[str], template: str) -> dict[str, str]:
+    """Columns that differ by one name, which `template` has as `@`."""
+    return {name: template.replace("@", name) for name in names}
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def steps_of(kind: str, steps: int) -> str:
+    """A number of steps of a family's loop; those of π0-FAST are tokens."""
+    return plural(steps, "token" if kind == "pi0_fast" else "step")
+
+
+def with_interval(rate: Row) -> str:
+    """A success rate with its Wilson interval, such as `98.0 % (95.7 to 99.1)`; a dash without episodes."""
+    if rate["rate"] is None:
+        return "-"
+    return f"{100 * rate['rate']:.1f} % ({100 * rate['wilson_95_low']:.1f} to {100 * rate['wilson_95_high']:.1f})"
+
+
+def machine(result: Row) -> str:
+    """Hardware, torch version and commit of a report."""
+    hardware = result["hardware"]
+    place = hardware.get("gpu") or f"{hardware['cpu']}, {plural(hardware['threads'], 'thread')}"
+    return f"{place}, torch {result['software']['torch']}{commit(result)}"
+
+
+def machines(results: Iterable[tuple[str, Row]]) -> str:
+    """`machine` of several named reports; with their names where the machines differ."""
+    where: dict[str, list[str]] = {}
+    for name, result in results:
+        where.setdefault(machine(result), []).append(name)
+    if len(where) == 1:
+        return next(iter(where))
+    return "; ".join(f"{', '.join(dict.fromkeys(names))}: {place}" for place, names in where.items())
+
+
+def commit(result: Row) -> str:
+    """`, commit ...` of the code that made a report; empty where the report has none."""
+    git = result.get("git") or {}
+    name = git.get("commit") or result["software"].get("commit") or ""
+    changed = "+" if git.get("modified") or name.endswith("+") else ""
+    return f", commit {name[:7]}{changed}" if name else ""
+
+
+def command(result: Row) -> str:
+    """The command of a run in backticks, without the folders of its machine."""
+    words = result["command"].split() if isinstance(result["command"], str) else result["command"]
+    return f"`{' '.join(without_folders(words))}`"
+
+
+def with_note(result: Row) -> str:
+    """The note that was stored with a run, after a space."""
+    return f" {result['note']}" if result.get("note") else ""
+
+
+OLD, UNKNOWN = "older weights", "weights without a fingerprint"
+_WARNINGS = {
+    OLD: "Made with older weights than the bundled checkpoint has now",
+    UNKNOWN: "The weights of these runs are unknown, because they carry no fingerprint",
+}
+
+
+def doubt(checkpoint: str | None, weights: str | None) -> str:
+    """`OLD` if a run used other weights than its bundled checkpoint has now, `UNKNOWN` if it does not say which;
+    else empty. `weights`: their fingerprint."""
+    if weights is None:
+        return UNKNOWN
+    path = record_of(checkpoint)
+    return OLD if path is not None and weights != json.loads(path.read_text())["weights"] else ""
+
+
+def doubts(runs: Iterable[tuple[str, str | None, str | None]]) -> str:
+    """Warnings about the runs (name, checkpoint, fingerprint of the weights) that `doubt` names, after a space."""
+    found: dict[str, list[str]] = {}
+    for name, checkpoint, weights in runs:
+        found.setdefault(doubt(checkpoint, weights), []).append(name)
+    return "".join(
+        f" **{text}: {', '.join(dict.fromkeys(found[kind]))}.**" for kind, text in _WARNINGS.items() if kind in found
+    )

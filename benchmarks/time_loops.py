@@ -1,0 +1,339 @@
+"""A script: whole denoise steps at full size by every kind of loop, and the prefix's and the tower's products by own
+kernels and by the library's: is it right, and how fast is it?
+
+    python -m benchmarks.time_loops --output runs/loops.jsonl [--only TEXT]
+    python -m benchmarks.time_loops --many --output runs/many.jsonl [--only TEXT] [--ways WAY …]
+    TRITON_INTERPRET=1 python -m benchmarks.time_loops --tiny --output runs/loops.jsonl    # without a GPU: is it right?
+
+Loops: all layers of the expert, one step, streamed (Hopper's CUDA C++), in Triton as it is built here, and in Triton as
+a portable GPU would build it; microseconds a layer, and the cosine with the float32 reference, judged beside plain
+BF16's. With --many, instead, loops of many rows, ten steps: products in Triton, by the library, by the own GEMM, and as
+they are chosen; and every time that the choice was made by. GEMMs: row counts between those of the table, the library
+beside what is searched for. A JSON object a line, as soon as it is known. Ends with 1 where one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.script import concluded
+from tests.support import kernel_calls as calls
+from tests.support.gpus import assumed
+from tests.support.runtimes import steered
+from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
+from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
+from tests.support.streamed_support import FULL, LoopCase, streamable
+from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of, streamed_loop, why_not_streamed
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.families.smolvla import native_loop as smolvla_expert
+from vla_accel.fp8 import E4M3
+from vla_accel.kernels import autotune, nvrtc
+from vla_accel.kernels import config as configs
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.autotune import milliseconds, unfit
+from vla_accel.kernels.gemm import hopper
+from vla_accel.kernels.gemm.choice import trial
+from vla_accel.kernels.gemm.config import Library
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.hopper import HopperTile, launch
+from vla_accel.kernels.gemm.weights import make_linear, pair
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.loop import why_not
+from vla_accel.machine import resolve_device
+from vla_accel.nn.random_weights import random_model
+from vla_accel.runtime import Runtime
+
+COSINE, WORST = 0.9995, 0.13
+"""Of a step's velocity with float32, where plain BF16 does as well; and of an element of a product, where a step of FP8
+is an eighth."""
+ROWS = (288, 544, 576, 800, 832, 1088, 2176, 4352)
+DEEP = {**FULL, "depth": 18}
+LOOPS = {
+    **{f"pi05 H=10 batch {n}": LoopCase(streamable("pi05", **DEEP), n, 544) for n in (1, 4, 8, 16, 32)},
+    "pi05 H=50": LoopCase(streamable("pi05", **DEEP, horizon=50), 1, 800),
+    "pi0 H=50": LoopCase(streamable("pi0", **DEEP, horizon=50), 1, 800),
+    "pi05 H=50 batch 8": LoopCase(streamable("pi05", **DEEP, horizon=50), 8, 800),
+}
+SMOLVLA = {
+    f"smolvla {keys} keys": ExpertCase(expert_of(**SMOLVLA_FULL, depth=16), keys, (keys - 12,), steps=1)
+    for keys in (177, 145)
+}
+MANY = {
+    **{f"pi05 H=10 batch {n}": LoopCase(streamable("pi05", **DEEP), n, 554, steps=10) for n in (16, 32, 8)},
+    **{f"pi05 H=50 batch {n}": LoopCase(streamable("pi05", **DEEP, horizon=50), n, 554, steps=10) for n in (4, 1)},
+    "pi05 H=10 batch 4": LoopCase(streamable("pi05", **DEEP), 4, 554, steps=10),
+}
+"""Those of up to 64 rows have streamed kernels on Hopper, too."""
+PREFERRED = {"triton": "pipelined", "library": "cuBLAS", "own": "Hopper GEMM", "chosen": ""}
+"""How the names begin of what is taken of a product in each way to build a loop, where any is among its choices."""
+TINY_MANY = {"pi05": LoopCase(streamable("pi05", width=64, mlp=128, heads=2, horizon=17), 2, 40, steps=1)}
+TINY = {
+    "pi05": LoopCase(streamable("pi05", width=64, mlp=128, heads=2, horizon=18), 1, 40),
+    "pi0": LoopCase(streamable("pi0", width=64, mlp=128, heads=2), 2, 40),
+}
+
+
+def inputs_of(case: LoopCase, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor | None]:
+    """keys, values, lengths, guidance and noise, and the state's token."""
+    config, draw = case.config, calls.Draw("loops", dtype)
+    expert, actions = config.expert, (case.batch, config.action_horizon, config.action_dim)
+    cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
+    given = {
+        "keys": draw(*cache), "values": draw(*cache), "noise": draw.wide(*actions), "target": draw.wide(*actions),
+        "weights": torch.zeros(actions[:2]),
+        "lengths": torch.full((case.batch,), case.prefix_tokens - 12, dtype=torch.int32),
+    }  # fmt: skip
+    state = draw.wide(case.batch, expert.width).to(device) if config.kind == "pi0" else None
+    return {name: value.to(device) for name, value in given.items()}, state
+
+
+def velocity(loop: Any, inputs: dict[str, Tensor], state: Tensor | None) -> Tensor:
+    """What one step adds to the noise."""
+    actions = inputs["noise"].clone()
+    loop.run(inputs, state, actions)
+    return (actions - inputs["noise"]).flatten().double()
+
+
+def timed(
+    name: str, rows: int, depth: int, ways: dict[str, Callable[[], Any]], inputs: dict[str, Tensor],
+    state: Tensor | None, want: Tensor, least: float, repeats: int = 4,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A row for each of `ways` to build a loop, which should add `want`, with a cosine of `least`. `depth`: layers of a
+    run."""
+    device = want.device
+    here = Gpu.of(device)
+    gpus = {"triton": here, "portable": None if here is None else here.portable}
+    for way, build in ways.items():
+        row: dict[str, Any] = {"loop": name, "rows": rows, "way": way}
+        try:
+            with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton", device):
+                began = time.perf_counter()
+                loop = build()
+                row["build_s"] = round(time.perf_counter() - began, 1)
+                cosine = float(torch.nn.functional.cosine_similarity(velocity(loop, inputs, state), want, dim=0))
+                row |= {"cosine": cosine, "least": least, "right": cosine >= least}
+                row["how"] = getattr(loop, "detail", "")
+                if here is not None:
+                    actions = inputs["noise"].clone()
+                    ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, repeats)
+                    row |= {"us_a_layer": 1e3 * ms / depth, "ms": ms}
+        except unfit() as error:
+            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        yield row
+
+
+def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
+    """A row for each kind of SmolVLA's loop."""
+    here, place = Gpu.of(device), str(device)
+    for name, case in SMOLVLA.items():
+        if only not in name:
+            continue
+        loops, config = Loops(case), case.config
+        inputs = loops.placed(place, beyond=0.0) | {"noise": loops.noise.to(device)}
+        with steered("reference", device):
+            exact = loops.placed(place, torch.float32, beyond=0.0) | {"noise": inputs["noise"]}
+            want = velocity(loops.fused("fp32", place), exact, None)
+        ways: dict[str, Callable[[], Any]] = {
+            "triton": functools.partial(loops.fused, "bf16" if here is not None else "fp32", place)
+        }
+        if here is not None:
+            ways["portable"] = ways["triton"]
+            ways["triton int8"] = functools.partial(loops.fused, "int8", place)
+            if why_not(here, smolvla_expert.sizes_of(config), 1, "bf16") is None:
+                ways["streamed"] = functools.partial(loops.streamed, here, place)
+        yield from timed(name, config.action_horizon, config.expert.depth, ways, inputs, None, want, COSINE)
+
+
+@contextlib.contextmanager
+def preferring(name: str, seen: Callable[[str, autotune.Fastest], None]) -> Iterator[None]:
+    """Within it a loop's cuts are chosen among those whose name begins so, where there are any. `seen`: told of all
+    that is measured."""
+
+    def among(what: str, ways: Mapping[str, Any], runtime: Runtime, repeats: int = 5) -> autotune.Fastest:
+        wanted = {way: run for way, run in ways.items() if way.startswith(name)}
+        found = autotune.remembered(what, wanted or ways, runtime, repeats)
+        seen(what, found)
+        return found
+
+    before, configs.remembered = configs.remembered, among
+    try:
+        yield
+    finally:
+        configs.remembered = before
+
+
+def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows for each of `ways` to build a loop of many rows, and for all that was measured meanwhile."""
+    here = Gpu.of(device)
+    dtype = torch.bfloat16 if here is not None else torch.float32
+    prepared: dict[Any, tuple[Any, ...]] = {}
+    for name, case in chosen.items():
+        # Weights do not depend on how many actions there are.
+        alike = dataclasses.replace(case.config, action_horizon=0)
+        if alike not in prepared:
+            prepared.clear()
+            model = random_model(Pi0, case.config).to(device)
+            made = (ExpertWeights.of(model, precision) for precision in ("fp32", "bf16" if here else "fp32"))
+            prepared[alike] = tuple((weights, steps_of(model, weights, case.steps)) for weights in made)
+            del model
+        (exact, wide_tables), (weights, tables) = prepared[alike]
+        sizes = (case.batch, case.prefix_tokens)
+        inputs, state = inputs_of(case, device, dtype)
+        with steered("reference", device):
+            wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
+            want = velocity(Pi0LayerLoop(exact, case.config, wide_tables, *sizes), wide, state)
+            plainly = velocity(Pi0LayerLoop(weights, case.config, tables, *sizes), inputs, state)
+        lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
+        rows, depth = case.batch * case.config.suffix_tokens, case.config.expert.depth
+        told: list[dict[str, Any]] = []
+        for way in ways:
+            measured: dict[str, dict[str, Any]] = {}
+
+            def note(what: str, found: autotune.Fastest, depth: int = depth, into: Any = measured) -> None:
+                layers = 1 if what.startswith("attention") else depth
+                us = {n: round(1e3 * ms / layers, 2) for n, ms in sorted(found.times.items(), key=lambda w: w[1])}
+                into[what] = {"us": us, "out": dict(found.out)}
+
+            build = functools.partial(Pi0LayerLoop, weights, case.config, tables, *sizes)
+            with preferring(PREFERRED[way], note):
+                # A loop of so many steps has so many times the layers.
+                yield from timed(
+                    name, rows, depth * case.steps, {way: build}, inputs, state, want, min(COSINE, 1 - 2 * lost), 1
+                )
+            for what, row in measured.items():
+                if row not in told:
+                    told.append(row)
+                    yield {"measured": what, "rows": rows, **row}
+
+
+def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[str, Any]]:
+    """A row for each kind of loop that can run a case."""
+    here = Gpu.of(device)
+    dtype = torch.bfloat16 if here is not None else torch.float32
+    for name, case in chosen.items():
+        model = random_model(Pi0, case.config).to(device)
+        sizes = (case.batch, case.prefix_tokens)
+
+        def weights_in(precision: str, streamed: bool = False, model: Any = model) -> tuple[ExpertWeights, Any]:
+            weights = ExpertWeights.of(model, precision, streamed=streamed)
+            return weights, steps_of(model, weights, 1)
+
+        inputs, state = inputs_of(case, device, dtype)
+        with steered("reference", device):
+            exact, tables = weights_in("fp32")
+            wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
+            want = velocity(Pi0LayerLoop(exact, case.config, tables, *sizes), wide, state)
+            plain, tables = weights_in("bf16" if here is not None else "fp32")
+            plainly = velocity(Pi0LayerLoop(plain, case.config, tables, *sizes), inputs, state)
+        del exact, plain
+        # What plain BF16 loses is lost by rounding alone: a loop of ours may lose twice as much.
+        lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
+        least = min(COSINE, 1 - 2 * lost)
+        weights, tables = weights_in("bf16" if here is not None else "fp32")
+        ways: dict[str, Callable[[], Any]] = {
+            "triton": functools.partial(Pi0LayerLoop, weights, case.config, tables, *sizes)
+        }
+        if here is not None:
+            ways["portable"] = ways["triton"]
+            model = model.to_compute_dtype(torch.bfloat16)
+            narrow, own = weights_in("int8")
+            ways["triton int8"] = functools.partial(Pi0LayerLoop, narrow, case.config, own, *sizes)
+            if why_not_streamed(model, "bf16", case.batch) is None:
+                packed, tables = weights_in("bf16", streamed=True)
+                ways["streamed"] = functools.partial(streamed_loop, here, packed, case.config, tables, *sizes)
+        yield from timed(
+            name, case.batch * case.config.suffix_tokens, case.config.expert.depth, ways, inputs, state, want, least
+        )
+
+
+def tilings(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> list[HopperTile]:
+    """The table's and those that are searched for."""
+    sizes = (E4M3.dtype if kind == "fp8" else torch.bfloat16, activation, rows, n, k)
+    table = hopper.planned(gpu, *sizes)
+    return list(dict.fromkeys(([] if table is None else [table]) + hopper.searched(gpu, *sizes)))
+
+
+def sources(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> Iterator[str]:
+    """CUDA C++ of all of them."""
+    dtype, narrow = (E4M3.dtype, activation is not Activation.NONE) if kind == "fp8" else (torch.bfloat16, False)
+    for tiling in tilings(gpu, kind, rows, activation, n, k):
+        yield launch.source(dtype, tiling, Epilogue(activation=activation), fp8_out=narrow)
+
+
+def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for each product, number of rows and way."""
+    gpu = Gpu.of(device)
+    assert gpu is not None
+    products = list(itertools.product(sorted(hopper.TABLES[launch.ARCHITECTURE]), ROWS))
+    with ThreadPoolExecutor() as pool:
+        # Nothing but the compiler takes long, and it needs no GPU.
+        texts = {text for (kind, act, n, k), rows in products for text in sources(gpu, kind, rows, act, n, k)}
+        list(pool.map(lambda text: nvrtc.compile_source(text, launch.ARCHITECTURE), texts))
+    for (kind, activation, n, k), rows in products:
+        draw = calls.Draw(f"{n}x{k}", torch.bfloat16)
+        bias = None if n in (32_768, 2048, 2560) else draw(n).to(device)
+        layer = make_linear(
+            draw.wide(n, k, scale=k**-0.5).to(device), bias, torch.bfloat16, 4.0 if kind == "fp8" else None
+        )
+        call = trial(pair(layer) if activation is Activation.GEGLU else layer, activation, rows, gpu)
+        want = call(Library()).float().clone()
+        for tiling in (Library(), *tilings(gpu, kind, rows, activation, n, k)):
+            way = str(tiling)
+            row: dict[str, Any] = {"gemm": f"{kind} {activation} {rows}x{n}x{k}", "rows": rows, "way": way}
+            try:
+                worst = calls.difference(call(tiling).float(), want).worst
+                row |= {"worst": worst, "right": worst <= WORST}
+                row["us"] = 1e3 * milliseconds(functools.partial(call, tiling), device, 10)
+            except unfit() as error:
+                row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            yield row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--only", default="", help="loops whose name holds this text, and no GEMMs")
+    parser.add_argument("--many", action="store_true", help="loops of many rows alone, by every way")
+    parser.add_argument(
+        "--ways", nargs="+", choices=PREFERRED, default=list(PREFERRED), help="of --many, all if left out"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small loops on a CPU, in Triton's interpreter")
+    options = parser.parse_args()
+    device = resolve_device("cpu" if options.tiny else "cuda")
+    here = Gpu.of(device)
+    chosen = {n: c for n, c in (TINY if options.tiny else LOOPS).items() if options.only in n}
+    rows = itertools.chain(
+        loops(device, chosen),
+        () if options.tiny else smolvla_loops(device, options.only),
+        gemms(device) if here is not None and not options.only else (),
+    )
+    if options.many:
+        rows = many(
+            device, {n: c for n, c in (TINY_MANY if options.tiny else MANY).items() if options.only in n}, options.ways
+        )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    wrong = count = 0
+    with torch.inference_mode(), options.output.open("w") as file:
+        for row in rows:
+            wrong, count = wrong + (row.get("right") is False), count + 1
+            print(json.dumps({"gpu": "none" if here is None else here.name, **row}), file=file, flush=True)
+    print(json.dumps({"rows": count, "wrong": wrong}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(concluded(main))

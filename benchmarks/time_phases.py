@@ -1,0 +1,204 @@
+"""A script: where the blocks of Hopper's streamed denoise loop spend their time.
+
+    python -m benchmarks.time_phases --output runs/phases.json [--only TEXT]
+
+Stamps are written into the kernels' source, at the lines of `STAMPS`, and read back after a step at full size, so that
+they are of its last layer (of SmolVLA's, one that crosses). Of each kernel: when its first and last block began and
+ended, in nanoseconds since the layer's first kernel began, and what its blocks took for each part (median, clock
+cycles). Stamps cost time themselves: compare shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.time_loops import LOOPS, SMOLVLA, inputs_of
+from eval.script import concluded
+from tests.support.smolvla_loops import Loops
+from vla_accel.families.pi0.native_loop import ExpertWeights, steps_of, streamed_loop
+from vla_accel.families.pi0.network import Pi0
+from vla_accel.kernels import nvrtc
+from vla_accel.kernels.gpu import Gpu
+from vla_accel.machine import resolve_device
+from vla_accel.nn.random_weights import random_model
+
+CASES = ("pi05 H=10 batch 1", "pi05 H=50", "pi0 H=50", *SMOLVLA)
+KERNELS = ("attention", "output", "gate_up", "down")
+"""Of a layer; the first is `attend` or `grouped`."""
+BLOCKS, PLACES = 176, 32
+"""Of a kernel; stamps of a block, of which the first is nanoseconds, as the last is."""
+SUPPORT = f"""
+__device__ unsigned long long stamps[{len(KERNELS)}][{BLOCKS}][{PLACES}];
+__device__ __forceinline__ void stamp(int kernel, int place) {{
+  unsigned long long t;
+  if (place % {PLACES - 1} == 0) asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  else t = clock64();
+  if (threadIdx.x == 0) stamps[kernel][blockIdx.x][place] = t;
+}}
+extern "C" __global__ void read_stamps(unsigned long long* to) {{
+  for (int i = threadIdx.x; i < {len(KERNELS) * BLOCKS * PLACES}; i += blockDim.x) to[i] = (&stamps[0][0][0])[i];
+}}
+"""
+BEGIN, END = 0, PLACES - 1
+ARGUMENT = "Hold hold, Emit emit"
+LAST_EMIT = {
+    "attend": "        out[apart] = round_bf16(b);\n      }",
+    "grouped": "        out[8] = round_bf16(b);\n      }",
+}
+NORMED, SPLIT, GATE_UP = "normed_pairs(", "split_product(", " gate_up(const"
+ATTEND, GROUPED = " attend(const", " grouped(const"
+SPLITS = "K == MLP ? 3 : 1"
+EACH, ELEMENTS, OWN = "#pragma unroll\n", "(int n = 0; n < EACH; ++n) {\n", "thread + n * THREADS"
+# A function, a line of it, whether the stamp comes behind that line, whose it is, its place, and what has ended there.
+STAMPS = [
+    (NORMED, "int kernel = 2) {\n", True, "kernel", 1, ""),
+    (NORMED, "  griddepcontrol_wait();\n", False, "kernel", 2, "prologue"),
+    (NORMED, "  griddepcontrol_wait();\n", True, "kernel", 3, "wait"),
+    (NORMED, "  for (int done = 0; done < mine", False, "kernel", 4, "rows and norm"),
+    (NORMED, "    __syncthreads();\n    put_sums<N>(sums", False, "kernel", 5, "product"),
+    (NORMED, f"{EACH}    for {ELEMENTS}      const Place at({OWN});\n      if (at.tile", False, "kernel", 6, "sums"),
+    (SPLIT, "  constexpr int PART = K / PARTS", False, SPLITS, BEGIN, ""),
+    (SPLIT, "  constexpr int PART = K / PARTS", False, SPLITS, 1, ""),
+    (SPLIT, "  griddepcontrol_wait();\n", False, SPLITS, 2, "prologue"),
+    (SPLIT, "  griddepcontrol_wait();\n", True, SPLITS, 3, "wait"),
+    (SPLIT, "  __syncthreads();\n  // The warps'", False, SPLITS, 5, "product"),
+    (SPLIT, "  if constexpr (PARTS > 1)", False, SPLITS, 6, "sums"),
+    (SPLIT, "    mbarrier_wait_cluster(sums_barrier, 0);\n", False, SPLITS, 7, "sums sent"),
+    (SPLIT, f"{EACH}  for {ELEMENTS}    const int e =", False, SPLITS, 8, "sums there"),
+    (SPLIT, "sum, held, present[n]);\n    }\n  }\n", True, SPLITS, END, ""),
+    (GATE_UP, "  const u64 at", False, "2", BEGIN, ""),
+    (GATE_UP, "round_bf16(y);\n      });\n", True, "2", END, ""),
+    (ATTEND, "  const u64 at", False, "0", BEGIN, ""),
+    (ATTEND, "      }, 0);\n", True, "0", 7, "q/k/v"),
+    (ATTEND, "  cluster_wait();  // The other blocks", True, "0", 8, "cluster there"),
+    (ATTEND, "  mbarrier_wait(kv_barrier, 0);\n", False, "0", 9, "q sent"),
+    (ATTEND, "  mbarrier_wait_cluster(q_barrier, 0);\n", True, "0", 11, "q there"),
+    (ATTEND, "      if (own == 0) break;\n", True, "0", 12, "prefix scores"),
+    (ATTEND, f"{EACH}    for (int r = 0; r < KEY_ROUNDS; ++r) {{\n      const", False, "0", 14, "suffix there"),
+    (ATTEND, "  const int seen_rows =", False, "0", 15, "scores"),
+    (ATTEND, "  float o[MT][VT][4];", False, "0", 16, "softmax"),
+    (ATTEND, "  const u32 part_at =", False, "0", 17, "values"),
+    (ATTEND, "  cluster_arrive();\n  cluster_wait();\n#pragma unroll 1\n", False, "0", 18, "parts sent"),
+    (ATTEND, "#pragma unroll 1\n  for (int i = threadIdx.x; i < MT * VT / T", False, "0", 19, "parts there"),
+    (ATTEND, "\n}\n", False, "0", END, ""),
+    (GROUPED, "  constexpr int PARTS =", False, "0", BEGIN, ""),
+    (GROUPED, "      }, 0);\n", True, "0", 7, "q/k/v"),
+    (GROUPED, "  cluster_wait();  // The other blocks", True, "0", 8, "cluster there"),
+    (GROUPED, "  mbarrier_wait_cluster(there_barrier, 0);\n", False, "0", 9, "q/k/v sent"),
+    (GROUPED, "  mbarrier_wait_cluster(there_barrier, 0);\n", True, "0", 10, "q/k/v there"),
+    (GROUPED, "    float o[D / 8][4];", False, "0", 11, "scores"),
+    (GROUPED, "    if (n) __syncthreads();", False, "0", 12, "values"),
+    (GROUPED, "    // Σ 2^(max_w", False, "0", 13, "parts there"),
+    (GROUPED, "\n}\n", False, "0", END, ""),
+]  # fmt: skip
+
+
+def stamps_of(attention: str) -> list[tuple[str, str, bool, str, int, str]]:
+    """Those of a loop with this kernel, "attend" or "grouped"."""
+    other = GROUPED if attention == "attend" else ATTEND
+    return [stamp for stamp in STAMPS if stamp[0] != other]
+
+
+def stamped(source: str, attention: str) -> str:
+    """The kernels' source with `stamps_of` its kernel of attention."""
+    last = LAST_EMIT[attention]
+    source = source.replace(ARGUMENT, f"{ARGUMENT}, int kernel = 2", 1).replace(f"{last});", f"{last}, 0);", 1)
+    first = source.index("__device__")
+    source = source[:first] + SUPPORT.lstrip() + source[first:]
+    for function, line, behind, kernel, place, _ in stamps_of(attention):
+        start = source.index(function)
+        at = source.index(line, start) + (len(line) if behind and line.endswith("\n") else 0)
+        if behind and not line.endswith("\n"):
+            at = source.index("\n", at) + 1
+        here = f"  stamp({kernel}, {place});\n"
+        source = source[:at] + (here if source[at - 1] == "\n" else "\n" + here) + source[at:]
+    return source
+
+
+def told(stamps: Tensor, blocks: dict[str, int]) -> dict[str, Any]:
+    """What the stamps (kernels, BLOCKS, PLACES) say, by kernel."""
+    found: dict[str, Any] = {}
+    attention = next(name for name in LAST_EMIT if name in blocks)
+    kernels = (attention, *KERNELS[1:])
+    functions = ((NORMED, ATTEND, GROUPED), (SPLIT,), (NORMED, GATE_UP), (SPLIT,))
+    ended = {
+        (kernel, place): name
+        for kernel, mine in zip(kernels, functions, strict=True)
+        for function, *_, place, name in stamps_of(attention) if function in mine
+    }  # fmt: skip
+    origin = int(stamps[0, : blocks[attention], BEGIN].min())
+    for kernel, of_kernel in zip(kernels, stamps, strict=True):
+        mine = of_kernel[: blocks[kernel]]
+        whole = mine[mine[:, END] > 0]  # blocks of `attend` that end early have no last stamp
+        there = [p for p in range(1, END) if (whole[:, p] > 0).all()]
+        cycles = {
+            ended[kernel, b]: float((whole[:, b] - whole[:, a]).double().median()) for a, b in itertools.pairwise(there)
+        }
+        ns = {
+            f"{which} {what}": int(getattr(whole[:, place], how)()) - origin
+            for what, place in (("begun", BEGIN), ("ended", END)) for which, how in (("first", "min"), ("last", "max"))
+        }  # fmt: skip
+        found[kernel] = {"blocks": blocks[kernel], "ns": ns, "cycles": cycles}
+    return found
+
+
+def measure(name: str, device: torch.device) -> dict[str, Any]:
+    """A row: one step of a loop."""
+    gpu = Gpu.of(device)
+    assert gpu is not None
+    if name in SMOLVLA:
+        loops = Loops(SMOLVLA[name])
+        loop, state = loops.streamed(gpu, str(device)), None
+        inputs = loops.placed(str(device), beyond=0.0) | {"noise": loops.noise.to(device)}
+    else:
+        case = LOOPS[name]
+        model = random_model(Pi0, case.config).to(device).to_compute_dtype(torch.bfloat16)
+        weights = ExpertWeights.of(model, "bf16", streamed=True)
+        inputs, state = inputs_of(case, device, torch.bfloat16)
+        tables = steps_of(model, weights, 1)
+        loop = streamed_loop(gpu, weights, case.config, tables, case.batch, case.prefix_tokens)
+    actions = inputs["noise"].clone()
+    loop.run(inputs, state, actions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loop.run(inputs, state, actions)
+    for _ in range(20):
+        graph.replay()
+    stamps = torch.zeros(len(KERNELS), BLOCKS, PLACES, dtype=torch.int64, device=device)
+    loop.module.launch("read_stamps", 1, 256, (ctypes.c_void_p(stamps.data_ptr()),))
+    return {"loop": name, "kernels": told(stamps.cpu(), loop.schedule.blocks)}
+
+
+def main(output: Path, only: str) -> int:
+    real = nvrtc.Module.__init__
+
+    def loaded(self: Any, source: str, shared: dict[str, int], *rest: Any) -> None:
+        for attention in LAST_EMIT.keys() & shared.keys():
+            source, shared = stamped(source, attention), {**shared, "read_stamps": 0}
+        real(self, source, shared, *rest)
+
+    nvrtc.Module.__init__ = loaded  # type: ignore[method-assign]
+    rows = []
+    with torch.inference_mode():
+        for name in (case for case in CASES if only in case):
+            rows.append(measure(name, resolve_device("cuda")))
+            print(json.dumps(rows[-1]), flush=True)
+            output.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--only", default="", help="loops whose name holds this text")
+    options = parser.parse_args()
+    sys.exit(concluded(lambda: main(options.output, options.only)))

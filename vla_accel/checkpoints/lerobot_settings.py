@@ -1,0 +1,274 @@
+"""Settings of lerobot's config.json, by policy class and release, and of the steps of its saved pipelines.
+
+Sources: the configuration and processor classes of lerobot 0.3.3 to 0.6.1 and of its main branch (Hugging Face,
+Apache-2.0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vla_accel.checkpoints.settings import Setting, fixed, neutral, read
+
+RELEASES = ("0.3.3", "0.4.0", "0.4.1", "0.4.2", "0.4.3", "0.4.4", "0.5.0", "0.5.1", "0.6.0", "0.6.1", "main")
+"""Releases whose settings are known; "main" is lerobot's main branch as of `MAIN`."""
+MAIN = "23 August 2026"
+KNOWN = f"lerobot {RELEASES[0]} to {RELEASES[-2]} and main as of {MAIN}"
+
+
+def releases(setting: Setting) -> tuple[str, ...]:
+    """Return the releases that save a setting."""
+    first, last = setting.since or RELEASES[0], setting.until or RELEASES[-1]
+    return RELEASES[RELEASES.index(first) : RELEASES.index(last) + 1]
+
+
+def _since(release: str, *settings: Setting) -> tuple[Setting, ...]:
+    """Return the settings of a policy class that lerobot has since `release`."""
+    later = RELEASES.index(release)
+    return tuple(replace(s, since=RELEASES[max(later, RELEASES.index(s.since or RELEASES[0]))]) for s in settings)
+
+
+# -- config.json --------------------------------------------------------------------------------------------------
+
+_COPIED = "the saved steps have their own copy, which counts"
+_BASE = (
+    read("type", "policy class"),
+    read("input_features output_features", "names and sizes of cameras, state and action"),
+    fixed("n_obs_steps", "a policy that reads several observations is not supported", 1),
+    neutral("device use_amp", "where and in which precision lerobot ran"),
+    neutral("push_to_hub repo_id private tags license", "upload to the hub"),
+    neutral("pretrained_path", "checkpoint that training started from", "0.4.0"),
+    read("use_peft", "an adapter is required next to the file", "0.4.3"),
+    neutral("pretrained_revision", "revision that training started from", "0.6.0"),
+    read("chunk_size", "actions of a chunk"),
+    read("n_action_steps", "actions of a chunk that lerobot executes, at most chunk_size; here the caller decides"),
+)
+_SCALING = read("normalization_mapping", "how statistics scale; the saved steps have their own copy, which counts")
+_COMMON = (
+    *_BASE,
+    _SCALING,
+    neutral(
+        "optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay scheduler_warmup_steps "
+        "scheduler_decay_steps scheduler_decay_lr",
+        "training",
+    ),
+    neutral("empty_cameras", "number of cameras without images, which the model masks"),
+    neutral("rtc_config", "real-time chunking of lerobot's loop; here it is `rtc:` of the configuration", "0.4.2"),
+)
+_PERIODS = fixed("min_period", "embedding of the time", 4e-3), fixed("max_period", "embedding of the time", 4.0)
+
+_RELATIVE = (
+    read("use_relative_actions", "actions relative to the state; must agree with the saved steps", "0.5.1"),
+    neutral("relative_exclude_joints action_feature_names", _COPIED, "0.5.1"),
+)
+_PALIGEMMA = (
+    read("max_action_dim image_resolution paligemma_variant", "sizes, checked against the weights", "0.4.0"),
+    read("tokenizer_max_length", "longest prompt, where the saved tokenizer step does not say", "0.4.0"),
+    neutral("dtype", "precision in which lerobot ran", "0.4.0"),
+    neutral("gradient_checkpointing optimizer_grad_clip_norm", "training", "0.4.0"),
+    neutral("compile_model compile_mode", "torch.compile", "0.4.0"),
+)
+_FLOW = (
+    *_since("0.4.0", *_COMMON),
+    *_PALIGEMMA,
+    read("action_expert_variant", "size, checked against the weights", "0.4.0"),
+    read("num_inference_steps", "denoising steps", "0.4.0"),
+    neutral(
+        "time_sampling_beta_alpha time_sampling_beta_beta time_sampling_scale time_sampling_offset", "training", "0.4.0"
+    ),
+    *_since("0.4.0", *_PERIODS),
+    *_RELATIVE,
+    neutral("freeze_vision_encoder train_expert_only", "training", "0.4.3"),
+)
+_OLD_PI0 = "the π0 of lerobot 0.3 is another network, which later releases do not load either"
+_MEMORY = "the policy reads a history of frames, which this package does not run"
+_PROMPT_STATE = "numbers that lerobot before 0.5 fills the state in the prompt up to"
+
+FIELDS: dict[str, tuple[Setting, ...]] = {
+    "pi0": (
+        *_FLOW,
+        neutral("max_state_dim", "size that the weights show", "0.4.0"),
+        Setting(
+            (
+                "resize_imgs_with_padding",
+                "adapt_to_pi_aloha",
+                "use_delta_joint_actions_aloha",
+                "proj_width",
+                "num_steps",
+                "use_cache",
+                "attention_implementation",
+                "train_state_proj",
+            ),
+            "refused",
+            _OLD_PI0,
+            until="0.3.3",
+        ),
+    ),
+    "pi05": (
+        *_FLOW,
+        read("max_state_dim", _PROMPT_STATE, "0.4.0"),
+        fixed("use_visual_memory", _MEMORY, False, since="main"),
+        fixed("use_proprioceptive_memory", _MEMORY, False, since="main"),
+        neutral(
+            "memory_frames memory_stride memory_temporal_attention_every", "settings of a memory that is off", "main"
+        ),
+        read("rtc_training_max_delay", "longest delay of trained real-time chunking; 0: not trained for it", "main"),
+    ),
+    "pi0_fast": (
+        *_since("0.4.3", *_COMMON, *_PALIGEMMA),
+        *_RELATIVE,
+        neutral("action_expert_variant", "the model has no action expert", "0.4.3"),
+        read("max_state_dim", _PROMPT_STATE, "0.4.3"),
+        read("text_tokenizer_name", "the tokenizer, where the saved tokenizer step does not name it", "0.4.3"),
+        read("action_tokenizer_name fast_skip_tokens validate_action_token_prefix", "decoding of the actions", "0.4.3"),
+        read("max_decoding_steps", "most tokens that are written", "0.4.3"),
+        fixed("temperature", "only greedy decoding is supported", 0.0, since="0.4.3"),
+        neutral("max_action_tokens", "training", "0.4.3"),
+        neutral("use_kv_cache", "speed", "0.4.3"),
+    ),
+    "smolvla": (
+        *_COMMON,
+        *_PERIODS,
+        read("num_steps", "denoising steps"),
+        read(
+            "max_state_dim max_action_dim resize_imgs_with_padding num_expert_layers num_vlm_layers "
+            "expert_width_multiplier",
+            "sizes, checked against the weights",
+        ),
+        read("attention_mode self_attn_every_n_layers", "layers in which the actions attend to each other"),
+        read("vlm_model_name", "the tokenizer, where the saved tokenizer step does not name it"),
+        read("tokenizer_max_length", "longest prompt, where the saved tokenizer step does not say"),
+        fixed("adapt_to_pi_aloha", "π0's conversion of ALOHA's joints is not supported for SmolVLA", False),
+        fixed("use_delta_joint_actions_aloha", "lerobot does not run it either", False),
+        fixed("add_image_special_tokens", "tokens around the images are not supported", False),
+        fixed("use_cache", "the model is run with cached keys and values", True),
+        neutral("prefix_length pad_language_to", "padding, which the model masks"),
+        neutral("optimizer_grad_clip_norm freeze_vision_encoder train_expert_only train_state_proj", "training"),
+        neutral("load_vlm_weights", "where training took its first weights from"),
+        neutral("compile_model compile_mode", "torch.compile", "0.4.4"),
+    ),
+    "groot": (
+        *_since("0.4.0", *_BASE),
+        neutral("normalization_mapping", "not read by lerobot; the saved steps have their own scaling", "0.4.0"),
+        neutral("max_state_dim max_action_dim", "sizes that the weights show", "0.4.0"),
+        neutral("base_model_path", "checkpoint that training started from", "0.4.0"),
+        neutral("embodiment_tag", _COPIED, "0.4.0"),
+        neutral("image_size", "not read since N1.7", "0.4.0"),
+        Setting(("tokenizer_assets_repo",), "refused", "it belongs to GR00T N1.5, another network", "0.4.0"),
+        neutral(
+            "tune_llm tune_visual tune_projector tune_diffusion_model lora_rank lora_alpha lora_dropout "
+            "lora_full_model optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay warmup_ratio use_bf16 "
+            "video_backend balance_dataset_weights balance_trajectory_weights dataset_paths output_dir save_steps "
+            "max_steps batch_size dataloader_num_workers report_to resume",
+            "training",
+            "0.4.0",
+        ),
+        neutral("tune_vlln tune_top_llm_layers model_params_fp32", "training", "0.6.0"),
+        read("num_inference_timesteps", "denoising steps", "0.6.0"),
+        read("rtc_ramp_rate", "ramp of real-time chunking", "0.6.0"),
+        neutral("use_flash_attention", "speed", "0.6.0"),
+        neutral("use_relative_actions relative_exclude_joints action_decode_transform", _COPIED, "0.6.0"),
+    ),
+}
+"""Settings of config.json by policy class, as `type` names it."""
+
+# -- the saved pipelines ------------------------------------------------------------------------------------------
+
+BEFORE, AFTER = "policy_preprocessor.json", "policy_postprocessor.json"
+RENAME, NORMALIZE, TOKENIZE = "rename_observations_processor", "normalizer_processor", "tokenizer_processor"
+UNNORMALIZE, RELATIVE, ABSOLUTE = "unnormalizer_processor", "relative_actions_processor", "absolute_actions_processor"
+BATCH, DEVICE, ACTION_TOKENS = "to_batch_processor", "device_processor", "action_tokenizer_processor"
+_PI0_LINE, _SMOLVLA_LINE = "pi0_new_line_processor", "smolvla_new_line_processor"
+_PI05_STATE = "pi05_prepare_state_tokenizer_processor_step"
+_FAST_STATE = "pi0_fast_prepare_state_tokenizer_processor_step"
+ALIASES = {"delta_actions_processor": RELATIVE}
+"""Names of lerobot 0.5.1 that later releases changed."""
+NEUTRAL = (BATCH, DEVICE, ACTION_TOKENS)
+"""Steps that change no action: those that move data, and the one that tokenizes actions for training."""
+
+_NORMALIZER = (
+    read("features", "names that are normalized"),
+    read("norm_map", "how statistics scale, by kind of feature"),
+    read("eps", "added to or put in place of a divisor"),
+    read("normalize_observation_keys", "names that are normalized, instead of all features"),
+    fixed("stats", "statistics are read from the step's file", None),
+)
+_TASK_KEY = fixed("task_key", "the instruction has the key task", "task")
+
+STEPS: dict[str, tuple[Setting, ...]] = {
+    RENAME: (read("rename_map", "the robot's names of features"),),
+    BATCH: (),
+    DEVICE: (
+        neutral("device", "where lerobot ran"),
+        fixed("float_dtype", "lower precision is not supported", None, "float32", "float", "float64", "double"),
+    ),
+    NORMALIZE: _NORMALIZER,
+    UNNORMALIZE: _NORMALIZER,
+    TOKENIZE: (
+        read("max_length", "longest prompt"),
+        read("tokenizer_name", "the tokenizer"),
+        _TASK_KEY,
+        fixed("padding_side", "padding on the left is not supported", "right"),
+        neutral("padding", "the model masks padding"),
+        neutral("truncation", "a prompt that is too long is an error here"),
+    ),
+    _PI0_LINE: (),
+    _SMOLVLA_LINE: (),
+    _PI05_STATE: (
+        read("max_state_dim", "must be config.json's"),
+        _TASK_KEY,
+        fixed("include_state_in_prompt", "it belongs to π0.5's memory", True, since="main"),
+    ),
+    _FAST_STATE: (read("max_state_dim", "must be config.json's"), _TASK_KEY),
+    ACTION_TOKENS: (
+        neutral(
+            "action_tokenizer_name max_action_tokens fast_skip_tokens paligemma_tokenizer_name trust_remote_code "
+            "allow_truncation",
+            "tokens of actions for training",
+        ),
+    ),
+    RELATIVE: (
+        read("enabled", "whether actions are relative to the state", "0.5.1"),
+        read("exclude_joints action_names", "actions that stay absolute, by their names", "0.5.1"),
+    ),
+    ABSOLUTE: (read("enabled", "whether the state is added to the actions", "0.5.1"),),
+}
+"""Settings of every known step, by the step's name in lerobot's registry."""
+
+
+@dataclass(frozen=True)
+class PipelineForm:
+    """The steps of a policy class's pipeline.
+
+    Attributes:
+        required: Steps that lerobot always saves.
+        orders: Sequences of steps, of which each must precede the next.
+        neutral: Steps that change no action.
+    """
+
+    required: tuple[str, ...]
+    orders: tuple[tuple[str, ...], ...]
+    neutral: tuple[str, ...] = (BATCH, DEVICE)
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        named = (name for order in self.orders for name in order)
+        return tuple(dict.fromkeys((*named, *self.required, *self.neutral)))
+
+
+def _with_state_in_prompt(prepare: str, *neutral: str) -> PipelineForm:
+    order = (RENAME, RELATIVE, NORMALIZE, prepare, TOKENIZE)
+    return PipelineForm((NORMALIZE, prepare, TOKENIZE), (order,), (BATCH, DEVICE, *neutral))
+
+
+def _with_newline(newline: str) -> PipelineForm:
+    return PipelineForm((newline, TOKENIZE, NORMALIZE), ((newline, TOKENIZE), (RENAME, RELATIVE, NORMALIZE)))
+
+
+PREPROCESSORS = {
+    "pi0": _with_newline(_PI0_LINE),
+    "pi05": _with_state_in_prompt(_PI05_STATE),
+    "pi0_fast": _with_state_in_prompt(_FAST_STATE, ACTION_TOKENS),
+    "smolvla": _with_newline(_SMOLVLA_LINE),
+}
+POSTPROCESSOR = PipelineForm((UNNORMALIZE,), ((UNNORMALIZE, ABSOLUTE),))

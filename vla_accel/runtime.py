@@ -1,0 +1,74 @@
+"""`Runtime`: what decides which kernels run on a device, made once for a policy.
+
+The policy opens its runtime while it builds and runs engines. A native engine with portable kernels opens its own one
+inside. Ops and planning code call `current(device)`; where no runtime is open, as in an image pipeline, they get the
+default of the device. The open runtime is the state of one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vla_accel.kernels.gpu import Gpu
+
+Backend = Literal["reference", "triton", "cuda"]
+"""How ops run: "reference" by torch, "triton" by Triton kernels alone, "cuda" by the fastest kernel of any kind."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A device and how kernels run on it.
+
+    Attributes:
+        gpu: the GPU that kernels are chosen for, None if there is none.
+        backend: "triton" on a CPU needs Triton's interpreter (set TRITON_INTERPRET=1 before importing triton).
+        deterministic: no kernel is chosen by measurement, and no earlier measurement counts.
+        submit: compiles a CUDA C++ source for an architecture in another thread. If set, kernels that are not loaded
+            yet are submitted and not launched.
+    """
+
+    device: torch.device
+    gpu: Gpu | None
+    backend: Backend
+    deterministic: bool = False
+    submit: Callable[[str, str], object] | None = None
+
+    @classmethod
+    def of(cls, device: torch.device, *, deterministic: bool = False) -> Runtime:
+        """Return the runtime of a device: the fastest kernels on a GPU, torch references elsewhere."""
+        return cls(device, Gpu.of(device), "cuda" if device.type == "cuda" else "reference", deterministic)
+
+    @property
+    def portable(self) -> Runtime:
+        """The same runtime without kernels that need more than an Ada GPU has."""
+        return replace(self, gpu=self.gpu and self.gpu.portable)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Make this the current runtime of this thread, for tensors on this type of device."""
+        outer, _OPEN.runtime = _OPEN.runtime, self
+        try:
+            yield
+        finally:
+            _OPEN.runtime = outer
+
+
+class _Open(threading.local):
+    runtime: Runtime | None = None
+
+
+_OPEN = _Open()
+
+
+def current(where: Tensor | torch.device) -> Runtime:
+    """Return the open runtime, or the default of the device if none is open or the open one has another device type."""
+    device = where.device if isinstance(where, Tensor) else where
+    runtime = _OPEN.runtime
+    return runtime if runtime is not None and runtime.device.type == device.type else Runtime.of(device)
