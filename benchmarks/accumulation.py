@@ -1,22 +1,20 @@
-"""A script: how exactly products in E4M3 are summed, and what that does to the final actions with vision in FP8.
+"""Measure the error of sums in FP8 products, and its effect on the final actions with vision in FP8.
 
     python -m benchmarks.accumulation --output runs/accumulation.json [--observations observations.npz]
     python -m benchmarks.accumulation --tiny --output runs/accumulation.json    # without a GPU: does it run?
 
-Hopper's FP8 wgmma keeps some 14 bits of a sum. cuBLAS with fast accumulation, and our GEMM (`gemm.cu`, one sum over a
-block's whole share of K), let it sum over K; without fast accumulation cuBLAS adds its sums to float32 every so often.
+Hopper's FP8 wgmma keeps about 14 bits of a sum. cuBLAS with fast accumulation, and our GEMM (one sum over a block's
+whole share of K), use it over all of K; without fast accumulation cuBLAS regularly adds its sums to float32.
 
-Products: SigLIP's four at full size, 512 rows, with drawn operands: root mean square error of each way beside that of
-the exact sum of the same operands, and microseconds of one call in a CUDA graph. The same errors for the bundled
-checkpoint's own operands. Actions: prefix and vision in FP8, alone and together, beside FP32 eager: as it is shipped,
-and with every FP8 product by cuBLAS with fast accumulation, without it, and summed in float32. Images are noise where
-no recording is given, and the JSON says which. Writes one JSON, anew after each part. Ends with 1 where a product is
-wrong.
+Products: SigLIP's four at full size, 512 rows, with random operands and with those of the bundled checkpoint: the rms
+error of each method relative to the exact sum, and microseconds of one call in a CUDA graph. Actions: prefix and vision
+in FP8, alone and together, compared with FP32 eager: as shipped, and with every FP8 product by cuBLAS with fast
+accumulation, without it, and summed in float32. Without a recording, images are noise; the JSON says which. It is
+written again after each part. The exit status is 1 if a product is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -32,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.script import options_parser, reason, report_head, write_report
 from eval.script import concluded
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import NativeOptions
@@ -43,24 +42,24 @@ from vla_accel.kernels.gemm import hopper
 from vla_accel.kernels.gemm.epilogue import PLAIN
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.machine import hardware, resolve_device, software
+from vla_accel.machine import resolve_device
 from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import load_observations
 
 WORST = 0.05
-"""Of an error beside the exact sum: more is a mistake, not a way to sum."""
+"""Largest error relative to the exact sum; a larger one is a bug."""
 CALLS = 20
-"""Calls in a row that are timed together."""
+"""Consecutive calls that are timed together."""
 ROWS, WIDTH, HIDDEN, PADDED = 512, 1152, 4304, 4352
 PRODUCTS = {
     "qkv": (3 * WIDTH, WIDTH, WIDTH), "out": (WIDTH, WIDTH, WIDTH), "fc1": (PADDED, WIDTH, WIDTH),
     "fc2": (WIDTH, HIDDEN, PADDED),
 }  # fmt: skip
-"""N, K and K as it is padded with zeros of a SigLIP block's products, as `native.vision` prepares them."""
+"""N, K, and K padded with zeros, of the products of a SigLIP block."""
 TINY = {"out": (64, 48, 48), "fc2": (64, 40, 64)}
 DEPTHS = (128, 512)
-"""Of K that are summed at once where partial sums are added up in float32."""
+"""Depths of K that are summed at a time before they are added in float32."""
 PARTS = ("vision", "kv_cache", "denoise")
 SCALED = torch._scaled_mm
 SHIPPED, FAST, SLOW, EXACT = "as shipped", "cuBLAS, fast accumulation", "cuBLAS, without it", "summed in float32"
@@ -70,7 +69,7 @@ SHIPPED, FAST, SLOW, EXACT = "as shipped", "cuBLAS, fast accumulation", "cuBLAS,
 
 
 def operands(n: int, k: int, padded: int, kind: str, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and weights in E4M3. `kind`: normal numbers, as behind a norm, or their GELU, as before fc2; "outliers": one
+    """Rows and weights in E4M3. `kind`: "normal" (as after a norm) or "gelu" (as before fc2); with "outliers" one
     column of 256 is 30 times as large."""
     draw = torch.Generator(device).manual_seed(0)
     x, weight = (torch.randn(size, k, generator=draw, device=device) for size in (rows, n))
@@ -92,7 +91,7 @@ def library(x: Tensor, weight: Tensor, fast: bool, out_dtype: torch.dtype) -> Te
 
 
 def promoted(x: Tensor, weight: Tensor, depth: int) -> Tensor:
-    """Fast sums over `depth` of K each, added up in float32: what a kernel would compute that promotes so often."""
+    """Fast sums over parts of `depth`, added in float32, as a kernel with such a promotion interval would compute."""
     total = torch.zeros(len(x), len(weight), device=x.device)
     for a, b in zip(x.split(depth, 1), weight.split(depth, 1), strict=True):
         total += library(a.contiguous(), b.contiguous(), True, torch.float32)
@@ -100,8 +99,7 @@ def promoted(x: Tensor, weight: Tensor, depth: int) -> Tensor:
 
 
 def own(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Our GEMM by the tiling that would be taken, and by the same with K shared among two and three blocks, which add
-    up their parts in float32."""
+    """Our GEMM with its planned tiling, and with K split among one to three blocks, whose parts add in float32."""
     gpu = Gpu.of(x.device)
     if gpu is None:
         return {}
@@ -121,22 +119,22 @@ def own(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 
 def error_of(got: Tensor, want: Tensor) -> float:
-    """Root mean square of the error beside that of what is wanted."""
+    """Rms of the error relative to the rms of `want`."""
     return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())
 
 
 def product(name: str, sizes: tuple[int, int, int], kind: str, rows: int, device: torch.device) -> dict[str, Any]:
-    """Errors and times of one product by every way."""
+    """Errors and times of one product with every method."""
     n, k, padded = sizes
     x, weight = operands(n, k, padded, kind, rows, device)
     want = x.double() @ weight.double().T
     ways: dict[str, Callable[[], Tensor]] = {
         "exact, rounded to BF16": lambda: want.bfloat16(),
         **{
-            f"cuBLAS, {said}, {str(dtype).removeprefix('torch.')} out": functools.partial(
+            f"cuBLAS, {how}, {str(dtype).removeprefix('torch.')} out": functools.partial(
                 library, x, weight, fast, dtype
             )
-            for fast, said in ((True, "fast accumulation"), (False, "without it"))
+            for fast, how in ((True, "fast accumulation"), (False, "without it"))
             for dtype in (torch.float32, torch.bfloat16)
         },
         **{f"promoted every {depth}, float32 out": functools.partial(promoted, x, weight, depth) for depth in DEPTHS},
@@ -144,14 +142,14 @@ def product(name: str, sizes: tuple[int, int, int], kind: str, rows: int, device
     }
     found = []
     for way, run in ways.items():
-        told: dict[str, Any] = {"way": way}
+        row: dict[str, Any] = {"way": way}
         try:
-            told["error"] = error_of(run(), want)
+            row["error"] = error_of(run(), want)
             if device.type == "cuda" and way.startswith(("cuBLAS", "own")):
-                told["us"] = 1e3 * milliseconds(run, device, CALLS)
+                row["us"] = 1e3 * milliseconds(run, device, CALLS)
         except unfit() as error:
-            told["cannot"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        found.append(told)
+            row["cannot"] = reason(error)
+        found.append(row)
     return {"product": name, "rows": rows, "n": n, "k": k, "operands": kind, "ways": found}
 
 
@@ -159,7 +157,7 @@ def product(name: str, sizes: tuple[int, int, int], kind: str, rows: int, device
 
 
 class Once:
-    """A policy that answers what it was asked before from memory: every comparison asks the reference the same."""
+    """A policy that caches its answers: every comparison calls the reference with the same inputs."""
 
     def __init__(self, policy: OptimizedPolicy) -> None:
         self._policy, self._answers = policy, dict[tuple[int, bytes], Any]()
@@ -176,7 +174,7 @@ class Once:
 
 @contextlib.contextmanager
 def by_library(way: str, watch: Callable[[Tensor, Tensor], None] = lambda x, weight: None) -> Iterator[list[int]]:
-    """Within it the FP8 products that cuBLAS makes are summed in this way; `watch` sees their operands. Counts them."""
+    """Sum cuBLAS's FP8 products in this block with a method; `watch` receives their operands. Yields their count."""
     count = [0]
 
     def scaled(
@@ -195,7 +193,7 @@ def by_library(way: str, watch: Callable[[Tensor, Tensor], None] = lambda x, wei
 
 
 def config_of(fp8: Sequence[str], way: str, device: torch.device) -> PolicyConfig:
-    """Components in FP8. But as it is shipped no product is our own GEMM's: kernels are portable."""
+    """A configuration with these components in FP8; other methods than `SHIPPED` use portable kernels, not our GEMM."""
     specs = {part: EngineSpec("native", precision="fp8" if part in fp8 else "auto") for part in PARTS}
     kernels = NativeOptions() if way == SHIPPED else NativeOptions(kernels="portable")
     return replace(
@@ -204,14 +202,14 @@ def config_of(fp8: Sequence[str], way: str, device: torch.device) -> PolicyConfi
 
 
 def own_operands(observations: Sequence[Any], device: torch.device) -> list[dict[str, Any]]:
-    """The errors of the bundled checkpoint's products in vision and prefix, on what they get in its calls."""
+    """The errors of the bundled checkpoint's products in vision and prefix, on the operands of its calls."""
     errors: dict[tuple[int, int, int], dict[str, list[float]]] = {}
 
     def watch(x: Tensor, weight: Tensor) -> None:
         want = x.double() @ weight.double().T
-        told = errors.setdefault((len(x), len(weight), x.shape[1]), {FAST: [], SLOW: []})
+        found = errors.setdefault((len(x), len(weight), x.shape[1]), {FAST: [], SLOW: []})
         for way, fast in ((FAST, True), (SLOW, False)):
-            told[way].append(error_of(library(x, weight, fast, torch.float32), want))
+            found[way].append(error_of(library(x, weight, fast, torch.float32), want))
 
     config = replace(config_of(PARTS[:2], FAST, device), cuda_graph=False)
     policy = OptimizedPolicy.from_pretrained("demo", config)
@@ -220,10 +218,10 @@ def own_operands(observations: Sequence[Any], device: torch.device) -> list[dict
             policy.infer(observation)
     return [
         {"rows": rows, "n": n, "k": k, "ways": [
-            {"way": way, "calls": len(found), "mean_error": sum(found) / len(found), "worst_error": max(found)}
-            for way, found in told.items()
+            {"way": way, "calls": len(values), "mean_error": sum(values) / len(values), "worst_error": max(values)}
+            for way, values in listed.items()
         ]}
-        for (rows, n, k), told in errors.items()
+        for (rows, n, k), listed in errors.items()
     ]  # fmt: skip
 
 
@@ -245,24 +243,21 @@ def actions(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--observations", type=Path, help="recorded ones (.npz); noise if not given")
-    parser.add_argument("--count", type=int, default=120, help="observations at most")
-    parser.add_argument("--draws", type=int, default=8, help="noises of each")
+    parser = options_parser(__doc__)
+    parser.add_argument("--observations", type=Path, help="recorded observations (.npz); default: noise")
+    parser.add_argument("--count", type=int, default=120, help="largest number of observations")
+    parser.add_argument("--draws", type=int, default=8, help="noise draws of each")
     parser.add_argument("--tiny", action="store_true", help="small, on a CPU")
     options = parser.parse_args()
     device = resolve_device("cpu" if options.tiny else "cuda")
     report: dict[str, Any] = {
-        "command": ["python", "-m", "benchmarks.accumulation", *(Path(word).name for word in sys.argv[1:])],
-        "hardware": hardware(device), "software": software(),
+        **report_head("accumulation", device),
         "images": "noise" if options.observations is None else f"recorded, {options.observations.name}",
         "products": [], "own_operands": [], "actions": [],
     }  # fmt: skip
-    options.output.parent.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(options.output, report)
 
     with torch.inference_mode():
         for name, sizes in (TINY if options.tiny else PRODUCTS).items():

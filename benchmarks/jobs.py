@@ -183,7 +183,7 @@ JOBS: tuple[Job, ...] = (
     # Agreement with FP32 eager.
     *(parity(config) for config in (
         "native", "native_fp8", "native_fp8_vision", "native_int8", "native_int8_denoise",
-        "benchmarks/configs/native_fp8_int8_denoise.yaml", "benchmarks/configs/native_fp8_vision_int8_denoise.yaml",
+        "native_fp8_int8_denoise", "native_fp8_vision_int8_denoise",
         "benchmarks/configs/native_portable.yaml",
         "benchmarks/configs/native_portable_fp8.yaml", "benchmarks/configs/native_portable_int8.yaml",
     )),

@@ -28,11 +28,11 @@ class Arguments:
     output: Annotated[Path, Written()]
     """JSON report."""
     families: Listed[str] = ("pi05", "pi0", "smolvla", "groot")
-    """Of which published sizes."""
+    """Model families."""
 
 
 def run(arguments: Arguments) -> None:
-    """Raises ConfigError for a family that is not there."""
+    """Raises ConfigError for an unknown family."""
     for name in arguments.families:
         family_named(name)  # before the first is counted
     families = {}

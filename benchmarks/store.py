@@ -1,7 +1,7 @@
-"""Keep a measured run: `python -m benchmarks.store runs/x.json --name NAME` writes benchmarks/results/NAME.json.
+"""Store a run: `python -m benchmarks.store runs/x.json --name NAME` writes benchmarks/results/NAME.json.
 
-What is kept: protocol, policy, hardware, software, command, every episode's outcome, the summary. What is not: each
-call's timings (they are in the episode log), and paths of the machine it ran on.
+It keeps protocol, policy, hardware, software, command, the outcome of every episode and the summary, and drops the
+timings of each call (the episode log has them) and the paths of the machine.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Keep a benchmark's result, such as `python -m eval.libero` writes, in benchmarks/results."""
+    """Store a result, such as `python -m eval.libero` writes, in benchmarks/results."""
 
     result: Annotated[Path, tyro.conf.arg(metavar="RESULT"), tyro.conf.Positional]
     """Result file of a benchmark."""
     name: str
-    """What it is stored as, without ending."""
+    """Name of the stored file without its suffix."""
     note: Words = ""
-    """What a reader must know beside the figures."""
+    """A note that is stored with the figures."""
     folder: Annotated[Path, Written(folder=True)] = RESULTS
     """Where NAME.json goes."""
 
@@ -44,14 +44,14 @@ def slim(result: dict[str, Any], note: str = "") -> dict[str, Any]:
     kept = {k: v for k, v in result.items() if k not in ("episodes", "figure", "videos")}
     kept["command"] = without_folders(kept["command"])
     kept["launches"] = [{**s, "command": without_folders(s["command"])} for s in kept["launches"]]
-    if told := kept["policy"].get("metadata"):  # a policy that is no bundled one is named by its folder
-        told = {**told, "policy": Path(told["policy"]).name}
-        kept["policy"] = {**kept["policy"], "metadata": told}
+    if metadata := kept["policy"].get("metadata"):  # a policy that is not bundled is named by its folder
+        metadata = {**metadata, "policy": Path(metadata["policy"]).name}
+        kept["policy"] = {**kept["policy"], "metadata": metadata}
     return {"note": note, **kept, "episodes": episodes}
 
 
 def run(arguments: Arguments) -> None:
-    """Write the slim copy, whole or not at all. Raises ConfigError for what is no result."""
+    """Write the slim copy atomically. Raises ConfigError if the file is not a result."""
     if not arguments.name or Path(arguments.name).name != arguments.name:
         raise ConfigError(f"name: expected a file's name without folder, got {arguments.name!r}")
     result, _ = read_result(arguments.result)

@@ -184,7 +184,7 @@ def _model_group(report: Report) -> tuple[str, list[Bar]]:
         return one(label, found[system], colour, f"{gpu}{faster}")
 
     bars = [ours("native-bf16", "BF16", PLAIN)]
-    fastest = min((name for name in found if name.startswith("native-")), key=found.__getitem__)
+    fastest: str = min((name for name in found if name.startswith("native-")), key=found.__getitem__)
     if fastest != "native-bf16":
         bars.append(ours(fastest, LABELS.get(fastest, fastest), FASTEST))
     other = PUBLISHED.get(model["kind"])

@@ -1,17 +1,16 @@
-"""A script: every cut of the denoise loop's products and attention at full size: is it right, and how fast is it?
+"""Time every tile config of the products and the attention of the denoising loop, at full size.
 
     python -m benchmarks.time_cuts --output runs/cuts.jsonl [--rows 10 50 51 80 160 320] [--gpu here portable]
-    TRITON_INTERPRET=1 python -m benchmarks.time_cuts --tiny --output runs/cuts.jsonl     # without a GPU: is it right?
+    TRITON_INTERPRET=1 python -m benchmarks.time_cuts --tiny --output runs/cuts.jsonl    # without a GPU: is it correct?
 
-For each number of rows: what a build on this GPU (and on it as a portable one) would measure, beside the cut that ran
-until now and the library's product alone. Weights are those of 18 layers, so that they come from memory. A JSON object
-a line, as soon as it is known: op, rows, cut, microseconds a call, the worst difference from the reference. Ends with 1
-where one is wrong.
+For each number of rows it measures the configs that a build on this GPU (and on it as a portable one) tries, an older
+fixed config, and the library's product alone. There are weights of 18 layers, so that they come from memory. Each JSON
+line has op, rows, config, microseconds a call and the worst difference from the reference. The exit status is 1 if one
+is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
@@ -20,20 +19,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.script import options_parser, reason, write_rows
 from eval.script import concluded
 from tests.support import kernel_calls as calls
 from tests.support.gpus import assumed
 from tests.support.kernel_calls import Draw
 from tests.support.runtimes import steered
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention import key_tilings
-from vla_accel.kernels.attention.key_tilings import KeySplit, SuffixAttention
+from vla_accel.kernels.attention import config as attention_config
+from vla_accel.kernels.attention.config import KeySplit, SuffixShape
 from vla_accel.kernels.attention.suffix import AttentionWorkspace, suffix_attention, suffix_workspace
 from vla_accel.kernels.autotune import milliseconds, unfit
 from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Skinny, candidates, gemm_sizes, skinny
@@ -45,7 +44,7 @@ from vla_accel.kernels.rows.rows import rope_tables
 from vla_accel.machine import resolve_device
 
 EPS, WORST = 1e-6, 0.02
-"""Of an element, relative to itself and the root mean square: BF16's rounding of sums and of GeGLU's input."""
+"""Largest error of an element, relative to itself and the root mean square: rounding of sums and of GeGLU's input."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ TINY = Full(64, 128, 2, 64, 96, 2)
 
 
 class Bench:
-    """The operands of one number of rows on a device, and its ops as calls over all layers."""
+    """The operands for one number of rows on a device, and the ops over all layers."""
 
     def __init__(self, size: Full, rows: int, device: torch.device) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -73,7 +72,7 @@ class Bench:
         columns = (size.heads + 2) * size.head_dim
 
         def linears(n: int, k: int) -> list[Linear]:
-            # One weight of random numbers, rolled for each layer: drawing takes longer than timing.
+            # Roll one random weight for each layer: drawing takes longer than timing.
             first = draw(n, k, scale=k**-0.5).to(device)
             return [Linear(first.roll(i, 0)) for i in range(size.depth)]
 
@@ -122,7 +121,7 @@ class Bench:
         return torch.cat([out.flatten() for out in self.out[name]]).float()
 
     def in_float32(self, name: str) -> Tensor:
-        """`result` of the reference on the same numbers."""
+        """`result` of the float32 reference."""
         wide = copy.copy(self)
         for field, value in vars(self).items():
             if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
@@ -154,7 +153,7 @@ def until_now(product: GemmSizes) -> Skinny:
 
 
 def products(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
-    """A row for each cut of each product."""
+    """A row for each config of each product."""
     for name, layers in bench.layers.items():
         product = bench.product(name)
         want = bench.in_float32(name)
@@ -171,9 +170,9 @@ def products(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
 
 
 def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
-    """A row for each cut of the attention."""
+    """A row for each config of the attention."""
     size = bench.size
-    sizes = SuffixAttention(1, bench.rows, size.prefix_tokens, size.heads, 1, size.head_dim, bench.q.element_size())
+    sizes = SuffixShape(1, bench.rows, size.prefix_tokens, size.heads, 1, size.head_dim, bench.q.element_size())
     before = KeySplit(16, 64, 1, 1, 4) if sizes.rows <= 128 else KeySplit(64, 64, 1, 1, 8)
 
     out = bench.x.new_empty(bench.rows, size.heads * size.head_dim)
@@ -187,7 +186,7 @@ def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
 
     with steered("reference", bench.device):
         want = run(None, suffix_workspace(sizes, bench.device), wide=True)
-    for cut in dict.fromkeys((before, *key_tilings.key_splits(gpu, sizes))):
+    for cut in dict.fromkeys((before, *attention_config.key_splits(gpu, sizes))):
         with _kernels(bench.device):
             one = functools.partial(run, cut, suffix_workspace(sizes, bench.device, cut))
             row = {"op": "attention", "rows": bench.rows, "cut": str(cut), "until_now": cut == before}
@@ -197,7 +196,7 @@ def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
 def _measured(
     one: Callable[[], Tensor], want: Tensor, layers: list[Callable[[], object]], bench: Bench
 ) -> dict[str, Any]:  # fmt: skip
-    """How far two calls are from the reference, and microseconds a layer; or why it cannot run."""
+    """The difference of two calls from the reference, and microseconds a layer; or why it cannot run."""
     try:
         worst = max(calls.difference(one().float(), want).worst for _ in range(2))
         ms = (
@@ -206,13 +205,12 @@ def _measured(
             else None
         )
     except unfit() as error:
-        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        return {"error": reason(error)}
     return {"worst": worst, "right": worst <= WORST, "us": None if ms is None else 1e3 * ms / len(layers)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, required=True)
+    parser = options_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[10, 50, 51, 80, 160, 320])
     parser.add_argument("--gpu", nargs="+", choices=("here", "portable"), default=["here", "portable"])
     parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU, in Triton's interpreter")
@@ -220,18 +218,16 @@ def main() -> int:
     device = resolve_device("cpu" if options.tiny else "cuda")
     here = Gpu.of(device)
     gpus = {"here": here, "portable": None if here is None else here.portable}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    wrong = 0
-    with torch.inference_mode(), options.output.open("w") as file:
+
+    def measured() -> Iterator[dict[str, Any]]:
         for name in ["here"] if options.tiny else options.gpu:
             for rows in options.rows:
                 bench = Bench(TINY if options.tiny else Full(), rows, device)
                 with assumed(gpus[name]):
                     for make in (products, attention):
-                        for row in make(bench, gpus[name]):
-                            row = {"gpu": "none" if here is None else here.name, "as": name, **row}
-                            wrong += row.get("right") is False
-                            print(json.dumps(row), file=file, flush=True)
+                        yield from ({"as": name, **row} for row in make(bench, gpus[name]))
+
+    _, wrong = write_rows(options.output, measured(), "none" if here is None else here.name)
     print(json.dumps({"wrong": wrong, "seconds": round(time.process_time(), 1), "rows": options.rows}))
     return 1 if wrong else 0
 

@@ -1,15 +1,15 @@
-"""A script: every tiling of Hopper's GEMM that may pay, in the chains of vision and prefix of π0.5 at full width.
+"""Time promising tilings of Hopper's GEMM in the vision and prefix of π0.5 at full width.
 
     python -m benchmarks.time_gemm --output runs/gemm.json [--only TEXT] [--views 2] [--seconds 100] [--each 3]
 
-A chain is the program itself (`NativeVision`, `NativePrefix`), some layers of random weights, in a CUDA graph: products
-launched as they are in a call, with the kernels between them, and weights that come from memory. Of each product every
-candidate takes its turn while the others stay as they are, beside today's choice in the same turns; it must agree with
-float32 as today's does, alone and in the chain. Then the best of every product are tried together.
+A chain is the program itself (`NativeVision`, `NativePrefix`) with some layers of random weights in a CUDA graph, so
+the products run between the other kernels, with weights from memory. Every candidate of a product is timed in turns
+with the current choice, while the other products keep theirs; its result must be as close to float32. At the end the
+best of all products are tried together.
 
-Writes one JSON, anew after each product, times in microseconds: of a layer of the chain with the candidate and with
-today's choice, and what that saves in a whole call; the best first. Of each product alone: the library's, today's and
-the best one's time. Ends with 1 where a tiling is wrong.
+The JSON is written again after each product: microseconds of a layer with the candidate and with the current choice,
+and the saving in a whole call, the best first; and the time of each product alone with the library, the current choice
+and the best. The exit status is 1 if a tiling is wrong.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, replace
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from benchmarks.script import options_parser, report_head, write_report
 from eval.script import concluded
 from tests.gpu import chains
 from tests.gpu.chains import CHAINS, DEVICE, DTYPE, FP8, Chain, Product
@@ -46,18 +46,18 @@ from vla_accel.kernels.gemm.ops import by_library
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.nvrtc import compiled
-from vla_accel.machine import hardware, resolve_device, software
+from vla_accel.machine import resolve_device
 from vla_accel.numeric import round_up
 
 ROUNDS, REPLAYS = 5, 3
 APART = 0.1
-"""What a chain's output may differ from today's, relative: sums in another order, rounded in FP8."""
+"""Largest relative difference of a chain's output: sums in another order, rounded in FP8."""
 CYCLES_FETCHED, START, EXCHANGE = 48, 2500, 900
-"""By estimate: bytes a cycle that a multiprocessor gets, cycles of a wave of blocks and of an exchange of sums."""
+"""Estimates: bytes per cycle of a multiprocessor, cycles of a wave of blocks and of an exchange of sums."""
 WORTH, MOST = 1.45, 80
-"""Beyond so many times the best estimate a tiling is left out, and so are all but the first so many."""
+"""Largest estimate relative to the best, and largest number of tilings that are tried."""
 TOGETHER, GAIN = 6, 0.998
-"""Of each product, so many are tried beside the best of the others; what must be left of the chain's time."""
+"""Tilings of each product that are tried together; largest remaining share of the chain's time."""
 
 
 def cycles(gpu: Gpu, product: Product, tiling: HopperTile) -> float:
@@ -280,7 +280,7 @@ def as_compiled(tilings: list[HopperTile], jobs: list[Future[None]], until: floa
 
 
 def measure(options: argparse.Namespace, report: dict[str, Any], pool: ProcessPoolExecutor) -> None:
-    """Fills `report["chains"]`. Each chain has an equal share of the time that is left, each product of a chain's."""
+    """Fill `report["chains"]`. The remaining time is shared equally by chains, and by the products of a chain."""
     end, gpu = time.monotonic() + options.seconds, Gpu.of(DEVICE)
     assert gpu is not None
     names = [name for name in CHAINS if options.only in name]
@@ -307,31 +307,26 @@ def measure(options: argparse.Namespace, report: dict[str, Any], pool: ProcessPo
             found, order = sweep(chain, product, as_compiled(tried[place], jobs[place], mine), gpu, mine)
             best.append(order)
             row["products"].append({**found, "of": len(tried[place])})
-            options.output.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(options.output, report)
             short = {k: found[k] for k in ("product", "today", "tried", "alone_us")}
             first = {row["tiling"]: round(row["saved_us"], 1) for row in found["best_first"][:3]}
             print(json.dumps({"chain": name, **short, "saved_us": first, "wrong": len(found["wrong"])}), flush=True)
         row["together"] = together(chain, best, until)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(options.output, report)
         print(json.dumps({"chain": name, **row["together"]}), flush=True)
         for left in itertools.chain.from_iterable(jobs):
             left.cancel()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", default="", help=f"chains whose name holds this text: {', '.join(CHAINS)}")
+    parser = options_parser(__doc__)
+    parser.add_argument("--only", default="", help=f"chains whose name contains this text: {', '.join(CHAINS)}")
     parser.add_argument("--views", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=100.0, help="then what is left is left out")
+    parser.add_argument("--seconds", type=float, default=100.0, help="time limit; the rest is left out")
     parser.add_argument("--each", type=int, default=2, help="tilings of a kind")
     options = parser.parse_args()
     resolve_device(DEVICE.type)
-    report: dict[str, Any] = {
-        "command": ["python", "-m", "benchmarks.time_gemm", *(Path(word).name for word in sys.argv[1:])],
-        "hardware": hardware(DEVICE), "software": software(), "chains": [],
-    }  # fmt: skip
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {**report_head("time_gemm", DEVICE), "chains": []}
     processes = max(1, (os.cpu_count() or 2) - 1)
     with torch.inference_mode(), ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         # Importing takes them longer than compiling.

@@ -1,20 +1,18 @@
-"""A script: whole denoise steps at full size by every kind of loop, and the prefix's and the tower's products by own
-kernels and by the library's: is it right, and how fast is it?
+"""Time denoising steps at full size with every kind of loop, and the GEMMs of prefix and vision.
 
     python -m benchmarks.time_loops --output runs/loops.jsonl [--only TEXT]
-    python -m benchmarks.time_loops --many --output runs/many.jsonl [--only TEXT] [--ways WAY …]
-    TRITON_INTERPRET=1 python -m benchmarks.time_loops --tiny --output runs/loops.jsonl    # without a GPU: is it right?
+    python -m benchmarks.time_loops --many --output runs/many.jsonl [--only TEXT] [--ways WAY ...]
+    TRITON_INTERPRET=1 python -m benchmarks.time_loops --tiny --output runs/loops.jsonl    # without a GPU
 
-Loops: all layers of the expert, one step, streamed (Hopper's CUDA C++), in Triton as it is built here, and in Triton as
-a portable GPU would build it; microseconds a layer, and the cosine with the float32 reference, judged beside plain
-BF16's. With --many, instead, loops of many rows, ten steps: products in Triton, by the library, by the own GEMM, and as
-they are chosen; and every time that the choice was made by. GEMMs: row counts between those of the table, the library
-beside what is searched for. A JSON object a line, as soon as it is known. Ends with 1 where one is wrong.
+Loops: all layers of the expert, one step, with streamed kernels (Hopper's CUDA C++), in Triton as built here, and in
+Triton as a portable GPU would build it: microseconds a layer, and the cosine with the float32 reference, judged by that
+of plain BF16. With --many: loops of many rows, ten steps, with products in Triton, by the library, by the own GEMM, and
+as chosen, and every time that the choice was based on. GEMMs: row counts between those of the table, the library and
+the searched tilings. A JSON line for each; the exit status is 1 if one is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -24,12 +22,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.script import options_parser, reason, write_rows
 from eval.script import concluded
 from tests.support import kernel_calls as calls
 from tests.support.gpus import assumed
@@ -58,8 +56,8 @@ from vla_accel.nn.random_weights import random_model
 from vla_accel.runtime import Runtime
 
 COSINE, WORST = 0.9995, 0.13
-"""Of a step's velocity with float32, where plain BF16 does as well; and of an element of a product, where a step of FP8
-is an eighth."""
+"""Lowest cosine of the velocity with float32, where plain BF16 reaches it; largest error of an element of a product,
+whose FP8 steps are an eighth."""
 ROWS = (288, 544, 576, 800, 832, 1088, 2176, 4352)
 DEEP = {**FULL, "depth": 18}
 LOOPS = {
@@ -88,21 +86,21 @@ TINY = {
 
 
 def inputs_of(case: LoopCase, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor | None]:
-    """keys, values, lengths, guidance and noise, and the state's token."""
+    """Keys, values, lengths, guidance and noise, and the token of the state."""
     config, draw = case.config, calls.Draw("loops", dtype)
     expert, actions = config.expert, (case.batch, config.action_horizon, config.action_dim)
     cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
-    given = {
+    tensors = {
         "keys": draw(*cache), "values": draw(*cache), "noise": draw.wide(*actions), "target": draw.wide(*actions),
         "weights": torch.zeros(actions[:2]),
         "lengths": torch.full((case.batch,), case.prefix_tokens - 12, dtype=torch.int32),
     }  # fmt: skip
     state = draw.wide(case.batch, expert.width).to(device) if config.kind == "pi0" else None
-    return {name: value.to(device) for name, value in given.items()}, state
+    return {name: value.to(device) for name, value in tensors.items()}, state
 
 
 def velocity(loop: Any, inputs: dict[str, Tensor], state: Tensor | None) -> Tensor:
-    """What one step adds to the noise."""
+    """The change of the noise by one step."""
     actions = inputs["noise"].clone()
     loop.run(inputs, state, actions)
     return (actions - inputs["noise"]).flatten().double()
@@ -112,8 +110,8 @@ def timed(
     name: str, rows: int, depth: int, ways: dict[str, Callable[[], Any]], inputs: dict[str, Tensor],
     state: Tensor | None, want: Tensor, least: float, repeats: int = 4,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A row for each of `ways` to build a loop, which should add `want`, with a cosine of `least`. `depth`: layers of a
-    run."""
+    """A row for each of `ways` to build a loop, whose velocity must reach a cosine of `least` with `want`. `depth`:
+    layers of a run."""
     device = want.device
     here = Gpu.of(device)
     gpus = {"triton": here, "portable": None if here is None else here.portable}
@@ -132,7 +130,7 @@ def timed(
                     ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, repeats)
                     row |= {"us_a_layer": 1e3 * ms / depth, "ms": ms}
         except unfit() as error:
-            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            row["error"] = reason(error)
         yield row
 
 
@@ -160,8 +158,7 @@ def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def preferring(name: str, seen: Callable[[str, autotune.Fastest], None]) -> Iterator[None]:
-    """Within it a loop's cuts are chosen among those whose name begins so, where there are any. `seen`: told of all
-    that is measured."""
+    """Choose the tile configs of loops in this block among those with this prefix. `seen` receives all times."""
 
     def among(what: str, ways: Mapping[str, Any], runtime: Runtime, repeats: int = 5) -> autotune.Fastest:
         wanted = {way: run for way, run in ways.items() if way.startswith(name)}
@@ -177,12 +174,12 @@ def preferring(name: str, seen: Callable[[str, autotune.Fastest], None]) -> Iter
 
 
 def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows for each of `ways` to build a loop of many rows, and for all that was measured meanwhile."""
+    """Rows for each of `ways` to build a loop of many rows, and for all times that the choices were based on."""
     here = Gpu.of(device)
     dtype = torch.bfloat16 if here is not None else torch.float32
     prepared: dict[Any, tuple[Any, ...]] = {}
     for name, case in chosen.items():
-        # Weights do not depend on how many actions there are.
+        # Weights do not depend on the number of actions.
         alike = dataclasses.replace(case.config, action_horizon=0)
         if alike not in prepared:
             prepared.clear()
@@ -199,24 +196,23 @@ def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str])
             plainly = velocity(Pi0LayerLoop(weights, case.config, tables, *sizes), inputs, state)
         lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
         rows, depth = case.batch * case.config.suffix_tokens, case.config.expert.depth
-        told: list[dict[str, Any]] = []
+        listed: list[dict[str, Any]] = []
         for way in ways:
             measured: dict[str, dict[str, Any]] = {}
 
             def note(what: str, found: autotune.Fastest, depth: int = depth, into: Any = measured) -> None:
                 layers = 1 if what.startswith("attention") else depth
                 us = {n: round(1e3 * ms / layers, 2) for n, ms in sorted(found.times.items(), key=lambda w: w[1])}
-                into[what] = {"us": us, "out": dict(found.out)}
+                into[what] = {"us": us, "out": dict(found.rejected)}
 
             build = functools.partial(Pi0LayerLoop, weights, case.config, tables, *sizes)
             with preferring(PREFERRED[way], note):
-                # A loop of so many steps has so many times the layers.
                 yield from timed(
                     name, rows, depth * case.steps, {way: build}, inputs, state, want, min(COSINE, 1 - 2 * lost), 1
                 )
             for what, row in measured.items():
-                if row not in told:
-                    told.append(row)
+                if row not in listed:
+                    listed.append(row)
                     yield {"measured": what, "rows": rows, **row}
 
 
@@ -240,7 +236,7 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
             plain, tables = weights_in("bf16" if here is not None else "fp32")
             plainly = velocity(Pi0LayerLoop(plain, case.config, tables, *sizes), inputs, state)
         del exact, plain
-        # What plain BF16 loses is lost by rounding alone: a loop of ours may lose twice as much.
+        # Plain BF16 only rounds: a loop may lose twice as much.
         lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
         least = min(COSINE, 1 - 2 * lost)
         weights, tables = weights_in("bf16" if here is not None else "fp32")
@@ -268,7 +264,7 @@ def tilings(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: i
 
 
 def sources(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> Iterator[str]:
-    """CUDA C++ of all of them."""
+    """Their CUDA C++ sources."""
     dtype, narrow = (E4M3.dtype, activation is not Activation.NONE) if kind == "fp8" else (torch.bfloat16, False)
     for tiling in tilings(gpu, kind, rows, activation, n, k):
         yield launch.source(dtype, tiling, Epilogue(activation=activation), fp8_out=narrow)
@@ -280,7 +276,7 @@ def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
     assert gpu is not None
     products = list(itertools.product(sorted(hopper.TABLES[launch.ARCHITECTURE]), ROWS))
     with ThreadPoolExecutor() as pool:
-        # Nothing but the compiler takes long, and it needs no GPU.
+        # Only the compiler takes long, and it needs no GPU.
         texts = {text for (kind, act, n, k), rows in products for text in sources(gpu, kind, rows, act, n, k)}
         list(pool.map(lambda text: nvrtc.compile_source(text, launch.ARCHITECTURE), texts))
     for (kind, activation, n, k), rows in products:
@@ -299,17 +295,16 @@ def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
                 row |= {"worst": worst, "right": worst <= WORST}
                 row["us"] = 1e3 * milliseconds(functools.partial(call, tiling), device, 10)
             except unfit() as error:
-                row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                row["error"] = reason(error)
             yield row
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", default="", help="loops whose name holds this text, and no GEMMs")
-    parser.add_argument("--many", action="store_true", help="loops of many rows alone, by every way")
+    parser = options_parser(__doc__)
+    parser.add_argument("--only", default="", help="loops whose name contains this text, and no GEMMs")
+    parser.add_argument("--many", action="store_true", help="only loops of many rows, built in every way")
     parser.add_argument(
-        "--ways", nargs="+", choices=PREFERRED, default=list(PREFERRED), help="of --many, all if left out"
+        "--ways", nargs="+", choices=PREFERRED, default=list(PREFERRED), help="for --many; default: all"
     )
     parser.add_argument("--tiny", action="store_true", help="small loops on a CPU, in Triton's interpreter")
     options = parser.parse_args()
@@ -325,12 +320,7 @@ def main() -> int:
         rows = many(
             device, {n: c for n, c in (TINY_MANY if options.tiny else MANY).items() if options.only in n}, options.ways
         )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    wrong = count = 0
-    with torch.inference_mode(), options.output.open("w") as file:
-        for row in rows:
-            wrong, count = wrong + (row.get("right") is False), count + 1
-            print(json.dumps({"gpu": "none" if here is None else here.name, **row}), file=file, flush=True)
+    count, wrong = write_rows(options.output, rows, "none" if here is None else here.name)
     print(json.dumps({"rows": count, "wrong": wrong}))
     return 1 if wrong else 0
 

@@ -1,11 +1,11 @@
-"""A script: where the blocks of Hopper's streamed denoise loop spend their time.
+"""Time the phases of the blocks of Hopper's streamed denoising loop.
 
     python -m benchmarks.time_phases --output runs/phases.json [--only TEXT]
 
-Stamps are written into the kernels' source, at the lines of `STAMPS`, and read back after a step at full size, so that
-they are of its last layer (of SmolVLA's, one that crosses). Of each kernel: when its first and last block began and
-ended, in nanoseconds since the layer's first kernel began, and what its blocks took for each part (median, clock
-cycles). Stamps cost time themselves: compare shares.
+It inserts time stamps into the source of the kernels, at the lines of `STAMPS`, and reads them after a step at full
+size: they belong to its last layer (for SmolVLA a cross-attention layer). The JSON has, for each kernel, when its first
+and last block began and ended, in nanoseconds since the first kernel of the layer, and the median clock cycles of each
+phase. Stamps take time themselves: compare shares.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from vla_accel.nn.random_weights import random_model
 
 CASES = ("pi05 H=10 batch 1", "pi05 H=50", "pi0 H=50", *SMOLVLA)
 KERNELS = ("attention", "output", "gate_up", "down")
-"""Of a layer; the first is `attend` or `grouped`."""
+"""Kernels of a layer; the first is `attend` or `grouped`."""
 BLOCKS, PLACES = 176, 32
-"""Of a kernel; stamps of a block, of which the first is nanoseconds, as the last is."""
+"""Blocks of a kernel; stamps of a block, of which the first and the last are nanoseconds."""
 SUPPORT = f"""
 __device__ unsigned long long stamps[{len(KERNELS)}][{BLOCKS}][{PLACES}];
 __device__ __forceinline__ void stamp(int kernel, int place) {{
@@ -58,7 +58,7 @@ NORMED, SPLIT, GATE_UP = "normed_pairs(", "split_product(", " gate_up(const"
 ATTEND, GROUPED = " attend(const", " grouped(const"
 SPLITS = "K == MLP ? 3 : 1"
 EACH, ELEMENTS, OWN = "#pragma unroll\n", "(int n = 0; n < EACH; ++n) {\n", "thread + n * THREADS"
-# A function, a line of it, whether the stamp comes behind that line, whose it is, its place, and what has ended there.
+# Function, line in it, whether the stamp follows the line, kernel, index of the stamp, and the phase that ends there.
 STAMPS = [
     (NORMED, "int kernel = 2) {\n", True, "kernel", 1, ""),
     (NORMED, "  griddepcontrol_wait();\n", False, "kernel", 2, "prologue"),
@@ -103,13 +103,13 @@ STAMPS = [
 
 
 def stamps_of(attention: str) -> list[tuple[str, str, bool, str, int, str]]:
-    """Those of a loop with this kernel, "attend" or "grouped"."""
+    """The stamps of a loop with this attention kernel, "attend" or "grouped"."""
     other = GROUPED if attention == "attend" else ATTEND
     return [stamp for stamp in STAMPS if stamp[0] != other]
 
 
 def stamped(source: str, attention: str) -> str:
-    """The kernels' source with `stamps_of` its kernel of attention."""
+    """The source of the kernels with the stamps of its attention kernel."""
     last = LAST_EMIT[attention]
     source = source.replace(ARGUMENT, f"{ARGUMENT}, int kernel = 2", 1).replace(f"{last});", f"{last}, 0);", 1)
     first = source.index("__device__")

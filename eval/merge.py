@@ -35,7 +35,7 @@ class Arguments:
     parts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PART ...", help_behavior_hint=""), tyro.conf.Positional]
     """Result files, such as `python -m eval.libero --shard 1/2` writes."""
     output: Annotated[Path, Written()]
-    """Result JSON of the whole run; its picture goes beside it."""
+    """Result JSON of the whole run; its picture goes into the same folder."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, films, conditions."""
 

@@ -40,15 +40,15 @@ class Arguments:
     output: OutputFile = None
     """JSON report."""
     note: Words = ""
-    """What a reader must know beside the figures."""
+    """A note that is stored with the figures."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, and films of the episodes that only one of them won, where both
     runs were filmed (--film-all)."""
 
 
 def _print(report: Mapping[str, Any]) -> None:
-    told = "lost: only the reference won; gained: only this won; p: McNemar, exact; sees: with 80 % power at 5 %"
-    table = Table(title=f"paired with {report['reference']}; {told}")
+    legend = "lost: only the reference won; gained: only this won; p: McNemar, exact; sees: with 80 % power at 5 %"
+    table = Table(title=f"paired with {report['reference']}; {legend}")
     for column in ("run", "steps", "pairs", "reference", "this", "lost", "gained", "p", "sees", "errors"):
         table.add_column(column)
     for row, name in ((r, n) for whole in report["rows"] for r, n in _with_suites(whole)):
@@ -59,7 +59,7 @@ def _print(report: Mapping[str, Any]) -> None:
         errors = f"{row['reference']['errors']} and {row['other']['errors']}"
         sees = "-" if row["smallest_difference"] is None else f"{100 * row['smallest_difference']:.1f} %"
         table.add_row(*cells, str(row["lost"]), str(row["gained"]), f"{row['mcnemar_exact_p']:.3g}", sees, errors)
-    # Where nobody watches, lines need not be broken.
+    # Without a terminal, do not wrap lines.
     console = Console()
     width = None if console.is_terminal else max(console.width, 120)
     Console(width=width, markup=False, emoji=False).print(table)

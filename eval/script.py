@@ -1,5 +1,4 @@
-"""What scripts share: options from words, one line for an error, pictures and folders of files that are written
-whole."""
+"""What scripts share: options, one line for an error, and atomic writes of pictures and folders."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def run_script(
     """Run `python -m NAME` with its options, a dataclass, from `words` (the program's own if None); `later`: as in
     `concluded`.
 
-    The exit status: 0 done, 1 an error was said, 130 interrupted; wrong usage ends the program with status 2.
+    The exit status: 0 done, 1 an error was printed, 130 interrupted; wrong usage ends the program with status 2.
     """
 
     def whole() -> int:
@@ -36,26 +35,26 @@ def run_script(
 
 
 def concluded(run: Callable[[], int], *, error: int = 1, later: str = "") -> int:
-    """The exit status of a program whose end is said in one line (`vla_accel.cli.ended`); `error`: that of an error,
-    `later`: what an interrupted one is told besides."""
-    status, said = ended(run)
-    if said is None:
+    """Run a program, print its error in one line (`vla_accel.cli.ended`), and return its exit status. `error`: the
+    status of an error; `later`: text after the message of an interrupt."""
+    status, message = ended(run)
+    if message is None:
         return status
-    print(f"error: {' '.join(said.split())}" if status == 1 else said + later, file=sys.stderr)
+    print(f"error: {' '.join(message.split())}" if status == 1 else message + later, file=sys.stderr)
     return error if status == 1 else status
 
 
 def write_png(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure, whole or not at all."""
+    """Write a matplotlib figure atomically."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=130)
 
 
 @contextlib.contextmanager
 def replacing_files(folder: Path) -> Iterator[Path]:
-    """A hidden folder within `folder` to write files to; when the block ends well, and their content is on the disk,
-    they take their places in `folder`, where others stay. When it raises they are removed, and `folder` if it was not
-    there. Raises OutputError where this cannot be, also when the disk becomes full within the block."""
+    """A hidden folder within `folder` to write files to. When the block succeeds, and the files are on the disk, they
+    move to `folder`; when it raises, they are removed, and `folder` if it is new. Raises OutputError if `folder` cannot
+    be written, also when the disk becomes full within the block."""
     there = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +72,7 @@ def replacing_files(folder: Path) -> Iterator[Path]:
                 folder.rmdir()
         if not isinstance(error, OSError) or isinstance(error, OutputError):
             raise
-        place = Path(error.filename2 or error.filename or folder)  # a copy's second name is where it goes to
+        place = Path(error.filename2 or error.filename or folder)  # the second name of a copy is its target
         if not place.is_relative_to(folder) and place not in folder.parents:
             raise
         raise OutputError(f"{folder}: cannot be written: {error.strerror or error}") from error

@@ -1,8 +1,7 @@
 """Episodes an hour with more simulators and more GPUs, and what the machine is busy with meanwhile.
 
-`python -m eval.throughput` runs `python -m eval.libero` once for each case and watches the machine beside it. The rate
-is that of the time in which all simulators play: from the first result on record to the last but as many as there are
-simulators. Nothing here plays.
+`python -m eval.throughput` runs `python -m eval.libero` once for each case and watches the machine. The rate is that of
+the time in which all simulators play: from the first recorded result to the n-th last, with n simulators.
 """
 
 from __future__ import annotations
@@ -64,12 +63,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Run each case, and write what was seen after each."""
+    """Run each case, and write the report after each."""
 
     output: Annotated[Path, Written()]
     """JSON file."""
     runs: OutputFolder = None
-    """Folder for the runs' own results. Default: beside the output, with its name."""
+    """Folder for the results of the runs. Default: the name of the output without its suffix."""
     case: Listed[str] = ("plain:1:4:6", "plain:1:8:6", "plain:1:14:6", "ray:1:14:6")
     """Each is ray or plain:GPUS:SIMULATORS:TRIALS[:CORES]; GPUS of 0 plays on the CPU."""
     module: str = "eval.libero"
@@ -90,7 +89,7 @@ def run(arguments: Arguments) -> None:
     runs.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "command": told(arguments),
+        "command": command_line(arguments),
         "steps": arguments.steps,
         "cores": len(os.sched_getaffinity(0)),
         "rows": [],
@@ -170,12 +169,12 @@ def _play(case: Case, arguments: Arguments, output: Path) -> tuple[dict[str, Any
     words += [*(("--ray", "local") if case.ray else ()), "--device", "cuda" if case.gpus else "cpu"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(case.gpus)))}
     cores = by_core(os.sched_getaffinity(0))[: case.cores or None]
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as log:
         # The new process inherits the cores of the thread that starts it.
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores)
         try:
-            process = subprocess.Popen(words, env=environment, stdout=said, stderr=said, start_new_session=True)
+            process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
         finally:
             os.sched_setaffinity(0, before)
         with watched(process.pid, log_path(output), case.gpus) as watch:
@@ -187,8 +186,8 @@ def _play(case: Case, arguments: Arguments, output: Path) -> tuple[dict[str, Any
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        said.seek(0)
-        end = " ".join(said.read().split())[-600:]
+        log.seek(0)
+        end = " ".join(log.read().split())[-600:]
     if code != 0:
         why = f"took longer than {arguments.limit_s:g} s" if code is None else f"ended with status {code}"
         raise EngineError(f"{arguments.module} {why}: {end}")
@@ -206,7 +205,7 @@ def watched(pid: int, log: Path, gpus: int) -> Iterator[Watch]:
             watch.at.append(time.monotonic() - began)
             watch.episodes.append(_episodes(log))
             busy = busy_s()
-            assert busy is not None, "a Linux machine tells"
+            assert busy is not None, "only Linux is supported"
             watch.busy_s.append(busy)
             watch.policy_s.append(_policies_s(pid))
             watch.gpus.append([share() for share in handles])
@@ -223,8 +222,8 @@ def watched(pid: int, log: Path, gpus: int) -> Iterator[Watch]:
 
 
 def by_core(cores: Iterable[int], cpus: Path = CPUS) -> list[int]:
-    """Cores as the system counts them, those that are threads of one core side by side: a share of a machine has whole
-    ones. By number where the system does not tell."""
+    """CPUs in an order in which the threads of one core are neighbours, so that a share of the list has whole cores;
+    by number if the system does not list them."""
 
     def first(core: int) -> int:
         with contextlib.suppress(OSError):
@@ -267,8 +266,8 @@ def _policies_s(pid: int) -> dict[int, float]:
     return found
 
 
-def told(arguments: Arguments) -> str:
-    """The command line as it can be typed again, but for where its files go."""
+def command_line(arguments: Arguments) -> str:
+    """The command line, without the paths of its files."""
     # Joined by "=": a value that begins with "--" would be taken for another option.
     options = f' --options="{arguments.options}"' if arguments.options else ""
     return f"python -m eval.throughput --steps {arguments.steps} --case {','.join(arguments.case)}{options}"

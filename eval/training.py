@@ -1,4 +1,4 @@
-"""The record of how a bundled checkpoint was trained, `training.json` beside its weights."""
+"""The record of how a bundled checkpoint was trained: `training.json` in its folder."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from vla_accel.checkpoints.bundled import NAMED
 
 DEFAULT_GPU = "NVIDIA H200"
-"""The GPUs of the runs whose record does not name them."""
+"""The GPU of runs whose record does not name one."""
 
 
 def record_of(checkpoint: str | None) -> Path | None:
-    """The record of a bundled checkpoint; None for any other, and for one that has none."""
+    """The record of a bundled checkpoint; None if there is none."""
     path = NAMED[checkpoint] / "training.json" if checkpoint in NAMED else None
     return path if path is not None and path.is_file() else None
 
 
 def runs_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The training runs that a record tells of, the oldest first; `batch`: of all GPUs together, which are `gpu`;
-    `tower_of`: of a run that trained no more than the vision tower of these weights, the family that it was of."""
+    """The training runs of a record, the oldest first. `batch`: over all GPUs; `gpu`: their model; `tower_of`: the
+    family of a run from which these weights only have the vision tower."""
     settings = record["settings"]
     last = {
         "suites": settings["suites"],

@@ -1,4 +1,4 @@
-"""A component as plain data: what an engine needs to know to be built. No behaviour, no engines."""
+"""A component as data: what an engine needs to know to build it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from vla_accel.errors import ConfigError
 from vla_accel.fp8 import Products
 
 BESIDE = "the first step beside the prefix"
-"""What a loop says in the ledger whose first step runs while the prefix does. In the times of the parts that step is
-the prefix's."""
+"""Ledger text of a loop whose first step overlaps the prefix. The time of that step counts as the prefix's."""
 
 
 class Program(Protocol):
-    """A component written in fused ops: reads and writes static buffers, allocates nothing that outlives a call."""
+    """A component written in fused ops. It reads and writes static buffers, and keeps nothing that a call allocates."""
 
     detail: str
     """What exactly runs, for the ledger."""
@@ -29,22 +28,27 @@ class Program(Protocol):
 
 
 class FollowingProgram(ABC):
-    """A `Program` that may begin while the one in front of it runs."""
+    """A `Program` that may start while the program before it runs."""
 
     @abstractmethod
     def follow(self, earlier: Program, outputs: Mapping[str, Tensor]) -> str:
-        """From now on begin beside `earlier`, which writes `outputs`, if that is possible: what does, for the ledger;
-        empty if nothing does."""
+        """Overlap `earlier`, which writes `outputs`, from now on, if that is possible.
+
+        Returns:
+            What overlaps, for the ledger; empty if nothing does.
+        """
 
 
 class TurnedProgram(ABC):
-    """A `Program` that runs in turns, all alike, and may be done before the last: `begin`, `advance` at most `turns`
-    times, `end`. Nothing but `begin` and `end` reads inputs or writes outputs."""
+    """A `Program` that runs `begin`, then `advance` at most `turns` times until it is `finished`, then `end`.
+
+    Only `begin` reads inputs, and only `end` writes outputs.
+    """
 
     detail: str
     turns: int
     finished: Tensor
-    """(1,) bool: whether what is left would change nothing."""
+    """(1,) bool: whether further turns would change nothing."""
 
     @abstractmethod
     def begin(self, inputs: Mapping[str, Tensor]) -> None: ...
@@ -56,7 +60,7 @@ class TurnedProgram(ABC):
     def end(self, outputs: Mapping[str, Tensor]) -> None: ...
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        """All of it; a GPU is waited for after every turn."""
+        """Run the whole program. This waits for the GPU after every turn."""
         self.begin(inputs)
         for _ in range(self.turns):
             self.advance()
@@ -69,8 +73,10 @@ class TurnedProgram(ABC):
 class TensorSpec:
     """One named input or output.
 
-    `shape`: of the example. `ranges`: for each dynamic dimension its (minimum, maximum); absent means static.
-    `example`: values along the last axis to try the component with, for an input of which random values are no example.
+    Attributes:
+        shape: shape of the example.
+        ranges: (minimum, maximum) of each dynamic dimension.
+        example: values along the last axis to try the component with, if random values are not valid.
     """
 
     name: str
@@ -95,8 +101,14 @@ class TensorSpec:
 class Component:
     """A module with named, typed inputs and outputs.
 
-    `module(*inputs)`, in the order of `inputs`, returns one tensor or a tuple in the order of `outputs`. `native`
-    makes the component's fused program for the native engine, where there is one.
+    Attributes:
+        module: called with tensors in the order of `inputs`; returns one tensor or a tuple in the order of `outputs`.
+        native: makes the fused program for the native engine.
+        variants: makes the module at another precision ("fp16", "fp8"), with the same inputs and outputs.
+        loop: makes the component as one body that runs several times, for engines whose graph would be too large.
+        quantised: which products each engine computes in FP8, by the name of the engine.
+        fetch: reads the weights of `module` and returns them; None if they are in memory.
+        products: the dtype of the module's large products, if it is not that of the first output.
     """
 
     name: str
@@ -104,34 +116,32 @@ class Component:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     native: Callable[[EngineSpec], Program] | None = None
-    # Other versions of the module by precision ("fp16", "fp8"), made when asked for. Same inputs and outputs.
     variants: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
-    # The component as one body run several times, for engines that unrolling would make large and slow to build.
     loop: Callable[[], Loop] | None = None
-    # What each engine computes in FP8 at that precision, by the engine's name.
     quantised: Mapping[str, Products] = field(default_factory=dict)
-    # Brings the weights that `module` computes with to the device, and returns them; None where they are there.
     fetch: Callable[[], Sequence[Tensor]] | None = None
-    # The dtype of the module's large products, where the first output has another one.
     products: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the module's large products: the precision that "auto" stands for."""
+        """The dtype of the module's large products, which precision "auto" keeps."""
         return self.outputs[0].dtype if self.products is None else self.products
 
     def weights(self) -> Sequence[Tensor]:
-        """The weights that `module` computes with, on the device from now on."""
+        """Read the weights that `module` computes with, if they are not in memory, and return them."""
         return list(self.module.parameters()) if self.fetch is None else self.fetch()
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A component as `count` runs of `body`, each on the last one's result.
+    """A component as `count` runs of `body`, each on the result of the run before.
 
-    `carry`: the body's input and output that go round; the first is fed from the component's input `start`, the last
-    becomes the component's output `end`. `rows`: body inputs that change every run, (count, *shape) tensors. Every
-    other body input is a component input of the same name.
+    Attributes:
+        carry: the body's input and output that are carried from run to run.
+        start: the component's input that feeds the first run.
+        end: the component's output that takes the last result.
+        rows: (count, *shape) tensors for body inputs that change every run. All other body inputs are component inputs
+            of the same name.
     """
 
     body: Component
@@ -143,9 +153,9 @@ class Loop:
 
 
 class Island(nn.Module):
-    """A part of a module that engines which cut modules up build on its own. In eager it is just the part.
+    """A part of a module that some engines build on its own; in eager it is just the part.
 
-    `name` (in messages and cache entries); `inner`: the part, of tensors only.
+    `name`: for messages and cache entries; `inner`: the part, whose inputs and output are tensors.
     """
 
     def __init__(self, name: str, inner: nn.Module) -> None:

@@ -1,8 +1,7 @@
-"""What FP8 and INT8 mean here: the formats, the one rule for scales, and the calibrated scales of a checkpoint with the
-fingerprint of the weights that they were measured on.
+"""FP8 and INT8: the formats, the rule for scales, and a checkpoint's calibrated scales, which carry a fingerprint of
+the weights that they were measured on.
 
-Every engine takes its scales from here. Which products a component computes in FP8 is the model family's to say
-(`Products`); this module knows no model and no engine.
+Every engine takes its scales from here. The model family names the products that it computes in FP8 (`Products`).
 """
 
 from __future__ import annotations
@@ -26,18 +25,22 @@ FORMAT = "vla_accel.fp8_scales/2"
 NO_SCALES = f"FP8 needs calibrated scales beside the checkpoint ({FILE}); make them with `vla-accel calibrate`"
 """As `no_scales("fp8")`."""
 SAMPLE = 4096
-"""Values of each tensor that a fingerprint looks at."""
+"""Values of each tensor that a fingerprint samples."""
 
 
 def again(checkpoint: object = "CHECKPOINT") -> str:
-    """What to type where scales cannot be used."""
+    """Return the command that replaces unusable scales."""
     return f"calibrate again: vla-accel calibrate {checkpoint} --observations OBSERVATIONS"
 
 
 @dataclass(frozen=True)
 class Format:
-    """Numbers of one byte. `dtype`: in torch; `largest`: the largest magnitude, at which stored values saturate;
-    `by_channel`: a weight has a scale for each output channel, otherwise one for all. Activations have one a tensor."""
+    """Numbers of one byte.
+
+    Attributes:
+        largest: the largest magnitude, at which stored values saturate.
+        by_channel: a weight has a scale for each output channel, otherwise one. Activations have one scale a tensor.
+    """
 
     name: str
     dtype: torch.dtype
@@ -45,18 +48,18 @@ class Format:
     by_channel: bool = False
 
     def scale(self, amax: float, power_of_two: bool = False) -> float:
-        """The scale of a tensor, true value / stored value, by the one rule: `amax` / `largest`.
+        """Return the scale of a tensor, true value / stored value: `amax` / `largest`.
 
-        `power_of_two`: the next power of two that is not smaller, for graphs that hold scales in BF16 (TensorRT's).
-        Other scales would be rounded there, to another grid than the module's that a graph is checked against: in tests
-        a quantised layer then agreed to 0.9995 instead of 0.9999. A floating-point format loses no precision by it.
+        `power_of_two`: round up to a power of two, for graphs that hold scales in BF16 (TensorRT's). Such a graph would
+        round other scales to another grid than the module that it is compared with: in tests a quantised layer then
+        agreed to 0.9995 instead of 0.9999. A floating-point format loses no precision by it.
         """
         exact = max(amax, 1e-12) / self.largest
         return 2.0 ** math.ceil(math.log2(exact)) if power_of_two else exact
 
     def saturated(self, x: Tensor) -> Tensor:
-        """`x`, already divided by its scale, as stored: too large becomes the largest, where a cast gives NaN. Integers
-        are the nearest, of two equally near ones the larger."""
+        """Return `x`, already divided by its scale, as stored: saturated, where a cast gives NaN. Halves of integers
+        are rounded up."""
         if not self.dtype.is_floating_point:
             x = torch.floor(x + 0.5)
         return x.clamp(-self.largest, self.largest).to(self.dtype)
@@ -65,31 +68,38 @@ class Format:
 E4M3 = Format("fp8", torch.float8_e4m3fn, 448.0)
 INT8 = Format("int8", torch.int8, 127.0, by_channel=True)
 FORMATS = {form.name: form for form in (E4M3, INT8)}
-"""By their names as precisions. Both take the same calibrated ranges."""
+"""The formats by precision. Both use the same calibrated ranges."""
 
 
 def named(dtype: torch.dtype) -> str:
-    """The name of a format's dtype, as the ledger has it."""
+    """Return the ledger's name of a format's dtype."""
     return next(form.name.upper() for form in FORMATS.values() if form.dtype == dtype)
 
 
 def no_scales(precision: str) -> str:
-    """What is missing where a precision of `FORMATS` has no calibrated ranges."""
+    """Return the error of a precision of `FORMATS` without calibrated scales."""
     return NO_SCALES.replace("FP8", precision.upper(), 1)
 
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a component that an engine computes in FP8, by their names in a layer. `activations`: their
-    inputs are quantised, too, and need calibrated scales; otherwise only the weights are stored in one byte.
-    `power_of_two`: how scales are rounded (`Format.scale`)."""
+    """The products of a component that an engine computes in FP8 or INT8.
+
+    Attributes:
+        names: Their names in a layer.
+        activations: Whether their inputs are quantized, too, which needs calibrated scales; otherwise only the weights
+            are stored in one byte.
+        power_of_two: How scales are rounded (`Format.scale`).
+        precisions: The formats that the engine has for them.
+    """
 
     names: tuple[str, ...]
     activations: bool = True
     power_of_two: bool = False
+    precisions: tuple[str, ...] = ("fp8", "int8")
 
     def without(self, keep: Sequence[str]) -> Products:
-        """These but for `keep`. Raises EngineError for a name that is none of them, and where none is left."""
+        """Return the products but `keep`. Raises EngineError for an unknown name, and if no product is left."""
         if unknown := [name for name in keep if name not in self.names]:
             raise EngineError(f"keep: expected some of {', '.join(self.names)}, got {', '.join(unknown)}")
         left = tuple(name for name in self.names if name not in keep)
@@ -101,18 +111,33 @@ class Products:
         return self.described("fp8")
 
     def described(self, precision: str) -> str:
-        """For the ledger, of a precision of `FORMATS`."""
+        """Return the ledger's text for a precision of `FORMATS`."""
         what = precision.upper() + ("" if self.activations else " weights only")
         return f"{what}: {', '.join(self.names)}" + (", scales powers of two" if self.power_of_two else "")
+
+
+def can_quantise(quantised: Mapping[str, Products], engine: str, precision: str) -> bool:
+    """Return whether an engine can compute a component in FP8 or INT8, on a GPU that has the format.
+
+    Everything that offers, chooses or builds a precision asks this function.
+
+    Args:
+        quantised: The component's products by engine (`families.family.Capabilities`, `Component.quantised`).
+        engine: The engine's name.
+        precision: A precision of `EngineSpec`.
+    """
+    return precision in FORMATS and engine in quantised and precision in quantised[engine].precisions
 
 
 @dataclass(frozen=True)
 class Scales:
     """Calibrated scales of one checkpoint.
 
-    `amax`: largest absolute input by a product's name in the model, e.g. "prefix.layers.3.down_proj";
-    `observations`: how many were seen, and from which `source`; `modelopt`: the version that measured; `fingerprint`:
-    of the weights that they were measured on.
+    Attributes:
+        amax: largest absolute input by product name in the model, e.g. "prefix.layers.3.down_proj".
+        observations: the number of calibration observations, from `source`.
+        modelopt: the version that measured.
+        fingerprint: of the weights that were calibrated.
     """
 
     amax: Mapping[str, float]
@@ -122,13 +147,13 @@ class Scales:
     fingerprint: str
 
     def of(self, product: str) -> float:
-        """The largest absolute input of a product. Raises EngineError where it was not calibrated."""
+        """Return the largest absolute input of a product. Raises EngineError if it was not calibrated."""
         if product not in self.amax:
             raise EngineError(f"FP8 and INT8: there is no calibrated scale of {product}; {again()}")
         return self.amax[product]
 
     def why_not(self, model: nn.Module) -> str | None:
-        """Why these scales do not belong to a model's weights, or None."""
+        """Explain why these scales do not belong to a model's weights; None if they do."""
         if missing := parts_missing(model, self.amax):
             return f"they name products that the model lacks: {', '.join(missing[:4])}"
         found = fingerprint(model, self.amax)
@@ -152,8 +177,9 @@ class Scales:
 
 
 def read_scales(folder: Path) -> Scales | None:
-    """The scales of a checkpoint folder, or None where it has none. Raises CheckpointError for a damaged file, and for
-    one of format 1, which does not say of which weights it is."""
+    """Return the scales of a checkpoint folder, or None if it has none. Raises CheckpointError for a damaged file, and
+    for format 1, which has no fingerprint.
+    """
     path = folder / FILE
     if not path.is_file():
         return None
@@ -177,8 +203,9 @@ def read_scales(folder: Path) -> Scales | None:
 
 
 def scales_for(model: nn.Module, folder: Path) -> Scales | None:
-    """The scales in a checkpoint's folder, or None where it has none. Raises CheckpointError where they are of other
-    weights than the model's."""
+    """Return the scales of a checkpoint folder, or None if it has none. Raises CheckpointError if they belong to other
+    weights than the model's.
+    """
     scales = read_scales(folder)
     if scales is not None and (reason := scales.why_not(model)):
         raise CheckpointError(f"FP8 scales {folder / FILE}: {reason}; {again(folder)}")
@@ -186,13 +213,13 @@ def scales_for(model: nn.Module, folder: Path) -> Scales | None:
 
 
 def fingerprint(model: nn.Module, products: Iterable[str]) -> str:
-    """A short hash of the weights that calibrated scales depend on: name, shape and a sample of every parameter of the
-    model's parts (the first word of a name) that hold one of `products`.
+    """Return a short hash of the weights that calibrated scales depend on: name, shape and a sample of every parameter
+    of the model's parts (the first word of a name) that have one of `products`.
 
     Values are rounded to BF16 first, so that a checkpoint has one fingerprint in FP32, FP64 and BF16 (not in FP16,
-    which rounds otherwise). Reads at most 4096 values of a tensor, at an odd stride, so that they come from all
-    columns. It cannot see: a change of values between those, or smaller than BF16's rounding; parts without a
-    calibrated product (in π0: token embedding, projector, expert); the tokenizer and how observations are prepared.
+    which rounds differently). At most 4096 values of a tensor are read, at an odd stride, so that they come from all
+    columns. The hash does not cover other values, changes below BF16's rounding, parts without a calibrated product
+    (in π0: token embedding, projector, expert), the tokenizer, and how observations are prepared.
     """
     parts = {name.partition(".")[0] for name in products}
     tensors = sorted((n, t) for n, t in model.named_parameters() if n.partition(".")[0] in parts)
@@ -200,7 +227,7 @@ def fingerprint(model: nn.Module, products: Iterable[str]) -> str:
     for name, tensor in tensors:
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         stride = max(1, tensor.numel() // SAMPLE) | 1
-        # A weight that is not there (`models.network.Network.origin`) is looked at where it lies.
+        # A weight that is not loaded is sampled from its origin (`nn.network.Network.origin`).
         origin: Any = model.origin if tensor.is_meta else None
         values = tensor.detach().reshape(-1)[::stride] if origin is None else origin.sample(name, stride)
         samples.append(values.to(torch.bfloat16).view(torch.int16).cpu())
@@ -210,6 +237,6 @@ def fingerprint(model: nn.Module, products: Iterable[str]) -> str:
 
 
 def parts_missing(model: nn.Module, products: Iterable[str]) -> list[str]:
-    """Those of `products` that the model has no module for."""
+    """Return the `products` that the model has no module for."""
     have = {name for name, _ in model.named_modules()}
     return [name for name in products if name not in have]

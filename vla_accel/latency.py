@@ -1,7 +1,6 @@
 """Component timings and the breakdown JSON.
 
-A section is timed by CUDA events on a GPU, read only after the call's one synchronisation, and by the wall clock on a
-CPU, so timing does not change what is timed. Knows nothing about what runs inside a section.
+A section is timed by CUDA events on a GPU, read after the call's one synchronisation, and by the wall clock on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Sample:
 
 
 class Stopwatch:
-    """Times the named sections of one call. Use `section` around each, then `finish` after the synchronisation."""
+    """Time the named sections of one call: wrap each in `section`, and call `finish` after the synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -41,13 +40,12 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def section(self, name: str, *, host: bool = False) -> Iterator[None]:
-        """Time a block. `host`: it is host work even on a GPU (pre- and postprocessing)."""
+        """Time a block; sections of one name add up. `host`: the block is host work (pre- and postprocessing)."""
         if self._cuda and not host:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             yield
             end.record()
-            # A section that comes again, as in a loop, adds up.
             self._events.setdefault(name, []).append((start, end))
         else:
             start_s = time.perf_counter()
@@ -55,7 +53,7 @@ class Stopwatch:
             self._host[name] = self._host.get(name, 0.0) + (time.perf_counter() - start_s) * 1e3
 
     def finish(self) -> Sample:
-        """Close the sample; the device must have been synchronised."""
+        """Return the sample. Synchronise the device first."""
         total = (time.perf_counter() - self._began) * 1e3
         device = {n: sum(a.elapsed_time(b) for a, b in pairs) for n, pairs in self._events.items()}
         return Sample({**self._host, **device}, total)
@@ -63,7 +61,7 @@ class Stopwatch:
 
 @dataclass
 class LatencyLog:
-    """Samples of many calls and their summary. Keeps the newest `limit`."""
+    """The newest `limit` samples and their summary."""
 
     limit: int = 10_000
     samples: list[Sample] = field(default_factory=list)
@@ -77,12 +75,12 @@ class LatencyLog:
         self.samples.clear()
 
     def components(self) -> dict[str, dict[str, float]]:
-        """Per component and `total`: mean, p50, p90, p99 in ms and share of the total. Empty without samples."""
+        """Return mean, p50, p90, p99 in ms and the share of the total, by component and for `total`."""
         return summarise([s.sections for s in self.samples], [s.total_ms for s in self.samples])
 
 
 def summarise(sections: Sequence[dict[str, float]], totals: Sequence[float]) -> dict[str, dict[str, float]]:
-    """The `components` part of the breakdown from per-call sections and totals, all in ms."""
+    """Return the `components` of a breakdown of calls, from their sections and totals in ms; empty without calls."""
     if not totals:
         return {}
     names = list(dict.fromkeys(name for s in sections for name in s))
@@ -108,8 +106,7 @@ def breakdown(
     samples: int,
     memory: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The breakdown JSON, one schema for policies and diffusion. `memory`: bytes on the device, where they are known
-    by component."""
+    """Return the breakdown JSON of a policy or an image pipeline. `memory`: bytes on the device by component."""
     total = components.get("total", {}).get("mean_ms", 0.0)
     return {
         "schema": SCHEMA,
@@ -133,10 +130,14 @@ def in_turns(
     turn: int = 1,
     settle: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[str, float, Result]]:
-    """Time several systems: (name, wall-clock milliseconds, result) of `calls` calls of each, `turn` at a time.
+    """Time `calls` calls of each system, `turn` at a time, in rotating order: drift of clocks affects all alike.
 
-    They take turns, in an order that turns as well, so that drift of clocks and heat hits all alike. `prepare`: makes
-    what a call gets, before the clock starts; `settle`: waits for the device, before and after.
+    Args:
+        prepare: makes the argument of a call, before the clock starts.
+        settle: waits for the device, before and after a call.
+
+    Yields:
+        The system's name, wall-clock milliseconds and result of each call.
     """
     names = list(systems)
     for number, done in enumerate(range(0, calls, turn)):

@@ -1,4 +1,4 @@
-"""Which engine each component asked for, which it got, and why. A fallback that is not in here did not happen."""
+"""The engine that each component requested, the one it got, and why. Every fallback is recorded here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ _log = logging.getLogger("vla_accel")
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One component's engine. `reason` is empty when the engine asked for was built; where "auto" was asked for, it
-    says why this one, which is no fallback."""
+    """One component's engine.
+
+    Attributes:
+        reason: Why another engine than the requested one was built, or, for "auto", why this one; empty otherwise.
+        detail: What exactly runs inside.
+    """
 
     component: str
     requested: str
@@ -33,38 +37,38 @@ class Ledger:
 
     strict: bool = False
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Warnings that were said; one that comes again with a new shape, or number of steps, is said once."""
-    _shown: tuple[tuple[LedgerEntry, ...], tuple[dict[str, object], ...]] = field(
+    warned: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Warnings so far; each is logged once, also for new shapes or numbers of steps."""
+    _cached: tuple[tuple[LedgerEntry, ...], tuple[dict[str, object], ...]] = field(
         default=((), ()), init=False, repr=False, compare=False
     )
 
     def record(self, entry: LedgerEntry) -> None:
         """Keep an entry; a fallback is also logged as a warning, or raises EngineError when strict."""
         if entry.fell_back:
-            message = f"{entry.component}: asked for engine {entry.requested}, using {entry.used}: {entry.reason}"
+            message = f"{entry.component}: requested engine {entry.requested}, using {entry.used}: {entry.reason}"
             if self.strict:
                 raise EngineError(f"strict mode: {message}")
             self.warn(message)
         self.entries[entry.component] = entry
 
     def warn(self, message: str, about: str | None = None) -> None:
-        """Log a warning once. `about`: what makes it the same warning; None is the message itself."""
-        if (about or message) not in self.told:
+        """Log a warning once. `about` identifies it; by default the message does."""
+        if (about or message) not in self.warned:
             _log.warning(message)
-        self.told.add(about or message)
+        self.warned.add(about or message)
 
     def add(self, component: str, detail: str) -> None:
-        """Say more of what runs inside a component that is there."""
+        """Append to the detail of a component's entry."""
         entry = self.entries[component]
         self.entries[component] = dataclasses.replace(entry, detail=f"{entry.detail}, {detail}")
 
     def as_list(self) -> list[dict[str, object]]:
-        """Plain data for metadata and JSON, as every call returns it. The caller's own: it may be changed."""
+        """Plain data for metadata, JSON and the result of each call. The caller may change it."""
         entries = tuple(self.entries.values())
-        shown, rows = self._shown
-        if entries != shown:
+        known, rows = self._cached
+        if entries != known:
             rows = tuple({**dataclasses.asdict(e), "fell_back": e.fell_back} for e in entries)
-            # In one assignment: another thread must not see new entries beside old rows.
-            self._shown = entries, rows
+            # One assignment: another thread must not see new entries with old rows.
+            self._cached = entries, rows
         return [row.copy() for row in rows]

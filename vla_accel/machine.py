@@ -1,4 +1,4 @@
-"""The machine: which device is meant, and what figures were measured on and with (driver, versions, commit)."""
+"""The machine: its devices, and the hardware and software that figures were measured with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from vla_accel.kernels.gpu import Gpu
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a configuration or a command names; "auto" is the GPU if there is one. Raises ConfigError."""
+    """Return the device that a configuration or a command names; "auto" is the GPU if there is one.
+
+    Raises:
+        ConfigError: the name is unknown, or torch finds no GPU.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -28,32 +32,33 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"device: {name!r} was asked for, but torch {torch.__version__} sees no CUDA GPU; auto and cpu do without "
-            "one, and `vla-accel doctor` says what is missing"
+            f"device: {name!r} was requested, but torch {torch.__version__} finds no CUDA GPU; auto and cpu need "
+            "none, and `vla-accel doctor` reports what is missing"
         )
     return device
 
 
 def devices() -> list[str]:
-    """Every device that this machine has: its GPUs, and the CPU."""
+    """Return the devices of this machine: its GPUs, then the CPU."""
     return [*(f"cuda:{i}" for i in range(torch.cuda.device_count())), "cpu"]
 
 
 def resolve_devices(names: str) -> tuple[str, ...]:
-    """The devices in a list like `cuda:0,cuda:1`, in which one may stand twice; `all` is every GPU, or the CPU where
-    there is none. Raises ConfigError that lists the devices there are."""
-    there = devices()
+    """Return the devices of a list like `cuda:0,cuda:1`, which may name one twice. `all`: every GPU, or the CPU if
+    there is none. Raises ConfigError that lists the devices of this machine.
+    """
+    available = devices()
     if names == "all":
-        return tuple(there[:-1] or there)
-    wanted = tuple("cuda:0" if name.strip() == "cuda" else name.strip() for name in names.split(","))
-    for name in wanted:
-        if name not in there:
-            raise ConfigError(f"devices: expected all, or a list of {', '.join(there)}, got {name!r}")
-    return wanted
+        return tuple(available[:-1] or available)
+    requested = tuple("cuda:0" if name.strip() == "cuda" else name.strip() for name in names.split(","))
+    for name in requested:
+        if name not in available:
+            raise ConfigError(f"devices: expected all, or a list of {', '.join(available)}, got {name!r}")
+    return requested
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return the hardware that figures were measured on, as plain data."""
     info: dict[str, Any] = {"device": device.type, "cpu": _cpu_name(), "threads": torch.get_num_threads()}
     if device.type == "cuda":
         gpu = Gpu.of(device)
@@ -68,7 +73,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def driver() -> str:
-    """Version of the NVIDIA driver, or "unknown"."""
+    """Return the version of the NVIDIA driver, or "unknown"."""
     with contextlib.suppress(OSError):
         return Path("/sys/module/nvidia/version").read_text().strip()
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -78,19 +83,19 @@ def driver() -> str:
 
 
 def commit() -> dict[str, Any] | None:
-    """Commit of this code and whether the tree differs from it; None outside a repository.
+    """Return the commit of this code and whether the tree differs from it; None outside a repository.
 
-    A copy without its repository may be told by the environment: VLA_ACCEL_COMMIT, with "+" for a changed tree.
+    In a copy without its repository, set VLA_ACCEL_COMMIT, with "+" for a changed tree.
     """
-    told = os.environ.get("VLA_ACCEL_COMMIT")
-    if told:
-        return {"commit": told.removesuffix("+"), "modified": told.endswith("+")}
+    given = os.environ.get("VLA_ACCEL_COMMIT")
+    if given:
+        return {"commit": given.removesuffix("+"), "modified": given.endswith("+")}
     return _in_repository(Path(__file__).parent)
 
 
 @functools.cache
 def _in_repository(folder: Path) -> dict[str, Any] | None:
-    """Of a folder that git keeps; an installed package may lie in a repository of something else (`.venv`)."""
+    """`commit` of a tracked folder; an installed package may be inside another repository (`.venv`)."""
     try:
         _, found, changes = (
             subprocess.run(
@@ -108,7 +113,7 @@ def _in_repository(folder: Path) -> dict[str, Any] | None:
 
 
 def software() -> dict[str, str]:
-    """Versions that decide speed or results."""
+    """Return the versions that affect speed or results."""
     import vla_accel
 
     versions = {"vla_accel": vla_accel.__version__, "python": platform.python_version(), "torch": torch.__version__}
@@ -127,5 +132,5 @@ def _cpu_name() -> str:
                 if line.startswith("model name"):
                     return line.split(":", 1)[1].strip()
     except OSError:
-        pass  # not Linux: platform knows
+        pass  # not Linux
     return platform.processor() or platform.machine()

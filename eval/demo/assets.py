@@ -44,7 +44,7 @@ EARLIER = "earlier_training.json"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Write a checkpoint that has learnt nothing yet, or only what another one knew."""
+    """Write an untrained checkpoint, or one with the weights of another."""
 
     output: Annotated[Path, Written(folder=True)]
     """Folder of the checkpoint."""
@@ -54,7 +54,7 @@ class Arguments:
     """What the checkpoint shall play: its instructions, in this order, and the bounds of its states."""
     init: Words = ""
     """A checkpoint to take the first weights from: all of them from one of the same family, the tower from another's;
-    where bounds differ, bins of the state take those that meant the same. Otherwise weights are drawn."""
+    where bounds differ, bins of the state take the rows of the same values. Other weights are drawn."""
     seed: int = 20260
     """Of the weights that are drawn."""
 
@@ -78,8 +78,8 @@ def bounds(suites: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def earlier_training(init: str, family: str) -> list[dict[str, Any]]:
-    """What trained the weights that the checkpoint `init` gives to one of a family, the oldest first; empty where it
-    has no record. Of another family's checkpoint it is the tower's training, and says so."""
+    """The training runs of the weights that the checkpoint `init` passes to a family, the oldest first; empty without a
+    record. From another family's checkpoint they are marked as training of the vision tower."""
     path = find(init) / "training.json"
     if not path.is_file():
         return []
@@ -93,25 +93,25 @@ def carry_over(network: FlowNetwork, state: Normaliser, tokenizer: SmallTokenize
     the new one's states. Returns the names of the weights that were taken."""
     source = load(init, dtype=torch.float32)
     same = type(source.model) is type(network)
-    given: dict[str, Tensor] = {
+    carried: dict[str, Tensor] = {
         name: value
         for name, value in source.model.state_dict().items()
         if (same or name.startswith("vision.")) and value.shape == network.get_parameter(name).shape
     }
-    for name, value in given.items():
+    for name, value in carried.items():
         target = network.get_parameter(name)
         if name == "embed.weight":
             assert source.processor.tokenizer == tokenizer, "rows of the table mean other words"
             _carry_rows(target, value, state, source.processor.state, tokenizer)
         else:
             target.copy_(value)
-    return sorted(given)
+    return sorted(carried)
 
 
 def _carry_rows(
     target: Tensor, source: Tensor, new: Normaliser, old: Normaliser, tokenizer: SmallTokenizer
 ) -> None:  # fmt: skip
-    """Rows of words, and those of bins by the numbers that they stand for: bins beyond the old bounds stay as drawn."""
+    """Rows of words, and of bins by their values; bins beyond the old bounds stay as drawn."""
     first = tokenizer.vocab_size - tokenizer.state_dim * STATE_BINS
     target[:first] = source[:first]
     middle = (np.arange(STATE_BINS) + 0.5) / STATE_BINS * 2 - 1
@@ -127,12 +127,12 @@ def main(arguments: Arguments) -> None:
     """Write the folder, all of its files or none: a checkpoint as any other, which loads."""
     output = arguments.output
     with replacing_files(output) as folder:
-        told = write(arguments, folder)
-    print(json.dumps({"output": str(output), **told}))
+        counts = write(arguments, folder)
+    print(json.dumps({"output": str(output), **counts}))
 
 
 def write(arguments: Arguments, folder: Path) -> dict[str, int]:
-    """The files; tells the size of the vocabulary, and how many weights were carried over."""
+    """Write the files; returns the size of the vocabulary and the number of weights that were carried over."""
     recipe = recipe_named(arguments.family)
     tokenizer = recipe.tokenizer(build_tokenizer())
     tokenizer.save(folder / "tokenizer.json")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.demo.crew import Seen
+from eval.demo.collectors import Seen
 from eval.demo.objective import remember
 from vla_accel.engines.graph import recording
 from vla_accel.nn.flow import FlowNetwork

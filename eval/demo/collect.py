@@ -5,7 +5,7 @@ expert's next ten actions after recording them as the label, and then executes t
 policy's, or a mixture (DAgger). While the expert labels, the policy answers. It knows nothing about models:
 observations go out and action chunks come back over a pipe. Start states are those of `states.py`; the shipped
 evaluation states never enter. Some of the policy's episodes are trials: from start states that are held out, without
-noise, and nothing is learnt from them.
+noise, and are not trained on.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from vla_accel.measure.recording import save_observations
 
 @dataclass(frozen=True)
 class Arguments:
-    """Play expert episodes from stored start states and keep every so many-th observation."""
+    """Play expert episodes from stored start states and keep every n-th observation."""
 
     states: Path
     """Folder that has one of start states of each suite."""

@@ -24,7 +24,7 @@ from vla_accel.families.loading import load
 from vla_accel.fp8 import FILE
 from vla_accel.policy.agreement import weights_of
 
-# Where the run lay on the training machine says nothing to a reader.
+# The path of the run on the training machine is of no use to a reader.
 _PLACES = ("start", "states", "held_out", "out", "resume", "devices")
 
 

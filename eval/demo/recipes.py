@@ -1,4 +1,4 @@
-"""The families that have a bundled demo: its sizes, and all that stands in its folder beside the weights.
+"""The families with a bundled demo: its sizes, and the files of its folder other than the weights.
 
 Knows nothing of simulators or training.
 """
@@ -29,7 +29,7 @@ ASSETS = Path("vla_accel/assets")
 
 
 class Recipe(ABC):
-    """A family's demo. `name`: the family's; `folder`: where the bundled one lies; `limit`: its bytes at most."""
+    """The demo of family `name`. `folder`: of the bundled checkpoint; `limit`: its largest size in bytes."""
 
     name: str
     folder: Path

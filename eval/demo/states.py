@@ -35,9 +35,9 @@ TOLERANCE = 1e-3
 """Metres. A sample whose movable objects all lie this close to a shipped state's is refused."""
 SEEDS_PER_TASK = 1_000_000
 BLOCK = 12
-"""States that a process samples of a task before it may turn to another, and a line says how far it is."""
+"""States of a task that a process samples at a time; a line of progress follows each."""
 Sampled = tuple[int, np.ndarray, float]
-"""A seed, the state (D,) that it gives, and how far the nearest shipped one is, in metres."""
+"""A seed, its state (D,), and the distance of the nearest shipped state in metres."""
 
 STATEMENT = (
     "Training start states. Each was drawn from the task's own placement distribution after a hard reset, with "
@@ -66,7 +66,7 @@ class Arguments:
 
 
 def sample_block(suite: str, task_id: int, seeds: Sequence[int]) -> tuple[list[str], list[Sampled]]:
-    """The names of a task's movable objects, and what each seed gives."""
+    """The names of a task's movable objects, and the sample of each seed."""
     env, task = _environment(suite, task_id)
     shipped = _object_xy(env, task.start_states)
     found = []
@@ -122,7 +122,7 @@ class Sample:
             np.savez_compressed(temporary, states=np.stack(self.states), seeds=np.asarray(self.seeds, dtype=np.int64))
 
     def entry(self) -> dict:
-        """What the manifest says of it."""
+        """Its entry in the manifest."""
         return {
             "task": self.task.name,
             "file": self.path.name,
@@ -176,8 +176,8 @@ def main(arguments: Arguments) -> None:
             # One process plays one task after the other; several begin with all of them, so that all can soon be used.
             jobs = [sample for sample in left for _ in range(blocks)] if arguments.workers == 1 else left * blocks
             # More than one round only where states were refused.
-            asked = [(s, pool.submit(sample_block, arguments.suite, s.task.id, s.block(size))) for s in jobs]
-            for sample, answer in asked:
+            pending = [(s, pool.submit(sample_block, arguments.suite, s.task.id, s.block(size))) for s in jobs]
+            for sample, answer in pending:
                 if not sample.done:
                     sample.add(*answer.result())
                     if sample.done:

@@ -1,7 +1,7 @@
-"""Train the demo checkpoint: flow matching on the expert's chunks, with DAgger collection running beside it.
+"""Train the demo checkpoint: flow matching on the expert's chunks, with concurrent DAgger collection.
 
 `python -m eval.demo.train --start DIR --states DIR --out DIR --minutes 20` uses every GPU it sees: one process a
-GPU, each with its own collectors and its own store of observations on the device. Collectors ask for actions between
+GPU, each with its own collectors and its own store of observations on the device. Collectors request actions between
 two optimisation steps, so the states come from the policy as it is now; some of its episodes are trials from start
 states that are held out, and success in them is printed. `--start` is a checkpoint of `assets`; `--out` gets whole
 checkpoints as the run goes, of which the newest is what a killed run leaves (`--resume DIR` goes on from it, with an
@@ -34,7 +34,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from eval.demo.assets import INSTRUCTIONS
 from eval.demo.average import Averaged
 from eval.demo.collect import TASKS, CollectConfig
-from eval.demo.crew import Crew, Seen, Store
+from eval.demo.collectors import Collectors, Seen, Store
 from eval.demo.objective import Trainee
 from eval.demo.recipes import recipe_of
 from eval.script import run_script
@@ -53,7 +53,7 @@ AGREE_EVERY = 20
 POLICY_SHARE = 0.85
 """Share of episodes that the policy plays, alone or mixed with the expert, once it plays at all."""
 TRIALS = 100
-"""Newest trials of a suite that success is told of."""
+"""Number of newest trials of a suite whose success is reported."""
 PREPARED_WITHIN_S = 300
 KEPT = 2
 """Newest checkpoints of a run that stay."""
@@ -73,7 +73,7 @@ class TrainConfig:
     held_out: Words = ""
     """Start states of trials: a folder as `states`. None by default."""
     trial_share: float = 0.05
-    """Share of episodes that are trials, once the policy plays: nothing is learnt from them."""
+    """Share of episodes that are trials, which are not trained on, once the policy plays."""
     minutes: float = 20.0
     batch: Count = 384
     samples: Count = 6
@@ -159,7 +159,7 @@ class Run:
         self.collecting = CollectConfig(
             config.states, config.suites, config.held_out, config.trial_share, egl_device=number if self.on_gpu else -1
         )
-        self.crew = Crew(
+        self.collectors = Collectors(
             self.collecting,
             first=rank * config.collectors,
             count=config.collectors,
@@ -191,7 +191,7 @@ class Run:
         self.history: list[dict[str, Any]] = []
 
     def _optimizer(self) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-        """Matrices decay. What is multiplied on its way into the prefix learns so much more slowly."""
+        """Matrices decay. Weights whose output is scaled on its way into the prefix learn more slowly by that scale."""
         decayed, plain, scaled = [], [], []
         for name, parameter in self.trainee.named_parameters():
             matrix = parameter.dim() >= 2 and "embed" not in name
@@ -224,7 +224,7 @@ class Run:
             self.report()
             self.export(done=True)
             print("trained", self.step, "steps", flush=True)
-        self.crew.close()
+        self.collectors.close()
         if self.world > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -254,20 +254,20 @@ class Run:
 
     def serve(self) -> None:
         """Answer the collectors that wait and keep what they saw."""
-        self.crew.poll()
-        if self.crew.ready:
+        self.collectors.poll()
+        if self.collectors.ready:
             dagger = bool(self.trained_from) and time.time() - self.trained_from >= self.config.dagger_after_s
-            chunks = self.average.act(self.crew.questions()) if dagger else None
-            self.crew.answer(chunks, POLICY_SHARE if dagger else 0.0)
-        self.store.add(self.crew.taught())
-        for episode in self.crew.ended:
+            chunks = self.average.act(self.collectors.requests()) if dagger else None
+            self.collectors.answer(chunks, POLICY_SHARE if dagger else 0.0)
+        self.store.add(self.collectors.take_labelled())
+        for episode in self.collectors.ended:
             self.recent.append(episode)
             if episode[1] == "trial":
                 self.trials[self.config.suites[episode[0] // TASKS]].append(episode)
-        self.crew.ended.clear()
+        self.collectors.ended.clear()
 
     def progress(self) -> float:
-        """Share of the time that has gone, the same on every GPU when it says stop."""
+        """Elapsed share of the time; all GPUs agree when it is over."""
         before = self.trained_from - self.began
         progress = (time.time() - self.trained_from) / max(1.0, self.config.minutes * 60 - before)
         if self.world == 1:
@@ -376,8 +376,8 @@ def worker(rank: int, world: int, config: TrainConfig, port: int) -> None:
 
 def device_name(device: torch.device) -> str:
     """A GPU's name, or the CPU's."""
-    told = hardware(device)
-    return told.get("gpu") or told["cpu"]
+    found = hardware(device)
+    return found.get("gpu") or found["cpu"]
 
 
 def main(config: TrainConfig) -> None:

@@ -1,4 +1,4 @@
-"""Who drives the arm: a policy, asked for a chunk of actions at a time, or a benchmark's scripted expert."""
+"""What drives the arm: a policy that predicts chunks of actions, or the scripted expert of a benchmark."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ class PolicyActor:
     """Drives the arm with `policy.infer`.
 
     Args:
-        policies: gives the policy for a step count.
-        benchmark: whose observations the policy sees.
-        protocol: its seed, with task, trial and call index, determines the noise of every call, so
-            that step counts, engines and numbers of workers meet the same noise. So it does with the protocol's stress
-            on what the policy sees.
+        policies: returns the policy for a step count.
+        protocol: its seed, with task, trial and call index, determines the noise of every call, and its disturbances of
+            the observation, so that they are equal for all step counts, engines and numbers of workers.
         send_noise: False for a server, which draws its own.
-        guided: tell the policy what is left of its last chunk and how many of those actions will be executed before
-            its answer arrives: real-time chunking.
+        guided: real-time chunking: pass the rest of the last chunk to the policy, and how many of its actions will be
+            executed before the answer arrives.
     """
 
     looks = True
@@ -49,7 +47,7 @@ class PolicyActor:
         self.timings: dict[str, list[float]] = {}
 
     def warm_up(self, instruction: str) -> None:
-        """Run every step count on an example: no episode pays for a task's first calls."""
+        """Run every step count on an example, so that no episode pays for the first calls of a task."""
         obs = {**self._benchmark.example_observation(), "prompt": instruction}
         for steps in self._protocol.steps:
             for _ in range(WARM_UP_CALLS):

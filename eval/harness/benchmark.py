@@ -1,7 +1,6 @@
-"""What a benchmark is to the harness: one object of plain values and functions.
+"""The interface of a benchmark: one object of plain values and functions.
 
-Plan, workers, log, resume, statistics, report and pairs take what they need from it and know none by name. A benchmark
-called X lies in `eval/X`; `python -m eval.X` hands its object to `eval.harness.command`.
+The harness knows no benchmark by name. `python -m eval.X` passes the object of benchmark X to `eval.harness.command`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from eval.harness.stress import IMAGES, LATENCY, Kind
 from vla_accel.errors import ConfigError, unknown
 
 Observation = dict[str, Any]
-"""What a policy sees: arrays by name, and `prompt`."""
+"""The input of a policy: arrays by name, and `prompt`."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,8 @@ class Task:
 
     Attributes:
         id: index in its suite, from 0.
-        name: the benchmark's own name.
-        instruction: the task in words: the policy's prompt.
-        start_states: where its episodes begin, one a trial; what a state is, only the benchmark knows.
+        instruction: the policy's prompt.
+        start_states: one for each trial, in a form that only the benchmark knows.
     """
 
     id: int
@@ -41,9 +39,8 @@ class Suite:
     """Tasks that are reported together.
 
     Attributes:
-        name: as on the command line.
         tasks: in the benchmark's order; `tasks[i].id == i`.
-        max_steps: actions after which an episode is lost, by the benchmark's own rules.
+        max_steps: actions after which an episode is lost, by the rules of the benchmark.
     """
 
     name: str
@@ -55,17 +52,17 @@ class Environment(Protocol):
     """One task's simulator, played one episode after the other."""
 
     def reset_to(self, start_state: Any, *, seed: Sequence[int]) -> Any:
-        """Begin an episode. Whatever a start state leaves open is drawn from `seed`, so that an episode does not depend
-        on those before it. The first observation can be asked for."""
+        """Begin an episode, whose first observation is then available. What the start state leaves open is drawn from
+        `seed`, so that an episode does not depend on earlier ones."""
         ...
 
     def step(self, action: np.ndarray, *, look: bool) -> bool:
-        """Execute one action (action_dim,); returns whether the goal holds now. Without `look` nothing is rendered, and
-        the observation of this step cannot be asked for."""
+        """Execute one action (action_dim,); returns whether the goal is reached. Without `look` nothing is rendered,
+        and this step has no observation."""
         ...
 
     def observation(self) -> Observation:
-        """What the last step shows, but for `prompt`."""
+        """The observation after the last step, without `prompt`."""
         ...
 
     def close(self) -> None:
@@ -82,36 +79,35 @@ class Expert(Protocol):
 
 
 def schema(benchmark: str, kind: str) -> str:
-    """The schema that a benchmark's files state; `kind`: `log`, `result` or `paired`."""
+    """The schema name of a benchmark's files; `kind`: `log`, `result`, `paired` or `late`."""
     return f"vla_accel.{benchmark}.{kind}/1"
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark. Its functions are found by name in worker processes (pickle), so they stand in a module.
+    """A benchmark. Worker processes import its functions by name (pickle), so they must be those of a module.
 
     Attributes:
-        name: its folder below `eval/`; also in the schemas and file names of its results.
-        suites: names, in the order they are listed to users.
-        load_suite: a suite by name. Called in every worker process: cheap, and without a simulator's start.
-        make_environment: of one task, under these `settings`; the last argument says whether anybody will look. Raises
-            SimulatorError or DependencyError if it cannot be built.
-        example_observation: one like those of an environment, but for `prompt`, for warming a policy up.
+        name: its folder in `eval/`; also in the schemas and file names of its results.
+        load_suite: loads a suite by name. Called in every worker process: cheap, and starts no simulator.
+        make_environment: builds the environment of a task with these `settings`; the last argument is whether anything
+            will be rendered. Raises SimulatorError or DependencyError.
+        example_observation: makes an observation without `prompt`, to warm a policy up.
         action_dim: numbers in an action.
         control_hz: actions in a second of simulated time.
-        cameras: observation keys of the images (H, W, 3) that a video shows side by side; empty if it has none.
-        settings: what else an episode depends on (JSON types): part of a run's protocol, and so of its fingerprint.
-        trials: episodes of a task, unless asked otherwise.
+        cameras: observation keys of the images (H, W, 3) that a video shows side by side.
+        settings: what else an episode depends on (JSON types); part of the protocol, and so of the fingerprint.
+        trials: default number of episodes of a task.
         limits_by: who set the suites' `max_steps`.
-        make_expert: the scripted expert, or None. Its source file is its identity, and those beside it whose names
-            begin like it.
+        make_expert: makes the scripted expert, or None. Its identity is its source file and the files in the same
+            folder whose names begin like it.
         expert_suites: the suites that the expert can play.
-        packages: distributions whose versions a result states.
-        stresses: what the simulator itself can disturb, by name. `make_environment` finds their values among its
-            settings; an environment draws what they leave open from the seed of `reset_to`.
-        settings_for: more settings, which a policy of this metadata asks for, such as the size of its images.
-        idle: what the robot does in a tick for which no action has arrived, from its last action (action_dim,) or
-            None: it stands still. Without it there is no latency.
+        packages: distributions whose versions a result lists.
+        stresses: disturbances that only the simulator can make, by name. `make_environment` finds their values among
+            its settings; an environment draws the rest from the seed of `reset_to`.
+        settings_for: returns the settings that a policy with this metadata requires, such as the size of its images.
+        idle: returns the action that keeps the robot still in a tick for which no action has arrived, from its last
+            action (action_dim,) or None. Without it there is no latency.
     """
 
     name: str
@@ -138,7 +134,7 @@ class Benchmark:
 
     @property
     def disturbances(self) -> dict[str, Kind]:
-        """Everything that `--stress` can ask for."""
+        """All disturbances that `--stress` accepts."""
         return {**self.stresses, **(IMAGES if self.cameras else {}), **(LATENCY if self.idle is not None else {})}
 
     def check_suite(self, name: str) -> None:

@@ -1,8 +1,8 @@
-"""Which action is due at a tick, where an answer takes several ticks: simulated time, no clock.
+"""The action of each control tick when answers take several ticks, in simulated time.
 
-As `vla_accel.remote.async_runner` does it on a robot: a row of a chunk belongs to the tick of its observation plus the
-row's number, so that a late answer begins with the row of the tick at which it arrives; one question is under way at a
-time; before the first answer the robot stands still, and loses none of its rows. Without latency it is openpi's loop.
+Like `vla_accel.remote.async_runner` on a robot: row i of a chunk belongs to the tick of its observation plus i, so a
+late answer starts with the row of the tick at which it arrives. One request is pending at a time. Before the first
+answer the robot stands still and loses no rows. Without latency this is openpi's loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Actions (n, action_dim): row 0 belongs to tick `first`; nobody has them before tick `arrival`."""
+    """Actions (n, action_dim): row 0 belongs to tick `first`; they are available from tick `arrival`."""
 
     actions: np.ndarray
     first: int
@@ -23,11 +23,11 @@ class _Chunk:
 
 
 class Chunks:
-    """The actions of an episode. Ticks are asked about in their order.
+    """The actions of an episode; its methods must be called with increasing ticks.
 
     Args:
         latency: ticks from an observation to the arrival of its chunk, fewer than a chunk has actions.
-        replan: actions of a chunk after which the next is asked for; earlier where it would come too late otherwise.
+        replan: actions of a chunk before the next is requested; fewer if it would arrive too late.
     """
 
     def __init__(self, latency: int, replan: int) -> None:
@@ -36,7 +36,7 @@ class Chunks:
         self._coming: _Chunk | None = None
 
     def due(self, tick: int) -> bool:
-        """Whether the policy is to be asked with what is seen at this tick."""
+        """Whether to call the policy with the observation of this tick."""
         self._arrive(tick)
         if self._coming is not None:
             return False
@@ -46,7 +46,7 @@ class Chunks:
         return gone >= max(1, min(self._replan, len(self._used.actions) - self._latency))
 
     def put(self, actions: Sequence[np.ndarray], tick: int) -> None:
-        """The answer (n, action_dim) to what was seen at this tick."""
+        """Add the policy's answer (n, action_dim) to the observation of this tick."""
         arrival = tick + self._latency
         self._coming = _Chunk(np.stack(list(actions)), arrival if self._used is None else tick, arrival)
         self._arrive(tick)

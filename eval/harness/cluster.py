@@ -45,7 +45,7 @@ class _Actor:
 
 @dataclass(eq=False)
 class _Replica(_Actor):
-    place: cluster.Place | None = None
+    place: cluster.Placement | None = None
     loaded: Loaded | None = None
 
 
@@ -85,7 +85,7 @@ class RayWorkers:
         self._ray = cluster.connect(address)
         try:
             nodes = cluster.nodes(self._ray)
-            places = cluster.places(nodes, source.device) if source.kind == "local" else []
+            places = cluster.placements(nodes, source.device) if source.kind == "local" else []
             for node in nodes:
                 self._check(node)
             self.size = max(1, sum(node.cores for node in nodes) if workers is None else workers)
@@ -224,7 +224,7 @@ class RayWorkers:
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def _start_replica(self, place: cluster.Place) -> None:
+    def _start_replica(self, place: cluster.Placement) -> None:
         make = self._ray.remote(**place.options(self._ray))(Replica)
         replica = _Replica(make.remote(self._source, self._benchmark, place.gpu), place=place)
         self._replicas.append(replica)

@@ -13,21 +13,18 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from eval.harness.benchmark import Benchmark, Suite
-from eval.harness.policies import Chunking, PolicySource
-from eval.harness.protocol import REPLAN_STEPS, SEED, Protocol, Shard, parse_tasks
+from eval.harness.options import RUNS, Arguments
+from eval.harness.policies import PolicySource
+from eval.harness.protocol import Protocol, Shard, parse_tasks
 from eval.harness.report import policy_name, read_result, row_line
 from eval.harness.stress import parse_stress
 from eval.harness.tables import stderr_console
 from eval.script import concluded
 from vla_accel.cli.common import print_json
-from vla_accel.cli.options import Listed, Number, OutputFile, OutputFolder, Text, Within, Written, read
+from vla_accel.cli.options import read
 from vla_accel.errors import ConfigError
 from vla_accel.files import require_writable_folder
 from vla_accel.report.page import check_path
@@ -35,75 +32,8 @@ from vla_accel.report.page import check_path
 if TYPE_CHECKING:
     from eval.harness.evaluation import Request
 
-RUNS = Path("runs")
 QUICK_TASKS = 3
 QUICK_TRIALS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """What every benchmark can be asked. A benchmark's own command gives `suite` and `policy` a default."""
-
-    suite: str
-    """Which tasks; several suites with commas between them."""
-    steps: Annotated[Listed[int], Within(1)] = ()
-    """Denoising steps: 3, or 1,2,3,5,10 for a sweep. Default: the policy's own."""
-    quick: bool = False
-    """The first 3 tasks with 3 trials each, and a rollout video; --tasks and --trials go first."""
-    tasks: Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")] = None
-    """Task indices, such as "0-2,5". Default: all."""
-    trials: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Episodes per task, each from a shipped start state. Default: the benchmark's."""
-    policy: str
-    """A checkpoint's folder or name on the hub, or ws://host:port."""
-    config: Text = None
-    """Of a policy in this process: a PolicyConfig file (YAML or JSON), or a shipped configuration's name. Default: the
-    policy's own."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    seed: int = SEED
-    """Of the simulator and the policy's noise."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=""), Written(suffix=".json")] = None
-    """Result JSON. Default: runs/BENCHMARK/, named after the run. The episode log goes beside it."""
-    video: OutputFolder = None
-    """Folder for videos of the first trial of each task. With --quick one is made in any case."""
-    film_all: bool = False
-    """Film every episode, with the images that the policy sees anyway, into --video's folder or one named after the
-    output: `eval.paired --report` then shows lost episodes beside the reference's."""
-    report: OutputFile = None
-    """HTML file that opens offline: pictures, tables, films, conditions. With --quick one is made in any case."""
-    beside: Listed[Path] = ()
-    """Result files whose latencies stand beside this run's in its pictures. Default: stored runs of the same model on
-    the same kind of device."""
-    workers: Number = None
-    """Simulators that play at once. More are faster, but they slow down each other's policy calls. Default: 1, or one
-    for each core of a Ray cluster."""
-    ray: Text = None
-    """Play on a Ray cluster: "auto" for the one that this machine belongs to, HOST:PORT for another, "local" for one
-    that is started here and ends with the run. One policy for each GPU, or each machine if there is none."""
-    max_steps: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Actions before an episode is lost. Default: the benchmark's limit for the suite."""
-    stress: Annotated[str | None, tyro.conf.arg(metavar="NAME=VALUE,...", help_behavior_hint="")] = None
-    """Disturbances of what the policy sees, such as "noise=0.1,brightness=0.8", or of when its actions arrive
-    ("latency=2", in control ticks). An unknown name lists all of them."""
-    chunking: Chunking = "plain"
-    """rtc: each chunk is guided to join what is left of the last one (real-time chunking)."""
-    expert: bool = False
-    """Let the scripted expert act instead of a policy, to check the simulator."""
-    target_hz: float = 20.0
-    """Rate for which the report says what each component would have to reach."""
-    replan: int = REPLAN_STEPS
-    """Actions executed of each predicted chunk."""
-    overwrite: bool = False
-    """Start afresh instead of continuing an earlier run."""
-    retry_errors: bool = False
-    """Play episodes again that an earlier launch ended with an error."""
-    shard: Annotated[str | None, tyro.conf.arg(metavar="K/N", help_behavior_hint="")] = None
-    """Play a part of the run, such as "3/16" (counted from 1), for `python -m eval.merge` to put together."""
-
-    def played(self, benchmark: Benchmark) -> Benchmark:
-        """The benchmark as these arguments have it."""
-        return benchmark
 
 
 def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
@@ -113,14 +43,14 @@ def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str])
 
 
 def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
-    """Play, and say what came of it; 1 if an episode crashed."""
+    """Play and print the results; returns 1 if an episode crashed."""
     console = stderr_console()
     program = ("python", "-m", f"eval.{benchmark.name}")
-    asked = read(arguments, words, " ".join(program))
-    from eval.harness.evaluation import evaluate  # which takes torch's second, once the options are read
+    options = read(arguments, words, " ".join(program))
+    from eval.harness.evaluation import evaluate  # loads torch, so only after the options are read
 
     with stdout_to_stderr():
-        result = evaluate(make_request(benchmark, asked, [*program, *words]), console)
+        result = evaluate(make_request(benchmark, options, [*program, *words]), console)
     errors = sum(row["success"]["errors"] for row in result["summary"]["rows"])
     for name in ("output", "figure", "report"):
         path = result[name]
@@ -135,7 +65,7 @@ def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) 
 
 
 def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str]) -> Request:
-    """Check the arguments and load the suite; what the policy decides is left open.
+    """Check the arguments and load the suites; the protocol also needs the policy's metadata.
 
     Raises:
         ConfigError: an argument that cannot be used, or two that contradict each other.
@@ -149,11 +79,11 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         benchmark.check_suite(name)
     if not (math.isfinite(arguments.target_hz) and arguments.target_hz > 0):
         raise ConfigError(f"target-hz: expected a number above 0, got {arguments.target_hz}")
-    for name, given in (("video", arguments.video is not None), ("film-all", arguments.film_all)):
-        if given and not benchmark.cameras:
+    for name, used in (("video", arguments.video is not None), ("film-all", arguments.film_all)):
+        if used and not benchmark.cameras:
             raise ConfigError(f"{name}: {benchmark.name} has no cameras")
     if arguments.overwrite and arguments.retry_errors:
-        raise ConfigError("retry-errors: expected no --overwrite with it, which forgets the earlier episodes, got both")
+        raise ConfigError("retry-errors: expected it without --overwrite, which discards the episodes, got both")
     if arguments.report is not None:
         check_path(arguments.report)
     if arguments.output is None:
@@ -182,27 +112,17 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
     quick = ["quick"] if arguments.quick else []
     part = [f"shard{shard.number}of{shard.count}"] if shard is not None else []
     request = Request(
+        options=arguments,
         benchmark=benchmark,
         suites=suites,
         protocol=protocol,
         source=source,
-        output=arguments.output,
-        folder=RUNS / benchmark.name,
         label="-".join([source.name, "+".join(suite.name for suite in suites), *quick, *part]),
-        video=arguments.video,
-        film_all=arguments.film_all,
-        report=arguments.report,
         beside=None if not arguments.beside else {path.stem: read_result(path)[0] for path in arguments.beside},
-        quick=arguments.quick,
-        workers=arguments.workers,
-        ray=arguments.ray,
-        target_hz=arguments.target_hz,
-        overwrite=arguments.overwrite,
-        retry_errors=arguments.retry_errors,
         shard=shard,
         command=command,
     )
-    # A bad number fails before anything is loaded; the policy's own step count is not known yet.
+    # Check the numbers before anything is loaded; the step count of the policy is not known yet.
     request.plan(protocol({} if source.kind == "expert" else {"num_steps": (steps or (1,))[0]}))
     return request
 
@@ -211,7 +131,7 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
     if not arguments.expert:
         source = PolicySource.parse(arguments.policy, config=arguments.config, device=arguments.device,
                                     chunking=arguments.chunking)  # fmt: skip
-        if source.kind == "local" and arguments.ray is None:  # else it lies where it is played
+        if source.kind == "local" and arguments.ray is None:  # else it is on the nodes
             from vla_accel.cli.common import check_names
 
             check_names(source.where, source.config)
@@ -221,11 +141,11 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
     if steps is not None:
         raise ConfigError("steps: the scripted expert has no denoising steps; leave --steps out")
     own = {field.name: field.default for field in dataclasses.fields(arguments)}["policy"]
-    for name, given in (
+    for name, used in (
         ("config", arguments.config), ("stress", arguments.stress), ("chunking", arguments.chunking != "plain"),
         ("device", arguments.device != "auto"), ("policy", arguments.policy != own),
     ):  # fmt: skip
-        if given:
+        if used:
             raise ConfigError(f"{name}: the scripted expert reads the simulator and answers at once; leave it out")
     if benchmark.make_expert is None:
         raise ConfigError(f"expert: {benchmark.name} has none")
@@ -256,23 +176,23 @@ def _episodes(
     return tasks, trials
 
 
-def _steps(asked: tuple[int, ...] | None, own: int | None, source: PolicySource) -> tuple[int | None, ...]:
-    """The step counts to run, once the policy has told its own."""
+def _steps(requested: tuple[int, ...] | None, own: int | None, source: PolicySource) -> tuple[int | None, ...]:
+    """The step counts to run; `own`: that of the policy."""
     if source.kind == "remote":
-        # Only the server can change its step count: check it where it tells, record it where not.
-        if asked is not None and own is not None and asked != (own,):
-            raise ConfigError(f"steps: the server at {source.where} runs {own}, got {asked[0]}")
-        if asked is not None and own is None:
+        # Only the server can change its step count.
+        if requested is not None and own is not None and requested != (own,):
+            raise ConfigError(f"steps: the server at {source.where} runs {own}, got {requested[0]}")
+        if requested is not None and own is None:
             raise ConfigError(
-                f"steps: the server at {source.where} does not tell its step count, and only it "
-                "can set it; leave --steps out"
+                f"steps: the server at {source.where} does not report its step count, and only "
+                "it can set it; leave --steps out"
             )
         return (None,)
-    return asked if asked is not None else (own,)
+    return requested if requested is not None else (own,)
 
 
 def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str, Any]:
-    """The run on one line."""
+    """The JSON line at the end of a run."""
     protocol = result["protocol"]
     return {
         "benchmark": benchmark.name,
@@ -293,7 +213,7 @@ def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send whatever libraries print on stdout, and worker processes too, to stderr."""
+    """Redirect stdout of libraries and worker processes to stderr."""
     sys.stdout.flush()
     saved = os.dup(1)
     try:

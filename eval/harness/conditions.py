@@ -17,7 +17,7 @@ PACKAGES = ("numpy", "imageio-ffmpeg")
 def launch(
     benchmark: Benchmark, command: Sequence[str], *, hardware: Mapping[str, Any], workers: int
 ) -> dict[str, Any]:
-    """What is said of a launch (JSON types); `hardware`: the policy's."""
+    """The record of a launch (JSON types); `hardware`: the policy's."""
     return {
         "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": list(command),
@@ -29,7 +29,7 @@ def launch(
 
 
 def software(benchmark: Benchmark) -> dict[str, str]:
-    """Versions that decide what an episode does, of this machine."""
+    """Versions on this machine that an episode depends on."""
     versions = dict(machine.software())
     for name in (*benchmark.packages, *PACKAGES):
         try:

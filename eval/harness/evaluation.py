@@ -18,6 +18,7 @@ from rich.console import Console
 from eval.harness import conditions, figures, report
 from eval.harness.benchmark import Benchmark, Suite, schema
 from eval.harness.log import EpisodeLog, log_path
+from eval.harness.options import RUNS, Arguments
 from eval.harness.pages import run_page
 from eval.harness.policies import PolicySource, check_chunks
 from eval.harness.progress import EpisodeProgress
@@ -38,41 +39,22 @@ class Request:
     """What to evaluate, and where to write it.
 
     Attributes:
+        options: the options of the command line, checked.
         suites: the played suites of the benchmark, loaded.
         protocol: makes the protocol from the policy's metadata (empty for the expert).
-        output: result JSON, or None for a name made from `label` and the run's fingerprint under `folder`.
-        video: folder for videos of the first trial of each task; None films only if `quick`.
-        film_all: film every episode, with a frame at each call of the policy, which costs no rendering.
-        report: HTML file, or None for none, unless `quick`.
+        label: start of the name of a result without a name.
         beside: results by name whose latencies are shown for comparison; None for the stored ones of the same model.
-        quick: film one episode and write a report in any case.
-        workers: simulators that play at the same time; None for one, or one for each core of a cluster. Without a
-            cluster 0 and 1 play in this process.
-        ray: address of a Ray cluster that plays, or None for this machine.
-        target_hz: rate of the latency analysis.
-        overwrite: discard an earlier run at `output`.
-        retry_errors: play episodes again that ended in an error.
         shard: the part of the plan to play, or None for all of it.
         command: the command line, for the record.
     """
 
+    options: Arguments
     benchmark: Benchmark
     suites: tuple[Suite, ...]
     protocol: Callable[[Mapping[str, Any]], Protocol]
     source: PolicySource
-    output: Path | None
-    folder: Path
     label: str
-    video: Path | None
-    film_all: bool
-    report: Path | None
     beside: Mapping[str, Mapping[str, Any]] | None
-    quick: bool
-    workers: int | None
-    ray: str | None
-    target_hz: float
-    overwrite: bool
-    retry_errors: bool
     shard: Shard | None
     command: list[str]
 
@@ -98,8 +80,8 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
         if loaded.metadata is not None:
             check_chunks(loaded.metadata, request.source, protocol, supports_prev_chunk=loaded.supports_prev_chunk)
         mark = fingerprint(protocol, loaded.identity)
-        output = request.output or request.folder / f"{request.label}-{mark[:8]}.json"
-        _clear(output, overwrite=request.overwrite)
+        output = request.options.output or RUNS / request.benchmark.name / f"{request.label}-{mark[:8]}.json"
+        _clear(output, overwrite=request.options.overwrite)
         video_folder, filmed = _films(request, protocol, output)
         if filmed and figures.check_video_packages() == "gif":
             console.print("rollout videos are GIFs: the package imageio-ffmpeg is not installed")
@@ -110,13 +92,13 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
             request.source,
             video_folder=video_folder,
             video_keys=frozenset(filmed),
-            video_every=protocol.replan_steps if request.film_all else VIDEO_EVERY,
+            video_every=protocol.replan_steps if request.options.film_all else VIDEO_EVERY,
         )
         launch = conditions.launch(request.benchmark, request.command, hardware=loaded.hardware, workers=workers.size)
         ident = {"protocol": protocol.to_json(), "policy": loaded.identity}
         schema_of_log = schema(request.benchmark.name, "log")
         with EpisodeLog(log_path(output), schema_of_log, mark, ident, _warner(console)) as log:
-            if request.retry_errors and (count := log.forget_errors()):
+            if request.options.retry_errors and (count := log.forget_errors()):
                 console.print(f"running {count} episodes again that ended in an error")
             missing = _missing(log, request.plan(protocol), console, launch["git"])
             if missing:
@@ -127,7 +109,7 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
     result["figure"] = figures.draw_result(result, output, beside)
     result["elapsed_s"] = round(time.perf_counter() - start, 3)
     write_json(output, result, allow_nan=False)
-    html = request.report or (output.with_suffix(".html") if request.quick else None)
+    html = request.options.report or (output.with_suffix(".html") if request.options.quick else None)
     if html is not None:
         page.write(run_page(result, beside), html)
     print_summary(console, result["summary"], title=run_title(result))
@@ -138,11 +120,11 @@ def _start_workers(request: Request, console: Console) -> Workers:
     source = request.source
     expert = source.kind == "expert"
     with nullcontext() if expert else going_on(f"loading policy {source.where}", console.print):
-        if request.ray is None:
-            return LocalWorkers(source, request.benchmark, request.workers or 1)
+        if request.options.ray is None:
+            return LocalWorkers(source, request.benchmark, request.options.workers or 1)
         from eval.harness.cluster import RayWorkers
 
-        return RayWorkers(request.ray, source, request.benchmark, request.workers, _warner(console))
+        return RayWorkers(request.options.ray, source, request.benchmark, request.options.workers, _warner(console))
 
 
 def _clear(output: Path, *, overwrite: bool) -> None:
@@ -167,11 +149,11 @@ def _films(request: Request, protocol: Protocol, output: Path) -> tuple[Path | N
     """The folder for videos, and the filmed episodes: all, the first trial of each task, or one if only quick."""
     plan = request.plan(protocol)
     first = [key for key in plan if key.trial == 0]
-    if request.film_all:
-        return request.video or output.with_suffix(""), list(plan)
-    if request.video is not None:
-        return request.video, first
-    if request.quick and request.benchmark.cameras:
+    if request.options.film_all:
+        return request.options.video or output.with_suffix(""), list(plan)
+    if request.options.video is not None:
+        return request.options.video, first
+    if request.options.quick and request.benchmark.cameras:
         return output.with_suffix(""), first[:1]
     return None, []
 
@@ -222,7 +204,7 @@ def _result(
         results,
         timed,
         task_names={key.task: suites[protocol.suite_of(key)].tasks[key.task_id].instruction for key in protocol.plan()},
-        target_hz=request.target_hz,
+        target_hz=request.options.target_hz,
         breakdown=_breakdown(workers, log),
     )
     own_limit = protocol.limits == tuple(suite.max_steps for suite in request.suites)

@@ -69,8 +69,8 @@ def write_video(recorder: VideoRecorder, stem: Path) -> Path:
 def draw_result(
     result: Mapping[str, Any], output: Path, beside: Mapping[str, Mapping[str, Any]] | None = None
 ) -> str | None:
-    """Draw a result's latencies beside its file `output`, and those of other runs by name; returns the picture's path,
-    or None where nothing was timed."""
+    """Draw the latencies of a result next to its file `output`, with those of other runs by name; returns
+    the path of the picture, or None if nothing was timed."""
     rows = [row for row in result["summary"]["rows"] if row["breakdown"]]
     if not rows:
         return None

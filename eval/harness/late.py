@@ -1,8 +1,8 @@
-"""What speed buys: success against latency, with plain chunks and with guided ones, each point a run of its own.
+"""Success against latency, with plain and with guided chunks: a run of its own for each point.
 
-A point is played by `eval.harness.evaluation` under `latency=K` and keeps its result and its log in a folder, so that
-the same command goes on where it was interrupted. Latency is counted in simulated control ticks: what a robot would
-meet, whatever machine plays the simulator.
+`eval.harness.evaluation` plays a point under `latency=K`, and keeps its result and log in a folder, so that the same
+command continues after an interrupt. Latency is counted in simulated control ticks, so it does not depend on the
+machine that plays the simulator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from eval.harness import command
+from eval.harness import command, options
 from eval.harness.benchmark import Benchmark, schema
 from eval.harness.evaluation import evaluate
 from eval.harness.pairs import described
@@ -33,18 +33,18 @@ COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"], "trained": PARTS[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(command.Arguments):
-    """Options of the benchmark's own command, and the grid. `--output` is the JSON; a picture and the points' runs go
-    beside it."""
+class Arguments(options.Arguments):
+    """Options of the benchmark's own command, and the grid. `--output` is the JSON; the picture and the runs of the
+    points go into the same folder."""
 
     ticks: Annotated[Listed[int], Within(0)] = (0, 1, 2, 4, 8)
     """Control ticks from an observation to the arrival of its actions."""
     chunkings: Listed[Chunking] = ("plain", "rtc")
     """Whether chunks are joined (rtc) or not."""
     note: Words = ""
-    """What a reader must know beside the figures."""
-    # None of a grid's: `chunkings` says which are played, the expert answers at once, each point would overwrite the
-    # last one's report, and parts of a grid cannot be put together.
+    """A note that is stored with the figures."""
+    # Not options of a grid: `chunkings` replaces `chunking`, the expert has no latency, each point would overwrite the
+    # report of the last one, and parts of a grid cannot be merged.
     chunking: Annotated[Chunking, tyro.conf.Suppress] = "plain"
     expert: Annotated[bool, tyro.conf.Suppress] = False
     report: Annotated[Path | None, tyro.conf.Suppress] = None
@@ -58,7 +58,7 @@ def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str])
 
 
 def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
-    """Play, and say what came of it; 1 if an episode crashed."""
+    """Play and print the results; returns 1 if an episode crashed."""
     program = ("python", "-m", f"eval.{benchmark.name}.late")
     asked = read(arguments, words, " ".join(program))
     with command.stdout_to_stderr():
@@ -73,10 +73,10 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
     """Play every point of the grid; returns its JSON with `output` and `figure` (paths) added.
 
     Raises:
-        ConfigError: a point that cannot be, such as more ticks than a chunk has actions; before any is played where
-            that can be told.
+        ConfigError: an impossible point, such as more ticks than a chunk has actions; before any is played where
+            possible.
     """
-    output = asked.output or command.RUNS / benchmark.name / "late.json"
+    output = asked.output or options.RUNS / benchmark.name / "late.json"
     console, folder = stderr_console(), output.with_suffix("")
     points = []
     for ticks, chunking in itertools.product(asked.ticks, asked.chunkings):

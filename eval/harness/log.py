@@ -1,12 +1,9 @@
 """The episode log: what makes a run resumable, one JSON object a line.
 
 The first line is the header: schema, fingerprint and the identity that it was made from. A
-`launch` line says under which conditions the episodes after it were run; an `episode` line is one
-result. Every line is on the disk before the next episode starts, so a kill at any moment
-loses at most the episodes in flight. A line cut in half by a kill is dropped, and said aloud; any
-other damage raises.
-
-The log does not know which episodes are wanted: it only knows which it has.
+`launch` line holds the conditions of the episodes after it; an `episode` line is one result. Every line is on the disk
+before the next episode starts, so a kill loses at most the episodes that are being played. An incomplete last line is
+dropped with a warning; any other damage raises.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ class EpisodeLog:
         path: the file, created with its folder if missing.
         schema: what its header states.
         fingerprint: of this run; a log of another run is refused.
-        identity: what the fingerprint was made from (JSON types), to say where two runs differ.
-        warn: is told of dropped lines.
+        identity: what the fingerprint was made from (JSON types), to name where two runs differ.
+        warn: receives a message for each dropped line.
 
     Attributes:
         results: the episodes on record, in the order they were logged.
@@ -68,7 +65,7 @@ class EpisodeLog:
         self._file.close()
 
     def begin_launch(self, conditions: Mapping[str, Any]) -> None:
-        """Say under which conditions the following episodes run (JSON types)."""
+        """Record the conditions of the following episodes (JSON types)."""
         self._write({"kind": "launch", **conditions})
         self.launches.append(dict(conditions))
 
@@ -80,14 +77,14 @@ class EpisodeLog:
             OutputError: it cannot be written, and the log is as before.
         """
         if result.key in self.results:
-            raise ConfigError(f"{self.path}: the episode {result.key} is on record already")
+            raise ConfigError(f"{self.path}: the episode {result.key} is already recorded")
         if not self.launches:
             raise ConfigError(f"{self.path}: begin a launch before appending episodes")
         self._write({"kind": "episode", **result.to_json()})
         self._remember(result)
 
     def forget_errors(self) -> int:
-        """Strike the episodes that ended in an error, so that they run again; returns how many."""
+        """Remove the episodes that ended in an error, so that they run again; returns how many."""
         struck = [key for key, result in self.results.items() if result.error]
         if struck:
             lines, _ = self._file.read()
@@ -153,7 +150,7 @@ class EpisodeLog:
                 f"{self.path}, line {number}: not an episode ({error!r}); --overwrite starts afresh"
             ) from None
         if result.key in self.results:
-            self._warn(f"{self.path}, line {number}: {result.key} is there twice; the first counts")
+            self._warn(f"{self.path}, line {number}: {result.key} appears twice; the first counts")
             return
         self._remember(result)
 

@@ -1,7 +1,7 @@
 """The parts of one run, played by several jobs (`--shard`), as one result.
 
-Takes results as a benchmark's command writes them. They must be of one run, as their fingerprints say, and hold every
-episode of its plan once. The summary is made anew from the episodes. Plays nothing.
+Takes results as the command of a benchmark writes them. They must be parts of one run, by their fingerprints, and
+together hold every episode of its plan once. The summary is computed again from the episodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def merge(parts: Mapping[str, Mapping[str, Any]], command: Sequence[str]) -> dic
     """One result (JSON types, but for its picture) of `parts`, results by name.
 
     Raises:
-        ConfigError: parts of different runs, episodes that several parts hold, or that none does; each says which.
+        ConfigError: parts of different runs, or episodes that several parts or no part holds; with their names.
     """
     first = next(iter(parts.values()))
     _check_same_run(parts)
@@ -109,7 +109,7 @@ def _summary(
     parts: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     rows = [row for part in parts for row in part["summary"]["rows"]]
-    # Model and engines of a breakdown are those of the part that measured it; its figures are made anew.
+    # Model and engines of a breakdown come from the part that measured it; its figures are computed again.
     described = {row["steps"]: row["breakdown"] for row in rows if row["breakdown"]}
     targets = {row["target"]["target_hz"] for row in rows if row["target"]}
 
@@ -141,5 +141,5 @@ def _other_code(launches: Iterable[Mapping[str, Any]]) -> list[str]:
     """A warning where the launches ran different versions."""
     software = [launch["software"] for launch in launches]
     names = sorted({name for versions in software for name in versions})
-    told = {name: sorted({str(versions.get(name)) for versions in software}) for name in names}
-    return [f"parts ran with different {name}: {', '.join(seen)}" for name, seen in told.items() if len(seen) > 1]
+    found = {name: sorted({str(versions.get(name)) for versions in software}) for name in names}
+    return [f"parts ran with different {name}: {', '.join(seen)}" for name, seen in found.items() if len(seen) > 1]

@@ -1,6 +1,6 @@
 """Reports of evaluations, as pages that open offline: one run, and runs compared episode by episode.
 
-From the result JSON alone, and the films that it names; knows neither policies nor simulators.
+Made from the result JSON and the videos that it names.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Result = Mapping[str, Any]
 
 
 def run_page(result: Result, beside: Mapping[str, Result] | None = None) -> Page:
-    """The page of one run. `beside`: other runs by name whose latencies stand beside it."""
+    """The page of one run. `beside`: other runs by name, whose latencies are shown for comparison."""
     rows, protocol = result["summary"]["rows"], result["protocol"]
     launch = result["launches"][-1]
-    told = "; ".join(f"{_rate(row['success'])}{_at(row['steps'])}" for row in rows)
+    rates = "; ".join(f"{_rate(row['success'])}{_at(row['steps'])}" for row in rows)
     sections = [
         Section("Success", [_success([(_steps(row["steps"]), row["success"]) for row in rows], "denoising steps"),
                             _tasks([(_steps(row["steps"]), row) for row in rows])]),
@@ -32,13 +32,13 @@ def run_page(result: Result, beside: Mapping[str, Result] | None = None) -> Page
         Section("Warnings", [Text(warning) for warning in result["summary"]["warnings"]]),
         conditions(result["command"], launch["hardware"], launch["software"], **_rules(protocol)),
     ]  # fmt: skip
-    return Page(f"{policy_name(result)} on {protocol['suite']}", f"Success: {told}.", sections)
+    return Page(f"{policy_name(result)} on {protocol['suite']}", f"Success: {rates}.", sections)
 
 
 def paired_page(report: Mapping[str, Any], results: Mapping[str, Result]) -> Page:
     """The page of a comparison. `report`: of `eval.harness.pairs.compare`; `results`: by name, the reference first."""
     reference, rows = report["reference"], report["rows"]
-    told = "; ".join(
+    summary = "; ".join(
         f"{row['name']}{_at(row['steps'])} lost {row['lost']} and gained {row['gained']} of {row['pairs']} pairs "
         f"(McNemar, exact: p = {row['mcnemar_exact_p']:.3g})"
         for row in rows
@@ -56,7 +56,7 @@ def paired_page(report: Mapping[str, Any], results: Mapping[str, Result]) -> Pag
         conditions(report["command"], last["hardware"], last["software"], note=report.get("note"),
                    **_rules(report["protocol"])),
     ]  # fmt: skip
-    return Page(f"Compared with {reference}", f"{told}.", sections)
+    return Page(f"Compared with {reference}", f"{summary}.", sections)
 
 
 def latency_items(results: Mapping[str, Result]) -> list[Picture]:
@@ -96,8 +96,8 @@ def bars_of(results: Mapping[str, Result]) -> list[charts.Bar]:
             if row["breakdown"]:
                 parts = mean_parts(row["breakdown"])
                 total = sum(parts.values())
-                told = f"{total:.1f} ms, {1e3 / total:.1f} Hz" if total else ""
-                found.append(charts.Bar(f"{name}{_at(row['steps'])}" if several else _steps(row["steps"]), parts, told))
+                text = f"{total:.1f} ms, {1e3 / total:.1f} Hz" if total else ""
+                found.append(charts.Bar(f"{name}{_at(row['steps'])}" if several else _steps(row["steps"]), parts, text))
     return found
 
 
@@ -159,7 +159,7 @@ def _discordant(rows: Sequence[Mapping[str, Any]]) -> Table | Text:
 
 
 def _lost_films(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Result], reference: str) -> list[Films]:
-    """Films of lost episodes first, then of gained ones, where both runs have them."""
+    """Videos of lost episodes, then of gained ones, where both runs have them."""
     filmed = {name: _films_of(result) for name, result in results.items()}
     lost, gained = [], []
     for row in rows:
@@ -168,7 +168,7 @@ def _lost_films(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Result]
             both = [(name, filmed[name][key]) for name in (reference, row["name"]) if key in filmed[name]]
             if len(both) == 2:
                 how, kept = ("lost", lost) if episode["won_by"] == "reference" else ("gained", gained)
-                title = f"{row['name']} {how} {_said(key)}"
+                title = f"{row['name']} {how} {_title(key)}"
                 kept.append(Films(title, both))
     return [*lost, *gained][:MOST_FILMS]
 
@@ -178,8 +178,8 @@ def _own_films(result: Result) -> list[Films]:
     shown = []
     for key, path in list(_films_of(result).items())[:MOST_FILMS]:
         outcome = "error" if outcomes[key].get("error") else "won" if outcomes[key]["success"] else "lost"
-        said = _said(key)
-        shown.append(Films(f"{said[0].upper()}{said[1:]}: {outcome}", [("rollout", path)]))
+        title = _title(key)
+        shown.append(Films(f"{title[0].upper()}{title[1:]}: {outcome}", [("rollout", path)]))
     return shown
 
 
@@ -187,12 +187,12 @@ def _key(episode: Mapping[str, Any]) -> EpisodeKey:
     return EpisodeKey(episode["steps"], episode["task_id"], episode["trial"], episode.get("suite", ""))
 
 
-def _said(key: EpisodeKey) -> str:
+def _title(key: EpisodeKey) -> str:
     return f"{key.suite} task {key.task_id}, trial {key.trial}".lstrip() + _at(key.steps)
 
 
 def _films_of(result: Result) -> dict[EpisodeKey, Path]:
-    """Each episode's film, of those that are still there."""
+    """The videos of episodes that still exist."""
     there = {path.name: path for name in result.get("videos") or [] if (path := Path(name)).is_file()}
     return {
         _key(e): there[e["video"]]

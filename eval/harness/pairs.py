@@ -1,7 +1,7 @@
 """Two runs over the same episodes, compared episode by episode.
 
 Takes results as a benchmark's command writes them. Every episode (task, trial, steps) must be in both, under the same
-protocol. Knows nothing about policies beyond what the results say of them; plays nothing.
+protocol.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from vla_accel.errors import ConfigError
 # Which tasks, trials and step counts were played shows in the episodes; all else makes an episode the same one.
 PLAYED = {"tasks", "trials", "steps", "max_steps_source"}
 Key = tuple[int | None, str, int, int]
-"""Steps (None of the expert, and of a server that does not tell), suite (empty in a run of one), task, trial."""
+"""Steps (None for the expert, and for a server that does not report them), suite (empty in a run of one), task,
+trial."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Episodes of one step count that both policies played; `both`, `lost`, `gained` and `neither` add up to those that
-    both finished.
+    """Counts of episode pairs at one step count. `both`, `lost`, `gained` and `neither` add up to the pairs that both
+    policies finished.
 
     Attributes:
         both: won by both policies.
@@ -70,9 +71,9 @@ class Pairs:
 
 
 def episodes_of(result: Mapping[str, Any], name: str) -> dict[Key, bool | None]:
-    """(steps, suite, task, trial) to success, or to None for an episode that crashed. Raises ConfigError for one
-    that is there twice."""
-    # A server alone sets its step count, and most tell it.
+    """(steps, suite, task, trial) to success, or to None for an episode that crashed. Raises ConfigError for a
+    repeated episode."""
+    # Only a server sets its step count, and most report it.
     own = (result["policy"].get("metadata") or {}).get("num_steps")
     found: dict[Key, bool | None] = {}
     for episode in result["episodes"]:
@@ -89,9 +90,9 @@ def episodes_of(result: Mapping[str, Any], name: str) -> dict[Key, bool | None]:
 def pair(reference: Mapping[Key, bool | None], other: Mapping[Key, bool | None], names: tuple[str, str]
          ) -> dict[int | None, Pairs]:  # fmt: skip
     """Step count to its pairs. Raises ConfigError for an episode that one side has and the other has not."""
-    asked, got = (_steps(of) for of in (reference, other))
-    if asked != got:
-        raise ConfigError(f"{names[1]}: expected episodes at {asked} as in {names[0]}, got {got}")
+    expected, got = (_steps(of) for of in (reference, other))
+    if expected != got:
+        raise ConfigError(f"{names[1]}: expected episodes at {expected} as in {names[0]}, got {got}")
     for mine, theirs, has, lacks in ((reference, other, *names), (other, reference, *reversed(names))):
         alone = sorted(mine.keys() - theirs.keys(), key=_order)
         if alone:
@@ -122,9 +123,9 @@ def compare(reference: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]
         theirs = episodes_of(other, label)
         other_rules = _rules(other)
         for field in {**rules, **other_rules}:
-            asked, got = rules.get(field), other_rules.get(field)
-            if asked != got:
-                raise ConfigError(f"{label}: expected {field} {asked!r} as in {name}, got {got!r}")
+            expected, got = rules.get(field), other_rules.get(field)
+            if expected != got:
+                raise ConfigError(f"{label}: expected {field} {expected!r} as in {name}, got {got!r}")
         for steps, pairs in pair(mine, theirs, (name, label)).items():
             different = [
                 {
@@ -162,18 +163,18 @@ def _rules(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Who played, and where: what a comparison must say of a run."""
+    """Policy, hardware and versions of a run, for a comparison."""
     policy, launch = result["policy"], result["launches"][-1]
     metadata = policy.get("metadata") or {}
     config = policy.get("config") or {}
     specs = {**config, **config.get("engines", {})}
-    asked = {name: spec for name, spec in specs.items() if isinstance(spec, Mapping) and "engine" in spec}
+    requested = {name: spec for name, spec in specs.items() if isinstance(spec, Mapping) and "engine" in spec}
     return {
         "policy": policy.get("name"),
         "sha256": policy.get("sha256"),
         "weights": policy.get("weights"),
         "dtype": metadata.get("dtype"),
-        "asked": asked,
+        "asked": requested,
         "engines": metadata.get("engines") or [],
         "hardware": launch["hardware"],
         "software": launch["software"],

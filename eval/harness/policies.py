@@ -2,8 +2,7 @@
 
 A `PolicySource` is plain data that travels to worker processes; `load` turns it into an object
 with `infer`, `reset` and `metadata`. `identity` is what makes two runs the same run: the content of a checkpoint rather
-than its path. Nothing here knows about episodes.
-"""
+than its path."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class PolicySource:
         where: checkpoint path or name, websocket address, or empty for the expert.
         config: of a local policy: what `OptimizedPolicy.from_pretrained` takes (a file, or the name of a shipped
             configuration), or None for its default.
-        device: `cpu`, `cuda`, or `auto` for what the configuration says, for a local policy.
+        device: `cpu`, `cuda`, or `auto` for the configuration's, for a local policy.
         chunking: `plain`, or `rtc` for chunks that are guided by what is left of the last one.
     """
 
@@ -141,7 +140,7 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
     if source.kind == "remote":
         known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if k in policy.metadata}
         return {"kind": "remote", "address": source.where, "metadata": known, **chunking}
-    # What `auto` chose is what ran; a step count is the protocol's; what is empty asks for nothing.
+    # `auto` is replaced by the choice; the step count belongs to the protocol; empty options change nothing.
     from vla_accel.policy.agreement import weights_of
 
     config = asdict(policy.config.with_specs(policy.specs))

@@ -1,4 +1,4 @@
-"""What a watcher sees while episodes are played: bars on a terminal, a line an episode elsewhere."""
+"""Progress while episodes are played: bars on a terminal, else a line for each episode."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class EpisodeProgress:
     """A bar for the run and one for each machine of a cluster; a context manager.
 
     Args:
-        name: of what is played.
-        plan: episodes of the run.
-        done: of those, how many are on record.
+        plan: number of episodes of the run.
+        done: number of recorded episodes.
     """
 
     def __init__(self, console: Console, name: str, *, plan: int, done: int) -> None:
@@ -27,7 +26,7 @@ class EpisodeProgress:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            # On a narrow terminal this one is broken, and leaves the others their places.
+            # On a narrow terminal only this column is wrapped.
             TextColumn("{task.fields[note]}", markup=False, table_column=Column(overflow="fold")),
         )
         self._console, self._plan = console, plan
@@ -44,7 +43,7 @@ class EpisodeProgress:
 
     def show(self, result: EpisodeResult, results: Iterable[EpisodeResult], nodes: Mapping[str, tuple[int, int]]
              ) -> None:  # fmt: skip
-        """One more result. `results`: all on record; `nodes`: simulators and episodes played by each machine's name."""
+        """Show one more result. `results`: all recorded; `nodes`: simulators and finished episodes by machine."""
         results = list(results)
         rate = report.rate_of(results)
         note = (

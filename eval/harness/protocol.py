@@ -1,8 +1,7 @@
 """What one evaluation run measures: the rules of its episodes, and which episodes they are.
 
-`Protocol` is plain data. It knows nothing of the simulator, the policy or the results; its only judgement is whether
-the numbers in it make sense. `fingerprint` tells two runs apart, so that an episode log is only ever continued by the
-run that began it.
+`Protocol` is plain data that checks its own numbers. `fingerprint` distinguishes runs, so that an episode log is only
+continued by the run that began it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SEED = 7
 """openpi's, in its `examples/libero/main.py`."""
 REPLAN_STEPS = 5
 _MOST = 100_000
-"""Numbers in one range: more were a slip of the finger, and would fill the memory."""
+"""Most numbers in one range: more would be a typing error that fills the memory."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,10 @@ class EpisodeKey:
     """One episode of a run.
 
     Attributes:
-        steps: denoising steps of the policy; None where the harness does not choose them (the
-            scripted expert has none, a remote server has its own).
+        steps: denoising steps; None where the harness does not set them (the scripted expert, a remote server).
         task_id: index of the task in its suite, from 0.
         trial: index of the start state, from 0.
-        suite: of the task; empty in a run of one suite.
+        suite: name of the suite; empty in a run of one suite.
     """
 
     steps: int | None
@@ -45,22 +43,22 @@ class EpisodeKey:
 
     @property
     def task(self) -> tuple[str, int]:
-        """Suite and task: what an environment is built for."""
+        """Suite and task, which an environment is built for."""
         return self.suite, self.task_id
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """The rules of one run; equal protocols ask for the same episodes.
+    """The rules of one run; equal protocols have equal episodes.
 
     Attributes:
         suite: a suite of the benchmark, or several with commas between them.
-        tasks: task indices, in the order they are run; the same of each suite.
-        trials: episodes per task and step count; trial i starts from the task's start state i.
-        steps: denoising step counts to sweep; `(None,)` where the harness does not choose them.
-        max_steps: policy actions after which an episode is lost; of several suites, one for each.
-        seed: with task and trial it seeds the simulator and the policy's noise (openpi: 7, once per run, so that there
-            an episode also depends on those before it).
+        tasks: task indices in playing order, equal for each suite.
+        trials: episodes per task and step count; trial i starts from start state i of the task.
+        steps: denoising step counts to sweep; `(None,)` where the harness does not set them.
+        max_steps: actions after which an episode is lost; one number for each of several suites.
+        seed: with task and trial it seeds the simulator and the policy's noise (openpi seeds once per run, so that its
+            episodes depend on earlier ones).
         replan_steps: actions executed of each predicted chunk.
         settings: the benchmark's own (`Benchmark.settings`).
         stress: what is disturbed, and how much (`eval.harness.stress`).
@@ -127,8 +125,7 @@ class Protocol:
     def plan(self) -> tuple[EpisodeKey, ...]:
         """All episodes, grouped by task so that each environment is created once.
 
-        Step counts vary fastest: each trial meets all of them under much the same load of the
-        machine, so their latencies compare.
+        Step counts vary fastest, so that they run under similar load and their latencies compare.
         """
         several = len(self.suites) > 1
         return tuple(
@@ -140,8 +137,7 @@ class Protocol:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The protocol as JSON types; the benchmark's settings stand beside the harness's own fields, and stress only
-        where there is some."""
+        """The protocol as JSON types, the benchmark's settings on the level of the fields, and stress only if any."""
         own = asdict(self)
         settings = own.pop("settings")
         if not self.stress:
@@ -150,7 +146,7 @@ class Protocol:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Protocol:
-        """The inverse of `to_json`: what is no field of the harness is a setting of the benchmark."""
+        """The inverse of `to_json`: unknown fields are settings of the benchmark."""
         names = {field.name for field in fields(cls)} - {"settings"}
         own: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in names
@@ -160,9 +156,9 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` parts of a plan, by `number` from 1: as many jobs play one run, a part each.
+    """Part `number` (from 1) of `count` parts of a plan, for jobs that share one run.
 
-    Parts are runs of consecutive episodes, equal but for one, so that few of them build the same environment.
+    Parts are consecutive episodes, of equal counts up to one, so that few parts build the same environment.
     """
 
     number: int

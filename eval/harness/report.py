@@ -26,7 +26,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.report.colours import OTHER
 
 WHOLES = ("total", "wall", "infer")  # timings that span several parts
-AGREEMENT = 0.02  # how much of the total the parts may leave unexplained before it is said aloud
+AGREEMENT = 0.02  # share of the total that the parts may leave unexplained without a warning
 
 SPREAD = 2.0  # p90 over p10 of a call's latency from which the mean is not to be trusted
 
@@ -37,7 +37,7 @@ class Samples:
 
     Attributes:
         sections: the parts of each call.
-        totals: each whole call: the policy's own total, or the wall clock where it gives none.
+        totals: each whole call: the total that the policy reports, else the wall clock.
         walls: each whole call on the harness's wall clock.
     """
 
@@ -67,7 +67,7 @@ def comparable(
 
 
 def samples_of(results: Iterable[EpisodeResult]) -> Samples:
-    """Every call of the given episodes that did not crash."""
+    """Every call of the episodes that did not crash."""
     samples = Samples([], [], [])
     for result in results:
         timings = result.timings
@@ -256,8 +256,8 @@ def _latency(
     quick, slow = np.percentile(samples.totals, (10, 90))
     if slow > SPREAD * quick:
         warnings.append(
-            f"calls{where} vary from {quick:.1f} ms (p10) to {slow:.1f} ms (p90): something else used the machine, "
-            "and the mean says little"
+            f"calls{where} vary from {quick:.1f} ms (p10) to {slow:.1f} ms (p90): other processes used the machine, "
+            "so the mean is unreliable"
         )
     return {
         "breakdown": made,

@@ -28,7 +28,7 @@ class Actor(Protocol):
     """Whoever drives the arm: a policy, or the scripted expert.
 
     Attributes:
-        looks: whether `actions` asks for `env.observation()`, so that the step before it must render.
+        looks: whether `actions` reads `env.observation()`, so that the step before it must render.
         timings: milliseconds of every call in this episode, by component.
     """
 
@@ -63,7 +63,7 @@ class EpisodeResult:
 
     Attributes:
         key: which episode.
-        success: the goal was reached; always False beside an error.
+        success: the goal was reached; always False with an error.
         env_steps: actions executed by the actor.
         error: `"Type: message"` of the exception that ended it, or None.
         wall_s: seconds from reset to end, rendering and inference included.
@@ -147,18 +147,18 @@ def run_episode(
                 chunks.put(actor.actions(env, chunks.left(env_steps)), env_steps)
             arrived = chunks.at(env_steps)
             if arrived is None:
-                assert idle is not None, "a protocol with latency is for benchmarks that say how to wait"
+                assert idle is not None, "a protocol with latency needs a benchmark with `idle`"
                 arrived = idle(action)
             action = arrived
             after = env_steps + 1
             films = recorder is not None and after % recorder.every == 0
-            asks = actor.looks and chunks.due(after) and after < limit
-            success = bool(env.step(action, look=films or asks))
+            needed = actor.looks and chunks.due(after) and after < limit
+            success = bool(env.step(action, look=films or needed))
             env_steps = after
             if recorder is not None and films:
                 recorder.add(env.observation())
     except Exception as exception:
-        # Whatever broke, the episode says nothing about the policy's skill.
+        # An exception says nothing about the skill of the policy.
         success, error = False, describe(exception)
     return EpisodeResult(
         key=key,

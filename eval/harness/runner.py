@@ -56,7 +56,7 @@ class Runner:
         self._env: Environment | None = None
 
     def run(self, key: EpisodeKey) -> EpisodeResult:
-        """Play one episode, and film it if the setup says so."""
+        """Play one episode, and film it if it is among `video_keys`."""
         setup, folder = self._setup, self._setup.video_folder
         suite = setup.protocol.suite_of(key)
         task = self._suites[suite].tasks[key.task_id]

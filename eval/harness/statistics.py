@@ -21,7 +21,7 @@ Z_POWER = 0.8416212335729143
 
 @dataclass(frozen=True)
 class Rate:
-    """Successes out of the episodes that ran to their end; errors stand apart.
+    """Successes out of the episodes that ran to their end; errors are counted apart.
 
     Attributes:
         successes: episodes that reached the goal.
@@ -63,8 +63,8 @@ def mcnemar_exact(lost: int, gained: int) -> float:
 
 
 def smallest_difference(pairs: int, discordant: int) -> float | None:
-    """The smallest true difference of two success rates that McNemar's test at 5 % (two-sided) sees in 80 % of runs of
-    so many pairs; None where none is large enough.
+    """The smallest true difference of two success rates that McNemar's test at 5 % (two-sided) detects in 80 % of runs
+    with this number of pairs; None if even the largest difference is not detected.
 
     The share of discordant pairs is that of this run, or the difference itself, if that is larger. Source: R. J.
     Connor, Biometrics 43 (1987) 207, solved for the difference by bisection.
@@ -121,7 +121,7 @@ class LinearFit:
 def fit_line(measured_ms: Mapping[int, float]) -> LinearFit | None:
     """Fit mean times by step count; None below two step counts, where no line is defined.
 
-    With exactly two the line goes through both and its errors say nothing.
+    With exactly two the line goes through both, and the errors are zero.
     """
     if len(measured_ms) < 2:
         return None

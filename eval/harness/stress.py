@@ -1,10 +1,9 @@
-"""Stress: disturbances of what a policy sees, or of when its actions arrive, in degrees.
+"""Stress: disturbances of the observations, or delays of the actions.
 
-Where a policy nearly always wins, two of them can hardly differ; a disturbance that brings success to 40 to 80 % is
-where a difference would show. Each is drawn from the episode's own seed, so that every policy meets the same one,
-whatever the number of workers. None of them reaches the simulation, its check of the goal, or a video.
-
-Knows no simulator: what only a simulator can disturb (a camera's place) the benchmark names in `Benchmark.stresses`.
+Two policies that nearly always succeed cannot be told apart; a disturbance that lowers success to 40 to 80 % shows
+their difference. Each disturbance is drawn from the seed of the episode, so it is equal for all policies and numbers of
+workers. None changes the simulation, its check of the goal, or a video. Disturbances that only a simulator can make
+(the position of a camera) are in `Benchmark.stresses`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ GREY = 127
 
 @dataclass(frozen=True)
 class Kind:
-    """A disturbance that can be asked for.
+    """A disturbance.
 
     Attributes:
         low, high: the values that it takes, both included.
@@ -51,8 +50,7 @@ LATENCY = {"latency": Kind(0, 64, 0, "control ticks from an observation to the a
 def parse_stress(text: str, kinds: Mapping[str, Kind]) -> dict[str, float]:
     """`"noise=0.1,latency=2"` to values by name, in the order of `kinds`, without those that change nothing.
 
-    Raises ConfigError for an unknown name, one that is there twice, and a value out of its range; it lists what there
-    is.
+    Raises ConfigError for an unknown name, a repeated name, and a value out of its range; it lists all names.
     """
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -83,9 +81,9 @@ def disturb(
 
     Args:
         cameras: keys of the images, uint8 (H, W, 3).
-        stress: values by name; other names than those in `IMAGES` do nothing here.
-        episode: numbers that tell the episode from every other one: they seed whatever is drawn once an episode.
-        call: of the policy in this episode; noise is drawn anew for each.
+        stress: values by name; names that are not in `IMAGES` are ignored.
+        episode: numbers that identify the episode; they seed what is drawn once in an episode.
+        call: index of the call in this episode; every call has its own noise.
     """
     seen = dict(observation)
     if not stress.keys() & IMAGES.keys():

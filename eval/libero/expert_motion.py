@@ -1,4 +1,4 @@
-"""How the scripted experts move the hand: what an action means, and the way out of a stretched pose.
+"""How the scripted experts move the hand: the meaning of an action, and the recovery from a stretched pose.
 
 An expert's action is a function of the simulator's present state alone: no phases, timers or memory. It can therefore
 label any state that a learning policy gets itself into, and recovers from most.
@@ -22,10 +22,10 @@ OPEN, CLOSE = -1.0, 1.0
 
 # Lengths in metres, angles in radians.
 GAIN = 2.0
-"""Share of a position error that one action asks for."""
+"""Share of a position error that one action corrects."""
 ACTION_METRES = 0.05
 ACTION_RADIANS = 0.5
-"""Motion that an action of 1 stands for (robosuite's OSC_POSE)."""
+"""Motion of an action of 1 (robosuite's OSC_POSE)."""
 ROTATION_SLACK = 0.03
 STRAIGHT = (-0.6, -0.25)
 """The fourth joint's angles between which the arm counts as more and more stretched; its limit is -0.07."""

@@ -31,9 +31,9 @@ GL_HELP = (
 
 
 def choose_gl() -> str:
-    """Settle MUJOCO_GL before MuJoCo is imported: the user's choice, else EGL beside a GPU, else OSMesa, else EGL.
+    """Set MUJOCO_GL before MuJoCo is imported: the user's choice, else EGL with a GPU, else OSMesa, else EGL.
 
-    Raises SimulatorError when the library it stands for cannot be loaded.
+    Raises SimulatorError if its library cannot be loaded.
     """
     libraries = {"osmesa": "OSMesa", "egl": "EGL"}
     chosen = os.environ.get("MUJOCO_GL", "").lower()
@@ -43,7 +43,7 @@ def choose_gl() -> str:
     for name in order:
         if _loadable(libraries[name]):
             os.environ["MUJOCO_GL"] = name
-            # PyOpenGL picks its own platform unless told.
+            # PyOpenGL picks its own platform by default.
             os.environ.setdefault("PYOPENGL_PLATFORM", name)
             # Each brings its own LLVM: Triton 3.7 crashes as it is imported after OSMesa, and not before it.
             if name == "osmesa" and importlib.util.find_spec("triton"):
@@ -58,7 +58,7 @@ def choose_gpu() -> None:
     if os.environ.get("MUJOCO_GL") != "egl" or "MUJOCO_EGL_DEVICE_ID" in os.environ:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Where a program has hidden all, as Ray may from one that asked for none, robosuite finds no number.
+    # If all GPUs are hidden, as by Ray for a process that requested none, robosuite finds no number.
     names = visible.split(",") if visible else [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
     names = [name for name in names if name.isdigit() and int(name) < _egl_devices()]
     if names:
@@ -133,7 +133,7 @@ def libero() -> Libero:
 
 def _give_robosuite_its_macros() -> None:
     # robosuite imports an optional file of the user's, macros_private.py, and warns in three lines where there is none.
-    # An empty module in its place is what it goes on with anyway; whatever else robosuite has to say is still said.
+    # robosuite continues without the module, so an empty one only silences this warning.
     name = "robosuite.macros_private"
     spec = importlib.util.find_spec("robosuite")
     folders = [] if spec is None else spec.submodule_search_locations or []
@@ -142,7 +142,7 @@ def _give_robosuite_its_macros() -> None:
 
 
 def _answer_setup_questions() -> None:
-    # The original package asks for a dataset folder at import unless this file exists. Leave the home folder alone.
+    # The original package prompts for a dataset folder at import unless this file exists; keep the home folder clean.
     folder = os.environ.get("LIBERO_CONFIG_PATH")
     if folder is None and (Path.home() / ".libero" / "config.yaml").is_file():
         return

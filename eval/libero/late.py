@@ -1,4 +1,4 @@
-"""`python -m eval.libero.late`: success in LIBERO against latency; `eval.harness.late` says what it writes."""
+"""`python -m eval.libero.late`: success in LIBERO against latency; see `eval.harness.late`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def quickened(inner: Any) -> Iterator[None]:
     site = model.site(controller.eef_name).id
     along, around, masses = np.empty((3, nv)), np.empty((3, nv)), np.empty((nv, nv))
     current = False
-    """Whether all that follows from positions and velocities has been computed of those at hand."""
+    """Whether the derived quantities belong to the current positions and velocities."""
 
     def forward() -> None:
         nonlocal current

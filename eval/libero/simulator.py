@@ -1,6 +1,6 @@
 """LIBERO tasks behind openpi's evaluation protocol (`examples/libero/main.py`), one task at a time.
 
-Renders only when asked to (`look=True`): software rendering costs ten times as much as the physics. An observation
+Renders only with `look=True`: software rendering takes ten times as long as the physics. An observation
 shows what the plain `env.step` observation shows, which robosuite samples in the *first* of the 25 physics
 steps of an action; images and proprioception are therefore 48 ms older than the state the step ends in.
 
@@ -36,9 +36,9 @@ WAIT_STEPS = 10
 WAIT_ACTION = np.array([0.0] * 6 + [-1.0])
 """No motion, gripper open."""
 THIRD_PERSON = "agentview"
-"""The camera that stands beside the table, in LIBERO's words; the other one rides on the hand."""
+"""LIBERO's name of the third-person camera; the other camera is on the hand."""
 SEED = 7
-"""Of what a new environment draws until a reset is given a seed."""
+"""Seed of a new environment until its first reset with a seed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LiberoEnv:
     """One environment of one task.
 
     Creating it takes 2 to 4 s. After `reset_to` call `step` until it reports success or the suite's `max_steps` are
-    spent. With `render=False` no image can be asked for and no rendering context is made. `image_size`: pixels along a
+    spent. With `render=False` there are no images and no rendering context. `image_size`: pixels along a
     side of what is observed, of the `resolution` that is rendered. `camera`: metres by which the
     third-person camera stands off its place, in a direction of its own in each episode; it looks where it looked.
 

@@ -83,14 +83,14 @@ def load_sampled(name: str, folder: Path) -> LiberoSuite:
 
 
 def sampling(place: Path) -> str:
-    """The command that makes the start states which a folder lacks, like those that it has."""
+    """The command that makes the missing start states of a folder."""
     made = json.loads((place / "manifest.json").read_text()) if (place / "manifest.json").is_file() else {}
-    told = "".join(f" --{key.replace('_', '-')} {made[key]}" for key in ("seed", "per_task") if key in made)
-    return f"python -m eval.demo.states --suite {place.name}{told} --output {shlex.quote(str(place))}"
+    options = "".join(f" --{key.replace('_', '-')} {made[key]}" for key in ("seed", "per_task") if key in made)
+    return f"python -m eval.demo.states --suite {place.name}{options} --output {shlex.quote(str(place))}"
 
 
 def sampled_of(name: str, folder: Path) -> dict[str, Any]:
-    """Which start states those are: the seed, and what identifies the manifest. Raises ConfigError."""
+    """The identity of start states: their seed and the hash of the manifest. Raises ConfigError."""
     path = folder / name / "manifest.json"
     if not path.is_file():
         raise ConfigError(f"starts: expected {path}, which eval.demo.states writes, found no such file")
@@ -109,9 +109,9 @@ def _load_task(suite: str, task_id: int, name: str) -> LiberoTask:
 
 
 def stated_instruction(bddl: Path) -> str:
-    """What a task file says the robot is told. LIBERO-PRO's variants keep the names of the tasks that they vary.
+    """The instruction in a task file. LIBERO-PRO's variants keep the names of the original tasks.
 
-    Raises SimulatorError for a file that is missing or says nothing.
+    Raises SimulatorError for a file that is missing or has no instruction.
     """
     try:
         found = _LANGUAGE.findall(bddl.read_text())
@@ -123,7 +123,7 @@ def stated_instruction(bddl: Path) -> str:
 
 
 def instruction_of(name: str) -> str:
-    """What the robot is told in a task of this name, in a suite of LIBERO itself."""
+    """The instruction of a task of this name, in a suite of LIBERO itself."""
     # As the benchmark does: the instruction is the file's name, less a leading scene name in LIBERO-100.
     if name[:1].isupper():
         name = name[name.find("SCENE") + (8 if "SCENE10" in name else 7) :]

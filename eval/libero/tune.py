@@ -22,7 +22,7 @@ class Arguments(Tune):
     in LIBERO. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
 
     benchmark: Text = "libero"
-    """Benchmark for gate two, success on paired episodes: libero if not given, else MODULE:FUNCTION of your own."""
+    """Benchmark for gate two, success on paired episodes: libero, or your own as MODULE:FUNCTION."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

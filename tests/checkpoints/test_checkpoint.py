@@ -117,7 +117,7 @@ def test_a_damaged_file_is_named(folder: Path, damage: str) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged safetensors file"):
         load_file_or_folder(folder)
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: a pointer of git-lfs, no weights: git lfs pull"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: expected weights, got a git-lfs pointer"):
         load_file_or_folder(folder)
 
 

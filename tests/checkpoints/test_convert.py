@@ -274,7 +274,7 @@ def broken(change: str) -> tuple[dict[str, np.ndarray], str]:
         return tree, r"1 parameters have no place in π0: PaliGemma/llm/layers/attn/q_norm/scale"
     if change == "lora":
         tree["PaliGemma/llm/layers/attn/q_einsum/lora_a"] = np.zeros((3, 4, 18, 2))
-        return tree, r"expected LoRA factors a and b beside a weight, got PaliGemma/llm/layers/attn/q_einsum/lora_a"
+        return tree, r"expected LoRA factors a and b of a weight, got PaliGemma/llm/layers/attn/q_einsum/lora_a"
     if change == "lora rank":
         tree["PaliGemma/llm/layers/attn/q_einsum/lora_a"] = np.zeros((3, 4, 18, 2))
         tree["PaliGemma/llm/layers/attn/q_einsum/lora_b"] = np.zeros((3, 4, 3, 6))

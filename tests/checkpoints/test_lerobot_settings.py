@@ -36,6 +36,7 @@ from vla_accel.checkpoints.lerobot_settings import releases as releases_of
 from vla_accel.checkpoints.settings import Setting, refused
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import FAMILIES, family_named
 from vla_accel.families.loading import Checkpoint, load
 from vla_accel.measure.systems import CheckpointFactory
@@ -238,12 +239,12 @@ def test_chunking_of_the_configuration_wins_or_contradicts(
     trained: int | None, configured: RtcConfig, expected: RtcConfig | str, tmp_path: Path
 ) -> None:
     family = family_named("pi05")
-    sizes = dataclasses.replace(family.published(), trained_delay=trained)
+    sizes = dataclasses.replace(bench_card(family).published(), trained_delay=trained)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=f"rtc: {expected}"):
-            family.chunking(sizes, configured)
+            family.chunking.resolve(sizes, configured)
     else:
-        assert family.chunking(sizes, configured) == expected
+        assert family.chunking.resolve(sizes, configured) == expected
 
 
 def test_a_delay_of_the_whole_chunk_is_refused(tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_a_delay_of_the_whole_chunk_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*FAMILIES])
 def test_every_family_keeps_what_the_configuration_says_of_chunking(name: str) -> None:
     family, said = family_named(name), RtcConfig(schedule="exp")
-    assert family.chunking(family.published(), said) == said
+    assert family.chunking.resolve(bench_card(family).published(), said) == said
 
 
 # -- relative actions ---------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def test_every_part_of_an_openpi_folder_is_needed(tmp_path: Path, name: str, mon
 
 def test_jax_parameters_are_to_be_converted(tmp_path: Path) -> None:
     (tmp_path / "params").mkdir()
-    with pytest.raises(CheckpointError, match=r"found openpi's JAX parameters: vla-accel convert makes"):
+    with pytest.raises(CheckpointError, match=r"found openpi's JAX parameters: convert them with vla-accel convert"):
         load(tmp_path)
 
 

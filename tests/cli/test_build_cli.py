@@ -20,9 +20,10 @@ from tests.support.tiny import write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
 from vla_accel.cli import main
 from vla_accel.config import load_config, shipped_configs
-from vla_accel.engines import torch_tensorrt_versions
+from vla_accel.engines import torch_tensorrt
 from vla_accel.engines.tensorrt_plan import obtain
 from vla_accel.errors import ConfigError, EngineError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import sized
 from vla_accel.measure.random_policy import calibrate_on_noise
 from vla_accel.policy import ahead_of_time as building
@@ -186,7 +187,7 @@ def test_what_cannot_be_built_is_said_in_one_line(
 
 def test_everything_that_is_missing_comes_in_one_error(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    monkeypatch.setattr(torch_tensorrt_versions, "installed_version", lambda package: None)
+    monkeypatch.setattr(torch_tensorrt, "installed_version", lambda package: None)
     path = tmp_path / "c.yaml"
     path.write_text("vision: torch_tensorrt\nkv_cache: tensorrt\ndenoise: tensorrt_rtx\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -246,7 +247,11 @@ def test_other_families_build(write: Callable[[Path], object], shipped: str, tmp
 
 def test_sized_models_for_measuring() -> None:
     family, size = sized("pi05_demo")
-    model: Any = family.random(family.shallow(size(), 1), seed=0, device="cpu", dtype=torch.bfloat16).whole()
+    model: Any = (
+        bench_card(family)
+        .random(bench_card(family).shallow(size(), 1), seed=0, device="cpu", dtype=torch.bfloat16)
+        .whole()
+    )
     assert (len(model.prefix.layers), len(model.expert.layers), len(model.vision.layers)) == (1, 1, 5)
     assert all(bool(p.isfinite().all()) and float(p.float().abs().max()) > 0 for p in model.parameters())
     assert model.dtype == torch.bfloat16 and model.action_in_proj.weight.dtype == torch.float32
@@ -259,9 +264,9 @@ def test_sized_models_for_measuring() -> None:
 @pytest.mark.slow
 def test_scales_of_random_weights_are_of_these() -> None:
     family, size = sized("pi05_demo")
-    sizes = family.shallow(size(), 2)
-    model = family.random(sizes, seed=0, device="cpu", dtype=torch.float32)
-    scales = calibrate_on_noise(family, model, family.stand_in(sizes, 2), count=1)
+    sizes = bench_card(family).shallow(size(), 2)
+    model = bench_card(family).random(sizes, seed=0, device="cpu", dtype=torch.float32)
+    scales = calibrate_on_noise(family, model, bench_card(family).dummy(sizes, 2), count=1)
     assert {f"prefix.layers.0.{n}" for n in ("gate_up_proj", "down_proj")} <= set(scales.amax)
     assert scales.why_not(model) is None
 
@@ -274,7 +279,7 @@ def test_a_policy_without_such_a_gpu_falls_back_loudly(checkpoint: Path, tmp_pat
     for name in ("vision", "denoise"):
         assert engines[name]["used"] == "eager" and engines[name]["fell_back"]
         assert "TensorRT engines run on a CUDA GPU, the device is cpu" in str(engines[name]["reason"])
-    with pytest.raises(EngineError, match=r"strict mode: vision: asked for engine tensorrt_rtx, using eager"):
+    with pytest.raises(EngineError, match=r"strict mode: vision: requested engine tensorrt_rtx, using eager"):
         OptimizedPolicy.from_pretrained(checkpoint, {"device": "cpu", "strict": True, "vision": part})
 
 

@@ -21,14 +21,17 @@ import pytest
 
 from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpoint
-from vla_accel.cli import COMMANDS, calibrate, ended, main, parity
+from vla_accel.cli import COMMANDS, calibrate, ended, main, options_of, parity
 from vla_accel.cli.asked.policies import Bench, Build, Parity, PolicySource
-from vla_accel.cli.asked.servers import BenchServer, Serve
+from vla_accel.cli.bench_server import BenchServer
 from vla_accel.cli.options import read, told
+from vla_accel.cli.serve import Serve
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
 from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure.recording import load_observations, save_observations
+from vla_accel.measure.systems import system_name
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,7 @@ def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
     assert "that is not native_fp8: kv_cache ran in eager, not in native" in out
     kept = Path(checkpoint) / "parity_native_fp8.json"
     assert "3/3 calls of each" in err and f"kept: {kept}" in err
-    assert "auto will not believe parity_native_fp8.json: other engines than native ran kv_cache" in caplog.text
+    assert "auto will not use parity_native_fp8.json: other engines than native ran kv_cache" in caplog.text
     kept.unlink()
 
 
@@ -200,7 +203,7 @@ def test_bench_says_a_fallback_once_and_names_the_rows_by_what_ran(
 ) -> None:
     words = ["--config", "native_fp8", "--steps", "2,1", "--calls", "1", "--device", "cpu", "--batch", "2"]
     assert main(["bench", checkpoint, *words, "--report", str(tmp_path / "report.html")]) == 0
-    assert caplog.text.count("kv_cache: asked for engine native, using eager") == 1
+    assert caplog.text.count("kv_cache: requested engine native, using eager") == 1
     for said in (capsys.readouterr().out.replace("\n", ""), (tmp_path / "report.html").read_text()):
         assert said.count("native_fp8 (kv_cache ran eager)") >= 3, "of each number of steps, and of a batch"
 
@@ -308,7 +311,7 @@ def test_the_help_of_bench_names_the_systems_that_one_family_alone_has(capsys: p
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     said = re.findall(r"native-[a-z0-9-]*[a-z0-9]", capsys.readouterr().out)
-    assert {*family_named("pi0_fast").systems} <= {*said}
+    assert {*map(system_name, bench_card(family_named("pi0_fast")).quantised)} <= {*said}
 
 
 SCRIPTS = [
@@ -321,10 +324,8 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("name", [*COMMANDS, *(str(p.relative_to(ROOT).with_suffix("")) for p in SCRIPTS)])
 def test_every_option_says_what_it_is(name: str) -> None:
-    module, kind = name.replace("/", "."), "Arguments"
-    if name in COMMANDS:
-        module, _, kind = f"vla_accel.cli.asked.{COMMANDS[name][1]}".rpartition(".")
-    options = getattr(importlib.import_module(module), kind)
+    script = name.replace("/", ".")
+    options = options_of(name) if name in COMMANDS else importlib.import_module(script).Arguments
     assert [field.name for field in dataclasses.fields(options) if not told(options).get(field.name)] == []
 
 
@@ -568,4 +569,4 @@ def test_a_busy_port_is_known_before_a_policy_is_loaded(
         port = other.getsockname()[1]
         assert main(["serve", checkpoint, "--port", str(port), "--device", "cpu"]) == 1
     said = capsys.readouterr().err
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; --port 0 takes a free one" in said
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; --port 0 picks a free one" in said

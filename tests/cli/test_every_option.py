@@ -17,10 +17,11 @@ from tests.support.tiny import write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
 from vla_accel.cli import bench, main, serve
 from vla_accel.cli.asked.policies import Bench, Calibrate, Parity
-from vla_accel.cli.asked.servers import BenchServer, Serve
+from vla_accel.cli.bench_server import BenchServer
 from vla_accel.cli.options import REMOVED, read
+from vla_accel.cli.serve import Serve
 from vla_accel.errors import ConfigError
-from vla_accel.server import RayReplicas, Replicas, ServerConfig, Shelf
+from vla_accel.server import PolicyRegistry, RayReplicas, Replicas, ServerConfig
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(OptimizedPolicy, "from_pretrained", from_pretrained)
     monkeypatch.setattr(ServerConfig, "require_free", lambda self: None)
     monkeypatch.setattr(ServerConfig, "tls", lambda self: None)
-    monkeypatch.setattr(serve, "check_names", lambda *given: None)
+    monkeypatch.setattr("vla_accel.cli.common.check_names", lambda *given: None)
     monkeypatch.setattr(serve.Load, "sized", lambda self, device: (self(device), 1))
     found: list[Any] = []
     monkeypatch.setattr(serve, "serve", lambda what, limits: found.append((what, limits)))
@@ -114,9 +115,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
         ((what, limits),) = found
         if isinstance(what, (Replicas, RayReplicas)):
             return what, limits
-        assert isinstance(what, Shelf)
+        assert isinstance(what, PolicyRegistry)
         what.start()
-        return [*loaded], what.names, what._budget, limits
+        return [*loaded], what.names, what.budget, limits
 
     return run
 

@@ -20,10 +20,11 @@ FEATURES = {
     "d.AutoencoderKLQwenImage, d.StableDiffusionPipeline, d.UNet2DConditionModel",
     "groot": "import cv2, tokenizers; from PIL import Image",
     "jax": "import jax, orbax.checkpoint",
-    "onnx": "from vla_accel.nn.quantize import load_modelopt; load_modelopt()\nimport onnx, onnxruntime, onnxscript",
+    "onnx": "from vla_accel.nn.calibration import load_modelopt; load_modelopt()\nimport onnx, onnxruntime, onnxscript",
     "ray": "import ray",
     "report": "from vla_accel.report.charts import figure_class; figure_class()",
-    "serve": "from vla_accel.server.connection import connection_class; connection_class(1, print); import msgpack",
+    "serve": "from vla_accel.server.connection import connection_class; connection_class(1, print); import msgpack; "
+    "from vla_accel.server.metrics import prometheus; prometheus()",
 }
 HIDING = """
 import importlib.machinery, sys, sysconfig, warnings

@@ -20,14 +20,13 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, progress
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
 from vla_accel.families.family import family_named
 from vla_accel.families.loading import find, load
+from vla_accel.families.pi0.family import PI05
 from vla_accel.families.pi0.native_loop import ExpertWeights
 from vla_accel.fp8 import E4M3, FILE, Scales, fingerprint, read_scales, scales_for
-from vla_accel.nn.calibration import calibration
+from vla_accel.nn.calibration import calibrate, load_modelopt
 from vla_accel.nn.native_prefix import PrefixWeights
 from vla_accel.nn.native_vision import VisionWeights
 from vla_accel.nn.quantised import QUANTISED, calibrated_products
-from vla_accel.nn.quantize import calibrate, load_modelopt
-from vla_accel.nn.variants import needs_scales
 
 CPU = torch.device("cpu")
 PARTS = ("vision", "kv_cache", "denoise")
@@ -241,9 +240,9 @@ def test_a_fallback_to_eager_says_that_the_precision_is_another(tmp_path: Path) 
 def test_a_configuration_needs_scales_where_inputs_are_quantised() -> None:
     fp8 = EngineSpec("native", precision="fp8")
     plain = EAGER.specs(PARTS)
-    assert needs_scales(FP8.specs(PARTS)) and needs_scales({**plain, "vision": fp8})
-    assert needs_scales({**plain, "kv_cache": EngineSpec("eager", fallback=("native",), precision="fp8")})
-    assert not needs_scales(plain) and not needs_scales({**plain, "denoise": fp8})
+    assert PI05.needs_scales(FP8.specs(PARTS)) and PI05.needs_scales({**plain, "vision": fp8})
+    assert PI05.needs_scales({**plain, "kv_cache": EngineSpec("eager", fallback=("native",), precision="fp8")})
+    assert not PI05.needs_scales(plain) and not PI05.needs_scales({**plain, "denoise": fp8})
 
 
 def test_a_product_without_a_scale_is_named() -> None:
@@ -259,7 +258,7 @@ def test_without_modelopt_one_error_names_the_extra(monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, name, None)
     said = r"FP8 needs nvidia-modelopt \(.*\); pip install 'vla_accel\[onnx\]'"
     with pytest.raises(DependencyError, match=said):
-        calibrate(MODEL, calibration(MODEL), [], "test")
+        calibrate(MODEL, [], "test")
     with pytest.raises(DependencyError, match=said):
         load_modelopt()
     unread: Any = SimpleNamespace()  # no weights: nothing of it may be asked for
@@ -267,12 +266,14 @@ def test_without_modelopt_one_error_names_the_extra(monkeypatch: pytest.MonkeyPa
         family_named("pi05").calibrate(unread, [], "")
 
 
-def test_how_far_it_is_is_told_observation_by_observation(
+def test_progress_is_reported_block_by_block(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     one = (np.zeros((1, 28, 28, 3), np.uint8), np.ones(3, np.int64), np.zeros(MODEL.config.action_dim, np.float32))
     seen = [tuple(value + i if value.dtype == np.uint8 else value for value in one) for i in (1, 2)]
-    calibrate(MODEL, calibration(MODEL), seen, "test")
-    assert capsys.readouterr().err.splitlines() == ["calibrating: 50 %", "calibrating: 100 %"]
+    calibrate(MODEL, seen, "test")
+    blocks = MODEL.config.vision.depth + MODEL.config.prefix.depth
+    want = [f"calibrating: {100 * n // blocks} %" for n in range(1, blocks + 1)]
+    assert capsys.readouterr().err.splitlines() == want

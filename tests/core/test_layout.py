@@ -130,6 +130,7 @@ OPTIONAL = {
     "orbax",
     "pynvml",
     "playwright",
+    "prometheus_client",
     "ray",
     "robosuite",
     "sentencepiece",

@@ -27,6 +27,7 @@ from tests.support.pages import PAGES, ROOT, Command, commands, inline_commands,
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli import COMMANDS, main, options
 from vla_accel.config import load_config
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
 from vla_accel.measure.recording import save_observations
 from vla_accel.measure.systems import configs
@@ -276,7 +277,7 @@ def test_shown_benches_name_systems_that_there_are() -> None:
     assert len(named) > 2
     for model, systems in named:
         family = family_named(model)
-        assert {*systems.split(",")} <= {*configs(family), *family.baselines}, systems
+        assert {*systems.split(",")} <= {*configs(family), *bench_card(family).baselines}, systems
 
 
 def test_recipes_sample_start_states_into_folders_of_their_own() -> None:

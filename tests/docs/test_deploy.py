@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from tests.support.pages import ROOT
-from vla_accel.cli.asked.servers import Serve
 from vla_accel.cli.options import read
+from vla_accel.cli.serve import Serve
 from vla_accel.server.limits import ServerConfig
 
 DEPLOY = ROOT / "docs" / "deploy"

@@ -14,7 +14,7 @@ from torch import nn
 
 from vla_accel.cli import main
 from vla_accel.engines import cache
-from vla_accel.engines.cache import EngineCache, code_hash, default_folder, examine, key_of, weights_hash
+from vla_accel.engines.cache import EngineCache, code_hash, default_folder, key_of, weights_hash
 from vla_accel.errors import EngineError
 from vla_accel.kernels import nvrtc
 
@@ -220,12 +220,6 @@ def test_clear_removes_compiled_kernels_too(monkeypatch: pytest.MonkeyPatch, tmp
 def test_the_default_folder_is_the_users(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert EngineCache().folder == default_folder() == tmp_path / "vla_accel" / "engines"
-
-
-def test_a_lone_file_has_no_description(tmp_path: Path) -> None:
-    path = tmp_path / "x.engine"
-    path.write_bytes(b"1")
-    assert "has no description" in examine(path).problem
 
 
 def test_weights_are_hashed_by_content_name_and_dtype() -> None:

@@ -15,7 +15,7 @@ import torch
 from tests.support.small_components import component
 from vla_accel.cli import main
 from vla_accel.config import EngineSpec, TensorrtOptions
-from vla_accel.engines import ENGINES, build, tensorrt, tensorrt_inspect, tensorrt_library
+from vla_accel.engines import build, tensorrt, tensorrt_inspect, tensorrt_library
 from vla_accel.engines.cache import EngineCache
 from vla_accel.engines.tensorrt import TensorrtRtxEngine
 from vla_accel.engines.tensorrt_library import load_library, parse_target, runs_on
@@ -72,10 +72,6 @@ def test_a_missing_library_may_fall_back_too(monkeypatch: Any) -> None:
     assert used.name == "eager" and "pip install" in ledger.entries["double"].reason
 
 
-def test_every_engine_of_the_configuration_exists() -> None:
-    assert {"eager", "tensorrt", "tensorrt_rtx", "torch_tensorrt"} <= set(ENGINES)
-
-
 @pytest.mark.parametrize(
     ("version", "ok"), [("10.0.1", True), ("11.4.0", True), ("9.3.0", False), ("8.6.1", False), ("12.0.0", False)]
 )
@@ -124,7 +120,7 @@ def test_inspecting_reads_the_description_where_nothing_can_load(tmp_path: Path,
         tensorrt_inspect.inspect(path)
     alone = tmp_path / "alone.engine"
     alone.write_bytes(b"x")
-    with pytest.raises(EngineError, match="it has no description beside it, and no GPU here that could load it"):
+    with pytest.raises(EngineError, match=r"no description .* no GPU"):
         tensorrt_inspect.inspect(alone)
     with pytest.raises(EngineError, match="expected a file, there is none"):
         tensorrt_inspect.inspect(tmp_path / "none.engine")

@@ -12,7 +12,7 @@ import gc
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -338,26 +338,3 @@ def test_a_loop_runs_its_body_from_buffer_to_buffer(fake: Fake) -> None:
     assert steps[0]["noisy"] == made.inputs["x"].data_ptr() and steps[-1]["next"] == made.outputs["y"].data_ptr()
     assert all(a["next"] == b["noisy"] for a, b in itertools.pairwise(steps))
     assert all(s["noisy"] != s["next"] for s in steps)
-
-
-@pytest.mark.parametrize(("parses", "fits"), [(True, True), (False, True), (True, False)])
-def test_refitting_takes_every_weight_or_fails(fake: Fake, parses: bool, fits: bool) -> None:
-    calls: list[Any] = []
-    refitter = SimpleNamespace(refit_cuda_engine=lambda: fits, get_missing_weights=lambda: ["a.weight"])
-    fake.Refitter = lambda engine, logger: calls.append(engine) or refitter  # type: ignore[attr-defined]
-    parser = SimpleNamespace(refit_from_file=lambda path: calls.append(path) or parses)
-    fake.OnnxParserRefitter = lambda given, logger: parser  # type: ignore[attr-defined]
-    library = Library("tensorrt", fake, "10.16.1")
-    if parses and fits:
-        tensorrt_session.refit(library, "engine", Path("new.onnx"))
-        assert calls == ["engine", "new.onnx"]
-        return
-    with pytest.raises(EngineError, match=r"refit from new\.onnx: failed, missing or refused: a\.weight"):
-        tensorrt_session.refit(library, "engine", Path("new.onnx"))
-
-
-def module_like(**values: Any) -> ModuleType:
-    """A module that holds these values."""
-    made = ModuleType("tensorrt")
-    vars(made).update(values)
-    return made

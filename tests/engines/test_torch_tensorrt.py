@@ -17,10 +17,16 @@ from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
 from vla_accel.component import Component, Island, TensorSpec
 from vla_accel.config import EngineSpec, TensorrtOptions
-from vla_accel.engines import tensorrt_library, torch_tensorrt, torch_tensorrt_versions
+from vla_accel.engines import tensorrt_library, torch_tensorrt
 from vla_accel.engines.tensorrt_library import Library
-from vla_accel.engines.torch_tensorrt import build_islands, convert, island_module
-from vla_accel.engines.torch_tensorrt_versions import Flavour, conversion_options, find_flavour
+from vla_accel.engines.torch_tensorrt import (
+    Flavour,
+    build_islands,
+    conversion_options,
+    convert,
+    find_flavour,
+    island_module,
+)
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.nn.denoise import denoise_component
 from vla_accel.nn.kv_cache import kv_cache_component
@@ -100,19 +106,19 @@ def test_a_wrong_pair_names_the_one_that_works(given: dict[str, str], message: s
 
 
 def test_without_a_cuda_torch_nothing_is_imported(monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch_tensorrt_versions, "find_flavour", lambda: Flavour("2.13.0", "tensorrt"))
+    monkeypatch.setattr(torch_tensorrt, "find_flavour", lambda: Flavour("2.13.0", "tensorrt"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DependencyError, match=r"importing it needs a CUDA build of torch and a GPU; torch is .*"):
-        torch_tensorrt_versions.load_torch_tensorrt()
+        torch_tensorrt.load_torch_tensorrt()
 
 
 def test_a_package_that_does_not_import_is_named(monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch_tensorrt_versions, "find_flavour", lambda: Flavour("2.13.0", "tensorrt"))
+    monkeypatch.setattr(torch_tensorrt, "find_flavour", lambda: Flavour("2.13.0", "tensorrt"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     with pytest.raises(DependencyError, match=r"torch-tensorrt 2\.13\.0 does not import: "):
-        torch_tensorrt_versions.load_torch_tensorrt()
+        torch_tensorrt.load_torch_tensorrt()
 
 
 def test_options_differ_in_one_place() -> None:
@@ -121,7 +127,7 @@ def test_options_differ_in_one_place() -> None:
         assert conversion_options(version, options)["use_explicit_typing"] is True
     for version in ((2, 13), (2, 14)):
         assert "use_explicit_typing" not in conversion_options(version, options)
-    for version in torch_tensorrt_versions.PAIRS:
+    for version in torch_tensorrt.PAIRS:
         given = conversion_options(version, options)
         assert "enabled_precisions" not in given, "precision is the module's"
         assert given["require_full_compilation"] is True and given["immutable_weights"] is False

@@ -19,7 +19,7 @@ import torch
 
 from eval.demo import assets, collect, observations, publish, states, train
 from eval.demo.average import Averaged
-from eval.demo.crew import Crew, Store, tasks_of
+from eval.demo.collectors import Collectors, Store, tasks_of
 from eval.demo.objective import Trainee, augment, initialise
 from eval.demo.recipes import RECIPES
 from eval.libero.suites import LiberoTask
@@ -171,7 +171,7 @@ def test_collectors_share_the_tasks(total: int, tasks: int) -> None:
 
 
 class _Pipe:
-    """A collector's end, as far as a crew sees it."""
+    """A collector's end, with prepared messages."""
 
     def __init__(self, *messages: tuple) -> None:
         self.messages, self.sent = list(messages), []
@@ -186,32 +186,33 @@ class _Pipe:
         self.sent.append(message)
 
 
-def crew_of(*pipes: _Pipe) -> Crew:
-    """A crew without processes."""
+def collectors_of(*pipes: _Pipe) -> Collectors:
+    """Collectors without processes."""
     settings = collect.CollectConfig("states")
-    crew = Crew(settings, first=0, count=0, total=1, seed=0, encode=lambda task, images, state: (images, task, state))  # type: ignore[arg-type,return-value]
-    crew.pipes, crew.count = dict(enumerate(pipes)), len(pipes)  # type: ignore[assignment]
-    return crew
+    encode: Any = lambda task, images, state: (images, task, state)  # noqa: E731
+    collectors = Collectors(settings, first=0, count=0, total=1, seed=0, encode=encode)
+    collectors.pipes, collectors.count = dict(enumerate(pipes)), len(pipes)  # type: ignore[assignment]
+    return collectors
 
 
-def test_a_crew_answers_before_it_is_taught(capsys: pytest.CaptureFixture[str]) -> None:
+def test_collectors_answer_before_they_label(capsys: pytest.CaptureFixture[str]) -> None:
     image, state = np.zeros(1), np.zeros(1)
     slow, trial = _Pipe(("look", image, state, 4)), _Pipe(("look", image, state, 5), ("label", None))
-    crew = crew_of(slow, trial, _Pipe(("error", "its simulator died")))
-    crew.poll()
-    assert "collector 2 is lost: its simulator died" in capsys.readouterr().err
+    collectors = collectors_of(slow, trial, _Pipe(("error", "its simulator died")))
+    collectors.poll()
+    assert "collector 2 ended: its simulator died" in capsys.readouterr().err
     chunks = np.arange(2 * 10 * 8).reshape(2, 10, 8)
-    assert [seen[1] for seen in crew.questions()] == [4, 5]
-    crew.answer(chunks, 0.5)
-    assert not crew.ready and np.array_equal(trial.sent[0][0], chunks[1, :, :7]) and trial.sent[0][1] == 0.5
-    assert crew.taught() == [], "nothing is learnt from a trial, nor from what has no label yet"
+    assert [seen[1] for seen in collectors.requests()] == [4, 5]
+    collectors.answer(chunks, 0.5)
+    assert not collectors.ready and np.array_equal(trial.sent[0][0], chunks[1, :, :7]) and trial.sent[0][1] == 0.5
+    assert collectors.take_labelled() == [], "nothing is learnt from a trial, nor from what has no label yet"
     slow.messages.append(("label", ("actions", "aux")))
-    crew.poll()
-    [(seen, label)] = crew.taught()
-    assert seen[1] == 4 and label == ("actions", "aux") and crew.taught() == []
-    crew.pipes[0].messages.append(("error", "too"))  # type: ignore[attr-defined]
+    collectors.poll()
+    [(seen, label)] = collectors.take_labelled()
+    assert seen[1] == 4 and label == ("actions", "aux") and collectors.take_labelled() == []
+    collectors.pipes[0].messages.append(("error", "too"))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="expected at least half of 3, 1 are left"):
-        crew.poll()
+        collectors.poll()
 
 
 def test_the_learning_rate_rises_then_falls() -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from eval.harness.log import EpisodeLog, log_path
+from eval.harness.log import EpisodeLog
 from eval.harness.protocol import EpisodeKey
 from eval.harness.rollout import EpisodeResult
 from vla_accel.errors import ConfigError
@@ -34,10 +30,6 @@ def filled(path: Path, *results: EpisodeResult) -> Path:
         for one in results:
             log.append(one)
     return path
-
-
-def test_the_log_is_beside_the_output() -> None:
-    assert log_path(Path("runs/x.json")) == Path("runs/x.episodes.jsonl")
 
 
 def test_what_was_logged_is_there_again(tmp_path: Path) -> None:
@@ -79,7 +71,7 @@ def test_a_header_cut_by_a_kill_starts_the_log_anew(tmp_path: Path) -> None:
 
 def test_an_episode_is_never_logged_twice(tmp_path: Path) -> None:
     path = filled(tmp_path / "log", result(0))
-    with open_log(path) as log, pytest.raises(ConfigError, match="task 0, trial 0, 3 steps is on"):
+    with open_log(path) as log, pytest.raises(ConfigError, match="task 0, trial 0, 3 steps"):
         log.append(result(0))
     assert len(path.read_text().splitlines()) == 3
 
@@ -91,7 +83,7 @@ def test_a_line_that_is_there_twice_counts_once(tmp_path: Path) -> None:
     warnings: list[str] = []
     with open_log(path, warnings) as log:
         assert list(log.results.values()) == [result(0)]
-    assert "is there twice; the first counts" in warnings[0]
+    assert "appears twice; the first counts" in warnings[0]
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"kind":"episode","steps":3}', '{"kind":"?"}'])
@@ -113,13 +105,6 @@ def test_a_log_of_another_run_is_refused_and_says_why(tmp_path: Path) -> None:
         EpisodeLog(path, SCHEMA, "def", other, [].append)
 
 
-def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text('{"some": "json"}\n')
-    with pytest.raises(ConfigError, match="line 1: expected a header of schema"):
-        open_log(path)
-
-
 def test_two_processes_cannot_write_one_log(tmp_path: Path) -> None:
     path = filled(tmp_path / "log", result(0))
     with open_log(path), pytest.raises(ConfigError, match="another process is writing"):
@@ -137,24 +122,3 @@ def test_errors_can_be_struck_to_run_again(tmp_path: Path) -> None:
         log.append(result(1))
     with open_log(path) as log:
         assert list(log.results.values()) == [result(0), result(2), result(1)]
-
-
-def test_an_appended_episode_survives_sigkill(tmp_path: Path) -> None:
-    code = """
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from tests.eval.test_log import open_log, result
-log = open_log(Path({path!r}))
-log.begin_launch({{"workers": 1}})
-log.append(result(0))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    path = tmp_path / "log"
-    script = code.format(root=str(Path(__file__).parents[2]), path=str(path))
-    child = subprocess.run([sys.executable, "-c", script], env={**os.environ}, check=False)
-    assert child.returncode == -signal.SIGKILL
-    warnings: list[str] = []
-    with open_log(path, warnings) as log:
-        assert list(log.results.values()) == [result(0)]
-    assert warnings == []

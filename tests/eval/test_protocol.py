@@ -88,22 +88,12 @@ def test_bad_numbers_are_named(change: dict[str, object], message: str) -> None:
         dataclasses.replace(SMALL, **change)
 
 
-def test_unknown_suite_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"expected one of libero_spatial, .*, got 'bridge'$"):
-        LIBERO.check_suite("bridge")
-
-
 @pytest.mark.parametrize(("text", "tasks"), [("4", (4,)), ("0-2,5", (0, 1, 2, 5)), ("9, 0-1", (9, 0, 1))])
 def test_parse_tasks(text: str, tasks: tuple[int, ...]) -> None:
     assert parse_tasks(text, 10) == tasks
 
 
-@pytest.mark.parametrize("text", ["10", "-1", "5-12", "2-1", "a", "0-2,1", ""])
+@pytest.mark.parametrize("text", ["10", "-1", "5-12", "2-1", "a", "0-2,1", "", "0-99999999999"])
 def test_parse_tasks_refuses(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^tasks: expected"):
         parse_tasks(text, 10)
-
-
-def test_a_slip_of_the_finger_does_not_fill_the_memory() -> None:
-    with pytest.raises(ConfigError, match=r"tasks: expected integers such as .*, got 100000000000 in '0-99999999999'"):
-        parse_tasks("0-99999999999", 10)

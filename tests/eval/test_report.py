@@ -20,7 +20,7 @@ from eval.harness import figures, report
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult
 from eval.harness.statistics import fit_line, goals_to_json, rate_goals
-from eval.harness.tables import print_summary, run_title
+from eval.harness.tables import print_summary
 from eval.libero.benchmark import LIBERO
 from eval.script import run_script
 from tests.support.eval_support import PARTS
@@ -268,18 +268,14 @@ STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "libero_spatial_
 
 
 @pytest.mark.parametrize("name", ["protocol", "policy", "episodes"])
-def test_half_a_result_is_named(tmp_path: Path, name: str) -> None:
+def test_an_incomplete_result_is_refused(tmp_path: Path, name: str) -> None:
     whole, path = json.loads(STORED.read_text()), tmp_path / "half.json"
     for content in ({k: v for k, v in whole.items() if k != name}, whole | {name: 3}):
         path.write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=rf"half\.json: expected a whole result, its {name} is missing"):
             report.read_result(path)
-
-
-def test_half_an_episode_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "half.json"
-    path.write_text(json.dumps(json.loads(STORED.read_text()) | {"episodes": [{"steps": 3}]}))
-    with pytest.raises(ConfigError, match=r"half\.json: expected a whole result, got an episode of \{'steps': 3\}"):
+    path.write_text(json.dumps(whole | {"episodes": [{"steps": 3}]}))
+    with pytest.raises(ConfigError, match=r"half\.json: .*got an episode of \{'steps': 3\}"):
         report.read_result(path)
 
 
@@ -323,10 +319,3 @@ def test_a_script_that_is_interrupted_while_it_imports_says_so(tmp_path: Path) -
 def test_a_program_that_imports_eval_keeps_its_own_end() -> None:
     program = "import sys, eval\nassert sys.excepthook is sys.__excepthook__"
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_a_title_counts_one_task_and_several() -> None:
-    result = json.loads((store.RESULTS / "libero_spatial_quick_cpu.json").read_text())
-    assert ": 3 tasks x 3 trials, " in run_title(result)
-    result["protocol"] |= {"tasks": [0], "trials": 1}
-    assert ": 1 task x 1 trial, " in run_title(result)

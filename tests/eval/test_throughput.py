@@ -16,7 +16,7 @@ from benchmarks.tables.hardware import plan
 from benchmarks.tables.hardware import throughput as table
 from benchmarks.tables.server import server, server_gpus
 from eval import throughput
-from eval.throughput import Arguments, Case, Watch, figures, told
+from eval.throughput import Arguments, Case, Watch, command_line, figures
 from vla_accel.cli.options import read
 from vla_accel.errors import ConfigError
 
@@ -63,7 +63,7 @@ def test_a_case_says_how_much_of_the_machine_it_takes() -> None:
 @pytest.mark.parametrize("options", ["", "--config native_fp8 --tasks 0"])
 def test_the_command_on_record_can_be_typed_again(options: str) -> None:
     asked = Arguments(Path("x.json"), case=("plain:0:2:1", "ray:0:2:1"), steps=3, options=options)
-    python, how, module, *words = shlex.split(told(asked))
+    python, how, module, *words = shlex.split(command_line(asked))
     assert (python, how, module) == ("python", "-m", "eval.throughput")
     assert read(Arguments, ["--output", "x.json", *words], module) == asked
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.gpu_policies import NATIVE, SMALL, save
 from vla_accel import OptimizedPolicy
-from vla_accel.kernels.attention import attending
+from vla_accel.kernels.attention import choice
 from vla_accel.kernels.autotune import Fastest
 from vla_accel.nn import kernel_choices as cuts
 
@@ -25,7 +25,7 @@ def untuned() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuts, "remembered", first)
-        patch.setattr(attending, "remembered", first)
+        patch.setattr(choice, "remembered", first)
         yield
 
 

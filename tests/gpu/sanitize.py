@@ -178,8 +178,8 @@ def triton() -> Cases:
 
 def image() -> Cases:
     """The kernels of the autoencoders and UNets, against their references on the CPU."""
-    from vla_accel.kernels.image import image as ops
-    from vla_accel.kernels.image.sums import GroupNorm, Sum
+    from vla_accel.kernels.image import ops
+    from vla_accel.kernels.image.ops import GroupNorm, Sum
 
     def draw(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)

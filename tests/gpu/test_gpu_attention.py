@@ -18,17 +18,19 @@ from vla_accel.config import Attention
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import reference
-from vla_accel.kernels.attention import attending
 from vla_accel.kernels.attention import cuda as hopper
-from vla_accel.kernels.attention.attending import Sizes, choose
+from vla_accel.kernels.attention import ops
+from vla_accel.kernels.attention.choice import choose, random_tensors
+from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.runtime import Runtime
 
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
-TOWER = Sizes(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
-PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
+TOWER = AttentionShape(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
+PREFIX = AttentionShape(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
 # Clusters of three blocks, of two, and none.
 PREFIXES = [PREFIX, replace(PREFIX, tokens=800, source=800), replace(PREFIX, batch=2)]
 NAMES = [n for n in shapes.WIDE if n.startswith(("attention", "self-attention"))]
@@ -59,9 +61,9 @@ def test_a_kernel_computes_what_its_reference_does(name: str, dtype: torch.dtype
         (replace(PREFIX, heads=6), ""), (replace(PREFIX, kv_heads=8), ""), (replace(TOWER, padded=True), ""),
     ],
 )  # fmt: skip
-def test_the_full_size_models_shapes_have_kernels_of_their_own(sizes: Sizes, kernel: str) -> None:
+def test_the_full_size_models_shapes_have_kernels_of_their_own(sizes: AttentionShape, kernel: str) -> None:
     hopper_only()
-    assert (hopper.kernel_for(Gpu.of(GPU), *attending._tensors(sizes, GPU)) or "") == kernel
+    assert (hopper.kernel_for(Gpu.of(GPU), *random_tensors(sizes, GPU)) or "") == kernel
 
 
 def chain(given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], results: Tensor) -> None:
@@ -69,7 +71,7 @@ def chain(given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], results: 
     q, k, v, _, lengths = given
     source = q
     for result in results:
-        attending.attention(source, k, v, result, lengths)
+        ops.attention(source, k, v, result, lengths)
         source = result.view(q.shape)
 
 
@@ -79,9 +81,9 @@ def flash_only() -> None:
 
 
 @pytest.mark.parametrize("sizes", [TOWER, replace(TOWER, batch=3), *PREFIXES])
-def test_dependent_launches_wait_for_what_they_read(sizes: Sizes) -> None:
+def test_dependent_launches_wait_for_what_they_read(sizes: AttentionShape) -> None:
     with torch.inference_mode():
-        given = attending._tensors(sizes, GPU)
+        given = random_tensors(sizes, GPU)
         want, got = (given[3].new_full((6, *given[3].shape), float("nan")) for _ in range(2))
         chain(given, want)
         assert torch.isfinite(want).all()
@@ -95,14 +97,14 @@ def test_dependent_launches_wait_for_what_they_read(sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize("sizes", PREFIXES)
-def test_lengths_are_read_when_the_kernel_runs(sizes: Sizes) -> None:
+def test_lengths_are_read_when_the_kernel_runs(sizes: AttentionShape) -> None:
     """One graph serves every prompt of its bucket."""
-    q, k, v, out, lengths = attending._tensors(sizes, GPU)
+    q, k, v, out, lengths = random_tensors(sizes, GPU)
     assert lengths is not None
-    attending.attention(q, k, v, out, lengths)
+    ops.attention(q, k, v, out, lengths)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attending.attention(q, k, v, out, lengths)
+        ops.attention(q, k, v, out, lengths)
     for length in (544, 532, 273, 272, 17, 16, 1):
         lengths.fill_(length)
         graph.replay()
@@ -119,37 +121,37 @@ def test_lengths_are_read_when_the_kernel_runs(sizes: Sizes) -> None:
 @pytest.mark.parametrize(
     "shape", [TOWER, PREFIX, replace(PREFIX, batch=2), replace(TOWER, head_dim=64, heads=4, kv_heads=4)]
 )
-def test_a_library_agrees(way: str, quantised: bool, shape: Sizes) -> None:
+def test_a_library_agrees(way: str, quantised: bool, shape: AttentionShape) -> None:
     if way == "flash_attn":
         flash_only()
     sizes = replace(shape, quantised=quantised)
-    q, k, v, out, lengths = attending._tensors(sizes, GPU)
+    q, k, v, out, lengths = random_tensors(sizes, GPU)
     if lengths is not None:
         lengths.copy_(torch.tensor([301, 544][: sizes.batch]))
         beyond = (torch.arange(sizes.source, device=GPU) >= lengths[:, None])[:, :, None, None]
         k, v = (x.masked_fill(beyond, float("nan")) for x in (k, v))
     scale = 200.0 if quantised else None
-    attending.attend(way, q, k, v, out, lengths, inverse_scale=scale)
+    ops.attend(way, q, k, v, out, lengths, inverse_scale=scale)
     host = [x if x is None else x.cpu() for x in (q, k, v, lengths)]
     want = torch.empty(out.shape, dtype=E4M3.dtype if quantised else torch.float32)
     wide = [x.float().nan_to_num(0.0) for x in host[:3] if x is not None]
-    attending.attention(wide[0], wide[1], wide[2], want, host[3], inverse_scale=scale)
+    ops.attention(wide[0], wide[1], wide[2], want, host[3], inverse_scale=scale)
     found = calls.difference(out, want)
     assert found.worst <= (0.13 if quantised else 0.02) and found.mean <= (0.006 if quantised else 0.003), found
 
 
 @pytest.mark.parametrize("sizes", [TOWER, PREFIX])
-def test_the_fastest_is_measured(sizes: Sizes) -> None:
-    choice = choose("fastest", sizes, GPU)
-    assert choice.way in attending.WAYS and f"attention {choice.way}, the fastest (own " in choice.detail
+def test_the_fastest_is_measured(sizes: AttentionShape) -> None:
+    choice = choose("fastest", sizes, Runtime.of(GPU))
+    assert choice.backend in ops.BACKENDS and f"attention {choice.backend}, the fastest (own " in choice.detail
     assert choice.detail.count("µs") >= 2
     if torch.cuda.get_device_capability() == (9, 0):
-        assert choice.way == "own" and "(CUDA C++)" in choose("own", sizes, GPU).detail
+        assert choice.backend == "own" and "(CUDA C++)" in choose("own", sizes, Runtime.of(GPU)).detail
 
 
 def test_a_shape_that_a_library_cannot_do_is_refused() -> None:
     with pytest.raises(EngineError, match=r"attention sdpa: it cannot run .*torch.float64"):
-        choose("sdpa", replace(TOWER, dtype=torch.float64), GPU)
+        choose("sdpa", replace(TOWER, dtype=torch.float64), Runtime.of(GPU))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attn", "fastest"])

@@ -120,7 +120,7 @@ def test_out_of_memory_during_capture_falls_back_loudly(
     assert cosines(result["actions"][None], want[None]).min() > 0.99999
     assert all(result["policy_timing"][f"{name}_ms"] > 0 for name in ("vision", "kv_cache", "denoise"))
     with pytest.raises(
-        EngineError, match="strict mode: call: asked for engine cuda_graph, using stream: out of memory"
+        EngineError, match="strict mode: call: requested engine cuda_graph, using stream: out of memory"
     ):
         load(folder, replace(NATIVE, strict=True))
     monkeypatch.undo()

@@ -20,8 +20,8 @@ from tests.support.streamed_support import FULL, LoopCase, loops_inputs, run_loo
 from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.kernels import config as configs
-from vla_accel.kernels.attention import key_tilings
-from vla_accel.kernels.attention.key_tilings import SuffixAttention
+from vla_accel.kernels.attention import config as attention_config
+from vla_accel.kernels.attention.config import SuffixShape
 from vla_accel.kernels.autotune import Fastest, compile_all
 from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library, without_triton
 from vla_accel.kernels.gemm.hopper import HopperTile
@@ -88,7 +88,7 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
     device, prefix = torch.device(DEVICE), 554
     lengths = [prefix - 7 * b for b in range(batch - 1)] + [5]
     called, wrong, want = {}, [], None
-    for cut in key_tilings.key_splits(Gpu.of(device), SuffixAttention(batch, tokens, prefix, 8, 1, 256)):
+    for cut in attention_config.key_splits(Gpu.of(device), SuffixShape(batch, tokens, prefix, 8, 1, 256)):
         made = cases._suffix_attention(tokens, prefix, 8, 1, 256, lengths, tokens == 50, cut)
         called[str(cut)] = made(Draw(f"attention {batch}", torch.bfloat16))
     compile_all(

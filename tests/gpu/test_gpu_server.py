@@ -44,8 +44,8 @@ def test_replicas_on_gpus_answer_as_the_policy_here_and_one_that_dies_comes_back
 
         answers()
         os.kill(replicas[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        eventually(lambda: server.dispatcher.ready == len(devices) - 1)
-        eventually(lambda: server.dispatcher.ready == len(devices), within_s=300)
+        eventually(lambda: len(server.dispatcher.loaded) == len(devices) - 1)
+        eventually(lambda: len(server.dispatcher.loaded) == len(devices), within_s=300)
         assert metric(server.address, f'vla_accel_replica_deaths_total{{replica="0 {devices[0]}"}}') == 1
 
 

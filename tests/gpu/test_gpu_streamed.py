@@ -124,7 +124,7 @@ module.launch("f", 1, 1, ())
 runtime.synchronize(device)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "EngineError: cuda:0: a kernel ended itself" in done.stderr, done.stderr
+    assert done.returncode != 0 and "EngineError: cuda:0: a kernel stopped itself" in done.stderr, done.stderr
 
 
 def test_the_streamed_loop_sees_each_row_s_length() -> None:

@@ -28,10 +28,9 @@ SIZES = [(8, 8), (16, 72), (72, 72), (72, 64), (120, 136), (100, 75), (63, 65), 
 """(height, width): multiples of 8 and others."""
 
 
-@pytest.mark.parametrize("pad", ["error", "auto"])
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("name", ["tiny-sd-vae", "tiny-qwen-vae"])
-def test_every_size_has_the_answer_of_diffusers(name: str, engine: Any, pad: str) -> None:
+def test_every_size_has_the_answer_of_diffusers(name: str, engine: Any) -> None:
     vae = random_model(name, dtype=torch.float32, device=CPU)
     frames = (1,) if name == "tiny-qwen-vae" else ()
     ledger, wanted = Ledger(strict=True), []
@@ -41,7 +40,7 @@ def test_every_size_has_the_answer_of_diffusers(name: str, engine: Any, pad: str
         latents = torch.randn(1, 4, *frames, height // 8, width // 8, generator=generator)
         with torch.inference_mode():
             wanted.append((image, vae.encode(image).latent_dist.parameters, latents, vae.decode(latents).sample))
-    plug_in(vae, AcceleratedVae(vae, {"vae_type": engine, "pad": pad}, ledger=ledger))
+    plug_in(vae, AcceleratedVae(vae, {"vae_type": engine}, ledger=ledger))
     for image, moments, latents, picture in wanted:
         torch.testing.assert_close(vae.encode(image).latent_dist.parameters, moments, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(vae.decode(latents).sample, picture, rtol=1e-4, atol=1e-4)
@@ -177,7 +176,7 @@ def test_a_diffusers_pipeline_with_a_plugged_in_autoencoder_keeps_sizes(parts: A
         ).images[0]
 
     want = generate()
-    undo = plug_in(pipeline.vae, AcceleratedVae(pipeline.vae, {"pad": "auto"}))
+    undo = plug_in(pipeline.vae, AcceleratedVae(pipeline.vae))
     try:
         got = generate()
     finally:

@@ -269,7 +269,7 @@ def test_commands_report_one_clear_error(tmp_path: Path, capsys: pytest.CaptureF
         f"--sd-dir {tmp_path}": "expected a model_index.json, found none",
         "--sd-dir random --scheduler DDMI": "a diffusers class like DDIMScheduler, got DDMI: did you mean DD",
         "--sd-dir no-such-folder": "or owner/name of one on the hub, got 'no-such-folder'",
-        "--sd-dir tiny-random --device cuda": "sees no CUDA GPU",
+        "--sd-dir tiny-random --device cuda": "finds no CUDA GPU",
     }
     if torch.cuda.is_available():
         del cases["--sd-dir tiny-random --device cuda"]

@@ -65,7 +65,7 @@ def test_the_quickest_is_taken_and_who_cannot_is_out(times: dict[Any, float]) ->
         {"slow": 3.0, "quick": 1.0},
         {"memory": "CUDA out of memory.", "engine": "it cannot run this", "shape": "only 64"},
     )
-    with pytest.raises(RuntimeError, match=r"no way to compute this runs here \(shape: only 64\)"):
+    with pytest.raises(RuntimeError, match=r"no candidate can run on cuda \(shape: only 64\)"):
         fastest({"shape": ways["shape"]}, ON_GPU, 7)
     # A mistake is not a way that cannot run.
     with pytest.raises(ZeroDivisionError):
@@ -79,7 +79,7 @@ def test_all_are_compiled_before_one_is_measured(times: dict[Any, float], monkey
     monkeypatch.setattr(
         autotune, "compile_all", lambda calls, runtime: done.extend(f"{call()} compiled" for call in calls)
     )
-    assert fastest(ways, ON_GPU, 7).way == "b"
+    assert fastest(ways, ON_GPU, 7).candidate == "b"
     assert done == ["a", "a compiled", "b", "b compiled", "a", "b"]
 
 
@@ -98,7 +98,11 @@ def test_what_triton_cannot_fit_is_out(times: dict[Any, float]) -> None:
         "assembler": broken(errors.PTXASError("no such instruction")),
     }  # fmt: skip
     found = fastest(ways, ON_GPU, 7)
-    assert found.way == "runs" and set(found.out) == {"large", "assembler"} and "196608" in found.out["large"]
+    assert (
+        found.candidate == "runs"
+        and set(found.rejected) == {"large", "assembler"}
+        and "196608" in found.rejected["large"]
+    )
 
 
 def test_what_was_measured_is_found_again(
@@ -122,16 +126,16 @@ def test_what_was_measured_is_found_again(
     times.update(b=3.0)
     assert asked("a", "b") == found and not measured
     # Another question: other ways, another name, another GPU, other kernels.
-    assert asked("a").way == "a" and asked("a", "b", what="down").way == "a" and measured
+    assert asked("a").candidate == "a" and asked("a", "b", what="down").candidate == "a" and measured
     for gpu in (H20, H200.portable):
-        assert asked("a", "b", gpu=gpu).way == "a" and measured
+        assert asked("a", "b", gpu=gpu).candidate == "a" and measured
     with monkeypatch.context() as patch:
         patch.setattr(autotune, "_versions", lambda: ("other",))
-        assert asked("a", "b").way == "a" and measured
+        assert asked("a", "b").candidate == "a" and measured
     assert asked("a", "b") == found and len(json.loads(file.read_text())) == 6
     file.write_text("{")
     with caplog.at_level(logging.WARNING):
-        assert asked("a", "b").way == "a" and measured
+        assert asked("a", "b").candidate == "a" and measured
     assert "holds no tunings" in caplog.text and len(json.loads(file.read_text())) == 1
 
 
@@ -149,7 +153,7 @@ def test_pinned_takes_the_first_way_that_runs_and_no_measurement(
     ways: dict[str, Any] = {"broken": broken, "slow": lambda: "slow", "quick": lambda: "quick"}
     first = Fastest("slow", {}, {"broken": "it cannot run this"})
     assert remembered("o", ways, PINNED, 7) == fastest(ways, PINNED, 7) == first and not file.exists()
-    assert remembered("o", ways, ON_GPU, 7).way == "quick"
+    assert remembered("o", ways, ON_GPU, 7).candidate == "quick"
     before = file.read_text()
     assert remembered("o", ways, PINNED, 7) == first, "an earlier measurement does not count"
     assert file.read_text() == before
@@ -159,7 +163,7 @@ def test_pinned_takes_the_first_way_that_runs_and_no_measurement(
 
     with pytest.raises(torch.OutOfMemoryError):  # another start may have enough memory
         fastest({"large": full, **ways}, PINNED, 7)
-    with pytest.raises(RuntimeError, match=r"no way to compute this runs here \(broken: it cannot run this\)"):
+    with pytest.raises(RuntimeError, match=r"no candidate can run on cuda \(broken: it cannot run this\)"):
         fastest({"broken": broken}, PINNED, 7)
 
 
@@ -173,6 +177,6 @@ def test_a_way_is_measured_in_a_graph() -> None:
         x.add_(1)
 
     found = fastest({"add": run, "refused": lambda: torch.empty(3, device=GPU).item()}, Runtime.of(GPU), repeats=4)
-    assert found.way == "add" and set(found.times) == {"add"} and set(found.out) == {"refused"}
+    assert found.candidate == "add" and set(found.times) == {"add"} and set(found.rejected) == {"refused"}
     # By the host: one to compile, three to warm up, four recorded. On the device: a replay a round and one before.
     assert calls == [1 + 3 + 4] and x[0].item() == 1 + 3 + 4 * (autotune.ROUNDS + 1)

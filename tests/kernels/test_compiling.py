@@ -18,7 +18,7 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 
 from vla_accel.kernels import phases
-from vla_accel.kernels.compiling import compile_side_by_side
+from vla_accel.kernels.compiling import compile_in_parallel
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def filling(value: int) -> Any:
 def test_kernels_are_compiled_beside_and_launched_where_they_are_called(said: list[str]) -> None:
     calls = [filling(value) for value in (1, 2, 2, 3)]
     with phases.recorded() as spent:
-        compile_side_by_side(calls, ())
+        compile_in_parallel(calls, ())
         assert said == ["compiled beside"] * 3, "nothing is launched, and nothing compiled twice"
         assert spent.seconds["compile"] == 0, "whoever waits for them counts"
         for call in calls:
@@ -104,7 +104,7 @@ def test_what_was_sent_is_launched_by_every_other_launch(said: list[str]) -> Non
     def named() -> None:
         FILLED[(1,)](out, 7, 16, num_warps=4)
 
-    compile_side_by_side([filling(7), beside, named], ())
+    compile_in_parallel([filling(7), beside, named], ())
     assert said.count("launched") == 1
     filling(7)()
     named()
@@ -118,13 +118,13 @@ def test_what_is_wrong_is_said_where_it_is_called(said: list[str]) -> None:
     def broken() -> None:
         BROKEN[(1,)](torch.zeros(16), 16)
 
-    compile_side_by_side([unfit, broken, filling(5)], (NotImplementedError,))
+    compile_in_parallel([unfit, broken, filling(5)], (NotImplementedError,))
     assert said == ["compiled beside"]
     for _ in range(2):
         with pytest.raises(triton.compiler.errors.CompilationError, match="nobody_knows_this"):
             broken()
     # A mistake is not hidden, and the next launch is an ordinary one.
     with pytest.raises(NotImplementedError):
-        compile_side_by_side([unfit], ())
+        compile_in_parallel([unfit], ())
     filling(6)()
     assert said[1:] == ["compiled here", "launched"]

@@ -15,16 +15,16 @@ from tests.kernels.test_kernels_compile import nvrtc_library
 from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import GPUS, H200
 from vla_accel.kernels import nvrtc
-from vla_accel.kernels.attention import attending
-from vla_accel.kernels.attention.attending import Sizes
+from vla_accel.kernels.attention.choice import random_tensors
+from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.attention.cuda import launch as hopper
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.tensor_map import TensorMap
 
 CPU = torch.device("cpu")
 SHARED_LIMIT, MULTIPROCESSOR = 227 * 1024, 228 * 1024
-TOWER = Sizes(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
-PREFIX = Sizes(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
+TOWER = AttentionShape(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
+PREFIX = AttentionShape(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
 __all__ = ["nvrtc_library"]
 
 
@@ -33,8 +33,8 @@ def takes(*arguments: Any) -> str:
     return hopper.kernel_for(H200, *arguments) or ""
 
 
-def changed(sizes: Sizes, **what: Any) -> Sizes:
-    return Sizes(**{**vars(sizes), **what})
+def changed(sizes: AttentionShape, **what: Any) -> AttentionShape:
+    return AttentionShape(**{**vars(sizes), **what})
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def changed(sizes: Sizes, **what: Any) -> Sizes:
         (changed(PREFIX, dtype=torch.float32), ""),
     ],
 )  # fmt: skip
-def test_which_calls_are_taken(sizes: Sizes, kernel: str) -> None:
-    q, k, v, out, lengths = attending._tensors(sizes, CPU)
+def test_which_calls_are_taken(sizes: AttentionShape, kernel: str) -> None:
+    q, k, v, out, lengths = random_tensors(sizes, CPU)
     assert takes(q, k, v, out, lengths) == kernel
     for name, gpu in GPUS.items():
         reason = hopper.why_not(gpu, q, k, v, out, lengths)
@@ -63,7 +63,7 @@ def test_which_calls_are_taken(sizes: Sizes, kernel: str) -> None:
 
 
 def test_layouts_that_are_no_multiple_of_sixteen_bytes_are_not() -> None:
-    q, k, v, out, lengths = attending._tensors(PREFIX, CPU)
+    q, k, v, out, lengths = random_tensors(PREFIX, CPU)
     room = torch.zeros(q.numel() * 2, dtype=q.dtype)
     assert takes(room[: 544 * 2048].view(1, 544, 8, 256), k, v, out, lengths) == "shared_keys"
     assert takes(room[4 : 4 + 544 * 2048].view(1, 544, 8, 256), k, v, out, lengths) == ""
@@ -93,7 +93,7 @@ class Recorded:
 
 
 def launched(
-    sizes: Sizes, monkeypatch: pytest.MonkeyPatch, early: bool = False
+    sizes: AttentionShape, monkeypatch: pytest.MonkeyPatch, early: bool = False
 ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]], tuple[Tensor | None, ...], Recorded]:
     """The launch, the tensor maps asked for, the tensors and the module."""
     modules: list[Recorded] = []
@@ -111,7 +111,7 @@ def launched(
     monkeypatch.setattr(nvrtc, "load_module", load)
     monkeypatch.setattr(hopper, "tensor_map", encode)
     hopper._module.cache_clear()
-    q, k, v, out, lengths = attending._tensors(sizes, CPU)
+    q, k, v, out, lengths = random_tensors(sizes, CPU)
     scale = 200.0 if sizes.quantised else None
     kernel = hopper.kernel_for(H200, q, k, v, out, lengths)
     assert kernel is not None

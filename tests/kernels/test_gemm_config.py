@@ -11,7 +11,7 @@ import torch
 
 from tests.support.gpus import A100, ARCHITECTURES, GPUS, H200, ORIN, RTX_4090
 from vla_accel.kernels import config as configs
-from vla_accel.kernels.attention.key_tilings import Crossing, KeySplit, SuffixAttention, crossings, key_splits
+from vla_accel.kernels.attention.config import CrossShape, KeySplit, SuffixShape, cross_tiles, key_splits
 from vla_accel.kernels.autotune import Fastest
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.config import MOST_MEASURED
@@ -29,7 +29,6 @@ from vla_accel.kernels.gemm.config import (
 from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.kernel_choices import Cuts
-from vla_accel.runtime import Runtime
 
 EVERY_GPU = [gpu for one in GPUS.values() for gpu in (one, one.portable)]
 
@@ -54,23 +53,24 @@ def test_every_gpu_has_configs_that_fit(rows: int) -> None:
             assert getattr(default(gpu, sizes), "split", 1) == 1
             # Programs share K of plain products alone.
             assert name in ("o", "down") or all(getattr(config, "split", 1) == 1 for config in found)
-        attention = SuffixAttention(1, rows, 800, 8, 1, 256)
+        attention = SuffixShape(1, rows, 800, 8, 1, 256)
         splits = key_splits(gpu, attention)
         assert splits and all(split.shared(attention) <= gpu.shared_per_block for split in splits)
         assert len(splits) == len({str(split) for split in splits})
 
 
 @pytest.mark.parametrize(
-    "sizes", [Crossing(1, 50, 720, 193, 15, 64), Crossing(2, 10, 48, 20, 3, 16), Crossing(1, 50, 720, 900, 15, 64)]
+    "sizes",
+    [CrossShape(1, 50, 720, 193, 15, 64), CrossShape(2, 10, 48, 20, 3, 16), CrossShape(1, 50, 720, 900, 15, 64)],
 )
-def test_every_gpu_has_configs_for_cross_attention(sizes: Crossing) -> None:
+def test_every_gpu_has_configs_for_cross_attention(sizes: CrossShape) -> None:
     for gpu in EVERY_GPU:
-        found = crossings(gpu, sizes)
+        found = cross_tiles(gpu, sizes)
         assert found and len(found) == len({str(config) for config in found}) <= MOST_MEASURED
         assert all(config.shared(sizes) <= gpu.shared_per_block for config in found)
         assert all(c.rows < 2 * max(sizes.tokens, 16) and c.block_k < 2 * max(sizes.k, 64) for c in found)
     # Where they fit, all keys are fetched before the wait, unless they are many.
-    assert crossings(H200, sizes)[0].keys == {193: 256, 20: 32, 900: 64}[sizes.prefix_tokens]
+    assert cross_tiles(H200, sizes)[0].keys == {193: 256, 20: 32, 900: 64}[sizes.prefix_tokens]
 
 
 def test_fewer_weights_are_loaded_early_where_shared_memory_is_small() -> None:
@@ -116,13 +116,13 @@ def test_workspaces_hold_the_parts() -> None:
     parts, counters = Pipelined(32, 64, 64, split=4).workspace(sizes)
     assert counters == 2 * 16 and parts == counters * 4 * 32 * 64
     assert Pipelined(32, 64, 64).workspace(sizes) == (0, 0)
-    attention, split = SuffixAttention(2, 50, 800, 8, 1, 256), KeySplit(32, 64, 4, 1, 4)
+    attention, split = SuffixShape(2, 50, 800, 8, 1, 256), KeySplit(32, 64, 4, 1, 4)
     assert (split.row_tiles(attention), split.prefix_splits(attention), split.splits(attention)) == (13, 4, 5)
     assert split.workspace(attention) == (2 * 13 * 5 * 32 * 256, 2 * 2 * 13 * 5 * 32, 2 * 13)
 
 
 def test_a_program_of_a_batch_may_have_all_keys_of_a_sequence() -> None:
-    sizes = SuffixAttention(16, 10, 554, 8, 1, 256)
+    sizes = SuffixShape(16, 10, 554, 8, 1, 256)
     for gpu in (H200, A100, RTX_4090, ORIN):
         found = [split for split in key_splits(gpu, sizes) if split.joined]
         whole = [split for split in found if split.splits(sizes) == 1]
@@ -227,7 +227,7 @@ def test_the_best_of_triton_is_measured_against_cublas(best: str, monkeypatch: p
 def test_a_measured_config_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "_MEASURED", {})
     monkeypatch.setattr(configs, "remembered", lambda what, ways, *_: Fastest(list(ways)[1], {"x": 1.0}))
-    cpu, found = Runtime.of(torch.device("cpu")), candidates(H200, GemmSizes(50, 1024, 1024))
+    cpu, found = torch.device("cpu"), candidates(H200, GemmSizes(50, 1024, 1024))
     assert configs.measured("o", cpu) is None
     assert configs.measure("o", found, lambda _: None, cpu, 1).config is found[1] is configs.measured("o", cpu)
     assert configs.measured("p", cpu) is None

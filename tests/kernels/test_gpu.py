@@ -30,13 +30,13 @@ def test_torch_is_asked_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    gpu._asked.cache_clear()
+    gpu._properties.cache_clear()
     try:
         want = Gpu("X", (9, 0), 78, 232_448, 233_472, 8, 9)
         assert Gpu.of(CUDA) == Gpu.of(CUDA) == want and Gpu.of(torch.device("cuda")) == want
         assert asked == [3, 1]
     finally:
-        gpu._asked.cache_clear()
+        gpu._properties.cache_clear()
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -70,7 +70,7 @@ def test_a_kernel_computes_what_its_reference_does(name: str, interpreted: dict[
 
 
 def test_every_kernel_has_cases() -> None:
-    """Ops that lead to a kernel, read from their modules' sources."""
+    """Ops that lead to a kernel: those of `dispatch.op`, and those whose source calls one."""
     launched = {
         node.func.attr
         for module in calls.MODULES
@@ -80,6 +80,7 @@ def test_every_kernel_has_cases() -> None:
         and isinstance(node.func.value, ast.Call)
         and getattr(node.func.value.func, "id", "") in ("kernels", "_kernels")
     }
+    launched |= {n for n, module in calls.MODULE_OF.items() if hasattr(getattr(module, n), "__wrapped__")}
     # The product of integers has cases of its own: test_int8.py.
     ops = {"gemm" if name in ("product", "finish") else name for name in launched}
     assert ops == {shapes.call_of(name, torch.float32).op for name in (*cases.CASES, *TALL)}

@@ -77,7 +77,7 @@ def test_a_kernel_that_gave_up_waiting_is_named(monkeypatch: pytest.MonkeyPatch)
         return lambda _: SimpleNamespace(synchronize=synchronize)
 
     monkeypatch.setattr(torch.cuda, "current_stream", stream_that_fails("CUDA error: unspecified launch failure\n…"))
-    with pytest.raises(EngineError, match=r"cuda:0: a kernel ended itself.*kernels: portable"):
+    with pytest.raises(EngineError, match=r"cuda:0: a kernel stopped itself.*kernels: portable"):
         nvrtc.synchronize(FIRST)
     monkeypatch.setattr(torch.cuda, "current_stream", stream_that_fails("CUDA error: an illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
@@ -145,7 +145,7 @@ def test_compiled_kernels_are_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert found("a") == b"a for sm_90a" and len(made) == 4
     for file in nvrtc.compiled_folder().iterdir():
         file.write_bytes(file.read_bytes()[:-1])
-    assert found("a") == b"a for sm_90a" and len(made) == 5 and "it is damaged" in caplog.text
+    assert found("a") == b"a for sm_90a" and len(made) == 5 and "the file is damaged" in caplog.text
     nvrtc.compiled_folder().chmod(0o777)
     with pytest.raises(EngineError, match="may be written to by others"):
         found("a")

@@ -14,8 +14,9 @@ import torch
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import cli
 from vla_accel.config import EngineSpec, PolicyConfig
-from vla_accel.families.pi0.family import Pi0Family
-from vla_accel.families.pi0.network import pi05
+from vla_accel.families.bench import bench_card
+from vla_accel.families.pi0.family import PI05
+from vla_accel.families.pi0.network import Pi0Config, pi05
 from vla_accel.ledger import Ledger
 from vla_accel.measure.parity import FLIP_RATE, LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
@@ -150,9 +151,9 @@ def test_the_command_draws(tmp_path: Any, capsys: pytest.CaptureFixture[str]) ->
 # -- what agreement is worth: a policy that does not look must fail --------------------------------------------------
 
 
-def narrow(depth: int, patch: int) -> Pi0Family:
+def narrow(depth: int, patch: int) -> Pi0Config:
     """π0.5's published structure at a small width: two views, an expert that reads each layer of the prefix."""
-    config = pi05(
+    return pi05(
         vision=SiglipConfig(width=64, depth=depth, mlp_dim=128, heads=4, patch_size=patch),
         prefix=GemmaConfig(64, depth, 128, heads=4, head_dim=32),
         expert=GemmaConfig(64, depth, 128, heads=4, head_dim=32),
@@ -160,7 +161,6 @@ def narrow(depth: int, patch: int) -> Pi0Family:
         action_horizon=10,
         discrete_state_input=False,
     )
-    return Pi0Family("pi05", {"pi05": lambda **changes: config}, horizon=10, views=2)
 
 
 class Cheat:
@@ -176,12 +176,14 @@ class Cheat:
         return self._policy.infer_with_internals({**observation, **self._instead}, noise=noise)
 
 
-def judged(family: Pi0Family, steps: int) -> dict[str, Any]:
+def judged(config: Pi0Config, steps: int) -> dict[str, Any]:
     """Reports on an honest policy, one that sees other images, and one with the K/V cache of another prompt; all of
     them in BF16, and given FP8's looser limits."""
     settings = PolicyConfig(num_steps=steps, precision="bf16", device="cpu")
-    settings = settings.with_specs({name: EngineSpec("eager") for name in family.parts})
-    policy, reference = random_policy(family, settings, with_reference=True, device="cpu")
+    settings = settings.with_specs({name: EngineSpec("eager") for name in PI05.parts})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_card(PI05), "published", lambda horizon=None: config)
+        policy, reference = random_policy(PI05, settings, with_reference=True, device="cpu")
     assert reference is not None
     observations = random_observations(policy, 2)
     images = {key: value for key, value in observations[1].items() if "image" in key}

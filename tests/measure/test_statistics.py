@@ -14,7 +14,7 @@ from tests.support import groot_folders, tiny_smolvla
 from tests.support.tiny import statistics, tiny_observation, write_tiny_checkpoint
 from vla_accel.cli import main
 from vla_accel.errors import ObservationError
-from vla_accel.families import stand_in
+from vla_accel.families.bench import bench_card, dummy_processor
 from vla_accel.families.family import family_named
 from vla_accel.families.loading import load
 from vla_accel.measure.recording import save_observations
@@ -114,7 +114,7 @@ def test_the_robots_own_units_are_not_those_of_the_statistics() -> None:
 
 def test_without_statistics_there_is_no_range() -> None:
     family = family_named("pi05")
-    processor = stand_in.processor(family.published(None), 2)
+    processor = dummy_processor(bench_card(family).published(), 2)
     state, acted = fits(processor, [{**processor.example(), "observation/state": np.full(8, 1e9)}])
     assert not state.range.known and not state.outside.any() and not acted.range.known
     assert state.as_dict()["low"] == [None] * 8 and len(state.lines()) == 1

@@ -22,6 +22,7 @@ from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.config import EnginePrecision, load_config
 from vla_accel.engines.native import why_not
 from vla_accel.errors import EngineError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.groot import native_loop as groot_denoise
 from vla_accel.families.pi0 import native_loop as expert
 from vla_accel.families.smolvla import native_loop as smolvla_loop
@@ -154,7 +155,7 @@ def test_the_ledger_and_the_memory_say_so(name: str, folders: dict[str, Path]) -
     saved = plain.memory()["weights"]["denoise"] - narrow.memory()["weights"]["denoise"]
     # A byte less each, and a float32 more a row and for the input.
     assert saved == sum(t.numel() - 4 * (len(t) + 1) for t in stored)
-    read = [policy.family.work(policy.model.config, policy.processor.prepare(policy.processor.example()), 3,
+    read = [bench_card(policy.family).work(policy.model.config, policy.processor.prepare(policy.processor.example()), 3,
                                policy.specs)["denoise"].bytes for policy in (plain, narrow)]  # fmt: skip
     assert read[0] - read[1] == 3 * sum(t.numel() for t in stored), "the floor of three steps"
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from tests.support.agreement import ACTIONS_ATOL, rms
 from tests.support.whole_calls import pi0_fast_tokens, smolvla_actions
 from vla_accel.config import CheckpointSpec, PolicyConfig
+from vla_accel.families.bench import bench_card
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.network import Groot, overlap_weights
 from vla_accel.families.loading import Checkpoint, family_of, load
@@ -154,7 +155,7 @@ def compare(folder: Path) -> tuple[str, dict[str, Any]]:
         print(json.dumps(row), file=sys.stderr, flush=True)
         rows.append(row)
     family, parameters = checkpoint.family, count(checkpoint.model)
-    size = "published" if parameters == count(family.network(family.published(None))) else "small"
+    size = "published" if parameters == count(family.network(bench_card(family).published(None))) else "small"
     return family.name, {"versions": versions, "parameters": parameters, "size": size, "cases": rows}
 
 

@@ -49,7 +49,7 @@ def test_elsewhere_it_is_eager_and_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     cases: list[tuple[dict[str, Choice], str]] = [
         (choose(FREE, torch.device("cpu"), BF16), "there is no GPU"),
         (chosen(T4), "the native engine needs compute capability 8.0 or newer, this GPU (Tesla T4) has 7.5"),
-        (chosen(H200, dtype=torch.float32), "the native kernels are made for BF16, and float32 was asked for"),
+        (chosen(H200, dtype=torch.float32), "the native kernels are made for BF16, got float32"),
     ]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cases.append((chosen(H200), "the native engine needs triton: pip install triton"))
@@ -173,7 +173,7 @@ def test_a_kept_report_counts_for_these_weights_steps_and_engines(
     for changes in wrong:
         caplog.clear()
         kept(folder, policy, **changes)
-        assert ("auto will not believe parity_native_fp8.json: " in caplog.text) == ("num_steps" not in changes)
+        assert ("auto will not use parity_native_fp8.json: " in caplog.text) == ("num_steps" not in changes)
         assert agreement.shown(folder, policy.model, 2) is None
     path.write_text("{")
     assert agreement.shown(folder, policy.model, 2) is None

@@ -51,7 +51,7 @@ def test_a_policy_is_built_and_runs_pinned(deterministic: bool, folder: Path, mo
         np.testing.assert_array_equal(first, second)
     assert seen == {"built": {deterministic}, "ran": {deterministic}} and not current(CPU).deterministic
     told = [entry["detail"] for entry in again.metadata["engines"]]
-    assert [("no way chosen by measurement" in detail) for detail in told] == [deterministic] * 3
+    assert [("no kernel chosen by measurement" in detail) for detail in told] == [deterministic] * 3
 
 
 @pytest.mark.parametrize("engine", ["tensorrt", "tensorrt_rtx", "torch_tensorrt"])

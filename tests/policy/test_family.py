@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.toy_family import REAL, TOY, Toy, ToyConfig, ToyTransforms
+from tests.support.toy_family.family import REAL, TOY, ToyTransforms
+from tests.support.toy_family.network import Toy, ToyConfig
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, cli
 from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.config import load_config
 from vla_accel.engines.eager import EagerEngine
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import FAMILIES, family_named
 from vla_accel.families.loading import load
 from vla_accel.measure.parity import compare
@@ -30,19 +32,19 @@ EAGER, NATIVE = (FP32.with_specs(dict.fromkeys(TOY.parts, EngineSpec(e))) for e 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "toy", "tests.support.toy_family:TOY")
+    monkeypatch.setitem(FAMILIES, "toy", "tests.support.toy_family.family:TOY")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     config = ToyConfig(width=6)
-    model = TOY.random(config, seed=1, device="cpu", dtype=torch.float32)
+    model = bench_card(TOY).random(config, seed=1, device="cpu", dtype=torch.float32)
     save_checkpoint(model.state_dict(), config, tmp_path, family="toy")
     return tmp_path
 
 
 def observation(seed: int = 0) -> dict[str, Any]:
-    return TOY.random_observation(None, np.random.default_rng(seed))
+    return bench_card(TOY).random_observation(None, np.random.default_rng(seed))
 
 
 def noise(seed: int = 0) -> np.ndarray:
@@ -183,7 +185,7 @@ def test_engines_by_name_are_those_of_the_fields(folder: Path) -> None:
 
 def test_a_previous_chunk_is_refused_by_a_family_that_cannot_follow_it(folder: Path) -> None:
     policy = OptimizedPolicy.from_pretrained(folder, EAGER)
-    with pytest.raises(ConfigError, match="toy: this family has no real-time chunking"):
+    with pytest.raises(ConfigError, match="prev_chunk: this family has no real-time chunking"):
         policy.infer(observation(), prev_chunk=np.zeros((2, 2)), inference_delay=1)
 
 

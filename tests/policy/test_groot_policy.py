@@ -12,6 +12,7 @@ from tests.support.groot_folders import observation
 from vla_accel import OptimizedPolicy, PolicyConfig, cli
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError, ObservationError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named, sized
 from vla_accel.families.groot.family import GROOT
 from vla_accel.families.groot.network import groot_n17
@@ -82,18 +83,19 @@ def test_work_of_the_published_size() -> None:
     """As counted apart from this code: 0.95 TFLOP and 1.66 GB a step at two views of 64 tokens."""
     family = family_named("groot")
     config = groot_n17()
-    transforms = family.stand_in(config, 2)
-    inputs = transforms.prepare(family.random_observation(transforms, np.random.default_rng(0)))
+    transforms = bench_card(family).dummy(config, 2)
+    inputs = transforms.prepare(bench_card(family).random_observation(transforms, np.random.default_rng(0)))
     specs = PolicyConfig().specs(family.parts)
-    work = family.work(config, inputs, 4, specs)
+    work = bench_card(family).work(config, inputs, 4, specs)
     assert sum(w.flop for w in work.values()) / 1e12 == pytest.approx(0.95, abs=0.08)
     assert work["denoise"].bytes / 4 / 1e9 == pytest.approx(1.66, abs=0.1)
 
 
 def test_a_random_policy_of_any_size(policy: OptimizedPolicy) -> None:
-    assert sized("groot_n17")[0].name == "groot" and family_named("groot").sweep == (4, 2, 1)
+    assert sized("groot_n17")[0].name == "groot" and bench_card(family_named("groot")).sweep == (4, 2, 1)
     other, _ = random_policy("groot", PolicyConfig(device="cpu", num_steps=1), model=policy.model)
-    result = other.infer(family_named("groot").random_observation(other.processor, np.random.default_rng(0)))
+    card = bench_card(other.family)
+    result = other.infer(card.random_observation(other.processor, np.random.default_rng(0)))
     assert result["actions"].shape == (8, 7) and np.isfinite(result["actions"]).all()
 
 

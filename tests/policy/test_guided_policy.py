@@ -4,9 +4,8 @@ every preset, in batches, over the server and in the runner. The mathematics alo
 from __future__ import annotations
 
 import copy
-import itertools
+import re
 import time
-import types
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +36,7 @@ from vla_accel.families.pi0.network import Kind
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.rows import flow
 from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Guidance
-from vla_accel.remote import inference
-from vla_accel.remote.async_runner import AsyncRunner
-from vla_accel.remote.metadata import batches_prev_chunks, supports_prev_chunk
+from vla_accel.remote.metadata import batches_prev_chunks
 from vla_accel.transforms.normalisation import Normaliser, Statistics
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import ALOHA, PRESETS
@@ -298,7 +295,7 @@ def test_the_robot_goes_on_where_it_was_whatever_its_conventions(wide_model: Any
 
 @pytest.mark.parametrize("kind", ["quantile", "mean_std"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_begin_is_the_inverse_of_finish(name: str, kind: Any) -> None:
+def test_normalizing_actions_inverts_unnormalizing_them(name: str, kind: Any) -> None:
     processor, rng = preset_processor(name, kind), np.random.default_rng(1)
     preset = processor.preset
     inputs = inputs_of(rng.uniform(0.1, 0.9, preset.state_dim))
@@ -347,30 +344,20 @@ def test_a_scale_is_inverted_whatever_its_rounding_and_where_it_is_nothing(kind:
 GOOD = chunk(0, 3)
 
 
-@pytest.mark.parametrize(
-    ("prev_chunk", "delay", "message"),
-    [
-        (GOOD, None, "prev_chunk and inference_delay together, got no inference_delay"),
-        (None, 1, "prev_chunk and inference_delay together, got no prev_chunk"),
-        (GOOD[:0], 1, r"prev_chunk: expected shape \(k, 7\), k at least 1, got \(0, 7\)"),
-        (GOOD[0], 1, r"prev_chunk: expected shape \(k, 7\), k at least 1, got \(7,\)"),
-        (GOOD[None], 1, r"got \(1, 3, 7\)"),
-        (GOOD[:, :6], 1, r"got \(3, 6\)"),
-        (np.zeros((3, 8)), 1, r"got \(3, 8\)"),
-        (chunk(0, 6), 1, "prev_chunk: expected at most 5 actions, got 6"),
-        (np.where(np.eye(3, 7), np.nan, GOOD), 1, "prev_chunk: expected finite numbers, got NaN or infinity"),
-        (np.where(np.eye(3, 7), np.inf, GOOD), 1, "prev_chunk: expected finite numbers"),
-        (GOOD * 1e200, 1, "prev_chunk: expected actions in the checkpoint's range, got up to"),
-        ("chunk", 1, "prev_chunk: expected numbers, got dtype <U5"),
-        (GOOD.astype("S8"), 1, r"prev_chunk: expected numbers, got dtype \|S8"),
-        (GOOD > 0, 1, "prev_chunk: expected numbers, got dtype bool"),
-        ([[1, 2], [3]], 1, "prev_chunk: expected numbers"),
-        (GOOD, -1, "inference_delay: expected a number of actions, 0 or more, got -1"),
-        (GOOD, 1.0, "inference_delay: .*, got 1.0"),
-        (GOOD, True, "inference_delay: .*, got True"),
-        (GOOD, "1", "inference_delay: .*, got '1'"),
-    ],
-)
+REFUSED: list[tuple[Any, Any, str]] = [
+    (GOOD, None, "together, got no inference_delay"),
+    (None, 1, "together, got no prev_chunk"),
+    *((bad, 1, re.escape(f"prev_chunk: expected shape (k, 7), k at least 1, got {bad.shape}")) for bad in
+      (GOOD[:0], GOOD[0], GOOD[None], GOOD[:, :6], np.zeros((3, 8)))),
+    (chunk(0, 6), 1, "prev_chunk: expected at most 5 actions, got 6"),
+    *((np.where(np.eye(3, 7), bad, GOOD), 1, "prev_chunk: expected finite numbers") for bad in (np.nan, np.inf)),
+    (GOOD * 1e200, 1, "prev_chunk: expected actions in the checkpoint's range"),
+    *((bad, 1, "prev_chunk: expected numbers") for bad in ("chunk", GOOD.astype("S8"), GOOD > 0, [[1, 2], [3]])),
+    *((GOOD, bad, f"inference_delay: expected a number of actions, .*, got {bad!r}") for bad in (-1, 1.0, True, "1")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prev_chunk", "delay", "message"), REFUSED)
 def test_bad_input_is_one_clear_error(folders: dict[Kind, Path], prev_chunk: Any, delay: Any, message: str) -> None:
     policy = load(folders["pi05"])
     with pytest.raises(ObservationError, match=message):
@@ -420,28 +407,6 @@ def test_a_batch_needs_a_chunk_or_none_for_each_observation(folders: dict[Kind, 
 # -- over the server, and in the runner ---------------------------------------------------------------------------
 
 
-def test_over_the_server(folders: dict[Kind, Path]) -> None:
-    pytest.importorskip("websockets", reason="needs websockets")
-    pytest.importorskip("msgpack", reason="the wire format needs msgpack")
-    from vla_accel.client import PolicyClient
-    from vla_accel.errors import ServerError
-    from vla_accel.server import ServerConfig, background
-
-    served, here = load(folders["pi05"]), load(folders["pi05"])
-    with background(served, ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
-        assert client.supports_prev_chunk and supports_prev_chunk(client)
-        previous: dict[str, Any] = {}
-        for seed in range(3):
-            want, got = (p.infer(tiny_observation(seed), **previous)["actions"] for p in (here, client))
-            np.testing.assert_array_equal(got, want)
-            previous = {"prev_chunk": got[2:], "inference_delay": 1}
-        with pytest.raises(ServerError, match="ObservationError: prev_chunk: expected at most 5 actions, got 6"):
-            client.infer(tiny_observation(0), prev_chunk=chunk(0, 6), inference_delay=1)
-        with pytest.raises(ServerError, match=r"ObservationError: prev_chunk: expected shape \(k, 7\)"):
-            client.infer(tiny_observation(0), prev_chunk=np.zeros((2, 8)), inference_delay=1)
-        client.infer(tiny_observation(0))
-
-
 def test_the_servers_batches_mix_them(folders: dict[Kind, Path]) -> None:
     from vla_accel.server.requests import Request
     from vla_accel.server.runner import run_requests
@@ -460,52 +425,6 @@ def test_the_servers_batches_mix_them(folders: dict[Kind, Path]) -> None:
     results = run_requests(policy, [requests[0], bad, requests[1]])
     assert [isinstance(r, ObservationError) for r in results] == [False, True, False]
     assert np.abs(results[2]["actions"][:3] - options["prev_chunk"]).max() < 1e-4  # type: ignore[index]
-
-
-class Recorded:
-    """A policy whose calls are written down."""
-
-    supports_prev_chunk = True
-
-    def __init__(self, policy: OptimizedPolicy) -> None:
-        self.policy = policy
-        self.calls: list[tuple[np.ndarray | None, int | None, np.ndarray]] = []
-
-    def infer(
-        self,
-        observation: Mapping[str, Any],
-        *,
-        prev_chunk: np.ndarray | None = None,
-        inference_delay: int | None = None,
-    ) -> dict[str, Any]:
-        result = self.policy.infer(observation, prev_chunk=prev_chunk, inference_delay=inference_delay)
-        self.calls.append((prev_chunk, inference_delay, result["actions"]))
-        return result
-
-
-def test_the_runner_joins_the_chunks_of_a_policy(folders: dict[Kind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Recorded(load(folders["pi05"], replace(EAGER, num_steps=1, rtc=RtcConfig("ones"))))
-    # By this clock every inference takes a tick and a half; in the loop it ends before the next step.
-    monkeypatch.setattr(
-        inference,
-        "time",
-        types.SimpleNamespace(monotonic=time.monotonic, perf_counter=itertools.count(0, 0.015).__next__),
-    )
-    with AsyncRunner(policy, 100.0, replan_ticks=2) as runner:
-        assert runner.real_time_chunking
-        runner.start(tiny_observation(0))
-        for tick in range(20):
-            runner.step(tiny_observation(tick))
-            assert not runner._inference.busy or runner._inference.wait_until(time.monotonic() + PATIENCE_S)
-    guided = [c for c in policy.calls if c[0] is not None]
-    assert len(guided) >= 3
-    previous, delay, _ = guided[0]
-    assert previous is not None and delay is not None
-    assert delay == min(2, len(previous) - 1), "what the inference of the start took, or all but one that are left"
-    for previous, delay, actions in guided:
-        assert previous is not None and delay is not None
-        assert 0 <= delay < len(previous) <= 5
-        np.testing.assert_allclose(actions[: len(previous)], previous, rtol=0, atol=1e-4)
 
 
 def test_a_policys_own_runner_is_guided(folders: dict[Kind, Path]) -> None:

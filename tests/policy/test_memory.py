@@ -22,6 +22,7 @@ from tests.support.tiny import Kind, tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import NativeOptions, TensorrtOptions
 from vla_accel.errors import DeviceMemoryError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.groot.family import GROOT
 from vla_accel.families.loading import load
 from vla_accel.families.pi0.family import PI0, PI05
@@ -29,6 +30,8 @@ from vla_accel.families.pi0.native import Pi0Store
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.prompted import PromptShape
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.nn.calibration import calibrate
+from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.memory import Counted, free_memory, tensors_in
 from vla_accel.nn.native_vision import VisionWeights
 from vla_accel.policy import footprint
@@ -159,9 +162,25 @@ class Peak(TorchDispatchMode):
         self.now -= size
 
 
+def test_calibration_has_one_block_in_memory(tmp_path: Path) -> None:
+    pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
+    prefix = GemmaConfig(width=64, depth=12, mlp_dim=512, heads=2, kv_heads=1, head_dim=32)
+    expert = replace(prefix, width=16, mlp_dim=16)
+    write_tiny_checkpoint(tmp_path, "pi05", prefix=prefix, expert=expert)
+    model = load(tmp_path, dtype=torch.float32, whole=False).model
+    observation = (np.ones((1, 28, 28, 3), np.uint8), np.ones(3, np.int64), np.zeros(8, np.float32))
+    with Peak("cpu") as peak:
+        calibrate(model, [observation], "test")
+    sizes = {n: p.numel() * 4 for n, p in model.named_parameters() if n.startswith("prefix.")}
+    block = sum(size for name, size in sizes.items() if ".layers.0." in name)
+    assert sum(sizes.values()) > 10 * block
+    assert block < peak.most < 6 * block
+    assert all(p.is_meta for p in model.parameters()), "the weights are let go again"
+
+
 def published(family: Any) -> tuple[Pi0, PromptShape]:
-    model = family.random(family.published(), seed=0, device="cpu", dtype=torch.bfloat16)
-    return model, PromptShape(1, 10, family.views, 32, True)
+    model = bench_card(family).random(bench_card(family).published(), seed=0, device="cpu", dtype=torch.bfloat16)
+    return model, PromptShape(1, 10, bench_card(family).views, 32, True)
 
 
 def engines(
@@ -232,8 +251,8 @@ def test_a_policy_that_does_not_fit_says_what_would(folders: dict[Kind, Path], m
         on_host = specs["kv_cache"].native.embeddings == "host"
         return {"vision": 838_000_000, "kv_cache": 3_700_000_000 if on_host else 4_800_000_000}
 
-    want = r"cpu: out of memory: the weights need 5\.64 GB \(vision 0\.84 GB, kv_cache 4\.80 GB\), and buffers "
-    want += r"beside them; 5\.20 GB of 8\.00 GB were free; weights of 4\.54 GB would fit: native: "
+    want = r"cpu: out of memory: the weights need 5\.64 GB \(vision 0\.84 GB, kv_cache 4\.80 GB\), .*; "
+    want += r"5\.20 GB of 8\.00 GB were free; weights of 4\.54 GB would fit: native: "
     want += r"\{embeddings: host\} \(CUDA out of memory\. Tried to allocate 96\.00 MiB\.\)$"
     policy._free = (5_200_000_000, 8_000_000_000)
     with pytest.raises(DeviceMemoryError, match=want):
@@ -250,8 +269,10 @@ def test_smaller_configurations_are_those_that_the_gpu_has(monkeypatch: pytest.M
     host = "native: {embeddings: host}"
     prefix = "kv_cache: {engine: native, precision: fp8}"
     vision = f"vision: {{engine: native, precision: fp8}}, {prefix}"
-    assert texts == [host, prefix, f"{prefix}, {host}", vision, f"{vision}, {host}"]
-    assert [text for text, _ in footprint.smaller(PI05, engines(), cuda, False)] == [host]
+    expert = "denoise: {engine: native, precision: fp8}"
+    assert texts == [host, *(f"{part}{end}" for part in (expert, prefix, vision) for end in ("", f", {host}"))]
+    texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, False)]
+    assert texts == [host, expert, f"{expert}, {host}"], "weights alone need no scales"
     monkeypatch.setattr(Gpu, "of", lambda _: replace(H200, capability=(8, 6)))
     expert = "denoise: {engine: native, precision: int8}"
     texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, True)]
@@ -267,10 +288,11 @@ def test_smaller_configurations_are_of_components_that_can_have_them(monkeypatch
     specs = {"vision": EngineSpec("eager"), "kv_cache": rtx, "denoise": EngineSpec("native")}
     found = dict(footprint.smaller(PI05, specs, torch.device("cuda"), True))
     assert [*found] == [
+        "denoise: {engine: native, precision: fp8}",
         "kv_cache: {engine: native, precision: fp8}",
         "vision: {engine: native, precision: fp8}, kv_cache: {engine: native, precision: fp8}",
     ]
-    assert next(iter(found.values())) == {**specs, "kv_cache": EngineSpec("native", precision="fp8")}
+    assert next(iter(found.values())) == {**specs, "denoise": EngineSpec("native", precision="fp8")}
     groot: dict[str, EngineSpec] = dict.fromkeys(PARTS, EngineSpec("native"))
     texts = [text for text, _ in footprint.smaller(GROOT, groot, torch.device("cuda"), True)]
     assert texts and not any("host" in text for text in texts), "its program does not read them from there"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from vla_accel.families.pi0 import openpi as pi0_openpi
+from vla_accel.families.pi0 import bench as pi0_bench
 from vla_accel.numeric import matmul_precision
 
 SEEN: list[str] = []
@@ -49,16 +49,16 @@ def openpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if parent:
             setattr(sys.modules[parent], last, module)
     before = torch.get_float32_matmul_precision()
-    pi0_openpi._model.cache_clear()
+    pi0_bench._openpi.cache_clear()
     SEEN.clear()
     yield
-    pi0_openpi._model.cache_clear()
+    pi0_bench._openpi.cache_clear()
     torch.set_float32_matmul_precision(before)
 
 
 def test_tf32_is_for_openpis_own_calls_alone(openpi: None) -> None:
     torch.set_float32_matmul_precision("highest")
-    infer = pi0_openpi.sampler("pi05", 10, "cpu", "openpi-eager", 3)
+    infer = pi0_bench.CARDS["pi05"].baseline("openpi-eager", horizon=10, steps=3, device="cpu")
     assert torch.get_float32_matmul_precision() == "highest", "after its constructor"
     found = infer({"observation/image": np.zeros((224, 224, 3), np.uint8), "observation/state": np.zeros(8)})
     assert found["actions"].shape == (1, 10, 32)

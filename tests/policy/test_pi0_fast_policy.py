@@ -27,6 +27,7 @@ from tests.support.waiting import PATIENCE_S
 from vla_accel import EngineSpec, OptimizedPolicy
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import ActionError, ConfigError, ObservationError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.network import Pi0Fast
 from vla_accel.measure.parity import compare, reference_of
@@ -131,7 +132,7 @@ def test_noise_changes_nothing_and_a_previous_chunk_is_refused(policy: Optimized
     plain = policy.infer(given)["actions"]
     noise = np.ones((HORIZON, ACTION_DIM), np.float32)
     np.testing.assert_array_equal(policy.infer(given, noise=noise)["actions"], plain)
-    with pytest.raises(ConfigError, match="pi0_fast: this family has no real-time chunking"):
+    with pytest.raises(ConfigError, match="prev_chunk: this family has no real-time chunking"):
         policy.infer(given, prev_chunk=plain, inference_delay=1)
 
 
@@ -160,7 +161,7 @@ def test_bench_says_what_a_token_takes(tmp_path: Path, monkeypatch: pytest.Monke
     from vla_accel import cli
 
     small = tiny_config(stop_token=None, action_dim=7, max_token_len=201)
-    monkeypatch.setattr(type(PI0_FAST), "published", lambda self, horizon=None: small)
+    monkeypatch.setattr(bench_card(PI0_FAST), "published", lambda horizon=None: small)
     output = tmp_path / "bench.json"
     words = f"bench --model pi0_fast --systems eager,native-bf16 --steps 6,3 --calls 2 --device cpu --output {output}"
     assert cli.main(words.split()) == 0
@@ -177,7 +178,7 @@ def test_bench_says_what_a_token_takes(tmp_path: Path, monkeypatch: pytest.Monke
 def test_random_weights_decode_as_many_tokens_as_are_asked_for() -> None:
     """What `bench` times, at a size that the tests can: no token stops it, and any tokens make a chunk."""
     config = tiny_config(stop_token=None, action_dim=7, max_token_len=201)
-    model = PI0_FAST.random(config, seed=0, device="cpu", dtype=torch.float32)
+    model = bench_card(PI0_FAST).random(config, seed=0, device="cpu", dtype=torch.float32)
     policy, _ = random_policy(PI0_FAST, load_config("eager_fp32"), model=model, steps=6)
     (given,) = random_observations(policy, 1)
     assert policy.infer(given)["actions"].shape == (HORIZON, 7)
@@ -186,11 +187,11 @@ def test_random_weights_decode_as_many_tokens_as_are_asked_for() -> None:
 
 def test_work_counts_what_a_token_must_read() -> None:
     """5 GB a token in BF16, of which the head is 1.05; the cache of 580 tokens is 11 MB (hand-counted)."""
-    config = PI0_FAST.published()
-    processor = PI0_FAST.stand_in(config, 2)
-    inputs = processor.prepare(PI0_FAST.random_observation(processor, np.random.default_rng(0)))
+    config = bench_card(PI0_FAST).published()
+    processor = bench_card(PI0_FAST).dummy(config, 2)
+    inputs = processor.prepare(bench_card(PI0_FAST).random_observation(processor, np.random.default_rng(0)))
     bf16 = load_config("eager").specs(PI0_FAST.parts)
-    one, two = (PI0_FAST.work(config, inputs, steps, bf16)["decode"] for steps in (1, 2))
+    one, two = (bench_card(PI0_FAST).work(config, inputs, steps, bf16)["decode"] for steps in (1, 2))
     assert one.bytes == pytest.approx(5.02e9, rel=0.01) and two.bytes == pytest.approx(2 * one.bytes, rel=1e-3)
     assert one.flop == pytest.approx(5.0e9, rel=0.02)
 
@@ -198,7 +199,7 @@ def test_work_counts_what_a_token_must_read() -> None:
 def test_fp8_is_calibrated_as_of_every_prefix() -> None:
     pytest.importorskip("modelopt", reason="NOT RUN: needs pip install 'vla_accel[onnx]'")
     config = tiny_config(stop_token=None, action_dim=7, max_token_len=201)
-    model = PI0_FAST.random(config, seed=0, device="cpu", dtype=torch.bfloat16)
+    model = bench_card(PI0_FAST).random(config, seed=0, device="cpu", dtype=torch.bfloat16)
     settings = load_config({"precision": "bf16", "device": "cpu", "strict": True}).with_specs({
         name: EngineSpec("native", precision="fp8" if name != "vision" else "auto") for name in PI0_FAST.parts
     })  # fmt: skip
@@ -218,7 +219,7 @@ def test_it_declares_no_real_time_chunking_and_a_runner_plans_without(policy: Op
             assert not runner._inference.busy or runner._inference.wait_until(time.monotonic() + PATIENCE_S)
     report = runner.report()
     assert report.failures == 0 and report.chunks > 3
-    with pytest.raises(ConfigError, match="real_time_chunking: expected a policy that takes prev_chunk"):
+    with pytest.raises(ConfigError, match="real_time_chunking: expected"):
         policy.async_runner(20.0, real_time_chunking=True)
 
 

@@ -4,12 +4,8 @@ has its own flow time, and nothing is guided. tests/parity holds π0.5 to lerobo
 from __future__ import annotations
 
 import copy
-import itertools
-import time
-import types
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +17,6 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families.pi0.network import Kind
-from vla_accel.remote import inference
 
 TRAINED = RtcConfig(trained=True, max_delay=3)
 PINNED = replace(EAGER, rtc=TRAINED)
@@ -137,31 +132,3 @@ def test_metadata_tell_the_longest_delay(folders: dict[Kind, Path], rtc: RtcConf
         policy.infer(tiny_observation(3), inference_delay=most, **options)
         with pytest.raises(ObservationError, match=f"inference_delay: expected at most {most} actions"):
             policy.infer(tiny_observation(3), inference_delay=most + 1, **options)
-
-
-def test_a_runner_of_a_slow_machine_announces_no_untrained_delay(
-    folders: dict[Kind, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = load(folders["pi05"], replace(PINNED, num_steps=1))
-    delays: list[int] = []
-    infer = policy.infer
-
-    def noted(observation: Any, **options: Any) -> Any:
-        delays.extend([options["inference_delay"]] if options else [])
-        return infer(observation, **options)
-
-    monkeypatch.setattr(policy, "infer", noted)
-    # By this clock every inference takes 9 ticks, of chunks of 5 actions.
-    monkeypatch.setattr(
-        inference,
-        "time",
-        types.SimpleNamespace(monotonic=time.monotonic, perf_counter=itertools.count(0, 0.45).__next__),
-    )
-    with policy.async_runner(20.0, max_wait_s=60.0, replan_ticks=1) as runner:
-        runner.start(tiny_observation(0))
-        runner._delay._ticks.extend([9] * 10)
-        for tick in range(12):
-            runner.step(tiny_observation(tick))
-            runner._delay._ticks.extend([9] * 10)
-    assert delays and set(delays) <= {0, 1, 2, 3} and 3 in delays
-    assert runner.report().failures == 0

@@ -14,6 +14,7 @@ from tests.support.tiny_smolvla import observation, write_lerobot
 from vla_accel import OptimizedPolicy
 from vla_accel.config import load_config
 from vla_accel.errors import DependencyError, ObservationError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.loading import load
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.network import SmolVla
@@ -102,18 +103,18 @@ def test_parity_of_bf16(folder: Path) -> None:
 
 def test_a_baseline_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lerobot", None)
-    assert SMOLVLA.baselines == ("lerobot-eager", "lerobot-compile")
+    assert bench_card(SMOLVLA).baselines == ("lerobot-eager", "lerobot-compile")
     with pytest.raises(DependencyError, match=r"lerobot is not installed: pip install lerobot==0\.6\.1"):
-        SMOLVLA.baseline("lerobot-eager", horizon=50, steps=10, device="cpu")
+        bench_card(SMOLVLA).baseline("lerobot-eager", horizon=50, steps=10, device="cpu")
 
 
 def test_work_counts_what_a_call_must_do() -> None:
     """The published floors: 0.58 TFLOP of two views, 0.195 GB of expert a step (hand-counted, within 5 %)."""
-    config = SMOLVLA.published()
-    processor = SMOLVLA.stand_in(config, 2)
-    inputs = processor.prepare(SMOLVLA.random_observation(processor, np.random.default_rng(0)))
+    config = bench_card(SMOLVLA).published()
+    processor = bench_card(SMOLVLA).dummy(config, 2)
+    inputs = processor.prepare(bench_card(SMOLVLA).random_observation(processor, np.random.default_rng(0)))
     specs = load_config("eager").specs(SMOLVLA.parts)
-    work = SMOLVLA.work(config, inputs, 10, specs)
+    work = bench_card(SMOLVLA).work(config, inputs, 10, specs)
     assert sum(w.flop for w in work.values()) == pytest.approx(0.58e12, rel=0.05)
     assert work["vision"].flop == pytest.approx(0.43e12, rel=0.05)
     assert work["denoise"].bytes / 10 == pytest.approx(0.195e9, rel=0.05)

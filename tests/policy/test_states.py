@@ -39,7 +39,7 @@ def test_a_state_far_outside_is_a_warning_once(kind: Any, tmp_path: Path, caplog
     assert expected.startswith("observation/state: expected dimension 3") and got.startswith("3000,")
     low, high = policy.processor.ranges["state"].limits()
     assert f"{low[3]:.4g} to {high[3]:.4g}" in expected and "1 other dimension" in got
-    assert any("far outside" in about for about in policy.ledger.told)
+    assert any("far outside" in about for about in policy.ledger.warned)
 
 
 def test_a_groot_state_far_outside_is_a_warning_although_it_is_clipped(

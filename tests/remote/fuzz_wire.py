@@ -1,7 +1,7 @@
 """Fuzz the wire decoder: `python -m tests.remote.fuzz_wire --seconds 300`. Ends with one JSON line.
 
-Messages are random bytes, random msgpack with hostile arrays in it, and mutations of the corpus. An input with a kind
-of outcome that was not seen before joins `tests/remote/corpus/wire`: it holds one file a kind.
+Messages are random bytes, random msgpack with hostile arrays, and mutations of the corpus. An input with a new kind of
+outcome is added to `tests/remote/corpus/wire`, which holds one file for each kind.
 """
 
 from __future__ import annotations
@@ -27,44 +27,15 @@ from vla_accel.remote import wire
 CORPUS = Path(__file__).parent / "corpus" / "wire"
 LARGEST_CORPUS_FILE = 512
 
-WIRE_DTYPES = (
-    "<f4",
-    "<f8",
-    "|u1",
-    "|b1",
-    "<U3",
-    "|S2",
-    "<i8",
-    ">f4",
-    "<M8[ns]",
-    "O",
-    "|O",
-    "V4",
-    "<c8",
-    "f4,f4",
-    "(9,9)f4",
-    "",
-)
-WIRE_DTYPES = (
-    *WIRE_DTYPES,
-    "<U999999999",
-    "|S9999999999",
-    "<f99",
-    "object",
-    "<M8[x]",
-    "{'a': 1}",
-    "|T16",
-    "<f16",
-    "\x00",
-)
-
+_DTYPES = "<f4 <f8 |u1 |b1 <U3 |S2 <i8 >f4 <M8[ns] O |O V4 <c8 f4,f4 (9,9)f4 <U999999999 |S9999999999 <f99 object"
+WIRE_DTYPES = [*_DTYPES.split(), "<M8[x]", "{'a': 1}", "|T16", "<f16", "\x00", ""]
 
 # Four billion items, a gigabyte, forty levels.
 LIES = [b"\xdd\xff\xff\xff\xff", b"\xc6\x3b\x9a\xca\x00", b"\x91" * 40]
 
 
 def hostile_arrays(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Maps that claim to be arrays or scalars, right or wrong in any part."""
+    """Maps in the form of arrays or scalars, with any part valid or invalid."""
     sizes = st.one_of(st.integers(-2, 9), st.sampled_from([2**31, 2**62, 2**63, -(2**63)]), children)
     array = st.fixed_dictionaries(
         {b"__ndarray__": st.sampled_from([True, 1, None])},
@@ -82,15 +53,9 @@ def hostile_arrays(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(array, scalar)
 
 
-LEAVES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**63), 2**64 - 1),
-    st.floats(),
-    st.text(max_size=8),
-    st.binary(max_size=16),
-    st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=8)),
-)
+EXTENSIONS = st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=8))
+NUMBERS = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats())
+LEAVES = st.one_of(NUMBERS, st.text(max_size=8), st.binary(max_size=16), EXTENSIONS)
 KEYS = st.one_of(st.text(max_size=6), st.binary(max_size=6), st.integers(-3, 300))
 VALUES = st.recursive(
     LEAVES,
@@ -100,7 +65,7 @@ VALUES = st.recursive(
 
 
 def packed(value: Any) -> bytes:
-    # A lone surrogate cannot be sent; what a stranger sends is not bound by that.
+    # Clients may send lone surrogates, which msgpack does not pack by default.
     return msgpack.packb(value, unicode_errors="surrogatepass")  # pyright: ignore[reportReturnType]
 
 
@@ -110,7 +75,7 @@ SEEDS = [f.read_bytes() for f in sorted(CORPUS.glob("*.bin"))]
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """Frames: well-formed msgpack, the same damaged, the corpus damaged, or anything."""
+    """Random bytes, well-formed msgpack, or damaged messages."""
     kind = draw(st.integers(0, 3))
     if kind == 0:
         return draw(st.binary(max_size=64))
@@ -132,7 +97,7 @@ def messages(draw: st.DrawFn) -> bytes:
 
 
 def mutated(rng: random.Random) -> bytes:
-    """One of the corpus, with a few bytes changed, dropped, repeated or taken from another."""
+    """A file of the corpus with a few bytes changed, dropped, repeated or copied from another."""
     data = bytearray(rng.choice(SEEDS))
     for _ in range(rng.randint(1, 4)):
         at = rng.randint(0, max(len(data) - 1, 0))
@@ -153,9 +118,9 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def outcome(data: bytes) -> str:
-    """The kind of thing that the decoder makes of a frame: "a …" with the value's type, or which error it raised where.
+    """The kind of outcome of decoding a frame: the value's type, or the line that raised the WireError.
 
-    The message's own words play no part. Anything but a value and a WireError is a failure.
+    Any other exception is a failure.
     """
     try:
         value = wire.unpack(data)
@@ -167,8 +132,7 @@ def outcome(data: bytes) -> str:
 
 
 def decoder_peak(data: bytes) -> int:
-    """The most bytes that decoding holds at once. Nothing else runs while they are counted, and the smaller of two
-    counts is taken: what Python fills once (imports, caches) is not the message's."""
+    """The most bytes that decoding allocates at once: the smaller of two runs, so that caches do not count."""
     peaks = []
     for _ in range(2):
         tracemalloc.start()
@@ -182,12 +146,12 @@ def decoder_peak(data: bytes) -> int:
 
 
 def allowed_peak(data: bytes) -> int:
-    """Bytes that decoding may hold at once: in proportion to the message, whatever it announces."""
+    """Bytes that decoding may allocate at once: proportional to the message, whatever lengths it claims."""
     return 20_000 + 100 * len(data)
 
 
 def check(value: Any) -> None:
-    """What was decoded is plain, and arrays are what they say."""
+    """Check that a decoded value holds plain values and valid arrays."""
     if isinstance(value, dict):
         for key, inner in value.items():
             assert isinstance(key, (str, bytes))
@@ -235,7 +199,7 @@ def main() -> None:
     rng = random.Random()
     while time.monotonic() - began < seconds:
         one_round()
-        # Cheap mutations in between: far more of them, with less imagination.
+        # Cheap mutations in between, far more of them.
         for _ in range(100_000):
             if time.monotonic() - began >= seconds:
                 break

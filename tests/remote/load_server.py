@@ -1,8 +1,8 @@
 """Load and faults on a policy server over loopback: `python -m tests.remote.load_server`. Ends with one JSON line.
 
-Every client asks with numbers of its own and checks every answer against them, so a lost or crossed answer cannot go
-unnoticed. Meanwhile others send rubbish, some take no answers, and a replica is killed every few seconds. Exit status 1
-if an answer was lost. Replicas and clients import this module anew, so torch and the fuzzer are imported late.
+Every client sends numbers of its own and checks every answer against them. Meanwhile other clients send garbage or read
+no answers, and a replica is killed every few seconds. The exit status is 1 if an answer was lost. Replicas and clients
+import this module again, so torch and the fuzzer are imported late.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LONGEST_START_S = 120.0
 
 
 class Loud(Nothing):
-    """A policy that costs nothing; to the prompt `loud` its answer is more than a socket holds."""
+    """A policy that costs nothing; its answer to the prompt `loud` is larger than a socket's buffers."""
 
     def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
         answer = super().infer(observation)
@@ -48,20 +48,20 @@ class Loud(Nothing):
 
 @dataclass(frozen=True)
 class Arguments:
-    """Many clients, rubbish, slow readers and dying replicas at once; counts the answers that were lost."""
+    """Many clients, garbage, slow readers and killed replicas at once; counts lost answers."""
 
     clients: int = 64
-    """Well-behaved clients at once."""
+    """Well-behaved clients."""
     seconds: float = 60.0
-    """How long."""
+    """Duration."""
     kill_every_s: float = 5.0
-    """A replica is killed so often; 0 leaves them alone."""
+    """Time between two kills of a replica; 0 for none."""
     checkpoint: str | None = None
-    """Its policy instead of one that costs nothing."""
+    """Serve its policy instead of one that costs nothing."""
     config: str | None = None
-    """Of a checkpoint."""
+    """Configuration of the checkpoint."""
     devices: str = "cpu,cpu"
-    """Of the replicas, as `vla-accel serve --devices` takes them."""
+    """Devices of the replicas, as for `vla-accel serve --devices`."""
     output: Path | None = None
     """JSON file."""
 
@@ -75,8 +75,8 @@ def run(
     replicas: Replicas | None = None,
     observation: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `clients` saw in `seconds`: of one policy in the server's process, or, with `kill_every_s`, of two
-    replicas, beside rubbish and slow readers; or of other `replicas`, whose policy takes `observation`."""
+    """Run a load test: of one policy in the server's process; or, with `kill_every_s`, of two replicas next to garbage
+    and slow readers; or of other `replicas`, whose policy takes `observation`."""
     config = ServerConfig(
         port=0, max_clients=2 * clients, max_batch=max_batch, send_timeout_s=2.0, handshake_timeout_s=PATIENCE_S
     )
@@ -89,17 +89,16 @@ def run(
         if kill_every_s:
             chosen = random.Random(0)
             works = [
-                ("hostile", 0.05, lambda: send_rubbish(server.address, chosen)),
+                ("hostile", 0.05, lambda: send_garbage(server.address, chosen)),
                 ("kills", kill_every_s, lambda: kill(server, chosen, back_s)),
             ]
-            if observation is None:  # `Loud` takes it; a checkpoint's answers are never too long for a socket
-                works.append(("slow_readers", 1.0, lambda: take_no_answer(server)))
+            if observation is None:  # a checkpoint's answers fit into a socket's buffers
+                works.append(("slow_readers", 1.0, lambda: read_no_answer(server)))
             for name, every_s, work in works:
                 stack.enter_context(repeated(every_s, count(done, name, work)))
         seen = load(server.address, clients, seconds, observation or Nothing.example())
         stack.close()
-        requests, refused = dict(server.metrics.requests.values), dict(server.metrics.refused.values)
-        deaths, retried = sum(server.metrics.replica_deaths.values.values()), server.metrics.retried.values[""]
+        counters = server.metrics.counters
     settled = memory[len(memory) // 4 :] or memory
     return {
         "clients": clients,
@@ -113,13 +112,18 @@ def run(
         "memory_mib_settled_and_peak": [round(min(settled) / 2**20, 1), round(max(memory) / 2**20, 1)],
         "done": done,
         "back_s": {"median": round(float(np.median(back_s)), 2), "max": round(max(back_s), 2)} if back_s else None,
-        "server": {"requests": requests, "refused": refused, "deaths": int(deaths), "retried": int(retried)},
+        "server": {
+            "requests": dict(counters["requests"]),
+            "refused": dict(counters["refused"]),
+            "deaths": counters["replica_deaths"].total(),
+            "retried": counters["retried"].total(),
+        },
     }
 
 
 @contextlib.contextmanager
 def repeated(every_s: float, work: Callable[[], object]) -> Iterator[None]:
-    """`work` in a thread, every so many seconds, until the block ends."""
+    """Call `work` in a thread every `every_s` seconds, until the block ends."""
     over = threading.Event()
 
     def main() -> None:
@@ -137,15 +141,15 @@ def repeated(every_s: float, work: Callable[[], object]) -> Iterator[None]:
 
 def count(done: dict[str, int], name: str, work: Callable[[], object]) -> Callable[[], None]:
     def counted() -> None:
-        with contextlib.suppress(OSError):  # the server has hung up on it, as it should
+        with contextlib.suppress(OSError):  # the server closed the connection, as it should
             work()
         done[name] += 1
 
     return counted
 
 
-def send_rubbish(address: str, chosen: random.Random) -> None:
-    """One connection that the server must answer in words, or end."""
+def send_garbage(address: str, chosen: random.Random) -> None:
+    """Open a connection that the server must answer with an error, or close."""
     from tests.remote.fuzz_wire import CORPUS, LIES
 
     kind = chosen.randrange(5)
@@ -165,20 +169,17 @@ def send_rubbish(address: str, chosen: random.Random) -> None:
         client.frame()
 
 
-def take_no_answer(server: PolicyServer) -> None:
-    """A client that asks for much and reads nothing, until the server drops it."""
-
-    def dropped() -> float:
-        return server.metrics.refused.values.get("slow reader", 0.0)
-
-    client, before = RawClient(server.address), dropped()
+def read_no_answer(server: PolicyServer) -> None:
+    """Request a large answer and read nothing, until the server drops the connection."""
+    refused = server.metrics.counters["refused"]
+    client, before = RawClient(server.address), refused["slow reader"]
     with contextlib.closing(client):
         client.send(openpi_pack({"observation/state": np.zeros(8), "prompt": "loud"}))
-        eventually(lambda: dropped() > before)
+        eventually(lambda: refused["slow reader"] > before)
 
 
 def kill(server: PolicyServer, chosen: random.Random, back_s: list[float]) -> None:
-    """Kill a replica that serves, and note, once it does again, how long that took."""
+    """Kill a loaded replica, and record how long it takes until it serves again."""
     serving = those_serving(server)
     if not serving:
         return
@@ -197,10 +198,10 @@ def kill(server: PolicyServer, chosen: random.Random, back_s: list[float]) -> No
 
 
 def those_serving(server: PolicyServer) -> list[Any]:
-    """The replicas that serve now, asked from a thread of one's own."""
+    """The loaded replicas, read from another thread."""
     while True:
-        with contextlib.suppress(RuntimeError):  # the event loop changed the list meanwhile
-            return list(server.dispatcher.serving)
+        with contextlib.suppress(RuntimeError):  # the event loop changed it meanwhile
+            return list(server.dispatcher.loaded)
 
 
 def main() -> int:
@@ -211,7 +212,7 @@ def main() -> int:
 
     words = sys.argv[1:]
     chosen = read(Arguments, words, "python -m tests.remote.load_server")
-    # Rubbish and deaths are sent on purpose, hundreds of them; the report counts what became of each.
+    # The errors are intended, hundreds of them; the report counts them.
     logging.getLogger("vla_accel.server").setLevel(logging.CRITICAL)
     devices, observation, make = machine.resolve_devices(chosen.devices), None, Loud
     if chosen.checkpoint is not None:

@@ -1,29 +1,33 @@
-"""`PolicyClient`: how it connects again, and what it never does."""
+"""`PolicyClient`: requests, reconnecting, proxies, and how it ends."""
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import socket
+import ssl
+import subprocess
+import sys
 import threading
 import types
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("websockets", reason="needs websockets")
-pytest.importorskip("msgpack", reason="the wire format needs msgpack")
-
-import websockets.frames
-from websockets.streams import StreamReader
-
 from tests.support.openpi_wire import openpi_pack, serving
-from tests.support.server_support import EchoPolicy, local, observation
+from tests.support.server_support import ROOT, EchoPolicy, local, observation, served
 from tests.support.waiting import PATIENCE_S, eventually, silent_port
 from vla_accel.client import PolicyChangedError, PolicyClient, Reconnect
 from vla_accel.client import client as client_module
+from vla_accel.client import load as load_module
 from vla_accel.client.connection import Frame
-from vla_accel.errors import ConfigError, ServerError, WireError
+from vla_accel.client.proxies import Proxy
+from vla_accel.errors import ConfigError, EngineError, ServerError, WireError
+from vla_accel.remote.processes import start
 from vla_accel.server import background
 
 
@@ -38,24 +42,18 @@ def dropping(count: int) -> tuple[Any, list[int]]:
     return answer, calls
 
 
-def test_a_request_is_not_sent_again_unless_asked_for() -> None:
-    answer, calls = dropping(1)
-    with serving(answer) as address, PolicyClient(address) as client:
-        with pytest.raises(ServerError, match="no answer"):
+@pytest.mark.parametrize(("resend", "drops", "sent"), [(False, 1, 1), (True, 1, 2), (True, 5, 2)])
+def test_a_lost_request_is_resent_once_and_only_if_configured(resend: bool, drops: int, sent: int) -> None:
+    answer, calls = dropping(drops)
+    with serving(answer) as address, PolicyClient(address, reconnect=Reconnect(resend=resend)) as client:
+        if sent > drops:
+            assert client.infer(observation(1))["actions"][0, 0] == 2
+            return
+        with pytest.raises(ServerError, match=r"no answer.*twice" if resend else "no answer"):
             client.infer(observation(1))
-        assert len(calls) == 1
-        assert client.infer(observation(1))["actions"][0, 0] == 2, "the next request connects again"
-
-
-def test_resend_sends_once_more_and_only_once() -> None:
-    answer, calls = dropping(1)
-    with serving(answer) as address, PolicyClient(address, reconnect=Reconnect(resend=True)) as client:
-        assert client.infer(observation(1))["actions"][0, 0] == 2
-    answer, calls = dropping(5)
-    with serving(answer) as address, PolicyClient(address, reconnect=Reconnect(resend=True)) as client:
-        with pytest.raises(ServerError, match=r"no answer .*, twice"):
-            client.infer(observation(1))
-        assert len(calls) == 2
+        assert len(calls) == sent
+        if drops == 1:
+            assert client.infer(observation(1))["actions"][0, 0] == 2, "the next request reconnects"
 
 
 def test_a_late_answer_or_a_reported_error_is_never_sent_again() -> None:
@@ -71,7 +69,7 @@ def test_a_late_answer_or_a_reported_error_is_never_sent_again() -> None:
     resend = Reconnect(resend=True)
     with serving(slow) as address, PolicyClient(address, timeout_s=0.2, reconnect=resend) as client:
         recv = client._connection.recv
-        # The clock begins once the server has the request.
+        # The timeout begins once the server has the request.
         client._connection.recv = lambda timeout: begun.wait(PATIENCE_S) and recv(timeout=timeout)
         with pytest.raises(ServerError, match=r"no answer within 0.2 s"):
             client.infer(observation(1))
@@ -82,7 +80,7 @@ def test_a_late_answer_or_a_reported_error_is_never_sent_again() -> None:
     assert len(calls) == 2
 
 
-def test_it_waits_for_a_server_that_comes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_for_a_server_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     refused, up = threading.Event(), threading.Event()
 
     def wait(seconds: float) -> bool:
@@ -104,50 +102,46 @@ def test_it_waits_for_a_server_that_comes_up(monkeypatch: pytest.MonkeyPatch) ->
         PolicyClient(f"ws://127.0.0.1:{port}", reconnect=Reconnect(attempts=3, wait_s=0.01))
 
 
-def test_a_server_that_accepts_and_says_nothing_is_given_up() -> None:
+def test_a_server_that_never_answers_the_handshake_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ServerError, match="cannot connect"):
         PolicyClient(f"ws://127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=0.3)
 
 
 def test_threads_share_a_client_and_each_gets_its_own_answer() -> None:
-    with (
-        background(EchoPolicy(0.001), local()) as server,
-        PolicyClient(server.address) as client,
-        ThreadPoolExecutor(8) as pool,
-    ):
-        got = list(pool.map(lambda i: client.infer(observation(i))["actions"][0, 0], range(100)))
-    assert got == list(range(100))
+    with served(EchoPolicy()) as (_, client), ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda i: client.infer(observation(i))["actions"][0, 0], range(100))) == list(range(100))
 
 
-def test_what_cannot_be_sent_leaves_the_connection_as_it_is() -> None:
-    with background(EchoPolicy(), local()) as server, PolicyClient(server.address) as client:
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda c: c.infer({"state": np.array([object()])}), "expected numbers or text, got dtype object"),
+        (lambda c: c.infer(None), "observation: expected a mapping, got a NoneType"),
+        (lambda c: c.infer_batch(None), "observations: expected a list of observations, got a NoneType"),
+        (lambda c: c.infer_batch([observation(1), None]), r"observations\[1\]: expected a mapping, got a NoneType"),
+    ],
+)
+def test_an_invalid_observation_is_refused_and_the_connection_stays(call: Any, error: str) -> None:
+    with served(EchoPolicy()) as (_, client):
         connection = client._connection
-        with pytest.raises(WireError, match="expected numbers or text, got dtype object"):
-            client.infer({"observation/state": np.array([object()])})
+        with pytest.raises(WireError, match=error):
+            call(client)
         client.infer(observation(1))
         assert client._connection is connection
 
 
-def test_a_request_that_is_too_large_is_one_clear_error() -> None:
-    small = local(max_payload=10_000)
-    with background(EchoPolicy(), small) as server, PolicyClient(server.address) as client:
-        with pytest.raises(
-            ServerError, match=r"no answer \(frame .* exceeds limit of 10000 bytes; .*--max-payload-mib\)$"
-        ):
+def test_a_request_that_is_too_large_names_the_servers_option() -> None:
+    with served(EchoPolicy(), max_payload=10_000) as (_, client):
+        with pytest.raises(ServerError, match=r"no answer .*exceeds limit of 10000 bytes.*--max-payload-mib"):
             client.infer(observation(1, image=True))
         assert client.infer(observation(1))["actions"].shape == (10, 7)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"attempts": 0}, {"attempts": "3"}, {"attempts": 1.5}, {"wait_s": -1.0}, {"wait_s": "1"}]
-)
-def test_a_reconnect_policy_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"reconnect: {next(iter(changes))}: expected"):
-        Reconnect(**changes)
-
-
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 125, 126, 65_535, 65_536, 301_394])
 def test_a_frame_is_what_websockets_reads(size: int) -> None:
+    from websockets import frames
+    from websockets.streams import StreamReader
+
     frame, reader = Frame(), StreamReader()
     messages = [np.random.default_rng(seed).bytes(length) for seed, length in enumerate((size, size // 2, size))]
     keys = set()
@@ -156,64 +150,60 @@ def test_a_frame_is_what_websockets_reads(size: int) -> None:
         keys.add(sent[len(sent) - len(message) - 4 :][:4])
         reader.feed_data(sent)
         with pytest.raises(StopIteration) as done:
-            next(websockets.frames.Frame.parse(reader.read_exact, mask=True))
+            next(frames.Frame.parse(reader.read_exact, mask=True))
         read = done.value.value
         assert (bytes(read.data), read.opcode, read.fin, len(reader.buffer)) == (message, 2, True, 0)
-    assert len(keys) > 1, "a key that others can foretell"
+    assert len(keys) > 1, "the masking key must be random"
 
 
-def test_no_thread_is_left_behind() -> None:
-    before = set(threading.enumerate())
-    with background(EchoPolicy(), local()) as server:
-        for _ in range(3):
-            with PolicyClient(server.address) as client:
-                client.infer(observation(1))
-    eventually(lambda: not set(threading.enumerate()) - before)
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"timeout_s": 0.0}, "got 0"),
+        ({"timeout_s": float("nan")}, "got nan"),
+        ({"timeout_s": None}, "got None"),
+        ({"timeout_s": "5"}, "got '5'"),
+        ({"connect_timeout_s": -1.0}, "got -1"),
+        ({"proxy": "proxy:3128"}, "http://host:port"),
+        ({"proxy": 3128}, "got 3128"),
+        ({"api_key": "a\nb"}, "printable"),
+        ({"api_key": 5}, "printable"),
+        ({"api_key": "schlüssel"}, "printable"),
+    ],
+)
+def test_invalid_options_are_refused_before_connecting(options: dict[str, Any], got: str) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}: expected .*{got}"):
+        PolicyClient("ws://127.0.0.1:9", **options)
 
 
-def test_what_cannot_be_is_refused_before_anybody_is_called() -> None:
-    address: Any = "ws://127.0.0.1:9"
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"timeout_s": 0.0}, "timeout_s: expected seconds above 0, got 0"),
-        ({"timeout_s": float("nan")}, "timeout_s: expected seconds above 0"),
-        ({"timeout_s": None}, "timeout_s: expected seconds above 0, got None"),
-        ({"timeout_s": "5"}, "timeout_s: expected seconds above 0, got '5'"),
-        ({"connect_timeout_s": -1.0}, "connect_timeout_s: expected seconds above 0"),
-        ({"proxy": "proxy:3128"}, "proxy: expected http://host:port"),
-        ({"proxy": 3128}, "proxy: expected None, True or a proxy's address, got 3128"),
-        ({"api_key": "a\nb"}, "api_key: expected printable ASCII characters"),
-        ({"api_key": 5}, "api_key: expected printable ASCII characters"),
-        ({"api_key": "schlüssel"}, "api_key: expected printable ASCII characters"),
-    ]
-    for options, message in cases:
-        with pytest.raises(ConfigError, match=message):
-            PolicyClient(address, **options)
-    for wrong in (None, 8000, object()):
-        with pytest.raises(ConfigError, match="policy: expected ws://host:port, got "):
-            PolicyClient(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="reconnect: wait_s: expected"):
-        Reconnect(wait_s=float("nan"))
+@pytest.mark.parametrize("address", [None, 8000, object(), "http://x", "ws://", "ws://x:99999"])
+def test_an_invalid_address_is_refused(address: Any) -> None:
+    with pytest.raises(ConfigError, match="policy: expected ws://host:port, got "):
+        PolicyClient(address)
 
 
-def test_numpy_numbers_are_seconds() -> None:
-    with (
-        background(EchoPolicy(), local()) as server,
-        PolicyClient(
-            server.address,
-            timeout_s=np.float32(60),  # type: ignore[arg-type]
-            connect_timeout_s=np.int64(60),  # type: ignore[arg-type]
-            reconnect=Reconnect(np.int64(2), np.float32(0.5)),  # type: ignore[arg-type]
-        ) as client,
-    ):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attempts": 0},
+        {"attempts": "3"},
+        {"attempts": 1.5},
+        {"wait_s": -1.0},
+        {"wait_s": "1"},
+        {"wait_s": float("nan")},
+    ],
+)
+def test_an_invalid_reconnect_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"reconnect: {next(iter(changes))}: expected"):
+        Reconnect(**changes)
+
+
+def test_numpy_numbers_are_accepted() -> None:
+    number: Any = np.float32(60)
+    reconnect = Reconnect(np.int64(2), np.float32(0.5))  # type: ignore[arg-type]
+    options: Any = {"timeout_s": number, "connect_timeout_s": number, "reconnect": reconnect}
+    with background(EchoPolicy(), local()) as server, PolicyClient(server.address, **options) as client:
         assert client.infer(observation(1))["actions"][0, 0] == 1
-
-
-class Another(EchoPolicy):
-    """An echo policy with other metadata."""
-
-    def __init__(self, **metadata: Any) -> None:
-        super().__init__()
-        self.metadata |= metadata
 
 
 ARM = {"images": ["front"], "state": ["joints"], "action_dim": 7, "motion_dims": []}
@@ -235,10 +225,10 @@ def test_another_policy_at_the_same_address_is_refused_after_a_reconnect(
     changed: dict[str, Any], expected: str, got: str
 ) -> None:
     with silent_port() as port:
-        with background(Another(robot=ARM), local(port=port)) as server:
+        with background(EchoPolicy(robot=ARM), local(port=port)) as server:
             client = PolicyClient(server.address)
             client.infer(observation(1))
-        with background(Another(**{"robot": ARM, **changed}), local(port=port)):
+        with background(EchoPolicy(**{"robot": ARM, **changed}), local(port=port)):
             with pytest.raises(ServerError):  # the connection is lost
                 client.infer(observation(1))
             for _ in range(2):
@@ -246,26 +236,302 @@ def test_another_policy_at_the_same_address_is_refused_after_a_reconnect(
                     client.infer(observation(1))
             with PolicyClient(server.address) as new:
                 assert new.infer(observation(1))["actions"].shape == (10, 7)
-        with background(Another(robot=ARM, device="cuda:1"), local(port=port)):
+        with background(EchoPolicy(robot=ARM, device="cuda:1"), local(port=port)):
             assert client.infer(observation(1))["actions"].shape == (10, 7), "the same policy on another device"
             client.close()
 
 
-def test_an_observation_that_is_none_is_named() -> None:
-    nothing: Any = None
+# -- how a client ends ---------------------------------------------------------------------------------------------
+
+SOON_S = 30.0
+"""Far more than ending takes, and far less than the timeouts of these clients."""
+
+ROBOT = """
+import sys, time
+import numpy as np
+from vla_accel.client import PolicyClient
+from vla_accel.remote.async_runner import AsyncRunner
+
+try:
+    with PolicyClient(sys.argv[1], timeout_s=600) as client, AsyncRunner(client, hz=20, underrun=np.zeros(7)) as runner:
+        runner.start({"tick": 0})
+        while True:
+            runner.step({"tick": 1})
+            print(runner.report().underruns, flush=True)
+            time.sleep(0.05)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    raise
+"""
+ALONE = """
+import sys
+from vla_accel.client import PolicyClient
+
+with PolicyClient(sys.argv[1], timeout_s=600) as client:
+    client.infer({"tick": 0})
+    client.infer({"tick": 0})
+    print("third", flush=True)
+    client.infer({"tick": 0})
+"""
+
+
+@pytest.fixture
+def hung() -> Iterator[tuple[str, threading.Event]]:
+    """The address of a server that answers only twice, and an event that is set when it hangs."""
+    calls: list[int] = []
+    hangs, end = threading.Event(), threading.Event()
+
+    def answer(obs: dict[str, Any]) -> bytes | None:
+        calls.append(1)
+        if len(calls) > 2:
+            hangs.set()
+            end.wait(PATIENCE_S)
+            return None
+        return openpi_pack({"actions": np.zeros((4, 7))})
+
+    with serving(answer) as address:
+        yield address, hangs
+        end.set()
+
+
+@pytest.mark.parametrize("program", [ROBOT, ALONE], ids=["runner", "client"])
+def test_ctrl_c_ends_a_program_whose_server_hangs(program: str, hung: tuple[str, threading.Event]) -> None:
+    address, hangs = hung
+    words = [sys.executable, "-c", program, address]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert hangs.wait(PATIENCE_S)
+            assert process.stdout is not None and process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=SOON_S)
+        finally:
+            process.kill()
+    assert process.returncode in (-signal.SIGINT, 130), err
+    assert err.rstrip().endswith("KeyboardInterrupt"), "no other exception replaces it"
+    assert program is ALONE or "interrupted" in out
+
+
+def test_closing_ends_a_request_of_another_thread(hung: tuple[str, threading.Event]) -> None:
+    address, hangs = hung
+    reconnect = Reconnect(attempts=5, resend=True)
+    with ThreadPoolExecutor(2) as pool, PolicyClient(address, timeout_s=600, reconnect=reconnect) as client:
+        for _ in range(2):
+            client.infer(observation(1))
+        asked = pool.submit(client.infer, observation(1))
+        assert hangs.wait(PATIENCE_S)
+        pool.submit(client.close).result(SOON_S)
+        with pytest.raises(ServerError, match="closed while the request was under way"):
+            asked.result(SOON_S)
+
+
+def test_closing_ends_the_attempts_to_connect_again() -> None:
+    with silent_port() as port:
+        with background(EchoPolicy(), local(port=port)) as server:
+            client = PolicyClient(server.address, reconnect=Reconnect(attempts=1000, wait_s=600))
+        with pytest.raises(ServerError):
+            client.infer(observation(1))
+        with ThreadPoolExecutor(2) as pool:
+            asked = pool.submit(client.infer, observation(1))
+            eventually(lambda: not client._lock.acquire(blocking=False) or client._lock.release() is not None)
+            pool.submit(client.close).result(SOON_S)
+            with pytest.raises(ServerError, match="closed while"):
+                asked.result(SOON_S)
+        with background(EchoPolicy(), local(port=port)):
+            assert client.infer(observation(1))["actions"].shape == (10, 7), "the next request connects again"
+            client.close()
+
+
+def test_the_end_of_a_block_does_not_replace_its_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("broken")
+
+    with background(EchoPolicy(), local()) as server:
+        with pytest.raises(KeyboardInterrupt), PolicyClient(server.address) as client:
+            monkeypatch.setattr(client, "close", broken)
+            raise KeyboardInterrupt
+        monkeypatch.undo()
+        client.close()
+        with pytest.raises(OSError, match="broken"), PolicyClient(server.address) as client:
+            monkeypatch.setattr(client, "close", broken)
+        monkeypatch.undo()
+        client.close()
+
+
+@pytest.mark.parametrize(("encrypted", "closes"), [(False, False), (True, False), (False, True)])
+def test_a_server_that_stops_reading_cannot_block_a_client(
+    encrypted: bool, closes: bool, make_certificate: Any
+) -> None:
+    """The request is larger than the socket's buffers, so the client waits inside `send`."""
+    cert, key = make_certificate("server") if encrypted else (None, None)
+    listening = socket.create_server(("127.0.0.1", 0))
+    if encrypted:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(str(cert), str(key))
+        listening = context.wrap_socket(listening, server_side=True)
+    address = f"{'wss' if encrypted else 'ws'}://127.0.0.1:{listening.getsockname()[1]}"
+    with listening, ThreadPoolExecutor(3) as pool:
+        accepted = pool.submit(_shake_hands, listening)
+        reconnect = None if closes else Reconnect(resend=True)
+        client = PolicyClient(address, timeout_s=600 if closes else 0.5, reconnect=reconnect, tls_ca=cert)
+        with accepted.result(PATIENCE_S):
+            future = pool.submit(client.infer, {"image": np.zeros((4000, 4000, 3), np.uint8)})
+            try:
+                if closes:
+                    eventually(lambda: not client._lock.acquire(blocking=False) or client._lock.release() is not None)
+                    pool.submit(client.close).result(SOON_S)
+                with pytest.raises(ServerError, match="" if closes else r"no answer within 0\.5 s"):
+                    future.result(SOON_S)
+            finally:
+                client.close()
+
+
+def _shake_hands(listening: socket.socket) -> socket.socket:
+    from websockets.http11 import Request
+    from websockets.server import ServerProtocol
+
+    connection, _ = listening.accept()
+    protocol = ServerProtocol()
+    while True:
+        protocol.receive_data(connection.recv(65536))
+        if events := protocol.events_received():
+            assert isinstance(events[0], Request)
+            break
+    protocol.send_response(protocol.accept(events[0]))
+    protocol.send_binary(openpi_pack({}))
+    for data in protocol.data_to_send():
+        connection.sendall(data)
+    return connection
+
+
+def _blocked(pipe: Any) -> None:
+    pipe.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def test_ctrl_c_does_not_reach_child_processes() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_blocked, args=(theirs,))
+    start(process)
+    theirs.close()
+    assert ours.recv()
+    process.join()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_an_interrupt_ends_the_clients_of_a_load_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[BaseProcess] = []
+
+    def interrupted(process: BaseProcess) -> None:
+        process.start()
+        begun.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(load_module, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_module.load("ws://127.0.0.1:9", 2, 3600.0, {})
+    assert [process.is_alive() for process in begun] == [False]
+
+
+def test_clients_of_a_load_test_that_die_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "_process", print)
+    with pytest.raises(EngineError, match="clients: one of their processes ended"):
+        load_module.load("ws://127.0.0.1:9", 1, 1.0, {})
+
+
+# -- proxies -------------------------------------------------------------------------------------------------------
+
+NAMES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "socks_proxy", "no_proxy")
+
+
+@pytest.fixture
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture
+def dead_proxy(no_proxies: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with silent_port() as port:
+        address = f"http://user:secret@127.0.0.1:{port}"
+        for name in ("http_proxy", "https_proxy", "all_proxy", "ws_proxy"):
+            monkeypatch.setenv(name, address)
+        yield f"127.0.0.1:{port}"
+
+
+def test_a_client_ignores_the_proxy_of_the_environment(dead_proxy: str) -> None:
     with background(EchoPolicy(), local()) as server, PolicyClient(server.address) as client:
-        with pytest.raises(WireError, match="observation: expected a mapping, got a NoneType"):
-            client.infer(nothing)
-        with pytest.raises(WireError, match="observations: expected a list of observations, got a NoneType"):
-            client.infer_batch(nothing)
-        with pytest.raises(WireError, match=r"observations\[1\]: expected a mapping, got a NoneType"):
-            client.infer_batch([observation(1), nothing])
-        assert "actions" in client.infer(observation(1)), "the connection is still there"
+        assert client.infer(observation(3))["actions"][0, 0] == 3
 
 
-def test_a_wrong_key_says_so() -> None:
+def test_a_proxy_that_fails_is_named_without_its_password(dead_proxy: str) -> None:
+    with background(EchoPolicy(), local()) as server:
+        for chosen in (True, f"http://user:secret@{dead_proxy}"):
+            with pytest.raises(ServerError, match=f"cannot connect through the proxy {dead_proxy}") as error:
+                PolicyClient(server.address, proxy=chosen)
+            assert "secret" not in str(error.value).split("(")[0]
+
+
+def test_an_explicit_proxy_is_used(no_proxies: None) -> None:
+    def relay(listening: socket.socket) -> bytes:
+        """Answers one CONNECT with a tunnel and returns its first line."""
+        ours, _ = listening.accept()
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += ours.recv(65536)
+        host, _, port = head.split()[1].decode().rpartition(":")
+        theirs = socket.create_connection((host, int(port)))
+        ours.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        pool.submit(_pump, ours, theirs)
+        pool.submit(_pump, theirs, ours)
+        return head
+
     with (
-        background(EchoPolicy(), local(api_key="right")) as server,
-        pytest.raises(ServerError, match=r"HTTP 401.*; its key is missing or wrong: api_key"),
+        background(EchoPolicy(), local()) as server,
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        ThreadPoolExecutor(3) as pool,
     ):
-        PolicyClient(server.address, api_key="wrong")
+        asked = pool.submit(relay, listening)
+        with PolicyClient(server.address, proxy=f"http://127.0.0.1:{listening.getsockname()[1]}") as client:
+            assert client.infer(observation(3))["actions"][0, 0] == 3
+        assert asked.result(PATIENCE_S).startswith(b"CONNECT 127.0.0.1:")
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    while data := source.recv(65536):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("ws://8.8.8.8:8000", True),
+        ("wss://[2606:4700::1111]:8000", True),
+        ("ws://gpu.example.com:8000", True),
+        ("ws://127.0.0.1:8000", False),
+        ("ws://[::1]:8000", False),
+        ("ws://192.168.1.5:8000", False),
+        ("ws://10.0.0.7:8000", False),
+        ("ws://169.254.0.9:8000", False),
+        ("ws://localhost:8000", False),
+        ("ws://gpu-box:8000", False),
+        ("ws://gpu-box.local:8000", False),
+    ],
+)
+def test_an_error_mentions_an_unused_proxy_for_public_addresses(address: str, public: bool, dead_proxy: str) -> None:
+    proxy = Proxy(address, None)
+    assert proxy.url is None and proxy.through == ""
+    assert (f"the environment's proxy {dead_proxy} is not used: proxy=True" in proxy.hint) == public
+
+
+def test_proxy_true_uses_the_environment(no_proxies: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Proxy("ws://gpu.example.com", True).url is None
+    monkeypatch.setenv("http_proxy", "http://a:1")
+    monkeypatch.setenv("https_proxy", "http://b:2")
+    monkeypatch.setenv("no_proxy", "inside.example.com")
+    assert Proxy("wss://gpu.example.com", True).url == "http://b:2"
+    assert Proxy("ws://inside.example.com", True).url is None
+    monkeypatch.setenv("ws_proxy", "socks5h://c:3")
+    assert Proxy("ws://gpu.example.com", True).url == "socks5h://c:3"
+    assert Proxy("ws://gpu.example.com", False).url is None

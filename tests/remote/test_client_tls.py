@@ -1,4 +1,4 @@
-"""A client whose two threads use one TLS connection at the same time."""
+"""Two threads of a client share one TLS connection."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ import pytest
 
 pytest.importorskip("websockets", reason="needs websockets")
 
-from tests.remote.test_security import make_certificate
 from tests.support.waiting import PATIENCE_S
 from vla_accel.client.tls import TlsSocket
-
-__all__ = ["make_certificate"]
 
 Pair = tuple[ssl.SSLSocket, ssl.SSLSocket]
 
@@ -40,7 +37,7 @@ def pair(make_certificate: Callable[[str], tuple[Path, Path]]) -> Iterator[Pair]
 
 
 def pump(end: TlsSocket, count: int, message: bytes) -> Callable[[], bytes]:
-    """Sends `count` messages from a thread of its own; what is returned reads so many from the calling one."""
+    """Send `count` messages in a thread; the returned function reads as many in the caller's."""
     thread = threading.Thread(target=lambda: [end.sendall(message) for _ in range(count)], daemon=True)
     thread.start()
 
@@ -57,7 +54,7 @@ def pump(end: TlsSocket, count: int, message: bytes) -> Callable[[], bytes]:
 
 @pytest.mark.parametrize(("count", "size"), [(5000, 40), (60, 300_000)])
 def test_one_thread_reads_while_another_writes(pair: Pair, count: int, size: int) -> None:
-    """On sockets without the lock both cases end within a second: in a bad record, or never."""
+    """Without the lock both cases fail within a second, with a bad record or a deadlock."""
     ends = [TlsSocket(one) for one in pair]
     sent = [bytes([number]) * size for number in (1, 2)]
     reads = [pump(end, count, message) for end, message in zip(ends, sent, strict=True)]
@@ -70,9 +67,8 @@ def test_one_thread_reads_while_another_writes(pair: Pair, count: int, size: int
 
 
 @pytest.mark.parametrize("_again", range(50))
-def test_closing_wakes_whoever_waits(pair: Pair, _again: int) -> None:
-    """Whenever it comes: before they wait, meanwhile, or while they are about to. Were the socket not theirs until they
-    leave, some would watch a file that is no longer there, for ever."""
+def test_closing_wakes_waiting_threads(pair: Pair, _again: int) -> None:
+    """At any moment: if `close` did not wait for the threads, some would wait forever on a closed descriptor."""
     client, ends = TlsSocket(pair[1]), queue.Queue[Any]()
 
     def run(call: Callable[[], Any]) -> None:
@@ -90,15 +86,15 @@ def test_closing_wakes_whoever_waits(pair: Pair, _again: int) -> None:
     client.close()
 
 
-def test_what_comes_after_the_last_word_can_be_read(pair: Pair) -> None:
+def test_data_after_a_shutdown_can_be_read(pair: Pair) -> None:
     server, client = TlsSocket(pair[0]), TlsSocket(pair[1])
     client.shutdown(socket.SHUT_WR)
     server.sendall(b"still")
     assert client.recv(10) == b"still"
 
 
-def test_a_full_socket_is_an_error_when_time_is_up(pair: Pair) -> None:
+def test_sending_to_a_full_socket_times_out(pair: Pair) -> None:
     client = TlsSocket(pair[1])
     client.settimeout(0.01)
-    with pytest.raises(TimeoutError, match=r"the other side took nothing for 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"the other side read nothing for 0\.01 s"):
         client.sendall(bytes(100_000_000))

@@ -1,5 +1,4 @@
-"""What `AsyncRunner` announces to a guided policy as its delay. Time is simulated: an inference takes exactly as long
-as the test says, whatever this machine does."""
+"""The delay that `AsyncRunner` announces to a guided policy. Time is simulated."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from vla_accel.errors import EngineError
 from vla_accel.remote import async_runner
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.remote.delay import DelayEstimate
-from vla_accel.remote.inference import Done, Job
+from vla_accel.remote.inference import Job
 
 HZ, HORIZON = 20.0, 10
 
 
 class SimulatedInference:
-    """As `remote.inference.Inference`; the n-th call takes `seconds(n)` of the simulated clock."""
+    """Replaces `remote.inference.Inference`; call n takes `seconds(n)` of the simulated clock."""
 
     def __init__(self, clock: Clock, seconds: Callable[[int], float]) -> None:
         self._clock, self._seconds = clock, seconds
@@ -37,11 +36,13 @@ class SimulatedInference:
         self._clock.now = max(self._clock.now, min(end, self._ends))
         return self._ends <= self._clock.now + 1e-9
 
-    def taken(self) -> Done | None:
+    def taken(self) -> Job | None:
         if not self.busy or self._ends > self._clock.now + 1e-9:
             return None
         self.busy = False
-        return Done(self.jobs[-1], np.zeros((HORIZON, 2)), None, self._took)
+        job = self.jobs[-1]
+        job.actions, job.seconds = np.zeros((HORIZON, 2)), self._took
+        return job
 
     def close(self, timeout_s: float) -> bool:
         return True
@@ -66,9 +67,13 @@ class Policy:
 
 
 def simulated(
-    monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], *, ticks: int, max_delay: int | None = None,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Callable[[int], float],
+    *,
+    ticks: int,
+    max_delay: int | None = None,
     **options: Any,
-) -> tuple[list[tuple[int, int]], AsyncRunner, SimulatedInference]:  # fmt: skip
+) -> tuple[list[tuple[int, int]], AsyncRunner, SimulatedInference]:
     """(actions left, delay announced) of each guided inference, the runner, and its inferences."""
     clock = Clock()
     inference = SimulatedInference(clock, seconds)
@@ -84,65 +89,57 @@ def simulated(
 
 
 def test_a_cold_first_call_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, runner, _ = simulated(monkeypatch, lambda n: 2.0 if n == 0 else 0.04, ticks=40)
-    assert told == [(5, 1)] * 7
+    announced, runner, _ = simulated(monkeypatch, lambda n: 2.0 if n == 0 else 0.04, ticks=40)
+    assert announced == [(5, 1)] * 7
     report = runner.report()
     assert (report.late, report.stale, report.underruns) == (0, 0, 0)
     assert report.latency_ms == pytest.approx(40)
 
 
-def test_one_hiccup_changes_no_announcement_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, runner, _ = simulated(monkeypatch, lambda n: 1.0 if n == 4 else 0.04, ticks=100, underrun=np.zeros(2))
-    assert told == [(5, 1)] * len(told) and len(told) > 10
+def test_one_slow_inference_changes_no_announced_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    announced, runner, _ = simulated(monkeypatch, lambda n: 1.0 if n == 4 else 0.04, ticks=100, underrun=np.zeros(2))
+    assert announced == [(5, 1)] * len(announced) and len(announced) > 10
     assert runner.report().stale == 1, "a second is longer than the chunk lasts"
 
 
 def test_a_lasting_change_of_speed_is_followed_within_three_inferences(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, _, _ = simulated(monkeypatch, lambda n: 0.04 if n < 15 else 0.18, ticks=140)
-    announced = [delay for _, delay in told]
-    first = announced.index(4)
-    assert announced[:first] == [1] * first and first <= 14 + 3
-    assert announced[first:] == [4] * len(announced[first:]), "and it stays"
+    announced, _, _ = simulated(monkeypatch, lambda n: 0.04 if n < 15 else 0.18, ticks=140)
+    delays = [delay for _, delay in announced]
+    first = delays.index(4)
+    assert delays[:first] == [1] * first and first <= 14 + 3
+    assert delays[first:] == [4] * len(delays[first:])
 
 
-def test_the_announced_delay_is_one_that_the_policy_was_trained_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, runner, inference = simulated(monkeypatch, lambda n: 0.23, ticks=60, max_delay=3)
-    assert {delay for _, delay in told} == {3}
-    assert runner.report().late == len(told) - inference.busy, "five ticks, of which three were announced"
+def test_no_delay_beyond_the_policys_training_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    announced, runner, inference = simulated(monkeypatch, lambda n: 0.23, ticks=60, max_delay=3)
+    assert {delay for _, delay in announced} == {3}
+    assert runner.report().late == len(announced) - inference.busy, "five ticks, of which three were announced"
     assert runner.report().underruns == 0
 
 
-def test_a_policy_slower_than_its_chunks_never_gets_a_delay_that_leaves_nothing_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told, _, _ = simulated(monkeypatch, lambda n: 0.47, ticks=200, underrun=np.zeros(2))
-    assert told
-    for left, delay in told:
-        assert 0 <= delay < left <= HORIZON
-
-
-@pytest.mark.parametrize("seconds", [0.001, 0.04, 0.2, 0.49, 3.0])
+@pytest.mark.parametrize("seconds", [0.001, 0.04, 0.2, 0.47])
 @pytest.mark.parametrize("max_delay", [None, 1, 3, 9])
-def test_no_speed_makes_the_runner_announce_what_a_policy_refuses(
+def test_the_announced_delay_is_valid_at_any_speed(
     seconds: float, max_delay: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factors = np.random.default_rng(0).uniform(0.2, 3, 1000)
-    told, _, _ = simulated(
+    announced, _, _ = simulated(
         monkeypatch, lambda n: seconds * factors[n], ticks=300, max_delay=max_delay, underrun=np.zeros(2)
     )
-    for left, delay in told:
-        assert 0 <= delay <= min(left - 1, HORIZON if max_delay is None else max_delay)
+    assert announced
+    for left, delay in announced:
+        assert 0 <= delay <= min(left - 1, HORIZON if max_delay is None else max_delay) and left <= HORIZON
 
 
 def test_a_second_episode_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, runner, inference = simulated(monkeypatch, lambda n: 5.0 if n == 0 else 0.09, ticks=20)
+    announced, runner, inference = simulated(monkeypatch, lambda n: 5.0 if n == 0 else 0.09, ticks=20)
     before = len(inference.jobs)
     runner.start({})
     assert len(inference.jobs) == before + 1, "only the first start of a runner warms up"
-    assert {delay for _, delay in told} == {2}
+    assert {delay for _, delay in announced} == {2}
 
 
-def test_an_underrun_says_how_slow_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_underrun_error_has_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError) as error:
         simulated(monkeypatch, lambda n: 0.4, ticks=60, underrun="raise")
     # 0.4 s are 8 ticks; ten actions that must last twice the delay allow 5, which are 250 ms.
@@ -154,10 +151,10 @@ def test_the_estimate_ignores_few_slow_inferences_and_follows_many() -> None:
     estimate = DelayEstimate(HZ)
     assert (estimate.expected(), estimate.measured) == (1, False)
     for ticks, expected in ((2, 2), (40, 2), (2, 2), (2, 2), (3, 3), (3, 3), (30, 3), (2, 3), (3, 3), (3, 3)):
-        estimate.add(ticks, 0.0)
+        estimate.add(0.0, ticks)
         assert estimate.expected() == expected
     assert estimate.longest_ticks == 40
     assert [estimate.announced(left) for left in (1, 2, 3, 4, 10)] == [0, 1, 2, 3, 3]
     for _ in range(10):
-        estimate.add(1, 0.0)
+        estimate.add(0.0, 1)
     assert estimate.expected() == 1, "only the newest ten count"

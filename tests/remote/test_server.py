@@ -1,4 +1,4 @@
-"""The policy server: openpi's protocol, keys, limits, metrics."""
+"""The policy server: openpi's protocol, errors of policies, several policies, real-time chunking, limits."""
 
 from __future__ import annotations
 
@@ -7,38 +7,36 @@ import threading
 from collections import UserDict
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-pytest.importorskip("websockets", reason="needs websockets")
-pytest.importorskip("msgpack", reason="the wire format needs msgpack")
-
-from websockets.sync.client import connect
-
 from tests.support.openpi_wire import openpi_pack, openpi_unpack
-from tests.support.server_support import EchoPolicy, RawClient, expected_actions, get, local, metric, observation
+from tests.support.server_support import (
+    EchoPolicy,
+    GuidedPolicy,
+    expected_actions,
+    get,
+    local,
+    metric,
+    observation,
+    port_of,
+    served,
+)
 from tests.support.waiting import eventually
+from vla_accel.cli.serve import Load, Serve, loader
 from vla_accel.client import PolicyClient
-from vla_accel.errors import ActionError, ConfigError, ServerError
-from vla_accel.server import PolicyServer, ServerConfig, Shelf, background
-
-LOCAL = local()
-
-
-# -- openpi's protocol --------------------------------------------------------------------------------------------
+from vla_accel.errors import ActionError, ConfigError, ObservationError, ServerError
+from vla_accel.remote import wire
+from vla_accel.server import PolicyRegistry, PolicyServer, ServerConfig, background
 
 
 def test_it_speaks_openpis_protocol() -> None:
-    with background(EchoPolicy(), LOCAL) as server, connect(server.address, compression=None) as client:
+    from websockets.sync.client import connect
+
+    with background(EchoPolicy(), local()) as server, connect(server.address, compression=None) as client:
         metadata = openpi_unpack(client.recv())  # pyright: ignore[reportArgumentType]
-        assert metadata == {
-            "policy": "echo",
-            "action_horizon": 10,
-            "action_dim": 7,
-            "real_time_chunking": False,
-        }
+        assert metadata == {"policy": "echo", "action_horizon": 10, "action_dim": 7, "real_time_chunking": False}
         for index in range(2):
             obs = observation(1, 2, 3, image=True)
             client.send(openpi_pack(obs))
@@ -47,180 +45,93 @@ def test_it_speaks_openpis_protocol() -> None:
             timing = answer["server_timing"]
             assert timing["infer_ms"] > 0 and ("prev_total_ms" in timing) == (index == 1)
         client.send(openpi_pack({"prompt": "x"}))
-        said = client.recv()
-        assert said == "ObservationError: observation: missing observation/state; got prompt"
+        assert str(client.recv()).startswith("ObservationError: observation: missing observation/state")
         with pytest.raises(Exception, match="1011"):
             client.recv()
 
 
-def test_a_policys_own_mistake_is_answered_without_the_servers_paths(caplog: pytest.LogCaptureFixture) -> None:
-    with background(EchoPolicy(), LOCAL) as server:
-        with PolicyClient(server.address) as client:
-            with pytest.raises(ServerError, match=r"reported: RuntimeError: a policy's own mistake$"):
-                client.infer({**observation(1), "prompt": "crash"})
-            assert client.infer(observation(1))["actions"].shape == (10, 7)
+class Torn(UserDict[str, Any]):
+    """A result that raises when it is read."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise ValueError("torn")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        (RuntimeError("a bug"), "RuntimeError: a bug$"),
+        (ActionError("expected tokens"), "ActionError: expected tokens$"),
+        (SystemExit(3), "EngineError: policy: SystemExit: 3$"),
+        (StopIteration(), "StopIteration"),
+        (KeyboardInterrupt(), "EngineError: policy: KeyboardInterrupt"),
+        (MemoryError("all of it"), "MemoryError: all of it"),
+        (None, "EngineError: policy: expected a mapping as its result, got NoneType"),
+        ([1], "EngineError: policy: expected a mapping as its result, got list"),
+        ({"actions": object()}, "EngineError: policy: its result cannot be sent: "),
+        (Torn(actions=1), "ValueError: torn"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_whatever_a_policy_does_the_client_gets_an_error_and_the_server_goes_on(
+    outcome: Any, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(EchoPolicy):
+        def infer(self, observation: Any) -> Any:
+            if observation["prompt"] != "fail":
+                return super().infer(observation)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+    with served(Failing()) as (server, client):
+        with pytest.raises(ServerError, match=f"reported: {error}"):
+            client.infer({**observation(1), "prompt": "fail"})
+        assert client.infer(observation(2))["actions"][0, 0] == 2
         assert metric(server.address, 'vla_accel_requests_total{outcome="policy error"}') == 1
-    (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert "Traceback" in record.getMessage() and "infer_batch" in record.getMessage()
+    (message,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    if isinstance(outcome, (RuntimeError, ActionError)):  # no client can read a traceback, or cause the first error
+        assert ("infer" in message and "Traceback" in message) == isinstance(outcome, RuntimeError)
 
 
 def test_a_policy_is_loaded_in_the_thread_that_runs_it() -> None:
     """torch keeps CPU threads for every thread that computes: with two sets of them each small operation waits."""
-    policy, threads = EchoPolicy(), []
-    answer = policy.infer_batch
+    threads = []
 
-    def load() -> EchoPolicy:
-        threads.append(threading.get_ident())
-        policy.infer_batch = lambda observations: threads.append(threading.get_ident()) or answer(observations)
-        return policy
+    class Noting(EchoPolicy):
+        def __init__(self) -> None:
+            super().__init__()
+            threads.append(threading.get_ident())
 
-    with background(Shelf.later(load), LOCAL) as server, PolicyClient(server.address) as client:
+        def infer(self, observation: Any) -> Any:
+            threads.append(threading.get_ident())
+            return super().infer(observation)
+
+    with served(PolicyRegistry.single(Noting)) as (_, client):
         client.infer(observation(1))
     assert len(threads) == 2 and threads[0] == threads[1] != threading.get_ident()
 
+
+def test_a_server_that_cannot_start_is_one_clear_error() -> None:
     def wrong() -> EchoPolicy:
         raise ConfigError("no such checkpoint")
 
-    with pytest.raises(ConfigError, match=r"^no such checkpoint$"), background(Shelf.later(wrong), LOCAL):
+    with pytest.raises(ConfigError, match=r"^no such checkpoint$"), background(PolicyRegistry.single(wrong), local()):
         pytest.fail("it began to serve")
-
-
-def test_tokens_that_are_no_chunk_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    policy = EchoPolicy()
-    policy.infer_batch = Mock(side_effect=ActionError("actions: expected tokens"))  # type: ignore[method-assign]
-    with background(policy, LOCAL) as server, PolicyClient(server.address) as client:
-        with pytest.raises(ServerError, match=r"reported: ActionError: actions: expected tokens$"):
-            client.infer(observation(1))
-        assert metric(server.address, 'vla_accel_requests_total{outcome="policy error"}') == 1
-    (said,) = [r.getMessage() for r in caplog.records if "ActionError" in r.getMessage()]
-    assert said.endswith(": ActionError: actions: expected tokens")
-
-
-@pytest.mark.parametrize("answer", [None, {"actions": object()}, [1]])
-def test_an_answer_that_cannot_be_sent_is_the_policys_error(answer: Any) -> None:
-    class Strange(EchoPolicy):
-        def infer(self, observation: Any) -> Any:
-            return answer
-
-    said = r"reported: EngineError: policy: (expected a mapping|its result cannot be sent: )"
-    with background(Strange(), LOCAL) as server, PolicyClient(server.address) as client:  # noqa: SIM117
-        with pytest.raises(ServerError, match=said):
-            client.infer(observation(1))
-
-
-@pytest.mark.parametrize("error", [RuntimeError("torn"), ValueError("torn")])
-def test_an_answer_that_cannot_be_read_is_the_policys_error_and_the_next_one_works(error: Exception) -> None:
-    class Torn(UserDict[str, Any]):
-        def __getitem__(self, name: str) -> Any:
-            raise error
-
-    class Strange(EchoPolicy):
-        def infer(self, observation: Any) -> Any:
-            return Torn(actions=1) if observation["prompt"] == "torn" else super().infer(observation)
-
-    with background(Strange(), LOCAL) as server, PolicyClient(server.address) as client:
-        with pytest.raises(ServerError, match=f"reported: {type(error).__name__}: torn"):
-            client.infer({**observation(1), "prompt": "torn"})
-        assert client.infer(observation(2))["actions"][0, 0] == 2
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), KeyboardInterrupt(), MemoryError("all of it")])
-def test_whatever_a_policy_raises_the_server_goes_on(error: BaseException) -> None:
-    class Failing(EchoPolicy):
-        def infer(self, observation: Any) -> Any:
-            if observation["prompt"] == "fail":
-                raise error
-            return super().infer(observation)
-
-    with background(Failing(), LOCAL) as server, PolicyClient(server.address) as client:
-        with pytest.raises(ServerError, match="reported"):
-            client.infer({**observation(1), "prompt": "fail"})
-        assert client.infer(observation(1))["actions"].shape == (10, 7)
-
-
-def test_metadata_that_cannot_be_sent_is_an_error_at_the_start() -> None:
-    policy = EchoPolicy()
-    policy.metadata["policy"] = object()
-    with pytest.raises(ValueError, match="lists or mappings, got object"), background(policy, LOCAL):
-        raise AssertionError("it must not serve")
-
-
-def test_a_port_in_use_is_one_clear_error() -> None:
-    with background(EchoPolicy(), LOCAL) as server:
-        port = int(server.address.rsplit(":", 1)[1])
+    with pytest.raises(ValueError, match="got object"), background(EchoPolicy(policy=object()), local()):
+        pytest.fail("it began to serve")
+    with background(EchoPolicy(), local()) as server:
+        port = port_of(server.address)
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             asyncio.run(PolicyServer(EchoPolicy(), local(port=port)).run())
 
 
-# -- health, metrics, key, number of clients ----------------------------------------------------------------------
-
-
-def test_health_and_metrics() -> None:
-    with background(EchoPolicy(), LOCAL) as server:
-        assert get(server.address, "/healthz")[::2] == (200, "OK\n")
-        with PolicyClient(server.address) as client:
-            for index in range(3):
-                client.infer(observation(index))
-            status, kind, page = get(server.address, "/metrics")
-            assert status == 200 and kind.startswith("text/plain; version=0.0.4")
-            assert metric(server.address, "vla_accel_clients") == 1
-    for line in (
-        'vla_accel_requests_total{outcome="ok"} 3',
-        'vla_accel_component_seconds_bucket{component="vision",le="0.001"} 3',
-        'vla_accel_component_seconds_bucket{component="denoise",le="0.001"} 0',
-        'vla_accel_component_seconds_bucket{component="denoise",le="0.0025"} 3',
-        'vla_accel_component_seconds_bucket{component="denoise",le="+Inf"} 3',
-        'vla_accel_component_seconds_sum{component="denoise"} 0.006',
-        'vla_accel_component_seconds_count{component="infer"} 3',
-        "vla_accel_request_seconds_count 3",
-        "vla_accel_queue_depth 0",
-        "# TYPE vla_accel_errors_total counter",
-    ):
-        assert line in page.splitlines(), line
-
-
-def test_prometheus_own_parser_reads_the_metrics() -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="needs prometheus_client")
-    with background(EchoPolicy(), LOCAL) as server:
-        with PolicyClient(server.address) as client, pytest.raises(ServerError):
-            client.infer({"x": 1})
-        families = {f.name: f for f in parser.text_string_to_metric_families(get(server.address, "/metrics")[2])}
-    (sample,) = families["vla_accel_errors"].samples
-    assert (sample.labels, sample.value) == ({"type": "ObservationError"}, 1.0)
-    assert families["process_resident_memory_bytes"].samples[0].value > 1e6
-
-
-def test_the_key_is_asked_for_before_anything_else() -> None:
-    policy = EchoPolicy()
-    with background(policy, local(api_key="secret")) as server:
-        for key in (None, "wrong", "secret2", "Secret"):
-            with pytest.raises(ServerError, match="HTTP 401"):
-                PolicyClient(server.address, api_key=key)
-        for headers in (
-            "Authorization: secret\r\n",
-            "Authorization: Bearer secret\r\n",
-            "Authorization: Api-Key secret\r\nAuthorization: Api-Key secret\r\n",
-            "Authorization: Api-Key \xff\xfe\r\n",
-        ):
-            # The frame is sent with the handshake; nothing reads it.
-            client = RawClient(server.address, headers=headers)
-            assert b" 401 " in client.head, headers
-            client.close()
-        assert not policy.calls
-        assert get(server.address, "/healthz")[0] == 200, "health checks carry no key"
-        assert get(server.address, "/metrics")[0] == 401
-        with PolicyClient(server.address, api_key="secret") as client:
-            assert client.infer(observation(1))["actions"].shape == (10, 7)
-        page = get(server.address, "/metrics", {"Authorization": "Api-Key secret"})[2]
-        assert 'vla_accel_refused_total{reason="api key"} 9' in page.splitlines()
-
-
-def test_one_client_too_many_is_refused_and_welcome_when_another_leaves() -> None:
+def test_a_client_beyond_the_limit_is_refused_until_another_leaves() -> None:
     with background(EchoPolicy(), local(max_clients=2)) as server:
         first, second = PolicyClient(server.address), PolicyClient(server.address)
         with pytest.raises(ServerError, match="HTTP 503"):
             PolicyClient(server.address)
-        assert get(server.address, "/healthz")[0] == 200
+        assert get(server.address, "/healthz")[::2] == (200, "OK\n")
         second.close()
         eventually(lambda: metric(server.address, "vla_accel_clients") == 1)
         with PolicyClient(server.address) as third:
@@ -229,30 +140,179 @@ def test_one_client_too_many_is_refused_and_welcome_when_another_leaves() -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "got"),
     [
-        ({"port": 70000}, "port: expected 0 to 65535, got 70000"),
-        ({"api_key": ""}, "api_key: expected printable"),
-        ({"api_key": "a\nb"}, "api_key: expected printable"),
-        ({"port": "8000"}, "port: expected int, got '8000'"),
-        ({"max_batch": 1.5}, "max_batch: expected int, got 1.5"),
-        ({"page": "no"}, "page: expected bool, got 'no'"),
-        ({"api_key_file": 3}, "api_key_file: expected Path, got 3"),
-        ({"max_clients": 0}, "max_clients: expected at least 1"),
-        ({"max_batch": 0}, "max_batch: expected at least 1"),
-        ({"max_batch": 3}, "max_batch: expected a power of two, such as 2 or 4, got 3"),
-        ({"max_wait_s": 0.1}, "max_wait_s: expected max_batch above 1 with it, got 0.1 alone"),
-        ({"max_payload": 0}, "max_payload: expected at least 1"),
-        ({"request_timeout_s": 0}, "request_timeout_s: expected seconds above 0"),
-        ({"message_timeout_s": float("nan")}, "message_timeout_s: expected seconds above 0"),
-        ({"grace_s": -1}, "grace_s: expected 0 or more"),
+        ({"port": 70000}, "got 70000"),
+        ({"api_key": ""}, "printable"),
+        ({"api_key": "a\nb"}, "printable"),
+        ({"port": "8000"}, "int, got '8000'"),
+        ({"max_batch": 1.5}, "int, got 1.5"),
+        ({"page": "no"}, "bool, got 'no'"),
+        ({"api_key_file": 3}, "Path, got 3"),
+        ({"max_clients": 0}, "at least 1, got 0"),
+        ({"max_batch": 0}, "at least 1, got 0"),
+        ({"max_batch": 3}, "power of two, such as 2 or 4, got 3"),
+        ({"max_wait_s": 0.1}, "max_batch above 1 with it"),
+        ({"max_payload": 0}, "at least 1, got 0"),
+        ({"max_observations": 0}, "at least 1, got 0"),
+        ({"rate_limit": 0.0}, "above 0, got 0.0"),
+        ({"rate_limit": float("nan")}, "above 0, got nan"),
+        ({"request_timeout_s": 0}, "above 0, got 0"),
+        ({"message_timeout_s": float("nan")}, "above 0, got nan"),
+        ({"grace_s": -1}, "0 or more seconds, got -1"),
     ],
 )
-def test_limits_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_invalid_settings_are_refused(changes: dict[str, Any], got: str) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))}: expected.*{got}"):
         ServerConfig(**changes)
 
 
-def test_limits_are_taken_as_those_of_a_file() -> None:
-    given = ServerConfig(grace_s=3, api_key_file="keys")  # pyright: ignore[reportArgumentType]
-    assert type(given.grace_s) is float and given.api_key_file == Path("keys")
+def test_settings_are_converted_as_those_of_a_file() -> None:
+    config = ServerConfig(grace_s=3, api_key_file="keys")  # pyright: ignore[reportArgumentType]
+    assert type(config.grace_s) is float and config.api_key_file == Path("keys")
+    assert ServerConfig().handshake_timeout_s == 2.0
+
+
+# -- real-time chunking -------------------------------------------------------------------------------------------
+
+
+CHUNK = np.arange(21.0).reshape(3, 7)
+
+
+def test_the_previous_chunk_reaches_a_guided_policy() -> None:
+    policy = GuidedPolicy()
+    with served(policy) as (_, client):
+        assert client.metadata["real_time_chunking"] is True and client.supports_prev_chunk
+        client.infer(observation(1), prev_chunk=CHUNK, inference_delay=2)
+        client.infer(observation(1))
+        with pytest.raises(ConfigError, match="together"):
+            client.infer(observation(1), prev_chunk=CHUNK)
+        (chunk, delay), second = policy.options
+        np.testing.assert_array_equal(chunk, CHUNK)
+        assert delay == 2 and second == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "delay", "error"),
+    [
+        (CHUNK, None, "together, got only rtc/prev_chunk"),
+        (None, 2, "together, got only rtc/inference_delay"),
+        (CHUNK[0], 2, r"rtc/prev_chunk: .*got shape \(7,\)"),
+        (CHUNK[:0], 2, r"got shape \(0, 7\)"),
+        (CHUNK * np.nan, 2, "finite"),
+        ("chunk", 2, "rtc/prev_chunk: expected numbers, got dtype <U5"),
+        (np.full((2, 7), b"12"), 2, r"expected numbers, got dtype \|S2"),
+        ([[1.0], [1.0, 2.0]], 2, "expected numbers, got a list"),
+        (CHUNK, -1, "rtc/inference_delay: .*got -1"),
+        (CHUNK, 1.5, "got 1.5"),
+        (CHUNK, True, "got True"),
+        (CHUNK, float("nan"), "got nan"),
+        (CHUNK, np.array(2), r"got array\(2\)"),
+    ],
+)
+def test_invalid_chunks_and_delays_are_refused(chunk: Any, delay: Any, error: str) -> None:
+    policy = GuidedPolicy()
+    keys = {wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: delay}
+    with served(policy) as (_, client), pytest.raises(ServerError, match=f"ObservationError: .*{error}"):
+        client.infer({**observation(1), **{name: value for name, value in keys.items() if value is not None}})
+    assert not policy.options
+
+
+def test_a_policy_without_real_time_chunking_refuses_it() -> None:
+    with served(EchoPolicy()) as (_, client):
+        assert not client.supports_prev_chunk
+        with pytest.raises(ConfigError, match="does not support real-time chunking"):
+            client.infer(observation(1), prev_chunk=CHUNK, inference_delay=1)
+        with pytest.raises(ServerError, match="rtc/prev_chunk: this policy does not support"):
+            client.infer({**observation(1), wire.PREV_CHUNK: CHUNK, wire.INFERENCE_DELAY: 1})
+
+
+# -- several policies ---------------------------------------------------------------------------------------------
+
+
+class Scaled(EchoPolicy):
+    """An echo policy whose actions are multiplied by a factor, which its metadata have."""
+
+    def infer_batch(self, observations: Any) -> Any:
+        results = super().infer_batch(observations)
+        return [{**r, "actions": self.metadata["factor"] * r["actions"]} for r in results]
+
+
+def registry(loads: list[str], budget: int | None = None) -> PolicyRegistry:
+    """Policies `one`, `two` and `three` of 10 bytes each; `loads` gets the name of each load."""
+
+    def load(name: str, factor: float) -> tuple[Any, int]:
+        loads.append(name)
+        return Scaled(factor=factor), 10
+
+    factors = {"one": 1.0, "two": 2.0, "three": 3.0}
+    return PolicyRegistry({n: (lambda n=n, f=f: load(n, f)) for n, f in factors.items()}, budget)
+
+
+def test_clients_choose_a_policy_by_key_or_by_path() -> None:
+    loads: list[str] = []
+    with background(registry(loads), local()) as server:
+        for path, policy, factor in (("", None, 1), ("", "two", 2), ("/three", None, 3), ("/two/", "two", 2)):
+            with PolicyClient(server.address + path, policy=policy) as client:
+                assert client.metadata["policies"] == ["one", "two", "three"] and client.metadata["factor"] == factor
+                assert client.infer(observation(5))["actions"][0, 0] == 5 * factor
+                assert client.infer_batch([observation(6)] * 2)[1]["actions"][0, 0] == 6 * factor
+        with pytest.raises(ServerError, match=r"HTTP 404.*expected one of three, two, one as the path$"):
+            PolicyClient(server.address + "/four")
+        # Otherwise the metadata would belong to one policy and the actions to another.
+        with pytest.raises(ConfigError, match=r"policy: expected one of .*, got 'two', below the path 'three'"):
+            PolicyClient(server.address + "/three", policy="two")
+        with pytest.raises(ConfigError, match=r"policy: expected one of .*two.*, got 'four'"):
+            PolicyClient(server.address, policy="four")
+        with (
+            PolicyClient(server.address) as client,
+            pytest.raises(ServerError, match="ObservationError: policy: expected one of one, two, three, got 'four'"),
+        ):
+            client.infer({**observation(1), "policy": "four"})
+        assert metric(server.address, 'vla_accel_policy_requests_total{policy="two"}') == 4
+    assert loads == ["three", "two", "one"], "each once"
+
+
+def test_the_least_recently_used_policy_is_unloaded(caplog: pytest.LogCaptureFixture) -> None:
+    loads: list[str] = []
+    some = registry(loads, budget=29)
+    some.start()
+    assert some.loaded == ["two", "one"] and loads == ["three", "two", "one"]
+    assert some.get("two").policy.metadata["factor"] == 2
+    assert some.get("three").policy.metadata["factor"] == 3
+    assert some.loaded == ["two", "three"] and loads[3:] == ["three"]
+    assert some.get("").name == "one" and some.loaded == ["three", "one"]
+    with pytest.raises(ObservationError, match="expected one of one, two, three, got 'x'"):
+        some.get("x")
+    small = registry([], budget=5)
+    small.start()
+    assert small.loaded == ["one"] and "policy one alone exceeds" in caplog.text
+
+
+def test_a_single_policy_answers_on_every_path_and_takes_the_key_as_part_of_the_observation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Strict(EchoPolicy):
+        def infer(self, observation: Any) -> Any:
+            assert observation.get("policy") == "x"
+            return super().infer(observation)
+
+    with background(Strict(), local()) as server:
+        for path, warnings in (("", 0), ("/anything", 1)):  # it may be another policy than the robot's
+            caplog.clear()
+            with PolicyClient(server.address + path) as client:
+                assert client.infer({**observation(1), "policy": "x"})["actions"].shape == (10, 7)
+            assert sum("whatever the path" in record.message for record in caplog.records) == warnings
+        with pytest.raises(ConfigError, match=r"policy: expected none, .*, got 'x'"):
+            PolicyClient(server.address, policy="x")
+
+
+def test_several_policies_on_the_command_line() -> None:
+    several = loader(Serve(policy=("a=auto:demo", "b=native_fp8:org/name"), memory_budget_gib=1.5, num_steps=3))
+    assert several.loads == {"a": Load("demo", "auto", 3), "b": Load("org/name", "native_fp8", 3)}  # type: ignore
+    assert several.budget == 3 * 2**29  # type: ignore[union-attr]
+    for wrong in (("demo",), ("a=auto",), ("a=auto:demo", "a=auto:demo"), ("metrics=auto:demo",), ("a/b=auto:demo",)):
+        with pytest.raises(ConfigError, match="policy: expected NAME=CONFIG:CHECKPOINT, each name once, got '"):
+            loader(Serve(policy=wrong))
+    with pytest.raises(ConfigError, match="got both"):
+        loader(Serve(checkpoint="demo", policy=("a=auto:demo",)))

@@ -1,4 +1,4 @@
-"""What a robot gets in a tick without a computed action: never the same velocity for ever."""
+"""The action of a tick without a computed one: a velocity is never repeated for long."""
 
 from __future__ import annotations
 
@@ -22,38 +22,31 @@ def held(choice: Any, declared: tuple[int, ...] | None, missed: int, hz: float =
     return None if action is None else action.tolist()
 
 
-def test_holding_a_robot_that_moves_by_velocities_stops_its_motion() -> None:
-    for missed in (1, 2, 1000):
-        assert held("hold", (0, 1), missed) == [0.0, 0.0, 1.0], "the gripper keeps its command"
-    assert LAST.tolist() == [0.5, -0.25, 1.0]
-
-
-def test_holding_a_robot_of_absolute_targets_repeats_the_last_target() -> None:
-    for missed in (1, 1000):
-        assert held("hold", (), missed) == LAST.tolist()
-
-
-def test_an_action_that_may_be_a_velocity_is_repeated_for_half_a_second() -> None:
-    assert [held("hold", None, missed) for missed in (1, 10, 11)] == [LAST.tolist(), LAST.tolist(), None]
-    assert held("hold", None, 25, hz=50) == LAST.tolist() and held("hold", None, 26, hz=50) is None
-
-
-def test_the_user_may_say_what_the_policy_does_not() -> None:
-    assert held(Hold(motion_dims=[1]), None, 1000) == [0.5, 0.0, 1.0]  # type: ignore[arg-type]
-    assert held(Hold(motion_dims=()), (0, 1), 1000) == LAST.tolist()
-    assert held(Hold(limit_ticks=2), (0,), 2) == [0.0, -0.25, 1.0]
-    assert held(Hold(limit_ticks=2), (0,), 3) is None
-    assert held(Hold(limit_ticks=np.int64(100)), None, 100) == LAST.tolist()  # type: ignore[arg-type]
-
-
-def test_an_own_action_and_an_error_are_as_chosen() -> None:
-    assert held(np.zeros(3), (0,), 1000) == [0.0, 0.0, 0.0]
-    assert held("raise", (0,), 1) is None
-    assert Underrun("hold", (), 20.0).action(None, 1) is None, "nothing to repeat"
+@pytest.mark.parametrize(
+    ("choice", "declared", "expected"),
+    [
+        ("hold", (0, 1), {1: [0, 0, 1], 1000: [0, 0, 1]}),  # the gripper keeps its command
+        ("hold", (), {1: LAST, 1000: LAST}),
+        ("hold", None, {1: LAST, 10: LAST, 11: None}),  # it may be a velocity: half a second
+        (Hold(motion_dims=[1]), None, {1000: [0.5, 0, 1]}),  # type: ignore[arg-type]
+        (Hold(motion_dims=()), (0, 1), {1000: LAST}),
+        (Hold(limit_ticks=2), (0,), {2: [0, -0.25, 1], 3: None}),
+        (Hold(limit_ticks=np.int64(100)), None, {100: LAST, 101: None}),  # type: ignore[arg-type]
+        (np.zeros(3), (0,), {1000: [0, 0, 0]}),
+        ("raise", (0,), {1: None}),
+    ],
+)
+def test_the_held_action(choice: Any, declared: tuple[int, ...] | None, expected: dict[int, Any]) -> None:
+    underrun, last = Underrun(choice, declared, 20.0), LAST.copy()
+    for missed, want in expected.items():
+        action = underrun.action(last, missed)
+        assert action is None if want is None else np.array_equal(action, want)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(last, LAST)
+    assert Underrun("hold", (), 20.0).action(None, 1) is None, "there is nothing to repeat"
 
 
 @pytest.mark.parametrize("wrong", [3, (-1,), ("x",), (0.5,)])
-def test_motion_dims_that_cannot_be_are_refused(wrong: Any) -> None:
+def test_invalid_motion_dims_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="motion_dims: expected"):
         Hold(motion_dims=wrong)
 
@@ -79,7 +72,7 @@ class Once:
         return {"actions": np.tile(LAST, (4, 1))}
 
 
-def test_a_runner_asks_the_policy_what_its_actions_are() -> None:
+def test_a_runner_uses_the_motion_dims_that_the_policy_declares() -> None:
     ENDED.clear()
     robots: list[tuple[Any, list[Any]]] = [
         ({"robot": {"motion_dims": [0, 1]}}, [[0.0, 0.0, 1.0]] * 26),

@@ -23,7 +23,7 @@ from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import triton_image as image
-from vla_accel.kernels.image.sums import GroupNorm, Sum
+from vla_accel.kernels.image.ops import GroupNorm, Sum
 
 EVERYWHERE = ("pi05", "pi05 fp8", "pi05 int8", "pi0", "pi0 int8")
 """Models that compile_kernels.py compiles for every capability."""
@@ -104,9 +104,9 @@ def images() -> Iterator[Callable[[], Any]]:
     grouped = Sum(half(2, 64, 64, 320), half(2, 64, 64, 320), wide(2, 320))
     norm = GroupNorm(32, wide(320), wide(320), 1e-5)
     rows = half(2, 4096, 320)
-    yield lambda: image.rows(added, wide(96), activation=Activation.SILU, keep=True, pad=True)
-    yield lambda: image.groups(grouped, norm, activation=Activation.SILU, keep=True, skip=None)
-    yield lambda: image.layer_norm(rows, rows, wide(320), wide(320), wide(320), 1e-5)
+    yield lambda: image._launch_rows(added, wide(96), Activation.SILU, keep=True, pad=True)
+    yield lambda: image.group_act(grouped, norm, activation=Activation.SILU, keep=True, skip=None)
+    yield lambda: image.add_layer_norm(rows, rows, wide(320), wide(320), wide(320), 1e-5)
     yield lambda: image.geglu_erf(half(2, 4096, 2560))
     yield lambda: image.softmax(wide(4096, 4096), torch.bfloat16)
     # The narrower of its two tiles, which a GPU with little shared memory takes.

@@ -45,7 +45,7 @@ from vla_accel.families.smolvla import native as smolvla_programs
 from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
-from vla_accel.kernels.attention import key_tilings
+from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.suffix import suffix_workspace
 from vla_accel.kernels.gemm.config import Library, candidates, moments_columns, variants, without_triton
 from vla_accel.kernels.gemm.moments import Moments
@@ -171,8 +171,8 @@ def try_cuts(gpu: Gpu, loop: expert.Pi0LayerLoop, tensors: dict[str, Tensor]) ->
         for name in loop.products:
             loop.every(name, tensors["lengths"])
     # The cuts of a batch, of which what is compiled here does not know.
-    several = key_tilings.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
-    for cut in dict.fromkeys((*key_tilings.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
+    several = attention_config.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
+    for cut in dict.fromkeys((*attention_config.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
         loop.cuts.taken["attention"] = Taken(cut, suffix_workspace(loop.attention, META, cut))
         loop._attend(0, tensors)
 

@@ -1,4 +1,4 @@
-"""Weights and JAX parameters that lie in memory instead of in files; π0 and π0.5 read from either."""
+"""Weights and JAX parameters in memory instead of in files, and loaders of π0 and π0.5 for either."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vla_accel.families.pi0.network import Pi0, Pi0Config
 
 
 class MemoryWeights:
-    """`checkpoints.weights.Weights` of tensors."""
+    """Implements `checkpoints.weights.Weights` with tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -29,7 +29,7 @@ class MemoryWeights:
 
 
 class ParameterTree:
-    """`checkpoints.convert.Parameters` of arrays."""
+    """Implements `checkpoints.convert.Parameters` with arrays."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         self._arrays = arrays

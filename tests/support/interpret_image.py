@@ -20,8 +20,8 @@ from torch import Tensor
 from tests.support.interpreter import patch_once
 from tests.support.runtimes import steered
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.image import image as ops
-from vla_accel.kernels.image.sums import GroupNorm, Sum
+from vla_accel.kernels.image import ops
+from vla_accel.kernels.image.ops import GroupNorm, Sum
 
 DTYPE = torch.float16
 

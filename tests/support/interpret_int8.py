@@ -21,7 +21,7 @@ from tests.support.interpreter import patch_once
 from tests.support.runtimes import steered
 from vla_accel.fp8 import INT8
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention import attending
+from vla_accel.kernels.attention import ops as attention_ops
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
@@ -80,7 +80,7 @@ def stored(op: str) -> Callable[[Tensor], None]:
             rows.gelu(torch.arange(384).view(6, 64) * 0.5 + 10, out, inverse_scale=1.0)
         else:
             heads = x.view(1, 6, 2, 32)
-            attending.attention(heads, heads, heads, out.view(1, 6, 64), None, inverse_scale=40.0)
+            attention_ops.attention(heads, heads, heads, out.view(1, 6, 64), None, inverse_scale=40.0)
 
     return call
 

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from vla_accel.fp8 import E4M3, FORMATS
-from vla_accel.kernels.attention import attending
+from vla_accel.kernels.attention import ops as attention_ops
 from vla_accel.kernels.attention import suffix as suffix_attention
-from vla_accel.kernels.attention.key_tilings import KeySplit, SuffixAttention
+from vla_accel.kernels.attention.config import KeySplit, SuffixShape
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import moments as moment_ops
 from vla_accel.kernels.gemm import ops
 from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.kernels.rows import flow, sequence
+from vla_accel.kernels.rows import flow
 from vla_accel.kernels.rows import rows as row_ops
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
 FP8 = E4M3.dtype
-MODULES = (row_ops, ops, attending, suffix_attention, sequence, flow, moment_ops)
+MODULES = (row_ops, ops, attention_ops, suffix_attention, flow, moment_ops)
 # Where an op is defined.
 MODULE_OF = {n: m for m in MODULES for n, f in vars(m).items() if getattr(f, "__module__", "") == m.__name__}
 EPS = 1e-6
@@ -61,7 +61,7 @@ class Same:
 class Workspace:
     """What programs of these sizes keep between them, in this cut."""
 
-    sizes: SuffixAttention | GemmSizes
+    sizes: SuffixShape | GemmSizes
     config: KeySplit | GemmConfig
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, Workspace, eight_bit
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.key_tilings import CrossTile, KeySplit, SuffixAttention, key_splits
-from vla_accel.kernels.attention.tiles import Tile
+from vla_accel.kernels.attention.config import CrossTile, FlashTile, KeySplit, SuffixShape, key_splits
 from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library, Pipelined, Skinny, default, moments_columns
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments
@@ -128,7 +127,7 @@ def _beyond(lengths: Tensor, total: int, heads: int, head_dim: int) -> Tensor:
 
 def _attention(
     tokens: int, source: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int] | None,
-    scale: float | None = None, last: bool = False, tile: Tile | None = None,
+    scale: float | None = None, last: bool = False, tile: FlashTile | None = None,
 ) -> Callable:  # fmt: skip
     """q is a view of q/k/v; k and v are the cache's."""
 
@@ -147,7 +146,7 @@ def _attention(
 
 
 def _self_attention(
-    images: int, tokens: int, heads: int, head_dim: int, scale: float | None = None, tile: Tile | None = None
+    images: int, tokens: int, heads: int, head_dim: int, scale: float | None = None, tile: FlashTile | None = None
 ) -> Callable:
     """q, k and v are views of one product, as in the vision tower."""
 
@@ -174,7 +173,7 @@ def _suffix_attention(
 ) -> Callable:
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
-        sizes = SuffixAttention(batch, tokens, prefix, heads, kv_heads, head_dim, draw.dtype.itemsize)
+        sizes = SuffixShape(batch, tokens, prefix, heads, kv_heads, head_dim, draw.dtype.itemsize)
         taken = cut or key_splits(None, sizes)[0]
         caches = [draw(batch, n, kv_heads, head_dim) for n in (prefix, prefix, tokens, tokens)]
         arguments = {
@@ -388,7 +387,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for shape in ((2, 16, 4, 72), (1, 51, 2, 64), (2, 100, 3, 72)):
         yield f"self-attention {shape}", _self_attention(*shape)
     yield "self-attention fp8", _self_attention(1, 64, 2, 72, 200.0)
-    for tile in (Tile(64, 32, 4, 3), Tile(128, 64, 8, 2)):
+    for tile in (FlashTile(64, 32, 4, 3), FlashTile(128, 64, 8, 2)):
         yield f"self-attention whole {tile}", _self_attention(1, 128, 2, 64, tile=tile)
         yield f"attention padded {tile}", _attention(100, 130, 2, 1, 72, [129, 64], tile=tile)
     for shape in (

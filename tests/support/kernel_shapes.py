@@ -26,7 +26,7 @@ from tests.support.kernel_cases import (
     _step,
     _suffix_attention,
 )
-from vla_accel.kernels.attention.key_tilings import KeySplit
+from vla_accel.kernels.attention.config import KeySplit
 from vla_accel.kernels.gemm.config import Pipelined
 
 Cases = Iterator[tuple[str, Callable[[Draw], Call]]]

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 STATE_FILES = ("policy_preprocessor", "policy_postprocessor")
 Change = Callable[[dict[str, Any]], object]
 """Edits the three files of a folder before they are written."""
@@ -41,6 +44,24 @@ def saved(
                 one["config"] |= {"features": copy.deepcopy(its), "norm_map": dict(modes)}
     step(files, "tokenizer_processor")["config"]["max_length"] = files["config"]["tokenizer_max_length"]
     return files
+
+
+def write_saved(
+    folder: Path, files: dict[str, Any], statistics: Mapping[str, Mapping[str, Any]], change: Change
+) -> None:
+    """Write the statistics (by feature, then name) and the JSON files, which `change` may edit before."""
+    arrays = {
+        f"{feature}.{name}": np.asarray(value, np.float32)
+        for feature, table in statistics.items()
+        for name, value in table.items()
+    }
+    for name in state_files(files):
+        save_file(arrays, folder / name)
+    change(files)
+    for name, content in files.items():
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "tokenizer").mkdir(exist_ok=True)  # of lerobot's main branch
 
 
 def step(files: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""openpi's wire format and a small server that speaks it, written out so that neither side is tested against itself."""
+"""openpi's wire format and a small server, independent of the package: neither side is tested against itself."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 
-from tests.support.lerobot_saved import Change, saved, state_files
+from tests.support.lerobot_saved import Change, saved, write_saved
 from tests.support.openpi_dialect import ROOT, openpi_names, to_openpi
 from tests.support.tiny import TOKENIZER, random_state, statistics, tiny_config
 from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config
@@ -78,17 +77,9 @@ def write_lerobot(
         paligemma_variant=None, action_expert_variant=None, empty_cameras=1,
     )  # fmt: skip
     table = statistics()
-    arrays = {f"observation.state.{k}": np.array(v, np.float32) for k, v in table["state"].items()}
-    arrays |= {f"action.{k}": np.array(v, np.float32) for k, v in table["actions"].items()}
-    arrays |= {"action.min": arrays["action.q01"] - 1, "action.max": arrays["action.q99"] + 1}
-    for name in state_files(files):
-        save_arrays(arrays, folder / name)
-    change(files)
-    for name, content in files.items():
-        if content is not None:
-            (folder / f"{name}.json").write_text(json.dumps(content))
+    ends = {"min": np.array(table["actions"]["q01"]) - 1, "max": np.array(table["actions"]["q99"]) + 1}
+    write_saved(folder, files, {"observation.state": table["state"], "action": {**table["actions"], **ends}}, change)
     TOKENIZER.save(folder / "tokenizer.json")
-    (folder / "tokenizer").mkdir(exist_ok=True)  # of lerobot's main branch
     return made
 
 

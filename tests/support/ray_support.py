@@ -11,12 +11,12 @@ CONFIG = {
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 4,
 }
-"""A node that is gone is missed after two seconds."""
+"""Ray then detects a failed node after two seconds."""
 
 
 @contextlib.contextmanager
 def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
-    """A cluster on this machine: a head that lends nothing, and a node for each of `nodes`."""
+    """A cluster on this machine: a head without resources, and a node for each of `nodes`."""
     import ray
     from ray.cluster_utils import Cluster
 

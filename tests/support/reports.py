@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel.families.family import Work
+from vla_accel.families.bench import Work
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.roofline import Ceilings, floors_ms, rates

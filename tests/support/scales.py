@@ -6,14 +6,13 @@ import numpy as np
 
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.fp8 import Scales
-from vla_accel.measure.memory import stand_in_scales
-from vla_accel.nn.calibration import calibration
-from vla_accel.nn.quantize import calibrate
+from vla_accel.measure.memory import dummy_scales
+from vla_accel.nn.calibration import calibrate
 
 
 def scales_of_any(value: float = 32.0) -> Scales:
     """The same scale for whatever is asked: 32 is wide enough for tiny models, and FP8 does not mind room above."""
-    return stand_in_scales(value)
+    return dummy_scales(value)
 
 
 def calibrated(model: Pi0, seed: int = 3) -> Scales:
@@ -24,4 +23,4 @@ def calibrated(model: Pi0, seed: int = 3) -> Scales:
         rng.integers(0, 40, 9),
         np.zeros(model.config.action_dim, np.float32),
     )
-    return calibrate(model, calibration(model), [observation], "test")
+    return calibrate(model, [observation], "test")

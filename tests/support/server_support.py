@@ -1,11 +1,12 @@
-"""A cheap policy for server tests, plain sockets that misbehave, and a server in a process of its own.
+"""Policies without a model, clients that misbehave, and servers for tests.
 
-`python -m tests.support.server_support` serves the cheap policy, prints its address and stops at SIGTERM.
+`python -m tests.support.server_support` serves an `EchoPolicy`, prints its address and stops at SIGTERM. Importing this
+module skips a test module where the server's packages are missing.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import base64
 import contextlib
 import os
@@ -19,17 +20,26 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import pytest
+
+pytest.importorskip("websockets", reason="needs websockets")
+pytest.importorskip("msgpack", reason="the wire format needs msgpack")
+pytest.importorskip("prometheus_client", reason="the server needs prometheus_client")
 
 from tests.support.waiting import PATIENCE_S, eventually
-from vla_accel.errors import CheckpointError
+from vla_accel.client import PolicyClient
+from vla_accel.errors import CheckpointError, ObservationError
+from vla_accel.server import PolicyServer, ServerConfig, background
 
 ROOT = Path(__file__).parents[2]
 HORIZON, DIM = 10, 7
+T = TypeVar("T")
 
 
 def expected_actions(state: np.ndarray) -> np.ndarray:
@@ -38,29 +48,34 @@ def expected_actions(state: np.ndarray) -> np.ndarray:
 
 
 class EchoPolicy:
-    """Answers with numbers that belong to the observation alone; refuses what a real policy would refuse.
+    """Answers with numbers that belong to the observation alone; raises for what a real policy would refuse.
 
-    `gate`: each call waits for it. `calls`: batch sizes so far. `delay_s`: how long a call takes.
+    Attributes:
+        gate: each call waits for it.
+        entered: released by each call before it waits.
+        batches: for each call, the first number of each observation's state (NaN without a state).
     """
 
-    def __init__(self, delay_s: float = 0.0) -> None:
-        self.metadata = {"policy": "echo", "action_horizon": HORIZON, "action_dim": DIM}
-        self.delay_s, self.calls = delay_s, []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.entered = threading.Semaphore(0)
+    def __init__(self, *, held: bool = False, **metadata: Any) -> None:
+        self.metadata = {"policy": "echo", "action_horizon": HORIZON, "action_dim": DIM, **metadata}
+        self.batches: list[list[float]] = []
+        self.gate, self.entered = threading.Event(), threading.Semaphore(0)
+        if not held:
+            self.gate.set()
+
+    @property
+    def sizes(self) -> list[int]:
+        """The size of each call."""
+        return [len(batch) for batch in self.batches]
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         return self.infer_batch([observation])[0]
 
     def infer_batch(self, observations: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        from vla_accel.errors import ObservationError
-
-        self.calls.append(len(observations))
+        states = [np.ravel(one.get("observation/state", np.nan)) for one in observations]
+        self.batches.append([float(state[0]) if state.dtype.kind == "f" else np.nan for state in states])
         self.entered.release()
         assert self.gate.wait(PATIENCE_S)
-        if self.delay_s:
-            time.sleep(self.delay_s)
         results = []
         for observation in observations:
             if "observation/state" not in observation:
@@ -76,18 +91,18 @@ class EchoPolicy:
 
 
 class GuidedPolicy(EchoPolicy):
-    """An echo policy that takes real-time chunking and says what it got."""
+    """An echo policy with real-time chunking; `options` holds the chunk and delay of each observation."""
 
     supports_prev_chunk = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.got: list[tuple[Any, Any]] = []
+    def __init__(self, *, held: bool = False) -> None:
+        super().__init__(held=held)
+        self.options: list[tuple[Any, Any]] = []
 
     def infer(
         self, observation: Mapping[str, Any], *, prev_chunk: Any = None, inference_delay: Any = None
     ) -> dict[str, Any]:
-        self.got.append((prev_chunk, inference_delay))
+        self.options.append((prev_chunk, inference_delay))
         return super().infer(observation)
 
 
@@ -99,7 +114,7 @@ class MixingPolicy(GuidedPolicy):
     def infer_batch(
         self, observations: list[Mapping[str, Any]], *, prev_chunks: Any = None, inference_delays: Any = None
     ) -> list[dict[str, Any]]:
-        self.got += zip(prev_chunks or [], inference_delays or [], strict=True)
+        self.options += zip(prev_chunks or [], inference_delays or [], strict=True)
         return super().infer_batch(observations)
 
 
@@ -120,7 +135,7 @@ class ProcessPolicy(EchoPolicy):
 
 
 class Unloadable:
-    """A policy that fails with `error` while it is loaded."""
+    """A policy whose loading raises `error`."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -130,28 +145,23 @@ class Unloadable:
 
 
 class Loading:
-    """A policy that is still loaded when a test has done what it wants to do meanwhile. `began` then has the number of
-    the process."""
+    """A policy whose loading takes longer than a test; the file `began` then holds the process's id.
 
-    def __init__(self, began: Path) -> None:
-        self.began = began
+    `damaged`: on this device, loading fails once it has begun elsewhere.
+    """
+
+    def __init__(self, began: Path, damaged: str = "") -> None:
+        self.began, self.damaged = began, damaged
 
     def __call__(self, device: str) -> Any:
+        if device == self.damaged:
+            eventually(self.began.exists)
+            raise CheckpointError("x.safetensors: damaged")
         self.began.with_suffix(".part").write_text(str(os.getpid()))
         self.began.with_suffix(".part").rename(self.began)
         time.sleep(PATIENCE_S / 6)
         self.began.write_text("loaded")
         return EchoPolicy()
-
-
-class LoadingBesideADamaged(Loading):
-    """On "cuda:1" it fails once that on "cuda:0" is being loaded."""
-
-    def __call__(self, device: str) -> Any:
-        if device == "cuda:0":
-            return super().__call__(device)
-        eventually(self.began.exists)
-        raise CheckpointError("x.safetensors: damaged")
 
 
 def observation(*numbers: float, image: bool = False) -> dict[str, Any]:
@@ -164,24 +174,33 @@ def observation(*numbers: float, image: bool = False) -> dict[str, Any]:
     return result
 
 
-def scaled(factor: float) -> EchoPolicy:
-    """An echo policy whose answers are a multiple of the others', and which says so."""
-
-    class Scaled(EchoPolicy):
-        def infer_batch(self, observations: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-            return [{**r, "actions": factor * r["actions"]} for r in super().infer_batch(observations)]
-
-    policy = Scaled()
-    policy.metadata["factor"] = factor
-    return policy
+def local(**changes: Any) -> ServerConfig:
+    """A configuration with a free port and timeouts that a busy machine does not reach."""
+    timeouts = {f"{name}_timeout_s": PATIENCE_S for name in ("request", "message", "handshake", "send")}
+    return ServerConfig(**{"port": 0, **timeouts, **changes})
 
 
-def local(**changes: Any) -> Any:
-    """The limits of a server on a free port; none of its times is too short for a machine that is busy."""
-    from vla_accel.server import ServerConfig
+@contextlib.contextmanager
+def served(policy: Any, **limits: Any) -> Iterator[tuple[PolicyServer, PolicyClient]]:
+    """A server of `policy`, and a client of it."""
+    with background(policy, local(**limits)) as server, PolicyClient(server.address) as client:
+        yield server, client
 
-    long = dict.fromkeys(("request", "message", "handshake", "send"), PATIENCE_S)
-    return ServerConfig(**{"port": 0, **{f"{name}_timeout_s": value for name, value in long.items()}, **changes})
+
+def actions_of(server: PolicyServer, request: Mapping[str, Any], **options: Any) -> float:
+    """The first action that a new client gets for a request."""
+    with PolicyClient(server.address) as client:
+        return client.infer(request, **options)["actions"][0, 0]
+
+
+def send_in_order(pool: ThreadPoolExecutor, server: PolicyServer, calls: Iterable[Callable[[], T]]) -> list[Future[T]]:
+    """Run calls in threads, each once the one before has arrived: the first runs, the others wait behind it."""
+    futures = []
+    for index, call in enumerate(calls):
+        futures.append(pool.submit(call))
+        name = "vla_accel_queue_depth" if index else "vla_accel_running_requests"
+        eventually(lambda name=name, index=index: metric(server.address, name) == max(index, 1))
+    return futures
 
 
 def port_of(address: str) -> int:
@@ -201,7 +220,7 @@ def get(address: str, path: str, headers: Mapping[str, str] | None = None) -> tu
 
 
 def metric(address: str, name: str) -> float:
-    """One value of the metrics page; 0 for a label that was not counted yet."""
+    """One value of the metrics page; 0 for a label without a count."""
     for line in get(address, "/metrics")[2].splitlines():
         if line.startswith(f"{name} "):
             return float(line.rsplit(" ", 1)[1])
@@ -209,7 +228,7 @@ def metric(address: str, name: str) -> float:
 
 
 class RawClient:
-    """A websocket client without manners: it sends the bytes it is told to."""
+    """A websocket client that sends any bytes."""
 
     def __init__(self, address: str, *, handshake: bool = True, headers: str = "") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port_of(address)), timeout=PATIENCE_S)
@@ -279,9 +298,9 @@ def frame_bytes(
 
 
 @contextlib.contextmanager
-def server_process(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def server_process() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`(address, process)` of the echo policy, served by a process of its own; stopped by SIGTERM."""
-    words = [sys.executable, "-m", "tests.support.server_support", *options]
+    words = [sys.executable, "-m", "tests.support.server_support"]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -323,16 +342,8 @@ def serve_command(*words: str) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--max-batch", type=int, default=1)
-    parser.add_argument("--delay-ms", type=float, default=0.0)
-    words = parser.parse_args()
-    import asyncio
-
-    from vla_accel.server import PolicyServer
-
     async def run() -> None:
-        server = PolicyServer(EchoPolicy(words.delay_ms / 1e3), local(max_batch=words.max_batch))
+        server = PolicyServer(EchoPolicy(), local())
         for name in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(name, server.stop_soon)
         await server.run(lambda s: print(s.address, flush=True))

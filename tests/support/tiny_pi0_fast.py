@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support import reference_pi0 as slow
-from tests.support.lerobot_saved import Change, saved, state_files
+from tests.support.lerobot_saved import Change, saved, write_saved
 from tests.support.tiny_smolvla import CAMERAS, statistics
 from vla_accel.families.pi0_fast.checkpoint import pieces
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig
@@ -186,14 +186,7 @@ def write_lerobot(
         image_resolution=[side, side],
         tokenizer_max_length=config.max_token_len - 1, max_decoding_steps=config.max_steps, fast_skip_tokens=SKIPPED,
     )  # fmt: skip
-    table = {"observation.state": statistics(STATE_DIM), "action": statistics(ACTION_DIM)}
-    flat = {f"{k}.{n}": torch.from_numpy(v) for k, d in table.items() for n, v in d.items()}
-    for name in state_files(files):
-        save_file(flat, folder / name)
-    change(files)
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    (folder / "tokenizer").mkdir(exist_ok=True)  # of lerobot's main branch
+    write_saved(folder, files, {"observation.state": statistics(STATE_DIM), "action": statistics(ACTION_DIM)}, change)
     write_text_tokenizer(folder / "tokenizer.json")
     write_fast(folder / "fast")
     return model

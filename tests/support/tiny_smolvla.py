@@ -3,7 +3,6 @@ second time: one observation, no padding, nothing hoisted, float64."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.lerobot_saved import Change, saved, state_files
+from tests.support.lerobot_saved import Change, saved, write_saved
 from tests.support.tiny import TOKENIZER
 from vla_accel.families.smolvla.checkpoint import DEAD, pieces
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, expert_mlp_dim
@@ -112,15 +111,7 @@ def write_lerobot(
         num_vlm_layers=0 if libero else prefix.depth, self_attn_every_n_layers=config.self_every,
         expert_width_multiplier=config.expert.width / prefix.width,
     )  # fmt: skip
-    table = {"observation.state": statistics(state), "action": statistics(action)}
-    flat = {f"{k}.{n}": torch.from_numpy(v) for k, d in table.items() for n, v in d.items()}
-    for name in state_files(files):
-        save_file(flat, folder / name)
-    change(files)
-    for name, content in files.items():
-        if content is not None:
-            (folder / f"{name}.json").write_text(json.dumps(content))
-    (folder / "tokenizer").mkdir(exist_ok=True)  # of lerobot's main branch
+    write_saved(folder, files, {"observation.state": statistics(state), "action": statistics(action)}, change)
     TOKENIZER.save(folder / "tokenizer.json")
     return model
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.harness import command
+from eval.harness import command, options
 from eval.harness.benchmark import Benchmark
 from tests.support.toy_benchmark import TOY
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(command.Arguments):
+class Arguments(options.Arguments):
     """Play the toy."""
 
     suite: str = "line"

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from vla_accel.errors import CheckpointError, ObservationError
+from vla_accel.families.groot.bench import CARDS
 from vla_accel.families.groot.images import Cropping, whole_tokens
 from vla_accel.families.groot.modalities import Group, Groups
 from vla_accel.families.groot.network import groot_n17
-from vla_accel.families.groot.stand_in import processor as stand_in
 from vla_accel.families.groot.transforms import GrootProcessor
 from vla_accel.transforms.robots import Preset
 
@@ -114,7 +114,7 @@ def test_an_image_that_came_over_the_wire_is_taken_without_a_warning(request: py
 
 @pytest.fixture
 def processor() -> GrootProcessor:
-    return stand_in(groot_n17(), 2)
+    return CARDS["groot"].dummy(groot_n17(), 2)
 
 
 def observation(**changes: Any) -> dict[str, Any]:

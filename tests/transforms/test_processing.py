@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,20 +50,27 @@ def write_statistics(folder: Path, content: Any) -> Path:
 # -- normalisation ------------------------------------------------------------------------------------------------
 
 
-def test_quantile_normalisation_by_hand() -> None:
-    n = Normaliser.of(stats(q01=[-1.0, 10.0], q99=[3.0, 10.5]), "quantile", "state")
-    expected = [(2.0 + 1.0) / (4.0 + 1e-6) * 2 - 1, (10.1 - 10.0) / (0.5 + 1e-6) * 2 - 1]
-    np.testing.assert_allclose(n.normalise(np.array([2.0, 10.1])), expected, rtol=0, atol=1e-15)
-    expected = [(0.5 + 1) / 2 * (4.0 + 1e-6) - 1.0, (-2.0 + 1) / 2 * (0.5 + 1e-6) + 10.0]
-    np.testing.assert_allclose(n.restore(np.array([0.5, -2.0])), expected, rtol=0, atol=1e-15)
-
-
-def test_mean_std_normalisation_by_hand() -> None:
-    n = Normaliser.of(stats(mean=[1.0, -2.0], std=[0.5, 0.0]), "mean_std", "state")
-    expected = [(2.0 - 1.0) / (0.5 + 1e-6), (-2.0 + 2.0) / 1e-6]
-    np.testing.assert_allclose(n.normalise(np.array([2.0, -2.0])), expected, rtol=0, atol=1e-15)
-    expected = [3.0 * (0.5 + 1e-6) + 1.0, 1.0 * 1e-6 - 2.0]
-    np.testing.assert_allclose(n.restore(np.array([3.0, 1.0])), expected, rtol=0, atol=1e-15)
+@pytest.mark.parametrize(
+    ("kind", "values", "normalised", "restored"),
+    [
+        (
+            "quantile",
+            {"q01": [-1.0, 10.0], "q99": [3.0, 10.5]},
+            [(2.0 + 1.0) / (4.0 + 1e-6) * 2 - 1, (-2.0 - 10.0) / (0.5 + 1e-6) * 2 - 1],
+            [(2.0 + 1) / 2 * (4.0 + 1e-6) - 1.0, (-2.0 + 1) / 2 * (0.5 + 1e-6) + 10.0],
+        ),
+        (
+            "mean_std",
+            {"mean": [1.0, -2.0], "std": [0.5, 0.0]},
+            [(2.0 - 1.0) / (0.5 + 1e-6), (-2.0 + 2.0) / 1e-6],
+            [2.0 * (0.5 + 1e-6) + 1.0, -2.0 * 1e-6 - 2.0],
+        ),
+    ],
+)
+def test_normalisation_is_openpis(kind: Any, values: Any, normalised: list[float], restored: list[float]) -> None:
+    n, x = Normaliser.of(stats(**values), kind, "state"), np.array([2.0, -2.0])
+    np.testing.assert_allclose(n.normalise(x), normalised, rtol=1e-15, atol=1e-15)
+    np.testing.assert_allclose(n.restore(x), restored, rtol=1e-15, atol=1e-15)
 
 
 def test_the_lower_quantile_is_exactly_minus_one() -> None:
@@ -108,49 +116,71 @@ def test_prepared_state_is_normalised_and_padded() -> None:
 
 
 def test_statistics_are_read_with_and_without_the_wrapping_key(tmp_path: Path) -> None:
-    wrapped = load_statistics(write_statistics(tmp_path, {"norm_stats": statistics()}))
-    bare = load_statistics(write_statistics(tmp_path, statistics()))
-    for loaded in (wrapped, bare):
-        q01 = loaded["actions"].q01
+    for content in ({"norm_stats": statistics()}, statistics()):
+        q01 = load_statistics(write_statistics(tmp_path, content))["actions"].q01
         assert q01 is not None and q01.tolist() == statistics()["actions"]["q01"]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "parts"),
     [
-        ("not json", "expected JSON"),
-        ([1, 2], "expected a mapping, got list"),
-        ({"norm_stats": {"state": {}}}, r"expected norm_stats\.actions, found \['state'\]"),
-        ({"norm_stats": {"actions": {}}}, r"expected norm_stats\.state"),
-        ({"state": {"q01": [0.0, float("nan")]}, "actions": {}}, r"state\.q01: expected a list of finite numbers"),
-        ({"state": {}, "actions": {"mean": 3.0}}, r"actions\.mean: expected a list of finite numbers, got 3\.0"),
-        ({"state": {"std": ["a"]}, "actions": {}}, r"state\.std: expected a list of finite numbers"),
-        ({"state": {"std": [[1.0], [1.0, 2.0]]}, "actions": {}}, r"state\.std: expected a list of finite numbers"),
+        ("not json", "JSON"),
+        ([1, 2], "mapping|list"),
+        ({"norm_stats": {"state": {}}}, r"norm_stats\.actions|\['state'\]"),
+        ({"norm_stats": {"actions": {}}}, r"norm_stats\.state"),
+        ({"state": {"q01": [0.0, float("nan")]}, "actions": {}}, r"state\.q01: |finite"),
+        ({"state": {}, "actions": {"mean": 3.0}}, r"actions\.mean: |finite|3\.0"),
+        ({"state": {"std": ["a"]}, "actions": {}}, r"state\.std: |finite"),
+        ({"state": {"std": [[1.0], [1.0, 2.0]]}, "actions": {}}, r"state\.std: |finite"),
+        (None, r"norm_stats\.json|no such file"),
     ],
 )
-def test_bad_statistics_are_named(tmp_path: Path, content: Any, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        load_statistics(write_statistics(tmp_path, content))
+def test_bad_statistics_are_named(tmp_path: Path, content: Any, parts: str) -> None:
+    path = tmp_path / "norm_stats.json" if content is None else write_statistics(tmp_path, content)
+    with pytest.raises(CheckpointError, match="statistics") as refused:
+        load_statistics(path)
+    assert all(re.search(part, str(refused.value)) for part in parts.split("|"))
 
 
-def test_a_missing_statistics_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"expected .*norm_stats\.json, found no such file"):
-        load_statistics(tmp_path / "norm_stats.json")
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        ({"mean": [0.0], "std": [1.0]}, "quantile", "q01 and q99"),
+        ({"q01": [0.0], "q99": [1.0]}, "mean_std", "mean and std"),
+        ({"q01": [0.0, 1.0], "q99": [1.0]}, "quantile", "one length"),
+        ({"q01": [1.0], "q99": [0.0]}, "quantile", "q01 <= q99"),
+    ],
+)
+def test_statistics_of_the_wrong_kind_are_refused(values: Any, kind: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"norm_stats\.state: .*{message}"):
+        Normaliser.of(stats(**values), kind, "state")
 
 
-def test_statistics_of_the_wrong_kind_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"norm_stats\.state: expected q01 and q99 for quantile"):
-        Normaliser.of(stats(mean=[0.0], std=[1.0]), "quantile", "state")
-    with pytest.raises(CheckpointError, match=r"norm_stats\.actions: expected mean and std for mean_std"):
-        Normaliser.of(stats(q01=[0.0], q99=[1.0]), "mean_std", "actions")
-    with pytest.raises(CheckpointError, match=r"norm_stats\.state"):
-        Normaliser.of(stats(q01=[0.0, 1.0], q99=[1.0]), "quantile", "state")
+def test_statistics_may_be_longer_than_the_robots_numbers() -> None:
+    """openpi computes some after padding: with zeros, or to as many as the model has."""
+    n = Normaliser.of(stats(mean=[0.0] * 12, std=[2.0] * 8 + [0.0] * 4), "mean_std", "state")
+    processor = make_processor(state=n, actions=n.cut(9, 12, "actions"), action_dim=9)
+    assert (len(processor.state.low), len(processor.actions.low)) == (8, 7)
+    inputs = processor.prepare(tiny_observation())
+    np.testing.assert_allclose(inputs.state[:8], tiny_observation()["observation/state"] / 2, atol=1e-5)
 
 
-def test_statistics_of_the_wrong_length_are_refused() -> None:
-    short = Normaliser.of(stats(q01=[0.0] * 7, q99=[1.0] * 7), "quantile", "state")
-    with pytest.raises(CheckpointError, match=r"the preset's 8 numbers \(state_dim\), got 7"):
-        make_processor(state=short).prepare(tiny_observation())
+@pytest.mark.parametrize(
+    ("name", "mean", "std", "got"),
+    [
+        ("state", [0.0] * 7, [1.0] * 7, r"8 numbers \(state_dim\), got 7"),
+        ("actions", [0.0] * 6, [2.0] * 6, r"7 numbers \(action_dim\), got 6"),
+        # Cutting these would drop a joint or a gripper without an error.
+        ("actions", [0.0] * 8, [1.0] * 7 + [2e-5], r"7 numbers \(action_dim\), got 8"),
+        ("actions", [0.0] * 7 + [-2e-5], [1.0] * 7 + [0.0], r"7 numbers \(action_dim\), got 8"),
+    ],
+)
+def test_statistics_of_the_wrong_length_are_refused(name: str, mean: Any, std: Any, got: str) -> None:
+    scale = Normaliser.of(stats(mean=mean, std=std), "mean_std", name)
+    with pytest.raises(CheckpointError, match=rf"norm_stats\.{name}: expected the preset's {got}"):
+        make_processor(**{name: scale}, action_dim=9)
+    if len(mean) == 8:
+        assert len(make_processor(**{name: scale}, action_dim=8).actions.low) == 7
 
 
 # -- prompts ------------------------------------------------------------------------------------------------------
@@ -214,18 +244,6 @@ def test_prompts_at_the_limit_and_beyond() -> None:
         tokenize_prompt(TOKENIZER, prompt + "bowl", None, 48)
 
 
-@pytest.mark.parametrize("prompt", ["", "  \n", "_"])
-def test_an_empty_prompt_is_refused(prompt: str) -> None:
-    with pytest.raises(ObservationError, match="prompt: expected an instruction"):
-        tokenize_prompt(TOKENIZER, prompt, None, 48)
-
-
-@pytest.mark.parametrize("prompt", [3, ["pick"], np.array(["pick"]), 2.5])
-def test_a_prompt_that_is_no_str_is_refused(prompt: Any) -> None:
-    with pytest.raises(ObservationError, match="prompt: expected a str, got"):
-        make_processor().prepare({**tiny_observation(), "prompt": prompt})
-
-
 def test_a_prompt_may_be_a_numpy_scalar_or_the_default() -> None:
     expected = make_processor().prepare(tiny_observation()).tokens
     forms = (
@@ -253,89 +271,54 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: str) -> None:
         SmallTokenizer.load(path)
 
 
-def test_tokenizer_round_trip(tmp_path: Path) -> None:
-    TOKENIZER.save(tmp_path / "tokenizer.json")
-    assert SmallTokenizer.load(tmp_path / "tokenizer.json") == TOKENIZER
-
-
 # -- images and whole observations --------------------------------------------------------------------------------
 
 
-def test_images_are_passed_on_as_they_are() -> None:
-    observation = tiny_observation()
-    base, wrist = observation["observation/image"], observation["observation/wrist_image"]
-    inputs = make_processor().prepare(observation)
-    np.testing.assert_array_equal(inputs.images, np.stack([base, wrist]))
-    moved = {**observation, "observation/image": np.moveaxis(base, -1, 0)}
-    np.testing.assert_array_equal(make_processor().prepare(moved).images, inputs.images)
-    # openpi truncates floats, it does not round.
-    floats = {**observation, "observation/wrist_image": np.full((28, 28, 3), 0.999, np.float32)}
-    assert (make_processor().prepare(floats).images[1] == 254).all()
+BAD: dict[str, list[tuple[Any, str]]] = {
+    "observation/image": [
+        (np.zeros((32, 28, 1), np.uint8), r"expected shape .*, got \(32, 28, 1\)"),
+        ([[1], [1, 2]], "an array, got a list"),
+        (np.zeros((28, 28, 3), "S1"), r"uint8, got \|S1"),
+        (np.zeros((28, 28, 3), object), "uint8, got object"),
+    ],
+    "observation/wrist_image": [(np.zeros((1, 300, 3), np.uint8), r"resized to 28, got \(1, 300, 3\)")],
+    "observation/state": [
+        (np.zeros(7), r"shape \(8,\), got \(7,\)"),
+        (np.zeros((1, 8)), r"shape \(8,\), got \(1, 8\)"),
+        (np.array([0] * 7 + [np.nan]), "finite"),
+        (np.array([0] * 7 + [np.inf]), "finite"),
+        (np.ma.array(np.zeros(8), mask=np.arange(8) == 0), "without a mask, got 1"),
+        (None, "expected"),
+        # NumPy would convert each of these to numbers.
+        (np.full(8, b"12"), r"numbers, got dtype \|S2"),
+        (["1"] * 8, "numbers, got dtype <U1"),
+        ([1.0] * 7 + ["1"], "numbers, got dtype <U"),
+        (np.ones(8, bool), "numbers, got dtype bool"),
+        (np.ones(8, complex), "numbers, got dtype complex128"),
+        (np.ones(8, object), "numbers, got dtype object"),
+        (np.ones(8, "m8[s]"), "numbers, got dtype timedelta64"),
+        ([[1.0], [1.0, 2.0]], "numbers, got a list"),
+        (np.full(8, 1e200), "the checkpoint's range"),
+    ],
+    "prompt": [
+        ("", "an instruction"),
+        (" \n_", "an instruction"),
+        (3, "a str, got int"),
+        (["pick"], "a str, got list"),
+        (np.array([b"pick"]), "a str, got ndarray"),
+        (np.array({"a": 1}, object), "a str, got dict"),
+        (b"pick up the \xff\xfe bowl", "UTF-8, got b'pick"),
+        (np.array(b"pick \xff"), "UTF-8, got b'pick"),
+        ("pick \ud800", "UTF-8"),
+        (np.array("pick \ud800"), "UTF-8"),
+        ("bowl " * 49, r"at most 48 .*max_token_len\), got \d+ from 'bowl"),
+    ],
+}
 
 
-def image(shape: tuple[int, ...] = (28, 28, 3), dtype: Any = np.uint8, value: float = 0) -> np.ndarray:
-    return np.full(shape, value, dtype)
-
-
-BAD: list[tuple[str, Any, str]] = [
-    (
-        "observation/image",
-        image((32, 28, 1)),
-        r"observation/image: expected shape \(height, width, 3\), got \(32, 28, 1\)",
-    ),
-    (
-        "observation/image",
-        image((0, 28, 3)),
-        r"observation/image: expected shape \(height, width, 3\), got \(0, 28, 3\)",
-    ),
-    ("observation/wrist_image", image((1, 300, 3)), r"observation/wrist_image: .*resized to 28, got \(1, 300, 3\)"),
-    ("observation/image", image((28, 28, 4)), r"observation/image: expected shape .* got \(28, 28, 4\)"),
-    ("observation/wrist_image", image((28, 28)), r"observation/wrist_image: expected shape .* got \(28, 28\)"),
-    ("observation/wrist_image", image((1, 28, 28, 3)), r"observation/wrist_image: expected shape .* got \(1, 28"),
-    ("observation/image", image(dtype=np.int64), "observation/image: expected dtype uint8, got int64"),
-    ("observation/image", image(dtype=bool), "observation/image: expected dtype uint8, got bool"),
-    ("observation/image", image(dtype=np.float32, value=1.5), r"observation/image: .* floats in \[0, 1\]"),
-    ("observation/image", image(dtype=np.float32, value=-0.1), r"observation/image: .* floats in \[0, 1\]"),
-    ("observation/image", image(dtype=np.float32, value=np.nan), r"observation/image: .* floats in \[0, 1\]"),
-    ("observation/image", "a path", "observation/image: expected shape"),
-    ("observation/image", None, "observation/image: expected shape"),
-    ("observation/state", np.zeros(7), r"observation/state: expected shape \(8,\), got \(7,\)"),
-    ("observation/state", np.zeros((1, 8)), r"observation/state: expected shape \(8,\), got \(1, 8\)"),
-    ("observation/state", np.array([0] * 7 + [np.nan]), "observation/state: expected finite numbers"),
-    (
-        "observation/state",
-        np.ma.array(np.zeros(8), mask=np.arange(8) == 0),
-        "observation/state: expected numbers without a mask, got 1",
-    ),
-    ("observation/state", np.array([0] * 7 + [np.inf]), "observation/state: expected finite numbers"),
-    ("observation/state", ["x"] * 8, "observation/state: expected numbers, got"),
-    ("observation/state", None, r"observation/state: expected"),
-    # NumPy reads each of these as numbers.
-    ("observation/state", np.full(8, b"12"), r"observation/state: expected numbers, got dtype \|S2"),
-    ("observation/state", np.full(8, "0.5"), "observation/state: expected numbers, got dtype <U3"),
-    ("observation/state", ["1"] * 8, "observation/state: expected numbers, got dtype <U1"),
-    ("observation/state", [1.0] * 7 + ["1"], "observation/state: expected numbers, got dtype <U"),
-    ("observation/state", np.ones(8, bool), "observation/state: expected numbers, got dtype bool"),
-    ("observation/state", np.ones(8, complex), "observation/state: expected numbers, got dtype complex128"),
-    ("observation/state", np.ones(8, object), "observation/state: expected numbers, got dtype object"),
-    ("observation/state", np.ones(8, "m8[s]"), "observation/state: expected numbers, got dtype timedelta64"),
-    ("observation/state", [[1.0], [1.0, 2.0]], "observation/state: expected numbers, got a list"),
-    ("observation/state", np.full(8, 1e200), "observation/state: expected a state in the checkpoint's range"),
-    ("observation/image", [[1], [1, 2]], "observation/image: expected an array, got a list"),
-    ("observation/image", image().astype("S1"), r"observation/image: expected dtype uint8, got \|S1"),
-    ("observation/image", image(dtype=object), "observation/image: expected dtype uint8, got object"),
-    ("prompt", b"pick up the \xff\xfe bowl", "prompt: expected text in UTF-8, got b'pick"),
-    ("prompt", np.array(b"pick \xff"), "prompt: expected text in UTF-8, got b'pick"),
-    ("prompt", "pick \ud800", "prompt: expected text in UTF-8"),
-    ("prompt", np.array("pick \ud800"), "prompt: expected text in UTF-8"),
-    ("prompt", np.array([b"pick"]), "prompt: expected a str, got ndarray"),
-    ("prompt", np.array({"a": 1}, object), "prompt: expected a str, got dict"),
-]
-
-
-@pytest.mark.parametrize(("key", "value", "message"), BAD)
+@pytest.mark.parametrize(("key", "value", "message"), [(k, v, m) for k, rows in BAD.items() for v, m in rows])
 def test_a_bad_value_is_named(key: str, value: Any, message: str) -> None:
-    with pytest.raises(ObservationError, match=message):
+    with pytest.raises(ObservationError, match=f"^{key}: .*{message}"):
         make_processor().prepare({**tiny_observation(), key: value})
 
 
@@ -343,7 +326,7 @@ def test_a_bad_value_is_named(key: str, value: Any, message: str) -> None:
 def test_a_missing_key_is_named(key: str) -> None:
     observation = tiny_observation()
     del observation[key]
-    with pytest.raises(ObservationError, match=f"observation: missing {key}; got observation/|missing {key}; got "):
+    with pytest.raises(ObservationError, match=f"observation: missing {key}; got "):
         make_processor().prepare(observation)
 
 
@@ -354,13 +337,11 @@ def test_an_observation_is_a_mapping(observation: Any) -> None:
     assert issubclass(ObservationError, VlaAccelError) and issubclass(ObservationError, ValueError)
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"expected tokenizer\.json or tokenizer\.model, found neither"):
-        load_tokenizer(tmp_path)
-
-
-def test_the_demos_tokenizer_is_the_small_one() -> None:
-    assert isinstance(load_tokenizer(NAMED["demo"]), SmallTokenizer)
+def test_the_demos_tokenizer_is_the_small_one(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(NAMED["demo"])
+    assert isinstance(tokenizer, SmallTokenizer)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path) == tokenizer
 
 
 def test_plain_prompts_are_tokenised_once() -> None:
@@ -399,30 +380,6 @@ def test_images_are_the_callers_own_and_the_state_is_a_copy() -> None:
     kept = inputs.raw_state.copy()
     observation["observation/state"][:] = 0
     np.testing.assert_array_equal(inputs.raw_state, kept)
-
-
-def test_statistics_may_be_longer_than_the_robots_numbers() -> None:
-    """openpi computes some after padding: with zeros, or to as many as the model has."""
-    n = Normaliser.of(stats(mean=[0.0] * 12, std=[2.0] * 8 + [0.0] * 4), "mean_std", "state")
-    processor = make_processor(state=n, actions=n.cut(9, 12, "actions"), action_dim=9)
-    assert (len(processor.state.low), len(processor.actions.low)) == (8, 7)
-    inputs = processor.prepare(tiny_observation())
-    np.testing.assert_allclose(inputs.state[:8], tiny_observation()["observation/state"] / 2, atol=1e-5)
-    with pytest.raises(
-        CheckpointError, match=r"norm_stats\.actions: expected the preset's 7 numbers \(action_dim\), got 6"
-    ):
-        make_processor(actions=Normaliser.of(stats(mean=[0.0] * 6, std=[2.0] * 6), "mean_std", "actions"))
-
-
-@pytest.mark.parametrize(("mean", "std"), [(0.0, 2e-5), (-2e-5, 0.0)])
-def test_statistics_of_more_numbers_than_the_robot_has_are_refused(mean: float, std: float) -> None:
-    """Cutting them would leave out a joint or a gripper in silence."""
-    more = Normaliser.of(stats(mean=[0.0] * 7 + [mean], std=[1.0] * 7 + [std]), "mean_std", "actions")
-    with pytest.raises(
-        CheckpointError, match=r"norm_stats\.actions: expected the preset's 7 numbers \(action_dim\), got 8"
-    ):
-        make_processor(actions=more, action_dim=9)
-    assert len(make_processor(actions=more, action_dim=8).actions.low) == 7
 
 
 def test_the_example_is_a_valid_observation() -> None:

@@ -17,7 +17,8 @@ from vla_accel.tune.search import Candidate, Tried
 
 PARTS = ("vision", "kv_cache", "denoise")
 PRODUCTS = Products(("o_proj", "down_proj"))
-LOWER = {"vision": {"native": PRODUCTS}, "kv_cache": {"native": PRODUCTS, "tensorrt": PRODUCTS}, "denoise": {}}
+TENSORRT = Products(("o_proj", "down_proj"), precisions=("fp8",))
+LOWER = {"vision": {"native": PRODUCTS}, "kv_cache": {"native": PRODUCTS, "tensorrt": TENSORRT}, "denoise": {}}
 BASE = PolicyConfig(num_steps=4, device="cpu", strict=True)
 
 

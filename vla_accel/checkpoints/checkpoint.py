@@ -1,8 +1,8 @@
-"""Stored tensors to a network: every key is accounted for, or loading raises and lists what is wrong.
+"""Stored tensors as the weights of a network, and this package's own checkpoint format.
 
-Weights are read tensor by tensor, straight to where and what they are to be, by a recipe from canonical names to
-stored ones. Also this package's own format: canonical names, and the sizes in `config.json`. Only safetensors files are
-opened; no pickle is ever loaded. Knows no model.
+Every key is accounted for: loading raises CheckpointError that lists missing, left-over and misshaped tensors. Weights
+are read tensor by tensor, directly to their device and dtype, by a recipe from canonical names to stored ones. Only
+safetensors files are opened; no pickle is ever loaded.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Recipe = Mapping[str, tuple[Piece, ...]]
 """The stored tensors that make up each canonical one."""
 T = TypeVar("T")
 N = TypeVar("N", bound=Network)
-# Values checked or cast at a time: a whole embedding table would need half a gigabyte.
+# Values checked or cast at a time: for a whole embedding table, half a gigabyte would be allocated.
 _CHECKED = 1 << 22
 _SHOWN_BYTES = 256 << 20
 
 
 class Stored:
-    """A checkpoint's weights as a network's `Origin`: read tensor by tensor, accounted for already.
+    """A checkpoint's weights as a network's `Origin`.
 
-    Reading a weight takes the host memory of one stored tensor, which a mapped file gives without a copy, and on the
-    device that of the weight, and of a few megabytes while they are cast there.
+    Reading a weight needs host memory for one stored tensor, which is mapped without a copy, and device memory for the
+    weight and a few megabytes for the cast.
     """
 
     def __init__(self, weights: Weights, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
@@ -47,7 +47,7 @@ class Stored:
         self._advance: Callable[[int], None] = lambda count: None
 
     def __deepcopy__(self, memo: object) -> Stored:
-        return self  # of a copied network, too
+        return self  # shared by copies of a network
 
     def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         value = _joined(self.weights, self.recipe[name], self.shapes[name], device, dtype, self._advance)
@@ -74,20 +74,31 @@ class Stored:
 
 
 def deferred(network: N, weights: Weights, recipe: Recipe, where: str) -> N:
-    """A network that was made without weights (`Network.empty`), and has them from here when they are asked for."""
+    """Set the origin of a network without weights (`Network.empty`), which reads them when they are needed."""
     network.origin = Stored(weights, recipe, shapes_of(network), where)
     return network
 
 
 def fitted(network: N, weights: Weights, recipe: Recipe, where: str, what: str, dead: Iterable[str] = ()) -> N:
-    """As `deferred`, every key accounted for: `what` is the model or file that they must fit, `dead` are the stored
-    tensors that nothing reads. Raises CheckpointError that lists keys missing, left over or misshaped."""
+    """Check every key, then set the network's origin as `deferred` does.
+
+    Args:
+        network: A network without weights.
+        weights: The stored tensors.
+        recipe: The stored tensors of each canonical one.
+        where: The folder, for errors.
+        what: The model or file that the tensors must fit, for errors.
+        dead: Stored tensors that nothing reads.
+
+    Raises:
+        CheckpointError: Tensors are missing, left over, misshaped or not floats.
+    """
     account(weights, recipe, shapes_of(network), f"checkpoint {where} does not fit {what}", dead)
     return deferred(network, weights, recipe, where)
 
 
 def shapes_of(network: Network) -> dict[str, tuple[int, ...]]:
-    """Canonical names and shapes."""
+    """Return canonical names and shapes."""
     return {name: tuple(value.shape) for name, value in network.state_dict().items()}
 
 
@@ -99,7 +110,7 @@ def _joined(
     dtype: torch.dtype | None,
     advance: Callable[[int], None],
 ) -> Tensor:
-    """One canonical tensor from its pieces, each read, copied to its place and cast there before the next."""
+    """Return one canonical tensor; each piece is read, copied and cast before the next one."""
     result = torch.empty(0)
     row = 0
     for index, part in enumerate(parts):
@@ -107,18 +118,18 @@ def _joined(
         if index == 0:
             result = torch.empty(shape, dtype=dtype or source.dtype, device=device)
         elif dtype is None and source.dtype != result.dtype:
-            # Pieces of one matrix in different dtypes: the wider holds both exactly.
+            # Pieces of one matrix with different dtypes: the wider dtype represents both exactly.
             result = result.to(torch.promote_types(result.dtype, source.dtype))
         rows = result[row : row + source.shape[0]] if len(parts) > 1 else result
         _upload(source, rows)
         row += source.shape[0] if source.ndim else 0
-        del source  # and with it the pages of its file, before the next is read
+        del source  # releases the mapped pages before the next tensor is read
         advance(weights.sizes[part.name])
     return result
 
 
 def _upload(source: Tensor, target: Tensor) -> None:
-    """Copy from the host; another dtype is cast on the target's device, a few megabytes at a time."""
+    """Copy from the host. The dtype is changed on the target's device, a few megabytes at a time."""
     if source.dtype == target.dtype or target.device.type == "cpu":
         target.copy_(source)
         return
@@ -132,16 +143,16 @@ def _upload(source: Tensor, target: Tensor) -> None:
 def account(
     weights: Weights, recipe: Recipe, expected: Mapping[str, tuple[int, ...]], failed: str, dead: Iterable[str] = ()
 ) -> None:
-    """Raise CheckpointError, which begins with `failed`, if any stored tensor that the recipe names is missing,
-    misshaped or no float, or if there are others that are not `dead`."""
+    """Raise CheckpointError, which begins with `failed`, if a tensor of the recipe is missing, misshaped or no float,
+    or if there are other tensors that are not `dead`."""
     problems = _differences(weights, recipe, expected, dead)
     if problems:
         raise CheckpointError(f"{failed}: " + "; ".join(problems))
 
 
 def compare_sizes(pairs: Iterable[tuple[str, object, object]], where: str) -> None:
-    """Raise CheckpointError where config and weights say different things; `pairs`: name, what the config says (None:
-    nothing) and what the weights show."""
+    """Raise CheckpointError if config and weights contradict each other. `pairs`: name, the config's value (None if it
+    has none) and the weights' value."""
     wrong = [f"{name}: config says {said}, weights say {shown}" for name, said, shown in pairs
              if said not in (None, shown)]  # fmt: skip
     if wrong:
@@ -170,12 +181,12 @@ def _differences(
 
 
 def is_own(content: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of this package's format; the first ones only named their `kind`."""
+    """Return whether a config.json has this package's format. The first version only had a `kind`."""
     return "format" in content or "kind" in content
 
 
 def read_config(folder: Path, kind: type[T]) -> T:
-    """The sizes, a dataclass `kind`, in a folder's `config.json`. Raises CheckpointError."""
+    """Return the sizes, a dataclass `kind`, in a folder's `config.json`. Raises CheckpointError."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"checkpoint {folder}: expected config.json, found {listing(folder)}")
@@ -192,7 +203,7 @@ def read_config(folder: Path, kind: type[T]) -> T:
 
 
 def _no_size(content: Mapping[str, Any], where: str = "") -> str | None:
-    """The first number that cannot be a size; None where all can."""
+    """Return an error for the first number that cannot be a size; None if there is none."""
     for key, value in content.items():
         if isinstance(value, Mapping) and (wrong := _no_size(value, f"{where}{key}.")) is not None:
             return wrong
@@ -203,23 +214,29 @@ def _no_size(content: Mapping[str, Any], where: str = "") -> str | None:
 
 
 def fitted_own(network: N, folder: Path) -> N:
-    """A network made without weights, which come from a folder of canonical names when they are asked for.
-    Raises CheckpointError."""
+    """Set the origin of a network to a folder of this package's format. Raises CheckpointError."""
     recipe = {name: (Piece(name),) for name in shapes_of(network)}
     return fitted(network, SafetensorsWeights(folder), recipe, str(folder), "its config.json")
 
 
 def load_own(network: N, folder: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> N:
-    """As `fitted_own`, with all its weights; shows progress for large ones. `dtype`: of the large products, what the
-    network keeps wide stays so, None keeps what is stored. Raises CheckpointError, for non-finite weights, too."""
-    return fitted_own(network, folder).bound_for(torch.device(device), dtype).whole()
+    """Return the network with all weights of a folder of this package's format.
+
+    Args:
+        network: A network without weights.
+        folder: The folder.
+        device: The device of the weights.
+        dtype: Of the large products; None keeps the stored one. Parameters that the network keeps wide stay so.
+
+    Raises:
+        CheckpointError: Tensors are missing, left over, misshaped or not finite.
+    """
+    return fitted_own(network, folder).placed(torch.device(device), dtype).whole()
 
 
 def save_checkpoint(state: Mapping[str, Tensor], config: Any, folder: Path, family: str | None = None) -> None:
-    """Write canonical weights and sizes into a folder; each file appears whole or not at all.
-
-    `family`: whose; None where the sizes have a `kind` that is its name.
-    """
+    """Write canonical weights and sizes into a folder; each file appears whole or not at all. `family` may be None if
+    the sizes have a `kind` with its name."""
     save_weights(state, folder / "model.safetensors")
     content = {"format": FORMAT, **({} if family is None else {"family": family}), **dataclasses.asdict(config)}
     write_json(folder / "config.json", content)

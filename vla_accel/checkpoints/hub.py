@@ -1,7 +1,6 @@
-"""Checkpoints on the Hugging Face hub: how they are named, and which of a repository's files are fetched.
+"""Checkpoints on the Hugging Face hub: their names, and which files of a repository are fetched.
 
-Only files are fetched that a checkpoint consists of: never a pickle, an optimizer's state or another checkpoint of the
-same repository. Knows no model.
+Only the files of one checkpoint are fetched: never a pickle, an optimizer's state or another checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """The checkpoint that a text of the form `owner/name[@revision][/folder]` names; None for any other text."""
+        """Parse `owner/name[@revision][/folder]`; return None for any other text."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None
@@ -62,9 +61,9 @@ class HubName:
 
 
 def fetch(name: HubName) -> Path:
-    """Return the folder in the hub's cache that holds a checkpoint, after fetching what is missing there.
+    """Fetch the missing files of a checkpoint and return its folder in the hub's cache.
 
-    Without a connection, a checkpoint that was fetched before is found in the cache.
+    Without a connection, a checkpoint in the cache is used.
 
     Raises:
         CheckpointError: The repository cannot be reached, or holds no checkpoint in this folder.
@@ -79,7 +78,7 @@ def fetch(name: HubName) -> Path:
         ) from error
     # The hub's errors have no common base: ValueError for a bad name, OSError for the network, its own for the rest.
     try:
-        # NOTE: `list_repo_files` would try again for 20 s where there is no connection; this request is made once.
+        # NOTE: `list_repo_files` retries for 20 s without a connection; this request is made once.
         siblings = HfApi().model_info(name.repo, revision=name.revision).siblings or []
     except Exception as error:
         for file in _MAIN:
@@ -97,13 +96,13 @@ def fetch(name: HubName) -> Path:
 
 
 def checkpoint_folders(files: Iterable[str]) -> list[str]:
-    """The folders, of the files' paths with slashes, that hold a checkpoint or an adapter; the root is left out."""
+    """Return the folders below the root that hold a checkpoint or an adapter, from the paths of all files."""
     folders = {str(path.parent) for path in map(PurePosixPath, files) if path.name in _SIGNS}
     return sorted(folders - {"."})
 
 
 def _chosen(name: HubName, files: Iterable[str]) -> list[str]:
-    """The files to fetch. Raises CheckpointError where the folder holds no checkpoint."""
+    """Return the files to fetch. Raises CheckpointError if the folder holds no checkpoint."""
     start = f"{name.folder}/" if name.folder else ""
     below = [file.removeprefix(start) for file in files if file.startswith(start)]
     if not any("/" not in file and (file in _SIGNS or fnmatchcase(file, "model*.safetensors")) for file in below):
@@ -118,7 +117,7 @@ def _chosen(name: HubName, files: Iterable[str]) -> list[str]:
 
 
 def _wanted(file: str) -> bool:
-    """Whether a file, by its path in the checkpoint's folder, belongs to the checkpoint."""
+    """Return whether a file, by its path in the checkpoint's folder, belongs to the checkpoint."""
     if "/" in file:
         path = PurePosixPath(file)
         asset = path.parts[0] == "assets" and path.name == "norm_stats.json"

@@ -1,8 +1,8 @@
-"""openpi's JAX parameters and where each of them belongs in openpi's PyTorch model.
+"""The tensor of openpi's PyTorch model for each of openpi's JAX parameters.
 
-JAX keeps the layers of a stack in one array with the layer as the first axis, and projections as einsum operands with
-heads as an axis of their own; PyTorch keeps one (out, in) matrix a layer. The rules below are that difference, as data.
-Source of the layouts: openpi's Flax modules (Physical Intelligence, openpi, Apache-2.0). Knows nothing of files.
+JAX has the layers of a stack in one array with the layer as the first axis, and projections as einsum operands with
+an axis for the heads; PyTorch has one (out, in) matrix a layer. The rules below describe the difference.
+Source of the layouts: openpi's Flax modules (Physical Intelligence, openpi, Apache-2.0).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Target:
-    """One PyTorch tensor: `name`, cut from its source at `index` (leading axes), its axes rearranged by `layout`."""
+    """One PyTorch tensor: the part of its source at `index` (leading axes), with the axes rearranged by `layout`."""
 
     name: str
     source: str
@@ -31,7 +31,7 @@ class Target:
     shape: Shape
 
     def cut(self, array: np.ndarray) -> np.ndarray:
-        """The tensor's values from the whole source array; a view where numpy can."""
+        """Return the tensor's values from the whole source array, a view if possible."""
         before, order, _ = _parsed(self.layout)
         part = array[self.index]
         assert part.ndim == len(before)
@@ -40,8 +40,14 @@ class Target:
 
 @dataclass(frozen=True)
 class _Rule:
-    """`source`: pattern of a JAX name; `targets`: PyTorch name to the index after the layer's; `layout`: axes before
-    and after, those in brackets become one; `layered`: whether the first axis is the layer."""
+    """A JAX parameter and its PyTorch tensors.
+
+    Attributes:
+        source: The JAX name.
+        targets: PyTorch names, with the index after the layer's.
+        layout: Axes before and after; those in parentheses become one.
+        layered: Whether the first axis is the layer.
+    """
 
     source: str
     targets: Mapping[str, tuple[int, ...]]
@@ -105,7 +111,9 @@ def _siglip() -> list[_Rule]:
 
 
 def _gemma(suffix: str, root: str) -> list[_Rule]:
-    """One stack: the prefix has no suffix, the expert `_1`. π0 has a scale in each norm, π0.5's expert a projection."""
+    """Return the rules of a stack. The expert's names have the suffix `_1`.
+
+    Norms have a scale, those of π0.5's expert a projection."""
     layer = root + "layers.{layer}."
     attention, mlp = f"{_LLM}layers/attn/", f"{_LLM}layers/mlp{suffix}/"
     rules = [
@@ -142,7 +150,7 @@ _RULES: dict[str, _Rule] = {
         *_siglip(),
         *_gemma("", _LANGUAGE),
         *_gemma("_1", _EXPERT),
-        # The name under which openpi's own files keep the tied table.
+        # The name of the tied table in openpi's own files.
         _Rule(
             _LLM + "embedder/input_embedding",
             {"paligemma_with_expert.paligemma.lm_head.weight": ()},
@@ -155,11 +163,15 @@ _RULES: dict[str, _Rule] = {
 
 
 def targets(shapes: Mapping[str, Shape], where: str) -> list[Target]:
-    """Where every JAX parameter goes.
+    """Return the PyTorch tensors of every JAX parameter.
 
-    Args: `shapes`: names joined by slashes, without openpi's outer `params` and nnx's inner `value`.
-    Raises CheckpointError that lists parameters without a place or of the wrong rank. What a model still lacks is seen
-    when the PyTorch names are checked.
+    Args:
+        shapes: Shapes by name, joined by slashes, without openpi's outer `params` and nnx's inner `value`.
+        where: The checkpoint, for errors.
+
+    Raises:
+        CheckpointError: A parameter is unknown or has the wrong rank. Missing ones show when the PyTorch names are
+            checked.
     """
     unknown = sorted(shapes.keys() - _RULES.keys())
     if unknown:
@@ -197,7 +209,7 @@ def _of_one(source: str, shape: Shape, rule: _Rule, where: str) -> list[Target]:
 
 
 def _parsed(layout: str) -> tuple[list[str], tuple[int, ...], list[list[str]]]:
-    """Axes before, their order after, and the groups after that become one axis each."""
+    """Return the axes before, their order after, and the groups that become one axis each."""
     left, right = layout.split("->")
     before = left.split()
     groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", right)]

@@ -1,8 +1,8 @@
-"""openpi's LoRA adapters in its JAX parameters, folded into the weights beside them.
+"""openpi's LoRA adapters in its JAX parameters, folded into their weights.
 
-Attention adds its adapter times alpha / rank; the MLP adds its own unscaled. No parameter shows alpha: openpi's
-variants (`gemma_2b_lora`, `gemma_300m_lora`) have alpha = rank, so that both are scaled by one. Source: openpi's
-`models/lora.py` and `models/gemma.py` (Physical Intelligence, Apache-2.0).
+Adapters of attention are scaled by alpha / rank, those of the MLP are not. No parameter shows alpha: openpi's variants
+(`gemma_2b_lora`, `gemma_300m_lora`) have alpha = rank, a scale of one. Source: openpi's `models/lora.py` and
+`models/gemma.py` (Physical Intelligence, Apache-2.0).
 """
 
 from __future__ import annotations
@@ -25,11 +25,19 @@ class _Parameters(Protocol):
 
 
 class FoldedParameters:
-    """`convert.Parameters` without adapters: reading a weight folds its own in, in float32.
+    """`convert.Parameters` without adapters: reading a weight folds its adapter in, in float32.
 
-    Args: `scale`: alpha / rank of the attention's adapters. `adapters`: how many weights have one; `scaled`: how
-    many of them `scale` is for.
-    Raises CheckpointError for an adapter without its weight or its other half, or whose shape is not the weight's.
+    Args:
+        parameters: The parameters with adapters.
+        scale: alpha / rank of the attention's adapters.
+        where: The checkpoint, for errors.
+
+    Attributes:
+        adapters: Number of weights with an adapter.
+        scaled: Number of those that `scale` applies to.
+
+    Raises:
+        CheckpointError: An adapter has no weight or no second factor, or does not fit its weight.
     """
 
     def __init__(self, parameters: _Parameters, scale: float = 1.0, where: str = "memory") -> None:
@@ -54,22 +62,22 @@ class FoldedParameters:
 
 
 def _product(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The change of one layer's weight by its factors (…, rows, rank) and (…, rank, columns)."""
+    """Return the change of one layer's weight from its factors (..., rows, rank) and (..., rank, columns)."""
     if "/attn_vec_einsum" not in name:
         return a @ b
-    # Heads are summed over before the rank, and once more after it: not head by head.
+    # The heads are summed before the rank and again after it, not head by head.
     return a @ b.sum(axis=0)
 
 
 def _pairs(shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, tuple[str, str]]:
-    """Weight to the names of its two factors."""
+    """Return the names of the two factors of each weight."""
     pairs: dict[str, tuple[str, str]] = {}
     for name in sorted(name for name in shapes if _MARK in name.lower()):
         stem, other = name[:-1], {"a": "b", "b": "a"}.get(name[-1], "")
         # q_einsum/lora_a is of q_einsum/w, linear_lora_a of linear.
         weight = stem.removesuffix("lora_") + "w" if stem.endswith("/lora_") else stem.removesuffix("_lora_")
         if not stem.endswith("lora_") or weight not in shapes or stem + other not in shapes:
-            raise CheckpointError(f"checkpoint {where}: expected LoRA factors a and b beside a weight, got {name}")
+            raise CheckpointError(f"checkpoint {where}: expected LoRA factors a and b of a weight, got {name}")
         pairs[weight] = (stem + "a", stem + "b")
     for weight, (a, b) in pairs.items():
         *outer, rows, columns = shapes[weight]

@@ -1,6 +1,6 @@
-"""openpi's JAX parameters as its training saves them (orbax), read one array at a time, on the CPU.
+"""openpi's JAX parameters as its training saves them with orbax, read one array at a time on the CPU.
 
-Needs jax and orbax, which nothing else here does. Knows nothing of what the parameters mean.
+The only module that needs jax and orbax.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vla_accel.errors import CheckpointError, DependencyError
 
 
 def check_folder(folder: Path) -> None:
-    """Raises CheckpointError for one that neither holds `params/` nor is it, and says what it holds instead."""
+    """Raise CheckpointError if a folder neither contains `params/` nor is it."""
     if any((folder / name).exists() for name in ("params", "_METADATA", "manifest.ocdbt")):
         return
     weights, inside = (sorted(folder.glob(name)) for name in ("*.safetensors", "*/params"))
@@ -32,18 +32,22 @@ def check_folder(folder: Path) -> None:
 
 
 class OrbaxParameters:
-    """The parameters below a folder.
+    """The parameters of a checkpoint. Names are joined by slashes, without openpi's outer `params` and nnx's inner
+    `value`.
 
-    Args: `folder`: a checkpoint with `params/` in it, or that folder itself. `shapes` and `dtypes` are by name:
-    joined by slashes, without openpi's outer `params` and nnx's inner `value`.
-    Raises CheckpointError for a folder that orbax cannot read, DependencyError without jax and orbax.
+    Args:
+        folder: A checkpoint with `params/` in it, or that folder itself.
+
+    Raises:
+        CheckpointError: orbax cannot read the folder.
+        DependencyError: jax or orbax is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
-        check_folder(folder)  # before anybody installs jax for it
+        check_folder(folder)  # before the error of a missing jax
         inner = folder / "params"
         self.folder = (inner if inner.is_dir() else folder).resolve()
-        # Not left to orbax, whose threads print tracebacks of their own beside its error.
+        # orbax's threads would print tracebacks in addition to its error.
         if (self.folder / "manifest.ocdbt").is_file() and not any(self.folder.rglob("d/*")):
             raise CheckpointError(f"checkpoint {self.folder}: expected arrays in d/, found none: copy it whole")
         self._orbax, self._jax = _import()
@@ -68,10 +72,10 @@ class OrbaxParameters:
             self.shapes[name], self.dtypes[name] = tuple(leaf.shape), str(np.dtype(leaf.dtype))
 
     def read(self, name: str) -> np.ndarray:
-        """One array, as stored. Raises CheckpointError for damaged data."""
+        """Read an array in its stored dtype. Raises CheckpointError for damaged data."""
         orbax, keys = self._orbax, self._paths[name]
         how = orbax.RestoreArgs(restore_type=np.ndarray)
-        # A tree with this leaf alone, and no rules for the others, reads just this leaf.
+        # A tree with a single leaf reads that leaf only.
         arguments = orbax.args.PyTreeRestore(item=_nested(keys, 0), restore_args=_nested(keys, how), transforms={})
         try:
             with _quiet():
@@ -96,14 +100,14 @@ def _nested(keys: tuple[str, ...], value: Any) -> Any:
 
 @functools.cache
 def _import() -> tuple[Any, Any]:
-    # Reading needs no accelerator, and a GPU's memory is not to be taken for it.
+    # Reading needs no accelerator and must not reserve GPU memory.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
         import jax
         import orbax.checkpoint
     except ImportError as error:
         raise DependencyError(f"openpi's JAX checkpoints need pip install 'vla_accel[jax]': {error}") from error
-    # Where arrays are missing, tensorstore's threads outlive orbax's loop, and each would print a traceback about that.
+    # If arrays are missing, tensorstore's threads outlive orbax's loop, and each would print a traceback.
     before = sys.unraisablehook
     sys.unraisablehook = lambda told: None if "Event loop is closed" in str(told.exc_value) else before(told)
     return orbax.checkpoint, jax
@@ -111,7 +115,7 @@ def _import() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """orbax warns, at every array, of an interface that is to change some day."""
+    """Hide orbax's deprecation warning for every array."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""Where transformers keeps what is one module here: a SigLIP tower, a projector and stacks of decoder layers.
+"""transformers' tensor names for a SigLIP tower, a projector and stacks of decoder layers (π0, π0.5, π0-FAST, SmolVLA).
 
-A model of that form (π0, π0.5, π0-FAST, SmolVLA) gives its prefixes; q, k, v and gate, up are one matrix each here.
+Here q, k, v are one matrix, and so are gate and up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stack(Protocol):
 
 
 class Sizes(Protocol):
-    """Sizes of a model of a tower and stacks: besides the prefix perhaps an `expert`, a `Stack`, too."""
+    """Sizes of a model of a tower and stacks. It may have an `expert`, which is a `Stack`, too."""
 
     @property
     def vision(self) -> SiglipConfig: ...
@@ -53,14 +53,14 @@ class Sizes(Protocol):
 
 
 def depth_of(shapes: Shapes, start: str) -> int:
-    """Layers of the stack whose names begin with `start`."""
+    """Return the number of layers of the stack whose names begin with `start`."""
     found = {int(m[1]) for n in shapes if (m := re.match(re.escape(start) + r"layers\.(\d+)\.", n))}
-    # A gap shows as missing keys of a deeper model, not as a shallower one.
+    # A gap then shows as missing keys of a deeper model.
     return max(found, default=-1) + 1
 
 
 def shapes_by_name(shapes: Shapes, prefix: str, where: str) -> ShapeOf:
-    """Looks the shape of a tensor up by its name and number of axes. Raises CheckpointError where it is not there."""
+    """Return a function that finds a tensor's shape by name and number of axes, or raises CheckpointError."""
 
     def shape(name: str, axes: int) -> tuple[int, ...]:
         found = shapes.get(prefix + name)
@@ -73,8 +73,15 @@ def shapes_by_name(shapes: Shapes, prefix: str, where: str) -> ShapeOf:
 
 @dataclass(frozen=True)
 class Names:
-    """What stands before each part's names in a dialect. `stacks`: of prefix and expert, if any; `rest`: of all else;
-    `embedding`: the whole name of the token table."""
+    """Prefixes of the tensor names of each part.
+
+    Attributes:
+        tower: Of the vision tower.
+        projector: Of the projector.
+        stacks: Of the prefix and, if there is one, the expert.
+        embedding: Full name of the token table.
+        rest: Of all other tensors.
+    """
 
     tower: str
     projector: str
@@ -83,7 +90,7 @@ class Names:
     rest: str = ""
 
     def pieces(self, name: str, sizes: Sizes) -> tuple[Piece, ...]:
-        """The stored tensors that make up the canonical tensor `name`, in order along its first axis."""
+        """Return the stored tensors that make up the canonical tensor `name`, in order along its first axis."""
         rows: tuple[int, ...] | None = None
         if match := re.fullmatch(r"(prefix|expert)\.layers\.(\d+)\.(\w+)\.(.+)", name):
             which, index, module, leaf = match.groups()

@@ -1,7 +1,5 @@
-"""Named tensors read one at a time, so that a checkpoint larger than memory to spare can be loaded.
-
-Reads safetensors, whole or in shards; no pickle is ever opened. Knows nothing of models or of what the names mean.
-"""
+"""Named tensors of safetensors files, whole or in shards, read one at a time, so that a checkpoint may be larger than
+the free memory. No pickle is ever opened."""
 
 from __future__ import annotations
 
@@ -21,17 +19,20 @@ from vla_accel.config.policy import LARGEST
 from vla_accel.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
-# A mapped file's pages count as the process's memory until it is closed: it is opened anew after so many bytes.
+# The pages of a mapped file count as memory of the process until it is closed: reopen it after this many bytes.
 _MAPPED_BYTES = 16 << 20
 _NOT_FLOAT = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One stored tensor that is `rows` rows of a canonical one, from its top downwards; None: all of them.
+    """A stored tensor that is a part of a canonical one.
 
-    `entry`: the stored tensor stacks the tensors of several models, of which this one is meant; its matrices are (in,
-    out), a canonical one's transpose.
+    Attributes:
+        name: Its stored name.
+        rows: Its number of rows; None: the whole canonical tensor.
+        entry: Index into a stored tensor that stacks those of several models. Its matrices are (in, out), the transpose
+            of a canonical one.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Piece:
     entry: int | None = None
 
     def why_not(self, stored: tuple[int, ...], whole: tuple[int, ...]) -> str | None:
-        """Why a stored shape cannot be this piece of a canonical tensor of shape `whole`; None where it can."""
+        """Return why a stored shape cannot be this piece of a canonical tensor of shape `whole`; None if it can."""
         expected = whole if self.rows is None else (self.rows, *whole[1:])
         if self.entry is not None:
             if stored[1:] == expected[::-1] and self.entry < stored[0]:
@@ -48,20 +49,19 @@ class Piece:
         return None if stored == expected else f"expected {expected}, got {stored}"
 
     def taken(self, stored: Tensor) -> Tensor:
-        """The piece of the stored tensor, in canonical order."""
+        """Return the piece of the stored tensor, in canonical order."""
         return stored if self.entry is None else stored[self.entry].T if stored.ndim > 2 else stored[self.entry]
 
 
 class Weights(Protocol):
-    """Where weights come from. `shapes`: of every tensor, by name; `integers`: names of those that are no floats, with
-    their dtype; `sizes`: bytes as stored."""
+    """Stored tensors: shapes, sizes in bytes, and dtypes of those that are not floats, each by name."""
 
     shapes: dict[str, tuple[int, ...]]
     sizes: dict[str, int]
     integers: dict[str, str]
 
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, in the dtype stored. Free it before the next one where memory matters."""
+        """Return a tensor on the CPU in its stored dtype. Free it before reading the next one to save memory."""
         ...
 
 
@@ -86,7 +86,7 @@ class SafetensorsWeights:
         self._reader: Any = None
         self._opened: Path | None = None
         self._touched = 0
-        # To open a file of many tensors anew takes milliseconds: a large one is opened 64 times at most.
+        # Opening a file with many tensors takes milliseconds: a large one is opened at most 64 times.
         self._most_mapped = max(_MAPPED_BYTES, sum(self.sizes.values()) // 64)
 
     def _files(self, table: Mapping[str, str] | None) -> list[Path]:
@@ -95,7 +95,7 @@ class SafetensorsWeights:
         elif table is not None:
             files = [self.path / name for name in sorted(set(table.values()))]
         else:
-            # By name: other safetensors in the folder (calibration scales, a processor's state) are not weights.
+            # Other safetensors files in the folder (calibration scales, a processor's state) are not weights.
             files = sorted(self.path.glob("model*.safetensors"))
         absent = [f.name for f in files if not f.is_file()]
         if absent or not files:
@@ -153,9 +153,9 @@ def _open(file: Path) -> Any:
     from safetensors import safe_open
 
     try:
-        with file.open("rb") as opened:  # of one that may not be read safetensors would say that there is none
+        with file.open("rb") as opened:  # safetensors reports an unreadable file as missing
             if opened.read(23) == b"version https://git-lfs":
-                raise CheckpointError(f"checkpoint {file}: a pointer of git-lfs, no weights: git lfs pull gets them")
+                raise CheckpointError(f"checkpoint {file}: expected weights, got a git-lfs pointer: run git lfs pull")
         return safe_open(file, framework="pt")
     except OSError as error:
         raise CheckpointError(f"checkpoint {file}: cannot be read: {error.strerror or error}") from error
@@ -164,10 +164,10 @@ def _open(file: Path) -> Any:
 
 
 def read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """A safetensors file of statistics, by name; BF16 as float32. Raises CheckpointError where it cannot be read."""
+    """Return the arrays of a safetensors file of statistics, BF16 as float32. Raises CheckpointError."""
     opened = _open(file)
     tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-    # Copies: a tensor is mapped, and would follow a file that is written over.
+    # Copies: a mapped tensor would change if the file is overwritten.
     return {name: np.array((t.float() if t.dtype == torch.bfloat16 else t).numpy()) for name, t in tensors.items()}
 
 
@@ -186,13 +186,13 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def some(names: list[str], limit: int = 8) -> str:
-    """The first few of a list of names, and how many more there are."""
+    """Return the first names of a list, and the number of the others."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
 
 
 def listing(path: Path) -> str:
-    """What is in a folder, for an error message."""
+    """Return the content of a folder, for an error message."""
     if not path.is_dir():
         return "no such folder" if not path.exists() else "a file"
 
@@ -205,7 +205,7 @@ def listing(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A checkpoint's JSON or YAML file. Raises CheckpointError."""
+    """Read a checkpoint's JSON or YAML file. Raises CheckpointError."""
     try:
         return read_mapping(path)
     except ConfigError as error:
@@ -213,7 +213,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def size_of(content: Mapping[str, Any], key: str, path: Path, default: int | None = None) -> int:
-    """A size in a checkpoint's file, `default` where it has none. Raises CheckpointError for what can be no size."""
+    """Return a size in a checkpoint's file, `default` if it has none. Raises CheckpointError for an impossible size."""
     value = default if content.get(key) is None else content[key]
     if type(value) is not int or not 1 <= value <= LARGEST:
         raise CheckpointError(f"{path}: {key}: expected a whole number from 1 to {LARGEST}, got {value!r:.60}")

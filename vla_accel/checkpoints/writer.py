@@ -1,7 +1,6 @@
-"""Safetensors files written one tensor at a time, so that the file may be larger than memory.
+"""Safetensors files written one tensor at a time, so that a file may be larger than the memory.
 
-The format is a length, a JSON header with every tensor's place, and the values; the header is written first. Knows
-nothing of models.
+The format is a length, a JSON header with the offset of every tensor, and the values.
 """
 
 from __future__ import annotations
@@ -20,8 +19,13 @@ _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 class SafetensorsWriter:
-    """`entries`: name to (dtype, shape), all that will be written; `metadata`: strings for the header. Use it in a
-    `with` block: leaving it well with a tensor unwritten is an error."""
+    """Write a file in a `with` block; leaving the block without writing every tensor is an error.
+
+    Args:
+        path: The file.
+        entries: Dtype and shape of every tensor, by name.
+        metadata: Strings for the header.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,7 @@ class SafetensorsWriter:
         self._file.truncate(self._start + offset)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """One tensor, cast to its dtype. Raises ValueError for another shape or a second time."""
+        """Write a tensor, cast to its dtype. Raises ValueError for another shape or a second write."""
         dtype, shape, offset = self._places[name]
         if tuple(tensor.shape) != shape or name not in self._left:
             raise ValueError(f"{name}: expected shape {shape}, once, got {tuple(tensor.shape)}")
@@ -66,9 +70,10 @@ class SafetensorsWriter:
 
 
 def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """One file of tensors that are in memory, whole or not at all (`files.replacing`).
+    """Write a file of tensors in memory, whole or not at all (`files.replacing`).
 
-    Not safetensors' own: that file would be readable by its owner alone, and its error on a full disk is no OSError.
+    `safetensors.save_file` is not used: its file is readable by the owner only, and its error on a full disk is no
+    OSError.
     """
     entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with replacing(path) as temporary, SafetensorsWriter(temporary, entries) as writer:

@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vla_accel.errors import VlaAccelError, nearest
 
@@ -23,8 +24,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cache": ("cache", "engines.Cache", "list, verify or clear the built engines; clear compiled kernels, too"),
     "inspect": ("inspect", "engines.Inspect", "show layers, precisions, profiles and size of a built engine"),
     "convert": ("convert", "policies.Convert", "turn an openpi JAX checkpoint into safetensors"),
-    "serve": ("serve", "servers.Serve", "serve a policy to openpi's clients"),
-    "bench-server": ("bench_server", "servers.BenchServer", "time calls over a server: what it adds, and where"),
+    "serve": ("serve", "serve.Serve", "serve a policy to openpi's clients"),
+    "bench-server": ("bench_server", "bench_server.BenchServer", "time calls over a server: what it adds, and where"),
     "build-vae": ("build_vae", "images.BuildVae", "build TensorRT engine files of an autoencoder"),
     "build-unet": ("build_unet", "images.BuildUnet", "build a TensorRT engine file of Stable Diffusion's UNet"),
     "bench-vae": ("bench_vae", "images.BenchVae", "time an autoencoder: eager, compiled, native, TensorRT, in turns"),
@@ -34,8 +35,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "img2img": ("generate", "images.ImageToImage", "make a picture from a picture and a prompt"),
     "precision": ("precision", "images.Precision", "show a model in BF16 or FP16: dtypes, ranges, memory, latency"),
 }
-"""Command to (module of `vla_accel.cli`, options of `asked`, one line of help). The module has `main(chosen: OPTIONS,
-words: list[str]) -> int`; `words` are what was typed, for the record."""
+"""Command to (module of `vla_accel.cli`, options in it or in `asked`, one line of help). The module has `main(chosen:
+OPTIONS, words: list[str]) -> int`; `words` are what was typed, for the record."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,11 +65,16 @@ def run(words: list[str]) -> int:
         return 2
     from vla_accel.cli.options import read
 
+    chosen = read(options_of(name), rest, f"vla-accel {name}")
+    return importlib.import_module(f"vla_accel.cli.{COMMANDS[name][0]}").main(chosen, rest)
+
+
+def options_of(name: str) -> Any:
+    """The options class of a command."""
     module, options, _ = COMMANDS[name]
-    place, _, kind_name = options.partition(".")
-    kind = getattr(importlib.import_module(f"vla_accel.cli.asked.{place}"), kind_name)
-    chosen = read(kind, rest, f"vla-accel {name}")
-    return importlib.import_module(f"vla_accel.cli.{module}").main(chosen, rest)
+    home, _, kind = options.partition(".")
+    package = "vla_accel.cli" if home == module else "vla_accel.cli.asked"
+    return getattr(importlib.import_module(f"{package}.{home}"), kind)
 
 
 def ended(run: Callable[[], int]) -> tuple[int, str | None]:

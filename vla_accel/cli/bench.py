@@ -15,6 +15,7 @@ from vla_accel.cli.asked.policies import Bench
 from vla_accel.cli.common import print_json, print_table, say, write_asked
 from vla_accel.config import AUTO, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, DependencyError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import Family, family_named
 from vla_accel.files import without_folders
 from vla_accel.machine import hardware, resolve_device, software
@@ -24,8 +25,16 @@ from vla_accel.measure.overlap import recorded
 from vla_accel.measure.paced import paced
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
 from vla_accel.measure.start import starts
-from vla_accel.measure.systems import REALTIME_VLA_STEPS, CheckpointFactory, Factory, camera_size, free, observer
-from vla_accel.nn.quantize import load_modelopt
+from vla_accel.measure.systems import (
+    REALTIME_VLA_STEPS,
+    CheckpointFactory,
+    Factory,
+    camera_size,
+    free,
+    observer,
+    system_name,
+)
+from vla_accel.nn.calibration import load_modelopt
 from vla_accel.progress import going_on
 from vla_accel.report.bench import page, ran, tables
 from vla_accel.report.page import check_path, write
@@ -41,7 +50,7 @@ def main(chosen: Bench, words: list[str]) -> int:
         raise ConfigError(f"profile: expected a GPU, whose kernels it tells, got {device}")
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     factory = _factory(chosen, str(device), ceilings)
-    family = factory.family
+    family, card = factory.family, bench_card(factory.family)
     named = tuple(dict.fromkeys(config.num_steps for config in configs if config.num_steps is not None))
     sweep = chosen.steps or named or factory.sweep
     camera = camera_size(chosen.camera)
@@ -110,7 +119,7 @@ def main(chosen: Bench, words: list[str]) -> int:
                 row["step_ms"] = row["parts_ms"][family.parts[-1]] / inside
         rows += found
         free()
-        add_speedups(rows, next((n for n in names if n in family.baselines), "eager"))
+        add_speedups(rows, next((n for n in names if n in card.baselines), "eager"))
         # A run that is cut off leaves the rows that it had.
         write_asked(chosen.output, report)
     ours = [n for n in names if n in factory.configs]
@@ -164,8 +173,9 @@ def _factory(chosen: Bench, device: str, ceilings: Ceilings | None) -> Factory |
         given = ",".join(chosen.config)
         raise ConfigError(f"config: expected a checkpoint beside it; random weights have --systems, got {given}")
     family = family_named(chosen.model or "pi05")
-    views = chosen.views or family.views
-    horizon = chosen.horizon or family.action_shape(family.published())[0]
+    card = bench_card(family)
+    views = chosen.views or card.views
+    horizon = chosen.horizon or card.published().action_horizon
     return Factory(
         family, views=views, horizon=horizon, device=device, ceilings=ceilings, checkout=chosen.realtime_vla,
         tokens=chosen.prompt_tokens,
@@ -178,11 +188,12 @@ def _systems(factory: Factory | CheckpointFactory, named: tuple[str, ...], *, fi
     its turns whatever else does, with all its systems where none of them is named."""
     if not isinstance(factory, Factory):
         return factory.names
+    named = tuple(map(system_name, named))
     if not fitted:
         if others := [name for name in named if name in factory.baselines]:
             raise ConfigError(f"camera: expected systems that fit images themselves, got {', '.join(others)}")
         return named or tuple(dict.fromkeys((*factory.default[1:], "eager")))
-    installed = factory.family.baselines
+    installed = factory.card.baselines
     systems = named or (*factory.default[1:], "eager", *installed[:1])
     of_checkout = factory.baselines[len(installed) :]
     return tuple(dict.fromkeys(systems if {*named} & {*of_checkout} else (*systems, *of_checkout)))
@@ -193,9 +204,9 @@ def timed_once(
 ) -> dict[str, dict[str, Any]]:
     """Of several numbers of steps the one at which a system is timed, and why, for those that are timed once. Raises
     ConfigError where that one was not asked for."""
-    family = factory.family
-    found = dict.fromkeys(family.baselines[1:], (sweep[0], "torch.compile takes minutes for each number"))
-    found |= dict.fromkeys(family.realtime_vla, (REALTIME_VLA_STEPS, "its kernels are written for so many"))
+    card = bench_card(factory.family)
+    found = dict.fromkeys(card.baselines[1:], (sweep[0], "torch.compile takes minutes for each number"))
+    found |= dict.fromkeys(card.realtime_vla, (REALTIME_VLA_STEPS, "its kernels are written for so many"))
     asked = {name: {"steps": steps, "why": why} for name, (steps, why) in found.items() if name in names}
     for name, told in asked.items():
         if told["steps"] not in sweep:

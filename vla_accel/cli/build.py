@@ -21,6 +21,7 @@ from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.engines import tensorrt_plan
 from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.errors import ConfigError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import Family, sized
 from vla_accel.families.loading import Checkpoint, base_and_lora, family_of, load
 from vla_accel.files import require_writable_folder
@@ -100,9 +101,10 @@ def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, Engine
     if not options.model:
         return load(options.checkpoint or "demo", config, device=device, dtype=dtype)
     family, size = sized(options.model)
-    sizes = size() if options.depth is None else family.shallow(size(), options.depth)
-    model = family.random(sizes, seed=0, device=str(device), dtype=dtype).whole()
-    processor = family.stand_in(sizes, family.views)
+    card = bench_card(family)
+    sizes = size() if options.depth is None else card.shallow(size(), options.depth)
+    model = card.random(sizes, seed=0, device=str(device), dtype=dtype).whole()
+    processor = card.dummy(sizes, card.views)
     scales = calibrate_on_noise(family, model, processor, count=1) if family.needs_scales(specs) else None
     return Checkpoint(f"random {options.model}", family, model, processor, calibrated=scales, settings=config)
 

@@ -1,4 +1,4 @@
-"""`vla-accel serve CHECKPOINT`: a policy server that openpi's clients talk to. Knows only what the options mean."""
+"""`vla-accel serve CHECKPOINT`: a policy server for openpi's clients."""
 
 from __future__ import annotations
 
@@ -6,98 +6,167 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from vla_accel import machine
-from vla_accel.cli.asked.servers import Serve
-from vla_accel.cli.common import check_names
+import tyro
+
+from vla_accel.cli.asked.policies import PolicySource
+from vla_accel.cli.options import Count, File, Number, Seconds, Text, Within
 from vla_accel.errors import ConfigError
-from vla_accel.server import RayReplicas, Replicas, ServerConfig, Shelf, serve
+from vla_accel.server import PolicyRegistry, RayReplicas, Replicas, ServerConfig, serve
 from vla_accel.server.connection import websockets_server
 from vla_accel.server.keys import Keys
+from vla_accel.server.metrics import prometheus
+
+_DEFAULTS = ServerConfig()
 
 
-def main(given: Serve, words: list[str]) -> int:
+@dataclass(frozen=True)
+class Serve(PolicySource):
+    """Serve a policy over openpi's websocket protocol: openpi-client and `vla_accel.client` talk to it unchanged.
+
+    GET / is a live page, GET /healthz a health check, GET /metrics is for Prometheus. SIGTERM finishes the requests
+    under way.
+    """
+
+    host: str = _DEFAULTS.host
+    """Address to listen on. 0.0.0.0 is every network of this machine; it requires keys, or --insecure."""
+    port: Annotated[int, Within(0, 65535)] = _DEFAULTS.port
+    """Port; 0 picks a free one."""
+    api_key_file: File = None
+    """File with the key that clients must send as `Authorization: Api-Key …`, or with several in lines `NAME: KEY`. It
+    is read again when it changes."""
+    tls_cert: File = None
+    """Certificate chain (PEM); the server then speaks wss and https, and keys are sent encrypted."""
+    tls_key: File = None
+    """The certificate's private key (PEM), if it is not in the same file."""
+    insecure: bool = False
+    """With a --host that other machines can reach: accept clients without a key."""
+    no_page: bool = False
+    """Disable the live page at GET /."""
+    max_clients: Count = _DEFAULTS.max_clients
+    """Most connections at once."""
+    max_payload_mib: Annotated[float, Within(0, above=True)] = _DEFAULTS.max_payload / 2**20
+    """Largest message."""
+    timeout_s: Seconds = _DEFAULTS.request_timeout_s
+    """Longest time for a request."""
+    grace_s: Annotated[float, Within(0)] = _DEFAULTS.grace_s
+    """At shutdown, how long requests under way may still take."""
+    max_batch: Count = _DEFAULTS.max_batch
+    """Observations of different clients that run together: 1, 2, 4, 8, …; each batch size builds engines of its own. A
+    larger request lets other clients run after each MAX_BATCH observations."""
+    max_observations: Count = _DEFAULTS.max_observations
+    """Most observations of one request."""
+    rate_limit: Annotated[
+        float | None, tyro.conf.arg(metavar="PER_SECOND", help_behavior_hint=""), Within(0, above=True)
+    ] = None
+    """Observations per second of each client (the key's name, or its address); a faster client waits."""
+    max_wait_ms: Annotated[float | None, tyro.conf.arg(metavar="MS", help_behavior_hint=""), Within(0)] = None
+    """With --max-batch above 1: how long a batch waits to become full. Default: 5."""
+    policy: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=CONFIG:CHECKPOINT")] = ()
+    """One of several policies; repeat the option for each. Clients choose by the key `policy` or by the address's path;
+    the first is the default. CONFIG may be auto."""
+    memory_budget_gib: Annotated[
+        float | None, tyro.conf.arg(metavar="GIB", help_behavior_hint=""), Within(0, above=True)
+    ] = None
+    """With several policies: unload the least recently used ones beyond this, and load them again on request."""
+    device: Text = None
+    """cpu, cuda or cuda:N instead of the configuration's."""
+    devices: Text = None
+    """A process with the policy on each of these devices, behind one address: all, or a list like cuda:0,cuda:1."""
+    ray: Text = None
+    """A process with the policy on each GPU of a Ray cluster (or on each machine without GPUs), behind one address:
+    "auto" for this machine's cluster, HOST:PORT for another, "local" to start one here."""
+    num_steps: Number = None
+    """Denoising steps instead of the configuration's."""
+
+
+def main(options: Serve, words: list[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
+    from vla_accel import machine
+    from vla_accel.cli.common import check_names
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    limits = server_config(given)
-    limits.require_free()
-    log = logging.getLogger("vla_accel.server")
-    load = loader(given)
-    if given.ray is None:  # else it lies where the replicas are
+    config = server_config(options)
+    config.require_free()
+    load = loader(options)
+    if options.ray is None:  # on a cluster, the checkpoint is on its machines
         for one in load.loads.values() if isinstance(load, LoadSeveral) else (load,):
             check_names(one.checkpoint, one.config)
-    if given.devices is not None and (given.device or given.ray):
+    if options.devices is not None and (options.device or options.ray):
         raise ConfigError("devices: expected --devices alone, got --device or --ray, too")
-    devices = None if given.devices is None else machine.resolve_devices(given.devices)
-    log.info("loading %s", ", ".join(given.policy) or given.checkpoint or "demo")
-    if given.ray is not None:
-        serve(RayReplicas(load, given.ray, given.device or "auto", machine.software), limits)
+    devices = None if options.devices is None else machine.resolve_devices(options.devices)
+    names = ", ".join(options.policy) or options.checkpoint or "demo"
+    logging.getLogger("vla_accel.server").info("loading %s", names)
+    if options.ray is not None:
+        serve(RayReplicas(load, options.ray, options.device or "auto", machine.software), config)
     elif devices is not None:
-        serve(Replicas(load, devices), limits)
+        serve(Replicas(load, devices), config)
+    elif isinstance(load, LoadSeveral):
+        serve(load(options.device), config)
     else:
-        several = isinstance(load, LoadSeveral)
-        serve(load(given.device) if several else Shelf.later(lambda: load(given.device)), limits)
+        serve(PolicyRegistry.single(lambda: load(options.device)), config)
     return 0
 
 
-def server_config(given: Serve) -> ServerConfig:
-    """The server's part. Raises ConfigError, also for an open door that nobody asked for."""
-    if given.max_wait_ms is not None and given.max_batch == 1:
-        raise ConfigError(f"max-wait-ms: expected --max-batch above 1 with it, got {given.max_wait_ms:g} alone")
+def server_config(options: Serve) -> ServerConfig:
+    """The server's configuration. Raises ConfigError for an open server without --insecure, and for unusable files."""
+    if options.max_wait_ms is not None and options.max_batch == 1:
+        raise ConfigError(f"max-wait-ms: expected --max-batch above 1 with it, got {options.max_wait_ms:g} alone")
     config = ServerConfig(
-        host=given.host,
-        port=given.port,
-        api_key_file=given.api_key_file,
-        tls_cert=given.tls_cert,
-        tls_key=given.tls_key,
-        page=not given.no_page,
-        max_payload=int(given.max_payload_mib * 2**20),
-        max_clients=given.max_clients,
-        request_timeout_s=given.timeout_s,
-        grace_s=given.grace_s,
-        max_batch=given.max_batch,
-        max_observations=given.max_observations,
-        rate_limit=given.rate_limit,
-        max_wait_s=ServerConfig.max_wait_s if given.max_wait_ms is None else given.max_wait_ms / 1e3,
+        host=options.host,
+        port=options.port,
+        api_key_file=options.api_key_file,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        page=not options.no_page,
+        max_payload=int(options.max_payload_mib * 2**20),
+        max_clients=options.max_clients,
+        request_timeout_s=options.timeout_s,
+        grace_s=options.grace_s,
+        max_batch=options.max_batch,
+        max_observations=options.max_observations,
+        rate_limit=options.rate_limit,
+        max_wait_s=_DEFAULTS.max_wait_s if options.max_wait_ms is None else options.max_wait_ms / 1e3,
     )
-    if given.insecure and (given.api_key_file is not None or not config.beyond):
-        got = "--api-key-file" if given.api_key_file is not None else f"--host {given.host}"
+    if options.insecure and (options.api_key_file is not None or not config.public):
+        got = "--api-key-file" if options.api_key_file is not None else f"--host {options.host}"
         raise ConfigError(f"insecure: expected a --host beyond this machine and no key file, got {got}")
-    if given.api_key_file is None and not given.insecure and config.beyond:
+    if options.api_key_file is None and not options.insecure and config.public:
         raise ConfigError(
-            f"host: {given.host or 'every address'} without a key lets in whoever reaches it: expected "
+            f"host: {options.host or 'every address'} without a key accepts everyone who can reach it: expected "
             "--api-key-file, or --insecure"
         )
-    # Before the policy is loaded: a missing package and files of no use are an error at once.
+    # Before the policy loads: a missing package or an unusable file is an error at once.
     websockets_server()
-    Keys(file=given.api_key_file)
+    prometheus()
+    Keys(file=options.api_key_file)
     config.tls()
     return config
 
 
-def loader(given: Serve) -> Load | LoadSeveral:
-    """What makes the policy, or all of them. Raises ConfigError for a policy that is not told as it must be."""
-    if not given.policy:
-        if given.memory_budget_gib is not None:
+def loader(options: Serve) -> Load | LoadSeveral:
+    """The loader of the policy, or of several. Raises ConfigError for options that exclude each other."""
+    if not options.policy:
+        if options.memory_budget_gib is not None:
             raise ConfigError("memory-budget-gib: expected several policies (--policy) to share it, got one")
-        return Load(given.checkpoint or "demo", given.config, given.num_steps, given.lora)
-    if given.checkpoint or given.config or given.lora:
+        return Load(options.checkpoint or "demo", options.config, options.num_steps, options.lora)
+    if options.checkpoint or options.config or options.lora:
         raise ConfigError("policy: expected --policy, or a checkpoint with --config and --lora, got both")
     loads: dict[str, Load] = {}
-    for text in given.policy:
+    for text in options.policy:
         name, _, rest = text.partition("=")
         config, _, checkpoint = rest.partition(":")
         if not re.fullmatch(r"[\w.-]+", name) or not checkpoint or name in loads or name in ("healthz", "metrics"):
             raise ConfigError(f"policy: expected NAME=CONFIG:CHECKPOINT, each name once, got {text!r}")
-        loads[name] = Load(checkpoint, config or None, given.num_steps)
-    budget = given.memory_budget_gib
+        loads[name] = Load(checkpoint, config or None, options.num_steps)
+    budget = options.memory_budget_gib
     return LoadSeveral(loads, None if budget is None else int(budget * 2**30))
 
 
 @dataclass(frozen=True)
 class Load:
-    """How a policy is made, in this process or in a replica's."""
+    """Loads a policy, in this process or in a replica's."""
 
     checkpoint: str
     config: str | None
@@ -105,7 +174,7 @@ class Load:
     lora: str | None = None
 
     def __call__(self, device: str | None) -> Any:
-        """The policy on a device; None leaves it to the configuration. A GPU also becomes this process's own."""
+        """The policy on a device (None: the configuration's). A GPU becomes the process's current device."""
         from vla_accel.policy import OptimizedPolicy
 
         use_gpu(device)
@@ -114,8 +183,7 @@ class Load:
         )
 
     def sized(self, device: str | None) -> tuple[Any, int]:
-        """The policy, and the bytes that it takes: on a GPU what torch reserved for it, graphs and all; on a CPU its
-        parameters."""
+        """The policy and its size in bytes: on a GPU the memory that torch reserved for it, on a CPU its parameters."""
         import torch
 
         if torch.cuda.is_initialized():
@@ -128,7 +196,7 @@ class Load:
 
 
 def use_gpu(device: str | None) -> None:
-    """A GPU that is named becomes this process's own: kernels are launched in the current device's context."""
+    """Make a GPU that is named the process's current device, in whose context kernels are launched."""
     if device is not None and device.startswith("cuda:"):
         import torch
 
@@ -137,10 +205,10 @@ def use_gpu(device: str | None) -> None:
 
 @dataclass(frozen=True)
 class LoadSeveral:
-    """How several policies are made, by name. `budget`: bytes that they may take together."""
+    """Loads several policies by name, within a budget in bytes."""
 
     loads: dict[str, Load]
     budget: int | None
 
-    def __call__(self, device: str | None) -> Shelf:
-        return Shelf({name: partial(load.sized, device) for name, load in self.loads.items()}, self.budget)
+    def __call__(self, device: str | None) -> PolicyRegistry:
+        return PolicyRegistry({name: partial(load.sized, device) for name, load in self.loads.items()}, self.budget)

@@ -1,8 +1,7 @@
-"""websockets' client connection, which sends a message of hundreds of kilobytes without allocating anything for it, and
-whose two threads do not meet in OpenSSL (`tls`).
+"""websockets' client connection, which sends large messages from memory that it keeps, and whose two threads never use
+OpenSSL at the same time (`tls`).
 
-Fresh memory of that size costs a page fault for every 4 KiB, far more than the copies themselves. Knows nothing about
-what a message says.
+New memory for each message costs a page fault for every 4 KiB, far more than the copies.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import numpy as np
 from vla_accel.client.tls import TlsSocket
 from vla_accel.errors import DependencyError
 
-_ROOM = 16
-"""Bytes before the payload: a header has at most 14, and the payload is aligned."""
+_HEADER = 16
+"""Bytes for the header: it has at most 14, and the payload stays aligned."""
 _BINARY, _MASKED = 0x82, 0x80
 _LONGEST_S = 1e6  # fits every platform's SO_SNDTIMEO
 
@@ -37,8 +36,7 @@ def websockets_client() -> Any:
 
 
 def connection_class() -> type:
-    """A subclass of websockets' `ClientConnection` with `limit_sends`, `send_binary`, which sends one binary message,
-    and `abort`."""
+    """A subclass of websockets' `ClientConnection` with `limit_sends`, `send_binary` and `abort`."""
     client = websockets_client()
     from websockets.exceptions import ConnectionClosed
 
@@ -48,12 +46,12 @@ def connection_class() -> type:
             self._frame = Frame()
 
         def limit_sends(self, seconds: float) -> None:
-            """Limit how long a server may read nothing of a message before sending fails."""
+            """Let sending fail once the server has read nothing for so many seconds."""
             seconds = min(seconds, _LONGEST_S)
             if isinstance(self.socket, TlsSocket):
                 self.socket.settimeout(seconds)
                 return
-            # Not `settimeout`, which also limits how long the receiving thread waits.
+            # Not `settimeout`, which would also limit the receiving thread.
             if sys.platform == "win32":
                 limit = struct.pack("@L", math.ceil(seconds * 1e3))
             else:
@@ -62,7 +60,7 @@ def connection_class() -> type:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
         def send_binary(self, message: memoryview) -> None:
-            """As `send`. Raises what it raises, and TimeoutError if the limit of `limit_sends` is over."""
+            """Send one binary message. Raises as `send`, and TimeoutError after the limit of `limit_sends`."""
             try:
                 with self.send_context():
                     self.protocol.writes.append(self._frame.of(message))
@@ -72,25 +70,25 @@ def connection_class() -> type:
                 raise
 
         def abort(self) -> None:
-            """Shut the socket without a closing handshake; from any thread, also while another one sends or waits."""
-            with contextlib.suppress(OSError):  # it is closed already
+            """Shut the socket without a closing handshake, from any thread."""
+            with contextlib.suppress(OSError):  # already closed
                 self.socket.shutdown(socket.SHUT_RDWR)
 
     return Connection
 
 
 class Frame:
-    """A client's frames, each written where the one before it stood."""
+    """A client's frames, all in the same memory."""
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
 
     def of(self, message: bytes | memoryview) -> memoryview:
-        """`message` as one masked binary frame (RFC 6455, 5.2), which holds until the next call."""
+        """`message` as one masked binary frame (RFC 6455, 5.2), valid until the next call."""
         payload = np.frombuffer(message, np.uint8)
         size = len(payload)
-        if len(self._buffer) < _ROOM + size:
-            self._buffer = np.empty(_ROOM + size, np.uint8)
+        if len(self._buffer) < _HEADER + size:
+            self._buffer = np.empty(_HEADER + size, np.uint8)
         key = secrets.token_bytes(4)
         if size < 126:
             header = struct.pack("!BB", _BINARY, _MASKED | size)
@@ -99,10 +97,10 @@ class Frame:
         else:
             header = struct.pack("!BBQ", _BINARY, _MASKED | 127, size)
         header += key
-        begin, end, even = _ROOM - len(header), _ROOM + size, size // 8 * 8
-        self._buffer[begin:_ROOM] = np.frombuffer(header, np.uint8)
-        words = self._buffer[_ROOM : _ROOM + even].view(np.uint64)
+        begin, end, even = _HEADER - len(header), _HEADER + size, size // 8 * 8
+        self._buffer[begin:_HEADER] = np.frombuffer(header, np.uint8)
+        words = self._buffer[_HEADER : _HEADER + even].view(np.uint64)
         np.bitwise_xor(payload[:even].view(np.uint64), np.uint64(int.from_bytes(2 * key, sys.byteorder)), out=words)
         rest = np.frombuffer(2 * key, np.uint8)[: size - even]
-        np.bitwise_xor(payload[even:], rest, out=self._buffer[_ROOM + even : end])
+        np.bitwise_xor(payload[even:], rest, out=self._buffer[_HEADER + even : end])
         return self._buffer.data[begin:end]

@@ -1,4 +1,4 @@
-"""Which proxy a client connects through: none, unless its user says so."""
+"""The proxy of a client: none, unless the user chooses one."""
 
 from __future__ import annotations
 
@@ -17,37 +17,34 @@ class Proxy:
 
     Args:
         address: the server's, `ws://host:port` or `wss://host:port`.
-        chosen: None or False for none, True for what the environment says of this address, or a proxy's address.
+        choice: None or False for none, True for the environment's proxy, or a proxy's address.
+
+    Attributes:
+        url: the proxy's address; None connects directly.
+        through: the proxy in an error message, without its password; empty without a proxy.
+        hint: for an error message: an unused proxy of the environment, if the server is on a public network.
 
     Raises:
-        ConfigError: `chosen` is nothing of these.
+        ConfigError: an invalid choice.
     """
 
-    def __init__(self, address: str, chosen: Any) -> None:
+    def __init__(self, address: str, choice: Any) -> None:
         self.url: str | None = None
-        """The proxy's address; None connects directly."""
-        if isinstance(chosen, str):
-            parts = urlsplit(chosen)
+        if isinstance(choice, str):
+            parts = urlsplit(choice)
             if parts.scheme not in _SCHEMES or not parts.hostname:
-                raise ConfigError(f"proxy: expected http://host:port or socks5h://host:port, got {_public(chosen)!r}")
-            self.url = chosen
-        elif chosen is True:
-            self.url = _of_environment(address)
-        elif chosen not in (None, False):
-            raise ConfigError(f"proxy: expected None, True or a proxy's address, got {chosen!r}")
-        unused = None if self.url is not None or not _is_public(address) else _of_environment(address)
-        self.hint = ""
-        """What ends an error of a server that may be out of reach without a proxy."""
-        if unused is not None:
-            self.hint = f"; the proxy {_public(unused)} of the environment is not used: proxy=True"
-
-    @property
-    def through(self) -> str:
-        """How an error names the proxy; empty without one."""
-        return "" if self.url is None else f" through the proxy {_public(self.url)}"
+                raise ConfigError(f"proxy: expected http://host:port or socks5h://host:port, got {_public(choice)!r}")
+            self.url = choice
+        elif choice is True:
+            self.url = _from_environment(address)
+        elif choice not in (None, False):
+            raise ConfigError(f"proxy: expected None, True or a proxy's address, got {choice!r}")
+        self.through = "" if self.url is None else f" through the proxy {_public(self.url)}"
+        unused = _from_environment(address) if self.url is None and _is_public(address) else None
+        self.hint = "" if unused is None else f"; the environment's proxy {_public(unused)} is not used: proxy=True"
 
 
-def _of_environment(address: str) -> str | None:
+def _from_environment(address: str) -> str | None:
     """The proxy for a websocket address from http_proxy, https_proxy, all_proxy and no_proxy."""
     parts = urlsplit(address)
     port = parts.port or (443 if parts.scheme == "wss" else 80)
@@ -56,13 +53,13 @@ def _of_environment(address: str) -> str | None:
     known = urllib.request.getproxies()
     names = ("wss", "socks", "https", "all") if parts.scheme == "wss" else ("ws", "socks", "https", "http", "all")
     name = next((name for name in names if known.get(name)), None)
-    if name == "socks":  # the operating system's may read http://host:port
+    if name == "socks":  # the operating system's setting may be http://host:port
         return known[name].replace("http://", "socks5h://", 1)
     return None if name is None else known[name]
 
 
 def _is_public(address: str) -> bool:
-    """Whether a server is beyond this machine and its own network, as far as its address tells."""
+    """Whether a server is outside this machine and its own network, as far as its address shows."""
     host = urlsplit(address).hostname or ""
     try:
         return ipaddress.ip_address(host).is_global
@@ -71,5 +68,5 @@ def _is_public(address: str) -> bool:
 
 
 def _public(url: str) -> str:
-    """A proxy's address without the password that it may hold."""
-    return url.rpartition("@")[2] if "@" in url else url
+    """A proxy's address without user and password."""
+    return url.rpartition("@")[2]

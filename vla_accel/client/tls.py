@@ -1,7 +1,7 @@
 """A TLS socket that one thread reads while another writes, as websockets' threaded client does.
 
-OpenSSL allows one thread at a time in a connection, and `ssl.SSLSocket` lets two in (CPython issue 143756). They then
-garble each other's records, or wait for one that never comes.
+OpenSSL allows only one thread at a time in a connection, but `ssl.SSLSocket` lets two in (CPython issue 143756): they
+then corrupt each other's records, or wait forever.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 
 class TlsSocket:
-    """As much of the interface of `socket.socket` as websockets asks for, around a connected `ssl.SSLSocket`.
+    """The part of `socket.socket` that websockets uses, around a connected `ssl.SSLSocket`.
 
-    OpenSSL is called under a lock and never waits there: waiting is for the socket, outside the lock. The socket is
-    closed when nobody waits for it any more.
+    OpenSSL runs under a lock and never waits there; threads wait for the socket outside the lock. `close` closes the
+    socket once no thread waits for it.
     """
 
     def __init__(self, tls: ssl.SSLSocket) -> None:
@@ -30,11 +30,11 @@ class TlsSocket:
         return getattr(self._tls, name)
 
     def settimeout(self, value: float | None) -> None:
-        """How long `sendall` may wait for room, in seconds."""
+        """Set how many seconds `sendall` may wait for the other side."""
         self._timeout_s = value
 
     def recv(self, bufsize: int) -> bytes:
-        """Wait for data; empty at its end."""
+        """Wait for data; empty at the end."""
         with self._reading:
             while True:
                 try:
@@ -42,11 +42,11 @@ class TlsSocket:
                         return self._tls.recv(bufsize)
                 except ssl.SSLWantReadError:
                     self._wait(selectors.EVENT_READ)
-                except ssl.SSLWantWriteError:  # the other side wants new keys
+                except ssl.SSLWantWriteError:  # the other side renegotiates keys
                     self._wait(selectors.EVENT_WRITE)
 
     def sendall(self, data: bytes | memoryview) -> None:
-        """Raises TimeoutError if no more of it was taken for as long as `settimeout` said."""
+        """Send everything. Raises TimeoutError if the other side reads nothing for the time of `settimeout`."""
         left = memoryview(data)
         with self._writing:
             while left:
@@ -59,12 +59,12 @@ class TlsSocket:
                     left = left[sent:]
 
     def shutdown(self, how: int) -> None:
-        # Not SSLSocket's, after which what still comes is no longer decrypted.
+        # Not SSLSocket's: after it, data that still arrives is no longer decrypted.
         socket.socket.shutdown(self._tls, how)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # closed before, or by the other side
-            self.shutdown(socket.SHUT_RDWR)  # wakes whoever waits
+        with contextlib.suppress(OSError):  # already closed
+            self.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait
         with self._reading, self._writing:
             self._tls.close()
 
@@ -72,4 +72,4 @@ class TlsSocket:
         with selectors.DefaultSelector() as selector:
             selector.register(self._tls, event)
             if not selector.select(timeout_s):
-                raise TimeoutError(f"the other side took nothing for {timeout_s:g} s")
+                raise TimeoutError(f"the other side read nothing for {timeout_s:g} s")

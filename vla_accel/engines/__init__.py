@@ -1,4 +1,4 @@
-"""`build(component, spec)`: the one door to engines, and the only place that may fall back."""
+"""`build` makes the engine of a component; nothing else may fall back to another engine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,21 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def build(component: Component, spec: EngineSpec, *, device: torch.device, ledger: Ledger, why: str = "") -> Engine:
-    """The engine asked for, or the next one that `spec.fallback` allows, with an entry in the ledger.
+    """Build the requested engine, or the next one that `spec.fallback` allows, and record it in the ledger.
 
-    Running out of memory is no reason to fall back: another engine would need as much.
+    Running out of memory raises: another engine would need as much.
 
-    `why`: "auto" was asked for, and chose `spec` for this reason (`engines.auto`): stepping down is then no fallback.
-    Raises ConfigError for an unknown engine, EngineError if none could be built (or, with a strict ledger, if the
-    first could not).
+    Args:
+        component: What to run.
+        spec: The engine, its precision and its fallbacks.
+        device: Where it runs.
+        ledger: Gets the entry; a strict one raises on a fallback.
+        why: Why "auto" chose `spec` (`engines.auto`); stepping down is then no fallback. Empty if `spec` is the
+            user's.
+
+    Raises:
+        ConfigError: An unknown engine.
+        EngineError: No engine could be built, or, with a strict ledger, not the first one.
     """
     reasons = [why] if why else []
     requested = "auto" if why else spec.engine
@@ -40,19 +48,19 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
         if name not in ENGINES:
             raise ConfigError(f"{component.name}: expected an engine of {', '.join(ENGINES)}, got {name!r}")
         lacking = ENGINES[name].lacks(component, spec.precision)
-        # A fallback to eager is one to the policy's own precision, too.
+        # A fallback to eager is also one to the policy's own precision.
         if lacking is not None and (name == spec.engine or name != "eager"):
             reasons.append(f"{name}: {lacking}")
             continue
         try:
             engine = ENGINES[name](component, device, spec)
         except (EngineError, DependencyError, ImportError) as error:
-            # An engine's error names its component, which stands before all the reasons.
+            # The message names the component once, before all reasons.
             reasons.append(f"{name}: {str(error).removeprefix(f'{component.name}: ')}")
             continue
         detail = engine.detail
         if spec.precision in FORMATS:
-            # The same word means other products in other engines: the ledger says which.
+            # Engines differ in which products they compute in a low precision.
             keep = spec.keep if name == "native" else ()
             products = component.quantised.get(name)
             detail += f"; {products.without(keep).described(spec.precision)}" if products else ""

@@ -1,7 +1,7 @@
-"""`auto`: the engine of a component where nobody chose one. The fastest that loses nothing on this machine, and why.
+"""`auto` chooses a component's engine: the fastest one without loss on this machine, and why.
 
-On a GPU from compute capability 8.0 with triton that is the native engine in BF16, elsewhere eager. A lower precision
-is taken only where it was shown to agree for these very weights (`Shown`).
+On a GPU of compute capability 8.0 or newer with triton that is the native engine in BF16, elsewhere eager. `auto` uses
+a lower precision only if a parity report shows that it agrees for exactly these weights (`Shown`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from vla_accel.numeric import DTYPES
 
 @dataclass(frozen=True)
 class Choice:
-    """What a component is built with. `spec` names an engine; `why`: "auto" was asked for, and chose it because of
-    this; empty where the configuration named the engine itself."""
+    """What a component is built with. `why` is the reason of "auto"; empty if the configuration named the engine."""
 
     spec: EngineSpec
     why: str = ""
@@ -29,7 +28,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Shown:
-    """Precisions by component that agree with the reference for these weights; `source`: the report that shows it."""
+    """Precisions by component that agree with the reference for these weights, as the report `source` shows."""
 
     precisions: Mapping[str, EnginePrecision]
     source: str
@@ -38,10 +37,16 @@ class Shown:
 def choose(
     specs: Mapping[str, EngineSpec], device: torch.device, dtype: torch.dtype, shown: Shown | None = None
 ) -> dict[str, Choice]:
-    """The engine of every component of a model whose large products are in `dtype`. Raises ConfigError for an option or
-    a precision next to "auto" that the engine chosen here lacks.
+    """Choose the engine of every component of a model whose large products are in `dtype`.
 
-    `shown` counts only where all components are left to `auto`: it was shown for all of them together.
+    Args:
+        specs: By component; only those with engine "auto" change.
+        device: Where they run.
+        dtype: Of the large products.
+        shown: Counts only if all components are "auto", because it was measured for all of them together.
+
+    Raises:
+        ConfigError: An option or a precision next to "auto" that the chosen engine lacks.
     """
     free = all(spec.engine == "auto" and spec.precision == "auto" for spec in specs.values())
     choices = {
@@ -69,7 +74,7 @@ def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtyp
     lower = None if shown is None else shown.precisions.get(name)
     if shown is not None and lower not in (None, "auto", "bf16") and why_not(gpu, lower) is None:
         spec, why = replace(spec, precision=lower), f"{why}, and {shown.source} shows that {lower} agrees"
-    # A precision that the user named is part of the request: eager must not replace it without permission.
+    # Eager must not replace a precision that the user named.
     fallback = ("eager",) if pinned in ("auto", *(n for n, d in DTYPES.items() if d == dtype)) else ()
     return Choice(replace(spec, engine="native", fallback=fallback), why)
 
@@ -77,9 +82,9 @@ def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtyp
 def _why_not_native(
     device: torch.device, gpu: Gpu | None, dtype: torch.dtype, precision: EnginePrecision
 ) -> str | None:
-    """Why the native engine is not the fast path here."""
+    """Why native is not the fastest engine here."""
     if gpu is None:
         return "there is no GPU"
     if dtype != torch.bfloat16:
-        return f"the native kernels are made for BF16, and {str(dtype).removeprefix('torch.')} was asked for"
+        return f"the native kernels are made for BF16, got {str(dtype).removeprefix('torch.')}"
     return NativeEngine.why_not(device) or why_not(gpu, precision)

@@ -1,23 +1,23 @@
-"""What every engine is: named static buffers on a device, and `run()`, which only enqueues."""
+"""The engine contract: named static buffers on a device, and `run()`, which only enqueues work."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from vla_accel.component import Component, TensorSpec
+from vla_accel.component import Component
 from vla_accel.config import PRECISIONS, EnginePrecision, EngineSpec
 from vla_accel.errors import EngineError
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Work that may end early: `begin`, `advance` at most `count` times, until `finished` (1,) bool on the device is
+    """Work that may end early: `begin`, `advance` at most `count` times until `finished` (1,) bool on the device is
     true, and `end`. All of them only enqueue."""
 
     count: int
@@ -36,25 +36,23 @@ class Engine(ABC):
     capturable: bool = False
     """Whether `run` may be recorded into a CUDA graph."""
     needs: ClassVar[Literal["all", "parts", "nothing"]] = "all"
-    """The model's own weights that must stay on the device for it: all, those of `Component.weights`, or none."""
+    """The model's weights that must stay on the device: all, those of `Component.weights`, or none."""
     ahead_of_time: ClassVar[bool] = False
-    """Whether it is built once and kept in the cache of engines, so that `vla-accel build` can build it beforehand."""
-
+    """Whether `vla-accel build` can build it into the cache of engines."""
     by_time: ClassVar[bool] = False
-    """Whether its builder takes the kernels that it finds the fastest, so that two builds may differ in their bits."""
+    """Whether its builder picks kernels by measuring, so that two builds may differ in their bits."""
 
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:
-        """Why no component can run in this engine on `device`, and what to type where that helps; None where it can.
+        """Why no component can run in this engine on `device` and what to type instead; None if one can.
 
-        Builds and loads no engine. What a component or a precision needs besides is said when it is built.
+        Builds and loads no engine. Building reports what a component or a precision needs in addition.
         """
         return None
 
     @classmethod
     def lacks(cls, component: Component, precision: EnginePrecision) -> str | None:
-        """Why this engine cannot compute a component in `precision`; None where it can, or where only building it shows
-        that it cannot."""
+        """Why this engine cannot compute a component in `precision`; None if it can, or if only building shows it."""
         has = PRECISIONS.get(cls.name, (precision,))
         return None if precision in has else f"it has {', '.join(has)}, got precision {precision}"
 
@@ -65,44 +63,63 @@ class Engine(ABC):
         self.weights: Sequence[Tensor] = () if self.needs == "nothing" else component.weights()
 
     def write(self, name: str, value: Tensor) -> None:
-        """Copy `value` into an input: the only door for data. Raises EngineError unless shape and dtype fit."""
-        buffer = self.inputs.get(name)
-        if buffer is None:
-            raise EngineError(f"{self.component.name}: no input {name!r}; it has {', '.join(self.inputs)}")
-        _check(self.component.name, name, value, buffer)
-        buffer.copy_(value, non_blocking=True)
+        """Copy `value` into an input. Raises EngineError unless shape and dtype fit."""
+        self._checked(name, value).copy_(value, non_blocking=True)
 
     def bind(self, name: str, source: Tensor) -> None:
-        """Make another engine's output this engine's input: nothing is copied. Device must fit, too."""
-        if name not in self.inputs:
-            raise EngineError(f"{self.component.name}: no input {name!r}; it has {', '.join(self.inputs)}")
-        _check(self.component.name, name, source, self.inputs[name])
-        if source.device != self.inputs[name].device:
-            raise EngineError(
-                f"{self.component.name}.{name}: expected device {self.inputs[name].device}, got {source.device}"
-            )
+        """Read an input from `source`, such as another engine's output, without a copy.
+
+        Raises EngineError unless shape, dtype and device fit.
+        """
+        buffer = self._checked(name, source)
+        if source.device != buffer.device:
+            raise EngineError(f"{self.component.name}.{name}: expected device {buffer.device}, got {source.device}")
         self.inputs[name] = source
 
     def follow(self, earlier: Engine) -> str:
-        """Begin while `earlier`, whose outputs this one reads, still runs, if that is possible: what of it does, for
-        the ledger; empty if nothing does."""
+        """Start while `earlier`, whose outputs this engine reads, still runs, if possible.
+
+        Returns:
+            What overlaps, for the ledger; empty if nothing does.
+        """
         return ""
 
     @abstractmethod
     def run(self) -> None:
-        """Enqueue the work on the current stream. Never synchronises, but where the work itself says when it ends."""
+        """Enqueue the work on the current stream. Synchronises only where the work itself decides when it ends."""
 
     def turns(self) -> Turns | None:
-        """What `run` does, in pieces that a graph can hold; None where it is one piece."""
+        """The work of `run` in pieces that a graph can hold; None if it is one piece."""
         return None
 
     def _allocate(self) -> None:
         self.inputs = {s.name: s.empty(self.device) for s in self.component.inputs}
         self.outputs = {s.name: s.empty(self.device) for s in self.component.outputs}
 
+    def _checked(self, name: str, value: Tensor) -> Tensor:
+        """The buffer of an input that `value` fits."""
+        buffer = self.inputs.get(name)
+        if buffer is None:
+            raise EngineError(f"{self.component.name}: no input {name!r}; it has {', '.join(self.inputs)}")
+        for what, expected, got in (
+            ("shape", tuple(buffer.shape), tuple(value.shape)),
+            ("dtype", buffer.dtype, value.dtype),
+        ):
+            if got != expected:
+                raise EngineError(f"{self.component.name}.{name}: expected {what} {expected}, got {got}")
+        return buffer
 
-def _check(component: str, name: str, value: Tensor, like: Tensor | TensorSpec) -> None:
-    if tuple(value.shape) != tuple(like.shape):
-        raise EngineError(f"{component}.{name}: expected shape {tuple(like.shape)}, got {tuple(value.shape)}")
-    if value.dtype != like.dtype:
-        raise EngineError(f"{component}.{name}: expected dtype {like.dtype}, got {value.dtype}")
+    def _copy_results(self, results: Any) -> None:
+        """Copy what the module returned into the output buffers."""
+        results = results if isinstance(results, tuple) else (results,)
+        if len(results) != len(self.component.outputs):
+            raise EngineError(
+                f"{self.component.name}: declared {len(self.component.outputs)} outputs, the module gave {len(results)}"
+            )
+        for (name, buffer), result in zip(self.outputs.items(), results, strict=True):
+            if result.shape != buffer.shape or result.dtype != buffer.dtype:
+                raise EngineError(
+                    f"{self.component.name}.{name}: declared {tuple(buffer.shape)} {buffer.dtype}, "
+                    f"the module gave {tuple(result.shape)} {result.dtype}"
+                )
+            buffer.copy_(result)

@@ -1,9 +1,8 @@
-"""Built engines on disk, found again by what they were built from.
+"""Built engines on disk, by a hash of what they were built from.
 
-An entry is NAME-KEY.engine, the library's own file, and NAME-KEY.json beside it: what it was built from and the
-content's SHA-256. The description is written last, so an entry without one, or one that does not fit, was interrupted,
-cut off or put there by somebody else: it is named, removed and built again. A folder or file that others may write to
-is refused. Knows nothing about how engines are built.
+An entry is NAME-KEY.engine, the library's own file, and NAME-KEY.json, its description with the content's SHA-256. The
+description is written last: an entry without one, or with a wrong one, was interrupted, truncated or written by someone
+else. It is reported, removed and built again. A folder or file that other users may write to is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ _NAME = re.compile(r".+-[0-9a-f]{20}\.engine")
 
 
 def default_folder() -> Path:
-    """The user's cache folder (XDG), where engines go unless the configuration names another."""
+    """Default folder of engines, in the user's cache folder (XDG)."""
     return cache_folder() / "engines"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One engine on disk. `about`: its description; `problem`: why it cannot be used, empty when it can."""
+    """One engine on disk. `about`: its description; `problem`: why it cannot be used, or empty."""
 
     path: Path
     about: Mapping[str, Any]
@@ -50,31 +50,32 @@ class Entry:
 
     @property
     def used(self) -> float:
-        """When it was last loaded or written, in seconds since the epoch."""
+        """Time of the last load or write, seconds since the epoch."""
         described = self.path.with_suffix(".json")
         return (described if described.is_file() else self.path).stat().st_mtime
 
 
 class EngineCache:
-    """A folder of engines with a size limit; the least recently used go first."""
+    """A folder of engines with a size limit; evicts the least recently used."""
 
     def __init__(self, folder: Path | str | None = None, limit_gb: float = 20.0) -> None:
         self.folder = default_folder() if folder is None else Path(folder).expanduser()
         self.limit = int(limit_gb * 2**30)
 
     def path(self, name: str, key: str) -> Path:
-        """Where the engine of a key lies, or would lie."""
+        """The path of a key's engine."""
         return self.folder / f"{name}-{key[:20]}.engine"
 
     def get(self, name: str, key: str) -> Entry | None:
-        """The entry of a key; None when there is none. One that cannot be used comes with its `problem`, and its
-        files are gone. Raises EngineError where others than this user may write."""
+        """Return the entry of a key, or None. An entry with a `problem` has been removed from disk.
+
+        Raises EngineError if other users may write to the folder or the files."""
         self._require_private()
         path = self.path(name, key)
-        there = [p for p in (path, path.with_suffix(".json")) if p.exists()]
-        if not there:
+        files = [p for p in (path, path.with_suffix(".json")) if p.exists()]
+        if not files:
             return None
-        for file in there:
+        for file in files:
             require_private(file)
         entry = examine(path, key)
         if entry.problem:
@@ -84,9 +85,9 @@ class EngineCache:
         return entry
 
     def put(self, name: str, key: str, content: Any, about: Mapping[str, Any]) -> Entry:
-        """Store an engine (anything with a buffer), then evict down to the limit. The new entry always stays.
+        """Store an engine (anything with a buffer), then evict down to the limit; the new entry stays.
 
-        Raises EngineError when the disk is too full, or where others than this user may write to the folder.
+        Raises EngineError if the disk is full, or other users may write to the folder.
         """
         self._require_private()
         path = self.path(name, key)
@@ -101,7 +102,7 @@ class EngineCache:
             "written": time.time(),
         }
         try:
-            # An old description must not vouch for the new content, should this end between the two.
+            # If this process ends between the two writes, the old description must not describe the new content.
             path.with_suffix(".json").unlink(missing_ok=True)
             with replacing_privately(path) as temporary, open(temporary, "wb") as file:
                 file.write(view)
@@ -114,16 +115,16 @@ class EngineCache:
         return entry
 
     def entries(self) -> list[Entry]:
-        """Every entry, the most recently used first, without reading the engines themselves."""
+        """Every entry, the most recently used first, without reading the engines' content."""
         return sorted((examine(p, whole=False) for p in self._paths()), key=lambda e: e.used, reverse=True)
 
     def verify(self) -> list[Entry]:
-        """Every entry, read whole and compared with its description. Raises EngineError as `get`."""
+        """Every entry, its whole content compared with its description. Raises EngineError as `get`."""
         self._require_private()
         return [examine(path) for path in self._paths()]
 
     def clear(self) -> tuple[int, int]:
-        """Remove all; the number of entries and bytes removed."""
+        """Remove all entries; return their number and bytes."""
         entries = self.entries()
         total = sum(e.size for e in entries)
         for entry in entries:
@@ -138,8 +139,8 @@ class EngineCache:
             path.unlink(missing_ok=True)
 
     def evict(self, keep: Path | None = None) -> list[Entry]:
-        """Remove the least recently used entries until the rest fits the limit; returns what went."""
-        entries, gone = self.entries(), []
+        """Remove the least recently used entries until the rest fits the limit; return those removed."""
+        entries, removed = self.entries(), []
         total = sum(e.size for e in entries)
         for entry in reversed(entries):
             if total <= self.limit:
@@ -147,11 +148,11 @@ class EngineCache:
             if entry.path != keep:
                 total -= entry.size
                 self.remove(entry)
-                gone.append(entry)
-        return gone
+                removed.append(entry)
+        return removed
 
     def targets(self, name: str, content: str) -> list[str]:
-        """Targets for which an engine of this content key is there."""
+        """Targets for which the cache has an engine of this content key."""
         found = (e.about for e in self.entries() if not e.problem and e.about.get("name") == name)
         return sorted({str(a["target"]) for a in found if a.get("content") == content})
 
@@ -167,8 +168,8 @@ class EngineCache:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether an engine's file was written by a cache: by its name, or by what describes it. A folder that is named as
-    the cache may hold other files (a checkpoint's config.json, somebody's engines), which are nobody's to remove."""
+    """Whether a cache wrote an engine's file, by its name or description. The folder may hold other files (a
+    checkpoint's config.json, other engines), which must not be removed."""
     if _NAME.fullmatch(path.name):
         return True
     try:
@@ -179,12 +180,12 @@ def _is_ours(path: Path) -> bool:
 
 
 def clear_compiled() -> None:
-    """Remove the native kernels that were compiled on this machine: the next start compiles them again."""
+    """Remove the native kernels compiled on this machine; the next start compiles them again."""
     shutil.rmtree(compiled_folder(), ignore_errors=True)
 
 
 def examine(path: Path, key: str | None = None, *, whole: bool = True) -> Entry:
-    """An engine file and its description, with the first thing that is wrong. `whole` reads the content, too."""
+    """Return an engine file's entry with its first problem. `whole` also reads the content."""
     described = path.with_suffix(".json")
     for file in (path, described):
         if file.exists() and (reason := why_not_private(file)) is not None:
@@ -228,15 +229,13 @@ def weights_hash(module: nn.Module) -> str:
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """A hash of a tensor's content. Never remembered: a write through `.data` would go unnoticed."""
+    """A hash of a tensor's content. Not cached: a write through `.data` would go unnoticed."""
     content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(memoryview(content.numpy())).hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def code_hash(module: nn.Module, *more: Path) -> str:
-    """A hash of the source files that define a module's parts, and of `more`: other code is another engine."""
-    import sys
-
+    """A hash of the source files that define a module's parts, and of `more`."""
     files = {Path(p) for p in more}
     for part in module.modules():
         source = getattr(sys.modules.get(type(part).__module__), "__file__", None)

@@ -1,4 +1,4 @@
-"""The eager engine: calls the module as it is. Runs anywhere; every other engine is judged against it."""
+"""The eager engine calls the module as it is. It runs anywhere; every other engine is judged against it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from vla_accel.component import Component
 from vla_accel.config import EnginePrecision, EngineSpec
 from vla_accel.engines.base import Engine
-from vla_accel.errors import EngineError
 from vla_accel.numeric import DTYPES
 
 
@@ -31,18 +30,4 @@ class EagerEngine(Engine):
 
     @torch.inference_mode()
     def run(self) -> None:
-        results = self.component.module(*(self.inputs[s.name] for s in self.component.inputs))
-        if not isinstance(results, tuple):
-            results = (results,)
-        if len(results) != len(self.component.outputs):
-            raise EngineError(
-                f"{self.component.name}: declared {len(self.component.outputs)} outputs, the module gave {len(results)}"
-            )
-        for spec, result in zip(self.component.outputs, results, strict=True):
-            buffer = self.outputs[spec.name]
-            if result.shape != buffer.shape or result.dtype != buffer.dtype:
-                raise EngineError(
-                    f"{self.component.name}.{spec.name}: declared {tuple(buffer.shape)} {buffer.dtype}, "
-                    f"the module gave {tuple(result.shape)} {result.dtype}"
-                )
-            buffer.copy_(result)
+        self._copy_results(self.component.module(*(self.inputs[s.name] for s in self.component.inputs)))

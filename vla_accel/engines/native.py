@@ -1,6 +1,6 @@
-"""The native engine: a component's fused program over static buffers. Captured into a CUDA graph by `graph.capture`.
+"""The native engine runs a component's fused program; `graph.capture` records it into a CUDA graph.
 
-On a machine without a GPU the same program runs the ops' torch references, for checking; the ledger says so.
+Without a GPU the same program runs the ops' torch references, for checking; the ledger says so.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from vla_accel.component import Component, FollowingProgram, TurnedProgram
 from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
-from vla_accel.kernels.attention.attending import Choice
+from vla_accel.kernels.attention.choice import Choice
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.nvrtc import on
 from vla_accel.runtime import current
 
 
 def why_not(gpu: Gpu, precision: str) -> str | None:
-    """Why a GPU cannot run the native engine in a precision of `EngineSpec`; None where it can."""
+    """Why a GPU cannot run the native engine in a precision of `EngineSpec`; None if it can."""
     if gpu.bf16 and (precision != "fp8" or gpu.fp8) and (precision != "int8" or gpu.int8):
         return None
     needed = "8.9" if precision == "fp8" else "8.0"
@@ -29,14 +29,14 @@ def why_not(gpu: Gpu, precision: str) -> str | None:
 
 
 def _without_triton() -> str | None:
-    there = importlib.util.find_spec("triton") is not None
-    return None if there else "the native engine needs triton: pip install triton"
+    found = importlib.util.find_spec("triton") is not None
+    return None if found else "the native engine needs triton: pip install triton"
 
 
 class NativeEngine(Engine):
     """Runs `component.native`'s program.
 
-    Raises EngineError for a component without one, a GPU that is too old, or a missing triton.
+    Raises EngineError for a component without a program, a GPU that is too old, or a missing triton.
     """
 
     name = "native"
@@ -54,7 +54,7 @@ class NativeEngine(Engine):
         if component.native is None:
             raise EngineError(f"{component.name}: the native engine has no program for this component")
         if spec.keep and "native" not in component.quantised:
-            raise EngineError(f"{component.name}: keep: it has no products in FP8, got {', '.join(spec.keep)}")
+            raise EngineError(f"{component.name}: keep: it has no FP8 products, got {', '.join(spec.keep)}")
         runtime = current(device)
         gpu = runtime.gpu
         if gpu is not None:
@@ -67,11 +67,11 @@ class NativeEngine(Engine):
         with self.runtime.open():
             self.program = component.native(spec)
         if spec.attention not in ("auto", "own") and not isinstance(getattr(self.program, "attention", None), Choice):
-            raise EngineError(f"{component.name}: its attention has own kernels only, got {spec.attention}")
+            raise EngineError(f"{component.name}: it has no other attention kernels than its own, got {spec.attention}")
         self.capturable = device.type == "cuda"
         self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"
         if runtime.deterministic:
-            self.detail += ", no way chosen by measurement"
+            self.detail += ", no kernel chosen by measurement"
         if portable and self.runtime.gpu is not None:
             self.detail += f", portable kernels (as on compute capability {self.runtime.gpu.version})"
 

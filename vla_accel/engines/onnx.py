@@ -1,12 +1,13 @@
-"""A component as a checked ONNX file: exported, validated, and compared with the module before anything is built.
+"""Export a component to an ONNX file, validate it, and compare it with the module.
 
-Knows nothing about TensorRT. The comparison runs the exported graph itself, every 16-bit tensor of it widened to
-float32, in ONNX Runtime: a wrong graph cannot hide behind rounding, and no CPU kernel for BF16 is needed.
+The comparison runs the exported graph in ONNX Runtime with every 16-bit tensor widened to float32: rounding cannot
+hide a wrong graph, and no CPU kernel for BF16 is needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import logging
 import re
@@ -31,21 +32,24 @@ from vla_accel.fp8 import E4M3
 from vla_accel.numeric import DTYPES, cosine
 
 OPSET = 20
-"""The oldest with Gelu; later ones add nothing that is needed here."""
+"""The oldest opset with Gelu; later ones add nothing that is needed here."""
 SIMILARITY = 0.9999
 """Least cosine between the graph and the module, both in float32."""
 SIMILARITY_QUANTISED = 0.999
-"""The same for a graph with quantisers: a sum in another order may round one FP8 value the other way, which every
-later layer then sees. A single quantised layer agrees to 0.9999."""
+"""The same for a graph with quantisers: another order of summation may round an FP8 value the other way, which changes
+every later layer. A single quantised layer agrees to 0.9999."""
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """An exported component: the graph's file (large weights lie beside it) and what is in it.
+    """An exported component.
 
-    `operators`: how often each operator occurs. `similarity`: least cosine with the module at the checked shapes;
-    None when it was not compared. `seconds`: time of export and of comparison.
+    Attributes:
+        path: The graph's file; large weights are next to it.
+        operators: How often each operator occurs.
+        similarity: Least cosine with the module at the checked shapes; None if it was not compared.
+        seconds: Duration of export and comparison.
     """
 
     path: Path
@@ -57,20 +61,20 @@ class OnnxFile:
 
 
 def module_at(component: Component, precision: EnginePrecision) -> nn.Module:
-    """The component's module at a precision: as it is ("auto", or what it computes in anyway), or its variant.
+    """Return the component's module ("auto", or its own precision), or its variant of another precision.
 
-    Raises EngineError for a precision that the component does not come in.
+    Raises EngineError for a precision that the component does not have.
     """
     if precision in component.variants:
         return component.variants[precision]()
     if precision == "auto" or DTYPES.get(precision) == component.dtype:
         return component.module
     have = ", ".join(("auto", *component.variants))
-    raise EngineError(f"{component.name}: precision {precision} was asked for; this component comes in {have}")
+    raise EngineError(f"{component.name}: expected a precision of {have}, got {precision}")
 
 
 def largest(spec: TensorSpec) -> tuple[int, ...]:
-    """A spec's shape with every dynamic dimension at its maximum: what a graph is traced with."""
+    """A spec's shape with every dynamic dimension at its maximum, with which graphs are traced."""
     return tuple(spec.ranges[i][1] if i in spec.ranges else n for i, n in enumerate(spec.shape))
 
 
@@ -82,8 +86,10 @@ def smallest(spec: TensorSpec) -> tuple[int, ...]:
 def export(component: Component, module: nn.Module, folder: Path, *, verify: bool = True) -> OnnxFile:
     """Export `module` with the component's names and dynamic dimensions to `folder`/NAME.onnx.
 
-    Raises DependencyError without onnx, onnxscript and, to verify, onnxruntime; EngineError for an operator that ONNX
-    lacks (named), a shape that cannot be dynamic, an invalid graph, or a graph that differs from the module.
+    Raises:
+        DependencyError: onnx, onnxscript or, to verify, onnxruntime is missing.
+        EngineError: ONNX lacks an operator (named), a dimension cannot be dynamic, or the graph is invalid or differs
+            from the module.
     """
     onnx = _need("onnx")
     _need("onnxscript")
@@ -106,7 +112,7 @@ def export(component: Component, module: nn.Module, folder: Path, *, verify: boo
             )
     except torch.onnx.OnnxExporterError as error:
         raise EngineError(f"{component.name}: {_export_problem(error)}") from error
-    # Dynamic dimensions that the module fixes, and Python that cannot be traced, come as these.
+    # A dynamic dimension that the module fixes, or Python code that cannot be traced.
     except (RuntimeError, ValueError, TypeError) as error:
         raise EngineError(f"{component.name}: cannot be exported: {_first_line(error)}") from error
     assert program is not None
@@ -131,7 +137,7 @@ def export(component: Component, module: nn.Module, folder: Path, *, verify: boo
 
 
 def _dynamic(component: Component, module: nn.Module) -> tuple[Any, ...]:
-    """The dynamic dimensions of every input, in the structure of the module's arguments: `*rest` is a tuple in it."""
+    """The dynamic dimensions of every input, in the structure of the module's arguments (`*rest` is one tuple)."""
     hints: list[Any] = [
         {d: torch.export.Dim.DYNAMIC for d, (low, high) in s.ranges.items() if low < high} for s in component.inputs
     ]
@@ -143,9 +149,8 @@ def _dynamic(component: Component, module: nn.Module) -> tuple[Any, ...]:
 
 
 def examples(component: Component, shape_of: Any = largest) -> tuple[Tensor, ...]:
-    """Random inputs on the module's device: normal floats, any bytes, token ids 0 or 1, lengths (int32) of 1, masks of
-    True; a spec's own `example` where it has one. Without a real token there is nothing to attend to, and every library
-    makes something else of that."""
+    """Return random inputs on the module's device: normal floats, any bytes, token ids 0 or 1, lengths (int32) of 1,
+    masks of True, or a spec's own `example`. Libraries differ in attention over no token, so lengths are not 0."""
     device = next((p.device for p in component.module.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
 
@@ -168,7 +173,7 @@ def examples(component: Component, shape_of: Any = largest) -> tuple[Tensor, ...
 
 
 def compare(component: Component, module: nn.Module, path: Path, least: float = SIMILARITY) -> float:
-    """The least cosine between the graph and the module in float32, over outputs, at the ends of the ranges.
+    """Return the least cosine between graph and module in float32, over outputs and both ends of the ranges.
 
     Raises EngineError below `least`, or for a value that is not finite.
     """
@@ -179,7 +184,7 @@ def compare(component: Component, module: nn.Module, path: Path, least: float = 
         _widen(path, wide)
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
-        # The graph as it is written: fusions of Q and DQ would also ask for kernels that FP8 does not have.
+        # Without optimisation: fusing Q and DQ would need FP8 kernels that ONNX Runtime lacks.
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
         session = runtime.InferenceSession(str(wide), options, providers=["CPUExecutionProvider"])
         dynamic = any(low < high for s in component.inputs for low, high in s.ranges.values())
@@ -187,7 +192,7 @@ def compare(component: Component, module: nn.Module, path: Path, least: float = 
             inputs = tuple(x.float() if x.dtype in _NARROW else x for x in examples(component, shape_of))
             expected = _in_float32(module, inputs)
             feeds = {s.name: x.cpu().numpy() for s, x in zip(component.inputs, inputs, strict=True)}
-            # An input that the graph does not need is not there to be fed.
+            # The graph drops inputs that it does not need.
             known = {i.name for i in session.get_inputs()}
             results = session.run(None, {n: v for n, v in feeds.items() if n in known})
             for spec, want, got in zip(component.outputs, expected, results, strict=True):
@@ -211,7 +216,7 @@ def _checked(name: str, want: np.ndarray, got: np.ndarray, least: float) -> floa
 
 
 def _in_float32(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The module's outputs with every 16-bit weight widened, without touching the module."""
+    """The module's outputs with every 16-bit weight widened; the module stays unchanged."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     wide = {name: t.float() for name, t in tensors.items() if t.dtype in _NARROW}
     with torch.no_grad(), _quiet(), quantisers_as_operators():
@@ -220,7 +225,7 @@ def _in_float32(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ..
 
 
 def _widen(source: Path, target: Path) -> None:
-    """The graph of `source` with FLOAT16 and BFLOAT16 replaced by FLOAT everywhere."""
+    """Replace FLOAT16 and BFLOAT16 by FLOAT everywhere in the graph of `source`."""
     ir = _need("onnx_ir")
     model = ir.load(source)
     sixteen_bits = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -254,8 +259,8 @@ def _widen(source: Path, target: Path) -> None:
 
 
 def quantisers_as_operators() -> contextlib.AbstractContextManager[None]:
-    """ModelOpt's export mode, where a quantiser is traced as one operator; nothing unless ModelOpt was imported, which
-    every quantised module did."""
+    """ModelOpt's export mode, in which a quantiser is traced as one operator; no effect unless ModelOpt was imported
+    (every quantised module imports it)."""
     if "modelopt.torch.quantization" not in sys.modules:
         return contextlib.nullcontext()
     from modelopt.torch.quantization.utils import export_torch_mode
@@ -264,7 +269,7 @@ def quantisers_as_operators() -> contextlib.AbstractContextManager[None]:
 
 
 def _translations() -> dict[Any, Any]:
-    """ONNX for ModelOpt's quantiser, where ModelOpt is loaded: Q and DQ in E4M3 with a scale of the tensor's dtype."""
+    """ONNX of ModelOpt's quantiser: Q and DQ in E4M3 with a scale of the tensor's dtype."""
     if not hasattr(torch.ops.tensorrt, "quantize_op"):
         return {}
     onnx = _need("onnx")
@@ -282,12 +287,10 @@ def _translations() -> dict[Any, Any]:
     return {torch.ops.tensorrt.quantize_op.default: quantize}
 
 
-# -- small things -------------------------------------------------------------------------------------------------
+# -- helpers ------------------------------------------------------------------------------------------------------
 
 
 def _need(package: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -298,7 +301,7 @@ def _need(package: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's exporter warns about torch's own internals, that torchvision is absent, and of folds not made."""
+    """Hide warnings of torch's exporter about its own internals, absent torchvision and skipped folds."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -323,7 +326,7 @@ def _dtypes(model: Any) -> tuple[torch.dtype, ...]:
 
 
 def _export_problem(error: BaseException) -> str:
-    """What the exporter stumbled over, in one line, with the operator's name."""
+    """The exporter's problem in one line, with the operator's name."""
     texts = []
     current: BaseException | None = error
     while current is not None:

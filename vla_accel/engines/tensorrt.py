@@ -1,8 +1,4 @@
-"""Engines of TensorRT and TensorRT-RTX: a cached or freshly built plan, run on our static buffers.
-
-`run` only enqueues on the current stream. Knows nothing about models. Needs a GPU; where there is none, only
-`tensorrt_plan` can be used.
-"""
+"""Engines of TensorRT and TensorRT-RTX: a plan from the cache or a new one, run on static buffers. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -33,11 +29,11 @@ from vla_accel.errors import EngineError
 from vla_accel.numeric import cosine
 
 SIMILARITY = 0.99
-"""Least cosine of an engine's first output with the eager module: far below any rounding, far above any mistake."""
+"""Least cosine of an engine's first output with the eager module: below any rounding error, above any mistake."""
 
 
 class TensorrtEngine(Engine):
-    """ONNX → TensorRT for the GPU at hand. Dynamic dimensions in the component's ranges share one plan."""
+    """ONNX → TensorRT for this GPU. Dynamic dimensions in the component's ranges share one plan."""
 
     name: ClassVar[str] = "tensorrt"
     ahead_of_time: ClassVar[bool] = True
@@ -53,12 +49,17 @@ class TensorrtEngine(Engine):
         capability = tensorrt_library.capability_of(device)
         self.loop = None if component.loop is None else component.loop()
         body = component if self.loop is None else self.loop.body
-        require_runnable(self.library_name, capability, body, spec)
+        if not runs_on(self.library_name, capability):
+            refuse_if_not_runnable(self.library_name, capability, _built_targets(body, spec))
         library = load_library(self.library_name)
         obtained = obtain(body, spec, library, [capability], device=device)
         self.detail = obtained.detail
         self._allocate()
-        self._prepare_loop()
+        if self.loop is not None:
+            self._rows = {n: rows.to(device).contiguous() for n, rows in self.loop.rows.items()}
+            # Two buffers that alternate: an engine must not write what it reads.
+            between = [torch.empty_like(self.outputs[self.loop.end]) for _ in range(2)]
+            self._between = [between[i % 2] for i in range(self.loop.count - 1)]
         engine = shared_engine(library, obtained.entry.path, device, spec.tensorrt.weight_streaming)
         self.session = Session(library, engine, obtained.profiles, body, device)
         self.capturable = self.session.capturable
@@ -66,7 +67,7 @@ class TensorrtEngine(Engine):
             check_first_run(self)
 
     def bind(self, name: str, source: Tensor) -> None:
-        """As `Engine.bind`; the source must be contiguous, because the engine gets only its address."""
+        """As `Engine.bind`; the source must be contiguous, because the library reads its address."""
         if not source.is_contiguous():
             raise EngineError(f"{self.component.name}.{name}: expected a contiguous tensor")
         super().bind(name, source)
@@ -78,23 +79,10 @@ class TensorrtEngine(Engine):
             return
         carried, following = self.loop.carry
         constant = {n: t for n, t in self.inputs.items() if n != self.loop.start}
-        for step, (source, target) in enumerate(self._hops()):
+        states = [self.inputs[self.loop.start], *self._between, self.outputs[self.loop.end]]
+        for step, (source, target) in enumerate(itertools.pairwise(states)):
             rows = {name: rows[step] for name, rows in self._rows.items()}
             self.session.enqueue({**constant, **rows, carried: source, following: target}, stream)
-
-    def _prepare_loop(self) -> None:
-        if self.loop is None:
-            return
-        self._rows = {n: rows.to(self.device).contiguous() for n, rows in self.loop.rows.items()}
-        like = self.outputs[self.loop.end]
-        # Two in turn: an engine must not write what it reads.
-        self._between = (torch.empty_like(like), torch.empty_like(like))
-
-    def _hops(self) -> list[tuple[Tensor, Tensor]]:
-        """(source, target) of the carried tensor for every run of the body."""
-        assert self.loop is not None
-        places = [self._between[i % 2] for i in range(self.loop.count - 1)]
-        return list(itertools.pairwise([self.inputs[self.loop.start], *places, self.outputs[self.loop.end]]))
 
 
 class TensorrtRtxEngine(TensorrtEngine):
@@ -104,21 +92,17 @@ class TensorrtRtxEngine(TensorrtEngine):
     library_name: ClassVar[LibraryName] = "tensorrt_rtx"
 
 
-def require_runnable(name: LibraryName, capability: Capability, body: Component, spec: EngineSpec) -> None:
-    """Raise EngineError if the library cannot run on this GPU, with the targets an engine has been built for."""
-    if runs_on(name, capability):
-        return
+def _built_targets(body: Component, spec: EngineSpec) -> list[str]:
+    """Targets for which the cache has an engine of `body`."""
     store = cache_of(spec.tensorrt)
-    built: list[str] = []
-    # The key of a large model takes seconds: only where there is something to find.
-    if any(e.about.get("name") == body.name for e in store.entries()):
-        module = onnx.module_at(body, spec.precision)
-        built = store.targets(body.name, content_key(body, module, spec, "onnx"))
-    refuse_if_not_runnable(name, capability, built)
+    # The key of a large model takes seconds.
+    if not any(e.about.get("name") == body.name for e in store.entries()):
+        return []
+    return store.targets(body.name, content_key(body, onnx.module_at(body, spec.precision), spec, "onnx"))
 
 
 def refuse_if_not_runnable(name: LibraryName, capability: Capability, built: Sequence[str]) -> None:
-    """Raise EngineError if the library cannot run on this GPU. `built`: targets that engines are there for."""
+    """Raise EngineError if the library cannot run on this GPU; the message names the targets `built` so far."""
     if runs_on(name, capability):
         return
     targets = {tensorrt_library.parse_target(t) for target in built for t in target.split("+")}
@@ -129,7 +113,7 @@ def refuse_if_not_runnable(name: LibraryName, capability: Capability, built: Seq
 
 
 def check_first_run(engine: Engine) -> None:
-    """Run an engine once on examples and compare with its module. Synchronises: this is loading, not running."""
+    """Run an engine once on examples and compare it with its module. Synchronises; part of loading."""
     component = engine.component
     for spec, value in zip(component.inputs, onnx.examples(component, lambda s: s.shape), strict=True):
         engine.write(spec.name, value.to(engine.device))

@@ -1,7 +1,6 @@
-"""An ONNX file to a serialized TensorRT engine ("plan"), with either library, for this GPU or for others.
+"""An ONNX file to a serialized TensorRT engine (a plan), with either library, for this GPU or for others.
 
-Networks are strongly typed: every precision is the one in the graph, and no builder flag changes it. Knows nothing
-about components' modules, caches or running.
+Networks are strongly typed: every precision is the one in the graph.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Profile = Mapping[str, tuple[Shape, Shape, Shape]]
 
 
 class Progress(Protocol):
-    """Who wants to see a build advance. Called from the builder's threads."""
+    """Receives the progress of a build, from the builder's threads."""
 
     def start(self, phase: str, parent: str | None, steps: int) -> None: ...
     def step(self, phase: str, step: int) -> None: ...
@@ -38,8 +37,13 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """A serialized engine. `content` is the library's own buffer; `layers`: the parsed network's (kind, name, dtype);
-    `seconds`: parse and build; `errors`: what the library complained about without failing."""
+    """A serialized engine.
+
+    Attributes:
+        content: The library's own buffer.
+        layers: (kind, name, dtype) of the parsed network's layers.
+        seconds: Duration of parse and build.
+    """
 
     content: Any
     target: str
@@ -57,7 +61,7 @@ class Plan:
 
 
 def profiles_of(component: Component, options: TensorrtOptions) -> tuple[Profile, ...]:
-    """The optimization profiles: those in `options.profiles`, or one over the component's whole ranges.
+    """Return the profiles in `options.profiles`, or one over the component's whole ranges.
 
     Raises ConfigError for an unknown input or dimension, or bounds out of order or outside the component's range.
     """
@@ -94,7 +98,8 @@ def _profile(component: Component, text: str) -> Profile:
 
 
 def pick_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape], what: str) -> int:
-    """The index of the profile that covers all shapes with its optimum nearest. Raises EngineError if none does."""
+    """Return the index of the profile that covers all shapes and has the nearest optimum. Raises EngineError if none
+    covers them."""
 
     def covers(profile: Profile) -> bool:
         return all(
@@ -108,11 +113,11 @@ def pick_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape], what:
 
     fitting = [i for i, p in enumerate(profiles) if covers(p)]
     if not fitting:
-        asked = ", ".join(f"{n} {s}" for n, s in shapes.items())
+        needed = ", ".join(f"{n} {s}" for n, s in shapes.items())
         have = "; ".join(
             ", ".join(f"{n} {low}..{high}" for n, (low, _, high) in p.items() if n in shapes) for p in profiles
         )
-        raise EngineError(f"{what}: no optimization profile covers {asked}; the engine has: {have}")
+        raise EngineError(f"{what}: no optimization profile covers {needed}; the engine has: {have}")
     return min(fitting, key=distance)
 
 
@@ -131,18 +136,23 @@ def build_plan(
     progress: Progress | None = None,
     cancel: threading.Event | None = None,
 ) -> Plan:
-    """Parse and build.
+    """Parse and build. KeyboardInterrupt stops the builder, then propagates.
 
-    Args: `targets`: compute capabilities of the engine; `ahead`: none of them need be this machine's (TensorRT-RTX
-    only). `timing_cache`: file to read and update. `cancel`: set it, from any thread, to stop the build.
-    Raises EngineError: an operator that the parser lacks (named), a target the library or a precision cannot have,
-    too little memory, a failed or cancelled build. KeyboardInterrupt stops the builder, then passes on.
+    Args:
+        targets: Compute capabilities of the engine.
+        ahead: Build for other GPUs than this machine's (TensorRT-RTX only).
+        timing_cache: File to read and update.
+        cancel: Set it, from any thread, to stop the build.
+
+    Raises:
+        EngineError: The parser lacks an operator (named), the library or a precision does not support a target,
+            memory is short, or the build failed or was cancelled.
     """
     for capability in targets:
         check_target(library.name, capability, graph.dtypes)
     if ahead and not hasattr(library.trt, "ComputeCapability"):
         raise EngineError(
-            f"{library.title} builds only for the GPU it runs on, {dotted(targets)} was asked for; use engine "
+            f"{library.title} builds only for the GPU it runs on, got target {dotted(targets)}; use engine "
             "tensorrt_rtx to build ahead of time, or build on such a GPU"
         )
     check_memory(component.name, graph.weight_bytes)
@@ -192,7 +202,7 @@ def check_memory(name: str, weight_bytes: int) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes this process may still take: the machine's, or its control group's if that is less; None if unknown."""
+    """Bytes this process may still allocate: the machine's, or its control group's if fewer; None if unknown."""
     found: list[int] = []
     with suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -223,14 +233,14 @@ def _set_flags(config: Any, library: Library, options: TensorrtOptions) -> None:
     if options.hardware_compatible:
         level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
         config.hardware_compatibility_level = level
-        # TensorRT-RTX takes the call and ignores it.
+        # TensorRT-RTX accepts the call and ignores it.
         if config.hardware_compatibility_level != level:
             raise EngineError(f"{library.title} has no hardware compatibility; build for each of the targets instead")
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
     if options.workspace_mb is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mb * 2**20)
-    # So that `vla-accel inspect` can tell precisions, not only names.
+    # `vla-accel inspect` shows precisions, not only names.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
 
 
@@ -260,7 +270,7 @@ def _add_profiles(
 
 
 def _build(builder: Any, network: Any, config: Any, stop: threading.Event) -> Any:
-    """The build in a thread of its own, so that Ctrl-C reaches this one while the builder works."""
+    """Build in another thread, so that Ctrl-C reaches this one."""
     result: list[Any] = []
 
     def work() -> None:
@@ -280,7 +290,7 @@ def _build(builder: Any, network: Any, config: Any, stop: threading.Event) -> An
 
 def _monitor(trt: Any, progress: Progress | None, stop: threading.Event) -> Any:
     class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]
-        """Passes phases on, and stops the build once `stop` is set."""
+        """Forwards phases, and stops the build once `stop` is set."""
 
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
@@ -302,17 +312,17 @@ def _monitor(trt: Any, progress: Progress | None, stop: threading.Event) -> Any:
 
 
 def _parse_problem(parser: Any, library: Library) -> str:
-    """What the parser could not take, with the operator's name."""
+    """The operators that the parser refused, by name."""
     problems = []
     for index in range(parser.num_errors):
         error = parser.get_error(index)
         operator, node = error.node_operator(), error.node_name()
         unsupported = "UNSUPPORTED" in str(error.code())
-        said = " ".join(error.desc().split())[:300]
+        text = " ".join(error.desc().split())[:300]
         if unsupported:
             problems.append(f"{library.title} has no ONNX operator {operator} (node {node})")
         else:
-            problems.append(f"operator {operator} (node {node}): {said}")
+            problems.append(f"operator {operator} (node {node}): {text}")
     library.take_errors()
     return "; ".join(dict.fromkeys(problems)) or "the parser refused the graph without a reason"
 
@@ -323,7 +333,7 @@ def _load_timing_cache(config: Any, path: Path | None) -> Any:
         require_private(path)
         content = path.read_bytes()
     cache = config.create_timing_cache(content)
-    # A cache of another version or GPU is refused, or gives nothing: start an empty one.
+    # A cache of another version or GPU is refused or empty: start a new one.
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, ignore_mismatch=False)

@@ -1,7 +1,7 @@
-"""What is inside a built engine: layers, precisions, profiles, size.
+"""Layers, precisions, profiles and size of a built engine, for `vla-accel inspect`.
 
-From the library's engine inspector where a GPU can load the engine; elsewhere from the description that was written
-when it was built, whose layers are those of the parsed network, before fusion. The answer says which.
+They come from the library's engine inspector if a GPU can load the engine, else from the description written at build
+time, whose layers are those of the parsed network, before fusion. `source` says which.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from vla_accel.engines import tensorrt_library
 from vla_accel.engines.cache import examine
 from vla_accel.engines.tensorrt_library import Library, load_library, parse_target, runs_on
+from vla_accel.engines.tensorrt_session import shared_engine
 from vla_accel.errors import EngineError
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """An engine file's contents as plain data.
+    """Return an engine file's contents as plain data.
 
-    Raises EngineError for a file that is missing, damaged, or that neither a description nor a GPU can explain.
+    Raises EngineError for a file that is missing or damaged, or has neither a description nor a GPU to load it.
     """
     if not path.is_file():
         raise EngineError(f"engine {path}: expected a file, {'got a folder' if path.is_dir() else 'there is none'}")
@@ -32,7 +33,7 @@ def inspect(path: Path) -> dict[str, Any]:
         raise EngineError(f"engine {path}: {entry.problem}")
     library = _loadable(about)
     if library is None and not about:
-        raise EngineError(f"engine {path}: it has no description beside it, and no GPU here that could load it")
+        raise EngineError(f"engine {path}: it has no description next to it, and no GPU here can load it")
     found: dict[str, Any] = {
         "file": path.name,
         "bytes": path.stat().st_size,
@@ -49,7 +50,7 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def _loadable(about: dict[str, Any]) -> Library | None:
-    """The library that can load the engine on this machine's GPU, if there are both."""
+    """The library that can load the engine on this machine's GPU; None if there is none."""
     if not torch.cuda.is_available():
         return None
     capability = tensorrt_library.capability_of(torch.device("cuda"))
@@ -61,15 +62,13 @@ def _loadable(about: dict[str, Any]) -> Library | None:
 
 
 def _from_engine(library: Library, path: Path) -> dict[str, Any]:
-    from vla_accel.engines.tensorrt_session import shared_engine
-
     engine = shared_engine(library, path, torch.device("cuda"), False)
     text = engine.create_engine_inspector().get_engine_information(library.trt.LayerInformationFormat.JSON)
     return {"layers": [layer_of(item) for item in json.loads(text).get("Layers", [])]}
 
 
 def layer_of(item: Any) -> dict[str, str]:
-    """One layer of the inspector's JSON: 10.x calls a tensor's type `Format/Datatype`, 11 has `DataType`."""
+    """Parse a layer of the inspector's JSON; a tensor's type is `Format/Datatype` in 10.x and `DataType` in 11."""
     if isinstance(item, str):
         return {"name": item, "type": "", "dtype": ""}
     outputs = item.get("Outputs") or [{}]

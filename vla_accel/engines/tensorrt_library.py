@@ -1,8 +1,7 @@
-"""One door to the TensorRT libraries: `tensorrt` (10 and 11) and `tensorrt_rtx` (1.4 and newer).
+"""The TensorRT libraries, `tensorrt` (10 and 11) and `tensorrt_rtx` (1.4 and newer), and the GPUs that they run on.
 
-Knows what each library runs on and which precision needs which GPU, so that this is said before anything is built or
-loaded. Knows nothing about ONNX, components or caches. Sources: NVIDIA's support matrices of TensorRT and
-TensorRT-RTX; that TensorRT-RTX refuses compute capability 9.0 was tried.
+Sources: NVIDIA's support matrices of TensorRT and TensorRT-RTX; that TensorRT-RTX refuses compute capability 9.0 was
+tried.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _INSTALL = {
 }
 TITLES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
 RTX_CAPABILITIES: tuple[Capability, ...] = ((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1))
-"""What TensorRT-RTX engines run on. TensorRT itself: 7.5 and everything newer."""
+"""GPUs that run TensorRT-RTX engines. TensorRT itself runs on 7.5 and newer."""
 RTX_DEFAULT: tuple[Capability, ...] = ((8, 0), (8, 6), (8, 9), (12, 0))
-"""What a TensorRT-RTX engine is built for when nobody says."""
+"""Default targets of a TensorRT-RTX engine."""
 _PRECISION_NEEDS: dict[torch.dtype, Capability] = {torch.bfloat16: (8, 0), torch.float8_e4m3fn: (8, 9)}
 
 _log = logging.getLogger("vla_accel.tensorrt")
@@ -45,7 +44,7 @@ _log = logging.getLogger("vla_accel.tensorrt")
 
 @dataclass(frozen=True)
 class Library:
-    """An imported library. `trt` is the module, whose Python API both share."""
+    """An imported library. Both modules, `trt`, have the same Python API."""
 
     name: LibraryName
     trt: Any
@@ -55,43 +54,37 @@ class Library:
     def title(self) -> str:
         return f"{TITLES[self.name]} {self.version}"
 
-    @functools.cached_property
+    @property
     def logger(self) -> Any:
-        """The one logger of the process: the libraries keep the first that they are given."""
+        """The one logger of the process: the libraries keep the first one they get."""
         return _logger(self.trt)
 
     def take_errors(self) -> str:
-        """What the library has complained about since the last call, as one line."""
+        """The library's error messages since the last call, as one line."""
         messages, self.logger.errors = self.logger.errors, []
         return " | ".join(dict.fromkeys(messages))
 
 
 def load_library(name: LibraryName) -> Library:
-    """Import a library. Raises DependencyError when it is missing or of a version this adapter does not know."""
+    """Import a library. Raises DependencyError if it is missing or has an unknown version."""
     try:
         trt = importlib.import_module(name)
         version = str(trt.__version__)
-    # The package index holds a stub of tensorrt that imports, but carries no library.
+    # The package index has a stub of tensorrt that imports, but has no library.
     except (ImportError, AttributeError, OSError) as error:
-        raise DependencyError(f"engine {name}: no usable {TITLES[name]} ({error}); install it: {_INSTALL[name]}") from (
-            error
-        )
+        message = f"engine {name}: no usable {TITLES[name]} ({error}); install it: {_INSTALL[name]}"
+        raise DependencyError(message) from error
     low, high = _VERSIONS[name]
     if not low <= major_minor(version) < high:
         raise DependencyError(
             f"engine {name}: expected {TITLES[name]} at least {low[0]}.{low[1]} and below {high[0]}.{high[1]}, "
             f"got {version}; {_INSTALL[name]}"
         )
-    return _library(name, trt, version)
-
-
-@functools.cache
-def _library(name: LibraryName, trt: Any, version: str) -> Library:
     return Library(name, trt, version)
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed distribution, without importing it; None when it is absent."""
+    """The version of an installed distribution, without importing it; None if absent."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -99,7 +92,7 @@ def installed_version(package: str) -> str | None:
 
 
 def major_minor(version: str) -> tuple[int, int]:
-    """ "10.15.1.29" to (10, 15)."""
+    """Parse "10.15.1.29" to (10, 15)."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         raise DependencyError(f"version: expected one like 10.15.1, got {version!r}")
@@ -110,7 +103,7 @@ def major_minor(version: str) -> tuple[int, int]:
 
 
 def parse_target(text: str) -> Capability:
-    """ "sm89" or "8.9" to (8, 9). Raises ConfigError."""
+    """Parse "sm89" or "8.9" to (8, 9). Raises ConfigError."""
     match = re.fullmatch(r"(?:sm_?)?(\d\d?)\.?(\d)", text.strip().lower())
     if match is None:
         raise ConfigError(f"target: expected a compute capability like sm89 or 8.9, got {text!r}")
@@ -118,12 +111,12 @@ def parse_target(text: str) -> Capability:
 
 
 def target_name(capability: Capability) -> str:
-    """(8, 9) to "sm89"."""
+    """Format (8, 9) as "sm89"."""
     return f"sm{capability[0]}{capability[1]}"
 
 
 def dotted(capabilities: Sequence[Capability]) -> str:
-    """Capabilities for a message: "8.9, 12.0"."""
+    """Format capabilities for a message: "8.9, 12.0"."""
     return ", ".join(f"{a}.{b}" for a, b in sorted(capabilities))
 
 
@@ -138,7 +131,7 @@ def known_capabilities(name: LibraryName) -> str:
 
 
 def why_not(name: LibraryName, device: torch.device) -> str | None:
-    """Why the library runs no engine on `device`, and what to type where that helps; None where it can."""
+    """Why the library runs no engine on `device` and what to type instead; None if it does."""
     try:
         load_library(name)
         capability = capability_of(device)
@@ -148,14 +141,14 @@ def why_not(name: LibraryName, device: torch.device) -> str | None:
 
 
 def check_target(name: LibraryName, capability: Capability, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise EngineError if the library, or a dtype that the engine holds, cannot be had on this capability."""
+    """Raise EngineError if this capability cannot run the library or a dtype of the engine."""
     if not runs_on(name, capability):
         raise EngineError(_unfit(name, capability))
     for dtype in dtypes:
         needed = _PRECISION_NEEDS.get(dtype, (0, 0))
         if capability < needed:
             raise EngineError(
-                f"{dtype} needs compute capability {dotted([needed])} or newer, {dotted([capability])} was asked for"
+                f"{dtype} needs compute capability {dotted([needed])} or newer, got {dotted([capability])}"
             )
 
 
@@ -181,7 +174,7 @@ def capability_of(device: torch.device) -> Capability:
 
 
 def gpu_identity(device: torch.device) -> dict[str, str]:
-    """What an engine built for this very GPU depends on, besides the library: its name and the driver."""
+    """What an engine for exactly this GPU depends on besides the library: the GPU's name and the driver."""
     driver = Path("/proc/driver/nvidia/version")
     text = driver.read_text().splitlines()[0] if driver.is_file() else f"CUDA {torch.version.cuda}"
     return {"gpu": torch.cuda.get_device_name(device), "driver": text}
@@ -203,7 +196,7 @@ def stream_of(device: torch.device) -> int:
 @functools.cache
 def _logger(trt: Any) -> Any:
     class Logger(trt.ILogger):  # type: ignore[name-defined]
-        """Hands messages to Python's logging and keeps the errors for whoever asks."""
+        """Forwards messages to Python's logging and collects errors."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
@@ -212,7 +205,7 @@ def _logger(trt: Any) -> Any:
         def log(self, severity: Any, message: str) -> None:
             severities = trt.ILogger.Severity if hasattr(trt.ILogger, "Severity") else trt.Logger
             if severity in (severities.INTERNAL_ERROR, severities.ERROR):
-                # A machine without a GPU is one of the machines that engines are built on.
+                # Engines may be built on machines without a GPU.
                 if "CUDA driver version is insufficient" in message:
                     _log.debug(message)
                     return

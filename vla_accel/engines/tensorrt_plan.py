@@ -1,7 +1,6 @@
-"""A component's TensorRT engine from the cache, or exported, built and stored there.
+"""A component's TensorRT engine from the cache, or built now and stored there.
 
-The one path that `vla-accel build` and the engines share, so that what was built ahead is what a policy loads. Knows
-nothing about running.
+`vla-accel build` and the engines share this path, so that an engine built ahead of time is the one that a policy loads.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import contextlib
 import dataclasses
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,43 @@ from torch import nn
 
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec, TensorrtOptions
-from vla_accel.engines import cache, onnx
+from vla_accel.engines import cache, onnx, tensorrt_library
 from vla_accel.engines.cache import EngineCache, Entry
 from vla_accel.engines.tensorrt_builder import Profile, Progress, build_plan, layer_counts
-from vla_accel.engines.tensorrt_library import Capability, Library, gpu_identity, target_name
+from vla_accel.engines.tensorrt_library import Capability, Library, target_name
 
-_HERE = Path(__file__).parent
-# Options that only say where engines are kept or which are built, not what is in them.
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = ("engines/onnx.py", "engines/tensorrt_builder.py", "numeric.py", "pictures.py")
+"""Code besides kernels and the module's own that an exported graph depends on; `pictures` has the columns of pixel
+maps, by which a graph fits images."""
 _NOT_CONTENT = ("targets", "cache", "cache_gb", "verify", "timing_cache")
+"""Options that do not change the content of an engine."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A new engine.
+
+    Attributes:
+        content: The serialized engine, anything with a buffer.
+        profiles: Its optimization profiles.
+        operators: Operators of the exported graph; all of them are in the engine.
+        weight_bytes: Bytes of its weights.
+        seconds: Duration of each phase of the build.
+        more: Further entries of its description.
+    """
+
+    content: Any
+    profiles: Sequence[Mapping[str, Any]]
+    operators: int
+    weight_bytes: int
+    seconds: Mapping[str, float]
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Obtained:
-    """An engine on disk. `built`: it was built now; `note`: why, when the cache had one that could not be used."""
+    """An engine on disk. `built`: it was built now; `note`: why, if the cache had one that could not be used."""
 
     entry: Entry
     built: bool
@@ -55,7 +78,7 @@ class Obtained:
 
 
 def body_of(component: Component) -> Component:
-    """What is built of a component: the body of its loop, where it has one, else itself."""
+    """The part of a component that is built: the body of its loop if it has one, else itself."""
     return component if component.loop is None else component.loop().body
 
 
@@ -65,8 +88,9 @@ def cache_of(options: TensorrtOptions) -> EngineCache:
 
 
 def content_key(component: Component, module: nn.Module, spec: EngineSpec, kind: str) -> str:
-    """A hash of all that an engine is built from, except library and target."""
+    """Return a hash of everything that an engine is built from, except library and target."""
     options = {k: v for k, v in dataclasses.asdict(spec.tensorrt).items() if k not in _NOT_CONTENT}
+    sources = [*(_PACKAGE / "kernels").rglob("*.py"), *(_PACKAGE / name for name in _SOURCES)]
     return cache.key_of(
         {
             "kind": kind,
@@ -77,12 +101,60 @@ def content_key(component: Component, module: nn.Module, spec: EngineSpec, kind:
             "options": options,
             "module": repr(module),
             "weights": cache.weights_hash(module),
-            "code": cache.code_hash(
-                module, *(_HERE.parent / "kernels").rglob("*.py"), _HERE / "onnx.py", _HERE / "tensorrt_builder.py"
-            ),
+            "code": cache.code_hash(module, *sources),
             "torch": torch.__version__,
         }
     )
+
+
+@dataclass(frozen=True)
+class Request:
+    """An engine to find in the cache or to build.
+
+    Attributes:
+        body: The component, or the part of one, that becomes the engine.
+        owner: The component that `body` belongs to.
+        target: GPUs of the engine, as "sm80+sm89".
+        place: What the engine depends on besides library and target: the very GPU and driver, or a version.
+        content: `content_key` of it.
+    """
+
+    body: Component
+    owner: Component
+    spec: EngineSpec
+    library: Library
+    target: str
+    place: Mapping[str, str]
+    content: str
+
+    def obtain(self, build: Callable[[], Built], name: str) -> Obtained:
+        """Return the cached engine, or store the result of `build` under `name`."""
+        store = cache_of(self.spec.tensorrt)
+        key = {"content": self.content, "library": self.library.title, "target": self.target, **self.place}
+        hashed = cache.key_of(key)
+        found = store.get(name, hashed)
+        if found is not None and not found.problem:
+            return Obtained(found, built=False)
+        built = build()
+        about = {
+            "component": self.owner.name,
+            "precision": self.spec.precision,
+            "library": self.library.name,
+            "version": self.library.version,
+            "target": self.target,
+            **self.place,
+            "content": self.content,
+            "profiles": built.profiles,
+            "inputs": [described(s) for s in self.body.inputs],
+            "outputs": [described(s) for s in self.body.outputs],
+            "coverage": {"operators": built.operators, "in_engine": built.operators},
+            "weight_bytes": built.weight_bytes,
+            "seconds": dict(built.seconds),
+            "torch": torch.__version__,
+            **built.more,
+        }
+        note = "" if found is None else f"; rebuilt: {found.problem}"
+        return Obtained(store.put(name, hashed, built.content, about), built=True, note=note)
 
 
 def obtain(
@@ -96,96 +168,53 @@ def obtain(
     cancel: threading.Event | None = None,
     exports: Exports | None = None,
 ) -> Obtained:
-    """The engine of a component (see `body_of`) for compute capabilities, from the cache or built now.
+    """Return the engine of a component for compute capabilities, from the cache or built now.
 
-    TensorRT-RTX always builds ahead of time, so its engines do not depend on the machine they are built on; TensorRT
-    builds for the GPU of `device`. `exports`: where ONNX files of earlier targets are. Raises as `onnx.export` and
-    `build_plan` do.
+    TensorRT-RTX builds ahead of time, so its engines do not depend on the machine that builds them; TensorRT builds for
+    the GPU of `device`.
+
+    Args:
+        component: See `body_of`.
+        exports: Has ONNX files of earlier targets.
+
+    Raises:
+        EngineError, DependencyError: As `onnx.export` and `build_plan` do.
     """
     module = onnx.module_at(component, spec.precision)
     content = content_key(component, module, spec, "onnx")
     ahead = library.name == "tensorrt_rtx"
     target = "+".join(target_name(c) for c in targets)
-    place = {} if ahead else gpu_identity(device)
-    key = cache.key_of({"content": content, "library": library.title, "target": target, **place})
-    store = cache_of(spec.tensorrt)
-    found = store.get(component.name, key)
-    if found is not None and not found.problem:
-        return Obtained(found, built=False)
-    note = "" if found is None else f"; rebuilt: {found.problem}"
-    with contextlib.ExitStack() as stack:
-        exports = exports or stack.enter_context(Exports())
-        graph = exports.graph(content, component, module, spec.tensorrt.verify)
-        plan = build_plan(
-            library,
-            graph,
-            component,
-            spec.tensorrt,
-            targets=targets,
-            ahead=ahead,
-            timing_cache=store.folder / f"{library.name}-{target}.timing",
-            progress=progress,
-            cancel=cancel,
-        )
-    about = {
-        **manifest(
-            component,
-            library,
-            precision=spec.precision,
-            target=target,
-            place=place,
-            content=content,
-            profiles=plan.profiles,
-            operators=sum(graph.operators.values()),
-            weight_bytes=graph.weight_bytes,
-            seconds={**graph.seconds, **plan.seconds},
-        ),
-        "operators": dict(graph.operators),
-        "similarity": graph.similarity,
-        "dtypes": layer_counts(plan),
-        "layers": plan.layers,
-    }
-    return Obtained(store.put(component.name, key, plan.content, about), built=True, note=note)
+    place = {} if ahead else tensorrt_library.gpu_identity(device)
 
+    def build() -> Built:
+        with contextlib.ExitStack() as stack:
+            source = exports or stack.enter_context(Exports())
+            graph = source.graph(content, component, module, spec.tensorrt.verify)
+            plan = build_plan(
+                library,
+                graph,
+                component,
+                spec.tensorrt,
+                targets=targets,
+                ahead=ahead,
+                timing_cache=cache_of(spec.tensorrt).folder / f"{library.name}-{target}.timing",
+                progress=progress,
+                cancel=cancel,
+            )
+        more = {
+            "operators": dict(graph.operators),
+            "similarity": graph.similarity,
+            "dtypes": layer_counts(plan),
+            "layers": plan.layers,
+        }
+        seconds = {**graph.seconds, **plan.seconds}
+        return Built(plan.content, plan.profiles, sum(graph.operators.values()), graph.weight_bytes, seconds, more)
 
-def manifest(
-    body: Component,
-    library: Library,
-    *,
-    precision: str,
-    target: str,
-    place: Mapping[str, Any],
-    content: str,
-    profiles: Sequence[Mapping[str, Any]],
-    operators: int,
-    weight_bytes: int,
-    seconds: Mapping[str, float],
-    component: str | None = None,
-) -> dict[str, Any]:
-    """What stands beside every engine in the cache, whoever built it: what it is, for what, made in which time.
-
-    `component`: whose part `body` is, where it is a part. `operators`: all of them are in the engine.
-    """
-    return {
-        "component": component or body.name,
-        "precision": precision,
-        "library": library.name,
-        "version": library.version,
-        "target": target,
-        **place,
-        "content": content,
-        "profiles": profiles,
-        "inputs": [described(s) for s in body.inputs],
-        "outputs": [described(s) for s in body.outputs],
-        "coverage": {"operators": operators, "in_engine": operators},
-        "weight_bytes": weight_bytes,
-        "seconds": dict(seconds),
-        "torch": torch.__version__,
-    }
+    return Request(component, component, spec, library, target, place, content).obtain(build, component.name)
 
 
 class Exports:
-    """The ONNX file of the last component, kept on disk meanwhile: one export serves all of its targets."""
+    """Keeps the ONNX file of the last component on disk: one export serves all of its targets."""
 
     def __enter__(self) -> Exports:
         self._folder = tempfile.TemporaryDirectory(prefix="vla_accel-onnx-")
@@ -205,7 +234,7 @@ class Exports:
 
 
 def described(spec: TensorSpec) -> dict[str, Any]:
-    """A component's input or output, as it stands beside an engine."""
-    # A dynamic dimension counts by its range: which example was at hand must not make another engine.
+    """An input or output in an engine's description. A dynamic dimension is its range, so that the example's size does
+    not make another engine."""
     shape: list[Any] = [list(spec.ranges[d]) if d in spec.ranges else n for d, n in enumerate(spec.shape)]
     return {"name": spec.name, "dtype": str(spec.dtype).removeprefix("torch."), "shape": shape}

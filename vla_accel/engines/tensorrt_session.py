@@ -1,7 +1,6 @@
-"""Deserialised engines and their execution contexts: one engine and one scratch memory for any number of contexts.
+"""Deserialized engines and their execution contexts, which share one engine and one scratch memory.
 
-No stream, no buffers and no synchronisation of its own: addresses and stream come with every `enqueue`. Knows nothing
-about components' modules, building or caching. Needs a GPU.
+Addresses and the stream come with every `enqueue`. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -15,19 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.component import Component, TensorSpec
+from vla_accel.component import Component
 from vla_accel.engines import tensorrt_library
 from vla_accel.engines.tensorrt_builder import Profile, pick_profile
 from vla_accel.engines.tensorrt_library import Library
 from vla_accel.errors import EngineError
 from vla_accel.files import require_private
 
+_DTYPES = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "UINT8": torch.uint8,
+    "INT8": torch.int8,
+    "BOOL": torch.bool,
+    "FP8": torch.float8_e4m3fn,
+}
+
 
 class Session:
-    """A deserialised plan with one execution context, its profile chosen for fixed shapes.
-
-    `scratch`: memory for contexts that never run at the same time; without it that of the device.
-    """
+    """An engine with one execution context, its profile chosen for fixed shapes."""
 
     def __init__(
         self,
@@ -38,36 +46,36 @@ class Session:
         device: torch.device,
         scratch: Scratch | None = None,
     ) -> None:
+        """`scratch`: memory that contexts share if they never run at the same time; by default the device's."""
         self.library, self.engine, self.what = library, engine, component.name
         trt = library.trt
         shapes = {s.name: tuple(s.shape) for s in component.inputs}
-        index = pick_profile(profiles, shapes, self.what)
+        self.profile = pick_profile(profiles, shapes, self.what)
         self.context = self.engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self.context is None:
             raise EngineError(f"{self.what}: no execution context: {library.take_errors()}")
         stream = tensorrt_library.stream_of(device)
-        if not self.context.set_optimization_profile_async(index, stream):
-            raise EngineError(f"{self.what}: profile {index} was refused: {library.take_errors()}")
-        self.profile = index
+        if not self.context.set_optimization_profile_async(self.profile, stream):
+            raise EngineError(f"{self.what}: profile {self.profile} was refused: {library.take_errors()}")
         self.names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
         self._check_tensors(component, shapes)
         (scratch or scratch_of(device)).add(self, int(self.engine.device_memory_size_v2))
-        # Both libraries can be recorded; TensorRT-RTX says when a context cannot (it compiles on its first run).
-        ask = getattr(self.context, "is_stream_capturable", None)
-        self.capturable = True if ask is None else bool(ask(stream))
+        # TensorRT-RTX reports contexts that cannot be captured: it compiles on their first run.
+        capturable = getattr(self.context, "is_stream_capturable", None)
+        self.capturable = True if capturable is None else bool(capturable(stream))
 
     def _check_tensors(self, component: Component, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
             # An input that the graph does not need is not in the engine.
             if name in self.names and not self.context.set_input_shape(name, shape):
                 raise EngineError(f"{self.what}.{name}: shape {shape} was refused: {self.library.take_errors()}")
-        specs: dict[str, TensorSpec] = {s.name: s for s in (*component.inputs, *component.outputs)}
+        specs = {s.name: s for s in (*component.inputs, *component.outputs)}
         for name in self.names:
-            spec = specs.get(name)
-            if spec is None:
+            if name not in specs:
                 raise EngineError(f"{self.what}: the engine has a tensor {name} that the component does not declare")
-            shape = tuple(self.context.get_tensor_shape(name))
-            dtype = _torch_dtype(self.engine.get_tensor_dtype(name))
+            spec, shape = specs[name], tuple(self.context.get_tensor_shape(name))
+            kind = str(self.engine.get_tensor_dtype(name)).rpartition(".")[2]
+            dtype = _DTYPES.get(kind, kind)
             if shape != tuple(spec.shape) or dtype != spec.dtype:
                 raise EngineError(
                     f"{self.what}.{name}: declared {tuple(spec.shape)} {spec.dtype}, the engine has {shape} {dtype}"
@@ -82,7 +90,7 @@ class Session:
 
 
 class Scratch:
-    """Memory for the activations of several contexts, which never run at the same time."""
+    """Memory for the activations of several contexts that never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -91,8 +99,10 @@ class Scratch:
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def add(self, session: Session, size: int) -> None:
-        """Give a session's context its memory; a larger one than there is replaces it for all. Raises EngineError when
-        the GPU has too little."""
+        """Give a session's context `size` bytes; a larger block replaces the current one for all sessions.
+
+        Raises EngineError if the GPU has too little memory.
+        """
         memory = self.memory
         if memory is None or size > memory.numel():
             free = tensorrt_library.free_memory(self.device)
@@ -116,7 +126,7 @@ def scratch_of(device: torch.device) -> Scratch:
 
 
 class _Shared:
-    """A deserialised engine that several contexts use, and the runtime it came from."""
+    """A deserialized engine that several contexts use, and the runtime that made it."""
 
     def __init__(self, runtime: Any, engine: Any) -> None:
         self.runtime, self.engine = runtime, engine
@@ -129,7 +139,7 @@ _engines: weakref.WeakValueDictionary[tuple[str, str, float], _Shared] = weakref
 
 
 def shared_engine(library: Library, path: Path, device: torch.device, streaming: bool) -> Any:
-    """The engine of a plan file: deserialised once, its weights on the GPU once, for any number of contexts.
+    """Return the engine of a plan file, deserialized once, its weights on the GPU once, for any number of contexts.
 
     Raises EngineError for a file that others than its owner may write to, or that the library cannot load.
     """
@@ -156,29 +166,3 @@ def init_plugins(library: Library) -> None:
     start = getattr(library.trt, "init_libnvinfer_plugins", None)
     if start is not None:
         start(library.logger, "")
-
-
-def refit(library: Library, engine: Any, graph: Path) -> None:
-    """Give a refittable engine the weights of another ONNX file of the same graph. Raises EngineError."""
-    trt = library.trt
-    refitter = trt.Refitter(engine, library.logger)
-    parser = trt.OnnxParserRefitter(refitter, library.logger)
-    if not parser.refit_from_file(str(graph)) or not refitter.refit_cuda_engine():
-        missing = ", ".join(refitter.get_missing_weights()) or library.take_errors()
-        raise EngineError(f"refit from {graph.name}: failed, missing or refused: {missing}")
-
-
-def _torch_dtype(dtype: Any) -> torch.dtype | str:
-    names = {
-        "FLOAT": torch.float32,
-        "HALF": torch.float16,
-        "BF16": torch.bfloat16,
-        "INT32": torch.int32,
-        "INT64": torch.int64,
-        "UINT8": torch.uint8,
-        "INT8": torch.int8,
-        "BOOL": torch.bool,
-        "FP8": torch.float8_e4m3fn,
-    }
-    name = str(dtype).rpartition(".")[2]
-    return names.get(name, name)

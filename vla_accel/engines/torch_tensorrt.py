@@ -1,13 +1,14 @@
-"""The torch_tensorrt engine: the marked parts of a module as TensorRT engines, each without a fallback partition.
+"""The torch_tensorrt engine: the marked parts of a module (`Island`) as TensorRT engines, the rest in PyTorch.
 
 Vision's tower becomes one FP16 engine, with the cast to the BF16 projector after it; every MLP of the prefix becomes
-an FP8 engine of its ModelOpt-quantised module; what is between them (attention, norms) stays PyTorch. Versions are
-the business of `torch_tensorrt_versions`.
+an FP8 engine of its ModelOpt-quantised module; attention and norms stay in PyTorch. Importing torch_tensorrt needs a
+CUDA build of torch and a GPU, so versions are checked first, from the installed distributions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import logging
 import time
@@ -19,74 +20,189 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Component, Island, TensorSpec
-from vla_accel.config import EngineSpec
-from vla_accel.engines import cache, onnx, tensorrt_library
+from vla_accel.config import EngineSpec, TensorrtOptions
+from vla_accel.engines import onnx, tensorrt_library
 from vla_accel.engines.base import Engine
 from vla_accel.engines.tensorrt import check_first_run, refuse_if_not_runnable
-from vla_accel.engines.tensorrt_library import load_library, major_minor
-from vla_accel.engines.tensorrt_plan import Obtained, cache_of, content_key, manifest
+from vla_accel.engines.tensorrt_library import TITLES, LibraryName, installed_version, load_library, major_minor
+from vla_accel.engines.tensorrt_plan import Built, Obtained, Request, cache_of, content_key
 from vla_accel.engines.tensorrt_session import Session, shared_engine
-from vla_accel.engines.torch_tensorrt_versions import Flavour, conversion_options, find_flavour, load_torch_tensorrt
 from vla_accel.errors import DependencyError, EngineError
 
-# -- converting ---------------------------------------------------------------------------------------------------
+Version = tuple[int, int]
+Recorded = tuple[Island, tuple[Tensor, ...], tuple[Tensor, ...]]
+"""A part with the inputs and outputs of one run."""
+
+# -- versions -----------------------------------------------------------------------------------------------------
+
+PAIRS: dict[Version, tuple[Version, Version, Version]] = {
+    (2, 11): ((2, 11), (10, 15), (1, 4)),
+    (2, 12): ((2, 12), (10, 16), (1, 4)),
+    (2, 13): ((2, 13), (11, 0), (1, 5)),
+    (2, 14): ((2, 14), (11, 1), (1, 6)),
+}
+"""The torch, TensorRT and TensorRT-RTX that a torch-tensorrt works with (its wheels' own requirements; 2.11 with
+TensorRT-RTX 1.4 was tried)."""
 
 
 @dataclass(frozen=True)
-class Converted:
-    """One part as a serialized engine. `operators`: of the traced program, all of which are in the engine."""
+class Flavour:
+    """An installed Torch-TensorRT, built on TensorRT or on TensorRT-RTX."""
 
-    content: bytes
-    operators: int
-    seconds: Mapping[str, float]
+    version: str
+    library: LibraryName
+
+
+def find_flavour(versions: Mapping[str, str | None] | None = None) -> Flavour:
+    """Return the installed Torch-TensorRT and check that its versions match, without importing it.
+
+    Args:
+        versions: Of the distributions torch-tensorrt, torch-tensorrt-rtx, torch, tensorrt and tensorrt-rtx; by default
+            those installed.
+
+    Raises:
+        DependencyError: What is missing, or which versions would work.
+    """
+    found = _installed() if versions is None else dict(versions)
+    torch_version = major_minor(str(found["torch"]))
+    rtx = found.get("torch-tensorrt") is None and found.get("torch-tensorrt-rtx") is not None
+    package = "torch-tensorrt-rtx" if rtx else "torch-tensorrt"
+    library: LibraryName = "tensorrt_rtx" if rtx else "tensorrt"
+    version, library_version = found.get(package), found.get(library.replace("_", "-"))
+    hint = _install(torch_version, rtx)
+    if version is None:
+        raise DependencyError(f"engine torch_tensorrt: torch-tensorrt is not installed; {hint}")
+    pair = PAIRS.get(major_minor(version))
+    if pair is None:
+        known = ", ".join(map(_dotted, PAIRS))
+        raise DependencyError(f"engine torch_tensorrt: expected {package} {known}, got {version}")
+    if torch_version != pair[0]:
+        raise DependencyError(
+            f"engine torch_tensorrt: {package} {version} works with torch {_dotted(pair[0])}, got torch "
+            f"{found['torch']}; {hint}"
+        )
+    wanted = pair[2] if rtx else pair[1]
+    if library_version is None or major_minor(library_version) != wanted:
+        got = "none is installed" if library_version is None else f"got {library_version}"
+        raise DependencyError(
+            f"engine torch_tensorrt: {package} {version} works with {TITLES[library]} {_dotted(wanted)}, {got}; {hint}"
+        )
+    return Flavour(version, library)
+
+
+def _installed() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"torch": torch.__version__}
+    found |= {name: installed_version(name) for name in ("torch-tensorrt", "torch-tensorrt-rtx")}
+    for name in ("tensorrt", "tensorrt-rtx"):
+        packages = (name, *(f"{name}-{cuda}{part}" for cuda in ("cu13", "cu12") for part in ("", "-libs")))
+        found[name] = next(filter(None, map(installed_version, packages)), None)
+    return found
+
+
+def _install(torch_version: Version, rtx: bool) -> str:
+    for version, pair in PAIRS.items():
+        if pair[0] == torch_version:
+            library = f"tensorrt-rtx-cu13=={_dotted(pair[2])}.*" if rtx else f"tensorrt=={_dotted(pair[1])}.*"
+            package = "torch-tensorrt-rtx" if rtx else "torch-tensorrt"
+            return (
+                f"the set for torch {_dotted(torch_version)}: pip install '{package}=={_dotted(version)}.*' '{library}'"
+            )
+    known = ", ".join(_dotted(pair[0]) for pair in PAIRS.values())
+    return f"no torch-tensorrt is known for torch {_dotted(torch_version)}; it exists for torch {known}"
+
+
+def _dotted(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def load_torch_tensorrt() -> tuple[Any, Flavour]:
+    """Import the package. Raises DependencyError if versions do not match, or there is no CUDA torch or GPU."""
+    flavour = find_flavour()
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        raise DependencyError(
+            f"engine torch_tensorrt: importing it needs a CUDA build of torch and a GPU; torch is {torch.__version__} "
+            f"and sees {torch.cuda.device_count()} GPUs"
+        )
+    try:
+        return importlib.import_module("torch_tensorrt"), flavour
+    except (ImportError, OSError, RuntimeError) as error:
+        raise DependencyError(
+            f"engine torch_tensorrt: torch-tensorrt {flavour.version} does not import: {error}"
+        ) from error
+
+
+def conversion_options(version: Version, options: TensorrtOptions) -> dict[str, Any]:
+    """The options of Torch-TensorRT's conversion.
+
+    Precision comes from the module's dtypes: 2.11 and 2.12 need an option for that; from 2.13 on nothing else exists,
+    and the old option would be ignored in `**kwargs`.
+    """
+    chosen: dict[str, Any] = {
+        "require_full_compilation": True,
+        "min_block_size": 1,
+        "truncate_double": True,
+        "cache_built_engines": False,
+        "reuse_cached_engines": False,
+        "immutable_weights": not options.refit,
+        "version_compatible": options.version_compatible,
+        "hardware_compatible": options.hardware_compatible,
+        "enable_weight_streaming": options.weight_streaming,
+    }
+    if options.optimization_level is not None:
+        chosen["optimization_level"] = options.optimization_level
+    if options.workspace_mb is not None:
+        chosen["workspace_size"] = options.workspace_mb * 2**20
+    if version < (2, 13):
+        chosen["use_explicit_typing"] = True
+    return chosen
+
+
+# -- building -----------------------------------------------------------------------------------------------------
 
 
 def convert(
     torch_tensorrt: Any, version: str, name: str, module: nn.Module, inputs: tuple[Tensor, ...], spec: EngineSpec
-) -> Converted:
-    """One module, whole, to one serialized engine: this conversion has no partitioner, it takes all or fails.
+) -> Built:
+    """Convert a module as a whole: this conversion has no partitioner, it takes all operators or fails.
 
-    Raises EngineError naming what cannot be converted; DependencyError for an option that this version would not read.
+    Raises EngineError naming what cannot be converted; DependencyError for an option that this version would ignore.
     """
     began = time.perf_counter()
     function = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine
-    given = conversion_options(major_minor(version), spec.tensorrt)
-    known = inspect.signature(function).parameters
-    unread = [option for option in given if option not in known]
-    if unread:
-        raise DependencyError(f"torch-tensorrt {version} does not know the options {', '.join(unread)}")
+    options = conversion_options(major_minor(version), spec.tensorrt)
+    if ignored := [option for option in options if option not in inspect.signature(function).parameters]:
+        raise DependencyError(f"torch-tensorrt {version} does not know the options {', '.join(ignored)}")
     # Quantisers must be single operators here and in the lowering.
     with torch.no_grad(), onnx.quantisers_as_operators(), _problems() as problems:
         exported = torch.export.export(module, inputs, strict=False)
         operators = sum(n.op == "call_function" for n in exported.graph.nodes)
         exported_s = time.perf_counter() - began
         try:
-            content = function(exported, arg_inputs=list(inputs), **given)
-        # 2.11 logs what went wrong, then trips over the result it does not have.
+            content = function(exported, arg_inputs=list(inputs), **options)
+        # 2.11 logs what went wrong, then fails on its missing result.
         except (RuntimeError, UnboundLocalError) as error:
             cause = problems[-1] if problems else error.__cause__ or error
-            said = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
-            raise EngineError(f"{name}: torch-tensorrt {version} cannot convert it whole: {said}") from error
+            text = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+            raise EngineError(f"{name}: torch-tensorrt {version} cannot convert it whole: {text}") from error
     if not content:
         raise EngineError(f"{name}: torch-tensorrt {version} gave no engine")
     seconds = {"export": exported_s, "build": time.perf_counter() - began - exported_s}
-    return Converted(bytes(content), operators, seconds)
+    profiles = [{f"input{i}": [tuple(x.shape)] * 3 for i, x in enumerate(inputs)}]
+    return Built(bytes(content), profiles, operators, sum(p.nbytes for p in module.parameters()), seconds)
 
 
 @contextlib.contextmanager
 def _problems() -> Iterator[list[BaseException]]:
-    """The exceptions that Torch-TensorRT's converter logs meanwhile; its log lines hold whole graphs and are not
-    shown."""
+    """Collect the exceptions that Torch-TensorRT's converter logs; hide its log lines, which hold whole graphs."""
     found: list[BaseException] = []
 
-    class Catch(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            if record.exc_info and record.exc_info[1] is not None:
-                found.append(record.exc_info[1])
-                return False
-            return True
+    def catch(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1] is not None:
+            found.append(record.exc_info[1])
+            return False
+        return True
 
-    logger, catch = logging.getLogger("torch_tensorrt.dynamo._compiler"), Catch()
+    logger = logging.getLogger("torch_tensorrt.dynamo._compiler")
     logger.addFilter(catch)
     try:
         yield found
@@ -97,54 +213,37 @@ def _problems() -> Iterator[list[BaseException]]:
 def build_islands(
     component: Component, spec: EngineSpec, device: torch.device, module: nn.Module | None = None
 ) -> list[tuple[Island, Obtained, Component]]:
-    """Every marked part of a component as an engine, from the cache or built now, in the order of their names.
+    """Return every marked part of a component as an engine, from the cache or built now.
 
-    A part's engine has fixed shapes: those the component's example shapes give it.
+    A part's engine has fixed shapes: those of the component's examples.
     """
     torch_tensorrt, flavour = load_torch_tensorrt()
-    if module is None:
-        module = island_module(component, spec)
-    store, results = cache_of(spec.tensorrt), []
-    library = load_library(flavour.library)
-    target = _target(flavour, device)
+    module = island_module(component, spec) if module is None else module
+    library, results = load_library(flavour.library), []
+    # Torch-TensorRT leaves the targets to the library: TensorRT-RTX builds for every GPU from Ampere on.
+    rtx = flavour.library == "tensorrt_rtx"
+    capabilities = tensorrt_library.RTX_DEFAULT if rtx else (tensorrt_library.capability_of(device),)
+    target = "+".join(map(tensorrt_library.target_name, capabilities))
     for island, inputs, outputs in _recorded(component, module, device):
-        body = _as_component(island, inputs, outputs)
+        name = f"{component.name}-{island.name}"
+        body = Component(island.name, island.inner, _specs("input", inputs), _specs("output", outputs))
         content = content_key(body, island.inner, spec, "torch_tensorrt")
         place = {**tensorrt_library.gpu_identity(device), "torch_tensorrt": flavour.version}
-        key = cache.key_of({"content": content, "library": library.title, "target": target, **place})
-        name = f"{component.name}-{island.name}"
-        found = store.get(name, key)
-        if found is not None and not found.problem:
-            results.append((island, Obtained(found, built=False), body))
-            continue
-        note = "" if found is None else f"; rebuilt: {found.problem}"
-        converted = convert(torch_tensorrt, flavour.version, name, island.inner, inputs, spec)
-        about = manifest(
-            body,
-            library,
-            component=component.name,
-            precision=spec.precision,
-            target=target,
-            place=place,
-            content=content,
-            profiles=[{s.name: [s.shape] * 3 for s in body.inputs}],
-            operators=converted.operators,
-            weight_bytes=sum(p.nbytes for p in island.inner.parameters()),
-            seconds=converted.seconds,
-        )
-        results.append((island, Obtained(store.put(name, key, converted.content, about), built=True, note=note), body))
+
+        def build(name: str = name, inner: nn.Module = island.inner, inputs: tuple[Tensor, ...] = inputs) -> Built:
+            return convert(torch_tensorrt, flavour.version, name, inner, inputs, spec)
+
+        obtained = Request(body, component, spec, library, target, place, content).obtain(build, name)
+        results.append((island, obtained, body))
     return results
 
 
-def _target(flavour: Flavour, device: torch.device) -> str:
-    # Torch-TensorRT leaves the targets to the library: TensorRT-RTX's default is every GPU from Ampere on.
-    if flavour.library == "tensorrt_rtx":
-        return "+".join(map(tensorrt_library.target_name, tensorrt_library.RTX_DEFAULT))
-    return tensorrt_library.target_name(tensorrt_library.capability_of(device))
+def _specs(prefix: str, tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"{prefix}{i}", tuple(t.shape), t.dtype) for i, t in enumerate(tensors))
 
 
 def island_module(component: Component, spec: EngineSpec) -> nn.Module:
-    """The component's module at the precision asked for, with at least one part marked to be built.
+    """The component's module at the requested precision, with at least one part marked to be built.
 
     Raises EngineError for a component without marked parts, unless `whole` is set.
     """
@@ -171,19 +270,16 @@ class _Whole(nn.Module):
         return self.island(*inputs)
 
 
-def _recorded(
-    component: Component, module: nn.Module, device: torch.device
-) -> list[tuple[Island, tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Every island with the inputs and outputs it has when the module runs on the component's examples."""
-    seen: dict[str, tuple[Island, tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+def _recorded(component: Component, module: nn.Module, device: torch.device) -> list[Recorded]:
+    """Every island with its inputs and outputs when the module runs on the component's examples."""
+    seen: dict[str, Recorded] = {}
 
     def record(island: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
         assert isinstance(island, Island)
         outputs = output if isinstance(output, tuple) else (output,)
         seen[island.name] = (island, tuple(x.detach().clone() for x in inputs), outputs)
 
-    islands = [m for m in module.modules() if isinstance(m, Island)]
-    handles = [m.register_forward_hook(record) for m in islands]
+    handles = [m.register_forward_hook(record) for m in module.modules() if isinstance(m, Island)]
     try:
         with torch.no_grad():
             module(*(x.to(device) for x in onnx.examples(component, lambda s: s.shape)))
@@ -191,13 +287,6 @@ def _recorded(
         for handle in handles:
             handle.remove()
     return list(seen.values())
-
-
-def _as_component(island: Island, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> Component:
-    def specs(prefix: str, tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(f"{prefix}{i}", tuple(t.shape), t.dtype) for i, t in enumerate(tensors))
-
-    return Component(island.name, island.inner, specs("input", inputs), specs("output", outputs))
 
 
 # -- running ------------------------------------------------------------------------------------------------------
@@ -219,8 +308,7 @@ class TorchTensorrtEngine(Engine):
 
     def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
         super().__init__(component, device, spec)
-        capability = tensorrt_library.capability_of(device)
-        flavour = find_flavour()
+        capability, flavour = tensorrt_library.capability_of(device), find_flavour()
         stored = [e.about for e in cache_of(spec.tensorrt).entries() if e.about.get("torch_tensorrt")]
         targets = [a["target"] for a in stored if a["component"] == component.name]
         refuse_if_not_runnable(flavour.library, capability, targets)
@@ -242,32 +330,28 @@ class TorchTensorrtEngine(Engine):
 
     @torch.inference_mode()
     def run(self) -> None:
-        results = self.module(*(self.inputs[s.name] for s in self.component.inputs))
-        for spec, result in zip(
-            self.component.outputs, results if isinstance(results, tuple) else (results,), strict=True
-        ):
-            self.outputs[spec.name].copy_(result)
+        self._copy_results(self.module(*(self.inputs[s.name] for s in self.component.inputs)))
 
 
 def _renamed(body: Component, engine: Any, trt: Any) -> Component:
     """The component with the names that Torch-TensorRT gave the engine's tensors, which keep their order."""
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-    taken = [n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
-    given = [n for n in names if n not in taken]
-    if (len(taken), len(given)) != (len(body.inputs), len(body.outputs)):
+    inputs = [n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
+    outputs = [n for n in names if n not in inputs]
+    if (len(inputs), len(outputs)) != (len(body.inputs), len(body.outputs)):
         raise EngineError(
-            f"{body.name}: the engine has {len(taken)} inputs and {len(given)} outputs, the part has "
+            f"{body.name}: the engine has {len(inputs)} inputs and {len(outputs)} outputs, the part has "
             f"{len(body.inputs)} and {len(body.outputs)}"
         )
     return replace(
         body,
-        inputs=tuple(replace(s, name=n) for s, n in zip(body.inputs, taken, strict=True)),
-        outputs=tuple(replace(s, name=n) for s, n in zip(body.outputs, given, strict=True)),
+        inputs=tuple(replace(s, name=n) for s, n in zip(body.inputs, inputs, strict=True)),
+        outputs=tuple(replace(s, name=n) for s, n in zip(body.outputs, outputs, strict=True)),
     )
 
 
 class _Runner(nn.Module):
-    """A part as a session: takes the place of the part's module."""
+    """Replaces a part's module by a session."""
 
     def __init__(self, session: Session, body: Component) -> None:
         super().__init__()
@@ -276,7 +360,7 @@ class _Runner(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         device = inputs[0].device
         outputs = {s.name: s.empty(device) for s in self.body.outputs}
-        # Kept by name until the work is enqueued: only addresses are handed on.
+        # Kept by name until the work is enqueued: the session takes only addresses.
         tensors = {s.name: x.contiguous() for s, x in zip(self.body.inputs, inputs, strict=True)}
         self.session.enqueue({**tensors, **outputs}, tensorrt_library.stream_of(device))
         results = list(outputs.values())

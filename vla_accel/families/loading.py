@@ -1,8 +1,4 @@
-"""A checkpoint, wherever it is and whoever wrote it, resolved once: its model, family, transforms and scales.
-
-Folders, names on the hub, and the bundled checkpoints. Which family a folder belongs to is the families' to say. Knows
-no model and no engine.
-"""
+"""Load a checkpoint: find its folder, its adapter and its family, and return the network with its transforms."""
 
 from __future__ import annotations
 
@@ -29,45 +25,51 @@ from vla_accel.fp8 import Scales, scales_for
 from vla_accel.nn.network import Network
 
 _FILES = (".yaml", ".yml", ".json", ".npz", ".safetensors", ".pt", ".bin")
-"""Endings of files: a name with one of them is not looked up on the hub."""
-_SETTINGS = ("tokenizer", "action_horizon", "max_token_len", "lora")  # of every family
-# Levels of a run's folder: checkpoints/<step>/pretrained_model.
+"""Suffixes of files: a name with one of them is not looked up on the hub."""
+_SETTINGS = ("tokenizer", "action_horizon", "max_token_len")
+"""Fields of `CheckpointSpec` that every family honours."""
 _DEPTH = 3
+"""Levels of a training run's folder: checkpoints/<step>/pretrained_model."""
 _log = logging.getLogger("vla_accel.checkpoints")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that was loaded, or made, and all that belongs to it.
+    """A loaded checkpoint, or a network with random weights.
 
-    `name`: as it was asked for; `processor`: the transforms (`models.family.Transforms`); `folder`: where it lies, None
-    for random weights; `calibrated`: FP8 scales of a model without a folder; `lora`: folder of the adapter that was
-    folded in.
+    Attributes:
+        name: The name that was passed to `load`.
+        family: The family.
+        model: The network.
+        processor: The transforms (`families.family.Transforms`).
+        folder: The checkpoint's folder; None for random weights.
+        calibrated: FP8 scales of a model without a folder.
+        lora: Folder of the adapter that is folded in.
+        settings: The configuration that it was loaded with.
     """
 
     name: str
-    family: Family
+    family: Family[Any, Any, Any]
     model: Network
     processor: Any
     folder: Path | None = None
     calibrated: Scales | None = None
     lora: Path | None = None
     settings: PolicyConfig = field(default_factory=PolicyConfig)
-    """What it was loaded with."""
 
     @property
     def kept(self) -> Path | None:
-        """The folder that holds what was measured of these very weights: scales and reports."""
+        """The folder for measurements of these weights: scales and reports."""
         return self.lora or self.folder
 
     def progress(self) -> AbstractContextManager[None]:
-        """As the model's (`Network.progress`)."""
+        """Show the progress of reading weights (`Network.progress`)."""
         return self.model.progress()
 
     @functools.cached_property
     def scales(self) -> Scales | None:
-        """FP8 scales, None where there are none; read when first asked for. Raises CheckpointError for a damaged file
-        and for scales of other weights."""
+        """FP8 scales, None if there are none. Raises CheckpointError for a damaged file and for scales of other
+        weights."""
         if self.calibrated is not None or self.kept is None:
             return self.calibrated
         return scales_for(self.model, self.kept)
@@ -81,23 +83,30 @@ def load(
     dtype: torch.dtype | None = None,
     whole: bool = True,
 ) -> Checkpoint:
-    """The checkpoint with its weights where and what they are to be.
+    """Load a checkpoint.
 
-    Args: `path_or_name`: a folder, a bundled checkpoint ("demo") or a name on the hub ("lerobot/…"); `settings`: what
-    the checkpoint does not say (`preset`, `checkpoint`, `default_prompt`); `dtype`: of the large products, None keeps
-    what is stored; `whole`: read all weights now. Otherwise a family that can leaves them in the file until a policy's
-    engines ask for a part, and a policy keeps on its device what its engines read, once.
-    Raises CheckpointError for anything missing, left over, misshaped or contradictory, ConfigError for settings that
-    cannot be, DependencyError that says what to install.
+    Args:
+        path_or_name: A folder, a bundled checkpoint ("demo") or a name on the hub ("lerobot/...").
+        settings: Settings that the checkpoint lacks or that override it: `preset`, `checkpoint`, `default_prompt`.
+        device: The device of the weights.
+        dtype: Of the large products; None keeps the stored one.
+        whole: Read all weights now. Otherwise they are read when the engines of a policy need them.
+
+    Raises:
+        CheckpointError: Something is missing, left over, misshaped or contradictory.
+        ConfigError: A setting does not apply to this family or contradicts the checkpoint.
+        DependencyError: A package is missing; the message says what to install.
     """
     settings = loaded_with = settings or PolicyConfig()
     folder, lora = base_and_lora(path_or_name, settings.checkpoint.lora)
     if lora is not None:
         settings = settings.with_lora(str(lora))
     family = family_of(folder)
-    given, usual, known = asdict(settings.checkpoint), asdict(CheckpointSpec()), (*_SETTINGS, *family.settings)
-    for name in given:
-        if name not in known and given[name] != usual[name]:
+    lora_setting = ("lora",) if family.capabilities.lora else ()
+    known = (*_SETTINGS, *lora_setting, *family.settings)
+    usual = asdict(CheckpointSpec())
+    for name, value in asdict(settings.checkpoint).items():
+        if name not in known and value != usual[name]:
             raise ConfigError(f"checkpoint.{name}: {family.name} has no such setting, expected {', '.join(known)}")
     model, processor = family.load(folder, settings, device=device, dtype=dtype)
     model = model.whole() if whole else model
@@ -133,29 +142,29 @@ def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Pa
 
 
 def _base_of(lora: Lora, name: str) -> Path:
-    """The folder of an adapter's base, as its configuration names it."""
-    how = (
+    """Return the folder of the base that an adapter's configuration names."""
+    hint = (
         f"name the base as the checkpoint, and this adapter with --lora {name}, or `checkpoint: {{lora: {name}}}` in "
         "a configuration"
     )
     if lora.base is None:
-        raise CheckpointError(f"lora {lora.folder}: expected base_model_name_or_path in {CONFIG}, got none; {how}")
+        raise CheckpointError(f"lora {lora.folder}: expected base_model_name_or_path in {CONFIG}, got none; {hint}")
     try:
         return find(lora.base)
     except CheckpointError as error:
         raise CheckpointError(
             f"lora {lora.folder}: expected the base that base_model_name_or_path in {CONFIG} names, got {lora.base!r}, "
-            f"which cannot be found ({error}); {how}"
+            f"which cannot be found ({error}); {hint}"
         ) from error
 
 
 def _check_base(lora: Lora, base: str) -> None:
-    """Raise CheckpointError if an adapter says that it was trained on another checkpoint than `base`, by the last part
-    of their names. A path of another machine is no sure name: if it differs, the log says so."""
+    """Raise CheckpointError if an adapter was trained on another checkpoint than `base`, judged by the last part of
+    their names. A path that does not exist here may be from another machine: a difference is only logged."""
     if lora.base is None or _last_part(lora.base) == _last_part(base):
         return
     if HubName.parse(lora.base) is None and not Path(lora.base).exists():
-        _log.warning("lora %s: trained on %s, which is not here; folded into %s", lora.folder, lora.base, base)
+        _log.warning("lora %s: trained on %s, which does not exist here; folded into %s", lora.folder, lora.base, base)
         return
     raise CheckpointError(
         f"lora {lora.folder}: expected on top of {lora.base}, as its {CONFIG} says, got {base}; if that is "
@@ -169,7 +178,7 @@ def _last_part(name: str) -> str:
 
 
 def find(path_or_name: str | Path) -> Path:
-    """Return the folder of a checkpoint. One on the hub is fetched, or found in the hub's cache."""
+    """Return the folder of a checkpoint. A checkpoint on the hub is fetched, or found in the hub's cache."""
     folder = local(path_or_name)
     if folder is not None:
         return folder
@@ -179,16 +188,16 @@ def find(path_or_name: str | Path) -> Path:
 
 
 def local(path_or_name: str | Path) -> Path | None:
-    """Return the folder of a checkpoint that is here; None for a name that only the hub may have.
+    """Return the folder of a local checkpoint; None for a name that only the hub may have.
 
     Raises:
-        CheckpointError: The name can be neither.
+        CheckpointError: It is neither a folder nor a possible name on the hub.
     """
     if not isinstance(path_or_name, (str, Path)):
         raise CheckpointError(_unknown(path_or_name))
     name = str(path_or_name)
     folder = NAMED.get(name, user_path(path_or_name))
-    if name and folder.is_dir():  # an empty name would be the current folder
+    if name and folder.is_dir():  # an empty name would mean the current folder
         return folder
     if folder.is_file():
         hint = f"; did you mean {folder.parent}?" if (folder.parent / "config.json").is_file() else ""
@@ -200,7 +209,7 @@ def local(path_or_name: str | Path) -> Path | None:
     named = HubName.parse(name)
     if named is None:
         raise CheckpointError(_unknown(name))
-    if named.folder and Path(named.repo).is_dir():  # a path that is misspelt, not a repository of that name
+    if named.folder and Path(named.repo).is_dir():  # a misspelled path, not a repository
         nearest = next(parent for parent in folder.parents if parent.is_dir())
         raise CheckpointError(f"checkpoint: expected a folder, got {name!r}; {nearest} holds {listing(nearest)}")
     return None
@@ -211,8 +220,8 @@ def _unknown(name: object) -> str:
     return unknown("checkpoint", name, NAMED, "a folder or ") + form
 
 
-def family_of(folder: Path) -> Family:
-    """The family whose checkpoint a folder holds. Raises CheckpointError where there is none."""
+def family_of(folder: Path) -> Family[Any, Any, Any]:
+    """Return the family of a checkpoint's folder. Raises CheckpointError if there is none."""
     path = folder / "config.json"
     content = read_json(path) if path.is_file() else {}
     if content and is_migrated(folder) and (missing := [n for n in ("type", "input_features") if n not in content]):
@@ -241,7 +250,7 @@ def family_of(folder: Path) -> Family:
 
 
 def _inside(folder: Path) -> list[str]:
-    """The folders with a checkpoint below a run's folder, the last one first; at most four."""
+    """Return up to four folders with a checkpoint below a training run's folder, the last one first."""
     levels = ("/".join(["*"] * depth + ["*config.json"]) for depth in range(1, _DEPTH + 1))
     files = [str(file.relative_to(folder).as_posix()) for level in levels for file in folder.glob(level)]
     found = hub.checkpoint_folders(files)

@@ -1,45 +1,76 @@
-"""What families have in common: prompts of several lengths, in buckets; those of vision → image_tokens → kv_cache →
-keys, values → …, views of one size and a state; and those that then denoise, guidance by a previous chunk."""
+"""What families with a text prompt share: prompt lengths in buckets, components vision → kv_cache → a last one, and
+real-time chunking of flow networks."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
-from vla_accel.families import stand_in
-from vla_accel.families.family import IMAGES, Family, Rows, Shape, Store, Work, products_of
+from vla_accel.families.family import IMAGES, C, Capabilities, Chunking, Family, Rows, S, Shape, Store, X
 from vla_accel.fp8 import Scales
-from vla_accel.nn.calibration import calibration
+from vla_accel.nn.calibration import calibrate
 from vla_accel.nn.denoise import denoise_component
 from vla_accel.nn.kv_cache import kv_cache_component
 from vla_accel.nn.network import Network
 from vla_accel.nn.padding import PROMPT_BUCKET, padded_prompt
-from vla_accel.nn.quantize import calibrate, load_modelopt
-from vla_accel.nn.random_weights import Drawn, drawn_model
+from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.rtc import chunk_weights
-from vla_accel.nn.variants import needs_scales
 from vla_accel.nn.vision import vision_component
 from vla_accel.transforms.observations import Observed
-from vla_accel.transforms.processing import Inputs, Processor
+from vla_accel.transforms.processing import Inputs
+
+T = TypeVar("T", bound="TextShape")
 
 
 @dataclass(frozen=True)
-class PromptShape(Shape):
-    """`views`: images of each observation; `tokens`: prompt tokens; `padded`: rows may have fewer, and `lengths` say
-    how many; `mapped`: vision reads pixel maps (`vla_accel.pictures`)."""
+class TextShape(Shape):
+    """A shape with a text prompt.
+
+    Attributes:
+        views: Images of each observation.
+        tokens: Prompt tokens.
+        padded: Whether rows may have fewer tokens; `lengths` then holds their number.
+    """
 
     views: int
     tokens: int
     padded: bool
+
+    def buckets(self: T, config: Any) -> Sequence[T]:
+        if not self.padded:
+            return (self,)
+        longest = padded_prompt(config.max_token_len)
+        return [replace(self, tokens=tokens) for tokens in range(PROMPT_BUCKET, longest + 1, PROMPT_BUCKET)]
+
+    def reachable(self: T, transforms: Any, observation: Mapping[str, Any]) -> Sequence[T]:
+        if not self.padded or not hasattr(transforms, "token_counts"):
+            return (self,)
+        counts = transforms.token_counts(observation[transforms.preset.prompt])
+        first, last = (padded_prompt(min(count, transforms.max_token_len)) for count in counts)
+        tokens = sorted(range(first, last + 1, PROMPT_BUCKET), key=lambda n: abs(n - self.tokens))
+        return [replace(self, tokens=n) for n in tokens]
+
+    def row_length(self, config: Any) -> int:
+        """Return the value of `lengths` for a row with all tokens."""
+        return self.tokens
+
+    def make_valid(self, config: Any, host: Mapping[str, np.ndarray]) -> None:
+        # With a length of zero, attention would have no keys.
+        if "lengths" in host:
+            host["lengths"][:] = self.row_length(config)
+
+
+@dataclass(frozen=True)
+class PromptShape(TextShape):
+    """`mapped`: vision reads pixel maps (`vla_accel.pictures`)."""
+
     mapped: bool = False
 
     @property
@@ -47,58 +78,44 @@ class PromptShape(Shape):
         sizes = "" if self.cameras is None else " of " + ", ".join(f"{h} x {w}" for h, w in self.cameras.sizes)
         return f"{self.views} views{sizes} and {self.tokens} prompt tokens"
 
+    def row_length(self, config: Any) -> int:
+        return config.prefix_tokens(self.views, self.tokens)
 
-class TextFamily(Family):
-    """A family with a text prompt, whose config has `action_horizon`, `action_dim` and `max_token_len`."""
+
+class TextFamily(Family[C, X, S]):
+    """A family with a text prompt, whose config has `max_token_len`."""
 
     network_class: type[Network]
     store_class: Callable[[Any, Scales | None], Store]
-    drawn: type[Drawn] = Drawn
-    """What draws its random weights."""
 
-    def network(self, config: Any) -> Network:
+    def network(self, config: C) -> Network:
         return self.network_class.empty(config)
 
     def store(self, model: Network, scales: Scales | None) -> Store:
         return self.store_class(model, scales)
 
-    def random(self, config: Any, *, seed: int, device: str, dtype: torch.dtype) -> Network:
-        return drawn_model(self.network_class, config, seed=seed, device=device, dtype=dtype, drawn=self.drawn)
-
-    def action_shape(self, config: Any) -> tuple[int, int]:
-        return config.action_horizon, config.action_dim
-
-    def prompt_place(
+    def prompt_bucket(
         self, inputs: Sequence[Any], specs: Mapping[str, EngineSpec], readers: Sequence[str]
-    ) -> tuple[int, bool]:  # fmt: skip
-        """Tokens that these prompts get, and whether rows may have fewer. `readers`: parts that read the prompt."""
+    ) -> tuple[int, bool]:
+        """Return the prompt tokens of a shape, and whether rows may have fewer.
+
+        The native engine takes lengths. If it runs (or may run, as a fallback) one of the components that read the
+        prompt, `readers`, all of them must agree, and so must engines that are built ahead of time.
+        """
         counts = [len(i.tokens) for i in inputs]
-        # The native engine takes lengths: where it runs a part that reads the prompt, or may have to step in for
-        # another, all parts must agree, and so must engines built ahead of time.
         bucketed = any("native" in (specs[n].engine, *specs[n].fallback) for n in readers)
         tokens = padded_prompt(max(counts)) if bucketed else max(counts)
         return tokens, bucketed or min(counts) != tokens
 
-    def shapes(self, config: Any, shape: Any) -> Sequence[Any]:
-        if not shape.padded:
-            return (shape,)
-        longest = padded_prompt(config.max_token_len)
-        return [replace(shape, tokens=tokens) for tokens in range(PROMPT_BUCKET, longest + 1, PROMPT_BUCKET)]
 
-    def shapes_of(self, transforms: Any, observation: Mapping[str, Any], shape: Any) -> Sequence[Any]:
-        if not shape.padded or not hasattr(transforms, "token_counts"):
-            return (shape,)
-        counts = transforms.token_counts(observation[transforms.preset.prompt])
-        first, last = (padded_prompt(min(count, transforms.max_token_len)) for count in counts)
-        tokens = sorted(range(first, last + 1, PROMPT_BUCKET), key=lambda n: abs(n - shape.tokens))
-        return [replace(shape, tokens=n) for n in tokens]
+def prompt_capabilities(parts: Sequence[str]) -> Capabilities:
+    """Return the capabilities of a `PromptedFamily`."""
+    return Capabilities(lora=True, host_embeddings=("kv_cache",), quantised={name: QUANTISED[name] for name in parts})
 
 
-class PromptedFamily(TextFamily):
-    """A family whose config is one of a `models.prefixed.PrefixNetwork`, whose transforms are a `Processor`, and whose
-    components are vision, kv_cache and another, `last`."""
-
-    host_embeddings = ("kv_cache",)
+class PromptedFamily(TextFamily[C, Inputs, PromptShape]):
+    """A family of a `nn.prefixed.PrefixNetwork` with a `Processor`, whose components are vision, kv_cache and another,
+    `last`."""
 
     # -- running it -----------------------------------------------------------------------------------------------
 
@@ -110,19 +127,20 @@ class PromptedFamily(TextFamily):
         return vision, self.kv_cache(model, shape, store, scales), self.last(model, shape, store, rtc)
 
     def kv_cache(self, model: Any, shape: PromptShape, store: Any, scales: Scales | None) -> Component:
+        """Return the component that computes keys and values of images and prompt."""
         return kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store, scales)
 
     @abstractmethod
     def last(self, model: Any, shape: PromptShape, store: Any, rtc: RtcConfig | None) -> Component:
-        """What makes the result from keys and values."""
+        """Return the component that computes the result from keys and values."""
 
     def shape(
-        self, config: Any, inputs: Sequence[Inputs], steps: int, specs: Mapping[str, EngineSpec]
+        self, config: C, inputs: Sequence[Inputs], steps: int, specs: Mapping[str, EngineSpec]
     ) -> PromptShape:  # fmt: skip
         views = len(inputs[0].images)
         if any(len(i.images) != views for i in inputs):
             raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
-        tokens, padded = self.prompt_place(inputs, specs, self.parts[1:])
+        tokens, padded = self.prompt_bucket(inputs, specs, self.parts[1:])
         mapped, cameras = inputs[0].pixel_maps is not None, inputs[0].cameras
         return PromptShape(len(inputs), steps, views, tokens, padded, mapped, cameras=cameras)
 
@@ -138,100 +156,40 @@ class PromptedFamily(TextFamily):
             "state": [i.state for i in inputs],
         }
 
-    def rehearse(self, config: Any, shape: PromptShape, host: Mapping[str, np.ndarray]) -> None:
-        # A length of zero would leave rows without a key.
-        if "lengths" in host:
-            host["lengths"][:] = config.prefix_tokens(shape.views, shape.tokens)
-
-    # -- measuring it ---------------------------------------------------------------------------------------------
-
-    def internals(self, config: Any, outputs: Mapping[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
-        """`image_tokens` (I, W), and `keys` and `values` (depth, S, kv_heads, d) of the real tokens."""
-        real = config.prefix_tokens(len(inputs.images), len(inputs.tokens))
-        return {
-            "image_tokens": outputs["image_tokens"][0],
-            "keys": outputs["keys"][:, 0, :real],
-            "values": outputs["values"][:, 0, :real],
-        }
-
-    def stand_in(self, config: Any, views: int) -> Processor:
-        return stand_in.processor(config, views)
-
-    def random_observation(self, transforms: Processor, rng: np.random.Generator) -> dict[str, Any]:
-        side = transforms.image_size
-        prompt = transforms.ordinary_prompt(stand_in.PROMPT)
-        return stand_in.observation(transforms, (side, side), rng, prompt)
-
-    # -- FP8 ------------------------------------------------------------------------------------------------------
-
-    def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:
-        return needs_scales(specs)
+    # -- FP8 and INT8 ---------------------------------------------------------------------------------------------
 
     def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
-        load_modelopt()  # where it is missing that is said before the weights are read
-        with model.present():
-            rows = [(i.images, i.tokens, i.state) for i in inputs]
-            maps = [() if i.pixel_maps is None else (i.pixel_maps,) for i in inputs]
-            arguments = [(*row, *its) for row, its in zip(rows, maps, strict=True)]
-            return calibrate(model, calibration(model), arguments, source)
+        maps = [() if i.pixel_maps is None else (i.pixel_maps,) for i in inputs]
+        rows = [(i.images, i.tokens, i.state, *its) for i, its in zip(inputs, maps, strict=True)]
+        return calibrate(model, rows, source)
 
 
-class DenoisingFamily(PromptedFamily):
-    """One whose network is a `models.flow.FlowNetwork`."""
+class FlowChunking(Chunking[C]):
+    """Real-time chunking of flow networks: guidance by the previous chunk, or pinned actions if trained for it."""
 
-    parts = ("vision", "kv_cache", "denoise")
-    guidance = ("target", "weights")
-    rtc_settings = tuple(field.name for field in fields(RtcConfig))
-    systems: ClassVar = {
-        "native-fp8": {"kv_cache": "fp8"},
-        "native-fp8-vision": {"vision": "fp8", "kv_cache": "fp8"},
-        "native-fp8-int8-denoise": {"kv_cache": "fp8", "denoise": "int8"},
-        "native-fp8-vision-int8-denoise": {"vision": "fp8", "kv_cache": "fp8", "denoise": "int8"},
-        "native-int8-denoise": {"denoise": "int8"},
-        "native-int8": {"kv_cache": "int8"},
-        "native-int8-vision": {"vision": "int8", "kv_cache": "int8"},
-    }
+    inputs = ("target", "weights")
+    settings = tuple(field.name for field in fields(RtcConfig))
 
-    def steps(self, config: Any) -> int:
-        return config.num_steps
-
-    def shallow(self, config: Any, depth: int) -> Any:
-        """Prefix and expert; vision stays whole."""
-        return replace(
-            config, prefix=replace(config.prefix, depth=depth), expert=replace(config.expert, depth=depth)
-        )  # fmt: skip
-
-    def last(self, model: Any, shape: PromptShape, store: Any, rtc: RtcConfig | None) -> Component:
-        prefix = model.config.prefix_tokens(shape.views, shape.tokens)
-        return denoise_component(model, shape.batch, prefix, shape.steps, shape.padded, store, rtc)
-
-    def guide(self, config: Any, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
+    def guide(self, config: C, rtc: RtcConfig, previous: np.ndarray, delay: int) -> dict[str, np.ndarray]:
         most = rtc.longest_delay(config.action_horizon)
         if most is not None and delay > min(most, len(previous)):
             raise ObservationError(
                 f"inference_delay: expected at most {min(most, len(previous))} actions, of {len(previous)} that are "
                 f"left and {most} that the checkpoint was trained for, got {delay}"
             )
-        target = np.zeros(self.action_shape(config), np.float32)
+        target = np.zeros((config.action_horizon, config.action_dim), np.float32)
         target[: len(previous)] = previous
         weights = chunk_weights(rtc, delay, len(previous), config.action_horizon)
         return {"target": target, "weights": weights.numpy()}
 
 
-def prefix_work(config: Any, inputs: Inputs, specs: Mapping[str, EngineSpec]) -> dict[str, Work]:
-    """Of vision and kv_cache on one prepared observation: the last prefix layer stops after its keys and values.
-    `config`: of a `models.paligemma.PaliGemma`."""
-    v, p = config.vision, config.prefix
-    image_tokens = len(inputs.images) * v.tokens
-    per_token = 4 * v.width * v.width + 2 * v.width * v.mlp_dim
-    vision = v.depth * (2 * image_tokens * per_token + 4 * image_tokens * v.tokens * v.width)
-    vision += 2 * image_tokens * (3 * v.patch_size**2 * v.width + v.width * p.width)
-    tokens = image_tokens + len(inputs.tokens)
-    attended = p.heads * p.head_dim
-    layer = p.width * (p.qkv_dim + attended + 3 * p.mlp_dim)
-    last = p.width * 2 * p.kv_heads * p.head_dim
-    prefix = 2 * tokens * ((p.depth - 1) * layer + last) + (p.depth - 1) * 4 * tokens * tokens * attended
-    return {
-        "vision": Work(float(vision), precision=products_of(specs["vision"])),
-        "kv_cache": Work(float(prefix), precision=products_of(specs["kv_cache"])),
-    }
+class DenoisingFamily(PromptedFamily[C]):
+    """A family of a `nn.flow.FlowNetwork`."""
+
+    parts = ("vision", "kv_cache", "denoise")
+    capabilities = prompt_capabilities(parts)
+    chunking = FlowChunking()
+
+    def last(self, model: Any, shape: PromptShape, store: Any, rtc: RtcConfig | None) -> Component:
+        prefix = model.config.prefix_tokens(shape.views, shape.tokens)
+        return denoise_component(model, shape.batch, prefix, shape.steps, shape.padded, store, rtc)

@@ -57,6 +57,8 @@ class VaeConfig(Checked):
         for name, given in (("precision", self.precision != "auto"), ("inductor", self.inductor != "never")):
             if given and self.vae_type != "native":
                 raise ConfigError(f"{name}: {getattr(self, name)} is for vae_type native, got {self.vae_type}")
+        if self.pad != "error" and not self.from_files:
+            raise ConfigError(f"pad: {self.pad} is for vae_type tensorrt or tensorrt_rtx, got {self.vae_type}")
         if not self.memory_budget_gib > 0:
             raise ConfigError(f"memory_budget_gib: expected more than 0, got {self.memory_budget_gib}")
         if self.from_files and not self.trt_vae_config.trt_engine_path:

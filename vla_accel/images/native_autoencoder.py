@@ -19,8 +19,8 @@ from vla_accel.errors import EngineError
 from vla_accel.images.autoencoder import ChannelRms, Downsample, Half, Norm, ResBlock, SpatialAttention, Upsample
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import fastest
-from vla_accel.kernels.image import image as ops
-from vla_accel.kernels.image.sums import Sum
+from vla_accel.kernels.image import ops
+from vla_accel.kernels.image.ops import Sum
 from vla_accel.runtime import current
 
 _MULTIPLE = 8
@@ -136,10 +136,10 @@ class QuickestHalf:
                 raise EngineError("native autoencoder: run once at this size before the graph is captured")
             ways = {n: lambda p=p: p(inputs, outputs) for n, p in self.programs.items()}
             found = fastest(ways, current(source), repeats=3)
-            self.chosen[size] = found.way
+            self.chosen[size] = found.candidate
             taken = [f"{n} {ms:.2f} ms" for n, ms in found.times.items()] or ["not measured"]
-            taken += [f"{n} out: {reason}" for n, reason in found.out.items()]
-            self.detail = f"{found.way} ({', '.join(taken)}): {self.programs[found.way].detail}"
+            taken += [f"{n} out: {reason}" for n, reason in found.rejected.items()]
+            self.detail = f"{found.candidate} ({', '.join(taken)}): {self.programs[found.candidate].detail}"
         self.programs[self.chosen[size]](inputs, outputs)
 
 
@@ -190,7 +190,7 @@ class _Attention:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise EngineError("native autoencoder: run once at this size before the graph is captured")
             ways = {w: lambda w=w: ops.attend(q, k, v, how=w) for w in (*ops.SCORES, *ops.FLASH, "sdpa")}
-            self.choices[name] = fastest(ways, current(q), repeats=3).way
+            self.choices[name] = fastest(ways, current(q), repeats=3).candidate
         out = F.linear(ops.attend(q, k, v, how=self.choices[name]), self.proj)
         return Sum(out.view(y.shape), y, self.shift)
 

@@ -25,8 +25,8 @@ from vla_accel.images.native_autoencoder import laid_out, padded
 from vla_accel.images.unet import Unet
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import fastest
-from vla_accel.kernels.image import image as ops
-from vla_accel.kernels.image.sums import GroupNorm, Sum
+from vla_accel.kernels.image import ops
+from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.runtime import current
 
 TRAIN_TIMESTEPS = 1000
@@ -173,7 +173,7 @@ class NativeUnet:
         if key not in self.choices:
             if like.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise EngineError("native unet: run once at this size before the graph is captured")
-            self.choices[key] = fastest(ways, current(like)).way
+            self.choices[key] = fastest(ways, current(like)).candidate
         return self.choices[key]
 
 

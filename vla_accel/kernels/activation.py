@@ -6,9 +6,9 @@ from enum import Enum
 
 
 class Activation(str, Enum):
-    """What follows a product. GELU is the tanh form.
+    """The activation after a product. GELU is the tanh form.
 
-    GEGLU and SWIGLU are gated: they make one column of two, gelu(gate) * up or silu(gate) * up.
+    GEGLU and SWIGLU are gated: two columns become one, gelu(gate) * up or silu(gate) * up.
     """
 
     NONE = "none"
@@ -23,7 +23,7 @@ class Activation(str, Enum):
 
     @property
     def gated(self) -> bool:
-        """Whether it makes one column of two."""
+        """Whether two columns become one."""
         return self in (Activation.GEGLU, Activation.SWIGLU)
 
     @property
@@ -33,7 +33,7 @@ class Activation(str, Enum):
 
     @property
     def code(self) -> int:
-        """The number that stands for it in kernels."""
+        """Its number in kernels."""
         return _CODES[self]
 
 

@@ -1,8 +1,7 @@
-"""The quickest of some ways to compute the same thing, measured on the machine at hand, as it will run: in a graph.
+"""The fastest of several candidates that compute the same, measured on this GPU as it will run: in a CUDA graph.
 
-What was found can be remembered in the user's cache folder, by GPU, versions and this package's kernels. Nothing is
-measured in a deterministic runtime: candidates differ in the order of their sums, and the fastest one from start to
-start.
+Results can be kept in the user's cache folder, by GPU, versions and the sources of this package's kernels. Nothing is
+measured in a deterministic runtime: candidates sum in different orders, and the fastest one may differ between starts.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -30,86 +29,88 @@ from vla_accel.runtime import Runtime
 log = logging.getLogger("vla_accel")
 
 ROUNDS = 5
-"""Replays of a graph that count; the best of them is a way's time."""
+"""Timed replays of a graph; the fastest counts."""
+Candidates = Mapping[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Fastest:
-    """The way taken, milliseconds a call of every way that was measured, and why the others are out.
+    """The chosen candidate, the milliseconds of a call of each measured candidate, and why others were rejected.
 
-    On a CPU, where these choices do not matter, and in a deterministic runtime, nothing is measured: `times` is empty.
+    Where nothing is measured, on a CPU and in a deterministic runtime, `times` is empty.
     """
 
-    way: str
+    candidate: str
     times: Mapping[str, float] = field(default_factory=dict)
-    out: Mapping[str, str] = field(default_factory=dict)
+    rejected: Mapping[str, str] = field(default_factory=dict)
 
 
-def fastest(candidates: Mapping[str, Callable[[], object]], runtime: Runtime, repeats: int = 5) -> Fastest:
-    """Measure every candidate on a GPU, `repeats` calls to a graph. One that cannot run here (an unsupported shape, too
-    little memory) is out; none left is an error. While a graph is captured, the first is taken unmeasured; in a
-    deterministic runtime the first that runs, and there too little memory is an error, as it may come and go."""
+def fastest(candidates: Candidates, runtime: Runtime, repeats: int = 5) -> Fastest:
+    """Measure every candidate on a GPU and choose the fastest one.
+
+    A candidate that cannot run (an unsupported shape, too little memory) is rejected. During graph capture the first
+    candidate is chosen unmeasured. A deterministic runtime takes the first one that runs; too little memory is then an
+    error, because it depends on what else runs.
+
+    Args:
+        candidates: calls by name, in order of preference.
+        runtime: open where the candidates run.
+        repeats: calls in a graph.
+
+    Raises:
+        RuntimeError: no candidate can run.
+    """
     device = runtime.device
-    if not _counts(runtime):
+    if not _measurable(runtime):
         return Fastest(next(iter(candidates)))
     times: dict[str, float] = {}
-    out: dict[str, str] = {}
-    if runtime.deterministic:
-        for name, run in candidates.items():
-            try:
-                run_once(run, device)
-                return Fastest(name, out=out)
-            except torch.OutOfMemoryError:
-                raise
-            except unfit() as error:
-                out[name] = str(error).splitlines()[0]
-        raise _none_runs(out)
-    with phase("compile"):
-        compile_all(candidates.values(), runtime)
+    rejected: dict[str, str] = {}
+    if not runtime.deterministic:
+        with phase("compile"):
+            compile_all(candidates.values(), runtime)
     for name, run in candidates.items():
         try:
+            if runtime.deterministic:
+                run_once(run, device)
+                return Fastest(name, rejected=rejected)
             with phase("tune"):
                 times[name] = milliseconds(run, device, repeats)
         except unfit() as error:
-            out[name] = str(error).splitlines()[0]
+            if runtime.deterministic and isinstance(error, torch.OutOfMemoryError):
+                raise
+            rejected[name] = str(error).splitlines()[0]
     if not times:
-        raise _none_runs(out)
-    return Fastest(min(times, key=lambda n: times[n]), times, out)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+        raise RuntimeError(f"no candidate can run on {device} ({reasons})")
+    return Fastest(min(times, key=lambda name: times[name]), times, rejected)
 
 
-def _counts(runtime: Runtime) -> bool:
-    """Whether it matters which way is taken, and can be measured: not where every way is the torch reference."""
+def _measurable(runtime: Runtime) -> bool:
+    """Return whether the choice matters and can be measured. All candidates are the same torch reference on a CPU."""
     on_gpu = runtime.device.type == "cuda" and runtime.backend != "reference"
     return on_gpu and not torch.cuda.is_current_stream_capturing()
 
 
-def _none_runs(out: Mapping[str, str]) -> RuntimeError:
-    return RuntimeError(f"no way to compute this runs here ({'; '.join(f'{n}: {r}' for n, r in out.items())})")
+def remembered(what: str, candidates: Candidates, runtime: Runtime, repeats: int = 5) -> Fastest:
+    """`fastest`, or its earlier result with the same name `what`, candidates, GPU, versions and kernel sources.
 
-
-def remembered(
-    what: str, candidates: Mapping[str, Callable[[], object]], runtime: Runtime, repeats: int = 5
-) -> Fastest:
-    """`fastest`, but found again where the same was measured before: of the same name `what`, among the same ways, on
-    the same GPU, with the same versions of torch, triton and this package's kernels.
-
-    Kept in `tunings.json` in the user's cache folder. A file that cannot be read is written anew, and the log says so.
-    In a deterministic runtime it is neither read nor written.
+    Results are kept in `tunings.json` in the user's cache folder. A file that cannot be read is logged and written
+    again. A deterministic runtime neither reads nor writes it.
     """
-    if runtime.deterministic or not _counts(runtime):
+    if runtime.deterministic or not _measurable(runtime):
         return fastest(candidates, runtime, repeats)
     path = cache_folder() / "tunings.json"
-    said = json.dumps([what, sorted(candidates), str(runtime.gpu), _versions()])
-    key = hashlib.sha256(said.encode()).hexdigest()
+    text = json.dumps([what, sorted(candidates), str(runtime.gpu), _versions()])
+    key = hashlib.sha256(text.encode()).hexdigest()
     known = _read(path).get(key)
-    if known is not None and known.get("way") in candidates:
+    if known is not None and known["way"] in candidates:
         return Fastest(known["way"], known["times"], known["out"])
     found = fastest(candidates, runtime, repeats)
-    entry = {"what": what, "way": found.way, "times": dict(found.times), "out": dict(found.out)}
+    entry = {"what": what, "way": found.candidate, "times": dict(found.times), "out": dict(found.rejected)}
     try:
         write_json(path, {**_read(path), key: entry})
     except OSError as error:
-        log.warning("%s: what was measured cannot be kept, and is measured at every start: %s", path, error)
+        log.warning("%s: tuning results cannot be kept, so every start measures again: %s", path, error)
     return found
 
 
@@ -135,33 +136,32 @@ def _versions() -> tuple[str, ...]:
 
 
 def unfit() -> tuple[type[Exception], ...]:
-    """What is raised where a way cannot run on the GPU at hand."""
+    """Return the errors of a candidate that cannot run on this GPU."""
     plain = (RuntimeError, NotImplementedError, ValueError, VlaAccelError)
     if importlib.util.find_spec("triton") is None:
         return plain
-    # Triton's words for a kernel that needs more registers or shared memory than there is, or other instructions.
+    # A kernel needs more registers or shared memory than there is, or other instructions.
     from triton.runtime.errors import OutOfResources, PTXASError
 
     return (*plain, OutOfResources, PTXASError)
 
 
 def compile_all(calls: Collection[Callable[[], object]], runtime: Runtime) -> None:
-    """Compile what calls on a GPU launch of Triton's kernels and of CUDA C++, side by side."""
+    """Compile the kernels of several calls in parallel, Triton's and CUDA C++, without launching them."""
     if len(calls) > 1 and importlib.util.find_spec("triton") is not None:
-        with torch.inference_mode(), torch.cuda.device(runtime.device), submitting() as submit:
-            compiling = replace(runtime, submit=submit)
-            with compiling.open():
-                kernels("compiling").compile_side_by_side(calls, unfit())
+        on_device = torch.cuda.device(runtime.device)
+        with torch.inference_mode(), on_device, submitting() as submit, replace(runtime, submit=submit).open():
+            kernels("compiling").compile_in_parallel(calls, unfit())
 
 
 def run_once(run: Callable[[], object], device: torch.device) -> None:
-    """One call on a GPU, to see whether it can be made."""
+    """Call once on a GPU, to see whether it can run."""
     with torch.inference_mode(), torch.cuda.device(device):
         run()
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Of one call on a GPU. Through a graph: small kernels would otherwise be judged by how fast the CPU launches."""
+    """Return the time of a call on a GPU, in a graph: otherwise the CPU's launches would dominate small kernels."""
     with torch.inference_mode(), torch.cuda.device(device):
         stream = _stream(device)
         stream.wait_stream(torch.cuda.current_stream())
@@ -169,7 +169,7 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
             for _ in range(3):
                 run()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on with what a capture forbids.
+            # Other threads may continue calls that a capture forbids.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 for _ in range(repeats):
                     run()
@@ -181,10 +181,10 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
                 event.record()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        return min(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / repeats
+    return min(start.elapsed_time(end) for start, end in pairwise(events)) / repeats
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all measurements of a device: cuBLAS keeps a workspace for every stream it has ever seen."""
+    """Return one stream for all measurements of a device: cuBLAS keeps a workspace for every stream it has seen."""
     return torch.cuda.Stream(device)

@@ -20,7 +20,7 @@ import torch
 
 from vla_accel.kernels.autotune import remembered
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.runtime import Runtime
+from vla_accel.runtime import current
 
 MOST_MEASURED = 6
 """Configs that are measured for one problem: each one is a kernel to compile at the first start."""
@@ -79,7 +79,7 @@ class Choice:
 _MEASURED: dict[tuple[str, torch.device, Gpu | None], Any] = {}
 
 
-def measure(what: str, configs: Sequence[T], run: Callable[[T], object], runtime: Runtime, calls: int) -> Choice:
+def measure(what: str, configs: Sequence[T], run: Callable[[T], object], device: torch.device, calls: int) -> Choice:
     """Choose the fastest of some configs, and remember it for `measured` and for later starts of the process.
 
     On a CPU and in a deterministic runtime the first one is chosen, and in the latter nothing is remembered.
@@ -88,17 +88,19 @@ def measure(what: str, configs: Sequence[T], run: Callable[[T], object], runtime
         what: names the kernel and the problem.
         configs: in order of preference. Their texts must differ.
         run: runs the kernel with a config.
-        runtime: where to measure.
+        device: where to measure.
         calls: calls in a row that are measured together.
     """
-    by_name = {str(config): config for config in configs}
+    by_name, runtime = {str(config): config for config in configs}, current(device)
     found = remembered(what, {name: functools.partial(run, c) for name, c in by_name.items()}, runtime, calls)
-    choice = Choice(by_name[found.way], found.times)
+    choice = Choice(by_name[found.candidate], found.times)
     if not runtime.deterministic:
-        _MEASURED[what, runtime.device, runtime.gpu] = choice.config
+        _MEASURED[what, device, runtime.gpu] = choice.config
     return choice
 
 
-def measured(what: str, runtime: Runtime) -> Any:
-    """Return what `measure` chose under this name in this process; None if nothing, or if that does not count."""
-    return None if runtime.deterministic else _MEASURED.get((what, runtime.device, runtime.gpu))
+def measured(what: str, device: torch.device) -> Any:
+    """Return what `measure` chose under this name in this process; None if nothing, and in a
+    deterministic runtime."""
+    runtime = current(device)
+    return None if runtime.deterministic else _MEASURED.get((what, device, runtime.gpu))

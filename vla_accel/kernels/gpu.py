@@ -1,6 +1,4 @@
-"""The properties of a GPU that kernels are chosen by. Knows GPUs, not kernels.
-`Gpu.of(device)` is the only place that reads the properties of a device from torch.
-"""
+"""The properties of a GPU that kernels are chosen by. Only `Gpu.of` reads them from torch."""
 
 from __future__ import annotations
 
@@ -11,16 +9,19 @@ from dataclasses import dataclass
 import torch
 
 PORTABLE_CLUSTER = 8
-"""Blocks of a cluster that every GPU with clusters can run; more (up to 16) is a question to the device."""
+"""Blocks of a cluster that every GPU with clusters can run. Some can run up to 16: the device says which."""
 PORTABLE_SHARED = 99 << 10
 """Bytes of shared memory that a block can have on every GPU from compute capability 8.0 on."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `shared_per_block` and `shared_per_multiprocessor` (of which each block needs 1 KB for itself) and
-    `memory` in bytes; `registers` of 32 bits a multiprocessor. Source: cudaDeviceProp; CUDA C++ Programming Guide,
-    "Compute Capabilities"."""
+    """One GPU. Source: cudaDeviceProp; CUDA C++ Programming Guide, "Compute Capabilities".
+
+    Attributes:
+        shared_per_block, shared_per_multiprocessor, memory: in bytes. A block needs 1 KB of shared memory for itself.
+        registers: of 32 bits, of a multiprocessor.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -35,16 +36,16 @@ class Gpu:
         """Return the GPU behind a device; None if the device is no GPU."""
         if device.type != "cuda":
             return None
-        return _asked(torch.cuda.current_device() if device.index is None else device.index)
+        return _properties(torch.cuda.current_device() if device.index is None else device.index)
 
     @property
     def version(self) -> str:
-        """The compute capability as it is written: "9.0"."""
+        """The compute capability as text: "9.0"."""
         return f"{self.capability[0]}.{self.capability[1]}"
 
     @property
     def architecture(self) -> str:
-        """What machine code is compiled for: "sm_90a", with the features of this very architecture from Hopper on."""
+        """The target of the compiler: "sm_90a". From Hopper on, code uses features of one architecture alone."""
         major, minor = self.capability
         return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -75,8 +76,7 @@ class Gpu:
 
     @property
     def wgmma(self) -> bool:
-        """Whether four warps multiply tiles of 64 rows together, the first from registers or shared memory, the second
-        from shared memory."""
+        """Whether four warps multiply tiles of 64 rows together (Hopper's wgmma)."""
         return self.capability == (9, 0)
 
     @property
@@ -85,10 +85,10 @@ class Gpu:
         return self.capability >= (9, 0)
 
     def clusters_at_once(self, blocks: int) -> int:
-        """Clusters of `blocks` blocks that surely run at once, one block a multiprocessor.
+        """Return a lower bound of the clusters of `blocks` blocks that run at once, one block a multiprocessor.
 
-        A cluster lies within one of the chip's groups of 16 or more multiprocessors, of which some may be short of two:
-        groups of 16 are counted. A lower bound, where the device itself (cuOccupancyMaxActiveClusters) is not asked.
+        A cluster lies within one of the GPU's groups of 16 or 18 multiprocessors; this counts groups of 16.
+        `Module.clusters_at_once` returns the device's own number.
         """
         if not self.clusters:
             return 0
@@ -96,8 +96,7 @@ class Gpu:
 
     @property
     def portable(self) -> Gpu:
-        """The same GPU with no more than an Ada one has: without what came with Hopper, and with as little shared
-        memory a block, 99 KB, of which large Ampere GPUs have more."""
+        """The same GPU without the features of Hopper, and with the shared memory a block of Ada, 99 KB."""
         return dataclasses.replace(
             self,
             name=f"{self.name} with portable kernels",
@@ -107,7 +106,7 @@ class Gpu:
 
 
 @functools.cache
-def _asked(index: int) -> Gpu:
+def _properties(index: int) -> Gpu:
     p = torch.cuda.get_device_properties(index)
     return Gpu(
         p.name, (p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin,

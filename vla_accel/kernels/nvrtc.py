@@ -1,4 +1,4 @@
-"""Compile CUDA C++ with NVRTC, load it with the driver, launch it on its device's current stream. Knows no kernels.
+"""Compile CUDA C++ with NVRTC, load it with the driver, and launch it on its device's current stream.
 
 A launch can be captured into a CUDA graph. Arguments are ctypes values, structures included, passed by value.
 """
@@ -35,22 +35,20 @@ _CLUSTER, _DEPENDENT = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRA
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """The NVRTC of torch's CUDA version: already loaded, on the loader's path, or in torch's own wheels."""
+    """Return the NVRTC of torch's CUDA version: already loaded, on the loader's path, or in torch's own wheels."""
     major = (torch.version.cuda or "").split(".")[0]
     name = f"libnvrtc.so.{major}"
     roots = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), os.path.dirname(torch.__path__[0])}
-    places = [name, *(p for root in sorted(roots) for p in glob.glob(f"{root}/nvidia/*/lib/{name}"))]
-    for place in places:
-        try:
-            return ctypes.CDLL(place)
-        except OSError:
-            continue  # the next place; none of them is an error, below
-    raise EngineError(f"CUDA kernels need {name}, which CUDA builds of torch bring; looked at {', '.join(places)}")
+    paths = [name, *(p for root in sorted(roots) for p in glob.glob(f"{root}/nvidia/*/lib/{name}"))]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(path)
+    raise EngineError(f"CUDA kernels need {name}, which CUDA builds of torch include; not found at {', '.join(paths)}")
 
 
 @functools.cache
 def driver() -> ctypes.CDLL:
-    """The CUDA driver."""
+    """Return the CUDA driver."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -63,11 +61,11 @@ def check_driver(status: int, what: str) -> None:
 
 
 MACROS: dict[str, int] = {}
-"""Macros before every source, set before anything is loaded. For tests: INJECT_DELAY, WAIT_TICKS (ptx.cu)."""
+"""Macros of every source, for tests: INJECT_DELAY, WAIT_TICKS (ptx.cu). Set them before anything is loaded."""
 
 
 def source_of(macros: Mapping[str, int], *names: str, generated: str = "") -> str:
-    """Macros, `ptx.cu`, `generated` code, then the files of these names ("gemm/hopper/epilogue") below this folder."""
+    """Return a source: macros, `ptx.cu`, `generated` code, then these files below this folder ("gemm/hopper/gemm")."""
     folder = Path(__file__).parent
     ptx, *rest = ((folder / f"{name}.cu").read_text() for name in ("ptx", *names))
     return "".join(f"#define {name} {value}\n" for name, value in macros.items()) + ptx + generated + "".join(rest)
@@ -75,9 +73,10 @@ def source_of(macros: Mapping[str, int], *names: str, generated: str = "") -> st
 
 @functools.cache
 def compiled(source: str, architecture: str) -> bytes:
-    """`compile_source`, found again on disk where the same compiler made it before: below the user's cache folder, as a
-    hash of the code and the code. A file that was cut off is compiled again, with a line on the log; one that others
-    may write to is refused."""
+    """`compile_source`, with a cache on disk, in the user's cache folder. A file holds a hash of the code and the code.
+
+    A damaged file is logged and compiled again. A file that other users may write to is refused.
+    """
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = f"{major.value}.{minor.value} {torch.version.cuda} {architecture} {source}"
@@ -89,25 +88,25 @@ def compiled(source: str, architecture: str) -> bytes:
         digest, code = content[:32], content[32:]
         if hashlib.sha256(code).digest() == digest:
             return code
-        _log.warning("%s: it is damaged, and its kernels are compiled again", path)
+        _log.warning("%s: the file is damaged; compiling its kernels again", path)
     with phase("compile"):
         code = compile_source(source, architecture)
     try:
         with replacing_privately(path) as temporary:
             temporary.write_bytes(hashlib.sha256(code).digest() + code)
     except OSError as error:
-        _log.warning("%s: compiled kernels cannot be kept, and are compiled at every start: %s", path, error)
+        _log.warning("%s: compiled kernels cannot be kept, so every start compiles them again: %s", path, error)
     return code
 
 
 def compiled_folder() -> Path:
-    """Where compiled kernels are kept."""
+    """Return the folder of compiled kernels."""
     return cache_folder() / "kernels"
 
 
 @functools.cache
 def compile_source(source: str, architecture: str) -> bytes:
-    """Machine code of `source` for e.g. "sm_90a". Raises EngineError with the compiler's log."""
+    """Return the machine code of a source for e.g. "sm_90a". Raises EngineError with the compiler's log."""
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
     if status:
@@ -116,38 +115,39 @@ def compile_source(source: str, architecture: str) -> bytes:
         options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         if status:
-            size = ctypes.c_size_t()
-            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-            log = ctypes.create_string_buffer(size.value)
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise EngineError(f"NVRTC: the source does not compile for {architecture}:\n{log.value.decode()[:4000]}")
-        size = ctypes.c_size_t()
-        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-        code = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetCUBIN(program, code)
-        return code.raw
+            log = _output(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
+            raise EngineError(f"NVRTC: the source does not compile for {architecture}:\n{log[:4000]}")
+        return _output(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def _output(get_size: Any, get: Any, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    get_size(program, ctypes.byref(size))
+    output = ctypes.create_string_buffer(size.value)
+    get(program, output)
+    return output.raw
+
+
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a device the current one, if it is not: kernels are launched in the current device's context."""
+    """Make a device the current one: kernels are launched in the current device's context."""
     if device.type != "cuda" or device.index is None or torch.cuda.current_device() == device.index:
         return contextlib.nullcontext()
     return torch.cuda.device(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that is on the device's current stream. Raises EngineError where a kernel gave up waiting."""
+    """Wait for the device's current stream. Raises EngineError if a kernel gave up waiting for another block."""
     try:
         torch.cuda.current_stream(device).synchronize()
     except RuntimeError as error:
         if "unspecified launch failure" not in str(error):
             raise
         raise EngineError(
-            f"{device}: a kernel ended itself, most likely because what it waited for did not come within 10 s: a lost "
-            "hand-off between blocks, or a GPU that others keep busy. Start again; `native: {kernels: portable}` does "
-            "without the kernels that wait for each other"
+            f"{device}: a kernel stopped itself, most likely after waiting 10 s for another block: a lost signal, or a "
+            "GPU that other programs keep busy. Start again; `native: {kernels: portable}` avoids kernels whose blocks "
+            "wait for each other"
         ) from error
 
 
@@ -173,21 +173,21 @@ def submitting() -> Iterator[Callable[[str, str], object]]:
         yield functools.cache(functools.partial(pool.submit, compiled))
 
 
-class _Sent:
-    """Takes the place of a module that is being compiled."""
+class _Submitted:
+    """A module that is being compiled: launches do nothing."""
 
     def launch(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        return
 
 
 def load_module(source: str, shared: Mapping[str, int], architecture: str, device: torch.device) -> Module:
-    """A `Module`, loaded once for all who ask for the same: code is never unloaded."""
+    """Return a `Module`, loaded once and never unloaded. With `Runtime.submit` a new module is only compiled."""
     source = "".join(f"#define {name} {value}\n" for name, value in MACROS.items()) + source
     key = (source, tuple(sorted(shared.items())), architecture, str(device))
     submit = current(device).submit
     if key not in _LOADED and submit is not None:
         submit(source, architecture)
-        return _Sent()  # type: ignore[return-value]
+        return _Submitted()  # type: ignore[return-value]
     if key not in _LOADED:
         _LOADED[key] = Module(source, shared, architecture, device)
     return _LOADED[key]
@@ -197,7 +197,7 @@ _LOADED: dict[tuple[Any, ...], Module] = {}
 
 
 class Module:
-    """Kernels of one source, loaded on one device. `shared`: dynamic shared memory of each kernel, in bytes."""
+    """Kernels of one source, loaded on one device. `shared`: bytes of dynamic shared memory by kernel."""
 
     def __init__(self, source: str, shared: Mapping[str, int], architecture: str, device: torch.device) -> None:
         code = compiled(source, architecture)
@@ -219,43 +219,48 @@ class Module:
                 self._functions[name] = function
 
     def clusters_at_once(self, name: str, threads: int, cluster: int) -> int:
-        """Clusters of so many blocks that the device itself says it can hold at once (and nothing else beside them)."""
-        attribute = (_Attribute * 1)()
-        attribute[0].id = _CLUSTER
-        attribute[0].value[:3] = (cluster, 1, 1)
-        config = _Config(cluster, 1, 1, threads, 1, 1, self.shared[name], None, ctypes.addressof(attribute), 1)
-        found = ctypes.c_int()
+        """Return how many clusters of so many blocks run at once on an idle device."""
+        attributes = _attributes({_CLUSTER: (cluster, 1, 1)})
+        config, found = self._config(name, cluster, threads, attributes), ctypes.c_int()
         with on(self.device):
             status = driver().cuOccupancyMaxActiveClusters(
                 ctypes.byref(found), self._functions[name], ctypes.byref(config)
             )
         if status == _INVALID_CLUSTER:
             return 0
-        check_driver(status, f"asking for clusters of {cluster} blocks of {name}")
+        check_driver(status, f"occupancy of clusters of {cluster} blocks of {name}")
         return found.value
 
     def launch(
         self, name: str, blocks: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
         dependent: bool = False,
     ) -> None:  # fmt: skip
-        """Enqueue on the device's current stream; `arguments` are ctypes values in the kernel's order.
+        """Enqueue a kernel on the device's current stream.
 
-        `cluster`: blocks of a cluster. `dependent`: programmatic dependence: the kernel may start before its
-        predecessor has finished, and waits for it itself.
+        Args:
+            arguments: ctypes values in the kernel's order.
+            cluster: blocks of a cluster.
+            dependent: the kernel may start before its predecessor has finished, and waits for it itself.
         """
-        attributes = (_Attribute * 2)()
-        count = 0
-        if cluster > 1:
-            attributes[count].id = _CLUSTER
-            attributes[count].value[:3] = (cluster, 1, 1)
-            count += 1
-        if dependent:
-            attributes[count].id = _DEPENDENT
-            attributes[count].value[0] = 1
-            count += 1
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        config = _Config(blocks, 1, 1, threads, 1, 1, self.shared[name], stream, ctypes.addressof(attributes), count)
+        attributes = _attributes(
+            ({_CLUSTER: (cluster, 1, 1)} if cluster > 1 else {}) | ({_DEPENDENT: (1,)} if dependent else {})
+        )
+        config = self._config(name, blocks, threads, attributes)
+        config.stream = torch.cuda.current_stream(self.device).cuda_stream
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         with on(self.device):
             status = driver().cuLaunchKernelEx(ctypes.byref(config), self._functions[name], pointers, None)
         check_driver(status, f"launch of {name}")
+
+    def _config(self, name: str, blocks: int, threads: int, attributes: Any) -> _Config:
+        # The structure has only the address of the attributes: the caller keeps them.
+        address, count = ctypes.addressof(attributes), len(attributes)
+        return _Config(blocks, 1, 1, threads, 1, 1, self.shared[name], None, address, count)
+
+
+def _attributes(values: Mapping[int, tuple[int, ...]]) -> Any:
+    """Return the CUlaunchAttribute array of these values by attribute."""
+    attributes = (_Attribute * len(values))()
+    for attribute, (kind, value) in zip(attributes, values.items(), strict=True):
+        attribute.id, attribute.value[: len(value)] = kind, value
+    return attributes

@@ -1,16 +1,17 @@
-"""Where the seconds of a start go: reading weights, preparing them, compiling, tuning, capturing.
+"""How long each phase of a start takes: reading weights, preparing them, compiling, tuning, capturing.
 
-Whoever does one of these says so with `phase`; whoever wants to know opens `recorded`. Time inside a phase that another
-phase takes is the other's alone. The host's clock: work that a GPU still has to do counts where the host waits for it.
+Code that does one of these wraps it in `phase`; `recorded` opens a record for this thread. The record is not part of a
+`Runtime`, because it starts before the device is known and covers code that needs no runtime. A nested phase's time
+does not count for the outer one. Times are the host's: GPU work counts where the host waits for it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import importlib.util
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,66 +20,75 @@ PHASES = ("read", "prepare", "compile", "tune", "capture")
 
 @dataclass
 class Spent:
-    """Seconds by phase, and `total`, of what ran inside `recorded`."""
+    """Seconds of each phase, and `total` seconds of the record. Complete when `recorded` has ended."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     total: float = 0.0
-    _inner: list[float] = field(default_factory=lambda: [0.0])
+    _nested: list[float] = field(default_factory=lambda: [0.0])
+    """Seconds of nested phases, for each phase that is running."""
 
     @property
     def described(self) -> dict[str, float]:
         """Plain data: the phases, `other` (imports, buffers, first calls) and `total`."""
         return {**self.seconds, "other": self.total - sum(self.seconds.values()), "total": self.total}
 
+    def add(self, name: str, taken: float) -> None:
+        """Count seconds of a phase as nested in the phase that is running."""
+        self.seconds[name] += taken
+        self._nested[-1] += taken
 
-_OPEN: contextvars.ContextVar[Spent | None] = contextvars.ContextVar("open record of phases", default=None)
+
+class _Open(threading.local):
+    record: Spent | None = None
 
 
-@contextlib.contextmanager
+_OPEN = _Open()
+
+
+@contextmanager
 def recorded() -> Iterator[Spent]:
-    """What runs inside is counted; complete at the end."""
+    """Record the phases that this thread runs."""
     spent, began = Spent(), time.perf_counter()
-    token = _OPEN.set(spent)
+    outer, _OPEN.record = _OPEN.record, spent
     try:
-        with _triton_told(spent):
+        with _listening_to_triton(spent):
             yield spent
     finally:
-        _OPEN.reset(token)
+        _OPEN.record = outer
         spent.total = time.perf_counter() - began
 
 
-@contextlib.contextmanager
+@contextmanager
 def phase(name: str) -> Iterator[None]:
-    """What runs inside is of a phase of `PHASES`."""
-    spent = _OPEN.get()
+    """Count the time inside as a phase of `PHASES`, if this thread has an open record."""
+    spent = _OPEN.record
     if spent is None:
         yield
         return
     began = time.perf_counter()
-    spent._inner.append(0.0)
+    spent._nested.append(0.0)
     try:
         yield
     finally:
+        nested = spent._nested.pop()
         taken = time.perf_counter() - began
-        spent.seconds[name] += taken - spent._inner.pop()
-        spent._inner[-1] += taken
+        spent.add(name, taken)
+        spent.seconds[name] -= nested
 
 
-@contextlib.contextmanager
-def _triton_told(spent: Spent) -> Iterator[None]:
-    """Triton compiles at a kernel's first launch, in the middle of other phases, and tells a listener how long. What
-    another thread compiles counts where this one waits for it."""
+@contextmanager
+def _listening_to_triton(spent: Spent) -> Iterator[None]:
+    """Count Triton's compilation, which happens at a kernel's first launch, inside other phases. What another thread
+    compiles counts where this thread waits for it.
+    """
     if importlib.util.find_spec("triton") is None:
         yield
         return
     from triton import knobs
 
     def listen(*, times: Any, **_: Any) -> None:
-        if _OPEN.get() is not spent:
-            return
-        taken = times.total / 1e6
-        spent.seconds["compile"] += taken
-        spent._inner[-1] += taken
+        if _OPEN.record is spent:
+            spent.add("compile", times.total / 1e6)
 
     before, knobs.compilation.listener = knobs.compilation.listener, listen
     try:

@@ -24,6 +24,15 @@ def quantised(x, inverse_scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def store_rounded(target, x, mask, inverse_scale, QUANT: tl.constexpr):
+    """Store float32 values in the dtype of the buffer, quantised if QUANT."""
+    if QUANT:
+        tl.store(target, quantised(x, inverse_scale, target.dtype.element_ty), mask=mask)
+    else:
+        tl.store(target, x.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def scale_of_sums(w_ptr, wscale, n):
     """The factor of the sums of a weight's rows n, (BLOCK_N,): each row's own for INT8, (1, BLOCK_N), otherwise one
     scalar. It is constant and may be read before the wait.

@@ -1,5 +1,5 @@
-"""Hopper's product of a warpgroup (wgmma) as C++ text: its many operands are written out by name, one wrapper for each
-width. Knows the instruction, not what is multiplied."""
+"""Generate C++ wrappers of Hopper's warpgroup product (wgmma), one for each width, because the instruction names every
+register."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ K = {"bf16": 16, "f16": 16, "e4m3": 32}
 
 
 def wgmma(name: str, n: int, kind: str, *, registers: bool = False, transposed: bool = False) -> str:
-    """C++ of a function around one wgmma of 64 x n x K: d (+)= a b, n a multiple of 8 up to 256; float32 sums.
+    """Return a C++ function around one wgmma of 64 x n x K: d (+)= a b, with float32 sums. Source: the PTX manual,
+    wgmma.mma_async.
 
-    `kind`: one of `K`. `registers`: a is four packed registers; otherwise it lies in shared memory, k in a row. b
-    always does; `transposed`: its columns in a row, otherwise k; not for E4M3. Source: the PTX manual, wgmma.mma_async.
+    Args:
+        n: a multiple of 8 up to 256.
+        kind: one of `K`.
+        registers: a is in four packed registers; otherwise in shared memory, with k contiguous.
+        transposed: b, in shared memory, has contiguous columns; otherwise contiguous k. Not for E4M3.
     """
     count = n // 2
     outputs = ", ".join(f"%{i}" for i in range(count))

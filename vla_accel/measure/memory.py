@@ -10,17 +10,19 @@ from typing import Any
 import torch
 
 from vla_accel.config import EnginePrecision, EngineSpec, NativeOptions
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
-from vla_accel.fp8 import Scales
+from vla_accel.fp8 import FORMATS, Scales
+from vla_accel.measure.systems import configs
 from vla_accel.policy.footprint import weight_bytes
 
 SMALLEST = "smallest"
 """All that may be in FP8 or INT8, and the embeddings in host memory."""
 
 
-def stand_in_scales(value: float = 1.0) -> Scales:
+def dummy_scales(value: float = 1.0) -> Scales:
     """The same scale for every product that is asked for, where only sizes matter."""
-    return Scales(_Same(value), 1, "stand-in", "none", "none")
+    return Scales(_Same(value), 1, "dummy", "none", "none")
 
 
 class _Same(dict[str, float]):
@@ -47,7 +49,7 @@ class Count:
 def parameters(name: str) -> int:
     """How many a family's published size has. Raises ConfigError for a family that is not there."""
     family = family_named(name)
-    return sum(parameter.numel() for parameter in family.network(family.published(None)).parameters())
+    return sum(parameter.numel() for parameter in family.network(bench_card(family).published()).parameters())
 
 
 def counted(name: str) -> dict[str, Count]:
@@ -57,23 +59,27 @@ def counted(name: str) -> dict[str, Count]:
     device. Raises ConfigError for a family that is not there.
     """
     family = family_named(name)
-    config = family.published(None)
-    processor: Any = family.stand_in(config, family.views)
-    model = family.random(config, seed=0, device="meta", dtype=torch.bfloat16)
+    card = bench_card(family)
+    config = card.published()
+    processor: Any = card.dummy(config, card.views)
+    model = card.random(config, seed=0, device="meta", dtype=torch.bfloat16)
     inputs = [processor.prepare(processor.example())]
-    scales = stand_in_scales()
+    scales = dummy_scales()
 
-    def count(low: dict[str, EnginePrecision], on_host: bool = False) -> Count:
+    def count(low: Mapping[str, EnginePrecision], on_host: bool = False) -> Count:
         base = EngineSpec("native", native=NativeOptions(embeddings="host" if on_host else "gpu"))
         specs = {part: replace(base, precision=low.get(part, "auto")) for part in family.parts}
-        shape = family.shape(config, inputs, family.sweep[0], specs)
+        shape = family.shape(config, inputs, card.sweep[0], specs)
         return Count(low, on_host, weight_bytes(model, family, shape, specs, scales))
 
-    found = {"native-bf16": count({})}
-    found |= {system: count(dict(low)) for system, low in family.systems.items()}
-    most = max(family.systems_in("fp8").values(), key=len, default=())
-    # The last part's weights alone are in FP8, which needs no calibration.
-    smallest = count(dict.fromkeys((*most, family.parts[-1]), "fp8"), on_host=bool(family.host_embeddings))
+    found = {}
+    for name, system in configs(family).items():
+        low = {n: spec.precision for n, spec in system.specs(family.parts).items() if spec.precision in FORMATS}
+        if name.startswith("native-") and not name.endswith("-host"):
+            found[name] = count(low)
+    able = family.capabilities
+    every: dict[str, EnginePrecision] = dict.fromkeys(able.quantised, "fp8")
+    smallest = count(every, on_host=bool(able.host_embeddings))
     if all(sum(smallest.bytes.values()) < sum(one.bytes.values()) for one in found.values()):
         found[SMALLEST] = smallest
     return found

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vla_accel.config import PolicyConfig
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import Family, family_named
 from vla_accel.families.loading import Checkpoint
 from vla_accel.fp8 import Scales
@@ -22,15 +23,14 @@ from vla_accel.policy.optimized import resolve_dtype
 def random_observations(policy: OptimizedPolicy, count: int, *, seed: int = 0) -> list[dict[str, Any]]:
     """`count` observations that suit a policy."""
     rng = np.random.default_rng(seed)
-    return [policy.family.random_observation(policy.processor, rng) for _ in range(count)]
+    card = bench_card(policy.family)
+    return [card.random_observation(policy.processor, rng) for _ in range(count)]
 
 
 def random_observation(family: str | Family) -> dict[str, Any]:
     """One that suits a policy of a family's published size, which is not made for it."""
-    if isinstance(family, str):
-        family = family_named(family)
-    processor = family.stand_in(family.published(None), family.views)
-    return family.random_observation(processor, np.random.default_rng(0))
+    card = bench_card(family_named(family) if isinstance(family, str) else family)
+    return card.random_observation(card.dummy(card.published(), card.views), np.random.default_rng(0))
 
 
 def random_policy(
@@ -54,17 +54,18 @@ def random_policy(
     if isinstance(family, str):
         family = family_named(family)
     settings = replace(settings, device=device or settings.device, num_steps=steps or settings.num_steps)
-    config = model.config if model is not None else family.published(horizon)
-    processor = family.stand_in(config, views or family.views)
+    card = bench_card(family)
+    config = model.config if model is not None else card.published(horizon)
+    processor = card.dummy(config, views or card.views)
     where = resolve_device(settings.device)
     dtype = resolve_dtype(settings, where)
     name, exact = f"random {family.name}", None
     if model is None:
-        model = family.random(config, seed=seed, device=str(where), dtype=dtype)
+        model = card.random(config, seed=seed, device=str(where), dtype=dtype)
     if with_reference:
         from vla_accel.measure.parity import reference_of
 
-        twin = family.random(config, seed=seed, device=str(where), dtype=torch.float32)
+        twin = card.random(config, seed=seed, device=str(where), dtype=torch.float32)
         exact = reference_of(settings, Checkpoint(name, family, twin, processor, settings=settings))
     if scales is None and family.needs_scales(settings.specs(family.parts)):
         scales = calibrate_on_noise(family, model.placed(None, dtype), processor, seed=seed)
@@ -80,13 +81,15 @@ def noise_scales(
     if not family.needs_scales(settings.specs(family.parts)):
         return None
     where = resolve_device(device or settings.device)
-    config, dtype = family.published(horizon), resolve_dtype(settings, where)
-    model = family.random(config, seed=0, device=str(where), dtype=dtype)
-    return calibrate_on_noise(family, model, family.stand_in(config, views or family.views))
+    card = bench_card(family)
+    config, dtype = card.published(horizon), resolve_dtype(settings, where)
+    model = card.random(config, seed=0, device=str(where), dtype=dtype)
+    return calibrate_on_noise(family, model, card.dummy(config, views or card.views))
 
 
 def calibrate_on_noise(family: Family, model: Network, processor: Any, *, count: int = 8, seed: int = 0) -> Scales:
     """FP8 scales from random observations: for measuring, not for acting."""
     rng = np.random.default_rng(seed)
-    prepared = [processor.prepare(family.random_observation(processor, rng)) for _ in range(count)]
+    card = bench_card(family)
+    prepared = [processor.prepare(card.random_observation(processor, rng)) for _ in range(count)]
     return family.calibrate(model, prepared, "random observations")

@@ -1,6 +1,6 @@
 """The least time that a policy's arithmetic and bytes allow: what a measurement is held against.
 
-What each component must do is the family's to say (`models.family.Work`); here are the rates of the machine.
+What each component must do is the family's to say (`families.bench.Work`); here are the rates of the machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vla_accel.component import BESIDE
-from vla_accel.families.family import Work
+from vla_accel.families.bench import Work
 from vla_accel.kernels.gpu import Gpu
 
 

@@ -21,7 +21,7 @@ from vla_accel.client.load import COLUMNS, load, packing_ms
 from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.remote import wire
 from vla_accel.remote.processes import start
-from vla_accel.server import Replicas, ServerConfig, Shelf, background
+from vla_accel.server import PolicyRegistry, Replicas, ServerConfig, background
 
 SCHEMA = "vla_accel.bench_server/1"
 PAUSE_S = 0.002
@@ -185,7 +185,7 @@ def _serve(
 ) -> None:
     with contextlib.suppress(ConnectionError):  # who asked for it has been interrupted
         try:
-            later = Shelf.later(lambda: load_policy(device))
+            later = PolicyRegistry.single(lambda: load_policy(device))
             policy = later if devices is None else Replicas(load_policy, devices)
             with background(policy, ServerConfig(port=0, **limits)) as server:
                 told.send(server.address)

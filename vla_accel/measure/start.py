@@ -76,6 +76,7 @@ def _process(what: str, config: PolicyConfig, source: Mapping[str, Any], cache: 
 def _write(config: PolicyConfig, source: Mapping[str, Any]) -> None:
     """Random weights, as a policy of this configuration reads them, and the scales that it needs."""
     from vla_accel.checkpoints.checkpoint import save_checkpoint
+    from vla_accel.families.bench import bench_card
     from vla_accel.families.family import family_named
     from vla_accel.machine import resolve_device
     from vla_accel.measure.random_policy import calibrate_on_noise
@@ -83,18 +84,20 @@ def _write(config: PolicyConfig, source: Mapping[str, Any]) -> None:
 
     family, device = family_named(source["family"]), resolve_device(config.device)
     dtype = resolve_dtype(config, device)
-    sizes, folder = family.published(source["horizon"]), Path(source["weights"])
-    model = family.random(sizes, seed=0, device=str(device), dtype=dtype).whole()
+    card, folder = bench_card(family), Path(source["weights"])
+    sizes = card.published(source["horizon"])
+    model = card.random(sizes, seed=0, device=str(device), dtype=dtype).whole()
     folder.mkdir()
     save_checkpoint(model.state_dict(), sizes, folder, family.name)
     if family.needs_scales(config.specs(family.parts)):
-        transforms = family.stand_in(sizes, source["views"])
+        transforms = card.dummy(sizes, source["views"])
         calibrate_on_noise(family, model.placed(None, dtype), transforms).save(folder)
 
 
 def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
     """A policy that is ready, and what its start took."""
     from vla_accel.checkpoints.checkpoint import fitted_own
+    from vla_accel.families.bench import bench_card
     from vla_accel.families.family import family_named
     from vla_accel.fp8 import read_scales
     from vla_accel.kernels.phases import recorded
@@ -106,7 +109,7 @@ def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[s
         return policy, policy.start or {}
     with recorded() as spent:
         folder, family = Path(source["weights"]), family_named(source["family"])
-        network = family.network(family.published(source["horizon"]))
+        network = family.network(bench_card(family).published(source["horizon"]))
         model, scales = fitted_own(network, folder), read_scales(folder)
         policy, _ = random_policy(family, config, views=source["views"], model=model, scales=scales)
         policy.warm_up()

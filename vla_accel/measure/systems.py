@@ -1,5 +1,5 @@
-"""What `vla-accel bench` can time: this package's engines on weights of a family's published size, the family's
-baselines (openpi's own PyTorch for π0 and π0.5), or a checkpoint in several configurations."""
+"""The systems that `vla-accel bench` times: configurations and other projects' code with random weights of a published
+size, or a checkpoint in several configurations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import gc
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vla_accel.config import CheckpointSpec, EnginePrecision, EngineSpec, NativeOptions, PolicyConfig, load_config
+from vla_accel.config import CheckpointSpec, EngineSpec, NativeOptions, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
-from vla_accel.families.family import Family
+from vla_accel.families.bench import bench_card
+from vla_accel.families.family import Family, quantised_configs
 from vla_accel.families.loading import base_and_lora, family_of, load
-from vla_accel.fp8 import Scales
+from vla_accel.fp8 import FORMATS, Scales
 from vla_accel.measure.bench import System, peak
 from vla_accel.measure.random_policy import noise_scales, random_policy
 from vla_accel.measure.roofline import Ceilings, floors_ms
@@ -27,67 +28,75 @@ from vla_accel.nn.network import Network
 from vla_accel.policy import OptimizedPolicy
 
 
-def configs(family: Family) -> dict[str, PolicyConfig]:
-    """This package's systems by name: eager, native in BF16, and native with what the family can do in FP8 and INT8.
-    Those with nothing left in BF16 are there with their embeddings in host memory, too: as small as a policy can be."""
+def system_name(name: str) -> str:
+    """Return the name of a system as reports have it: with hyphens, where the names of configuration files have
+    underscores."""
+    return name.replace("_", "-")
 
-    def config(engine: Any, low: Mapping[str, EnginePrecision]) -> PolicyConfig:
-        specs = {n: EngineSpec(engine, precision=low.get(n, "auto")) for n in family.parts}
-        return PolicyConfig().with_specs(specs)
 
-    native = {name: config("native", low) for name, low in {"native-bf16": {}, **family.systems}.items()}
-    native |= {
-        f"{name}-host": replace(native[name], native=NativeOptions(embeddings="host"))
-        for name, low in family.systems.items() if {*low} == {*family.parts}
-    }  # fmt: skip
-    # What a GPU without Hopper's own kernels runs.
+def configs(family: Family[Any, Any, Any]) -> dict[str, PolicyConfig]:
+    """Return this package's systems by name: eager, native BF16, and the shipped FP8 and INT8 configurations.
+
+    Systems that end in "-host" have all components in 8 bits and the embeddings in host memory: the least memory of a
+    GPU. "portable" systems run without Hopper's own kernels, as on other GPUs.
+    """
+
+    def every(engine: Any) -> PolicyConfig:
+        return PolicyConfig().with_specs({name: EngineSpec(engine) for name in family.parts})
+
+    shipped = quantised_configs(family)
+    shipped |= {name: shipped[file] for name, file in bench_card(family).aliases.items()}
+    native = {"native-bf16": every("native"), **{system_name(name): shipped[name] for name in sorted(shipped)}}
+    for name, config in [*native.items()]:
+        if all(spec.precision in FORMATS for spec in config.specs(family.parts).values()):
+            native[f"{name}-host"] = replace(config, native=NativeOptions(embeddings="host"))
     portable = {
-        name.replace("native", "portable"): replace(made, native=replace(made.native, kernels="portable"))
-        for name, made in native.items()
+        name.replace("native", "portable"): replace(config, native=replace(config.native, kernels="portable"))
+        for name, config in native.items()
     }
-    return {"eager": config("eager", {}), **native, **portable}
+    return {"eager": every("eager"), **native, **portable}
 
 
 REALTIME_VLA_STEPS = 10
 """Denoising steps that realtime-vla's kernels are written for."""
 ORDINARY_TOKENS = 20
-"""Of realtime-vla's prompt, unless another length is asked for: about those of this package's example."""
+"""Default length of realtime-vla's prompt, about that of this package's example."""
 _HELD = 1 << 20
-"""Bytes; where making a baseline allocated less, its project's model was there already."""
+"""Bytes. If a baseline allocates less, its project's model was already loaded."""
 
 
 class Factory:
-    """Makes the systems of one model. All of ours have the same weights, and each holds what it needs of them alone."""
+    """Makes the systems of one family with the same random weights. Each holds only the weights that it needs."""
 
     def __init__(
         self, family: Family, *, views: int, horizon: int, device: str | None, ceilings: Ceilings | None,
         checkout: Path | None = None, tokens: int | None = None,
     ) -> None:  # fmt: skip
-        """`checkout`: of realtime-vla, whose systems are then made, too; `tokens`: of the prompt, an ordinary one's
-        if not given."""
-        self.family, self.views, self.horizon, self.sweep = family, views, horizon, family.sweep
+        """`checkout`: of realtime-vla, adds its systems. `tokens`: length of the prompt; None: an ordinary one."""
+        card = bench_card(family)
+        self.family, self.card, self.views, self.horizon, self.sweep = family, card, views, horizon, card.sweep
         self.device, self.ceilings, self.checkout, self.tokens = device, ceilings, checkout, tokens
         self.configs = configs(family)
-        self.default = ("eager", "native-bf16", *family.systems_in("fp8"))
-        self.baselines = (*family.baselines, *(family.realtime_vla if checkout is not None else ()))
+        self.default = ("eager", "native-bf16", *map(system_name, card.quantised))
+        self.baselines = (*card.baselines, *(card.realtime_vla if checkout is not None else ()))
         self.names = (*self.configs, *self.baselines)
         self.model: Network | None = None
         self.processor: Any = None
         self.scales: Scales | None = None
         self.policies: dict[str, OptimizedPolicy] = {}
         self.loading: dict[str, int] = {}
-        """Of each policy, the most bytes that making it took beside what was there."""
+        """Peak bytes of making each policy, in addition to those allocated before."""
         self.held: dict[str, dict[str, int]] = {}
-        """Of each other project, the memory that its model took when it was made."""
+        """Memory of each other project's model."""
 
     def make(self, name: str, steps: int) -> System:
-        """A system by name. Raises ConfigError for an unknown one, DependencyError for a baseline not installed."""
+        """Return a system. Raises ConfigError for an unknown name, DependencyError for a baseline not installed."""
         if name in self.baselines:
             return self._baseline(name, steps)
         if name not in self.configs:
             raise ConfigError(f"systems: expected some of {', '.join(self.names)}, got {name!r}")
         if self.scales is None:
-            # Beforehand: a policy that acts has its scales, and calibrating takes the whole module's memory.
+            # Before the measurement of memory: calibration needs the memory of the whole module.
             self.scales = noise_scales(
                 self.family, self.configs[name], horizon=self.horizon, views=self.views, device=self.device
             )
@@ -103,17 +112,17 @@ class Factory:
         return with_peak(system, loading, self.loading)
 
     def _baseline(self, name: str, steps: int) -> System:
-        """Another project's code. What it holds is what the GPU's allocator gave out while it was made."""
+        """Return another project's code. Its memory is what the GPU's allocator handed out while it was made."""
         free()
         project, before = name.partition("-")[0], allocated()
         started = time.perf_counter()
         with peak() as loading:
-            if self.checkout is not None and name in self.family.realtime_vla:
-                infer = self.family.from_checkout(
+            if self.checkout is not None and name in self.card.realtime_vla:
+                infer = self.card.from_checkout(
                     name, self.checkout, views=self.views, horizon=self.horizon, tokens=self.tokens or ORDINARY_TOKENS
                 )
             else:
-                infer = self.family.baseline(name, horizon=self.horizon, steps=steps, device=self.device or "cuda")
+                infer = self.card.baseline(name, horizon=self.horizon, steps=steps, device=self.device or "cuda")
         system = System(name, infer, steps, time.perf_counter() - started)
         if loading and (total := allocated() - before) > _HELD:
             self.held[project] = {"total": total, "peak_loading": loading[0]}
@@ -122,28 +131,28 @@ class Factory:
         return system
 
     def source(self) -> dict[str, Any]:
-        """What `measure.start` is to start."""
+        """Return the argument of `measure.start.starts`."""
         return {"family": self.family.name, "views": self.views, "horizon": self.horizon}
 
     def about(self) -> dict[str, Any]:
-        """What was timed, for the record."""
+        """Return a description of the model, for the report."""
         if self.model is None:
             return {}
         return {**asdict(self.model.config), "kind": self.family.name, "views": self.views}
 
 
 class CheckpointFactory:
-    """Makes the systems of one checkpoint: a policy a configuration, by its name or file."""
+    """Makes the systems of one checkpoint: a policy for each configuration, by its name or file."""
 
     def __init__(
         self, checkpoint: str, names: Sequence[str], *, device: str | None, ceilings: Ceilings | None,
         tokens: int | None = None,
     ) -> None:  # fmt: skip
-        """`tokens`: of the prompt, an ordinary one's if not given."""
+        """`tokens`: length of the prompt, by default an ordinary one's."""
         self.checkpoint, self.device, self.ceilings, self.tokens = checkpoint, device, ceilings, tokens
         self.names, self.baselines, self.default = tuple(names), (), tuple(names)
         given = {name: load_config(name) for name in names}
-        # What one says of checkpoint and robot holds for those that say nothing, such as eager: all see the same.
+        # Configurations without `preset` and `checkpoint`, such as eager, take those of the others: all must agree.
         nothing = (None, CheckpointSpec())
         robots = {name: (config.preset, config.checkpoint) for name, config in given.items()}
         preset, spec = next((robot for robot in robots.values() if robot != nothing), nothing)
@@ -156,12 +165,12 @@ class CheckpointFactory:
 
     @functools.cached_property
     def sweep(self) -> tuple[int, ...]:
-        """Denoising steps that are timed unless others are requested. Reads the checkpoint's settings."""
+        """Default numbers of denoising steps, from the checkpoint's settings."""
         found = load(self.checkpoint, next(iter(self.configs.values())), whole=False)
-        return self.family.sweep_of(found.model.config)
+        return bench_card(self.family).sweep_of(found.model.config)
 
     def make(self, name: str, steps: int) -> System:
-        """A system by its configuration's name, with weights of its own."""
+        """Return the system of a configuration, with its own weights."""
         started = time.perf_counter()
         with peak() as loading:
             if name not in self.policies:
@@ -172,24 +181,34 @@ class CheckpointFactory:
         return with_peak(system, loading, self.loading)
 
     def source(self) -> dict[str, Any]:
-        """What `measure.start` is to start."""
+        """Return the argument of `measure.start.starts`."""
         return {"checkpoint": self.checkpoint}
 
     def about(self) -> dict[str, Any]:
-        """What was timed, for the record."""
+        """Return a description of the model, for the report."""
         return {"name": self.checkpoint, **next(iter(self.policies.values())).metadata["model"]}
 
 
 def timed(
     name: str, policy: OptimizedPolicy, started: float, ceilings: Ceilings | None, tokens: int | None = None
 ) -> System:
-    """A policy as a system, warm. `started`: `time.perf_counter()` before it was made; its work, and so its floors, are
-    of an observation with a prompt of `tokens`, as `observer` makes them. Raises ConfigError as that does."""
+    """Return a warm policy as a system.
+
+    Args:
+        name: Of the system.
+        policy: The policy.
+        started: `time.perf_counter()` before it was made.
+        ceilings: Rates of the GPU, for the floors.
+        tokens: Length of the prompt that work and floors assume, as in `observer`.
+
+    Raises:
+        ConfigError: The model does not take a prompt of this length.
+    """
     policy.warm_up()
     system = System(name, policy.infer, policy.num_steps, time.perf_counter() - started)
     system.memory = policy.memory()
     example = policy.processor.prepare(policy.processor.example() | _prompt(policy.processor, tokens))
-    work = policy.family.work(policy.model.config, example, policy.num_steps, policy.specs)
+    work = bench_card(policy.family).work(policy.model.config, example, policy.num_steps, policy.specs)
     if ceilings is not None:
         system.floors = floors_ms(work, ceilings)
     system.notes = {"engines": policy.ledger.as_list(), "work": {n: asdict(w) for n, w in work.items()}}
@@ -199,12 +218,12 @@ def timed(
 def observer(
     family: Family, processor: Any, tokens: int | None, camera: tuple[int, int] | None = None
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
-    """Makes random observations, with a prompt of `tokens` tokens and images of `camera` (height, width) if given.
-    Raises ConfigError for a length that the model does not take."""
-    prompt = _prompt(processor, tokens)
+    """Return a function that makes random observations, with prompts of `tokens` tokens and images of `camera` (height,
+    width) if these are not None. Raises ConfigError for a length that the model does not take."""
+    card, prompt = bench_card(family), _prompt(processor, tokens)
 
     def observe(rng: np.random.Generator) -> dict[str, Any]:
-        made = family.random_observation(processor, rng) | prompt
+        made = card.random_observation(processor, rng) | prompt
         images = [] if camera is None else [n for n, v in made.items() if isinstance(v, np.ndarray) and v.ndim == 3]
         return made | {name: rng.integers(0, 256, (*(camera or ()), 3), np.uint8) for name in images}
 
@@ -212,7 +231,7 @@ def observer(
 
 
 def camera_size(text: str | None) -> tuple[int, int] | None:
-    """Height and width in "480x640"; None of None. Raises ConfigError."""
+    """Parse height and width in "480x640"; None gives None. Raises ConfigError."""
     if text is None:
         return None
     found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
@@ -222,7 +241,7 @@ def camera_size(text: str | None) -> tuple[int, int] | None:
 
 
 def _prompt(processor: Any, tokens: int | None) -> dict[str, str]:
-    """What an observation says in words so that its prompt has so many tokens; nothing for an ordinary one."""
+    """Return the text of an observation whose prompt has this many tokens; nothing for an ordinary one."""
     if tokens is None:
         return {}
     length, told = 0, {}
@@ -235,27 +254,24 @@ def _prompt(processor: Any, tokens: int | None) -> dict[str, str]:
         if length >= tokens:
             break
     if length != tokens:
-        raise ConfigError(
-            f"prompt_tokens: a prompt of this model has not {tokens}; the nearest that was tried {length}"
-        )
+        raise ConfigError(f"prompt_tokens: expected a length that a prompt can have, such as {length}, got {tokens}")
     return {key: value for key, value in told.items() if isinstance(value, str)}
 
 
 def with_peak(system: System, loading: Sequence[int], known: dict[str, int]) -> System:
-    """The system, whose memory also says how much making its policy took at most: now, or, if it is in `known`, when
-    it was made for another number of steps."""
+    """Add the peak of loading to a system's memory; `known` has that of policies made for another number of steps."""
     if loading and system.memory is not None:
         system.memory["peak_loading"] = known.setdefault(system.name, loading[0])
     return system
 
 
 def allocated() -> int:
-    """Bytes that this process has on the GPU now; 0 without one."""
+    """Return the bytes that this process has on the GPU; 0 without a GPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def free() -> None:
-    """Give back what dropped systems held."""
+    """Release the memory of dropped systems."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

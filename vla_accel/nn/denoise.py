@@ -61,7 +61,7 @@ class Denoise(nn.Module):
         # prefix's in these.
         inside = (".dense.", ".key_proj.", ".value_proj.")
         parts += [name for name in self.model.names("expert") if not any(part in name for part in inside)]
-        return self.model.fetched(*parts)
+        return self.model.fetch(*parts)
 
     def forward(
         self, noise: Tensor, keys: Tensor, values: Tensor, target: Tensor, weights: Tensor, *rest: Tensor

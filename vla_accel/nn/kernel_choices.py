@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.kernels.attention import key_tilings
-from vla_accel.kernels.attention.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
+from vla_accel.kernels.attention import config as attention_config
+from vla_accel.kernels.attention.config import CrossShape, CrossTile, KeySplit, SuffixShape
 from vla_accel.kernels.attention.suffix import suffix_workspace
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.config import measure
@@ -100,14 +100,14 @@ class Cuts:
         if others:
             among(f"{sizes}, {best}, without Triton", [best, *others])
 
-    def attention(self, kind: str, sizes: SuffixAttention, run: Callable[[], object]) -> None:
+    def attention(self, kind: str, sizes: SuffixShape, run: Callable[[], object]) -> None:
         """Choose the config of `suffix_attention`. Arguments as `products`."""
-        cuts = key_tilings.key_splits(current(self.device).gpu, sizes)
+        cuts = attention_config.key_splits(current(self.device).gpu, sizes)
         self._choose(kind, str(sizes), [Taken(c, suffix_workspace(sizes, self.device, c)) for c in cuts], run, 20)
 
-    def crossing(self, kind: str, sizes: Crossing, run: Callable[[], object]) -> None:
+    def crossing(self, kind: str, sizes: CrossShape, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. Arguments as `products`."""
-        cuts = key_tilings.crossings(current(self.device).gpu, sizes)
+        cuts = attention_config.cross_tiles(current(self.device).gpu, sizes)
         self._choose(kind, str(sizes), [Taken(cut, None) for cut in cuts], run, 1)
 
     def _choose(self, kind: str, what: str, ways: Sequence[Taken], run: Callable[[], object], repeats: int) -> None:
@@ -118,7 +118,7 @@ class Cuts:
             run()
 
         with self.chain.resumed():
-            choice = measure(f"{kind} of {what}", list(by_config), run_with, current(self.device), repeats)
+            choice = measure(f"{kind} of {what}", list(by_config), run_with, self.device, repeats)
         self.taken[kind] = by_config[choice.config]
         if choice.times:
             self.told[kind] = str(choice.config)

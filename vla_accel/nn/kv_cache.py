@@ -1,4 +1,4 @@
-"""KV cache: the prefix (image tokens and prompt) through the language model, leaving keys and values."""
+"""KV cache: the prefix (image tokens, prompt and, in SmolVLA, the state) to keys and values of every layer."""
 
 from __future__ import annotations
 
@@ -10,69 +10,57 @@ from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
 from vla_accel.fp8 import Scales
-from vla_accel.nn.padding import longest_prompt, real_tokens
-from vla_accel.nn.paligemma import PaliGemma
+from vla_accel.nn.padding import longest_prompt
+from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.variants import variants
 
 if TYPE_CHECKING:
-    from vla_accel.nn.native_prefix import PaliGemmaStore
+    from vla_accel.nn.native_prefix import PrefixStore
 
 
 class KvCache(nn.Module):
-    """image_tokens (B, I, width), tokens (B, L) int64 to keys, values (depth, B, I + L, kv_heads, head_dim).
-
-    A padded component has a third input, `lengths` (B,) int32: how many tokens of each row are real. They come first.
+    """image_tokens (B, I, width), tokens (B, L) int64, if the prefix has it `state` (B, state_dim) float32, and in a
+    padded component `lengths` (B,) int32, the real tokens of each row, which come first; to keys, values (depth, B, S,
+    kv_heads, head_dim).
     """
 
-    def __init__(self, model: PaliGemma) -> None:
+    def __init__(self, model: PrefixNetwork) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, image_tokens: Tensor, tokens: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        total = image_tokens.shape[1] + tokens.shape[1]
-        return self.model.prefix_cache(image_tokens, tokens, None if lengths is None else real_tokens(lengths, total))
-
-
-def prefix_weights(model: PaliGemma) -> list[str]:
-    """The prefix's parts that compute something: the last layer stops after its keys and values."""
-    *whole, last = (f"prefix.layers.{index}" for index in range(model.config.prefix.depth))
-    return [*whole, f"{last}.input_layernorm", f"{last}.qkv_proj"]
+    def forward(self, image_tokens: Tensor, tokens: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model.keys_values(image_tokens, tokens, *rest)
 
 
 def kv_cache_component(
-    model: PaliGemma,
-    batch: int,
-    views: int,
-    length: int,
-    padded: bool,
-    store: PaliGemmaStore[Any] | None = None,
+    model: PrefixNetwork, batch: int, views: int, length: int, padded: bool, store: PrefixStore[Any] | None = None,
     scales: Scales | None = None,
-) -> Component:
-    """The prefix for a fixed number of views and prompt tokens; `padded` rows may be shorter than `length`. `scales`:
-    for engines that are built from a quantised module."""
-    config = model.config
+) -> Component:  # fmt: skip
+    """The prefix for a fixed number of views and prompt tokens.
+
+    Args:
+        padded: whether rows may be shorter than `length`.
+        scales: for engines that are built from a quantised module.
+    """
+    config, prefix = model.config, model.config.prefix
     image_tokens = views * config.image_tokens
-    total = image_tokens + length
-    prefix = config.prefix
     inputs = [
         TensorSpec("image_tokens", (batch, image_tokens, prefix.width), model.dtype),
         TensorSpec("tokens", (batch, length), torch.int64, {1: (1, longest_prompt(model, length))}),
     ]
+    if model.state_in_prefix:
+        inputs.append(TensorSpec("state", (batch, config.state_dim), torch.float32))
     if padded:
         inputs.append(TensorSpec("lengths", (batch,), torch.int32))
-    shape = (prefix.depth, batch, total, prefix.kv_heads, prefix.head_dim)
-    outputs = (TensorSpec("keys", shape, model.dtype), TensorSpec("values", shape, model.dtype))
-    native = None
-    if store is not None and padded:
-        native = partial(store.kv_cache, batch, image_tokens, length)
+    shape = (prefix.depth, batch, config.prefix_tokens(views, length), prefix.kv_heads, prefix.head_dim)
     return Component(
         "kv_cache",
         KvCache(model),
         tuple(inputs),
-        outputs,
-        native,
-        variants(model, "kv_cache", scales),
+        outputs=(TensorSpec("keys", shape, model.dtype), TensorSpec("values", shape, model.dtype)),
+        native=partial(store.kv_cache, batch, image_tokens, length) if store is not None and padded else None,
+        variants={} if model.state_in_prefix else variants(model, "kv_cache", scales),
         quantised=QUANTISED["kv_cache"],
-        fetch=partial(model.fetched, "embed", *prefix_weights(model)),
+        fetch=partial(model.fetch, *model.prefix_parts()),
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.component import BESIDE, FollowingProgram, Program
-from vla_accel.kernels.attention.key_tilings import SuffixAttention
+from vla_accel.kernels.attention.config import SuffixShape
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.epilogue import Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments, measure
@@ -59,7 +59,7 @@ class LayerLoop(ABC):
         self.active = buffer(rows, expert.mlp_dim)
         self.cos, self.sin = rope_tables(prefix_tokens + tokens, expert.head_dim, device)
         self.heads = Heads(self.q, self.k, self.v)
-        self.attention = SuffixAttention(
+        self.attention = SuffixShape(
             batch, tokens, prefix_tokens, expert.heads, expert.kv_heads, expert.head_dim, dtype.itemsize
         )
         self.cuts = Cuts(device, self.chain)

@@ -6,26 +6,28 @@ keys and values, and nothing runs after the last layer's keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.fp8 import Scales
 from vla_accel.kernels.rows.rows import embed_norm, rope_tables
+from vla_accel.nn.native_vision import NativeVision, VisionWeights
 from vla_accel.nn.overlap import Ahead
-from vla_accel.nn.paligemma import PaliGemma
 from vla_accel.nn.plan import Rows, StackPlan
-from vla_accel.nn.prefix_store import FlowStore
 from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.quantised import QUANTISED
+from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import Precision, StackWeights, stack_weights
 
-N = TypeVar("N", bound=PaliGemma)
+N = TypeVar("N", bound=PrefixNetwork)
+W = TypeVar("W")
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,11 @@ class PrefixWeights:
         stack = stack_weights(
             model, "prefix.layers", config.block(), config.depth, stored, paired=paired, keys_values_last=True
         )
-        name = "embed.weight"
-        return cls(model.on_host(name) if embeddings == "host" else model.weight(name), stack)
+        if embeddings == "gpu":
+            return cls(model.weight("embed.weight"), stack)
+        table = model.weight("embed.weight", torch.device("cpu"))
+        # A GPU can read page-locked memory.
+        return cls(table.pin_memory() if model.device.type == "cuda" else table, stack)
 
 
 class NativePrefix:
@@ -122,13 +127,42 @@ class NativePrefix:
             self.ahead.reached(index)
 
 
-class PaliGemmaStore(FlowStore[N]):
-    """Prepared weights of a model on PaliGemma."""
+class PrefixStore(NativeStore[N]):
+    """Prepared weights of one network with a prefix."""
 
-    paired: ClassVar[bool] = True
-    """As of `PrefixWeights`."""
+    prefix_weights: ClassVar[Callable[..., Any]] = PrefixWeights.of
+    prefix_program: ClassVar[type[NativePrefix]] = NativePrefix
+
+    def vision(self, batch: int, views: int, spec: EngineSpec) -> Program:
+        """Return the vision program for `batch` observations of `views` images."""
+        precision = self.precision("vision", spec, "fp8", "int8", "fp16", any_policy=True)
+        weights = self.weights(
+            ("vision", precision, spec.keep), lambda: VisionWeights.of(self.model, precision, self.scales, spec.keep)
+        )
+        return NativeVision(weights, batch, views, spec.attention)
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
         """Return the prefix program for `image_tokens` image tokens and `length` prompt tokens in each row."""
-        weights = self.prefix_weights(spec, partial(PrefixWeights.of, paired=self.paired))
-        return NativePrefix(weights, batch, image_tokens, length, spec.attention)
+        precision, where = self.precision("kv_cache", spec, "fp8", "int8"), spec.native.embeddings
+        weights = self.weights(
+            ("kv_cache", precision, where, spec.keep),
+            lambda: self.prefix_weights(self.model, precision, self.scales, where, spec.keep),
+        )
+        return self.prefix_program(weights, batch, image_tokens, length, spec.attention)
+
+    def loop_weights(
+        self, spec: EngineSpec, batch: int, trained: bool, why_not_streamed: Callable[..., str | None],
+        of: Callable[..., W],
+    ) -> tuple[tuple[str, ...], W, str | None]:  # fmt: skip
+        """Return the key of a denoise loop's weights, the weights, and why the streamed kernels do not run them.
+
+        Args:
+            trained: as in `RtcConfig`.
+            why_not_streamed: called with model, precision and batch.
+            of: prepares the weights, called with model, precision and `streamed`.
+        """
+        precision = self.precision("denoise", spec, "fp8", "int8", calibrated=False)
+        why_not = "they have one flow time for all actions" if trained else None
+        why_not = why_not or why_not_streamed(self.model, precision, batch)
+        key = ("denoise", precision, "layers" if why_not else "streamed")
+        return key, self.weights(key, lambda: of(self.model, precision, streamed=why_not is None)), why_not

@@ -1,7 +1,8 @@
-"""What every family's network has, whatever it computes: a dtype, a place, and weights that need not be there.
+"""The base of all networks: a dtype, a device, and weights that may still be in the checkpoint.
 
-A network may begin on the meta device, with an `Origin` that its weights can be had from, part by part, and again.
-Whoever computes with a part fetches it; whoever only prepares something from it lets it go afterwards.
+A network can start on the meta device with an `Origin`, from which every weight can be read, several times if needed.
+Native programs read weights by name and prepare their own (`Network.weight`); eager modules fetch the weights that they
+compute with (`Network.fetch`).
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ N = TypeVar("N", bound="Network")
 
 
 class Origin(Protocol):
-    """Where weights can be had by their canonical names, as often as they are asked for: the same ones each time."""
+    """A source of weights by their canonical names. Reading twice gives the same values."""
 
     def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """A whole weight; `dtype` None: as stored. Raises CheckpointError for values that are not finite."""
+        """Read a whole weight; `dtype` None: as stored. Raises CheckpointError for values that are not finite."""
         ...
 
     def sample(self, name: str, stride: int) -> Tensor:
-        """Every `stride`-th value of a weight, in the order of its rows and as stored."""
+        """Read every `stride`-th value of a weight, in the order of its rows and as stored."""
         ...
 
     def progress(self) -> AbstractContextManager[None]:
-        """Inside, what is read is shown on the terminal."""
+        """Show on the terminal what is read inside."""
         ...
 
 
 class _NotDrawn(TorchFunctionMode):
-    """What `torch.nn.init` is asked for is not done."""
+    """Turns every `torch.nn.init` call into a no-op."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,17 +52,20 @@ class _NotDrawn(TorchFunctionMode):
 
 @contextlib.contextmanager
 def weightless() -> Iterator[None]:
-    """Modules made inside are on the meta device, and nobody draws their weights: torch would import its compiler to
-    find out that there is nothing to draw, which took a third of a start."""
+    """Make modules on the meta device without drawing their weights.
+
+    Drawing nothing still makes torch import its compiler, which takes a third of a start.
+    """
     with _NotDrawn(), torch.device("meta"):
         yield
 
 
 class Network(nn.Module, ABC):
-    """A model of some family. `config`: its architecture and sizes, a dataclass of the family's.
+    """A model of a family. Module names are the canonical checkpoint keys.
 
-    Module names are the canonical checkpoint keys. `origin`: where the weights that are on the meta device can be had;
-    None where all are there.
+    Attributes:
+        config: the architecture and its sizes, a dataclass of the family.
+        origin: where weights on the meta device can be read; None if all weights are in memory.
     """
 
     config: Any
@@ -71,7 +75,7 @@ class Network(nn.Module, ABC):
 
     @classmethod
     def empty(cls: type[N], config: Any) -> N:
-        """A network of these sizes, in eval mode, without weights."""
+        """Return a network of these sizes, in eval mode, without weights."""
         with weightless():
             return cls(config).requires_grad_(False).eval()
 
@@ -82,7 +86,7 @@ class Network(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are, or come to."""
+        """The device of the weights, also of those that are not read yet."""
         return self._device or next(self.parameters()).device
 
     @staticmethod
@@ -95,24 +99,26 @@ class Network(nn.Module, ABC):
         return self.placed(None, dtype)
 
     def _apply(self: N, *arguments: Any, **options: Any) -> N:
-        # Moved by hand (`to`, `cuda`): from now on the weights say where they are.
-        self._device = None
+        self._device = None  # moved by `to` or `cuda`: the weights tell the device from now on
         return super()._apply(*arguments, **options)
 
-    def placed(self: N, device: torch.device | None, dtype: torch.dtype) -> N:
-        """This network on `device` (None: where it is), computing in `dtype` as `to_compute_dtype` says, in place.
+    def placed(self: N, device: torch.device | None, dtype: torch.dtype | None) -> N:
+        """Move this network to `device` (None: keep it) and cast it as `to_compute_dtype`, in place.
 
-        One that has an origin, and was given another place or dtype before, stays as it is for those who use it:
-        another network of the same origin is returned.
+        `dtype` None leaves every weight as stored. A network with an origin that already has another device or dtype
+        stays as it is for its users: another network with the same origin is returned.
         """
-        given = self.origin is not None and not self._as_stored
-        if given and (self.dtype, self.device) != (dtype, device or self.device):
+        if dtype is None:
+            self._device = device
+            return self
+        moved = (self.dtype, self.device) != (dtype, device or self.device)
+        if self.origin is not None and not self._as_stored and moved:
             return self.away(self.origin).placed(device or self.device, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         # One cast each: rounding everything first and widening some again would round what is to stay exact.
         for name, parameter in self.named_parameters():
-            place = None if parameter.is_meta else device
-            parameter.data = parameter.data.to(place, wide if self.kept_wide(name) else dtype)
+            where = None if parameter.is_meta else device
+            parameter.data = parameter.data.to(where, wide if self.kept_wide(name) else dtype)
         if device is not None:
             for module in self.modules():
                 for name, buffer in module.named_buffers(recurse=False):
@@ -121,23 +127,16 @@ class Network(nn.Module, ABC):
         self._as_stored = False
         return self
 
-    def bound_for(self: N, device: torch.device, dtype: torch.dtype | None) -> N:
-        """`placed`, where `dtype` None means that every weight comes as it is stored."""
-        if dtype is not None:
-            return self.placed(device, dtype)
-        self._device = device
-        return self
-
     def away(self: N, origin: Origin | None) -> N:
-        """Another network of these sizes, in eval mode, none of whose weights are there yet."""
+        """Return another network of these sizes, in eval mode, whose weights are all still at `origin`."""
         network = type(self).empty(self.config)
         network.origin = origin
         return network
 
-    # -- weights that need not be there -----------------------------------------------------------------------------
+    # -- weights that may not be in memory --------------------------------------------------------------------------
 
     def names(self, *parts: str) -> list[str]:
-        """Parameters of these parts, each a module's name or a parameter's; all of them where no part is named."""
+        """Parameters of these modules or parameters; without arguments, of the network."""
         found: list[str] = []
         for part in parts:
             owner, _, leaf = part.rpartition(".")
@@ -148,60 +147,49 @@ class Network(nn.Module, ABC):
                 found += [f"{part}.{name}" for name, _ in module.get_submodule(leaf).named_parameters()]
         return found if parts else [name for name, _ in self.named_parameters()]
 
-    def fetch(self, *parts: str) -> list[str]:
-        """Bring what is not there yet of these parts (`names`) to the device; the names of what came."""
-        if self.origin is None:
-            return []
-        coming = [name for name in self.names(*parts) if self.get_parameter(name).is_meta]
-        # Largest first: while it is copied, its source is in memory too, and the rest is not there yet.
-        coming.sort(key=lambda name: -self.get_parameter(name).numel())
-        # What is read in inference mode could not be changed outside it.
-        with phase("read"), torch.inference_mode(False), torch.no_grad():
-            for name in coming:
-                dtype = None if self._as_stored else self.get_parameter(name).dtype
-                self._set(name, self.origin.read(name, dtype, self.device))
-        return coming
+    def weight(self, name: str, device: torch.device | None = None) -> Tensor:
+        """Return a weight in the dtype that this network computes in. The network does not keep what it reads.
 
-    def weight(self, name: str) -> Tensor:
-        """A weight on the device, in the dtype that this network computes in. It is not kept here."""
+        `device`: the network's if not given.
+        """
         value = self.get_parameter(name).detach()
         if self.origin is None or not value.is_meta:
-            return value
+            return value if device is None else value.to(device)
         with phase("read"):
-            return self.origin.read(name, None if self._as_stored else value.dtype, self.device)
+            return self.origin.read(name, None if self._as_stored else value.dtype, device or self.device)
 
-    def fetched(self, *parts: str) -> list[Tensor]:
-        """The weights of these parts (`names`), there from now on."""
-        self.fetch(*parts)
-        return [self.get_parameter(name) for name in self.names(*parts)]
-
-    def on_host(self, name: str) -> Tensor:
-        """A parameter in host memory, page-locked where the network's device is a GPU, which then can read it."""
-        value = self.get_parameter(name).detach()
-        if value.is_meta and self.origin is not None:
-            value = self.origin.read(name, value.dtype, torch.device("cpu"))
-        return value.cpu().pin_memory() if self.device.type == "cuda" else value
+    def fetch(self, *parts: str) -> list[Tensor]:
+        """Read the weights of these parts (as in `names`) that are not in memory yet, keep them, and return all."""
+        names = self.names(*parts)
+        missing = [n for n in names if self.get_parameter(n).is_meta] if self.origin is not None else []
+        # Largest first: while it is copied, its source is in memory as well, and the rest is not yet.
+        missing.sort(key=lambda name: -self.get_parameter(name).numel())
+        # A tensor that is read in inference mode could not be changed outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            for name in missing:
+                self._set(name, self.weight(name))
+        return [self.get_parameter(name) for name in names]
 
     @contextlib.contextmanager
     def present(self, *parts: str) -> Iterator[None]:
-        """Inside, these parts (`names`) are there. What was not there before is let go at the end."""
-        with self.progress():
-            came = self.fetch(*parts)
+        """Hold the weights of these parts in memory inside; drop those that were not there before."""
+        missing = [name for name in self.names(*parts) if self.get_parameter(name).is_meta]
+        self.fetch(*parts)
         try:
             yield
         finally:
-            for name in came:
+            for name in missing if self.origin is not None else ():
                 self._set(name, torch.empty_like(self.get_parameter(name), device="meta"))
 
     def whole(self: N) -> N:
-        """This network with all its weights there, never to be read again."""
+        """Read all weights, and forget the origin."""
         with self.progress():
             self.fetch()
         self.origin = None
         return self
 
     def progress(self) -> AbstractContextManager[None]:
-        """Inside, what is read of the weights is shown on the terminal."""
+        """Show on the terminal what is read of the weights inside."""
         return contextlib.nullcontext() if self.origin is None else self.origin.progress()
 
     def _set(self, name: str, value: Tensor) -> None:

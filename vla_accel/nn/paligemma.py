@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vla_accel.nn.padding import real_tokens
 from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.reference import PrefixStack
 from vla_accel.nn.siglip import SiglipConfig, SiglipVision
@@ -68,6 +69,10 @@ class PaliGemma(PrefixNetwork):
         """
         x, _, _ = self.prefix_rows(image_tokens, tokens)
         return self.prefix(x, *prefix_positions(x, mask))
+
+    def keys_values(self, image_tokens: Tensor, tokens: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        total = image_tokens.shape[1] + tokens.shape[1]
+        return self.prefix_cache(image_tokens, tokens, real_tokens(rest[0], total) if rest else None)
 
     def prefix_rows(
         self, image_tokens: Tensor, tokens: Tensor, state: Tensor | None = None

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from vla_accel.fp8 import INT8, named
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.attending import Choice, Sizes, attend, choose
+from vla_accel.kernels.attention.choice import Choice, choose
+from vla_accel.kernels.attention.config import AttentionShape
+from vla_accel.kernels.attention.ops import attend, causal_attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.choice import can_be_inside, products_by
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.rows.rows import add_norm, rope_cache
-from vla_accel.kernels.rows.sequence import causal_attention, norm_rope
+from vla_accel.kernels.rows.rows import add_norm, norm_rope, rope_cache
 from vla_accel.nn.block import Attention
 from vla_accel.nn.weights import BlockWeights, StackWeights
 from vla_accel.runtime import current
@@ -124,7 +125,7 @@ class StackPlan:
         block, rows, dtype = self.weights.block, self.rows, self.weights.dtype
         if block.attention is Attention.CAUSAL:
             return None
-        sizes = Sizes(
+        sizes = AttentionShape(
             rows.batch, rows.tokens, rows.tokens, block.heads, block.kv_heads, block.head_dim, dtype,
             padded=rows.padded, quantised=stored != dtype, stored=stored, last=rows.state_last,
         )  # fmt: skip
@@ -215,7 +216,7 @@ class StackPlan:
         if self.attention is None:
             return causal_attention(q, keys, values, self.context.view(rows.batch, rows.tokens, -1))
         attend(
-            self.attention.way, q, keys, values, self.context, lengths, inverse_scale=weights.out.inverse_scale,
+            self.attention.backend, q, keys, values, self.context, lengths, inverse_scale=weights.out.inverse_scale,
             last=rows.state_last, tile=self.attention.tile,
         )  # fmt: skip
 

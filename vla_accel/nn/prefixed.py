@@ -23,6 +23,7 @@ class PrefixNetwork(Network):
     `action_horizon`, `action_dim` and `max_token_len`.
     """
 
+    state_in_prefix: bool = False
     vision: SiglipVision
     prefix: PrefixStack
     projector: nn.Linear
@@ -50,5 +51,14 @@ class PrefixNetwork(Network):
 
     @abstractmethod
     def prefix_rows(self, image_tokens: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the prefix stack takes, of rows that are all real: (B, S, width), positions (B, S) and who sees whom
-        (B, S, S), None where all see all. `state` (B, state_dim) where it is in the prefix."""
+        """Return the rows of the prefix stack (B, S, width), all of them real, their positions (B, S), and the
+        attention mask (B, S, S), None if all rows attend to all. `state` (B, state_dim) if it is in the prefix."""
+
+    @abstractmethod
+    def keys_values(self, image_tokens: Tensor, tokens: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (depth, B, S, kv_heads, head_dim) as their reader takes them; `rest`: as in `KvCache`."""
+
+    def prefix_parts(self) -> list[str]:
+        """The parts that `keys_values` computes with. The last layer stops after its keys and values."""
+        *whole, last = (f"prefix.layers.{index}" for index in range(self.config.prefix.depth))
+        return ["embed", *whole, f"{last}.input_layernorm", f"{last}.qkv_proj"]

@@ -8,7 +8,7 @@ from typing import Any
 from vla_accel.fp8 import Products
 
 # TensorRT takes islands, modules of their own; the output projection is inside none.
-_MLP = Products(("gate_up_proj", "down_proj"), power_of_two=True)
+_MLP = Products(("gate_up_proj", "down_proj"), power_of_two=True, precisions=("fp8",))
 _WEIGHTS = Products(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), activations=False)
 
 QUANTISED: Mapping[str, Mapping[str, Products]] = {

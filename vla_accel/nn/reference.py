@@ -164,10 +164,14 @@ class PrefixStack(nn.Module):
         keys, values, _ = self.run(x, positions, mask)
         return torch.stack(keys), torch.stack(values)
 
+    def rope(self, x: Tensor, positions: Tensor) -> Rope:
+        """The tables that rotate the rows x at these positions (B, S)."""
+        dtype = torch.promote_types(x.dtype, torch.float32) if self.block.wide_rope else x.dtype
+        return reference.rope_tables(positions, self.block.head_dim, dtype)
+
     def run(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """As `forward`, but lists per block, and the input of the last block (B, S, width)."""
-        dtype = torch.promote_types(x.dtype, torch.float32) if self.block.wide_rope else x.dtype
-        rope = reference.rope_tables(positions, self.block.head_dim, dtype)
+        rope = self.rope(x, positions)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for index, block in enumerate(self.layers):
@@ -176,5 +180,11 @@ class PrefixStack(nn.Module):
             keys.append(k)
             values.append(v)
             if index + 1 < len(self.layers):
-                x = block.finish(x, reference.attention(q, k, v, mask), gate)
+                x = self.finish(index, x, reference.attention(q, k, v, mask), gate)
         return keys, values, x
+
+    def finish(self, index: int, x: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
+        """A block after its attention; as `TransformerBlock.finish`."""
+        block = self.layers[index]
+        assert isinstance(block, TransformerBlock)
+        return block.finish(x, attended, gate)

@@ -7,26 +7,25 @@ alone are `Island`s. Knows nothing about engines.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Island
-from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
-from vla_accel.fp8 import FORMATS, NO_SCALES, Scales
+from vla_accel.fp8 import NO_SCALES, Scales
 from vla_accel.kernels import reference
 from vla_accel.kernels.image.pixels import pixels
-from vla_accel.nn.fold import fold_norm
+from vla_accel.nn.calibration import quantise
 from vla_accel.nn.network import weightless
 from vla_accel.nn.padding import real_tokens
 from vla_accel.nn.paligemma import PaliGemma, prefix_positions
 from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.quantised import QUANTISED
-from vla_accel.nn.quantize import quantise
-from vla_accel.nn.reference import RmsNorm, TransformerBlock
+from vla_accel.nn.reference import PrefixStack, TransformerBlock
+from vla_accel.nn.weights import fold
 
 
 class Bridge(nn.Module):
@@ -61,34 +60,32 @@ class Fp16Vision(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Gemma's gated MLP of one layer, with the weight of the norm before it folded in: x (B, T, width), normalised
-    without weights, to the same shape."""
+    """The gated MLP of one layer with the weight of its norm folded in: rows (B, T, width), normed without weights, to
+    the same shape."""
 
     def __init__(self, layer: TransformerBlock) -> None:
         super().__init__()
-        norm = layer.post_attention_layernorm
-        assert isinstance(norm, RmsNorm)
-        folded, _ = fold_norm(layer.gate_up_proj, norm)
+        folded, _ = fold(layer.gate_up_proj.weight, None, layer.post_attention_layernorm.factor)
         self.gate_up_proj = _linear(folded.to(layer.gate_up_proj.weight.dtype))
         self.down_proj = _linear(layer.down_proj.weight)
+        self.activation = layer.block.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(reference.geglu(self.gate_up_proj(x)))
+        return self.down_proj(reference.activate(self.gate_up_proj(x), self.activation))
 
 
-class QuantisedKvCache(nn.Module):
+class QuantisedKvCache(PrefixStack):
     """`KvCache` with every MLP in FP8: weights and activations in E4M3, one scale a tensor. The rest is unchanged.
 
     The last layer has no MLP here: it stops after its keys and values.
     """
 
     def __init__(self, model: PaliGemma, scales: Scales) -> None:
-        super().__init__()
-        config = model.config.prefix
-        self.embed, self.layers = model.embed, model.prefix.layers
-        self.head_dim, self.width, self.eps = config.head_dim, config.width, config.eps
+        nn.Module.__init__(self)
+        self.block, self.embed, self.layers = model.prefix.block, model.embed, model.prefix.layers
+        self.width = model.config.prefix.width
         self.plain: Tensor
-        self.register_buffer("plain", torch.zeros(config.width, device=model.embed.weight.device), persistent=False)
+        self.register_buffer("plain", torch.zeros(self.width, device=model.embed.weight.device), persistent=False)
         self.mlps = nn.ModuleList()
         names = QUANTISED["kv_cache"]["tensorrt"].names
         for index, layer in enumerate(self.layers[:-1]):  # type: ignore[arg-type]
@@ -97,22 +94,19 @@ class QuantisedKvCache(nn.Module):
             quantise(mlp, {n: scales.of(f"prefix.layers.{index}.{n}") for n in names})
             self.mlps.append(Island(f"mlp{index}", mlp))
 
-    def forward(self, image_tokens: Tensor, tokens: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def finish(self, index: int, x: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
+        layer = self.layers[index]
+        assert isinstance(layer, TransformerBlock)
+        x = x + layer.o_proj(attended.flatten(2))
+        return x + self.mlps[index](reference.rms_norm(x, self.plain, self.block.eps))
+
+    def forward(  # type: ignore[override]
+        self, image_tokens: Tensor, tokens: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         embedded = (self.embed(tokens) * self.width**0.5).to(image_tokens.dtype)
         x = torch.cat((image_tokens, embedded), dim=1)
         mask = None if lengths is None else real_tokens(lengths, x.shape[1])
-        positions, allowed = prefix_positions(x, mask)
-        rope = reference.rope_tables(positions, self.head_dim, x.dtype)
-        keys, values = [], []
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, TransformerBlock)
-            q, k, v, _ = layer.qkv(x, rope)
-            keys.append(k)
-            values.append(v)
-            if index < len(self.mlps):
-                x = x + layer.o_proj(reference.attention(q, k, v, allowed).flatten(2))
-                x = x + self.mlps[index](reference.rms_norm(x, self.plain, self.eps))
-        return torch.stack(keys), torch.stack(values)
+        return super().forward(x, *prefix_positions(x, mask))
 
 
 def variants(model: Any, kind: str, scales: Scales | None = None) -> dict[str, Callable[[], nn.Module]]:
@@ -126,12 +120,6 @@ def variants(model: Any, kind: str, scales: Scales | None = None) -> dict[str, C
         return QuantisedKvCache(model, scales).requires_grad_(False)
 
     return {"fp8": fp8}
-
-
-def needs_scales(specs: Mapping[str, EngineSpec]) -> bool:
-    """Whether some component of a policy is to quantise its inputs; the eager engine never does."""
-    quantised = [specs[name] for name in ("vision", "kv_cache") if specs[name].precision in FORMATS]
-    return any({s.engine, *s.fallback} != {"eager"} for s in quantised)
 
 
 def _linear(weight: Tensor) -> nn.Linear:

@@ -17,7 +17,7 @@ from vla_accel.nn.variants import variants
 from vla_accel.pictures import MAP_WIDTH, example_map
 
 if TYPE_CHECKING:
-    from vla_accel.nn.prefix_store import FlowStore
+    from vla_accel.nn.native_prefix import PrefixStore
 
 
 class Vision(nn.Module):
@@ -36,7 +36,7 @@ class Vision(nn.Module):
 
 
 def vision_component(
-    model: PrefixNetwork, batch: int, views: int, store: FlowStore[Any] | None = None, *, mapped: bool = False
+    model: PrefixNetwork, batch: int, views: int, store: PrefixStore[Any] | None = None, *, mapped: bool = False
 ) -> Component:  # fmt: skip
     """The vision component for a fixed number of views.
 
@@ -55,5 +55,5 @@ def vision_component(
         native=None if store is None else partial(store.vision, batch, views),
         variants=variants(model, "vision"),
         quantised=QUANTISED["vision"],
-        fetch=partial(model.fetched, "vision", "projector"),
+        fetch=partial(model.fetch, "vision", "projector"),
     )

@@ -115,7 +115,9 @@ def stack_weights(
     blocks = tuple(block_weights(model, f"{name}.{i}", block, precision, paired=paired) for i in range(full))
     last = None
     if keys_values_last:
-        weight, _ = normed_product(model, f"{name}.{full}", block, block.names.norm, block.names.qkv)
+        part = f"{name}.{full}"
+        weight, _ = product_of(model, f"{part}.{block.names.qkv}", block)
+        weight, _ = with_norm(model, f"{part}.{block.names.norm}", block, weight, None)
         last = make_linear(weight[block.heads * block.head_dim :], None, precision.dtype)
     return StackWeights(block, blocks, precision.dtype, last)
 
@@ -135,10 +137,10 @@ def block_weights(
         there: Linear | None = None if shared is None else getattr(shared, short)
         if there is not None and there.weight.dtype == precision.stored(part) and not there.paired:
             return there
-        weight = (
-            _product(model, f"{name}.{part}", block) if norm is None else normed_product(model, name, block, norm, part)
-        )
-        made = precision.linear(f"{name}.{part}", *weight, pad_k, pad_n)
+        weight, bias = product_of(model, f"{name}.{part}", block)
+        if norm is not None:
+            weight, bias = with_norm(model, f"{name}.{norm}", block, weight, bias)
+        made = precision.linear(f"{name}.{part}", weight, bias, pad_k, pad_n)
         del weight
         made = pair(made) if part == names.up and gated and paired else made
         return with_sums(made) if norm is not None and block.layer_norm else made
@@ -150,22 +152,25 @@ def block_weights(
     )  # fmt: skip
 
 
-def normed_product(model: Network, name: str, block: Block, norm: str, product: str) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a product whose input's norm has its weights folded in: formed in float64, float32.
+def product_of(model: Network, name: str, block: Block) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the product `name`."""
+    return model.weight(f"{name}.weight"), model.weight(f"{name}.bias") if block.bias else None
+
+
+def with_norm(
+    model: Network, norm: str, block: Block, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a product with the weights of the norm before it, `norm`, folded in: formed in float64,
+    float32.
 
     LayerNorm: W diag(γ), b + W β. RMSNorm: W diag(1 + w) in Gemma, W diag(w) otherwise. An adaptive norm has none.
     """
-    weight, bias = _product(model, f"{name}.{product}", block)
     if block.norm in (Norm.ADAPTIVE_RMS, Norm.ADAPTIVE_LAYER):
         return weight, bias
-    factor = model.weight(f"{name}.{norm}.weight").double()
+    factor = model.weight(f"{norm}.weight").double()
     if block.norm is Norm.LAYER:
-        return fold(weight, bias, factor, model.weight(f"{name}.{norm}.bias"))
+        return fold(weight, bias, factor, model.weight(f"{norm}.bias"))
     return fold(weight, bias, factor + 1.0 if block.norm is Norm.GEMMA else factor)
-
-
-def _product(model: Network, name: str, block: Block) -> tuple[Tensor, Tensor | None]:
-    return model.weight(f"{name}.weight"), model.weight(f"{name}.bias") if block.bias else None
 
 
 def fold(

@@ -1,6 +1,6 @@
-"""Parity reports kept beside a checkpoint: what `auto` may believe of a lower precision.
+"""Parity reports next to a checkpoint: which lower precisions `auto` may use.
 
-A report is believed for the very weights that it was made with, the number of steps, and the engines that really ran.
+A report counts only for the weights, the number of steps and the engines with which it was made.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ def weights_of(model: Network) -> str:
 
 
 def keep(report: Mapping[str, Any], folder: Path, specs: Mapping[str, EngineSpec], name: str) -> Path:
-    """Write a report of `vla-accel parity`, which has the `fingerprint` of its weights, beside the checkpoint, with the
-    precisions that it was made in; the file's path. Warns of one that `auto` will not believe."""
+    """Write a report of `vla-accel parity` and its precisions next to the checkpoint, and return the file's path.
+
+    Warns about a report that `auto` will not use.
+    """
     path = folder / PATTERN.replace("*", name)
     content = {**report, "precisions": {part: spec.precision for part, spec in specs.items()}}
     if why := _why_not(content, content["fingerprint"], content["num_steps"]):
-        _log.warning("auto will not believe %s: %s", path.name, why)
+        _log.warning("auto will not use %s: %s", path.name, why)
     write_json(path, content)
     return path
 
 
 def shown(folder: Path, model: Network, num_steps: int) -> Shown | None:
-    """The kept report that passed with these weights, this many steps and native engines alone, and has most components
-    in FP8; None where there is none. One that does not count is left out with a line on the log."""
+    """Return the passed report for these weights, steps and native engines that has most components in FP8, or None.
+
+    Logs why a report does not count.
+    """
     found: list[Shown] = []
     files = sorted(folder.glob(PATTERN))
-    mine = weights_of(model) if files else ""
+    weights = weights_of(model) if files else ""
     for path in files:
-        reason = "it is no parity report"
+        precisions, reason = {}, "it is no parity report"
         try:
             content = json.loads(path.read_text())
             precisions = dict(content["precisions"])
-            reason = _why_not(content, mine, num_steps)
+            reason = _why_not(content, weights, num_steps)
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = f"{reason}: {error!r}"
-            precisions = {}
         if reason is not None:
             _log.info("auto: %s does not count: %s", path.name, reason)
         elif "fp8" in precisions.values():

@@ -1,7 +1,7 @@
-"""Every TensorRT engine that a policy configuration names, built before the policy is loaded.
+"""Build the TensorRT engines of a policy configuration ahead of time, for `vla-accel build`.
 
-Uses the policy's own components and the engines' own build path, so that what is built here is what a policy finds in
-the cache. Runs nothing. TensorRT-RTX engines need no GPU; the other kinds build for the GPU at hand.
+Uses the policy's components and the engines' own build path, so that a policy finds these engines in the cache.
+TensorRT-RTX engines need no GPU; the other kinds build for this machine's GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig
-from vla_accel.engines import ENGINES, onnx, tensorrt_library, tensorrt_plan, torch_tensorrt, torch_tensorrt_versions
+from vla_accel.engines import ENGINES, onnx, tensorrt_library, tensorrt_plan, torch_tensorrt
 from vla_accel.engines.tensorrt_builder import Progress
 from vla_accel.engines.tensorrt_library import Capability, LibraryName, check_target, load_library, parse_target
 from vla_accel.engines.tensorrt_plan import Exports, Obtained, body_of, obtain
@@ -33,7 +33,7 @@ SCHEMA = "vla_accel.build/1"
 
 @dataclass(frozen=True)
 class Job:
-    """One component for one target. `target` is None where the library decides by the GPU at hand."""
+    """One component for one target; `target` is None where the library builds for this machine's GPU."""
 
     component: Component
     spec: EngineSpec
@@ -42,13 +42,13 @@ class Job:
 
     @property
     def title(self) -> str:
-        """For a progress bar or a table."""
+        """The job's name in a progress bar or a table."""
         target = "this GPU" if self.target is None else tensorrt_library.target_name(self.target)
         return f"{self.component.name} · {self.spec.engine} · {self.spec.precision} · {target}"
 
 
 def named(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
-    """Those components that get a TensorRT engine. Raises ConfigError if there is none."""
+    """Return the components with a TensorRT engine. Raises ConfigError if there is none."""
     kept = {name for name, engine in ENGINES.items() if engine.ahead_of_time}
     found = {name: spec for name, spec in specs.items() if spec.engine in kept}
     if not found:
@@ -60,9 +60,14 @@ def named(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
 def check_targets(specs: Mapping[str, EngineSpec], targets: Sequence[Capability], dtype: torch.dtype) -> None:
     """Check, before anything is loaded, that the engines of `specs` can be built for their GPUs.
 
-    Args: `specs`: those of `named`; `targets`: instead of each spec's own; `dtype`: of the policy's large products.
-    Raises ConfigError for `targets` with engines that build for the GPU at hand alone, EngineError for a GPU that the
-    library does not run on, or that lacks a precision.
+    Args:
+        specs: The result of `named`.
+        targets: Replace each spec's own targets.
+        dtype: Of the policy's large products.
+
+    Raises:
+        ConfigError: `targets` with engines that build only for this machine's GPU.
+        EngineError: A GPU does not run the library, or lacks a precision.
     """
     if targets and not any(spec.engine == "tensorrt_rtx" for spec in specs.values()):
         engines = ", ".join(dict.fromkeys(spec.engine for spec in specs.values()))
@@ -73,7 +78,7 @@ def check_targets(specs: Mapping[str, EngineSpec], targets: Sequence[Capability]
         elif torch.cuda.is_available():
             wanted = (tensorrt_library.capability_of(torch.device("cuda")),)
         else:
-            wanted = ()  # `check_libraries` says that there is no GPU
+            wanted = ()  # `check_libraries` reports the missing GPU
         low = E4M3.dtype if spec.precision == "fp8" else DTYPES.get(spec.precision, dtype)
         library: LibraryName = "tensorrt_rtx" if spec.engine == "tensorrt_rtx" else "tensorrt"
         for target in wanted:
@@ -84,12 +89,12 @@ def check_targets(specs: Mapping[str, EngineSpec], targets: Sequence[Capability]
 
 
 def check_libraries(specs: Mapping[str, EngineSpec], targets: Sequence[Capability]) -> None:
-    """Raise one DependencyError naming all that is missing: libraries, wrong pairs, a GPU where one is needed."""
+    """Raise one DependencyError naming everything that is missing: libraries, matching versions, a GPU."""
     problems: list[str] = []
     for engine in dict.fromkeys(spec.engine for spec in specs.values()):
         try:
             if engine == "torch_tensorrt":
-                torch_tensorrt_versions.load_torch_tensorrt()
+                torch_tensorrt.load_torch_tensorrt()
             else:
                 load_library("tensorrt" if engine == "tensorrt" else "tensorrt_rtx")
             if engine == "tensorrt" and not torch.cuda.is_available():
@@ -105,8 +110,14 @@ def check_libraries(specs: Mapping[str, EngineSpec], targets: Sequence[Capabilit
 
 
 def jobs(checkpoint: Checkpoint, config: PolicyConfig, targets: Sequence[Capability], inputs: Any = None) -> list[Job]:
-    """What there is to build, in order. `inputs`: a prepared observation, which decides the example sizes; an ordinary
-    one if not given. Raises EngineError for a target that a library does not know."""
+    """Return what to build, in order.
+
+    Args:
+        inputs: A prepared observation that decides the example sizes; an ordinary one by default.
+
+    Raises:
+        EngineError: A library does not know a target.
+    """
     specs = config.specs(checkpoint.family.parts)
     inputs = checkpoint.processor.prepare(checkpoint.processor.example()) if inputs is None else inputs
     device = next(checkpoint.model.parameters()).device
@@ -131,7 +142,7 @@ def jobs(checkpoint: Checkpoint, config: PolicyConfig, targets: Sequence[Capabil
 def _components(
     checkpoint: Checkpoint, config: PolicyConfig, inputs: Any, capability: Capability
 ) -> dict[str, Component]:  # fmt: skip
-    """The components as a policy on such a GPU has them: what `auto` takes there decides whether prompts are padded."""
+    """The components of a policy on such a GPU, where the engines of `auto` decide whether prompts are padded."""
     family, model = checkpoint.family, checkpoint.model
     specs = config.specs(family.parts)
     for name, spec in specs.items():
@@ -139,15 +150,15 @@ def _components(
             native = capability >= (8, 0) and model.dtype == torch.bfloat16
             specs[name] = replace(spec, engine="native") if native else EngineSpec("eager")
     scales = checkpoint.scales if family.needs_scales(specs) else None
-    shape = family.shape(model.config, [inputs], config.num_steps or family.steps(model.config), specs)
-    rtc = family.chunking(model.config, config.rtc)
+    shape = family.shape(model.config, [inputs], config.num_steps or model.config.num_steps, specs)
+    rtc = family.chunking.resolve(model.config, config.rtc)
     return {c.name: c for c in family.components(model, shape, scales=scales, rtc=rtc)}
 
 
 def build(
     job: Job, progress: Progress | None = None, cancel: threading.Event | None = None, exports: Exports | None = None
 ) -> list[dict[str, Any]]:
-    """Build one job, or find it in the cache. A manifest row per engine: torch_tensorrt makes one for every part."""
+    """Build one job, or find it in the cache; return a manifest row for each engine (torch_tensorrt: for each part)."""
     began = time.perf_counter()
     if job.spec.engine == "torch_tensorrt":
         obtained = [o for _, o, _ in torch_tensorrt.build_islands(job.component, job.spec, job.device)]
@@ -171,7 +182,7 @@ def build(
 
 
 def is_cached(job: Job) -> bool | None:
-    """Whether the cache has the engine; None where only building can tell (torch_tensorrt's parts)."""
+    """Whether the cache has the engine; None where only building shows it (torch_tensorrt's parts)."""
     if job.spec.engine == "torch_tensorrt" or job.target is None:
         return None
     body = body_of(job.component)
@@ -218,5 +229,5 @@ def _row(job: Job, obtained: Obtained, wall: float) -> dict[str, Any]:
 
 
 def default_manifest(spec: EngineSpec, config: Path | str) -> Path:
-    """Where a manifest goes unless told: under the engines' folder."""
+    """The default path of a manifest, under the engines' folder."""
     return tensorrt_plan.cache_of(spec.tensorrt).folder / "manifests" / f"{Path(config).stem}.json"

@@ -32,8 +32,8 @@ def refuse_unused_rtc(family: Family, rtc: RtcConfig) -> None:
     """Raise ConfigError for a setting of real-time chunking that the family would ignore."""
     for field in fields(rtc):
         value = getattr(rtc, field.name)
-        if value != field.default and field.name not in family.rtc_settings:
-            known = ", ".join(family.rtc_settings)
+        if value != field.default and field.name not in family.chunking.settings:
+            known = ", ".join(family.chunking.settings)
             why = f"which takes only {known} of rtc" if known else "which has no real-time chunking"
             raise ConfigError(f"rtc.{field.name}: expected none for {family.name}, {why}, got {value!r}")
 
@@ -48,9 +48,9 @@ def check_engines(family: Family, config: PolicyConfig) -> None:
             if config.deterministic and engine != "auto" and ENGINES[engine].by_time:
                 raise ConfigError(f"deterministic: {part}: {engine} picks the kernels that it measures as the fastest")
     on_host = [part for part, spec in specs.items() if spec.native.embeddings == "host"]
-    unread = [part for part in on_host if part not in family.host_embeddings]
+    unread = [part for part in on_host if part not in family.capabilities.host_embeddings]
     if unread and (config.native.embeddings == "gpu" or unread == on_host):
-        have = ", ".join(family.host_embeddings) or "no component"
+        have = ", ".join(family.capabilities.host_embeddings) or "no component"
         raise ConfigError(f"{unread[0]}.native.embeddings: host is for {have} of {family.name}, got it for {unread[0]}")
 
 
@@ -78,7 +78,7 @@ def guidance(
         with of_one(row, len(normalized)):
             if len(previous) > horizon:
                 raise ObservationError(f"prev_chunk: expected at most {horizon} actions, got {len(previous)}")
-            arrays = family.guide(sizes, rtc, previous, delay)
+            arrays = family.chunking.guide(sizes, rtc, previous, delay)
         found = found or {n: np.zeros((len(normalized), *a.shape), a.dtype) for n, a in arrays.items()}
         for name, array in arrays.items():
             found[name][row] = array
@@ -134,7 +134,7 @@ class StateCheck:
 
     def check(self, inputs: Any) -> None:
         """Warn if the state of a prepared observation has a number beyond `FAR` spans."""
-        if self._widest is None or self._range is None or self._WARNING in self._ledger.told:
+        if self._widest is None or self._range is None or self._WARNING in self._ledger.warned:
             return
         (state,) = self._processor.before_scaling(inputs)["state"]
         outside = np.flatnonzero(self._widest.outside(state))

@@ -1,7 +1,6 @@
-"""How much memory a policy's weights take, before they are there: what an error says where a policy does not fit.
+"""Memory of a policy's weights without loading them, and the error of a policy that does not fit.
 
-The same preparation runs on the meta device, where tensors have sizes and no values: what is counted is what would lie
-on the GPU.
+The engines prepare weights on the meta device, where tensors have sizes and no values.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch import Tensor
 from vla_accel.config import EnginePrecision, EngineSpec
 from vla_accel.engines import build
 from vla_accel.errors import CheckpointError, DeviceMemoryError
-from vla_accel.families.family import Family, Shape
+from vla_accel.families.family import Family, Shape, quantised_configs
 from vla_accel.families.loading import Checkpoint
-from vla_accel.fp8 import Scales
+from vla_accel.fp8 import FORMATS, Scales
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.ledger import Ledger
 from vla_accel.nn.memory import Counted
@@ -27,14 +26,14 @@ from vla_accel.nn.network import Network
 from vla_accel.policy.pipeline import Plan
 
 _META = torch.device("meta")
-ROOM = 0.1
-"""Of the weights: what inputs, activations and graphs of an ordinary shape need beside them, at most."""
+BUFFERS = 0.1
+"""Upper bound on inputs, activations and graphs of an ordinary shape, as a fraction of the weights."""
 
 
 def weight_bytes(
     model: Network, family: Family, shape: Shape, specs: Mapping[str, EngineSpec], scales: Scales | None
 ) -> dict[str, int]:
-    """Bytes on the device of each component's weights with these engines, `specs`. The model is left as it is."""
+    """Return the bytes on the device of each component's weights with these engines; the model stays unchanged."""
     twin = model.away(_Sizes(model)).placed(_META, model.dtype)
     store = family.store(twin, scales)
     found: dict[str, list[Tensor]] = {}
@@ -46,7 +45,7 @@ def weight_bytes(
 
 
 def _alone(spec: EngineSpec) -> EngineSpec:
-    """A spec without its fallbacks and without what only they read; nothing is measured on tensors without values."""
+    """A spec without its fallbacks and their options; kernels cannot be measured on tensors without values."""
     if spec.engine == "native":
         return EngineSpec("native", precision=spec.precision, keep=spec.keep, attention="own", native=spec.native)
     return EngineSpec(spec.engine, precision="auto" if spec.engine == "eager" else spec.precision)
@@ -59,7 +58,7 @@ class _Sizes:
         self.shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
 
     def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        # What stays in host memory takes none of the device's.
+        # Weights in host memory take none of the device's.
         return torch.empty(self.shapes[name], dtype=dtype, device=_META if device == _META else torch.device("cpu"))
 
     def sample(self, name: str, stride: int) -> Tensor:
@@ -72,17 +71,20 @@ class _Sizes:
 def smaller(
     family: Family, specs: Mapping[str, EngineSpec], device: torch.device, has_scales: bool
 ) -> Iterator[tuple[str, dict[str, EngineSpec]]]:
-    """Configurations that need less, the mildest first, each with what to write. Those that only move memory lose
-    nothing; FP8, and INT8 where there is none, need scales, but of weights alone."""
+    """Yield configurations that need less memory, the mildest first, each with the text to write.
+
+    Moving embeddings to the host loses nothing; FP8, or INT8 on GPUs without it, needs scales unless only weights are
+    quantised.
+    """
     gpu = Gpu.of(device)
-    able = [n for n, s in specs.items() if n in family.host_embeddings and s.engine == "native"]
+    able = [n for n, s in specs.items() if n in family.capabilities.host_embeddings and s.engine == "native"]
     on_host = {**specs, **{n: replace(specs[n], native=replace(specs[n].native, embeddings="host")) for n in able}}
     if able:
         yield "native: {embeddings: host}", on_host
     if gpu is None or not (gpu.fp8 or gpu.int8):
         return
     precision: EnginePrecision = "fp8" if gpu.fp8 else "int8"
-    for parts in family.systems_in(precision).values():
+    for parts in _quantised_parts(family, precision):
         for base, word in ((specs, ""), (on_host, ", native: {embeddings: host}"))[: 2 if able else 1]:
             text = ", ".join(f"{part}: {{engine: native, precision: {precision}}}" for part in parts)
             low = {n: EngineSpec("native", precision=precision, native=base[n].native) for n in parts}
@@ -91,17 +93,35 @@ def smaller(
                 yield text + word, chosen
 
 
+def _quantised_parts(family: Family, precision: EnginePrecision) -> list[list[str]]:
+    """Return the sets of components that shipped configurations have in one low precision, weights alone first, then
+    those with the fewest components."""
+    found = []
+    for config in quantised_configs(family).values():
+        low = {n: s for n, s in config.specs(family.parts).items() if s.precision in FORMATS}
+        if {spec.precision for spec in low.values()} == {precision}:
+            found.append((family.needs_scales(low), len(low), [*low]))
+    return [parts for _, _, parts in sorted(found)]
+
+
 @contextlib.contextmanager
 def explained_if_too_large(
     plan: Plan, checkpoint: Checkpoint, free: tuple[int, int], shape: Callable[[], Shape]
 ) -> Iterator[None]:
-    """Running out of device memory inside ends in one error: what the weights need, what was `free` of what before
-    them, and the mildest smaller configuration that fits. `shape`: that engines are built for."""
+    """Turn running out of device memory into one error with the mildest smaller configuration that fits.
+
+    Args:
+        free: Bytes free and in all before the weights were loaded.
+        shape: Returns the shape that engines are built for.
+
+    Raises:
+        DeviceMemoryError: In place of torch.OutOfMemoryError.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         specs, scales = {name: choice.spec for name, choice in plan.choices.items()}, None
-        with contextlib.suppress(CheckpointError):  # scales that are of no use make FP8 no advice
+        with contextlib.suppress(CheckpointError):  # without valid scales FP8 is no advice
             scales = checkpoint.scales
 
         def count(specs: Mapping[str, EngineSpec]) -> dict[str, int]:
@@ -111,13 +131,13 @@ def explained_if_too_large(
         advice = "no smaller configuration of this model would fit"
         for text, other in smaller(plan.family, specs, plan.device, scales is not None):
             size = sum(count(other).values())
-            if size < sum(now.values()) and size * (1 + ROOM) <= free[0]:
+            if size < sum(now.values()) and size * (1 + BUFFERS) <= free[0]:
                 advice = f"weights of {_gb(size)} would fit: {text}"
                 break
         parts = ", ".join(f"{name} {_gb(size)}" for name, size in now.items())
         raise DeviceMemoryError(
-            f"{plan.device}: out of memory: the weights need {_gb(sum(now.values()))} ({parts}), and buffers beside "
-            f"them; {_gb(free[0])} of {_gb(free[1])} were free; {advice} ({str(error).splitlines()[0]})"
+            f"{plan.device}: out of memory: the weights need {_gb(sum(now.values()))} ({parts}), and buffers "
+            f"in addition; {_gb(free[0])} of {_gb(free[1])} were free; {advice} ({str(error).splitlines()[0]})"
         ) from error
 
 

@@ -23,6 +23,7 @@ from vla_accel.config import EngineSpec, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import Shown, choose
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError, of_one
+from vla_accel.families.bench import bench_card
 from vla_accel.families.family import Shape, Store
 from vla_accel.families.loading import Checkpoint, load
 from vla_accel.kernels.image import resize
@@ -80,8 +81,8 @@ class OptimizedPolicy:
                 raise ConfigError(f"{name}: expected what {checkpoint.name} was loaded with, {read}, got {value}")
         self.name, self.family = checkpoint.name, checkpoint.family
         sizes = checkpoint.model.config
-        self.num_steps = config.num_steps or self.family.steps(sizes)
-        rtc = self.family.chunking(sizes, config.rtc)
+        self.num_steps = config.num_steps or sizes.num_steps
+        rtc = self.family.chunking.resolve(sizes, config.rtc)
         refuse_unused_rtc(self.family, rtc)
         self.config = config = replace(config, num_steps=self.num_steps, rtc=rtc)
         self.device = resolve_device(config.device)
@@ -276,7 +277,7 @@ class OptimizedPolicy:
             raw = outputs[self.family.result][:1].cpu().numpy()
             kept = {
                 "actions": torch.from_numpy(self.family.normalised(self.processor, raw)[0]),
-                **self.family.internals(self.model.config, outputs, inputs),
+                **bench_card(self.family).internals(self.model.config, outputs, inputs),
             }
             # Copies: the next call overwrites the buffers.
             return result, {name: tensor.to("cpu", torch.float32, copy=True).numpy() for name, tensor in kept.items()}
@@ -307,12 +308,12 @@ class OptimizedPolicy:
         with self._lock:
             own = [(o, self._shape([self.processor.prepare(o)])) for o in (example, *prompts)]
             ordinary = own[0][1]
-            ranges = [self.family.shapes_of(self.processor, o, shape) for o, shape in own]
+            ranges = [shape.reachable(self.processor, o) for o, shape in own]
             # Dictionaries as sets that keep their order.
             wanted = dict.fromkeys(shape for shapes in ranges for shape in shapes[:MOST_BUILT])
             possible = dict.fromkeys((*wanted, *chain.from_iterable(ranges)))
             if any(spec.engine == "native" for spec in self.specs.values()):
-                possible = dict.fromkeys((*self.family.shapes(self.model.config, ordinary), *possible))
+                possible = dict.fromkeys((*ordinary.buckets(self.model.config), *possible))
             if len(possible) <= MOST_BUILT:
                 wanted = possible
             for shape in wanted:
@@ -332,7 +333,7 @@ class OptimizedPolicy:
     def with_steps(self, num_steps: int) -> OptimizedPolicy:
         """Return a policy with the same weights, another number of denoising steps and its own latency log."""
         made = OptimizedPolicy(self.checkpoint, replace(self.config, num_steps=num_steps), store=self.store)
-        made.ledger.told = self.ledger.told
+        made.ledger.warned = self.ledger.warned
         return made
 
     def async_runner(self, hz: float, **options: Any) -> AsyncRunner:
@@ -349,7 +350,7 @@ class OptimizedPolicy:
     @property
     def supports_prev_chunk(self) -> bool:
         """Whether `infer` takes `prev_chunk` and `inference_delay` (real-time chunking)."""
-        return bool(self.family.guidance)
+        return bool(self.family.chunking.inputs)
 
     @property
     def batches_prev_chunks(self) -> bool:

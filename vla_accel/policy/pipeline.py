@@ -167,7 +167,7 @@ class Pipeline:
             rows = host.reshape(-1, *host.shape[2:]) if name == IMAGES and host.ndim == 5 else host
             slots[name] = [rows[index, ...] for index in range(len(rows))]
         self._slots = slots
-        fed = {name: rows for name, rows in slots.items() if name not in self._family.guidance}
+        fed = {name: rows for name, rows in slots.items() if name not in self._family.chunking.inputs}
         self._first = {name: rows for name, rows in fed.items() if name in first.inputs}
         self._rest = {name: rows for name, rows in fed.items() if name not in first.inputs}
 
@@ -194,10 +194,11 @@ class Pipeline:
             for name in list(engine.inputs):
                 if name in produced or name in self._inputs:
                     engine.bind(name, produced[name] if name in produced else self._inputs[name])
-                elif noise is None:
+                elif name == NOISE and noise is None:
                     noise = engine.inputs[name]
-                else:
+                elif name == NOISE and noise is not None:
                     engine.bind(name, noise)
+                # Camera images are resized into the engine's own input.
             if again := sorted(engine.outputs.keys() & produced.keys()):
                 raise EngineError(f"{component}.{again[0]}: an earlier component has an output of this name")
             produced |= engine.outputs
@@ -212,7 +213,7 @@ class Pipeline:
         """Stage valid inputs that no caller sent."""
         for slot in chain(*self._slots.values()):
             slot.fill(0)
-        self._family.rehearse(self._sizes, self.shape, self._host)
+        self.shape.make_valid(self._sizes, self._host)
         if self._noise is not None:
             self._noise.zero_()
 
@@ -265,7 +266,7 @@ class Pipeline:
                 _fill(name, self._slots[name], rows)
         elif self._guided:
             # The graph with guidance also computes plain calls: with zeros.
-            for name in self._family.guidance:
+            for name in self._family.chunking.inputs:
                 self._host[name].fill(0)
             self._guided = False
         self._upload_rest()

@@ -1,9 +1,8 @@
-"""A robot loop fed at its control rate, while the next chunk of actions is computed in another thread.
+"""A robot loop at its control rate, while another thread computes the next chunk of actions.
 
-Ticks are counted by calls of `step`. A chunk inferred from the observation of tick o holds the actions of ticks o,
-o + 1, …: when it is ready at tick m, the robot goes on with its action m − o. With a policy that supports real-time
-chunking the new chunk is guided to agree with what the robot executed meanwhile; without, it just replaces it.
-Knows nothing about models, sockets or robots, and needs NumPy only.
+Each call of `step` is one tick. A chunk inferred from the observation of tick o holds the actions of ticks o, o + 1, …:
+if it is ready at tick m, the robot continues with its action m - o. A policy with real-time chunking is guided, so that
+the new chunk agrees with the actions executed meanwhile; otherwise the new chunk replaces the old one.
 Source of the method: Black, Galliker, Levine, "Real-Time Execution of Action Chunking Flow Policies" (2025).
 """
 
@@ -13,15 +12,14 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.remote.copying import copied
 from vla_accel.remote.delay import DelayEstimate
-from vla_accel.remote.inference import Done, Inference, Job
+from vla_accel.remote.inference import Inference, Job, copied
 from vla_accel.remote.metadata import max_delay, motion_dims, supports_prev_chunk
 from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 from vla_accel.remote.underrun import Choice, Underrun
@@ -29,24 +27,24 @@ from vla_accel.remote.underrun import Choice, Underrun
 logger = logging.getLogger("vla_accel.realtime")
 
 _LONGEST_PAUSE_S = 1.0
-"""Between two attempts after inferences that failed."""
+"""Between two attempts after failed inferences."""
 _EXIT_TIMEOUT_S = 1.0
-"""How long the end of a block waits that an exception ended: Ctrl-C must not wait for a server."""
+"""How long the end of a block that an exception ended waits: Ctrl-C must not wait for a server."""
 
 
 @dataclass(frozen=True)
 class RunnerReport:
-    """What happened since the runner was made.
+    """Counts since the runner was made.
 
     Attributes:
         ticks: calls of `step`.
         chunks: inferences used.
-        underruns: ticks for which no computed action was there.
-        late: chunks that took more ticks than was announced to the policy, so that the guidance did not cover them.
+        underruns: ticks without a computed action.
+        late: chunks that took more ticks than announced to the policy, so that the guidance did not cover them.
         stale: chunks that took longer than they last, and were dropped.
         failures: inferences that raised.
         delay_ticks, latency_ms: the longest of the newest inferences.
-        longest_step_ms: the longest time that `step` took.
+        longest_step_ms: the longest call of `step`.
     """
 
     ticks: int
@@ -79,32 +77,32 @@ class AsyncRunner:
             while ...:
                 robot.act(runner.step(robot.observe()))   # once per control period
 
-    The delay that is announced to a guided policy is an estimate of the runner's own (`remote.delay.DelayEstimate`):
+    The runner estimates the delay that it announces to a guided policy (`remote.delay.DelayEstimate`):
 
         announced = max(0, min(expected, k - 1, max_delay))
 
-    with k the actions that are left and `max_delay` of the policy's metadata. A longer inference is counted as `late`.
-    It is never an error.
+    with the k remaining actions and the policy's `max_delay`. An inference that takes longer is counted as `late`; it
+    is no error.
 
-    If an inference fails while actions are left, `step` returns those. The error is logged at once and raised when
-    nothing is left, whatever `underrun` says. The next attempt comes after 1, 2, 4, … ticks, at most a second.
+    If an inference fails while actions are left, `step` returns those. The error is logged at once, and raised when no
+    action is left, whatever `underrun` says. The next attempt follows after 1, 2, 4, … ticks, at most a second.
 
     Args:
-        policy: anything with `infer(observation) -> {"actions": (n, action_dim), …}`: an `OptimizedPolicy`, a
-            `PolicyClient` or your own. Nothing else may use it meanwhile. Your own policy sets `supports_prev_chunk =
-            True` if its `infer` takes `prev_chunk` and `inference_delay`; without the attribute it gets neither.
-        hz: control rate; one `step` each period.
-        replan_ticks: start the next inference once so many actions of a chunk were executed (earlier if the measured
-            delay requires it); None: half a chunk.
-        margin_ticks: spare ticks, beyond the expected delay, that an inference may take.
-        max_wait_s: how long `step` may wait where no action is left; None: half a control period.
-        underrun: what `step` returns when that was not enough: "hold" or a `remote.underrun.Hold` repeats the last
-            action with its motion (velocities, steps) set to 0; an array (action_dim,) is returned as it is; "raise"
+        policy: an object with `infer(observation) -> {"actions": (n, action_dim), …}`: an `OptimizedPolicy`, a
+            `PolicyClient` or your own. Nothing else may use it meanwhile. Set `supports_prev_chunk = True` on your own
+            policy if its `infer` takes `prev_chunk` and `inference_delay`.
+        hz: control rate, one `step` per period.
+        replan_ticks: executed actions of a chunk after which the next inference starts (earlier if the measured delay
+            requires it). None: half a chunk.
+        margin_ticks: ticks beyond the expected delay that an inference may take.
+        max_wait_s: how long `step` may wait if no action is left. None: half a control period.
+        underrun: what `step` returns if there is still no action. "hold" or a `remote.underrun.Hold` repeats the last
+            action with its motion (velocities, steps) set to 0; an array (action_dim,) is returned unchanged; "raise"
             raises.
-        real_time_chunking: None: if the policy supports it; True requires it; False never.
+        real_time_chunking: None uses it if the policy supports it; True requires it; False disables it.
 
     Raises:
-        ConfigError: an argument that is out of its range, or `real_time_chunking=True` for a policy without it.
+        ConfigError: an argument out of its range, or `real_time_chunking=True` for a policy that does not support it.
     """
 
     def __init__(
@@ -128,8 +126,8 @@ class AsyncRunner:
         supported = supports_prev_chunk(policy)
         if real_time_chunking and not supported:
             raise ConfigError(
-                "real_time_chunking: expected a policy that takes prev_chunk and inference_delay and says so by "
-                f"supports_prev_chunk = True, got a {type(policy).__name__} without"
+                "real_time_chunking: expected a policy with supports_prev_chunk = True, got a "
+                f"{type(policy).__name__} without it"
             )
         self.real_time_chunking = supported if real_time_chunking is None else real_time_chunking
         self._delay = DelayEstimate(self._hz, max_delay(policy))
@@ -140,8 +138,8 @@ class AsyncRunner:
         self._width: int | None = None
         self._error: BaseException | None = None
         self._trace: Any = None
-        self._failed, self._attempt_at = 0, 0  # failures in a row; no attempt before this tick
-        self._missed = 0  # underruns in a row
+        self._failed, self._attempt_at = 0, 0  # consecutive failures; no attempt before this tick
+        self._missed = 0  # consecutive underruns
         self._counts = {"chunks": 0, "underruns": 0, "late": 0, "stale": 0, "failures": 0}
         self._longest_step_s = 0.0
 
@@ -157,15 +155,15 @@ class AsyncRunner:
         except EngineError as error:  # must not replace the exception that ended the block
             logger.warning("%s", error)
 
-    # -- the robot's side -----------------------------------------------------------------------------------------
-
     def start(self, observation: Mapping[str, Any], timeout_s: float = 120.0) -> None:
-        """Begin an episode: forget old actions and wait for the first chunk while the robot stands still.
+        """Begin an episode: drop old actions, and wait for the first chunk while the robot stands still.
 
-        If it fails, `step` raises until another `start` succeeds.
+        If it fails, `step` raises until another `start` succeeds. The first `start` of a runner infers twice, because
+        the first call of a policy may compile or load: the second one is measured and used.
 
-        The first `start` of a runner infers twice: the first call of a policy may compile or load, so the second one is
-        measured and used.
+        Args:
+            observation: the robot's observation.
+            timeout_s: longest wait in seconds.
 
         Raises:
             ConfigError: `underrun` does not fit the robot's actions.
@@ -174,11 +172,11 @@ class AsyncRunner:
         """
         self._check_open()
         end = time.monotonic() + above_zero(timeout_s, "timeout_s")
-        self._forget()  # the old plan must not go on if this start fails
+        self._reset()  # the old chunk must not continue if this start fails
         if self._inference.busy and not self._inference.wait_until(end):
             raise EngineError(f"async runner: the last inference did not end within {timeout_s:g} s")
         for measured in (True,) if self._delay.measured else (False, True):
-            self._forget()
+            self._reset()
             reset = getattr(self._policy, "reset", None)
             if reset is not None:
                 reset()
@@ -191,21 +189,24 @@ class AsyncRunner:
                 self._counts["failures"] += 1
                 raise done.error
             if measured:
-                self._delay.add_standing(done.seconds)
+                self._delay.add(done.seconds)
                 self._use(done, 0)
-        action = self._at()
+        action = self._action()
         assert action is not None
         self._underrun.check(action)
         self._started = True
 
     def step(self, observation: Mapping[str, Any]) -> np.ndarray:
-        """The action (action_dim,) float64 of this tick. Call it once per control period, with what is seen now.
+        """Return the action of this tick. Call it once per control period, with the current observation.
 
-        Waits at most `max_wait_s`, and only where no action is left.
+        Waits at most `max_wait_s`, and only if no action is left.
+
+        Returns:
+            The action (action_dim,) float64.
 
         Raises:
-            EngineError: no action is left, and `underrun` says so or its limit is reached.
-            Exception: no action is left, and the newest inference raised this. The next call goes on.
+            EngineError: no action is left, and `underrun` requires an error or its limit is reached.
+            Exception: no action is left, and the newest inference raised this. The next call continues.
         """
         began = time.monotonic()
         self._check_open()
@@ -213,9 +214,9 @@ class AsyncRunner:
             raise ConfigError("async runner: call start(observation) before step(observation)")
         try:
             self._advance(observation)
-            if self._at() is None and self._inference.busy and self._inference.wait_until(began + self._max_wait_s):
+            if self._action() is None and self._inference.busy and self._inference.wait_until(began + self._max_wait_s):
                 self._advance(observation)
-            action = self._at()
+            action = self._action()
             if action is None:
                 return self._without().copy()
             if self._missed:
@@ -228,7 +229,7 @@ class AsyncRunner:
             self._longest_step_s = max(self._longest_step_s, time.monotonic() - began)
 
     def report(self) -> RunnerReport:
-        """What happened since the runner was made."""
+        """Counts since the runner was made."""
         return RunnerReport(
             ticks=self._tick,
             delay_ticks=self._delay.longest_ticks,
@@ -238,10 +239,13 @@ class AsyncRunner:
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop: no new inference, the one under way ends. Raises EngineError if it does not within `timeout_s`.
+        """Start no further inference, and wait for the current one.
 
         The end of a `with` block calls this. If an exception (also KeyboardInterrupt) ended the block, it waits at most
-        a second and then only logs a warning.
+        a second and only logs a warning.
+
+        Raises:
+            EngineError: the inference did not end within `timeout_s`.
         """
         timeout_s = zero_or_more(timeout_s, "timeout_s")
         first, self._closed = not self._closed, True
@@ -249,30 +253,28 @@ class AsyncRunner:
         if first and self._counts["underruns"]:
             logger.warning("async runner: %d underruns in %d ticks", self._counts["underruns"], self._tick)
         if not ended:
-            raise EngineError(f"async runner: the inference under way did not end within {timeout_s:g} s")
-
-    # -- inside, the robot's thread -------------------------------------------------------------------------------
+            raise EngineError(f"async runner: the current inference did not end within {timeout_s:g} s")
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("async runner: it is closed")
 
-    def _forget(self) -> None:
-        """No action, error or underrun of the past counts any more."""
+    def _reset(self) -> None:
+        """Drop the actions, error and underruns of the past."""
         self._inference.taken()
         self._started, self._missed = False, 0
         self._chunk, self._last, self._error = None, None, None
         self._failed, self._attempt_at = 0, self._tick
 
-    def _at(self) -> np.ndarray | None:
-        """The action of this tick, if there is one."""
+    def _action(self) -> np.ndarray | None:
+        """The action of this tick, if any."""
         if self._chunk is None:
             return None
         remaining = self._chunk.remaining(self._tick)
         return remaining[0] if len(remaining) else None
 
     def _due(self) -> bool:
-        """Whether the next inference should begin now."""
+        """Whether the next inference should start now."""
         if self._tick < self._attempt_at:
             return False
         if self._chunk is None or self._error is not None:
@@ -282,95 +284,89 @@ class AsyncRunner:
         return used >= replan or horizon - used <= self._delay.expected() + self._margin
 
     def _advance(self, observation: Mapping[str, Any]) -> None:
-        """Take over a finished inference, its chunk or its error, and begin the next one if it is due."""
+        """Take the chunk or the error of a finished inference, and start the next one if it is due."""
         done = self._taken()
         if done is not None and done.error is None:
-            delay = self._tick - done.job.tick
-            self._delay.add(delay, done.seconds)
+            delay = self._tick - done.tick
+            self._delay.add(done.seconds, delay)
             self._use(done, delay)
-        elif done is not None and done.error is not None:
+        elif done is not None:
             self._fail(done.error)
         if not self._inference.busy and self._due():
             self._launch(observation)
 
     def _launch(self, observation: Mapping[str, Any]) -> None:
-        remaining = None if self._chunk is None else self._chunk.remaining(self._tick)
         previous = None
-        if self.real_time_chunking and remaining is not None and len(remaining) > 0:
-            previous = remaining.copy()
+        if self.real_time_chunking and self._chunk is not None and self._action() is not None:
+            previous = self._chunk.remaining(self._tick).copy()
         delay = 0 if previous is None else self._delay.announced(len(previous))
         self._launched = self._tick
         self._inference.begin(Job(copied(observation), self._tick, previous, delay))
 
-    def _taken(self) -> Done | None:
-        """The inference that has ended since the last call; one with a chunk of another width counts as failed."""
+    def _taken(self) -> Job | None:
+        """The finished inference, if any; a chunk of another width than the first counts as a failure."""
         done = self._inference.taken()
-        if done is None or done.actions is None:
-            return done
-        width = done.actions.shape[1]
-        if self._width is None:
-            self._width = width
-        if width == self._width:
-            return done
-        error = EngineError(
-            f"actions: expected chunks of {self._width} numbers an action, as at first, got {width}: is this another "
-            "robot's policy?"
-        )
-        return replace(done, actions=None, error=error)
+        if done is not None and done.actions is not None:
+            width = done.actions.shape[1]
+            self._width = self._width or width
+            if width != self._width:
+                done.error = EngineError(
+                    f"actions: expected chunks of {self._width} numbers per action, as at first, got {width}: is this "
+                    "the policy of another robot?"
+                )
+        return done
 
-    def _use(self, done: Done, delay: int) -> None:
-        """Go on with a chunk that is there `delay` ticks after its observation."""
+    def _use(self, done: Job, delay: int) -> None:
+        """Continue with a chunk that is ready `delay` ticks after its observation."""
         assert done.actions is not None
         self._error, self._failed = None, 0
         if delay >= len(done.actions):
             self._counts["stale"] += 1
-            logger.warning("async runner: a chunk of %d actions took %d ticks, dropped", len(done.actions), delay)
+            logger.warning("async runner: dropped a chunk of %d actions that took %d ticks", len(done.actions), delay)
             return
-        if done.job.prev_chunk is not None and delay > done.job.delay:
+        if done.prev_chunk is not None and delay > done.delay:
             self._counts["late"] += 1
             logger.warning(
                 "async runner: an inference took %d ticks, %d were announced: the chunks may not join smoothly",
                 delay,
-                done.job.delay,
+                done.delay,
             )
         self._counts["chunks"] += 1
-        self._chunk = _Chunk(done.actions, done.job.tick)
+        self._chunk = _Chunk(done.actions, done.tick)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException | None) -> None:
         """Keep the error until no action is left, and pause before the next attempt."""
+        assert error is not None
         self._counts["failures"] += 1
         self._error, self._trace = error, error.__traceback__
         pause = min(2 ** min(self._failed, 30), math.ceil(_LONGEST_PAUSE_S * self._hz))
         self._failed += 1
         self._attempt_at = self._tick + pause
         left = 0 if self._chunk is None else len(self._chunk.remaining(self._tick))
-        logger.warning(
-            "async runner: an inference failed at tick %d, %d actions are left, next attempt in %d ticks: %s: %s",
-            self._tick, left, pause, type(error).__name__, error,
-        )  # fmt: skip
+        what = f"tick {self._tick}, {left} actions are left, next attempt in {pause} ticks"
+        logger.warning("async runner: an inference failed at %s: %s: %s", what, type(error).__name__, error)
 
     def _without(self) -> np.ndarray:
-        """What this tick without an action gets: the error of the inference, or what `underrun` says."""
+        """The action of a tick without a computed one, or an error."""
         self._counts["underruns"] += 1
         self._missed += 1
         if self._error is not None:
-            raise self._error.with_traceback(self._trace)  # not longer with every tick
+            raise self._error.with_traceback(self._trace)  # else the traceback grows with every tick
         if self._missed == 1:
-            logger.warning(
-                "async runner: UNDERRUN at tick %d: %s; %s", self._tick, self._slow(), self._underrun.described
-            )
-        instead = self._underrun.action(self._last, self._missed)
-        if instead is None:
+            reason = self._slow()
+            logger.warning("async runner: UNDERRUN at tick %d: %s; %s", self._tick, reason, self._underrun.described)
+        action = self._underrun.action(self._last, self._missed)
+        if action is None:
             raise EngineError(f"async runner: no action for tick {self._tick}: {self._slow()}")
-        return instead
+        return action
 
     def _slow(self) -> str:
         """Why there is no action, in numbers."""
         n = 0 if self._chunk is None else len(self._chunk.actions)
-        under_way = self._tick - self._launched if self._inference.busy else 0
-        ticks, period_ms = max(self._delay.longest_ticks, under_way), 1e3 / self._hz
+        current = self._tick - self._launched if self._inference.busy else 0
+        ticks, period_ms = max(self._delay.longest_ticks, current), 1e3 / self._hz
         return (
             f"the newest inferences took up to {ticks} ticks of {period_ms:g} ms. A chunk must last at least twice the "
-            f"delay, once until it is there and once for the next one: {n} actions allow {n // 2} ticks "
+            f"delay, once until it is ready and once for the next one: {n} actions allow {n // 2} ticks "
             f"({n // 2 * period_ms:g} ms)"
         )

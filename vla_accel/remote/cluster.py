@@ -1,6 +1,6 @@
-"""A Ray cluster: connecting to it, its nodes, where copies of a policy go, whether nodes have what this machine has.
+"""A Ray cluster: its nodes, the placement of replicas, and the versions of software on its nodes.
 
-`--ray` is the only thing that needs the package `ray`, imported when used. Knows nothing of policies and episodes.
+Only `--ray` needs the package `ray`, which is imported on use.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CONNECT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Node:
-    """A living machine of the cluster.
+    """A machine of the cluster that is alive.
 
     Attributes:
-        id: Ray's.
-        name: for people: its address and the beginning of its id.
-        cores, gpus: what it lends.
+        id: Ray's id.
+        name: its address and the beginning of its id, for messages.
+        cores, gpus: the resources that it offers.
     """
 
     id: str
@@ -34,15 +34,15 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a copy of a policy goes; elsewhere once that node is gone. `gpu`: Ray lends one to its process."""
+class Placement:
+    """The node of a replica, or any other if that node fails. `gpu`: whether Ray reserves a GPU for it."""
 
     node: Node
     gpu: bool
 
     def options(self, ray: Any) -> dict[str, Any]:
-        """Ray's options of an actor there."""
-        # A soft affinity also leaves a node that has just joined.
+        """Ray's options for an actor with this placement."""
+        # A soft affinity would also move away from a node that has just joined.
         alive = any(node["NodeID"] == self.node.id and node["Alive"] for node in ray.nodes())
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         where = affinity(self.node.id, soft=False) if alive else "SPREAD"
@@ -50,10 +50,16 @@ class Place:
 
 
 def connect(address: str) -> Any:
-    """Join a cluster; returns the module `ray`. `address`: auto, local (one that ends with this process) or HOST:PORT.
+    """Join a cluster.
+
+    Args:
+        address: auto, local (a cluster that ends with this process) or HOST:PORT.
+
+    Returns:
+        The module `ray`.
 
     Raises:
-        ConfigError: no such address, nobody answers there, or another version of Ray or Python does.
+        ConfigError: an invalid address, no cluster there, or one with another version of Ray or Python.
         DependencyError: ray is not installed.
     """
     try:
@@ -61,8 +67,8 @@ def connect(address: str) -> Any:
     except ImportError as error:
         raise DependencyError(f"--ray needs ray: pip install 'vla_accel[ray]' ({error})") from error
     if address not in ("auto", "local"):
-        _knock(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports to nobody
+        _check_reachable(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here sends no reports
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -73,29 +79,29 @@ def connect(address: str) -> Any:
 
 
 def nodes(ray: Any) -> list[Node]:
-    """The living nodes that lend cores or GPUs."""
+    """The nodes that are alive and offer cores or GPUs."""
     found = []
     for node in ray.nodes():
-        lent = {name: int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU")}
-        if node["Alive"] and any(lent.values()):
+        offered = {name: int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU")}
+        if node["Alive"] and any(offered.values()):
             name = f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}"
-            found.append(Node(node["NodeID"], name, lent["CPU"], lent["GPU"]))
+            found.append(Node(node["NodeID"], name, offered["CPU"], offered["GPU"]))
     return found
 
 
-def places(nodes: Sequence[Node], device: str) -> list[Place]:
-    """Where copies of a policy go: one on each GPU, or on each node where there is none or `device` is cpu. Raises
-    ConfigError if a GPU is asked for and no node lends one."""
-    gpus = [Place(node, True) for node in nodes for _ in range(node.gpus)]
+def placements(nodes: Sequence[Node], device: str) -> list[Placement]:
+    """One replica for each GPU, or for each node if there is no GPU or `device` is cpu. Raises ConfigError if `device`
+    requires a GPU and no node offers one."""
+    gpus = [Placement(node, True) for node in nodes for _ in range(node.gpus)]
     if device.startswith("cuda") and not gpus:
-        raise ConfigError(f"device: {device!r} was asked for, but no node of the Ray cluster lends a GPU")
+        raise ConfigError(f"device: expected a GPU in the Ray cluster for {device!r}, got none")
     if gpus and device != "cpu":
         return gpus
-    return [Place(node, False) for node in nodes if node.cores]
+    return [Placement(node, False) for node in nodes if node.cores]
 
 
 def check_node(ray: Any, node: Node, software: Callable[[], Mapping[str, str]]) -> None:
-    """Raise `EngineError` unless `software`, called on a node, tells the versions of this machine; a node that is gone
+    """Raise `EngineError` if `software`, called on a node, returns other versions than here. A node that has failed
     passes."""
     place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
     ask = ray.remote(num_cpus=0, scheduling_strategy=place, max_retries=0)(lambda: dict(software()))
@@ -116,18 +122,18 @@ def check_node(ray: Any, node: Node, software: Callable[[], Mapping[str, str]]) 
 
 
 def cause(error: Any) -> str:
-    """`"Type: message"` of what a process on a node raised, from Ray's error about it."""
+    """The type and message of an exception on a node, from Ray's error."""
     if error.cause is not None:
         return f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
     return last_line(error)
 
 
 def last_line(error: Exception) -> str:
-    """What Ray says of a death, without the ids before it."""
+    """The last line of Ray's error, without the ids before it."""
     return str(error).strip().rpartition("\n")[2][:300]
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raise `ConfigError` unless something listens at HOST:PORT: Ray itself would try for a minute."""
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal() and "/" not in address):

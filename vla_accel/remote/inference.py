@@ -1,133 +1,186 @@
-"""One inference at a time in a background thread, and what counts as an answer of a policy.
-
-Knows nothing about control ticks beyond carrying them.
-"""
+"""One inference at a time in a background thread: a copied observation in, checked actions out."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import copy
+import queue
+import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from vla_accel.errors import ConfigError, EngineError
+from vla_accel.errors import ConfigError, EngineError, ObservationError
+
+_IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), np.generic)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """What to infer from: an observation that nobody writes to, its tick, and for a guided policy the actions left
-    (k, action_dim) with the announced delay."""
+    """One inference and its outcome.
+
+    Attributes:
+        observation: what the policy sees; nobody else may write to it.
+        tick: control tick of the observation.
+        prev_chunk: remaining actions (k, action_dim) for a guided policy.
+        delay: announced delay in ticks, with `prev_chunk`.
+        actions: the result (n, action_dim), or None.
+        error: what the policy raised, or None.
+        seconds: duration.
+    """
 
     observation: dict[str, Any]
     tick: int
-    prev_chunk: np.ndarray | None
-    delay: int
-
-
-@dataclass(frozen=True)
-class Done:
-    """An inference that has ended, with its actions or its error."""
-
-    job: Job
-    actions: np.ndarray | None
-    error: BaseException | None
-    seconds: float
+    prev_chunk: np.ndarray | None = None
+    delay: int = 0
+    actions: np.ndarray | None = None
+    error: BaseException | None = None
+    seconds: float = 0.0
 
 
 class Inference:
-    """Calls `policy.infer` in a thread of its own. All methods are for one other thread, `close` for any."""
+    """Calls `policy.infer` in one daemon thread. Use it from one other thread; any thread may call `close`."""
 
     def __init__(self, policy: Any) -> None:
-        self.busy = False
-        """Whether an inference is under way, or ended and not taken."""
         self._policy = policy
-        # Guarded by the condition.
-        self._condition = threading.Condition()
-        self._job: Job | None = None
-        self._done: Done | None = None
+        self._queue: queue.SimpleQueue[tuple[Job, Future[None]] | None] = queue.SimpleQueue()
+        self._job: tuple[Job, Future[None]] | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="inference", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="inference", daemon=True)
         self._thread.start()
 
+    @property
+    def busy(self) -> bool:
+        """Whether an inference is under way, or has ended without a call of `taken`."""
+        return self._job is not None
+
     def begin(self, job: Job) -> None:
-        """Begin an inference; none is under way. After `close` it fails at once."""
-        self.busy = True
-        with self._condition:
-            self._done, self._job = (_refused(job), None) if self._closed else (None, job)
-            self._condition.notify_all()
+        """Begin an inference while none is under way. After `close` it fails."""
+        self._job = job, Future()
+        self._queue.put(self._job)
+        if self._closed:
+            self._job[1].cancel()
 
     def wait_until(self, end: float) -> bool:
-        """Wait for the inference under way; False if it has not ended by `end` (`time.monotonic`)."""
-        with self._condition:
-            return self._condition.wait_for(lambda: self._done is not None, max(end - time.monotonic(), 0.0))
+        """Wait for the inference under way; False if it has not ended at `end` (`time.monotonic`)."""
+        assert self._job is not None
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            try:
+                self._job[1].result(max(end - time.monotonic(), 0.0))
+            except concurrent.futures.TimeoutError:
+                return False
+        return True
 
-    def taken(self) -> Done | None:
-        """The inference that has ended since the last call, if one has."""
-        with self._condition:
-            done, self._done = self._done, None
-        if done is not None:
-            self.busy = False
-        return done
+    def taken(self) -> Job | None:
+        """The inference that has ended since the last call, if any."""
+        if self._job is None or not self._job[1].done():
+            return None
+        (job, future), self._job = self._job, None
+        if future.cancelled():
+            job.error = ConfigError("async runner: it is closed")
+        return job
 
     def close(self, timeout_s: float) -> bool:
-        """Begin no further inference and wait for the one under way; False if it has not ended by then."""
-        with self._condition:
-            self._closed = True
-            if self._job is not None:  # the thread has not begun it, and another one may wait for it
-                self._done, self._job = _refused(self._job), None
-            self._condition.notify_all()
+        """Start no further inference and wait for the current one; False if it has not ended in time."""
+        self._closed = True
+        if self._job is not None:
+            self._job[1].cancel()  # an inference that has not begun: another thread may wait for it
+        self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _work(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._job is not None or self._closed)
-                job, self._job = self._job, None
-                if job is None:
-                    return
+    def _main(self) -> None:
+        while (item := self._queue.get()) is not None:
+            job, future = item
+            if not future.set_running_or_notify_cancel():
+                continue
             began = time.perf_counter()
-            actions, error = None, None
             try:
                 options = {} if job.prev_chunk is None else {"prev_chunk": job.prev_chunk, "inference_delay": job.delay}
-                actions = actions_of(self._policy.infer(job.observation, **options))
-            except BaseException as caught:  # carried to the other thread
-                error = caught
-            done = Done(job, actions, error, time.perf_counter() - began)
-            with self._condition:
-                self._done = done
-                self._condition.notify_all()
-
-
-def _refused(job: Job) -> Done:
-    return Done(job, None, ConfigError("async runner: it is closed"), 0.0)
+                job.actions = actions_of(self._policy.infer(job.observation, **options))
+            except BaseException as error:  # raised again in the other thread
+                job.error = error
+            job.seconds = time.perf_counter() - began
+            future.set_result(None)
 
 
 def actions_of(result: Any) -> np.ndarray:
-    """The actions (n, action_dim) float64 of a policy's answer. Raises EngineError for any other answer."""
+    """The actions (n, action_dim) float64 of a policy's result. Raises EngineError for an invalid result."""
     if not isinstance(result, Mapping) or "actions" not in result:
         got = f"the keys {sorted(map(str, result))}" if isinstance(result, Mapping) else f"a {type(result).__name__}"
-        raise EngineError(f"policy: expected an answer with `actions` (n, action_dim), got {got}")
-    given = result["actions"]
-    if isinstance(given, Mapping):
+        raise EngineError(f"policy: expected a result with `actions` (n, action_dim), got {got}")
+    value = result["actions"]
+    if isinstance(value, Mapping):
         raise EngineError(
-            f"actions: expected one array (n, action_dim), got a mapping of {', '.join(map(str, given))}: join its "
-            "arrays in the order of the robot's action"
+            f"actions: expected one array (n, action_dim), got a mapping of {', '.join(map(str, value))}: concatenate "
+            "its arrays in the order of the robot's action"
         )
     try:
-        found = np.asarray(given)
-    except (TypeError, ValueError, RuntimeError) as error:  # torch raises RuntimeError for one with a gradient
-        raise EngineError(
-            f"actions: expected numbers (n, action_dim), got a {type(given).__name__} ({error})"
-        ) from error
-    if found.dtype.kind not in "iuf":  # NumPy would convert text, booleans and complex values without an error
-        raise EngineError(f"actions: expected numbers (n, action_dim), got dtype {found.dtype}")
-    actions = np.array(found, np.float64)
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises RuntimeError for a tensor with a gradient
+        got = f"a {type(value).__name__} ({error})"
+        raise EngineError(f"actions: expected numbers (n, action_dim), got {got}") from error
+    if array.dtype.kind not in "iuf":  # NumPy would convert text, booleans and complex values silently
+        raise EngineError(f"actions: expected numbers (n, action_dim), got dtype {array.dtype}")
+    actions = np.array(array, np.float64)
     if actions.ndim != 2 or not actions.size:
         raise EngineError(f"actions: expected (n, action_dim), got shape {actions.shape}")
     if not np.isfinite(actions).all():
         raise EngineError("actions: expected finite numbers, got NaN or infinity")
     return actions
+
+
+def copied(value: Any, name: str = "observation") -> Any:
+    """Copy an observation for a thread that reads it after the caller has written its next frame.
+
+    Args:
+        value: nested mappings, lists and tuples of NumPy arrays, torch tensors (also on a GPU), PIL images, bytearrays,
+            memoryviews, numbers and text. Other objects are copied by `copy.deepcopy`.
+        name: the value's name in errors.
+
+    Returns:
+        The copy. Mappings become dictionaries; everything else keeps its type. A torch tensor keeps its device and
+        dtype and loses its gradient.
+
+    Raises:
+        ObservationError: an object that cannot be copied.
+    """
+    if isinstance(value, _IMMUTABLE):
+        return value
+    if isinstance(value, Mapping):
+        return {key: copied(one, f"{name}[{key!r}]") for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [copied(one, f"{name}[{index}]") for index, one in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.copy()
+    if isinstance(value, memoryview):
+        return np.array(value).data  # keeps shape and format, unlike `memoryview.tobytes`
+    if isinstance(value, bytearray):
+        return bytearray(value)
+    # Their modules are imported if such objects exist; a robot without torch must not import it.
+    torch: Any = sys.modules.get("torch")
+    pillow: Any = sys.modules.get("PIL.Image")
+    if torch is not None and isinstance(value, torch.Tensor):
+        tensor: Any = value
+        clone = tensor.detach().clone()  # deepcopy would copy the whole storage of a view
+        if clone.is_cuda:  # the clone is only enqueued on this thread's stream; the other thread uses another one
+            torch.cuda.current_stream(clone.device).synchronize()
+        return clone
+    if pillow is not None and isinstance(value, pillow.Image):
+        return value.copy()
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise ObservationError(
+            f"{name}: expected an array, a tensor, an image, numbers or text, which can be copied for another thread, "
+            f"got a {type(value).__name__} ({type(error).__name__}: {error})"
+        ) from error

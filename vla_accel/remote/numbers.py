@@ -1,4 +1,4 @@
-"""Checks of numbers that users pass: Python's and NumPy's, never text, booleans or NaN."""
+"""Checks of numbers that users pass: Python's and NumPy's numbers, but no text, booleans or NaN."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vla_accel.errors import ConfigError
 
 def above_zero(value: Any, name: str, what: str = "seconds") -> float:
     """`value` as a float. Raises ConfigError unless it is a finite number above 0."""
-    if not _real(value) or not 0 < value < math.inf:
+    if not _is_real(value) or not 0 < value < math.inf:
         raise ConfigError(f"{name}: expected {what} above 0, got {value!r}")
     return float(value)
 
 
 def zero_or_more(value: Any, name: str, what: str = "seconds") -> float:
     """`value` as a float. Raises ConfigError unless it is a finite number of 0 or more."""
-    if not _real(value) or not 0 <= value < math.inf:
+    if not _is_real(value) or not 0 <= value < math.inf:
         raise ConfigError(f"{name}: expected 0 or more {what}, got {value!r}")
     return float(value)
 
@@ -26,9 +26,9 @@ def zero_or_more(value: Any, name: str, what: str = "seconds") -> float:
 def at_least(least: int, value: Any, name: str) -> int:
     """`value` as an int. Raises ConfigError unless it is a whole number of `least` or more."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}: expected a whole number, {name} >= {least}, got {value!r}")
+        raise ConfigError(f"{name}: expected a whole number of at least {least}, got {value!r}")
     return int(value)
 
 
-def _real(value: Any) -> bool:
+def _is_real(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

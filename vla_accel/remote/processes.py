@@ -1,4 +1,4 @@
-"""Processes that a program starts for itself. Knows nothing of what they do."""
+"""Processes that a program starts for itself."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from multiprocessing.process import BaseProcess
 
 
 def start(process: BaseProcess) -> None:
-    """Start a process, spawned, that Ctrl-C never reaches, not even while it imports: a terminal tells the whole group,
-    and it is the parent who ends it."""
-    resource_tracker.ensure_running()  # where Python starts it on the way, it may let the signal in again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process inherits
+    """Start a spawned process that ignores Ctrl-C, even while it imports: a terminal signals the whole group, but the
+    parent ends its processes itself."""
+    resource_tracker.ensure_running()  # started implicitly, it could unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits this mask
     try:
         process.start()
     finally:

@@ -1,4 +1,4 @@
-"""What a robot gets in a tick for which no computed action is there."""
+"""The action for a control tick without a computed one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from vla_accel.errors import ConfigError
 from vla_accel.remote.numbers import at_least
 
 UNKNOWN_LIMIT_S = 0.5
-"""How long an action is repeated that may be a velocity; the default timeout of ROS's velocity controllers."""
+"""How long to repeat an action that may be a velocity; the default timeout of ROS's velocity controllers."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Hold the robot while no action is left: repeat the last action, with its motion set to 0.
+    """Hold the robot while no action is left: repeat the last action with its motion dimensions set to 0.
 
     Args:
-        motion_dims: dimensions of the action (from 0) that are motion, a velocity or a step, for which 0 means standing
-            still; the others (absolute targets, grippers) are repeated. `()` for none. None: as the policy declares
-            (`motion_dims` of its preset).
+        motion_dims: action dimensions (from 0) that are a velocity or a step, for which 0 means no motion. The others
+            (absolute targets, grippers) are repeated. `()` for none; None for those that the policy declares.
         limit_ticks: consecutive ticks to hold before `step` raises EngineError. None: no limit if the motion dimensions
-            are known, half a second if they are not, because the repeated action may be a velocity.
+            are known; half a second if not, because the repeated action may be a velocity.
     """
 
     motion_dims: tuple[int, ...] | None = None
@@ -45,29 +44,27 @@ Choice = Literal["hold", "raise"] | Hold | np.ndarray
 
 
 class Underrun:
-    """The action of a tick without one, as the user chose it.
+    """The user's choice for ticks without an action.
 
     Args:
-        choice: "hold" is `Hold()`; an action (action_dim,) is returned as it is; "raise" returns none.
-        declared: the motion dimensions that the policy declares; None if it does not.
+        choice: "hold" is `Hold()`; an array (action_dim,) is used unchanged; "raise" raises an error.
+        declared: motion dimensions that the policy declares; None if it declares none.
         hz: control rate.
     """
 
     def __init__(self, choice: Any, declared: tuple[int, ...] | None, hz: float) -> None:
         self._own: np.ndarray | None = None
-        self._hold = Hold() if isinstance(choice, str) and choice == "hold" else None
-        if isinstance(choice, Hold):
-            self._hold = choice
-        elif isinstance(choice, str) and choice not in ("hold", "raise"):
-            raise ConfigError(f"underrun: expected 'hold', 'raise', a Hold or an action, got {choice!r}")
-        elif not isinstance(choice, str):
-            self._own = _action(choice)
         self._dims: tuple[int, ...] | None = None
-        self._limit: float = math.inf
-        if self._hold is not None:
-            self._dims = declared if self._hold.motion_dims is None else self._hold.motion_dims
-            unknown = math.ceil(UNKNOWN_LIMIT_S * hz) if self._dims is None else math.inf
-            self._limit = unknown if self._hold.limit_ticks is None else self._hold.limit_ticks
+        self._limit = 0.0  # ticks to hold
+        if isinstance(choice, str) and choice not in ("hold", "raise"):
+            raise ConfigError(f"underrun: expected 'hold', 'raise', a Hold or an action, got {choice!r}")
+        if not isinstance(choice, (str, Hold)):
+            self._own = _action(choice)
+        elif choice != "raise":
+            hold = choice if isinstance(choice, Hold) else Hold()
+            self._dims = declared if hold.motion_dims is None else hold.motion_dims
+            default = math.inf if self._dims is not None else math.ceil(UNKNOWN_LIMIT_S * hz)
+            self._limit = default if hold.limit_ticks is None else hold.limit_ticks
 
     def check(self, action: np.ndarray) -> None:
         """Raise ConfigError if the choice does not fit the robot's actions, of which `action` is one."""
@@ -77,13 +74,15 @@ class Underrun:
             raise ConfigError(f"motion_dims: expected dimensions 0 to {len(action) - 1}, got {list(self._dims)}")
 
     def action(self, last: np.ndarray | None, missed: int) -> np.ndarray | None:
-        """The action after `missed` ticks in a row without one, this tick included; None to raise an error.
+        """The action to use, or None to raise an error.
 
-        Args: `last`: the action of the tick before the first of them.
+        Args:
+            last: the action of the tick before the underrun.
+            missed: consecutive ticks without an action, including this one.
         """
         if self._own is not None:
             return self._own
-        if self._hold is None or last is None or missed > self._limit:
+        if last is None or missed > self._limit:
             return None
         held = last.copy()
         held[list(self._dims or ())] = 0.0
@@ -93,16 +92,14 @@ class Underrun:
     def described(self) -> str:
         """What happens, for a log message."""
         if self._own is not None:
-            return "the action of `underrun` is used"
-        if self._hold is None:
-            return "an error is raised"
+            return "using the action of `underrun`"
+        if not self._limit:
+            return "raising an error"
         limit = "" if self._limit == math.inf else f", for at most {self._limit:g} ticks"
         if self._dims is None:
-            return (
-                f"the last action is repeated{limit}: the policy does not declare motion_dims, so it may be a velocity"
-            )
-        still = f" with dimensions {list(self._dims)} set to 0" if self._dims else ""
-        return f"the last action is repeated{still}{limit}"
+            return f"repeating the last action{limit}: the policy declares no motion_dims, so it may be a velocity"
+        zeroed = f" with dimensions {list(self._dims)} set to 0" if self._dims else ""
+        return f"repeating the last action{zeroed}{limit}"
 
 
 def _action(choice: Any) -> np.ndarray:

@@ -1,12 +1,11 @@
-"""openpi's wire format: msgpack with NumPy arrays, read as if every byte came from an enemy.
+"""openpi's wire format: msgpack with NumPy arrays. The decoder trusts no byte of a message.
 
 An array travels as the map `{b"__ndarray__": True, b"data": bytes, b"dtype": str, b"shape": list}`, a NumPy scalar as
 `{b"__npgeneric__": True, b"data": number, b"dtype": str}`. Object, void and complex dtypes do not travel.
 Source of the format: openpi, `packages/openpi-client` (`msgpack_numpy.py`).
 
-Before anything is allocated for a message its headers are walked once: what a truncated, overlong, deep or crowded
-message announces is refused while it is still only bytes. Knows nothing about sockets, policies or observations, and
-needs NumPy and msgpack only.
+Before it allocates anything, the decoder walks the headers of a message once, and rejects messages that are truncated,
+too long, too deeply nested or have too many values. It needs only NumPy and msgpack.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ import numpy as np
 from vla_accel.errors import DependencyError, WireError
 
 MAX_VALUES = 16_384
-"""Values (numbers, texts, lists, maps, …) in one message; an array counts as the six or so of its map."""
+"""Most values (numbers, texts, lists, maps, …) in one message; an array counts as the values of its map."""
 MAX_DEPTH = 32
 MAX_DIMENSIONS = 32
 
 PREV_CHUNK = "rtc/prev_chunk"
-"""Observation key of real-time chunking: the actions not yet executed, float (k, action_dim), in the robot's units;
-row 0 belongs to the control tick of this observation."""
+"""Observation key of real-time chunking: the remaining actions, float (k, action_dim), in the robot's units; row 0
+belongs to the control tick of this observation."""
 INFERENCE_DELAY = "rtc/inference_delay"
-"""Observation key of real-time chunking: control ticks that will pass before the answer is used, int."""
+"""Observation key of real-time chunking: control ticks until the answer is used, int."""
 BATCH = "batch"
 """The only observation key of a request with several observations (openpi's pull request 941): a list of them; the
 answer is a list of results in their order."""
 POLICY = "policy"
-"""Observation key, where a server has several policies: the name of the one that is asked."""
+"""Observation key for a server with several policies: the policy's name."""
 POLICIES = "policies"
-"""Metadata key: the names of a server's policies, where it has several."""
+"""Metadata key: the names of a server's policies, if it has several."""
 REAL_TIME_CHUNKING = "real_time_chunking"
 """Metadata key: whether the server's policy takes the two keys above."""
 
-# What NumPy itself writes for plain numbers, text and dates. An open-ended dtype parser is no place for strangers.
+# The dtypes that NumPy itself writes for plain numbers, text and dates; its own parser accepts far more.
 _DTYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|[SU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)")
 _PLAIN_KINDS = "biufSUmM"
 _LAST_CHARACTER = 0x10FFFF
@@ -68,19 +67,19 @@ def pack(value: Any) -> bytes:
 
 
 def pack_list(items: Sequence[bytes]) -> bytes:
-    """The message of a list of items that are packed already."""
+    """The message of a list of packed items."""
     return b"".join((_msgpack().Packer().pack_array_header(len(items)), *items))
 
 
 class Packer:
-    """Packs one value after another into the same memory."""
+    """Packs values into memory that it keeps."""
 
     def __init__(self) -> None:
         self._packer = _msgpack().Packer(default=_encode, autoreset=False)
 
     @contextlib.contextmanager
     def packed(self, value: Any) -> Iterator[memoryview]:
-        """What `pack` returns, for as long as the block lasts. Raises as `pack`."""
+        """As `pack`; the memory is valid within the block."""
         self._packer.reset()
         try:
             self._packer.pack(value)
@@ -93,9 +92,9 @@ class Packer:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """The inverse of `pack`; arrays come back read-only. Costs time and memory in proportion to `data`, no more.
+    """The inverse of `pack`, with read-only arrays. Time and memory are proportional to the length of `data`.
 
-    Raises WireError for whatever is not exactly one well-formed message within the limits.
+    Raises WireError for anything but one well-formed message within the limits.
     """
     msgpack = _msgpack()
     survey(data)
@@ -103,12 +102,12 @@ def unpack(data: bytes | memoryview) -> Any:
         return msgpack.unpackb(data, object_hook=_decode)
     except WireError:
         raise
-    except Exception as error:  # not text where text is due, or a key that is neither text nor bytes
+    except Exception as error:  # invalid UTF-8, or a key that is neither text nor bytes
         raise WireError(f"wire format: unreadable message ({type(error).__name__}: {error})") from error
 
 
 def unpack_map(data: Any) -> dict[str, Any]:
-    """`unpack`, for a frame that must hold a map with text keys: an observation, metadata, an answer."""
+    """As `unpack`, for a map with text keys: an observation, metadata or an answer."""
     if not isinstance(data, (bytes, memoryview)):
         raise WireError(f"wire format: expected a binary frame, got {'text' if isinstance(data, str) else _kind(data)}")
     value = unpack(data)
@@ -121,16 +120,16 @@ def unpack_map(data: Any) -> dict[str, Any]:
 
 
 def survey(data: bytes | memoryview) -> int:
-    """Walk the headers of one message without decoding it; the number of values in it.
+    """Walk the headers of one message without decoding it. Returns the number of its values.
 
     Raises WireError: truncated, bytes left over, an extension type, more than `MAX_VALUES`, deeper than `MAX_DEPTH`.
     """
     values = 0
 
     def end_of(position: int, items: int, depth: int) -> int:
-        """Where the `items` values at `position` end. IndexError where one should begin and the data has ended."""
+        """The end of `items` values at `position`. Raises IndexError if the data ends before one begins."""
         nonlocal values
-        values += items  # which nobody has seen yet
+        values += items  # counted before any of them is read
         if values > MAX_VALUES:
             raise WireError(f"wire format: expected at most {MAX_VALUES} values, got more")
         if depth > MAX_DEPTH:
@@ -139,7 +138,7 @@ def survey(data: bytes | memoryview) -> int:
             code = data[position]
             position += _SIZES[code]
             kind = _KINDS[code]
-            if kind:  # a length stands before `position`
+            if kind:  # a length precedes `position`
                 width, items_each = kind
                 if width == 1:
                     length = data[position - 1]
@@ -168,8 +167,8 @@ def survey(data: bytes | memoryview) -> int:
 
 
 def _size(code: int) -> int | None:
-    """Bytes of a value as far as its first byte tells: all of a number or a short text, else the first and a length's.
-    None for what does not travel."""
+    """Bytes of a value as far as its first byte determines: of a number or a short text all, otherwise the first byte
+    and the length. None for a code that the format does not use."""
     if code <= 0x9F or code >= 0xE0 or code in (0xC0, 0xC2, 0xC3):
         return 1
     if code <= 0xBF:
@@ -182,8 +181,8 @@ def _size(code: int) -> int | None:
 
 
 _LENGTHS = {code: (0, 2 if code <= 0x8F else 1) for code in range(0x80, 0xA0)}
-"""By the first byte: (bytes of the length that follows, 0 where it is in the first; values for each unit of the length,
-0 where it counts bytes)."""
+"""First byte -> (bytes of the length after it, 0 if it contains the length; values per unit of the length, 0 if the
+length counts bytes)."""
 _LENGTHS |= {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
 _LENGTHS |= {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 _KINDS = [_LENGTHS.get(code) for code in range(256)]
@@ -201,7 +200,7 @@ def _encode(value: Any) -> dict[bytes, Any]:
 
 
 def _bytes_of(array: np.ndarray) -> bytes | memoryview:
-    """Its elements in C order, without a copy where they lie so; dates have no memoryview."""
+    """The elements in C order, without a copy if possible; dates have no memoryview."""
     return array.data if array.flags.c_contiguous and array.dtype.kind in "biuf" else array.tobytes()
 
 
@@ -229,10 +228,10 @@ def _array(value: dict[Any, Any]) -> np.ndarray:
             f"wire format: array: {dtype} of shape {tuple(shape)!s:.60} needs {needed} bytes, got {len(data)}"
         )
     if dtype.kind == "U" and (np.frombuffer(data, dtype.str[0] + "u4") > _LAST_CHARACTER).any():
-        raise WireError("wire format: array: expected characters, got a number that is none")  # NumPy would fail later
+        raise WireError("wire format: array: expected characters, got an invalid code point")  # NumPy would fail later
     try:
         return np.ndarray(tuple(shape), dtype, buffer=data)
-    except ValueError as error:  # empty, but with a size beyond what NumPy can address
+    except ValueError as error:  # empty, with a size beyond NumPy's range
         raise WireError(f"wire format: array: shape {tuple(shape)!s:.60}: {error}") from error
 
 
@@ -262,12 +261,12 @@ def _dtype_named(name: str) -> np.dtype | None:
         return None
     try:
         return np.dtype(name)
-    except (TypeError, ValueError) as error:  # a date unit that does not exist, text longer than NumPy's
+    except (TypeError, ValueError) as error:  # an unknown unit of dates, or too long a text
         raise WireError(f"wire format: expected a dtype, got {name!r:.60} ({error})") from error
 
 
 def _names(value: Mapping[Any, Any]) -> str:
-    return f"{', '.join(repr(k)[:20] for k in list(value)[:6])}"
+    return ", ".join(repr(k)[:20] for k in list(value)[:6])
 
 
 def _kind(value: Any) -> str:

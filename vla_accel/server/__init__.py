@@ -1,15 +1,14 @@
 """Serve a policy over openpi's websocket protocol; `vla-accel serve` on the command line.
 
-From frame to answer: `connection` receives (and watches for stalled frames), `queue` decides whose turn it is,
-`dispatch` forms batches and gives them to an idle `replica`, here or on a cluster (`ray_replica`), whose `runner` reads
-the requests (`requests`), runs a policy of the `shelf` and packs the results; `app` sends them back. `metrics` counts
-all of it.
+A frame becomes a `Call` (`app`, `connection`), waits for its turn (`fairness`), and is sent in a `Batch` (`dispatch`)
+to a replica (`replica`, `ray_replica`). Its `runner` parses it into `Request`s (`requests`), calls a policy of the
+registry (`policies`) and returns the `Answer`.
 """
 
 from vla_accel.server.app import PolicyServer, background, serve
 from vla_accel.server.limits import ServerConfig
+from vla_accel.server.policies import PolicyRegistry
 from vla_accel.server.ray_replica import RayReplicas
 from vla_accel.server.replica import Replicas
-from vla_accel.server.shelf import Shelf
 
-__all__ = ["PolicyServer", "RayReplicas", "Replicas", "ServerConfig", "Shelf", "background", "serve"]
+__all__ = ["PolicyRegistry", "PolicyServer", "RayReplicas", "Replicas", "ServerConfig", "background", "serve"]

@@ -1,8 +1,8 @@
 """The server: openpi's websocket protocol around a policy.
 
-On connect the client gets the metadata; then each binary frame is one observation and is answered by one result, in
-order. Anything wrong is answered by a text frame, after which the connection is closed; the next one works. `GET
-/healthz`, `GET /metrics` and a live page at `GET /` answer on the same port. Knows nothing of what observations mean.
+A client gets the metadata when it connects. Each of its binary frames is then one observation, and is answered by one
+result, in order. An error is answered by a text frame, after which the connection closes; other clients continue. `GET
+/healthz`, `GET /metrics` and a live page at `GET /` answer on the same port.
 Source of the protocol: openpi, `src/openpi/serving/websocket_policy_server.py`.
 """
 
@@ -21,16 +21,16 @@ from typing import Any
 
 from vla_accel.errors import ConfigError
 from vla_accel.server.connection import SPARE_SOCKETS, connection_class, websockets_server
-from vla_accel.server.dispatch import ClientGone, Dispatcher, Job
+from vla_accel.server.dispatch import Dispatcher
+from vla_accel.server.fairness import RateLimit
 from vla_accel.server.keys import DEFAULT, Keys
 from vla_accel.server.limits import BatchLimits, ServerConfig
 from vla_accel.server.loop import run_loop
 from vla_accel.server.metrics import Metrics
 from vla_accel.server.pages import HEADERS, Pages
-from vla_accel.server.rates import Rates
 from vla_accel.server.ray_replica import RayReplicas
 from vla_accel.server.replica import ProcessReplica, Replica, Replicas, ThreadReplica
-from vla_accel.server.runner import Answer, Call
+from vla_accel.server.requests import Answer, Call, ClientGone
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -40,57 +40,63 @@ _CHECK_EVERY_S = 0.25
 
 
 class PolicyServer:
-    """Serves `policy` until `stop_soon`: anything with `infer`, and `metadata` if it has some, or a `Shelf` of several,
-    whose calls run in one thread; or `Replicas` of either, each in a process of its own, or `RayReplicas` on a cluster.
+    """Serves policies until `stop_soon`. Call its methods on the event loop of `run`, except `stop_soon`.
 
-    Methods are for the event loop that runs `run`, but for `stop_soon`.
+    Args:
+        policy: an object with `infer`, and with `metadata` if it has any; a `PolicyRegistry`; or `Replicas` or
+            `RayReplicas` of either. Without replicas all calls run in one thread of this process.
+        config: address and limits.
     """
 
     def __init__(self, policy: Any, config: ServerConfig | None = None) -> None:
         self.config = config or ServerConfig()
         self.address = ""
-        """`ws://host:port`, once it listens."""
+        """`ws://host:port`, once the server listens."""
         self.metrics = Metrics(
-            clients=lambda: len(self._clients),
-            waiting=lambda: self.dispatcher.waiting,
-            running=lambda: self.dispatcher.running,
-            replicas=lambda: self.dispatcher.ready,
+            {
+                "clients": lambda: len(self._clients),
+                "queue_depth": lambda: self.dispatcher.waiting,
+                "running_requests": lambda: self.dispatcher.running,
+                "replicas": lambda: len(self.dispatcher.loaded),
+            }
         )
         self.dispatcher = Dispatcher(_replicas(policy, self.config.batches), self.config, self.metrics)
         self._pages = Pages(self.metrics, self.dispatcher, self.config.page)
         self._clients: set[Any] = set()
-        self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._hurry: asyncio.Event | None = None
-        self._starting: asyncio.Future[None] | None = None
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self._loading: asyncio.Future[None] | None = None
         self._draining = False
         self._closing: set[asyncio.Future[None]] = set()
-        self._rates = Rates(self.config.rate_limit)
+        self._rates = RateLimit(self.config.rate_limit)
         self._keys = Keys(self.config.api_key, self.config.api_key_file)
 
-    # -- its life -------------------------------------------------------------------------------------------------
-
     async def run(self, on_ready: Callable[[PolicyServer], None] | None = None) -> None:
-        """Load, listen, serve until `stop_soon`, then finish what is under way; asked while replicas load, it ends them
-        and has no `address`. Raises ConfigError if it cannot listen, and what loading a replica raised."""
-        config = self.config
-        self._loop, self._stop, self._hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        """Load, listen and serve until `stop_soon`, then finish the requests under way.
+
+        `stop_soon` during loading ends it; `address` then stays empty.
+
+        Raises:
+            ConfigError: it cannot listen on the address.
+            Exception: what loading the policy raised.
+        """
+        config, self._loop = self.config, asyncio.get_running_loop()
         module, tls = websockets_server(), config.tls()
         quiet = logging.getLogger("vla_accel.server.handshakes")
-        quiet.setLevel(logging.CRITICAL)  # what a stranger sends is not this server's error
-        self._starting = asyncio.ensure_future(self.dispatcher.start())
-        await asyncio.wait([self._starting])
-        if self._starting.cancelled():
+        quiet.setLevel(logging.CRITICAL)  # malformed handshakes are not errors of this server
+        self._loading = asyncio.ensure_future(self.dispatcher.start())
+        await asyncio.wait([self._loading])
+        if self._loading.cancelled():
             await self.dispatcher.close()
             return
-        self._starting.result()
+        self._loading.result()
         try:
             server = await module.serve(
                 self._handle,
                 config.host,
                 config.port,
                 process_request=self._process_request,
-                create_connection=connection_class(config.max_clients + SPARE_SOCKETS, self.metrics.refused.add),
+                create_connection=connection_class(config.max_clients + SPARE_SOCKETS, self._refused),
                 compression=None,
                 max_size=config.max_payload,
                 max_queue=1,
@@ -103,12 +109,11 @@ class PolicyServer:
             await self.dispatcher.close()
             raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
         host, port = server.sockets[0].getsockname()[:2]
-        scheme = "wss" if tls else "ws"
-        self.address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        if config.beyond and not self._keys.needed:
-            logger.warning("%s without a key: whoever reaches it may use it", config.host)
-        elif config.beyond and not tls:
-            logger.warning("%s without a TLS certificate: keys travel in the clear", config.host)
+        self.address = f"{'wss' if tls else 'ws'}://{f'[{host}]' if ':' in host else host}:{port}"
+        if config.public and not self._keys.required:
+            logger.warning("%s without a key: everyone who can reach it can use it", config.host)
+        elif config.public and not tls:
+            logger.warning("%s without a TLS certificate: keys are sent unencrypted", config.host)
         watch = asyncio.create_task(self._watch())
         try:
             page = f" (live page: {self.address.replace('ws', 'http', 1)})" if config.page else ""
@@ -124,30 +129,28 @@ class PolicyServer:
             server.close()
             await server.wait_closed()
             await self.dispatcher.close()
-            logger.info("stopped after %d requests", sum(self.metrics.requests.values.values()))
+            logger.info("stopped after %d requests", self.metrics.counters["requests"].total())
 
     def stop_soon(self) -> None:
-        """Begin the graceful shutdown; from any thread. A second call does not wait for requests under way."""
-        if self._loop is None or self._stop is None or self._hurry is None:
+        """Begin the graceful shutdown, from any thread. A second call does not wait for requests under way."""
+        if self._loop is None:
             return
-        loop, stop, hurry = self._loop, self._stop, self._hurry
 
-        def stop_now() -> None:
-            if not stop.is_set() and self._starting is not None:
-                self._starting.cancel()
-            (hurry if stop.is_set() else stop).set()
+        def stop() -> None:
+            if not self._stop.is_set() and self._loading is not None:
+                self._loading.cancel()
+            (self._hurry if self._stop.is_set() else self._stop).set()
 
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(stop_now)
+            self._loop.call_soon_threadsafe(stop)
 
     async def _drain(self, server: Any) -> None:
-        """No new connections or requests; those under way are answered, within the grace period."""
-        assert self._hurry is not None
+        """Accept nothing new, and wait for the requests under way within the grace period."""
         self._draining = True
         server.close(close_connections=False)
         for client in self._clients:
             if not client.busy:
-                self._spawn(client.close(GOING_AWAY, "the server is stopping"))
+                self._close_soon(client, GOING_AWAY, "the server is stopping")
         end = time.monotonic() + self.config.grace_s
         while self._clients and time.monotonic() < end and not self._hurry.is_set():
             await asyncio.sleep(0.02)
@@ -156,140 +159,125 @@ class PolicyServer:
             logger.error("stopping with %d requests unanswered after %g s", busy, self.config.grace_s)
 
     async def _watch(self) -> None:
-        """End connections whose message does not get finished, or whose key was withdrawn."""
+        """Close connections whose message stays incomplete, or whose key was withdrawn."""
         limit = self.config.message_timeout_s
         while True:
             await asyncio.sleep(min(_CHECK_EVERY_S, limit))
-            if self._keys.refresh():
-                self._turn_out()
+            changed = self._keys.refresh()
             for client in list(self._clients):
-                since = client.unfinished_since
-                if since is None:
+                if changed and self._keys.name_of(client.request.headers["Authorization"]) != client.key:
+                    self._refused("api key withdrawn", client, f"its key {client.key} was withdrawn")
+                    self._close_soon(client, POLICY_VIOLATION, "the key was withdrawn")
+                if client.unfinished_since is None:
                     continue
-                if client.busy:  # its next message waits for us
+                if client.busy:  # its next message waits for the server
                     client.unfinished_since = time.monotonic()
-                elif time.monotonic() - since > limit:
+                elif time.monotonic() - client.unfinished_since > limit:
                     client.unfinished_since = None
-                    self.metrics.refused.add("slow message")
-                    logger.warning("%s: a message took longer than %g s", _peer(client), limit)
-                    self._spawn(client.close(POLICY_VIOLATION, f"a message took longer than {limit:g} s"))
-
-    def _turn_out(self) -> None:
-        """End the connections of keys that are no more."""
-        for client in self._clients:
-            if self._keys.name_of(client.request.headers["Authorization"]) != client.key:
-                self.metrics.refused.add("api key withdrawn")
-                logger.warning("%s: its key %s was withdrawn", _peer(client), client.key)
-                self._spawn(client.close(POLICY_VIOLATION, "the key was withdrawn"))
-
-    # -- handshake ------------------------------------------------------------------------------------------------
+                    reason = f"a message took longer than {limit:g} s"
+                    self._refused("slow message", client, reason)
+                    self._close_soon(client, POLICY_VIOLATION, reason)
 
     def _process_request(self, connection: Any, request: Any) -> Any:
-        """openpi's health check, the key, pages and the number of clients; None goes on with the handshake."""
-        path, upgrades = _path(request), "Upgrade" in request.headers
+        """Answer health checks and pages, and check the key and the number of clients. None continues the handshake."""
+        path, upgrade = _path(request), "Upgrade" in request.headers
         if path == "healthz":
             return connection.respond(http.HTTPStatus.OK, "OK\n")
-        if self._keys.needed:
-            given = request.headers.get_all("Authorization")
-            name_of = self._keys.name_of if upgrades else self._keys.name_of_page
-            connection.key = name_of(given[0]) if len(given) == 1 else None
+        if self._keys.required:
+            values = request.headers.get_all("Authorization")
+            name_of = self._keys.name_of if upgrade else self._keys.name_of_page
+            connection.key = name_of(values[0]) if len(values) == 1 else None
             if connection.key is None:
-                self.metrics.refused.add("api key")
-                logger.warning("%s: refused, %s API key", _peer(connection), "wrong" if given else "no")
+                self._refused("api key", connection, f"refused, {'wrong' if values else 'no'} API key")
                 response = connection.respond(http.HTTPStatus.UNAUTHORIZED, "expected Authorization: Api-Key ...\n")
-                response.headers["WWW-Authenticate"] = "Api-Key" if upgrades else 'Basic realm="the key as password"'
+                response.headers["WWW-Authenticate"] = "Api-Key" if upgrade else 'Basic realm="the key as password"'
                 return response
-        page = None if upgrades else self._pages.get(path)
+        page = None if upgrade else self._pages.get(path)
         if page is not None:
-            kind, text = page
-            response = connection.respond(http.HTTPStatus.OK, text)
+            response = connection.respond(http.HTTPStatus.OK, page[1])
             del response.headers["Content-Type"]
-            for name, value in {"Content-Type": kind, **HEADERS}.items():
+            for name, value in {"Content-Type": page[0], **HEADERS}.items():
                 response.headers[name] = value
             return response
-        names = [name for name in self.dispatcher.hellos if name]
-        if names and path not in self.dispatcher.hellos:
+        frames = self.dispatcher.metadata_frames
+        names = [name for name in frames if name]
+        if names and path not in frames:
             text = f"policy: expected one of {', '.join(names)} as the path\n"
             return connection.respond(http.HTTPStatus.NOT_FOUND, text)
         if len(self._clients) >= self.config.max_clients:
-            self.metrics.refused.add("clients")
-            return connection.respond(
-                http.HTTPStatus.SERVICE_UNAVAILABLE, f"{self.config.max_clients} clients are connected already\n"
-            )
+            self._refused("clients")
+            text = f"{self.config.max_clients} clients are connected already\n"
+            return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, text)
         return None
 
-    # -- one client -----------------------------------------------------------------------------------------------
-
     async def _handle(self, client: Any) -> None:
+        """Serve one client until it leaves or makes a mistake."""
         from websockets.exceptions import ConnectionClosed
 
         self._clients.add(client)
-        self.metrics.connections.add()
+        self.metrics.count("connections")
         timing: dict[str, float] = {}
         try:
-            hellos, name = self.dispatcher.hellos, _path(client.request)
-            name = name if name in hellos else ""  # a single policy is asked whatever the path
-            await self._send(client, hellos[name])
+            frames, name = self.dispatcher.metadata_frames, _path(client.request)
+            name = name if name in frames else ""  # a single policy answers on every path
+            await self._send(client, frames[name])
             while not self._draining:
                 frame = await client.recv()
                 client.busy = True
                 began = time.monotonic()
-                self.metrics.received.add(amount=len(frame))
+                self.metrics.count("received_bytes", "", len(frame))
                 await self._wait_for_rate(client, timing)
-                job = self.dispatcher.submit(Call(frame, name, timing), _turn_of(client))
-                client.on_gone = functools.partial(self.dispatcher.give_up, job)
-                answer = await job.outcome
-                self._rates.spend(_turn_of(client), max(len(job.items), 1) - 1)
+                call = self.dispatcher.submit(Call(frame, name, timing, _turn_of(client)))
+                client.on_gone = functools.partial(self.dispatcher.abandon, call)
+                answer = await call.outcome  # type: ignore[misc]
+                self._rates.spend(call.client, max(len(call.results), 1) - 1)
                 try:
                     await self._send(client, answer.message)
                 finally:
-                    self._count(client, job, answer)
+                    self._count(client, call, answer)
                 took = time.monotonic() - began
-                if answer.outcome != "bad request":  # that is no latency: the policy never saw it
-                    self.metrics.request(took)
-                # Told with the next answer: it includes sending this one.
-                timing = {"prev_total_ms": took * 1e3}
+                if answer.outcome != "bad request":  # the policy never saw it
+                    self.metrics.observe_request(took)
+                timing = {"prev_total_ms": took * 1e3}  # includes sending, so only the next answer can report it
                 if answer.outcome != "ok":
                     await client.close(INTERNAL_ERROR, "the error is in the previous frame")
                     return
                 client.busy = False
             await client.close(GOING_AWAY, "the server is stopping")
         except ClientGone:
-            self.metrics.requests.add("client gone")
+            self.metrics.count("requests", "client gone")
         except ConnectionClosed as error:
             if client.busy:
-                self.metrics.requests.add("client gone")
+                self.metrics.count("requests", "client gone")
             if error.sent is not None and error.sent.code in _REFUSALS:
-                self.metrics.refused.add(_REFUSALS[error.sent.code])
-                logger.warning("%s: %s", _peer(client), error)
-        except Exception:  # a mistake of this module; it ends this connection only
+                self._refused(_REFUSALS[error.sent.code], client, str(error))
+        except Exception:  # a bug of this module ends this connection only
             logger.exception("%s: the connection failed", _peer(client))
         finally:
             client.busy = False
             self._clients.discard(client)
 
-    def _count(self, client: Any, job: Job, answer: Answer) -> None:
-        """Count an answer; log it if it is an error. Its traceback stays here."""
-        self.metrics.requests.add(answer.outcome)
+    def _count(self, client: Any, call: Call, answer: Answer) -> None:
+        self.metrics.count("requests", answer.outcome)
         if client.key is not None:
-            self.metrics.key_requests.add(client.key)
+            self.metrics.count("key_requests", client.key)
         if answer.outcome == "ok":
-            self.metrics.queue_seconds.observe(job.waited_s)
-            self.metrics.batch_size.observe(answer.batch)
-            self.metrics.components(answer.policy_timing)
+            self.metrics.histograms["queue_seconds"].observe(call.waited_s)
+            self.metrics.histograms["batch_size"].observe(answer.batch)
+            self.metrics.observe_components(answer.policy_timing)
             if answer.policy:
-                self.metrics.policy_requests.add(answer.policy)
+                self.metrics.count("policy_requests", answer.policy)
             return
-        self.metrics.errors.add(answer.error)
+        self.metrics.count("errors", answer.error)
         level = logging.ERROR if answer.outcome == "policy error" else logging.WARNING
         logger.log(level, "%s: %s%s", _peer(client), answer.message, f"\n{answer.trace}" if answer.trace else "")
 
     async def _wait_for_rate(self, client: Any, timing: dict[str, float]) -> None:
-        """Hold back a request of a client that asks faster than it may. Raises ClientGone if it leaves meanwhile."""
+        """Delay a request beyond the client's rate. Raises ClientGone if the client leaves meanwhile."""
         wait_s = self._rates.spend(_turn_of(client), 1)
         if not wait_s:
             return
-        self.metrics.delayed.add(client.key or "")
+        self.metrics.count("delayed", client.key or "")
         timing["rate_ms"] = wait_s * 1e3
         gone = asyncio.Event()
         client.on_gone = gone.set
@@ -298,36 +286,44 @@ class PolicyServer:
             raise ClientGone
 
     async def _send(self, client: Any, message: bytes | str) -> None:
-        """Send, or drop a client that does not take its answer."""
-        assert self._loop is not None
-        late = self._loop.call_later(self.config.send_timeout_s, self._drop, client)
+        """Send a message, or drop a client that does not read it."""
+
+        def drop() -> None:
+            self._refused("slow reader", client, f"did not read its answer within {self.config.send_timeout_s:g} s")
+            client.transport.abort()
+
+        late = asyncio.get_running_loop().call_later(self.config.send_timeout_s, drop)
         try:
             await client.send(message)
         finally:
             late.cancel()
-        self.metrics.sent.add(amount=len(message))
+        self.metrics.count("sent_bytes", "", len(message))
 
-    def _drop(self, client: Any) -> None:
-        self.metrics.refused.add("slow reader")
-        logger.warning("%s: did not take its answer within %g s", _peer(client), self.config.send_timeout_s)
-        client.transport.abort()
+    def _refused(self, reason: str, client: Any = None, text: str = "") -> None:
+        self.metrics.count("refused", reason)
+        if text:
+            logger.warning("%s: %s", _peer(client), text)
 
-    def _spawn(self, work: Any) -> None:
-        """Run a closing handshake beside everything else."""
-        task = asyncio.ensure_future(work)
+    def _close_soon(self, client: Any, code: int, reason: str) -> None:
+        task = asyncio.ensure_future(client.close(code, reason))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
 
 def serve(policy: Any, config: ServerConfig | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, then finish what is under way; a second signal does not wait. Blocks. Raises
-    KeyboardInterrupt for a signal while replicas load."""
+    """Serve until SIGINT or SIGTERM, then finish the requests under way. A second signal does not wait for them.
+
+    Args:
+        policy, config: as for `PolicyServer`.
+
+    Raises:
+        KeyboardInterrupt: a signal arrived while replicas were loading.
+    """
     server = PolicyServer(policy, config)
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(name, server.stop_soon)
+            asyncio.get_running_loop().add_signal_handler(name, server.stop_soon)
         await server.run()
 
     run_loop(main())
@@ -337,7 +333,14 @@ def serve(policy: Any, config: ServerConfig | None = None) -> None:
 
 @contextlib.contextmanager
 def background(policy: Any, config: ServerConfig | None = None) -> Iterator[PolicyServer]:
-    """The server in a thread of this process, listening; stopped gracefully at the end of the block."""
+    """Run a server in a thread of this process; it stops gracefully at the end of the block.
+
+    Args:
+        policy, config: as for `PolicyServer`.
+
+    Yields:
+        The server, listening.
+    """
     server = PolicyServer(policy, config)
     ready = threading.Event()
     failure: list[BaseException] = []
@@ -365,21 +368,20 @@ def background(policy: Any, config: ServerConfig | None = None) -> Iterator[Poli
 
 def _replicas(policy: Any, limits: BatchLimits) -> Sequence[Replica]:
     if isinstance(policy, RayReplicas):
-        return policy.made(limits)
-    if not isinstance(policy, Replicas):
-        return [ThreadReplica(policy, limits)]
-    named = [(f"{i} {device}", device) for i, device in enumerate(policy.devices)]
-    return [ProcessReplica(name, policy.load, device, limits) for name, device in named]
+        return policy.replicas(limits)
+    if isinstance(policy, Replicas):
+        return [ProcessReplica(f"{i} {d}", policy.load, d, limits) for i, d in enumerate(policy.devices)]
+    return [ThreadReplica(policy, limits)]
 
 
 def _path(request: Any) -> str:
-    """The path of a request without slashes: a page, or the policy that is asked."""
+    """The path of a request without slashes: a page, or a policy's name."""
     return request.path.partition("?")[0].strip("/")
 
 
 def _turn_of(client: Any) -> tuple[str, str]:
-    """Whose turn a request takes, so that many connections do not make many turns: the name of the key, or the
-    client's machine if it has no key or the one that all share."""
+    """Who takes a turn in the queue, so that many connections do not get many turns: the key's name, or the client's
+    address if it has no key of its own."""
     if client.key not in (None, DEFAULT):
         return "key", client.key
     address = client.remote_address

@@ -1,7 +1,7 @@
-"""Hands requests to whichever replica is idle, in turn, in batches; brings dead replicas back. Knows no sockets.
+"""Sends waiting calls to idle replicas in batches, in fair order, and restarts replicas that die.
 
-Work waits in one queue, so nobody waits behind a slow request while a replica is idle. A replica that is alone is given
-its next turn while it works on one: between two it need not wait for the event loop, which is busy with the answer.
+All calls wait in one queue, so no call waits behind a slow one while a replica is idle. A single replica gets its next
+batch while it works on one, so that it does not wait for the event loop in between.
 """
 
 from __future__ import annotations
@@ -10,62 +10,44 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from vla_accel.errors import ConfigError, EngineError, ServerError
 from vla_accel.remote import wire
+from vla_accel.server.fairness import FairQueue
 from vla_accel.server.limits import ServerConfig
 from vla_accel.server.metrics import Metrics
-from vla_accel.server.queue import FairQueue
 from vla_accel.server.replica import Replica
-from vla_accel.server.runner import Answer, Call, failure, largest_power_of_two
+from vla_accel.server.requests import Answer, Batch, Call, ClientGone
+from vla_accel.server.runner import failure, largest_power_of_two
 
 logger = logging.getLogger("vla_accel.server")
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
-"""Between attempts to start a replica again that does not come up."""
-
-
-@dataclass(eq=False)
-class Job:
-    """A request under way; times are `time.monotonic`'s seconds. `outcome` may also be cancelled or `ClientGone`."""
-
-    call: Call
-    client: Hashable
-    arrived_s: float
-    outcome: asyncio.Future[Answer]
-    queued_s: float
-    """Since when it waits for its next turn."""
-    waited_s: float = 0.0
-    """For its turns so far, in all."""
-    started_s: float = 0.0
-    """0 while it waits, be it at a replica."""
-    items: list[bytes] = field(default_factory=list)
-    """Of a request with several observations: the packed results of earlier turns."""
-    deaths: int = 0
-    """Replicas that died while they worked on it."""
-
-
-Turn = dict[int, Job]
-"""The jobs that a replica was given together, by index, until they are answered."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+"""Between attempts to restart a replica."""
 
 
 class Dispatcher:
-    """Answers what is submitted. Methods are for the event loop; `start` comes first, `close` ends it."""
+    """Answers submitted calls. Use it on the event loop: `start` first, `close` last."""
 
     def __init__(self, replicas: Sequence[Replica], config: ServerConfig, metrics: Metrics) -> None:
         self.replicas, self.config, self._metrics = replicas, config, metrics
-        self._queue: FairQueue[Job] = FairQueue()
-        self._idle: deque[Replica] = deque()  # the one that is idle the longest first
-        self._turns: dict[Replica, list[Turn]] = {}  # of those that work: the turn it is at, and the one behind
+        self._queue: FairQueue[Call] = FairQueue()
+        self._idle: deque[Replica] = deque()  # longest idle first
+        self._batches: dict[Replica, list[Batch]] = {}  # of busy replicas: the running batch, and those behind it
         self._pump_at: asyncio.TimerHandle | None = None
-        self._reviving: set[asyncio.Task[None]] = set()
+        self._restarts: set[asyncio.Task[None]] = set()
         self._max_batch = 1
         self._closing = False
 
     async def start(self) -> None:
-        """Load every replica at once. Raises what the first of them to fail raised, and ends the others then."""
+        """Load all replicas at the same time.
+
+        Raises:
+            ConfigError: `max_batch` above 1 for a policy without `infer_batch`.
+            Exception: what the first replica that failed has raised; the others are ended.
+        """
         self._loop = asyncio.get_running_loop()
         starts = [asyncio.ensure_future(r.start(lambda r=r: self._died(r))) for r in self.replicas]
         try:
@@ -78,178 +60,169 @@ class Dispatcher:
             raise
         if self.config.max_batch > 1 and not self.replicas[0].batches:
             await self.close()
-            raise ConfigError(f"max_batch: expected a policy with infer_batch, got {self.config.max_batch} for another")
+            raise ConfigError(f"max_batch: expected 1 for a policy without infer_batch, got {self.config.max_batch}")
         self._max_batch = self.config.max_batch
         self._idle.extend(self.replicas)
 
     @property
-    def hellos(self) -> dict[str, bytes]:
-        """What clients are greeted with, by the policy that they ask; "" is the default's."""
-        return self.replicas[0].hellos
+    def metadata_frames(self) -> dict[str, bytes]:
+        """The first frame of a connection by policy; "" is the default policy."""
+        return self.replicas[0].metadata_frames
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their turn."""
-        behind = (job for turns in self._turns.values() for turn in turns[1:] for job in turn.values())
-        return len(self._queue) + sum(not job.call.dropped for job in behind)
+        """Calls that wait for their turn."""
+        behind = (
+            call for batches in self._batches.values() for batch in batches[1:] for call in batch.pending.values()
+        )
+        return len(self._queue) + sum(not call.dropped for call in behind)
 
     @property
     def running(self) -> int:
-        """Requests that a replica works on."""
-        return sum(len(turns[0]) for turns in self._turns.values())
+        """Calls that a replica works on."""
+        return sum(len(batches[0].pending) for batches in self._batches.values())
 
     @property
-    def serving(self) -> list[Replica]:
+    def loaded(self) -> list[Replica]:
         """Replicas that are loaded."""
-        return [*self._idle, *self._turns]
+        return [*self._idle, *self._batches]
 
-    @property
-    def ready(self) -> int:
-        """How many replicas are loaded."""
-        return len(self._idle) + len(self._turns)
-
-    def submit(self, call: Call, client: Hashable) -> Job:
-        """Queue a call; its outcome is an answer, after `request_timeout_s` at the latest."""
-        now = time.monotonic()
-        job = Job(call, client, now, self._loop.create_future(), queued_s=now)
-        limit = self._loop.call_later(self.config.request_timeout_s, self._too_late, job)
-        job.outcome.add_done_callback(lambda _: limit.cancel())
-        self._queue.put(client, job)
+    def submit(self, call: Call) -> Call:
+        """Queue a call. Its `outcome` resolves after `request_timeout_s` at the latest."""
+        call.arrived_s = call.queued_s = time.monotonic()
+        call.outcome = self._loop.create_future()
+        limit = self._loop.call_later(self.config.request_timeout_s, self._time_out, call)
+        call.outcome.add_done_callback(lambda _: limit.cancel())
+        self._queue.put(call.client, call)
         self._pump()
-        return job
+        return call
 
-    def give_up(self, job: Job) -> None:
-        """Its client has left. One that has not begun is taken out of the queue, or is left out by a replica of this
-        process; another runs to its end, unheard."""
-        if not job.outcome.done():
-            job.outcome.set_exception(ClientGone())
-            self._drop(job)
+    def abandon(self, call: Call) -> None:
+        """The client has left: remove the call from the queue. A replica of this process skips it, too; another one
+        may still compute it."""
+        assert call.outcome is not None
+        if not call.dropped:
+            call.outcome.set_exception(ClientGone())
+            self._queue.remove(call.client, call)
 
     async def close(self) -> None:
-        """End the replicas; what is under way may be lost."""
+        """End the replicas; unanswered calls may be lost."""
         self._closing = True
-        for task in self._reviving:
+        for task in self._restarts:
             task.cancel()
         if self._pump_at is not None:
             self._pump_at.cancel()
-        await asyncio.gather(*self._reviving, return_exceptions=True)
+        await asyncio.gather(*self._restarts, return_exceptions=True)
         await asyncio.gather(*(r.close() for r in self.replicas))
 
-    # -- inside ----------------------------------------------------------------------------------------------------
-
     def _pump(self) -> None:
-        """Give replicas what waits; a batch that may still become full is looked at again when its time is up."""
+        """Send batches to replicas; a batch that is not full waits up to `max_wait_s` for more calls."""
         if self._pump_at is not None:
             self._pump_at.cancel()
             self._pump_at = None
-        while (waiting := len(self._queue)) and (replica := self._next(waiting)) is not None:
+        while (waiting := len(self._queue)) and (replica := self._free_replica(waiting)) is not None:
             if waiting < self._max_batch:
-                until = min(job.arrived_s for job in self._queue) + self.config.max_wait_s
+                until = min(call.arrived_s for call in self._queue) + self.config.max_wait_s
                 left = until - time.monotonic()
                 if left > 0:
                     self._pump_at = self._loop.call_later(left, self._pump)
                     return
-            jobs = [self._queue.pop() for _ in range(largest_power_of_two(min(waiting, self._max_batch)))]
-            self._begin(replica, jobs)
+            self._send(replica, [self._queue.pop() for _ in range(largest_power_of_two(min(waiting, self._max_batch)))])
 
-    def _next(self, waiting: int) -> Replica | None:
-        """Whom to give a turn: who is idle; or who works, if there is no other to become idle first, and the turn is
-        as large as one may be."""
+    def _free_replica(self, waiting: int) -> Replica | None:
+        """An idle replica; or a single replica that can hold one more batch, if that batch is full."""
         if self._idle:
             return self._idle[0]
         if len(self.replicas) > 1 or waiting < self._max_batch:
             return None
-        alone = self.replicas[0]
-        return alone if alone.takes_ahead and len(self._turns.get(alone, ())) == 1 else None
+        single = self.replicas[0]
+        return single if 0 < len(self._batches.get(single, ())) < single.capacity else None
 
-    def _begin(self, replica: Replica, jobs: list[Job]) -> None:
+    def _send(self, replica: Replica, calls: list[Call]) -> None:
         now = time.monotonic()
-        for job in jobs:
-            job.call.timing["queue_ms"] = (job.waited_s + now - job.queued_s) * 1e3
-            job.call.sent_s = now
-        turn: Turn = dict(enumerate(jobs))
-        turns = self._turns.setdefault(replica, [])
-        turns.append(turn)
-        if turns[0] is turn:
+        for call in calls:
+            call.timing["queue_ms"] = (call.waited_s + now - call.queued_s) * 1e3
+            call.sent_s = now
+        batch = Batch(calls, lambda batch, answers: self._answered(replica, batch, answers))
+        batches = self._batches.setdefault(replica, [])
+        batches.append(batch)
+        if batches[0] is batch:
             self._idle.remove(replica)
-            _started(turn, now)
+            _started(batch, now)
+        replica.run(batch)
 
-        def deliver(answers: list[tuple[int, Answer]]) -> None:
-            ended = sum(self._delivered(turn.pop(index), answer) for index, answer in answers)
-            self._metrics.replica_requests.add(replica.name, ended)
-            if turn:
-                return
-            turns.remove(turn)
-            if turns:
-                _started(turns[0], time.monotonic())
-            else:
-                del self._turns[replica]
-                self._idle.append(replica)
-            self._pump()
-
-        replica.run([job.call for job in jobs], deliver)
-
-    def _delivered(self, job: Job, answer: Answer) -> bool:
-        """Take an answer; False if observations of the request are left, for which it waits again, after the requests
-        of other clients."""
-        if job.outcome.done():  # its client has given up
-            return True
-        job.items += answer.items
-        if not answer.left:
-            job.outcome.set_result(replace(answer, message=wire.pack_list(job.items)) if answer.items else answer)
-            return True
-        job.call.done = len(job.items)
-        job.started_s, job.queued_s = 0.0, time.monotonic()
-        self._queue.put(job.client, job)
-        return False
-
-    def _too_late(self, job: Job) -> None:
-        if not job.outcome.done():
-            where = "while it waited for its turn" if not job.started_s else "while the policy computed"
-            error = ServerError(f"request: no result within {self.config.request_timeout_s:g} s, {where}")
-            job.outcome.set_result(failure(error, "timeout"))
-            self._drop(job)
-
-    def _drop(self, job: Job) -> None:
-        """Nobody waits for it any more."""
-        job.call.dropped = True
-        self._queue.remove(job.client, job)
-
-    def _died(self, replica: Replica) -> None:
-        """Try again, once, what the replica was working on, and bring the replica back."""
-        if self._closing:
+    def _answered(self, replica: Replica, batch: Batch, answers: list[tuple[Call, Answer]]) -> None:
+        ended = sum(self._take(call, answer) for call, answer in answers)
+        self._metrics.count("replica_requests", replica.name, ended)
+        if batch.pending:
             return
-        jobs = [job for turn in self._turns.pop(replica, []) for job in turn.values()]
-        if replica in self._idle:
-            self._idle.remove(replica)
-        logger.error("replica %s died with %d requests under way; it is started again", replica.name, len(jobs))
-        self._metrics.replica_deaths.add(replica.name)
-        for job in reversed(jobs):
-            job.deaths += job.started_s > 0
-            if job.outcome.done():
-                continue
-            if job.deaths > 1:
-                error = EngineError("policy: its process died twice while it computed this request")
-                job.outcome.set_result(failure(error, "policy error"))
-            else:
-                job.started_s, job.queued_s = 0.0, time.monotonic()
-                self._metrics.retried.add()
-                self._queue.put_first(job.client, job)
-        task = asyncio.ensure_future(self._revive(replica))
-        self._reviving.add(task)
-        task.add_done_callback(self._reviving.discard)
+        batches = self._batches[replica]
+        batches.remove(batch)
+        if batches:
+            _started(batches[0], time.monotonic())
+        else:
+            del self._batches[replica]
+            self._idle.append(replica)
         self._pump()
 
-    async def _revive(self, replica: Replica) -> None:
-        wait_s = _FIRST_WAIT_S
+    def _take(self, call: Call, answer: Answer) -> bool:
+        """Take an answer. False if it leaves observations, for which the call waits again behind other clients."""
+        assert call.outcome is not None
+        if call.dropped:
+            return True
+        call.results += answer.results
+        if not answer.remaining:
+            whole = replace(answer, message=wire.pack_list(call.results)) if answer.results else answer
+            call.outcome.set_result(whole)
+            return True
+        call.done = len(call.results)
+        call.started_s, call.queued_s = 0.0, time.monotonic()
+        self._queue.put(call.client, call)
+        return False
+
+    def _time_out(self, call: Call) -> None:
+        assert call.outcome is not None
+        if not call.dropped:
+            stage = "while the policy computed" if call.started_s else "while it waited for its turn"
+            error = ServerError(f"request: no result within {self.config.request_timeout_s:g} s, {stage}")
+            call.outcome.set_result(failure(error, "timeout"))
+            self._queue.remove(call.client, call)
+
+    def _died(self, replica: Replica) -> None:
+        """Run the replica's calls once more, and restart it."""
+        if self._closing:
+            return
+        calls = [call for batch in self._batches.pop(replica, []) for call in batch.pending.values()]
+        if replica in self._idle:
+            self._idle.remove(replica)
+        logger.error("replica %s died with %d requests under way; restarting it", replica.name, len(calls))
+        self._metrics.count("replica_deaths", replica.name)
+        for call in reversed(calls):
+            call.deaths += call.started_s > 0
+            if call.dropped:
+                continue
+            if call.deaths > 1:
+                error = EngineError("policy: its process died twice while it computed this request")
+                call.outcome.set_result(failure(error, "policy error"))  # type: ignore[union-attr]
+            else:
+                call.started_s, call.queued_s = 0.0, time.monotonic()
+                self._metrics.count("retried")
+                self._queue.put_first(call.client, call)
+        task = asyncio.ensure_future(self._restart(replica))
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+        self._pump()
+
+    async def _restart(self, replica: Replica) -> None:
+        pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 await replica.close()
                 await replica.start(lambda: self._died(replica))
             except Exception as error:
-                logger.error("replica %s does not start, next attempt in %g s: %s", replica.name, wait_s, error)
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                logger.error("replica %s does not start, next attempt in %g s: %s", replica.name, pause_s, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             logger.warning("replica %s is back", replica.name)
             self._idle.append(replica)
@@ -257,11 +230,7 @@ class Dispatcher:
             return
 
 
-def _started(turn: Turn, now: float) -> None:
-    for job in turn.values():
-        job.started_s = now
-        job.waited_s += now - job.queued_s
-
-
-class ClientGone(Exception):
-    """The client has left; there is nobody to answer."""
+def _started(batch: Batch, now: float) -> None:
+    for call in batch.pending.values():
+        call.started_s = now
+        call.waited_s += now - call.queued_s

@@ -1,4 +1,4 @@
-"""Memory and clock of this machine's GPUs, from NVIDIA's driver, without a CUDA context. Knows nothing else."""
+"""Memory and clock of this machine's GPUs, from NVIDIA's driver, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GpuState:
-    """One GPU now."""
+    """One GPU now; `clock_hertz` is the clock of its multiprocessors."""
 
     name: str
     memory_used_bytes: int
     memory_total_bytes: int
     clock_hertz: float
-    """Of its multiprocessors."""
 
 
 def gpus() -> list[GpuState]:
-    """Every GPU that the driver knows; none without a driver or without nvidia-ml-py (extra `serve`)."""
-    nvml = _nvml()
+    """Every GPU that the driver reports; none without a driver or without nvidia-ml-py (extra `serve`)."""
+    nvml, found = _nvml(), []
     if nvml is None:
         return []
-    found = []
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -32,8 +30,8 @@ def gpus() -> list[GpuState]:
             name = nvml.nvmlDeviceGetName(handle)
             name = name.decode() if isinstance(name, bytes) else name
             found.append(GpuState(f"{index} {name}", int(memory.used), int(memory.total), clock * 1e6))
-    except nvml.NVMLError:  # a slice of a GPU tells no clock: what is not known is not shown
-        return found
+    except nvml.NVMLError:  # a MIG slice has no clock: leave out what is unknown
+        pass
     return found
 
 

@@ -1,7 +1,5 @@
-"""Who may use a server: named keys, from a file that may change while the server runs. Knows no connections.
-
-Of the keys only digests are kept, and no message has one in it.
-"""
+"""API keys with names, from a file that may change while the server runs. Only digests stay in memory, and no message
+contains a key."""
 
 from __future__ import annotations
 
@@ -17,43 +15,45 @@ from vla_accel.errors import ConfigError
 logger = logging.getLogger("vla_accel.server")
 
 DEFAULT = "default"
-"""The name of a key that has none."""
+"""The name of a key without one."""
 _LINE = re.compile(r"(?:([\w.-]+):[ \t]+)?(\S(?:.*\S)?)")
 
 
 class Keys:
-    """The keys of a server, by name: one that is given, or those of a file, which is read anew when it changes.
+    """The accepted keys by name: a single key, or those of a file, which is read again when it changes.
 
-    A file has lines `NAME: KEY`, or a single line with a key alone; `#` begins a line that is none.
-    Raises ConfigError for a file without keys, and for what is no key.
+    A file has lines `NAME: KEY`, or one line with a key alone; lines that begin with `#` are comments.
+
+    Raises:
+        ConfigError: a file without keys, or with a malformed line.
     """
 
     def __init__(self, key: str | None = None, file: Path | None = None) -> None:
-        self._file = file
-        self._seen: tuple[int, int, int] | None = None
+        self._file, self._stamp = file, _stamp(file)
         self._digests: dict[bytes, str] = {}
         if file is not None:
-            self._seen = self._stamp(file)
-            self._digests = {_digest(key): name for name, key in read_keys(file).items()}
+            self._digests = _digests(file)
         elif key is not None:
             self._digests = {_digest(key): DEFAULT}
 
     @property
-    def needed(self) -> bool:
-        """Whether anybody is asked for a key."""
+    def required(self) -> bool:
+        """Whether clients need a key."""
         return bool(self._digests)
 
     def name_of(self, authorization: str) -> str | None:
-        """The name of the key in an `Authorization` header, or None if it is nobody's."""
-        given, name = hashlib.sha256(authorization.encode("utf-8", "surrogateescape")).digest(), None
-        for digest, known in self._digests.items():  # all of them: the time tells nothing
-            if hmac.compare_digest(given, digest):
-                name = known
+        """The name of the key in an `Authorization` header; None if it is unknown."""
+        digest, name = hashlib.sha256(authorization.encode("utf-8", "surrogateescape")).digest(), None
+        for known, known_name in self._digests.items():  # all of them, so that the time reveals nothing
+            if hmac.compare_digest(digest, known):
+                name = known_name
         return name
 
     def name_of_page(self, authorization: str) -> str | None:
-        """As `name_of`, also for what a browser sends once it has asked: `Basic`, with any name and the key as the
-        password. Only for pages: a browser sends it along unasked, wherever a connection comes from."""
+        """As `name_of`, and also for HTTP Basic with the key as the password, which browsers send.
+
+        For pages only: a browser attaches Basic credentials to websockets that other sites open.
+        """
         kind, _, credentials = authorization.partition(" ")
         if kind != "Basic":
             return self.name_of(authorization)
@@ -64,54 +64,59 @@ class Keys:
         return self.name_of(f"Api-Key {key}")
 
     def refresh(self) -> bool:
-        """Read the file again if it has changed, and say whether it had; one that cannot be used changes nothing."""
-        if self._file is None:
+        """Read the file again if it changed; whether the keys changed. An unusable file changes nothing."""
+        stamp = _stamp(self._file)
+        if self._file is None or stamp == self._stamp:
             return False
-        stamp = self._stamp(self._file)
-        if stamp == self._seen:
-            return False
-        self._seen = stamp
+        self._stamp = stamp
         try:
-            self._digests = {_digest(key): name for name, key in read_keys(self._file).items()}
+            self._digests = _digests(self._file)
         except ConfigError as error:
-            logger.error("the keys stay as they were: %s", error)
+            logger.error("the keys stay unchanged: %s", error)
             return False
-        logger.warning("keys read again: %s", ", ".join(self._digests.values()))
+        logger.warning("read the keys again: %s", ", ".join(self._digests.values()))
         return True
-
-    @staticmethod
-    def _stamp(file: Path) -> tuple[int, int, int] | None:
-        try:
-            stat = file.stat()
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_ino, stat.st_size  # a second write may come before the clock's next tick
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Keys by name. Not an option of its own: command lines are public. Raises ConfigError that quotes no key."""
+    """Keys by name from a file; command lines are public, so no option takes a key. Raises ConfigError, which quotes
+    no key."""
+    where = f"api key {path}"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no UTF-8"
-        raise ConfigError(f"api key {path}: expected a readable text file, got: {reason}") from None
+        raise ConfigError(f"{where}: expected a readable text file, got: {reason}") from None
     keys: dict[str, str] = {}
     rows = [(i, line.strip()) for i, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")]
     if not rows:
-        raise ConfigError(f"api key {path}: expected a key, got an empty file")
+        raise ConfigError(f"{where}: expected a key, got an empty file")
     for number, line in rows:
         match = _LINE.fullmatch(line)
         if match is None or not (line.isascii() and line.isprintable()):
-            raise ConfigError(f"api key {path}: line {number}: expected printable ASCII characters")
+            raise ConfigError(f"{where}: line {number}: expected printable ASCII characters")
         name, key = match[1] or DEFAULT, match[2]
         if match[1] is None and len(rows) > 1:
-            raise ConfigError(f"api key {path}: line {number}: with several keys expected NAME: KEY, no space in NAME")
+            raise ConfigError(f"{where}: line {number}: with several keys expected NAME: KEY, no space in NAME")
         if again := name if name in keys else next((f"the key of {n}" for n, k in keys.items() if k == key), ""):
-            raise ConfigError(f"api key {path}: line {number}: expected a name and a key of its own, got {again} again")
+            raise ConfigError(f"{where}: line {number}: expected a name and a key of its own, got {again} again")
         keys[name] = key
     return keys
 
 
+def _digests(file: Path) -> dict[bytes, str]:
+    return {_digest(key): name for name, key in read_keys(file).items()}
+
+
 def _digest(key: str) -> bytes:
-    # Of equal length whatever was sent, so that comparing tells nothing about the key's.
+    # Digests have the same length whatever a client sent, so comparing them does not reveal the length of a key.
     return hashlib.sha256(f"Api-Key {key}".encode()).digest()
+
+
+def _stamp(file: Path | None) -> tuple[int, int, int] | None:
+    try:
+        stat = file.stat() if file is not None else None
+    except OSError:
+        return None
+    # The clock may not advance between two writes: compare the size, too.
+    return None if stat is None else (stat.st_mtime_ns, stat.st_ino, stat.st_size)

@@ -1,4 +1,4 @@
-"""What a server allows: one typed place for every limit. Knows nothing about how they are kept."""
+"""The configuration of a policy server: address, access, limits and batching."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vla_accel.config.mapping import Checked
 from vla_accel.errors import ConfigError
+from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class BatchLimits:
     """How many observations run together.
 
     Attributes:
-        max_batch: observations of one turn, at most.
-        max_observations: observations of one request, at most.
+        max_batch: the most observations of one turn.
+        max_observations: the most observations of one request.
     """
 
     max_batch: int = 1
@@ -30,49 +31,48 @@ class BatchLimits:
 class ServerConfig(Checked):
     """Address, limits and batching of a policy server.
 
-    Memory is bounded by `max_clients` times about three times `max_payload`: a frame being received, its message and
-    its arrays; and 16 MiB for each replica that has a process of its own. One client has one request at a time under
-    way; further frames wait in its own socket.
+    Memory is bounded by about three times `max_clients * max_payload`, for frames, messages and arrays, plus 16 MiB for
+    each replica with a process of its own. Each client has at most one request under way; its further frames wait in
+    its socket.
     """
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every network of this machine."""
     port: int = 8000
-    """0 takes a free port."""
+    """Port; 0 picks a free one."""
     api_key: str | None = None
-    """Clients must send `Authorization: Api-Key …`; without a key and a file everyone is let in."""
+    """Clients must send `Authorization: Api-Key …`. Without a key and a key file, every client is accepted."""
     api_key_file: Path | None = None
-    """Several keys, in lines `NAME: KEY`; the file is read again when it changes."""
+    """Several keys, in lines `NAME: KEY`. The file is read again when it changes."""
     tls_cert: Path | None = None
-    """Certificate chain in PEM; with it the server speaks wss and https."""
+    """Certificate chain (PEM); with it the server speaks wss and https."""
     tls_key: Path | None = None
     """Private key of the certificate, if it is not in the same file."""
     page: bool = True
     """Whether GET / is a live page."""
     max_payload: int = 16 * 2**20
-    """Bytes of one message, at most."""
+    """Largest message in bytes."""
     max_clients: int = 64
-    """Connections at once; a further one is answered 503."""
+    """Most connections at once; further ones get status 503."""
     request_timeout_s: float = 60.0
     """From a request's arrival to its result."""
     message_timeout_s: float = 30.0
     """From the first to the last byte of one message."""
     handshake_timeout_s: float = 2.0
-    """From a connection's begin to the end of its handshake."""
+    """From the start of a connection to the end of its handshake."""
     send_timeout_s: float = 10.0
-    """For a client to take its answer."""
+    """For a client to read its answer."""
     grace_s: float = 30.0
-    """At shutdown, for the requests under way to finish."""
+    """At shutdown, for requests under way to finish."""
     max_batch: int = 1
-    """Observations run together, at most: 1, 2, 4, 8, …, because engines have fixed shapes; more than 1 needs a policy
-    with `infer_batch`. A request with more of them gives way to other clients after each so many."""
+    """Most observations that run together: 1, 2, 4, 8, …, because engines have fixed shapes; more than 1 requires a
+    policy with `infer_batch`. A larger request lets other clients run after each `max_batch` of them."""
     max_observations: int = BatchLimits.max_observations
-    """Observations of one request (`{"batch": [...]}`), at most; more are an error."""
+    """Most observations of one request (`{"batch": [...]}`); more are an error."""
     rate_limit: float | None = None
-    """Observations a second of each client, at most, on average over a second; a client that sends faster waits. None
-    for no limit."""
+    """Observations per second of each client, averaged over a second; a faster client waits. None for no limit."""
     max_wait_s: float = 0.005
-    """How long a batch waits to become full, where `max_batch` is above 1."""
+    """How long a batch waits to become full, if `max_batch` is above 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,12 +83,11 @@ class ServerConfig(Checked):
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("api_key: expected api_key or api_key_file, got both")
         if self.tls_key is not None and self.tls_cert is None:
-            raise ConfigError("tls_key: expected tls_cert, too, got none")
-        if self.rate_limit is not None and not 0 < self.rate_limit < float("inf"):
-            raise ConfigError(f"rate_limit: expected observations a second above 0, got {self.rate_limit}")
+            raise ConfigError("tls_key: expected tls_cert with it, got none")
+        if self.rate_limit is not None:
+            above_zero(self.rate_limit, "rate_limit", "observations per second")
         for name in ("max_payload", "max_clients", "max_batch", "max_observations"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            at_least(1, getattr(self, name), name)
         if self.max_batch & (self.max_batch - 1):
             lower = 1 << (self.max_batch.bit_length() - 1)
             raise ConfigError(
@@ -96,30 +95,26 @@ class ServerConfig(Checked):
             )
         if self.max_batch == 1 and self.max_wait_s != type(self).max_wait_s:
             raise ConfigError(f"max_wait_s: expected max_batch above 1 with it, got {self.max_wait_s} alone")
-        for name in ("request", "message", "handshake", "send"):
-            if not getattr(self, f"{name}_timeout_s") > 0:
-                raise ConfigError(
-                    f"{name}_timeout_s: expected seconds above 0, got {getattr(self, f'{name}_timeout_s')}"
-                )
+        for name in ("request_timeout_s", "message_timeout_s", "handshake_timeout_s", "send_timeout_s"):
+            above_zero(getattr(self, name), name)
         for name in ("grace_s", "max_wait_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}: expected 0 or more seconds, got {getattr(self, name)}")
+            zero_or_more(getattr(self, name), name)
 
     @property
     def batches(self) -> BatchLimits:
-        """The limits that replicas keep."""
+        """The limits that replicas apply."""
         return BatchLimits(self.max_batch, self.max_observations)
 
     @property
-    def beyond(self) -> bool:
-        """Whether more than this machine reaches the address to listen on."""
+    def public(self) -> bool:
+        """Whether other machines can reach the address."""
         try:
             return not ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host != "localhost"
 
     def require_free(self) -> None:
-        """Raise ConfigError if the address cannot be listened on: for before a policy is loaded."""
+        """Raise ConfigError if the address is in use or invalid: check this before loading a policy."""
         try:
             found = socket.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, kind, protocol, _, address in found:
@@ -127,19 +122,18 @@ class ServerConfig(Checked):
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as asyncio's servers do
                     probe.bind(address)
         except OSError as error:
-            free = "; --port 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
-            told = f"cannot listen on {self.host}:{self.port}: {error.strerror or error}{free}"
-            raise ConfigError(told) from error
+            hint = "; --port 0 picks a free one" if error.errno == errno.EADDRINUSE else ""
+            raise ConfigError(f"cannot listen on {self.host}:{self.port}: {error.strerror or error}{hint}") from error
 
     def tls(self) -> ssl.SSLContext | None:
-        """What encrypts connections; None where they travel in the clear. Raises ConfigError for files of no use."""
+        """The TLS context, or None without a certificate. Raises ConfigError for unusable files."""
         if self.tls_cert is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self.tls_cert, self.tls_key)
         except (OSError, ssl.SSLError) as error:
-            named = f"{self.tls_cert}" + (f" and {self.tls_key}" if self.tls_key else "")
-            own = "" if self.tls_key else "; a key in a file of its own: --tls-key"
-            raise ConfigError(f"tls_cert: expected a certificate and its key in {named}, got: {error}{own}") from error
+            files = f"{self.tls_cert}" + (f" and {self.tls_key}" if self.tls_key else "")
+            hint = "" if self.tls_key else "; for a key in a separate file pass --tls-key"
+            raise ConfigError(f"tls_cert: expected a certificate and its key in {files}, got: {error}{hint}") from error
         return context

@@ -1,4 +1,4 @@
-"""The event loop that a server runs in, and what keeps its answers quick. Knows nothing about servers."""
+"""The event loop of a server, and process settings that keep answers fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SWITCH_S = 0.0005
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main` to its end, in uvloop's event loop where it is installed, else in asyncio's."""
+    """Run `main` to its end, in uvloop if it is installed, else in asyncio's event loop."""
     tune_process()
     try:
         import uvloop
@@ -26,10 +26,10 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 def tune_process() -> None:
-    """Settings of the whole process, for messages of hundreds of kilobytes and two busy threads.
+    """Set up this process for messages of hundreds of kilobytes and two busy threads.
 
-    glibc gives such blocks back to the system and takes them again, some 70 page faults each, for every message: freed
-    memory is kept, up to 64 MiB. A thread that waits for Python's lock is let in after 0.5 ms, not 5.
+    By default glibc returns such blocks to the system after each message, at about 70 page faults each: keep up to
+    64 MiB of freed memory. And let a waiting thread have Python's lock after 0.5 ms instead of 5.
     """
     with contextlib.suppress(OSError, AttributeError):  # no glibc
         libc = ctypes.CDLL(None)

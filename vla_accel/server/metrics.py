@@ -1,184 +1,218 @@
-"""Counters, gauges and histograms in Prometheus' text format (version 0.0.4).
+"""What the server counts, as a collector for `prometheus_client`, which writes the page for Prometheus.
 
-Written and read on the server's event loop only, so there are no locks. Knows the names of what is counted, not how it
-comes about.
+Only the event loop writes and reads these counts, so there are no locks.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
+import math
 import os
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from vla_accel.errors import DependencyError
 from vla_accel.server.gpus import gpus
-from vla_accel.server.recent import Recent
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-
-
 QUANTILES = (0.5, 0.99)
-Labelled = tuple[dict[str, str], float]
-"""Labels, and the value that they have."""
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
-
-class Counter:
-    """Counts, one for each value of one label ("" without a label)."""
-
-    def __init__(self, name: str, help_line: str, label: str = "") -> None:
-        self.name, self.help_line, self.label = name, help_line, label
-        self.values: dict[str, float] = {} if label else {"": 0.0}
-
-    def add(self, label: str = "", amount: float = 1.0) -> None:
-        self.values[label] = self.values.get(label, 0.0) + amount
-
-    def lines(self) -> Iterator[str]:
-        yield from _head(self.name, self.help_line, "counter")
-        for label, value in self.values.items():
-            yield f"{self.name}{_labels({self.label: label} if self.label else {})} {value:.15g}"
-
-
-class Gauge:
-    """A value that is asked for when it is read, or one for each value of some labels."""
-
-    def __init__(self, name: str, help_line: str, read: Callable[[], float | list[Labelled]]) -> None:
-        self.name, self.help_line, self.read = name, help_line, read
-
-    def lines(self) -> Iterator[str]:
-        yield from _head(self.name, self.help_line, "gauge")
-        value = self.read()
-        for labels, one in value if isinstance(value, list) else [({}, value)]:
-            yield f"{self.name}{_labels(labels)} {one:.15g}"
+COUNTERS = {
+    "requests": ("Requests answered, by outcome.", "outcome"),
+    "errors": ("Errors reported to clients, by type.", "type"),
+    "connections": ("Connections that completed the handshake.", ""),
+    "refused": ("Connections refused or ended, by reason.", "reason"),
+    "key_requests": ("Requests answered, by the key's name.", "key"),
+    "delayed": ("Requests that the rate limit delayed, by the key's name.", "key"),
+    "policy_requests": ("Requests answered, by policy.", "policy"),
+    "replica_requests": ("Requests computed, by replica.", "replica"),
+    "replica_deaths": ("Replicas that died, by replica.", "replica"),
+    "retried": ("Requests computed again because a replica died.", ""),
+    "received_bytes": ("Bytes of the messages received.", ""),
+    "sent_bytes": ("Bytes of the messages sent.", ""),
+}
+"""Name without the prefix `vla_accel_` -> (help, label)."""
+HISTOGRAMS = {
+    "request_seconds": ("From a request's arrival until its answer is sent; no bad requests.", _SECONDS, ""),
+    "component_seconds": ("Latency by component, as the policy reports it.", _SECONDS, "component"),
+    "queue_seconds": ("Time a request waited for its turn.", _SECONDS, ""),
+    "batch_size": ("Requests run together.", _SIZES, ""),
+}
+"""Name -> (help, upper bounds, label)."""
+GAUGES = {
+    "clients": "Clients connected now.",
+    "queue_depth": "Requests waiting for their turn.",
+    "running_requests": "Requests that the policy computes now.",
+    "replicas": "Replicas that are loaded.",
+}
 
 
 class Histogram:
-    """Observations in buckets, one histogram for each value of one label ("" without a label)."""
+    """Counts of values in buckets, for each value of one label ("" without a label)."""
 
-    def __init__(self, name: str, help_line: str, bounds: tuple[float, ...], label: str = "") -> None:
-        self.name, self.help_line, self.bounds, self.label = name, help_line, bounds, label
-        self.counts: dict[str, list[int]] = {}
-        self.sums: dict[str, float] = {}
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(bounds) + 1))
+        self.sums: Counter[str] = Counter()
 
     def observe(self, value: float, label: str = "") -> None:
-        counts = self.counts.setdefault(label, [0] * (len(self.bounds) + 1))
-        counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.sums[label] = self.sums.get(label, 0.0) + value
-
-    def lines(self) -> Iterator[str]:
-        yield from _head(self.name, self.help_line, "histogram")
-        for label, counts in self.counts.items():
-            own = {self.label: label} if self.label else {}
-            running = 0
-            for bound, count in zip((*map("{:g}".format, self.bounds), "+Inf"), counts, strict=True):
-                running += count
-                yield f"{self.name}_bucket{_labels({**own, 'le': bound})} {running}"
-            yield f"{self.name}_sum{_labels(own)} {self.sums[label]:.9g}"
-            yield f"{self.name}_count{_labels(own)} {running}"
+        self.counts[label][bisect.bisect_left(self.bounds, value)] += 1
+        self.sums[label] += value  # type: ignore[assignment]
 
 
 class Metrics:
-    """Everything a policy server counts."""
+    """Everything that a policy server counts.
 
-    def __init__(
-        self,
-        *,
-        clients: Callable[[], int],
-        waiting: Callable[[], int],
-        running: Callable[[], int],
-        replicas: Callable[[], int],
-    ) -> None:
-        self.requests = Counter("vla_accel_requests_total", "Requests answered, by outcome.", "outcome")
-        self.errors = Counter("vla_accel_errors_total", "Errors reported to clients, by type.", "type")
-        self.connections = Counter("vla_accel_connections_total", "Connections that completed the handshake.")
-        self.refused = Counter("vla_accel_refused_total", "Connections refused or ended, by reason.", "reason")
-        self.key_requests = Counter("vla_accel_key_requests_total", "Requests answered, by the key's name.", "key")
-        self.delayed = Counter(
-            "vla_accel_delayed_total", "Requests that the rate limit held back, by the key's name.", "key"
-        )
-        self.policy_requests = Counter("vla_accel_policy_requests_total", "Requests answered, by policy.", "policy")
-        self.replica_requests = Counter("vla_accel_replica_requests_total", "Requests computed, by replica.", "replica")
-        self.replica_deaths = Counter("vla_accel_replica_deaths_total", "Replicas that ended unasked.", "replica")
-        self.retried = Counter("vla_accel_retried_total", "Requests computed again because a replica died.")
-        self.received = Counter("vla_accel_received_bytes_total", "Bytes of the messages received.")
-        self.sent = Counter("vla_accel_sent_bytes_total", "Bytes of the messages sent.")
-        self.request_seconds = Histogram(
-            "vla_accel_request_seconds", "From a request's arrival to its answer, sent; of no bad request.", SECONDS
-        )
-        self.component_seconds = Histogram(
-            "vla_accel_component_seconds", "Latency by component, as the policy reports it.", SECONDS, "component"
-        )
-        self.queue_seconds = Histogram("vla_accel_queue_seconds", "Time a request waited for its turn.", SECONDS)
-        self.batch_size = Histogram("vla_accel_batch_size", "Requests run together.", SIZES)
+    Args:
+        gauges: functions that return the current value of each of `GAUGES`.
+    """
+
+    def __init__(self, gauges: Mapping[str, Callable[[], int]]) -> None:
+        prometheus()  # a missing package is an error at the start
+        self.counters = {name: Counter() if label else Counter({"": 0}) for name, (_, label) in COUNTERS.items()}
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds, _) in HISTOGRAMS.items()}
         self.recent = Recent()
-        """The last five minutes, by component, and `request` for the whole."""
-        self.clients = clients
-        self._gauges = (
-            Gauge("vla_accel_clients", "Clients connected now.", clients),
-            Gauge("vla_accel_recent_seconds", "Latency by component in the last five minutes.", self._recent_seconds),
-            Gauge(
-                "vla_accel_recent_requests_per_second",
-                "Requests answered a second, of late; no bad ones.",
-                lambda: self.recent.per_second("request"),
-            ),
-            Gauge("vla_accel_gpu_memory_used_bytes", "Memory used, by GPU.", _of_gpus("memory_used_bytes")),
-            Gauge("vla_accel_gpu_memory_total_bytes", "Memory, by GPU.", _of_gpus("memory_total_bytes")),
-            Gauge("vla_accel_gpu_clock_hertz", "Clock of the multiprocessors, by GPU.", _of_gpus("clock_hertz")),
-            Gauge("vla_accel_queue_depth", "Requests waiting for their turn.", waiting),
-            Gauge("vla_accel_running_requests", "Requests that the policy computes now.", running),
-            Gauge("vla_accel_replicas", "Replicas that are loaded.", replicas),
-            Gauge("process_resident_memory_bytes", "Resident memory of the server process.", resident_bytes),
-        )
+        """Latency of the last five minutes by component; `request` is the whole request."""
+        self.gauges = gauges
 
-    def request(self, seconds: float) -> None:
-        """Take in a request's whole time."""
-        self.request_seconds.observe(seconds)
+    def count(self, name: str, label: str = "", amount: int = 1) -> None:
+        """Add to one of `COUNTERS`; without a label its only label is ""."""
+        self.counters[name][label] += amount
+
+    def observe_request(self, seconds: float) -> None:
+        """Count a request's total time."""
+        self.histograms["request_seconds"].observe(seconds)
         self.recent.add("request", seconds)
 
-    def components(self, timing: Any) -> None:
-        """Take in a policy's `policy_timing`: milliseconds under `<component>_ms`."""
-        if not isinstance(timing, Mapping):
-            return
+    def observe_components(self, timing: Mapping[str, Any]) -> None:
+        """Count a policy's `policy_timing`: milliseconds under `<component>_ms`."""
         for key, value in timing.items():
             if isinstance(key, str) and key.endswith("_ms") and isinstance(value, (int, float)):
                 name, seconds = key.removesuffix("_ms"), float(value) / 1e3
-                self.component_seconds.observe(seconds, name)
+                self.histograms["component_seconds"].observe(seconds, name)
                 self.recent.add(name, seconds)
-
-    def _recent_seconds(self) -> list[Labelled]:
-        return [
-            ({"component": name, "quantile": f"{q:g}"}, self.recent.quantile(name, q))
-            for name in self.recent.names()
-            for q in QUANTILES
-        ]
 
     def text(self) -> str:
         """The page that Prometheus reads."""
-        own = [v for v in vars(self).values() if isinstance(v, (Counter, Histogram))]
-        return "\n".join(line for one in (*own, *self._gauges) for line in one.lines()) + "\n"
+        return prometheus().generate_latest(self).decode()
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families, as `prometheus_client` asks a registry for them."""
+        core = prometheus().core
+        for name, (text, label) in COUNTERS.items():
+            family = core.CounterMetricFamily(f"vla_accel_{name}", text, labels=[label] if label else [])
+            for value, count in self.counters[name].items():
+                family.add_metric([value] if label else [], count)
+            yield family
+        for name, (text, bounds, label) in HISTOGRAMS.items():
+            family = core.HistogramMetricFamily(f"vla_accel_{name}", text, labels=[label] if label else [])
+            for value, counts in self.histograms[name].counts.items():
+                buckets = list(zip((*map("{:g}".format, bounds), "+Inf"), itertools.accumulate(counts), strict=True))
+                family.add_metric([value] if label else [], buckets, self.histograms[name].sums[value])
+            yield family
+        for name, text in GAUGES.items():
+            yield core.GaugeMetricFamily(f"vla_accel_{name}", text, value=self.gauges[name]())
+        yield core.GaugeMetricFamily(
+            "vla_accel_recent_requests_per_second",
+            "Requests answered per second over the last seconds; no bad ones.",
+            value=self.recent.per_second("request"),
+        )
+        recent = "vla_accel_recent_seconds", "Latency by component in the last five minutes."
+        family = core.GaugeMetricFamily(*recent, labels=["component", "quantile"])
+        for name in self.recent.names():
+            for q in QUANTILES:
+                family.add_metric([name, f"{q:g}"], self.recent.quantile(name, q))
+        yield family
+        for name, text in (
+            ("memory_used_bytes", "Memory used, by GPU."),
+            ("memory_total_bytes", "Memory, by GPU."),
+            ("clock_hertz", "Clock of the multiprocessors, by GPU."),
+        ):
+            family = core.GaugeMetricFamily(f"vla_accel_gpu_{name}", text, labels=["gpu"])
+            for gpu in gpus():
+                family.add_metric([gpu.name], getattr(gpu, name))
+            yield family
+        yield core.GaugeMetricFamily(
+            "process_resident_memory_bytes", "Resident memory of the server process.", value=resident_bytes()
+        )
 
 
-def _of_gpus(attribute: str) -> Callable[[], list[Labelled]]:
-    return lambda: [({"gpu": gpu.name}, float(getattr(gpu, attribute))) for gpu in gpus()]
+def prometheus() -> Any:
+    """The package `prometheus_client`. Raises DependencyError if it is missing."""
+    try:
+        import prometheus_client.core
+    except ImportError as error:
+        raise DependencyError(
+            f"the server needs prometheus_client: pip install 'vla_accel[serve]' ({error})"
+        ) from error
+    return prometheus_client
 
 
 def resident_bytes() -> float:
-    """Resident memory of this process; NaN where there is no /proc."""
+    """Resident memory of this process; NaN on a system without /proc."""
     try:
         with open("/proc/self/statm") as file:
             return float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return float("nan")
+        return math.nan
 
 
-def _head(name: str, help_line: str, kind: str) -> Iterator[str]:
-    yield f"# HELP {name} {help_line}"
-    yield f"# TYPE {name} {kind}"
+class Recent:
+    """Quantiles and rates of the last five minutes in bounded memory, because the event loop reads them.
 
+    Durations are counted in buckets that grow by 4 %, so quantiles are exact to 2 %. Counts are kept for slots of ten
+    seconds, of which the oldest expire, and for the whole window.
+    """
 
-def _labels(labels: Mapping[str, str]) -> str:
-    def escape(value: str) -> str:
-        return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    _WINDOW_S, _SLOT_S, _GROWTH, _FINEST_S = 300.0, 10.0, 1.04, 1e-6
 
-    return "{" + ",".join(f'{k}="{escape(v)}"' for k, v in labels.items()) + "}" if labels else ""
+    def __init__(self) -> None:
+        self._slots: deque[tuple[int, defaultdict[str, Counter[int]]]] = deque()
+        self._window: defaultdict[str, Counter[int]] = defaultdict(Counter)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count a duration."""
+        bucket = round(math.log(max(seconds, self._FINEST_S) / self._FINEST_S, self._GROWTH))
+        for counts in (self._slot(), self._window):
+            counts[name][bucket] += 1
+
+    def names(self) -> list[str]:
+        """Names with durations in the window."""
+        self._slot()
+        return list(self._window)
+
+    def quantile(self, name: str, q: float) -> float:
+        """A quantile of the durations in the window, in seconds; NaN without any."""
+        self._slot()
+        counts = self._window.get(name, Counter())
+        left = math.ceil(q * counts.total())
+        for bucket in sorted(counts):
+            left -= counts[bucket]
+            if left <= 0:
+                return self._FINEST_S * self._GROWTH**bucket
+        return math.nan
+
+    def per_second(self, name: str) -> float:
+        """Durations counted per second, over the last complete slot and the current one."""
+        self._slot()
+        now = time.monotonic()
+        first = int(now / self._SLOT_S) - 1
+        count = sum(slot[name].total() for number, slot in self._slots if number >= first and name in slot)
+        return count / (now - first * self._SLOT_S)
+
+    def _slot(self) -> defaultdict[str, Counter[int]]:
+        """The current slot; expired slots are removed from the window."""
+        number = int(time.monotonic() / self._SLOT_S)
+        while self._slots and self._slots[0][0] <= number - self._WINDOW_S / self._SLOT_S:
+            for name, counts in self._slots.popleft()[1].items():
+                self._window[name] -= counts  # Counter subtraction drops what falls to zero
+                if not self._window[name]:
+                    del self._window[name]
+        if not self._slots or self._slots[-1][0] != number:
+            self._slots.append((number, defaultdict(Counter)))
+        return self._slots[-1][1]

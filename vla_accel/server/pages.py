@@ -1,13 +1,11 @@
-"""What a server says over plain HTTP: the live page, its figures, and Prometheus' metrics. Knows no connections.
-
-The page shows the figures of `/metrics`, from the same counters.
-"""
+"""The pages of a server: the live page, its figures, and the metrics for Prometheus, all from the same counts."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,18 @@ HEADERS = {
     "connect-src 'self'",
     "X-Content-Type-Options": "nosniff",
 }
-"""Of every page: nothing from elsewhere, nothing kept."""
+"""Headers of every page."""
+_ENGINE_KEYS = ("component", "requested", "used", "reason")
 
 
 class Pages:
-    """Answers to GET. `live`: whether there is a page for people."""
+    """Responses to GET. `live`: whether to serve the live page and its figures."""
 
     def __init__(self, metrics: Metrics, dispatcher: Dispatcher, live: bool) -> None:
         self._metrics, self._dispatcher, self._live = metrics, dispatcher, live
 
     def get(self, path: str) -> tuple[str, str] | None:
-        """Content type and text of a page; None where there is none."""
+        """Content type and text of a page; None for an unknown path."""
         if path == "metrics":
             return CONTENT_TYPE, self._metrics.text()
         if self._live and path == "":
@@ -42,27 +41,27 @@ class Pages:
         return None
 
     def status(self) -> dict[str, Any]:
-        """The figures of the live page; milliseconds are null where nothing was measured in the last five minutes."""
+        """The figures of the live page; milliseconds are null without a measurement in the last five minutes."""
         m, d = self._metrics, self._dispatcher
         return {
             "policies": self._policies(),
-            "clients": int(m.clients()),
+            "clients": m.gauges["clients"](),
             "waiting": d.waiting,
             "running": d.running,
-            "replicas_ready": d.ready,
+            "replicas_ready": len(d.loaded),
             "replicas": [
                 {
                     "name": r.name,
-                    "requests": int(m.replica_requests.values.get(r.name, 0)),
-                    "deaths": int(m.replica_deaths.values.get(r.name, 0)),
+                    "requests": m.counters["replica_requests"][r.name],
+                    "deaths": m.counters["replica_deaths"][r.name],
                 }
                 for r in d.replicas
             ],
             "requests_per_second": m.recent.per_second("request"),
-            "requests": _counts(m.requests),
-            "errors": _counts(m.errors),
-            "refused": _counts(m.refused),
-            "keys": _counts(m.key_requests),
+            "requests": m.counters["requests"],
+            "errors": m.counters["errors"],
+            "refused": m.counters["refused"],
+            "keys": m.counters["key_requests"],
             "latency": [
                 {"component": name} | {f"p{q * 100:g}_ms": _milliseconds(m.recent.quantile(name, q)) for q in QUANTILES}
                 for name in m.recent.names()
@@ -71,19 +70,17 @@ class Pages:
         }
 
     def _policies(self) -> list[dict[str, Any]]:
-        """Each policy's name, and which engines run it and why, as it told when it was loaded."""
-        hellos = self._dispatcher.hellos
-        told = [(name, wire.unpack_map(hello)) for name, hello in hellos.items() if name or len(hellos) == 1]
-        return [{"policy": name or str(m.get("policy", "")), "engines": _engines(m.get("engines"))} for name, m in told]
+        """Each policy's name and ledger, from its metadata."""
+        frames = self._dispatcher.metadata_frames
+        found = [(name, wire.unpack_map(frame)) for name, frame in frames.items() if name or len(frames) == 1]
+        return [
+            {"policy": name or str(m.get("policy", "")), "engines": _engines(m.get("engines"))} for name, m in found
+        ]
 
 
 def _engines(ledger: Any) -> list[dict[str, str]]:
-    rows = [row for row in ledger if isinstance(row, dict)] if isinstance(ledger, list) else []
-    return [{key: str(row.get(key, "")) for key in ("component", "requested", "used", "reason")} for row in rows]
-
-
-def _counts(counter: Any) -> dict[str, int]:
-    return {label: int(value) for label, value in counter.values.items()}
+    rows = [row for row in ledger if isinstance(row, Mapping)] if isinstance(ledger, list) else []
+    return [{key: str(row.get(key, "")) for key in _ENGINE_KEYS} for row in rows]
 
 
 def _milliseconds(seconds: float) -> float | None:

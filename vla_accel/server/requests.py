@@ -1,9 +1,15 @@
-"""From a frame to requests that the policy can be given, or one clear error. Knows nothing about sockets or turns."""
+"""The four types that carry a request through the server, and the parser of a client's frame.
+
+`Call` (one message of a client) -> `Batch` (the calls that a replica runs together) -> `Request` (one observation, as
+the policy takes it) -> `Answer`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,84 +17,191 @@ from vla_accel.errors import ObservationError
 from vla_accel.remote import wire
 from vla_accel.transforms.observations import real_numbers
 
+if TYPE_CHECKING:
+    from vla_accel.server.policies import LoadedPolicy
+
+OPTIONS = {"prev_chunk": wire.PREV_CHUNK, "inference_delay": wire.INFERENCE_DELAY}
+"""Keyword arguments of `infer` that may travel with an observation, and their keys in it."""
+
+
+class ClientGone(Exception):
+    """The client has left, so nobody reads the answer."""
+
 
 @dataclass(frozen=True)
+class Answer:
+    """The reply to a call.
+
+    Attributes:
+        message: the frame to send; text is an error message.
+        outcome: label of the metric `vla_accel_requests_total`.
+        error: type of the error; "" without one.
+        trace: traceback of an error that no client can cause; only logged.
+        batch: observations that ran together.
+        policy: name of the policy.
+        policy_timing: the policy's own times in ms.
+        results: packed results of this turn, in order, of a call with several observations; `message` is then empty.
+        remaining: observations of the call that no turn has answered yet.
+    """
+
+    message: bytes | str
+    outcome: str = "ok"
+    error: str = ""
+    trace: str = ""
+    batch: int = 0
+    policy: str = ""
+    policy_timing: dict[str, Any] = field(default_factory=dict)
+    results: tuple[bytes, ...] = ()
+    remaining: int = 0
+
+
+Answers = list[tuple[int, Answer]]
+"""Answers with the index of their call in the batch."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One message of a client, from its arrival to its answer. Times are in seconds of `time.monotonic`.
+
+    Attributes:
+        frame: the message as received.
+        policy: the policy that the connection's path names; "" for the default.
+        timing: the answer's `server_timing` so far, in ms.
+        client: who takes a turn in the queue.
+        outcome: resolves to the `Answer`, or fails with `ClientGone`; None in a replica's process.
+        arrived_s: arrival at the server.
+        queued_s: start of the current wait in the queue.
+        waited_s: waits of all turns so far.
+        sent_s: when the call was sent to a replica.
+        started_s: when the replica began its batch; 0 while the call waits, in the queue or at the replica.
+        total: observations in the message if it holds a list; 0 for a single observation.
+        done: observations that earlier turns have answered.
+        results: their packed results.
+        deaths: replicas that died while they worked on this call.
+    """
+
+    frame: Any
+    policy: str = ""
+    timing: dict[str, float] = field(default_factory=dict)
+    client: Hashable = ""
+    outcome: asyncio.Future[Answer] | None = None
+    arrived_s: float = 0.0
+    queued_s: float = 0.0
+    waited_s: float = 0.0
+    sent_s: float = 0.0
+    started_s: float = 0.0
+    total: int = 0
+    done: int = 0
+    results: list[bytes] = field(default_factory=list)
+    deaths: int = 0
+
+    @property
+    def dropped(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return self.outcome is not None and self.outcome.done()
+
+    def portable(self, frame: Any) -> Call:
+        """A copy for another process, with this frame."""
+        return replace(self, frame=frame, client="", outcome=None, results=[])
+
+
+class Batch:
+    """Calls that a replica runs together.
+
+    Attributes:
+        calls: the calls.
+        pending: the calls without an answer, by index.
+    """
+
+    def __init__(self, calls: Sequence[Call], on_answers: Callable[[Batch, list[tuple[Call, Answer]]], object]) -> None:
+        self.calls, self._on_answers = calls, on_answers
+        self.pending = dict(enumerate(calls))
+
+    def deliver(self, answers: Answers) -> None:
+        """Hand over some answers; call this on the event loop."""
+        self._on_answers(self, [(self.pending.pop(index), answer) for index, answer in answers])
+
+
+@dataclass(eq=False)
 class Request:
-    """One observation, and the keyword arguments of `infer` that travelled with it."""
+    """One observation, as the policy takes it.
+
+    Attributes:
+        observation: the observation.
+        options: keyword arguments of `infer`.
+        policy: the policy that runs it.
+        call: index of its call in the batch.
+        index: its index in the call's list of observations.
+        result: the policy's result, or the exception that it raised.
+        infer_ms, batch: duration and size of the policy call; `batch` is 0 before it.
+    """
 
     observation: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
+    policy: LoadedPolicy | None = None
+    call: int = 0
+    index: int = 0
+    result: Any = None
+    infer_ms: float = 0.0
+    batch: int = 0
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a frame asks: of which policy ("" where it does not say), and what. `several`: a list is the answer."""
-
-    policy: str
-    observations: list[dict[str, Any]]
-    several: bool = False
-
-
-def read(frame: Any, *, named: bool, most: int) -> Asked:
-    """What a frame asks.
+def parse(frame: Any, *, named: bool, max_observations: int) -> tuple[str, list[dict[str, Any]], bool]:
+    """Parse a client's frame.
 
     Args:
-        frame: as a client sent it.
-        named: whether the server has policies to choose from.
-        most: observations that one request may have.
+        frame: the frame as received.
+        named: whether the server has several policies, so that the key `policy` names one.
+        max_observations: the most observations in one frame.
+
+    Returns:
+        The policy's name ("" without one), the observations, and whether the frame holds a list of them.
 
     Raises:
-        WireError: no openpi message.
-        ObservationError: a list of observations or a name that is none, or too many observations.
+        WireError: the frame is not a message in openpi's format.
+        ObservationError: no valid list of observations or name of a policy, or too many observations.
     """
     content = wire.unpack_map(frame)
     policy = content.pop(wire.POLICY, "") if named else ""
     if not isinstance(policy, str):
         raise ObservationError(f"{wire.POLICY}: expected a name, got {policy!r:.60}")
     if content.keys() != {wire.BATCH}:
-        return Asked(policy, [content])
+        return policy, [content], False
     observations = content[wire.BATCH]
     if not isinstance(observations, list) or not observations:
         raise ObservationError(f"{wire.BATCH}: expected a list of observations, got {observations!r:.60}")
-    if len(observations) > most:
+    if len(observations) > max_observations:
         raise ObservationError(
-            f"{wire.BATCH}: expected at most {most} observations in one request, got {len(observations)}; send several "
-            "requests, or let the server take more: --max-observations"
+            f"{wire.BATCH}: expected at most {max_observations} observations in one request, got {len(observations)}; "
+            "send several requests, or raise the server's --max-observations"
         )
     for index, one in enumerate(observations):
         if not isinstance(one, dict) or not all(isinstance(key, str) for key in one):
             raise ObservationError(f"{wire.BATCH}[{index}]: expected a map with text keys, got {one!r:.60}")
-    return Asked(policy, observations, True)
+    return policy, observations, True
 
 
-def request_of(observation: dict[str, Any], *, real_time_chunking: bool) -> Request:
-    """An observation apart from what travelled with it.
+def split_options(observation: dict[str, Any], *, real_time_chunking: bool) -> dict[str, Any]:
+    """Remove the keyword arguments of `infer` from an observation and return them. The policy checks the rest.
 
-    Args: `real_time_chunking`: whether the policy takes `prev_chunk` and `inference_delay`.
-    Raises ObservationError for real-time chunking that cannot be. The observation itself is the policy's to check.
+    Args:
+        observation: the observation; changed in place.
+        real_time_chunking: whether the policy takes `prev_chunk` and `inference_delay`.
+
+    Raises:
+        ObservationError: real-time chunking that the policy does not support, or invalid values.
     """
-    given = [key for key in (wire.PREV_CHUNK, wire.INFERENCE_DELAY) if key in observation]
-    if not given:
-        return Request(observation)
+    present = [key for key in OPTIONS.values() if key in observation]
+    if not present:
+        return {}
     if not real_time_chunking:
-        raise ObservationError(f"{given[0]}: this policy does not support real-time chunking")
-    if len(given) == 1:
-        raise ObservationError(f"expected {wire.PREV_CHUNK} and {wire.INFERENCE_DELAY} together, got only {given[0]}")
-    options = {
-        "prev_chunk": _chunk(observation.pop(wire.PREV_CHUNK)),
-        "inference_delay": _delay(observation.pop(wire.INFERENCE_DELAY)),
-    }
-    return Request(observation, options)
-
-
-def _chunk(value: Any) -> np.ndarray:
-    chunk = real_numbers(value, wire.PREV_CHUNK)
+        raise ObservationError(f"{present[0]}: this policy does not support real-time chunking")
+    if len(present) == 1:
+        raise ObservationError(f"expected {' and '.join(OPTIONS.values())} together, got only {present[0]}")
+    chunk = real_numbers(observation.pop(wire.PREV_CHUNK), wire.PREV_CHUNK)
     if chunk.ndim != 2 or not chunk.size:
         raise ObservationError(f"{wire.PREV_CHUNK}: expected (k, action_dim) numbers, got shape {chunk.shape}")
-    return chunk
-
-
-def _delay(value: Any) -> int:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise ObservationError(f"{wire.INFERENCE_DELAY}: expected ticks as an integer of 0 or more, got {value!r:.60}")
-    return int(value)
+    delay = observation.pop(wire.INFERENCE_DELAY)
+    if isinstance(delay, (bool, np.bool_)) or not isinstance(delay, (int, np.integer)) or delay < 0:
+        raise ObservationError(f"{wire.INFERENCE_DELAY}: expected ticks as an integer >= 0, got {delay!r:.60}")
+    return {"prev_chunk": chunk, "inference_delay": int(delay)}

@@ -1,7 +1,7 @@
-"""From frames to answers: reads requests, forms batches, runs the policy, packs results. Knows nothing about clients.
+"""Runs batches: parses frames, groups requests, calls the policy and packs the results.
 
-All of it happens in the one thread that calls the policy, in the server's process or in a replica's, so that a frame
-travels there as it came.
+All of it happens in the one thread that calls the policy, in the server's process or in a replica's, so that frames
+travel between processes unparsed.
 """
 
 from __future__ import annotations
@@ -10,239 +10,174 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from vla_accel.errors import ActionError, EngineError, ObservationError, VlaAccelError, WireError
 from vla_accel.remote import wire
 from vla_accel.server.limits import BatchLimits
-from vla_accel.server.requests import Asked, Request, read, request_of
-from vla_accel.server.shelf import OPTIONS, Served, Shelf
+from vla_accel.server.policies import PolicyRegistry
+from vla_accel.server.requests import OPTIONS, Answer, Answers, Call, Request, parse, split_options
 
 logger = logging.getLogger("vla_accel.server")
 
-_LONGEST_ERROR = 4000
-
-
-@dataclass
-class Call:
-    """A frame as a client sent it. `policy`: the name that its connection asks, "" for the default; `timing`: what is
-    known so far of the answer's `server_timing`, milliseconds; `sent_s`: when it was given to a replica
-    (`time.monotonic`, which a machine's processes share); `dropped`: nobody waits for it any more; `done`: how many of
-    its observations earlier turns have answered."""
-
-    frame: bytes | memoryview | str
-    policy: str = ""
-    timing: dict[str, float] = field(default_factory=dict)
-    sent_s: float = 0.0
-    dropped: bool = False
-    done: int = 0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a client is sent, and what is counted. A text `message` is an error; its traceback stays in `trace`."""
-
-    message: bytes | str
-    outcome: str = "ok"
-    """As the metrics count it."""
-    error: str = ""
-    """The error's type."""
-    trace: str = ""
-    """For errors that no client can make."""
-    batch: int = 0
-    """Observations that ran together."""
-    policy: str = ""
-    policy_timing: dict[str, Any] = field(default_factory=dict)
-    items: tuple[bytes, ...] = ()
-    """Of a request with several observations: the packed results of this turn, in order. `message` is then empty."""
-    left: int = 0
-    """Observations of the request that no turn has answered."""
-
-
+_MAX_ERROR_LENGTH = 4000
 _DROPPED = Answer("", "dropped")
-
-Deliver = Callable[[list[tuple[int, Answer]]], object]
-"""Takes answers as soon as there are some, each with the index of its call."""
-
-
-@dataclass
-class _Work:
-    """A call that was read: its policy, how many of its observations this turn answers, and the results, by place, as
-    they come."""
-
-    call: Call
-    asked: Asked
-    served: Served
-    count: int
-    results: dict[int, Any] = field(default_factory=dict)
 
 
 class Runner:
-    """Answers calls with the policies of a shelf, up to `max_batch` as one batch where a policy has `infer_batch`.
+    """Answers calls with the policies of a registry.
 
-    A turn answers at least one observation of each call, and more only up to `max_batch` in all (one of each where the
-    policy has no `infer_batch`): a call with more comes again, after those of other clients.
+    A turn answers at least one observation of each call. It answers more of them only while the turn has fewer than
+    `max_batch` observations and the policy has `infer_batch`; the rest of the call needs another turn.
     """
 
-    def __init__(self, shelf: Shelf, limits: BatchLimits) -> None:
-        self.shelf, self._limits = shelf, limits
-        self._free_s = 0.0
-        """When the last turn ended."""
+    def __init__(self, registry: PolicyRegistry, limits: BatchLimits) -> None:
+        self._registry, self._limits = registry, limits
+        self._idle_since = 0.0
 
-    def run(self, calls: Sequence[Call], deliver: Deliver) -> None:
-        """Answer every call exactly once, all of it or as much as fits the turn, whatever the policy raises; a batch's
-        answers leave before the next begins.
+    def run(self, calls: Sequence[Call], deliver: Callable[[Answers], object]) -> None:
+        """Answer every call exactly once, whatever the policy raises. `deliver` gets answers as soon as they exist.
 
-        When a batch fails its requests run one by one, so that one bad observation fails alone; with it fails the call
-        that it came with.
+        When a batch fails, its requests run one by one, so that only the call with the bad observation fails.
         """
-        works: dict[int, _Work] = {}
-        waiting: list[Entry] = []
-        refused: list[tuple[int, Answer]] = []
+        requests: dict[int, list[Request]] = {}
+        refused: Answers = []
         spare = max(0, self._limits.max_batch - len(calls))
         for index, call in enumerate(calls):
             if call.dropped:
                 refused.append((index, _DROPPED))
                 continue
             began = time.monotonic()
-            # It may have waited here, behind the turn before.
-            ready = max(call.sent_s, self._free_s)
+            ready = max(call.sent_s, self._idle_since)  # the call may have waited here behind the batch before
             call.timing["queue_ms"] = call.timing.get("queue_ms", 0.0) + (ready - call.sent_s) * 1e3
             call.timing["handover_ms"] = (began - ready) * 1e3
             try:
-                works[index], requests = self._read(call, spare)
-                spare -= len(requests) - 1
-                waiting += [Entry(index, place, works[index].served, r) for place, r in enumerate(requests)]
+                requests[index] = self._requests(index, call, spare)
+                spare -= len(requests[index]) - 1
             except Exception as error:
                 refused.append((index, failure(error)))
             call.timing["decode_ms"] = (time.monotonic() - began) * 1e3
         if refused:
             deliver(refused)
+        waiting = [request for own in requests.values() for request in own]
         while waiting:
             group = next_group(waiting, self._limits.max_batch)
-            taken = {(one.call, one.place) for one in group}
-            waiting = [one for one in waiting if (one.call, one.place) not in taken]
+            waiting = [request for request in waiting if request not in group]
             began = time.monotonic()
-            outcomes = run_requests(group[0].served.policy, [one.request for one in group])
+            results = run_requests(group[0].policy.policy, group)  # type: ignore[union-attr]
             infer_ms = (time.monotonic() - began) * 1e3
-            answers = []
-            for one, outcome in zip(group, outcomes, strict=True):
-                work = works[one.call]
-                work.results[one.place] = outcome, infer_ms, len(group)
-                if len(work.results) == work.count:
-                    answers.append((one.call, _answer(work)))
-            deliver(answers)
-        self._free_s = time.monotonic()
+            for request, result in zip(group, results, strict=True):
+                request.result, request.infer_ms, request.batch = result, infer_ms, len(group)
+            complete = [i for i in dict.fromkeys(r.call for r in group) if all(r.batch for r in requests[i])]
+            deliver([(index, _answer(calls[index], requests[index])) for index in complete])
+        self._idle_since = time.monotonic()
 
-    def _read(self, call: Call, spare: int) -> tuple[_Work, list[Request]]:
-        """A call, and the requests of this turn: its next observation, and up to `spare` more."""
-        asked = read(call.frame, named=bool(self.shelf.names), most=self._limits.max_observations)
-        served = self.shelf.get(asked.policy or call.policy)
-        end = call.done + 1 + (spare if served.batches else 0)
+    def _requests(self, index: int, call: Call, spare: int) -> list[Request]:
+        """The call's next request, and up to `spare` more."""
+        name, observations, several = parse(
+            call.frame, named=bool(self._registry.names), max_observations=self._limits.max_observations
+        )
+        call.total = len(observations) if several else 0
+        policy = self._registry.get(name or call.policy)
+        end = call.done + 1 + (spare if policy.batches else 0)
         requests = []
-        for index, observation in enumerate(asked.observations[call.done : end], call.done):
+        for place, observation in enumerate(observations[call.done : end], call.done):
             try:
-                requests.append(request_of(observation, real_time_chunking=served.real_time_chunking))
+                options = split_options(observation, real_time_chunking=policy.real_time_chunking)
             except ObservationError as error:
-                raise _placed(error, asked, index) from None
-        return _Work(call, asked, served, len(requests)), requests
+                raise _with_index(error, call, place) from None
+            requests.append(Request(observation, options, policy, index, place))
+        return requests
 
 
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """One observation that waits: the index of its call, its place in it, and what runs it."""
-
-    call: int
-    place: int
-    served: Served
-    request: Request
-
-
-def _answer(work: _Work) -> Answer:
-    """The answer to a call whose results, or the exceptions in their place, are all there."""
+def _answer(call: Call, requests: list[Request]) -> Answer:
     try:
-        return _packed(work)
-    except Exception as error:  # a result is the policy's own object, and may raise whatever it likes when it is read
+        return _packed(call, requests)
+    except Exception as error:  # a result is the policy's own object: reading it may raise anything
         return failure(error)
 
 
-def _packed(work: _Work) -> Answer:
-    packed, told, infer_ms, batch = [], {}, 0.0, 0
-    for place in range(work.count):
-        outcome, infer_ms, batch = work.results[place]
-        if isinstance(outcome, Exception):
-            return failure(_placed(outcome, work.asked, work.call.done + place))
-        if not isinstance(outcome, Mapping):
-            return failure(EngineError(f"policy: expected a mapping as its result, got {type(outcome).__name__}"))
-        told = outcome.get("policy_timing")
-        packed.append({**outcome, "server_timing": {"infer_ms": infer_ms, **work.call.timing, "batch": batch}})
+def _packed(call: Call, requests: list[Request]) -> Answer:
+    results, policy_timing = [], {}
+    for request in requests:
+        result = request.result
+        if isinstance(result, Exception):
+            return failure(_with_index(result, call, request.index))
+        if not isinstance(result, Mapping):
+            return failure(EngineError(f"policy: expected a mapping as its result, got {type(result).__name__}"))
+        policy_timing = result.get("policy_timing")
+        timing = {"infer_ms": request.infer_ms, **call.timing, "batch": request.batch}
+        results.append({**result, "server_timing": timing})
     try:
-        items = tuple(wire.pack(one) for one in packed)
+        packed = tuple(wire.pack(result) for result in results)
     except WireError as error:
         return failure(EngineError(f"policy: its result cannot be sent: {error}"))
-    timing = dict(told) if isinstance(told, Mapping) else {}
-    answer = Answer(items[0], batch=batch, policy=work.served.name, policy_timing=timing)
-    if not work.asked.several:
+    last, timing = requests[-1], dict(policy_timing) if isinstance(policy_timing, Mapping) else {}
+    name = last.policy.name if last.policy else ""
+    answer = Answer(packed[0], batch=last.batch, policy=name, policy_timing=timing)
+    if not call.total:
         return answer
-    return replace(answer, message=b"", items=items, left=len(work.asked.observations) - work.call.done - work.count)
+    return replace(answer, message=b"", results=packed, remaining=call.total - call.done - len(requests))
 
 
-def _placed(error: Exception, asked: Asked, index: int) -> Exception:
-    """The error, with the place of the observation where there are several."""
-    if not asked.several or not isinstance(error, VlaAccelError):
+def _with_index(error: Exception, call: Call, index: int) -> Exception:
+    """The error, with the observation's index if the call has several."""
+    if not call.total or not isinstance(error, VlaAccelError):
         return error
     return type(error)(f"{wire.BATCH}[{index}]: {error}")
 
 
 def failure(error: Exception, outcome: str = "") -> Answer:
-    """An error as an answer; `outcome` is told from the error where it is not given."""
+    """The answer that reports an error; `outcome` defaults to the one for its type."""
     expected = isinstance(error, (WireError, ObservationError))
-    kind = type(error).__name__
+    known = expected or outcome or isinstance(error, ActionError)
     return Answer(
-        f"{kind}: {error}"[:_LONGEST_ERROR],
+        f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH],
         outcome or ("bad request" if expected else "policy error"),
-        kind,
-        "" if expected or outcome or isinstance(error, ActionError) else "".join(traceback.format_exception(error)),
+        type(error).__name__,
+        "" if known else "".join(traceback.format_exception(error)),
     )
 
 
-def next_group(waiting: Sequence[Entry], max_batch: int) -> list[Entry]:
-    """What runs first: of one policy, a power of two together, because engines have fixed shapes. Unless the policy
-    mixes them only plain requests make a batch, and a guided one runs alone when there is no plain one."""
-    served = waiting[0].served
-    if not served.batches:
+def next_group(waiting: Sequence[Request], max_batch: int) -> list[Request]:
+    """The requests to run next: of one policy, a power of two of them, because engines have fixed shapes.
+
+    Unless the policy mixes guided and plain requests, a batch holds only plain ones, and guided ones run alone after
+    them.
+    """
+    policy = waiting[0].policy
+    if policy is None or not policy.batches:
         return [waiting[0]]
-    able = [one for one in waiting if one.served is served and (served.mixed or not one.request.options)]
+    able = [one for one in waiting if one.policy is policy and (policy.mixed or not one.options)]
     return able[: largest_power_of_two(min(len(able), max_batch))] if able else [waiting[0]]
 
 
 def largest_power_of_two(count: int) -> int:
-    """The largest one that is not above `count` (1 or more)."""
+    """The largest power of two up to `count`, which is at least 1."""
     return 1 << (count.bit_length() - 1)
 
 
 def run_requests(policy: Any, requests: Sequence[Request]) -> list[Any]:
-    """Run requests, several of them as one batch; for each one its result or its own error.
+    """Run requests, several of them as one batch. Returns each one's result or its exception.
 
-    Requests of a batch have no options, unless the policy `batches_prev_chunks`.
+    Requests of a batch have options only if the policy declares `batches_prev_chunks`.
     """
     if len(requests) > 1:
-        observations, options = [r.observation for r in requests], {}
+        options = {}
         if any(r.options for r in requests):
             options = {f"{name}s": [r.options.get(name) for r in requests] for name in OPTIONS}
         try:
-            results = policy.infer_batch(observations, **options)
+            results = policy.infer_batch([r.observation for r in requests], **options)
             if len(results) != len(requests):
                 raise EngineError(f"policy: expected {len(requests)} results of a batch, got {len(results)}")
             return list(results)
-        except BaseException as error:  # SystemExit from a policy must not end the thread that answers
-            logger.warning("a batch of %d failed, running one by one: %s", len(requests), error)
-    return [run_one(policy, r) for r in requests]
+        except BaseException as error:  # a policy's SystemExit must not end the thread that answers
+            logger.warning("a batch of %d failed; running its requests one by one: %s", len(requests), error)
+    return [_run_one(policy, request) for request in requests]
 
 
-def run_one(policy: Any, request: Request) -> Any:
-    """The policy's result, or the exception it raised."""
+def _run_one(policy: Any, request: Request) -> Any:
     try:
         return policy.infer(request.observation, **request.options)
     except Exception as error:

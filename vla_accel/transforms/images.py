@@ -1,7 +1,4 @@
-"""Camera images to what a model takes: uint8, channels last, square, black bars where the aspect ratio differs.
-
-Three ways to resize, each the one its checkpoints were trained with. Knows nothing of keys, views or models.
-"""
+"""Convert camera images to uint8, channels last, and resize them to the model's square with black bars."""
 
 from __future__ import annotations
 
@@ -14,10 +11,14 @@ from vla_accel.pictures import Resize, neighbours, placed
 
 
 def to_uint8(image: Any, key: str) -> np.ndarray:
-    """An image as uint8 (H, W, 3), without a copy where it is one already.
+    """Return an image as uint8 (H, W, 3), without a copy if it is one already.
 
-    Takes uint8, or floats in [0, 1] (truncated, not rounded, as openpi does), channels last or first. Raises
-    ObservationError that names `key`, also for an image of Pillow in other colours than RGB (HSV, YCbCr, LAB).
+    Args:
+        image: uint8, or floats in [0, 1] (truncated, not rounded, as in openpi), channels last or first.
+        key: Named in errors.
+
+    Raises:
+        ObservationError: Anything else, also a Pillow image in other colours than RGB (HSV, YCbCr, LAB).
     """
     if type(image).__module__.partition(".")[0] == "PIL" and getattr(image, "mode", "RGB") != "RGB":
         raise ObservationError(f'{key}: expected an image of mode RGB, got {image.mode}; pass image.convert("RGB")')
@@ -25,7 +26,7 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
         raise ObservationError(f"{key}: expected an image without a mask, got a masked array; fill its pixels first")
     try:
         image = np.asarray(image)
-    except (TypeError, ValueError) as error:  # lists of unequal length, a tensor that lies on a GPU
+    except (TypeError, ValueError) as error:  # lists of unequal length, a tensor on a GPU
         raise ObservationError(f"{key}: expected an array, got a {type(image).__name__} ({error})") from error
     if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]) or 0 in image.shape:
         alpha = image.ndim == 3 and 4 in (image.shape[0], image.shape[-1])
@@ -34,7 +35,7 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
         raise ObservationError(
             f"{key}: expected shape (height, width, 3), got {image.shape or f'{image.item()!r:.60}'}{hint}"
         )
-    # openpi looks at the first axis; an image of three rows is none.
+    # As openpi: three rows are channels.
     if image.shape[0] == 3:
         image = np.moveaxis(image, 0, -1)
     if image.dtype == np.uint8:
@@ -47,8 +48,10 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
 
 
 def resize(image: np.ndarray, size: int, method: Resize, key: str = "image") -> np.ndarray:
-    """Uint8 (H, W, 3) as uint8 (size, size, 3), with black bars where the aspect ratio differs. An image of that size
-    is returned itself, not a copy. Raises ObservationError, which names `key`, for a shape that cannot be resized."""
+    """Resize uint8 (H, W, 3) to (size, size, 3) with black bars; an image of that size is returned without a copy.
+
+    Raises ObservationError that names `key` for a shape that cannot be resized.
+    """
     if image.shape == (size, size, 3):
         return image
     top, left, height, width = placed(image.shape[0], image.shape[1], size, method, key)

@@ -1,7 +1,6 @@
-"""Statistics of states and actions, and the scaling they define.
+"""Statistics of states and actions, the scaling and the ranges that they define, and openpi's JSON file of them.
 
-Knows the formulas of openpi and lerobot, which differ in how they avoid a division by zero, and openpi's JSON file.
-Knows nothing of observations or models.
+openpi and lerobot differ in how they avoid a division by zero.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from vla_accel.errors import CheckpointError
 NormKind = Literal["quantile", "mean_std", "identity"]
 _ADDED = 2e-6  # spans up to this are zero: openpi adds 1e-6, lerobot 1e-8
 DEVIATIONS = 3.0
-"""Standard deviations on each side of the mean that count as the range where statistics are mean and std. A normal
-distribution has 0.27 % outside."""
+"""Half the range of statistics that are mean and std, in standard deviations; 0.27 % of a normal distribution lie
+outside."""
 FAR = 10.0
-"""Spans beyond the range from which on a number is far outside: the statistics are of another robot or unit."""
+"""A number this many spans outside the range shows that the statistics belong to another robot or unit."""
 
 _NO_SPAN = 1.2e-5  # spans up to this are zero: openpi adds 1e-6 to a standard deviation, a sixth of a range
 _TINY = 1e-4
@@ -58,19 +57,19 @@ class Range:
         return bool(np.isfinite(self.span).any())
 
     def widened(self, spans: float) -> Range:
-        """The range with so many spans more on each side, and room for float32's rounding."""
+        """The range with so many more spans on each side, and a margin for float32 rounding."""
         known = np.isfinite(self.span)
         low, high = np.where(known, self.low, 0.0), np.where(known, self.high, 0.0)
         more = spans * (high - low) + _ROUNDING * (1.0 + np.maximum(abs(low), abs(high)))
         return Range(self.low - more, self.high + more, self.meaning)
 
     def outside(self, x: np.ndarray) -> np.ndarray:
-        """Which numbers of x (..., n) lie outside; (k, n), k up to the rows, where there are rows."""
+        """Which numbers of x (..., n) lie outside; x is (k, n), k at most the rows, if the range has rows."""
         low, high = (self.low, self.high) if self.low.ndim == 1 else (self.low[: len(x)], self.high[: len(x)])
         return (x < low) | (x > high)
 
     def limits(self) -> tuple[np.ndarray, np.ndarray]:
-        """`low` and `high` (n,); of all rows where there are rows."""
+        """`low` and `high` (n,), over all rows."""
         return (self.low, self.high) if self.low.ndim == 1 else (self.low.min(0), self.high.max(0))
 
     def describe(self, dimension: int) -> str:
@@ -79,8 +78,8 @@ class Range:
         return f"{low[dimension]:.4g} to {high[dimension]:.4g}"
 
     def suspicious(self) -> dict[int, str]:
-        """What is unusual about the statistics themselves, by dimension: no span, or one that is tiny compared with the
-        largest or with its own distance from zero."""
+        """Problems of the statistics by dimension: no span, or one that is tiny compared with the largest span or with
+        its distance from zero."""
         low, high = self.limits()
         known = np.isfinite(high - low)
         span = np.where(known, high - low, 0.0)
@@ -98,7 +97,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Statistics:
-    """One quantity's statistics, float64 (n,) each; a pair that the checkpoint does not give is None."""
+    """One quantity's statistics, float64 (n,) each; None if the checkpoint does not have them."""
 
     mean: np.ndarray | None
     std: np.ndarray | None
@@ -110,9 +109,8 @@ class Statistics:
 class Normaliser:
     """(x - low) / span * 2 - 1 for quantiles (low is q01), (x - low) / span otherwise (low is the mean).
 
-    Written in openpi's order of operations: x == q01 must give exactly -1, the edge of the first state bin. For the
-    same reason `single` rounds x to float32 first where statistics are float32 (lerobot's). "identity" has no
-    statistics: low is 0 and span 1.
+    The order of operations is openpi's: x == q01 must give exactly -1, the edge of the first state bin. For the same
+    reason `single` rounds x to float32 first if the statistics are float32 (lerobot). "identity" has low 0 and span 1.
     """
 
     kind: NormKind
@@ -122,8 +120,8 @@ class Normaliser:
 
     @classmethod
     def of(cls, statistics: Statistics, kind: NormKind, name: str) -> Normaliser:
-        """openpi's scaling: 1e-6 is added to q99 - q01 or std. Raises CheckpointError if the statistics that `kind`
-        needs are missing."""
+        """Return openpi's scaling, which adds 1e-6 to q99 - q01 or std. Raises CheckpointError if `kind` needs other
+        statistics."""
         if kind == "quantile":
             low, high, needed = statistics.q01, statistics.q99, "q01 and q99"
         else:
@@ -141,7 +139,7 @@ class Normaliser:
 
     @classmethod
     def identity(cls, count: int) -> Normaliser:
-        """Leaves `count` numbers as they are."""
+        """Return a scaling that leaves `count` numbers unchanged."""
         return cls("identity", np.zeros(count), np.ones(count))
 
     @property
@@ -154,9 +152,10 @@ class Normaliser:
         return Range(self.low, self.low + self.span, "quantiles, or minimum and maximum")
 
     def cut(self, count: int, padded: int, name: str) -> Normaliser:
-        """For the first `count` numbers: openpi computes some statistics after padding, to the model's `padded` or with
-        zeros. Raises CheckpointError if there are fewer, others that are no padding, or none that varies: such
-        statistics are of no data."""
+        """Return the scaling of the first `count` numbers: openpi computes some statistics after padding, to the
+        model's `padded` numbers or with zeros.
+
+        Raises CheckpointError for fewer numbers, for more that are no padding, or if no number varies."""
         beyond = np.abs([self.low[count:], self.span[count:]])
         if len(self.low) < count or (len(self.low) != padded and (beyond > 1e-5).any()):
             its = f"{count} numbers ({name.removesuffix('s')}_dim)"
@@ -169,31 +168,31 @@ class Normaliser:
         return Normaliser(self.kind, self.low[:count], self.span[:count], self.single)
 
     def normalise(self, x: np.ndarray) -> np.ndarray:
-        """x (..., n) to float64 (..., n)."""
+        """Scale x (..., n) to float64 (..., n)."""
         if x.shape[-1] != len(self.low):
             raise CheckpointError(f"norm_stats: expected {x.shape[-1]} values, got {len(self.low)}")
         scaled = ((x.astype(np.float32) if self.single else x) - self.low) / self.span
         return scaled * 2.0 - 1.0 if self.kind == "quantile" else scaled
 
     def restore(self, x: np.ndarray) -> np.ndarray:
-        """Inverse of `normalise`, on the first n of the last axis; what is beyond is cut off."""
+        """Invert `normalise` on the first n numbers of the last axis and drop the others."""
         x = x[..., : len(self.low)]
         return (x + 1.0) / 2.0 * self.span + self.low if self.kind == "quantile" else x * self.span + self.low
 
     def invert(self, x: np.ndarray) -> np.ndarray:
-        """What `restore` made x (..., n) of, float64 (..., n); 0 where the span is 0 and nothing is left to tell it."""
-        # Not `normalise`: that rounds as the training data were rounded.
+        """Invert `restore`: x (..., n) to float64 (..., n); 0 where the span is 0."""
+        # Not `normalise`, which rounds as the training data were rounded.
         scaled = np.divide(x - self.low, self.span, out=np.zeros(x.shape), where=self.span != 0)
         return np.where(self.span != 0, scaled * 2.0 - 1.0, 0.0) if self.kind == "quantile" else scaled
 
 
 def statistics_by_asset(root: Path) -> dict[str, Path]:
-    """Each asset below openpi's `assets` folder and its norm_stats.json; a base checkpoint has several robots'."""
+    """Map each asset below openpi's `assets` folder to its norm_stats.json; a base checkpoint has several robots."""
     return {str(p.parent.relative_to(root)): p for p in sorted(root.rglob("norm_stats.json"))}
 
 
 def load_statistics(path: Path) -> dict[str, Statistics]:
-    """openpi's `norm_stats.json`: statistics of `state` and `actions`. Raises CheckpointError, never returns none."""
+    """Read openpi's `norm_stats.json`: statistics of `state` and `actions`. Raises CheckpointError."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
@@ -213,7 +212,7 @@ def load_statistics(path: Path) -> dict[str, Statistics]:
 
 
 def finite_array(value: Any, where: str) -> np.ndarray | None:
-    """Float64 (n,) of finite numbers; None stays None. Raises CheckpointError that names `where`."""
+    """Convert to float64 (n,) of finite numbers; None stays None. Raises CheckpointError that names `where`."""
     if value is None:
         return None
     try:

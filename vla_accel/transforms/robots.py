@@ -1,8 +1,7 @@
-"""Presets: what a robot's observations and actions look like, as data over the transforms in `processing`.
+"""Presets: a robot's observations and actions as data.
 
-A preset says which keys hold images and state, in the model's order of views, and how the robot's numbers differ from
-the model's. The shipped ones are openpi's LIBERO, DROID and ALOHA policies; more come from YAML. Knows nothing of
-weights, statistics or tokens.
+A preset names the keys of images and state, in the model's order of views, and how the robot's numbers differ from the
+model's. Shipped are openpi's LIBERO, DROID and ALOHA; users add more as YAML.
 """
 
 from __future__ import annotations
@@ -28,24 +27,26 @@ Gripper = Literal["none", "aloha"]
 class Preset:
     """One robot's conventions.
 
-    `images`: keys of the camera images in the model's order (openpi's base, left wrist, right wrist); a key with
-    slashes may also be a path into nested mappings. `optional_images`: those of them that may be missing; what is
-    missing is a masked view. `ignored_images`: keys a client may send that the model never sees. `state`: keys whose
-    values are joined to the state, `state_dim` numbers in all. `action_dim`: numbers of an action that the robot
-    takes. `prompt`: key of the instruction, or a path as for images.
-
-    `delta_actions`: dimensions whose model output is relative to the state when the chunk begins; the robot gets
-    absolute targets. `motion_dims`: dimensions of the robot's action that are motion, a velocity or a step for one
-    control tick, so that 0 means standing still; `()` for a robot whose actions are all absolute targets; None where
-    that is not known. `flipped`:
-    dimensions of state and actions whose sign differs between robot and model. `gripper`, `gripper_dims`: the
-    grippers' units: "aloha" turns ALOHA's linear positions into the angles π0 was trained on, and back.
-
-    `discrete_state_input`: whether π0.5 reads the state in its prompt, where the checkpoint does not say (openpi's
-    folders); None is the model's default (it does). `resize`: how images of other sizes are brought to the model's:
-    "antialias" as openpi does, "bilinear" without a filter as lerobot does; both keep the aspect ratio and pad with
-    black on both sides. "corner" is "bilinear" with black above and on the left alone, as in lerobot's SmolVLA.
-    lerobot's checkpoints decide it themselves: there the default takes theirs, and another one is an error.
+    Attributes:
+        images: Keys of the camera images in the model's order (openpi's base, left wrist, right wrist). A key with
+            slashes may also be a path into nested mappings.
+        state: Keys whose values are joined to the state.
+        state_dim: Numbers of the state.
+        action_dim: Numbers of the robot's action.
+        prompt: Key of the instruction, or a path as for images.
+        optional_images: Keys of `images` that may be missing; a missing view is masked.
+        ignored_images: Keys of images that a client may send and the model never sees.
+        delta_actions: Dimensions whose model output is relative to the state at the start of the chunk; the robot gets
+            absolute targets.
+        motion_dims: Dimensions of the robot's action that are a velocity or a step for one control tick, so that 0
+            means standing still; `()` if all are absolute targets; None if unknown.
+        flipped: Dimensions of state and actions whose sign differs between robot and model.
+        gripper: Units of the grippers; "aloha" converts ALOHA's linear positions to the angles π0 was trained on.
+        gripper_dims: Dimensions of the grippers.
+        discrete_state_input: Whether π0.5 reads the state in its prompt, if the checkpoint does not say so (openpi's
+            folders); None for the model's default (it does).
+        resize: How images are resized (`pictures.Resize`). lerobot's checkpoints decide it themselves: the default
+            accepts theirs, another value is an error.
     """
 
     images: tuple[str, ...]
@@ -91,8 +92,7 @@ class Preset:
             )
 
     def described(self) -> dict[str, Any]:
-        """What a client must know of the robot, as plain data: keys of images and state, the action's size and its
-        motion dimensions."""
+        """Plain data for clients: keys of images and state, the action's size and its motion dimensions."""
         return {
             "images": list(self.images),
             "state": list(self.state),
@@ -101,8 +101,8 @@ class Preset:
         }
 
     def split(self, state: np.ndarray) -> dict[str, np.ndarray]:
-        """A whole state (state_dim,) by its keys: where several share it, all but the first hold one number (openpi's
-        DROID: joints and gripper)."""
+        """Split a state (state_dim,) by its keys; all but the first hold one number (openpi's DROID: joints and
+        gripper)."""
         first = len(state) - len(self.state) + 1
         return dict(zip(self.state, np.split(state, range(first, len(state))), strict=True))
 
@@ -113,7 +113,7 @@ LIBERO = Preset(
     state_dim=8,
     action_dim=7,
     motion_dims=(0, 1, 2, 3, 4, 5),  # steps of the gripper's pose; the last one opens or closes it
-    # pi05_libero was trained without; a checkpoint that says otherwise (the demo, lerobot's) is believed.
+    # pi05_libero was trained without; a checkpoint that says otherwise (the demo, lerobot's) decides.
     discrete_state_input=False,
 )
 DROID = Preset(
@@ -149,9 +149,9 @@ PRESETS: dict[str, Preset] = {
 }
 
 _OTHER_ACTIONS = {"action_dim", "delta_actions"}
-"""Fields of a file's preset that say that its actions are others than those of its base."""
+"""Fields of a preset from a file that change the base's actions."""
 
-# The folder below `assets/` that openpi names after the data the statistics come from.
+# Folders below `assets/`, which openpi names after the data of the statistics.
 BY_ASSET = {
     "physical-intelligence/libero": "libero",
     "droid": "droid",
@@ -162,7 +162,7 @@ BY_ASSET = {
 
 @dataclass(frozen=True)
 class OpenpiConfig:
-    """What one of openpi's training configs fixes that its checkpoints do not say."""
+    """Settings of an openpi training config that are missing from its checkpoints."""
 
     preset: str
     action_horizon: int
@@ -187,8 +187,11 @@ OPENPI_CONFIGS: dict[str, OpenpiConfig] = {
 
 
 def load_preset(name: str) -> Preset:
-    """A shipped preset, or one from a YAML or JSON file: any fields of `Preset`, and `base`, a shipped preset that the
-    fields change. Raises ConfigError for an unknown name, an unknown field or dimensions that cannot be."""
+    """Return a shipped preset, or one from a YAML or JSON file: fields of `Preset`, and `base`, a shipped preset that
+    they change.
+
+    Raises ConfigError for an unknown name, an unknown field or impossible dimensions.
+    """
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).suffix.lower() not in (".yaml", ".yml", ".json"):
@@ -197,7 +200,7 @@ def load_preset(name: str) -> Preset:
 
 
 def of_another(name: str, asset: str) -> bool:
-    """Whether a shipped preset is of another robot than the statistics that openpi calls `asset`."""
+    """Whether a shipped preset belongs to another robot than the statistics that openpi calls `asset`."""
     return name in PRESETS and asset in BY_ASSET and PRESETS[name].state != PRESETS[BY_ASSET[asset]].state
 
 
@@ -207,11 +210,11 @@ def preset_from(content: Mapping[str, Any], where: str = "preset") -> Preset:
     base = fields.pop("base", None)
     try:
         if base is not None:
-            if base not in [*PRESETS]:  # which takes a list, too
+            if base not in [*PRESETS]:  # `base` may be unhashable
                 raise ConfigError(unknown("base", base, PRESETS))
             same = dataclasses.asdict(PRESETS[base])
             if fields.keys() & _OTHER_ACTIONS:
-                same["motion_dims"] = None  # holding still with another robot's would move it to a position of 0
+                same["motion_dims"] = None  # another robot's would move it to a position of 0
             fields = {**same, **fields}
         return from_mapping(Preset, fields)
     except ConfigError as error:

@@ -1,7 +1,6 @@
-"""Prompts to token ids: the tokenizers of real checkpoints, and a small one of the same interface for the demo.
+"""Prompts to token ids, with the tokenizers of real checkpoints and a small one for the demo.
 
-Knows the two prompt forms of openpi (plain, and with a discretised state), lerobot's line and that of π0-FAST; nothing
-about images or models.
+Prompt forms: openpi's two (plain, and with a discretised state), lerobot's line, and π0-FAST's.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ _PIECES = re.compile(r"-?\d+|[a-z]+|\n|[^\sa-z0-9]")
 
 
 class Tokenizer(Protocol):
-    """What a policy needs of a tokenizer."""
+    """The tokenizer interface of a policy."""
 
     @property
     def vocab_size(self) -> int:
-        """Its tokens, without those that were added to it later."""
+        """Number of tokens, without those added later."""
         ...
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        """Text to token ids."""
+        """Convert text to token ids."""
         ...
 
     def finish(self, ids: list[int]) -> list[int]:
-        """Last touch on a whole prompt's ids (the small tokenizer fills up to a fixed length; others do nothing)."""
+        """Complete a whole prompt's ids (the small tokenizer pads to a fixed length; others change nothing)."""
         ...
 
 
 def discretise_state(state: np.ndarray) -> np.ndarray:
-    """Normalised state (n,) to bins: 256 over [-1, 1], -1 below it (openpi's `np.digitize`, not clipped)."""
+    """Convert a normalised state (n,) to 256 bins over [-1, 1], -1 below (openpi's `np.digitize`, not clipped)."""
     return np.searchsorted(_EDGES, state, side="right") - 1
 
 
 def clean_prompt(prompt: object, name: str = "prompt") -> str:
-    """openpi's cleaning. Raises ObservationError that begins with `name` for what is not a string or says nothing."""
+    """Clean a prompt as openpi does. Raises ObservationError that begins with `name` for no text or an empty one."""
     return _instruction(prompt, name).strip().replace("_", " ").replace("\n", " ")
 
 
@@ -62,11 +61,15 @@ def _instruction(prompt: object, name: str) -> str:
 def tokenize_prompt(
     tokenizer: Tokenizer, prompt: object, state: np.ndarray | None, max_token_len: int, name: str = "prompt"
 ) -> np.ndarray:
-    """The ids the model sees, int64 (L,), unpadded.
+    """Return the ids of openpi's prompt, int64 (L,), unpadded.
 
-    Args: `state`: normalised state (n,), put into the prompt as 256 bins, or None for the plain form, which ends in
-    a newline token (leaving it out costs success silently). `max_token_len`: the model's limit; openpi truncates
-    a longer prompt, we refuse it, because what is cut off first is the state. `name`: of the prompt, in errors.
+    Args:
+        tokenizer: Encodes text.
+        prompt: The instruction.
+        state: Normalised state (n,), added to the prompt as 256 bins; None for the plain form, which ends in a newline
+            token (success drops without it).
+        max_token_len: The model's limit. openpi truncates a longer prompt, which drops the state first; this raises.
+        name: Names the prompt in errors.
     """
     cleaned = clean_prompt(prompt, name)
     if state is None:
@@ -74,28 +77,28 @@ def tokenize_prompt(
     else:
         values = " ".join(map(str, discretise_state(state).tolist()))
         ids = tokenizer.encode(f"Task: {cleaned}, State: {values};\nAction: ", add_bos=True)
-    return _fitting(tokenizer.finish(ids), prompt, max_token_len, name)
+    return _checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
 
 
 def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_len: int, name: str) -> np.ndarray:
-    """The ids of an instruction as it is, ended by a newline if it is not, int64 (L,), unpadded: lerobot's SmolVLA.
+    """Return the ids of an unchanged instruction that ends in a newline, int64 (L,), unpadded (lerobot's SmolVLA).
 
-    lerobot truncates a longer prompt; we refuse it, because what is cut off first is the newline.
+    lerobot truncates a longer prompt, which drops the newline first; this raises.
     """
     line = _instruction(prompt, name)
     ids = tokenizer.encode(line if line.endswith("\n") else f"{line}\n", add_bos=True)
-    return _fitting(tokenizer.finish(ids), prompt, max_token_len, name)
+    return _checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
 
 
 def tokenize_fast(tokenizer: Tokenizer, prompt: object, state: np.ndarray, max_token_len: int, name: str) -> np.ndarray:
-    """The ids of π0-FAST's prefix, int64 (L,), unpadded: instruction and state as 256 bins, then <bos> once more, after
-    which the model writes. As lerobot's `pi0_fast`, which truncates a longer prompt."""
+    """Return the ids of π0-FAST's prefix, int64 (L,), unpadded: instruction, state as 256 bins, and a second <bos>,
+    after which the model decodes. As lerobot's `pi0_fast`, which truncates a longer prompt."""
     values = " ".join(map(str, discretise_state(state).tolist()))
     ids = tokenizer.encode(f"Task: {clean_prompt(prompt, name)}, State: {values};\n", add_bos=True)
-    return _fitting([*tokenizer.finish(ids), *tokenizer.encode("", add_bos=True)], prompt, max_token_len, name)
+    return _checked_length([*tokenizer.finish(ids), *tokenizer.encode("", add_bos=True)], prompt, max_token_len, name)
 
 
-def _fitting(ids: list[int], prompt: object, max_token_len: int, name: str) -> np.ndarray:
+def _checked_length(ids: list[int], prompt: object, max_token_len: int, name: str) -> np.ndarray:
     if len(ids) > max_token_len:
         raise ObservationError(
             f"{name}: expected at most {max_token_len} tokens (max_token_len), got {len(ids)} from {str(prompt)[:60]!r}"
@@ -107,10 +110,12 @@ def _fitting(ids: list[int], prompt: object, max_token_len: int, name: str) -> n
 class SmallTokenizer:
     """Word-level tokenizer of the demo checkpoint.
 
-    `words` are whole tokens; other words are spelled letter by letter; what is left becomes `<unk>`. The i-th number
-    of a state (i < `state_dim`) has its own 256 tokens, so that a small model need not count positions. Prompts are
-    filled with `<fill>` up to `fill_to` tokens: fillers are real tokens to the model, trained as such, and make
-    every known instruction equally long.
+    Attributes:
+        words: Whole tokens. Other words are spelled by letters; other characters become `<unk>`.
+        state_dim: Each of so many numbers of a state has 256 tokens of its own, so that a small model need not count
+            positions.
+        fill_to: Prompts are filled with `<fill>` to so many tokens, so that all known instructions have one length. The
+            model is trained on fillers as real tokens.
     """
 
     words: tuple[str, ...]
@@ -174,10 +179,7 @@ _OPENPI_CACHE = Path("~/.cache/openpi/big_vision/paligemma_tokenizer.model")
 
 
 class PaliGemmaTokenizer:
-    """PaliGemma's tokenizer for real checkpoints, from its own file.
-
-    `path`: SentencePiece's `*.model` (what openpi reads) or Hugging Face's `tokenizer.json`.
-    """
+    """PaliGemma's tokenizer, from SentencePiece's `*.model` (openpi) or Hugging Face's `tokenizer.json`."""
 
     def __init__(self, path: Path) -> None:
         read = _from_tokenizers if path.suffix == ".json" else _from_sentencepiece
@@ -192,8 +194,7 @@ class PaliGemmaTokenizer:
 
 
 class LineTokenizer:
-    """Any of Hugging Face's `tokenizer.json`: of a text's tokens it adds itself what its file says, and nothing else
-    (SmolVLM2's adds nothing)."""
+    """Any Hugging Face `tokenizer.json`, with the special tokens of its file (SmolVLM2's has none)."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = read_tokenizers(path)
@@ -207,7 +208,7 @@ class LineTokenizer:
 
 
 def _from_tokenizers(path: Path) -> tuple[Callable[[str], list[int]], int, int]:
-    """Its encoder, <bos> and `vocab_size`."""
+    """The encoder, <bos> and `vocab_size`."""
     tokenizer = read_tokenizers(path)
     bos = tokenizer.token_to_id("<bos>")
     if bos is None:
@@ -217,7 +218,7 @@ def _from_tokenizers(path: Path) -> tuple[Callable[[str], list[int]], int, int]:
 
 
 def read_tokenizers(path: Path) -> Any:
-    """Hugging Face's tokenizer in a `tokenizer.json`. Raises CheckpointError, DependencyError."""
+    """Read Hugging Face's tokenizer of a `tokenizer.json`. Raises CheckpointError, DependencyError."""
     try:
         from tokenizers import Tokenizer as HubTokenizer
     except ImportError as error:
@@ -227,7 +228,7 @@ def read_tokenizers(path: Path) -> Any:
     # The library raises nothing narrower.
     except Exception as error:
         raise CheckpointError(f"tokenizer {path}: expected a Hugging Face tokenizer, got: {error}") from error
-    # Padding and truncation may be stored in the file; both are ours to decide.
+    # The file may store padding and truncation.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -250,26 +251,30 @@ def _from_sentencepiece(path: Path) -> tuple[Callable[[str], list[int]], int, in
 def load_tokenizer(
     folder: Path, source: str | None = None, *, elsewhere: bool = False, hub: str = PALIGEMMA_HUB
 ) -> Tokenizer:  # fmt: skip
-    """The tokenizer of a checkpoint folder: the small one if `tokenizer.json` says so, else PaliGemma's files there.
+    """Return the tokenizer of a checkpoint folder: the small one or PaliGemma's.
 
-    Args: `source`: a file, a folder or a hub name to use instead. `elsewhere`: PaliGemma's may also come from where
-    openpi keeps it, or from the hub (openpi's and lerobot's checkpoints do not hold it). `hub`: the name of the
-    tokenizer that the checkpoint was trained with, a folder or on the hub.
-    Raises CheckpointError if there is none.
+    Args:
+        folder: The checkpoint's.
+        source: A file, a folder or a hub name to use instead.
+        elsewhere: Also look in openpi's cache and on the hub (openpi's and lerobot's checkpoints have no tokenizer).
+        hub: The tokenizer that the checkpoint was trained with, a folder or a hub name.
+
+    Raises:
+        CheckpointError: There is none.
     """
     if source is not None:
-        place = user_path(source)
-        if place.is_file():
-            return _load_file(place)
-        if place.is_dir():
-            folder, elsewhere = place, False
+        path = user_path(source)
+        if path.is_file():
+            return _load_file(path)
+        if path.is_dir():
+            folder, elsewhere = path, False
         else:
             return _load_file(_from_hub(source))
     for name in _PALIGEMMA_FILES:
         if (folder / name).is_file():
             return _load_file(folder / name)
     if elsewhere:
-        # A copy of PaliGemma's on another machine is PaliGemma's.
+        # lerobot may name a copy of PaliGemma's on another machine.
         if Path(hub).is_dir() or Path(hub).name != Path(PALIGEMMA_HUB).name:
             return _load_file(_from_hub(hub))
         kept = _OPENPI_CACHE.expanduser()
@@ -278,8 +283,8 @@ def load_tokenizer(
 
 
 def load_line_tokenizer(folder: Path, source: str | None, hub: str) -> Tokenizer:
-    """The tokenizer of a checkpoint whose prompts are lines: `tokenizer.json` of a folder (`source`, else the
-    checkpoint's), of a file or of the hub, by default of `hub`. Raises CheckpointError if there is none."""
+    """Return the tokenizer of a checkpoint whose prompts are lines: `tokenizer.json` of `source` (a folder, a file or a
+    hub name), else of the checkpoint's folder, else of `hub`. Raises CheckpointError if there is none."""
     place = folder if source is None else user_path(source)
     path = place / "tokenizer.json" if place.is_dir() else place
     if not path.is_file():
@@ -315,8 +320,10 @@ def _from_hub(name: str, hint: str = _PALIGEMMA_HINT) -> Path:
 
 
 def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
-    """The folder of these files: of a repository on the hub, or in its cache, or `name` itself where that is a folder,
-    as lerobot keeps it. Raises CheckpointError that says what else can be done."""
+    """Return the folder of these files: `name` itself if it is a folder, else from the hub or its cache.
+
+    Raises CheckpointError that says what else can be done.
+    """
     place = Path(name)
     if place.suffix == ".json" and not place.exists():
         raise CheckpointError(f"tokenizer: expected a file at {place.absolute()}, found none")
@@ -332,8 +339,7 @@ def files_from_hub(name: str, files: Sequence[str], hint: str) -> Path:
         raise DependencyError(f"a tokenizer from the hub needs pip install 'vla_accel[checkpoints]'{hint}") from error
     try:
         if not all(isinstance(try_to_load_from_cache(name, file), str) for file in files):
-            # Asked once: where there is no network, hf_hub_download asks again and again, for 25 s. A refusal is an
-            # answer, too, of which hf_hub_download says more.
+            # Without a network hf_hub_download retries for 25 s, so try once here. It reports a refusal itself.
             with contextlib.suppress(HfHubHTTPError):
                 get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=_HUB_ANSWERS_WITHIN_S)
         first, *_ = (Path(hf_hub_download(name, file)).parent for file in files)

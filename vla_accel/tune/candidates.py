@@ -15,7 +15,7 @@ import torch
 
 from vla_accel.config import Attention, EngineName, EnginePrecision, EngineSpec, PolicyConfig
 from vla_accel.engines import ENGINES
-from vla_accel.fp8 import FORMATS, Products
+from vla_accel.fp8 import FORMATS, Products, can_quantise
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.tune.search import REFERENCE, Candidate, Stage, Tried
 
@@ -68,9 +68,7 @@ def precisions(lower_of: Callable[[], Lower]) -> Stage:
         lower, found = lower_of(), []
         specs = best.candidate.config.specs(list(lower))
         for precision in LOWER_PRECISIONS:
-            # INT8 is the native engine's alone.
-            able = [name for name, spec in specs.items()
-                    if spec.engine in lower[name] and (precision == "fp8" or spec.engine == "native")]  # fmt: skip
+            able = [name for name, spec in specs.items() if can_quantise(lower[name], spec.engine, precision)]
             sets = [chosen for n in range(1, len(able) + 1) for chosen in itertools.combinations(able, n)]
             for chosen in sets:
                 low = {name: replace(specs[name], precision=precision) for name in chosen}

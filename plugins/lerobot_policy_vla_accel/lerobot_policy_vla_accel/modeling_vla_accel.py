@@ -201,7 +201,7 @@ def _guidance(requested: RTCConfig, family: Family) -> RtcConfig:
     family without real-time chunking, and for `debug`."""
     if requested.debug:
         raise ConfigError("policy.rtc_config.debug: expected false, got true; the engines record no debug data")
-    if not family.rtc_settings:
+    if not family.chunking.settings:
         if not requested.enabled:
             return RtcConfig()
         raise ConfigError(
@@ -212,7 +212,7 @@ def _guidance(requested: RTCConfig, family: Family) -> RtcConfig:
         "max_guidance_weight": requested.max_guidance_weight,
         "execution_horizon": requested.execution_horizon,
     }
-    if unused := sorted(settings.keys() - set(family.rtc_settings)):
+    if unused := sorted(settings.keys() - set(family.chunking.settings)):
         _log.warning("%s: policy.rtc_config: %s are ignored", family.name, ", ".join(unused))
     return RtcConfig(**{name: value for name, value in settings.items() if name not in unused})
 

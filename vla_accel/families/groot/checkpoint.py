@@ -1,6 +1,6 @@
-"""GR00T N1.7's weights under the names of Isaac-GR00T, or of lerobot, which puts `_groot_model.` before them.
+"""GR00T N1.7's weights under the names of Isaac-GR00T, or of lerobot, which adds the prefix `_groot_model.`.
 
-Sizes are read off the shapes and checked against what config.json states. Knows nothing of files or of robots.
+Sizes come from the shapes and are checked against config.json.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.families.groot.settings import check_config
 from vla_accel.families.groot.vision import QwenVisionConfig
 
+_MODEL_TYPES = ("gr00tn1d7", "gr00t_n1d7", "gr00t_n1_7")
 LEROBOT = "_groot_model."
 _VISION, _LANGUAGE = "backbone.model.model.visual.", "backbone.model.model.language_model."
 _HEAD, _DIT = "action_head.", "action_head.model."
 SIGN = _DIT + "proj_out_1.weight"
-"""A tensor that GR00T's checkpoints have and others do not."""
-# One table under two names; savers keep either or both.
+"""A tensor that only GR00T's checkpoints have."""
+# One table under two names; files have one or both.
 _EMBEDDINGS = (_LANGUAGE + "embed_tokens.weight", "backbone.model.lm_head.weight")
-# Nothing reads the last layer's norm: the head takes what comes before it. The mask token and the dropout are for
-# training.
+# The head reads the input of the last norm. The mask token and the dropout are for training.
 _DEAD = (_LANGUAGE + "norm.weight", _HEAD + "mask_token", _HEAD + "dropout_prob_by_embodiment", *_EMBEDDINGS)
-# Heads' widths that no shape shows: of vision, of the vision-language attention, of the diffusion transformer.
+# Widths of heads, which no shape shows: vision, vision-language attention, diffusion transformer.
 _VISION_HEAD, _VL_HEAD, _DIT_HEAD = 64, 64, 48
 
 _MERGER = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
@@ -65,7 +65,7 @@ _SHARED = {
 
 
 def prefix_of(shapes: Mapping[str, object]) -> str | None:
-    """What stands before each of GR00T's names; None where these are no GR00T's."""
+    """Return the prefix of GR00T's tensor names; None if these are not GR00T's tensors."""
     return next((prefix for prefix in ("", LEROBOT) if prefix + SIGN in shapes), None)
 
 
@@ -73,7 +73,7 @@ OTHERS = "another network, which is not supported; lerobot up to 0.5.1 runs N1.5
 
 
 def other_generation(content: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """Which other GR00T a folder holds, by its weights' names or by the base that lerobot's config.json names; None for
+    """Return the generation of another GR00T, by its tensor names or by the base in lerobot's config.json; None for
     N1.7."""
     for part, generation in ((".eagle_model.", "N1.5"), ("backbone.model.vision_model.", "N1.6")):
         if any(part in name for name in names):
@@ -84,14 +84,28 @@ def other_generation(content: Mapping[str, Any], names: Iterable[str]) -> str | 
     return None
 
 
+def is_groot(content: Mapping[str, Any], shapes: Mapping[str, object]) -> bool:
+    """Return whether Isaac-GR00T's config.json, or without one the tensors, belong to an N1.7."""
+    kind = model_type(content)
+    return kind in _MODEL_TYPES or (prefix_of(shapes) is not None and not kind)
+
+
+def model_type(content: Mapping[str, Any]) -> str:
+    """Return the `model_type` of a config.json in lower case, empty if it has none."""
+    value = content.get("model_type")
+    return value.lower() if isinstance(value, str) else ""
+
+
 def load_groot(
     weights: Weights, config: GrootConfig, embodiment: int, where: str, *, lora: Lora | None = None,
     device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
 ) -> Groot:  # fmt: skip
-    """The model of one embodiment, whose weights are read when they are needed, with an adapter folded in. Raises
-    CheckpointError that lists keys missing, left over or misshaped.
+    """Return the network of one embodiment, whose weights are read later, with an adapter folded in.
 
-    Language layers behind the last that is read, and the other embodiments' weights, are not loaded.
+    Language layers after the last one in use and the weights of other embodiments are not loaded.
+
+    Raises:
+        CheckpointError: Tensors are missing, left over or misshaped.
     """
     network = Groot.empty(config)
     prefix = prefix_of(weights.shapes) or ""
@@ -103,7 +117,7 @@ def load_groot(
     recipe["embed.weight"] = (Piece(table),)
     deeper = (n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth)
     dead = [*(prefix + d for d in _DEAD), *deeper]
-    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead).bound_for(torch.device(device), dtype)
+    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead).placed(torch.device(device), dtype)
     if lora is None:
         return model
     unread = [name.removeprefix(prefix) for name in dead]
@@ -112,7 +126,7 @@ def load_groot(
 
 
 def pieces(name: str, config: GrootConfig, embodiment: int) -> tuple[Piece, ...]:
-    """The tensors in Isaac-GR00T's names that make up one canonical tensor, in order along its first axis."""
+    """Return Isaac-GR00T's tensors that make up one canonical tensor, in order along its first axis."""
     part, _, rest = name.partition(".")
     if part == "embed":
         return (Piece(_EMBEDDINGS[0]),)
@@ -175,10 +189,12 @@ def _layer(name: str, start: str) -> int:
 
 
 def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any], where: str) -> GrootConfig:
-    """The architecture of stored weights, checked against a config.json of Isaac-GR00T's (`stated`, empty: none).
+    """Return the architecture of stored weights, checked against Isaac-GR00T's config.json (`stated`, may be empty).
 
-    What no shape shows is as stated, or as published: heads' widths, the language layers read, denoising steps. Raises
-    CheckpointError that names what is missing or contradicts.
+    Sizes that no shape shows are as stated, or as published: widths of heads, language layers in use, denoising steps.
+
+    Raises:
+        CheckpointError: A tensor is missing, or weights and config.json contradict each other.
     """
     shape = _Shapes(shapes, prefix_of(shapes) or "", where)
     check_config(stated, f"checkpoint {where}")
@@ -212,7 +228,7 @@ def _vision(shape: _Shapes) -> QwenVisionConfig:
     return QwenVisionConfig(
         width=width, depth=depth, mlp_dim=shape(_VISION + "blocks.0.mlp.linear_fc1.weight", 2)[0],
         heads=width // _VISION_HEAD, patch_size=patch, frames=frames, merge=round((joined / width) ** 0.5),
-        # Blocks that leave something stand in equal distances: 5, 11 and 17 of 24.
+        # Blocks with a deepstack output are equally spaced: 5, 11 and 17 of 24.
         positions=positions, deepstack=tuple(depth * (j + 1) // (levels + 1) - 1 for j in range(levels)),
         out_width=out_width,
     )  # fmt: skip
@@ -229,7 +245,7 @@ def _language(shape: _Shapes, stated: Mapping[str, Any]) -> QwenConfig:
         mlp_dim=shape(start + "mlp.gate_proj.weight", 2)[0], heads=queries // head_dim,
         kv_heads=shape(start + "self_attn.k_proj.weight", 2)[0] // head_dim, head_dim=head_dim,
         vocab_size=shape(table, 2)[0],
-        # Row and column have five sixteenths of the frequencies each: 20 of 64.
+        # Row and column each have 5/16 of the frequencies: 20 of 64.
         sections=(half - 2 * (5 * half // 16), 5 * half // 16, 5 * half // 16),
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ class _Fixed(nn.Module):
             with torch.inference_mode():
                 for name, value in vars(self.fixed()).items():
                     setattr(self, name, value)
-        return self.model.fetched(*self.parts())
+        return self.model.fetch(*self.parts())
 
     def kept(self) -> list[Any]:
         """The tensors, in the order of their names."""

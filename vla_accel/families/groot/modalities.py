@@ -1,7 +1,6 @@
-"""GR00T's groups of states and actions: named parts of a vector, each scaled in its way, some relative to the state.
+"""GR00T's groups of states and actions: named parts of a vector, each with its own scaling, some relative to the state.
 
-Knows nothing of observations or of where statistics come from. Source of the formulas: Isaac-GR00T's state and action
-processor, and lerobot 0.6.1's (both Apache-2.0).
+Source of the formulas: the state and action processors of Isaac-GR00T and of lerobot 0.6.1 (both Apache-2.0).
 """
 
 from __future__ import annotations
@@ -21,12 +20,19 @@ Relative = Literal["no", "difference", "pose"]
 
 @dataclass(frozen=True)
 class Group:
-    """One named part.
+    """One named part of a vector.
 
-    `size`: the robot's numbers. `scaling`: "range" maps [low, high] to [-1, 1], what has no range to 0; "mean_std" is
-    (x - low) / high, what has no spread stays; "sin_cos" makes two numbers of each angle. low, high float64 (size,), or
-    (rows, size) with a row for each action of a chunk. `clipped`: normalised states are cut to [-1, 1]. `relative`: an
-    action is a difference from the state group `reference`, or a pose (xyz and two rows of the rotation) in its frame.
+    Attributes:
+        name: Its name.
+        size: The robot's numbers.
+        scaling: "range" maps [low, high] to [-1, 1], and numbers without a range to 0; "mean_std" is (x - low) / high,
+            numbers without a spread stay; "sin_cos" makes two numbers of each angle.
+        low: Float64 (size,), or (rows, size) with a row for each action of a chunk.
+        high: As `low`.
+        clipped: Whether normalized states are clipped to [-1, 1].
+        relative: An action is a difference from the state group `reference`, or a pose (xyz and two rows of the
+            rotation) in its frame.
+        reference: Of relative actions; by default the state group of the same name.
     """
 
     name: str
@@ -52,7 +58,7 @@ class Group:
         return 2 * self.size if self.scaling == "sin_cos" else self.size
 
     def normalise(self, x: np.ndarray) -> np.ndarray:
-        """x (…, size) to (…, width) float64; rows of a chunk come first where statistics have rows."""
+        """Normalize x (..., size) to (..., width) float64. With statistics by row, the first axis is the chunk's."""
         if self.scaling == "sin_cos":
             return np.concatenate((np.sin(x), np.cos(x)), -1)
         low, span = self._scale(len(x) if x.ndim > 1 else 1)
@@ -63,14 +69,14 @@ class Group:
         return scaled.clip(-1.0, 1.0) if self.clipped else scaled
 
     def restore(self, x: np.ndarray) -> np.ndarray:
-        """Normalised actions (rows, size) to the robot's, or to differences and poses."""
+        """Unnormalize actions (rows, size) to the robot's, or to differences and poses."""
         low, span = self._scale(len(x))
         if self.scaling == "mean_std":
             return np.where(span == 0, x, x * span + low)
         return (x.clip(-1.0, 1.0) + 1.0) * 0.5 * span + low
 
     def _scale(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """low and span, of the first `rows` rows where there are rows."""
+        """Return low and span, of the first `rows` rows if the statistics have rows."""
         assert self.low is not None and self.high is not None
         low, high = self.low, self.high
         if low.ndim == 2:
@@ -89,13 +95,13 @@ class Group:
         return Range(self.low, self.high, "quantiles, or minimum and maximum")
 
     def absolute(self, x: np.ndarray, state: np.ndarray) -> np.ndarray:
-        """Relative actions (rows, size) to absolute ones; `state`: the reference (size,)."""
+        """Convert relative actions (rows, size) to absolute ones; `state` (size,) is the reference."""
         if self.relative == "pose":
             return _poses(_frame(state) @ _frames(x))
         return x + state if self.relative == "difference" else x
 
     def against(self, x: np.ndarray, state: np.ndarray) -> np.ndarray:
-        """The inverse of `absolute`."""
+        """Convert absolute actions to relative ones, the inverse of `absolute`."""
         if self.relative == "pose":
             return _poses(np.linalg.inv(_frame(state)) @ _frames(x))
         return x - state if self.relative == "difference" else x
@@ -103,12 +109,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """A robot's vector as groups in order. `state`: the groups that relative actions refer to."""
+    """A robot's vector as groups in order."""
 
     groups: tuple[Group, ...]
 
     def __post_init__(self) -> None:
-        """Raise CheckpointError where no number of any group varies: such statistics are of no data."""
+        """Raise CheckpointError if no number of any group varies: such statistics are not of real data."""
         if self.groups and not any(g.range.span.any() for g in self.groups):
             names = ", ".join(g.name for g in self.groups)
             raise CheckpointError(
@@ -142,22 +148,22 @@ class Groups:
         return sum(g.width for g in self.groups)
 
     def split(self, vector: np.ndarray) -> dict[str, np.ndarray]:
-        """(…, size) by group."""
+        """Split (..., size) into groups by name."""
         ends = np.cumsum([g.size for g in self.groups])[:-1]
         return {g.name: part for g, part in zip(self.groups, np.split(vector, ends, -1), strict=True)}
 
     def normalise(self, vector: np.ndarray, state: dict[str, np.ndarray] | None = None) -> np.ndarray:
-        """The robot's (…, size) to the model's (…, width). `state`: by group, for relative actions."""
+        """Normalize the robot's (..., size) to the model's (..., width). `state`: by group, for relative actions."""
         parts = self.split(vector)
         return np.concatenate([g.normalise(self._against(g, parts[g.name], state)) for g in self.groups], -1)
 
     def before_scaling(self, vector: np.ndarray, state: dict[str, np.ndarray]) -> np.ndarray:
-        """The robot's actions (rows, size) in the units of the statistics: relative ones are relative to `state`."""
+        """Return the robot's actions (rows, size) in the units of the statistics, relative ones relative to `state`."""
         parts = self.split(vector)
         return np.concatenate([self._against(g, parts[g.name], state) for g in self.groups], -1)
 
     def restore(self, normalised: np.ndarray, state: dict[str, np.ndarray]) -> np.ndarray:
-        """The model's actions (rows, at least width) to the robot's (rows, size)."""
+        """Unnormalize the model's actions (rows, at least width) to the robot's (rows, size)."""
         parts = self.split(normalised[:, : self.size].astype(np.float64))
         found = []
         for group in self.groups:
@@ -176,7 +182,7 @@ class Groups:
 
 
 def check_references(actions: Groups, state: Sequence[Group], where: str) -> None:
-    """Raise CheckpointError where a relative action refers to no state group of its size."""
+    """Raise CheckpointError if a relative action refers to no state group of its size."""
     sizes = {g.name: g.size for g in state}
     for group in actions.groups:
         if group.relative != "no" and sizes.get(group.reference or group.name) != group.size:
@@ -187,7 +193,7 @@ def check_references(actions: Groups, state: Sequence[Group], where: str) -> Non
 
 
 def _frame(pose: np.ndarray) -> np.ndarray:
-    """xyz and the first two rows of a rotation (9,), not quite orthonormal, as a 4 x 4 transform."""
+    """Return a pose (9,), xyz and the first two rows of a nearly orthonormal rotation, as a 4 x 4 transform."""
     first, second = pose[3:6], pose[6:9]
     first = first / np.linalg.norm(first)
     second = second - (first @ second) * first
@@ -203,5 +209,5 @@ def _frames(poses: np.ndarray) -> np.ndarray:
 
 
 def _poses(frames: np.ndarray) -> np.ndarray:
-    """4 x 4 transforms (n, 4, 4) as (n, 9)."""
+    """Return transforms (n, 4, 4) as poses (n, 9)."""
     return np.concatenate((frames[:, :3, 3], frames[:, :2, :3].reshape(len(frames), 6)), 1)

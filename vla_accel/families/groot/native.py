@@ -17,19 +17,19 @@ class GrootStore(NativeStore[Groot]):
 
     def vision(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
         """The vision program of `batch` observations."""
-        precision = self.precision("vision", spec, ())
+        precision = self.precision("vision", spec)
         weights = self.weights(("vision", precision), lambda: TowerWeights.of(self.model, precision))
         return NativeTower(weights, batch, layout, spec.attention)
 
     def kv_cache(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
         """The program of language model and vision-language attention."""
-        precision = self.precision("kv_cache", spec, ())
+        precision = self.precision("kv_cache", spec)
         weights = self.weights(("kv_cache", precision), lambda: ReaderWeights.of(self.model, precision))
         return NativeReader(weights, batch, layout, spec.attention)
 
     def denoise(self, batch: int, layout: Layout, steps: int, spec: EngineSpec) -> Program:
         """The whole Euler loop of `steps`. Its FP8 and INT8 are of weights alone and need no scales."""
-        precision = self.precision("denoise", spec, self.beside_bf16("fp8", "int8"), calibrated=False)
+        precision = self.precision("denoise", spec, "fp8", "int8", calibrated=False)
         form = ("denoise", precision)
         weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))
         tables = self.weights((*form, steps), lambda: step_tables(self.model, weights, steps))

@@ -17,7 +17,7 @@ from torch import Tensor
 from vla_accel.families.groot.head import DitLayer, Source, StepConstants
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.attending import attention
+from vla_accel.kernels.attention.ops import attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm

@@ -18,8 +18,7 @@ from vla_accel.families.groot.language import Layout, language_rope
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.rows.rows import add_norm
-from vla_accel.kernels.rows.sequence import add_at, place_tokens
+from vla_accel.kernels.rows.rows import add_at, add_norm, place_tokens
 from vla_accel.nn.plan import Rows, StackPlan
 from vla_accel.nn.weights import Precision, StackWeights, stack_weights
 

@@ -1,5 +1,5 @@
 """One embodiment of a GR00T checkpoint, from Isaac-GR00T's settings: its cameras, its groups of states and actions, and
-how its images are fitted. Knows nothing of where a folder keeps them."""
+the cropping of its images."""
 
 from __future__ import annotations
 
@@ -23,9 +23,23 @@ LIBERO_TAG = "libero_sim"
 
 @dataclass(frozen=True)
 class Robot:
-    """What a folder says of one embodiment. `cameras` in the model's order; `features`: lerobot's own names of the
-    robot's cameras, empty where the folder has none; `renamed`: the robot's names of lerobot's features, where they are
-    others."""
+    """One embodiment of a folder.
+
+    Attributes:
+        tag: Its tag.
+        embodiment: Its number.
+        cameras: In the model's order.
+        frames: Images of each camera.
+        rows: Actions of a chunk.
+        state: Groups of the state.
+        actions: Groups of the actions.
+        cropping: How images become the model's.
+        formal: Whether prompts lose capitals and punctuation.
+        gripper: Whether the last action is a gripper's opening.
+        exclude_state: Whether the model's state is zero.
+        features: lerobot's names of the robot's cameras, empty if the folder has none.
+        renamed: The robot's names of lerobot's features, if they differ.
+    """
 
     tag: str
     embodiment: int
@@ -46,8 +60,7 @@ def read_robot(
     tag: str, embodiment: Any, modality: Any, statistics: Any, settings: Mapping[str, Any], cropping: Cropping,
     path: Path,
 ) -> Robot:  # fmt: skip
-    """One embodiment's groups and cameras, from Isaac-GR00T's settings. Raises CheckpointError for settings that are
-    not honoured."""
+    """Return one embodiment. Raises CheckpointError for settings that are missing or refused."""
     check_modality(modality, f"{path}: {tag}")
     video, action = mapping(modality, "video", path), mapping(modality, "action", path)
     if not isinstance(embodiment, int) or isinstance(embodiment, bool) or embodiment < 0:
@@ -124,7 +137,7 @@ def _word(value: Any) -> str:
 
 
 def lerobot_cropping(settings: Mapping[str, Any], path: Path) -> Cropping:
-    """How lerobot fits images. It falls back to a crop of 230 of 256 pixels where no target size is stored."""
+    """Return lerobot's cropping: 230 of 256 pixels if no target size is stored."""
     target, crop = _sides(settings, "image_target_size", path, (256, 256)), settings.get("crop_fraction")
     if settings.get("image_target_size") is None:
         crop = 230 / 256
@@ -141,7 +154,7 @@ def lerobot_cropping(settings: Mapping[str, Any], path: Path) -> Cropping:
 
 
 def isaac_cropping(settings: Mapping[str, Any], path: Path) -> Cropping:
-    """How Isaac-GR00T fits images: without `use_albumentations`, the fraction and the shortest edge do not count."""
+    """Return Isaac-GR00T's cropping. Without `use_albumentations`, it ignores the fraction and the shortest edge."""
     letterbox, fraction = bool(settings.get("letter_box_transform")), settings.get("crop_fraction", 0.95)
     target, crop = (_sides(settings, key, path, None) for key in ("image_target_size", "image_crop_size"))
     fraction = None if fraction is None else _fraction(fraction, path)
@@ -151,7 +164,7 @@ def isaac_cropping(settings: Mapping[str, Any], path: Path) -> Cropping:
     if settings.get("shortest_image_edge", edge) is None:
         edge = None
     area = bool(settings.get("use_albumentations"))
-    # The two sizes are what decides, where there is neither a fraction nor an edge.
+    # Without a fraction or an edge, the two sizes decide.
     if target is None and not (area and fraction is not None and edge is not None):
         raise CheckpointError(f"{path}: image_target_size: expected a height and a width, got None")
     if crop is None and not (area and fraction is not None):
@@ -199,7 +212,7 @@ def _size(entry: Mapping[str, Any], where: str) -> int:
 
 
 def _numbers(value: Any, where: str) -> np.ndarray:
-    """Float64 (n,) or (rows, n) of finite numbers."""
+    """Return finite numbers as float64 (n,) or (rows, n)."""
     try:
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError) as error:

@@ -130,7 +130,7 @@ def load_weights(
         CheckpointError: Tensors are missing, left over or misshaped; the message lists them.
     """
     recipe = check_weights(weights, config, where)
-    return deferred(Pi0.empty(config), weights, recipe, where).bound_for(torch.device(device), dtype)
+    return deferred(Pi0.empty(config), weights, recipe, where).placed(torch.device(device), dtype)
 
 
 def check_weights(weights: Weights, config: Pi0Config, where: str) -> dict[str, tuple[Piece, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
@@ -10,10 +10,10 @@ from vla_accel.families.pi0.native_loop import ExpertWeights, NativeDenoise, ste
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.pi0_fast.native_decode import DecodeWeights, NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast
-from vla_accel.nn.native_prefix import PaliGemmaStore, PrefixWeights
+from vla_accel.nn.native_prefix import PrefixStore, PrefixWeights
 
 
-class Pi0Store(PaliGemmaStore[Pi0]):
+class Pi0Store(PrefixStore[Pi0]):
     """Prepared weights of one π0 or π0.5."""
 
     def denoise(
@@ -27,14 +27,14 @@ class Pi0Store(PaliGemmaStore[Pi0]):
         return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)
 
 
-class Pi0FastStore(PaliGemmaStore[Pi0Fast]):
+class Pi0FastStore(PrefixStore[Pi0Fast]):
     """Prepared weights of one π0-FAST. Prefix and decode are the same layers, and read the same weights."""
 
-    paired: ClassVar[bool] = False
+    prefix_weights = staticmethod(partial(PrefixWeights.of, paired=False))
 
     def decode(self, batch: int, prefix_tokens: int, steps: int, spec: EngineSpec) -> Program:
         """At most `steps` tokens behind a prefix."""
-        precision = self.loop_precision("decode", spec)
+        precision = self.precision("decode", spec, "fp8", "int8", calibrated=False)
         prefix = next((w for w in self.prepared.values() if isinstance(w, PrefixWeights)), None)
         weights = self.weights(("decode", precision), lambda: DecodeWeights.of(self.model, precision, prefix))
         return NativeDecode(weights, self.model.config, batch, prefix_tokens, steps)

@@ -78,7 +78,7 @@ def load_folder(
         pixels=saved.pixels,
         detokeniser=detokeniser,
     )
-    model = _network(weights, config, str(folder)).bound_for(torch.device(device), dtype)
+    model = _network(weights, config, str(folder)).placed(torch.device(device), dtype)
     return model if lora is None else fold(model, lora, lambda name: pieces(name, config)), processor
 
 

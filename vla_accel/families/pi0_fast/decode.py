@@ -35,7 +35,7 @@ class Decode(nn.Module):
 
     def fetch(self) -> list[Tensor]:
         """Bring the weights that `forward` reads."""
-        return self.model.fetched("embed", "prefix", "norm", self.model.head_name)
+        return self.model.fetch("embed", "prefix", "norm", self.model.head_name)
 
 
 def decode_component(

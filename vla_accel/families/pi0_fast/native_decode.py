@@ -18,7 +18,7 @@ from torch import Tensor
 from vla_accel.component import TurnedProgram
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig, last_tokens
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.key_tilings import SuffixAttention
+from vla_accel.kernels.attention.config import SuffixShape
 from vla_accel.kernels.attention.suffix import suffix_attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.config import gemm_sizes
@@ -114,11 +114,11 @@ class NativeDecode(TurnedProgram):
         self.cos, self.sin = rope_tables(capacity, stack.head_dim, device)
         self.cuts = Cuts(device, self.chain)
         self.first = Moments.like(self.x, stack.width, False)
-        self._cut(SuffixAttention(batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize))
+        self._cut(SuffixShape(batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize))
         kind = weights_in(weights.precision)
         self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.cuts.detail}"
 
-    def _cut(self, sizes: SuffixAttention) -> None:
+    def _cut(self, sizes: SuffixShape) -> None:
         """Choose the tile configs of the products and of attention."""
         layers, head = self.weights.layers, self.weights.head
 

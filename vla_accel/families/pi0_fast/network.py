@@ -42,6 +42,11 @@ class Pi0FastConfig(PaliGemmaSizes):
     stop_token: int | None = None
     tied: bool = True
 
+    @property
+    def num_steps(self) -> int:
+        """The most tokens of a call, which are its steps."""
+        return self.max_steps
+
     def __post_init__(self) -> None:
         if self.stop_token is not None and not 0 <= self.stop_token < self.vocab_size:
             raise ConfigError(f"stop_token: expected a token below {self.vocab_size}, got {self.stop_token}")

@@ -71,7 +71,7 @@ def load_folder(
     empty = SmolVla.empty(config)
     recipe = {name: pieces(name, config) for name in shapes_of(empty)}
     dead = (*DEAD, *buffers(weights.shapes))
-    model = fitted(empty, weights, recipe, str(folder), "smolvla", dead).bound_for(torch.device(device), dtype)
+    model = fitted(empty, weights, recipe, str(folder), "smolvla", dead).placed(torch.device(device), dtype)
     return _adapted(model, lora), processor
 
 
@@ -84,7 +84,7 @@ def _own(
     state, actions = (Normaliser.of(statistics[name], "mean_std", name) for name in ("state", "actions"))
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER_HUB)
     processor = _processor(config, Processors(preset, state, actions, {}), tokenizer, settings)
-    model = fitted_own(SmolVla.empty(config), folder).bound_for(torch.device(device), dtype)
+    model = fitted_own(SmolVla.empty(config), folder).placed(torch.device(device), dtype)
     return _adapted(model, lora).whole(), processor
 
 

@@ -15,8 +15,7 @@ from vla_accel.families.smolvla.native_loop import SmolVlaDenoise, SmolVlaExpert
 from vla_accel.families.smolvla.network import SmolVla
 from vla_accel.fp8 import Scales
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.nn.native_prefix import NativePrefix, PrefixWeights
-from vla_accel.nn.prefix_store import FlowStore
+from vla_accel.nn.native_prefix import NativePrefix, PrefixStore, PrefixWeights
 
 
 @dataclass(frozen=True)
@@ -106,13 +105,11 @@ class SmolVlaPrefix(NativePrefix):
                 torch.mm(rows, weight[place].t(), out=cache)
 
 
-class SmolVlaStore(FlowStore[SmolVla]):
+class SmolVlaStore(PrefixStore[SmolVla]):
     """Prepared weights of one SmolVLA."""
 
-    def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
-        """The prefix program of `image_tokens` image tokens and `length` prompt tokens a row."""
-        weights = self.prefix_weights(spec, SmolVlaPrefixWeights.of)
-        return SmolVlaPrefix(weights, batch, image_tokens, length, spec.attention)
+    prefix_weights = SmolVlaPrefixWeights.of
+    prefix_program = SmolVlaPrefix  # type: ignore[assignment]
 
     def denoise(
         self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None,

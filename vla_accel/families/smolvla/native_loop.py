@@ -19,7 +19,7 @@ from vla_accel.families.pi0.native_loop import ExpertLayer
 from vla_accel.families.pi0.step_tables import paired
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.key_tilings import SuffixAttention
+from vla_accel.kernels.attention.config import SuffixShape
 from vla_accel.kernels.attention.suffix import cross_attention, crossing, suffix_attention
 from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
@@ -179,7 +179,7 @@ class SmolVlaLayerLoop(LayerLoop):
         crossing = sum(map(config.crosses, range(self.depth)))
         self.kernels_a_step = 5 * self.depth - crossing + 3
 
-    def _cut(self, sizes: SuffixAttention) -> None:
+    def _cut(self, sizes: SuffixShape) -> None:
         """Choose the tile configs of the products and of attention."""
         device, layers = self.x.device, self.weights.layers
         lengths = torch.zeros(sizes.batch, dtype=torch.int32, device=device)

@@ -174,6 +174,7 @@ class SmolVla(FlowNetwork):
     """The model. Module names are the canonical checkpoint keys."""
 
     config: SmolVlaConfig
+    state_in_prefix = True
 
     def __init__(self, config: SmolVlaConfig) -> None:
         super().__init__()
@@ -217,6 +218,13 @@ class SmolVla(FlowNetwork):
         """
         keys, values, _ = self.prefix.run(*self.prefix_rows(image_tokens, tokens, state, lengths))
         return self.expert.projected(keys, values)
+
+    def keys_values(self, image_tokens: Tensor, tokens: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return self.prefix_cache(image_tokens, tokens, *rest)
+
+    def prefix_parts(self) -> list[str]:
+        crossing = [name for name in self.names("expert") if ".key_proj." in name or ".value_proj." in name]
+        return [*super().prefix_parts(), "state_proj", *crossing]
 
     def prefix_rows(
         self, image_tokens: Tensor, tokens: Tensor, state: Tensor, lengths: Tensor | None = None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vla_accel.kernels import reference
-from vla_accel.kernels.attention import key_tilings
-from vla_accel.kernels.attention.key_tilings import Crossing, CrossTile, KeySplit, SuffixAttention
+from vla_accel.kernels.attention import config as attention_config
+from vla_accel.kernels.attention.config import CrossShape, CrossTile, KeySplit, SuffixShape
 from vla_accel.kernels.dispatch import kernels, path
 from vla_accel.kernels.gemm.epilogue import Norm
 from vla_accel.kernels.gemm.ops import gemm
@@ -21,15 +21,13 @@ AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
 """Parts and statistics of programs that share keys, and the counters of those that have arrived."""
 
 
-def suffix_workspace(
-    sizes: SuffixAttention, device: torch.device, config: KeySplit | None = None
-) -> AttentionWorkspace:
+def suffix_workspace(sizes: SuffixShape, device: torch.device, config: KeySplit | None = None) -> AttentionWorkspace:
     """Allocate what `suffix_attention` keeps between its programs. The counters start as zero, and each call resets
     them.
     """
     if path(device) == "reference":
         return (torch.empty(0), torch.empty(0), torch.empty(0))
-    config = config or key_tilings.key_splits(current(device).gpu, sizes)[0]
+    config = config or attention_config.key_splits(current(device).gpu, sizes)[0]
     parts, stats, counters = config.workspace(sizes)
     return (
         torch.empty(parts, device=device),
@@ -38,10 +36,10 @@ def suffix_workspace(
     )
 
 
-def crossing(x: Tensor, layer: Linear, keys: Tensor) -> Crossing:
+def crossing(x: Tensor, layer: Linear, keys: Tensor) -> CrossShape:
     """Describe the problem of `cross_attention`."""
     batch, source, _, head_dim = keys.shape
-    return Crossing(
+    return CrossShape(
         batch, len(x) // batch, x.shape[1], source, layer.weight.shape[0] // head_dim, head_dim,
         layer.weight.element_size(), x.element_size(), layer.weight.dtype == torch.int8,
     )  # fmt: skip
@@ -66,8 +64,8 @@ def suffix_attention(
     if path(q) != "reference":
         batch, tokens, heads, head_dim = q.shape
         prefix_tokens, kv_heads = prefix_k.shape[1:3]
-        sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
-        config = config or key_tilings.key_splits(current(q).gpu, sizes)[0]
+        sizes = SuffixShape(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
+        config = config or attention_config.key_splits(current(q).gpu, sizes)[0]
         return kernels("attention.triton_attention").suffix_attention(
             q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal,
             cut=config,
@@ -96,12 +94,12 @@ def cross_attention(
         layer: of the queries, (heads * d, W).
         keys, values: (B, S, kv_heads, d), of which row b has lengths[b].
         out: (B * T, heads * d). All tensors are contiguous.
-        config: one of `key_tilings.crossings`.
+        config: one of `attention_config.cross_tiles`.
         norm: of x, an RMSNorm without a scale.
     """
     if path(x) != "reference":
         if config is None:
-            config = key_tilings.crossings(current(x).gpu, crossing(x, layer, keys))[0]
+            config = attention_config.cross_tiles(current(x).gpu, crossing(x, layer, keys))[0]
         return kernels("attention.triton_cross").cross_attention(
             x, layer, cos, sin, keys, values, lengths, out, norm=norm, cut=config,
         )  # fmt: skip

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.kernels.attention.key_tilings import KeySplit, SuffixAttention
-from vla_accel.kernels.attention.tiles import Tile
+from vla_accel.kernels.attention.config import FlashTile, KeySplit, SuffixShape
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.triton_common import quantised, softmax_step, wait_for_previous
+from vla_accel.kernels.triton_common import softmax_step, store_rounded, wait_for_previous
 from vla_accel.numeric import power_of_two
 from vla_accel.runtime import current
 
@@ -72,20 +71,17 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_batch, q_toke
     out = acc / total[:, None]
     target = out_ptr + ((batch * tokens + m[:, None]) * HEADS + head) * HEAD_DIM + d[None, :]
     keep = (m < tokens)[:, None] & in_d[None, :]
-    if QUANT:
-        tl.store(target, quantised(out, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
-    else:
-        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=keep)
+    store_rounded(target, out, keep, inverse_scale, QUANT)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None,
-    last: bool = False, tile: Tile | None = None,
+    last: bool = False, tile: FlashTile | None = None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.kernels.attention.attending.attention`."""
+    """See `vla_accel.kernels.attention.ops.attention`."""
     batch, tokens, heads, head_dim = q.shape
     source, kv_heads = k.shape[1:3]
-    tile = tile or Tile.of(tokens, source, head_dim, current(q).gpu)
+    tile = tile or FlashTile.default(current(q).gpu, tokens, source, head_dim)
     grid = (triton.cdiv(tokens, tile.queries), heads, batch)
     launch(
         _attention, grid,
@@ -94,6 +90,54 @@ def attention(
         heads // kv_heads, head_dim, max(16, power_of_two(head_dim)), tile.queries, tile.keys, lengths is not None,
         last, q.stride(2) % 8 == k.stride(2) % 8 == 0, inverse_scale is not None, num_warps=tile.warps,
         num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def _causal_attention(q_ptr, k_ptr, v_ptr, out_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head, scale,
+                      TOKENS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+                      BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    wait_for_previous(PDL)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < HEAD_DIM
+    q = tl.load(
+        q_ptr + batch * q_batch + m[:, None] * q_token + head * q_head + d[None, :],
+        mask=(m < TOKENS)[:, None] & in_d[None, :],
+        other=0.0,
+    )
+    base = batch * k_batch + (head // GROUP) * k_head
+    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(0, TOKENS, BLOCK_N):
+        key = start + n
+        real = key < TOKENS
+        place = base + key * k_token
+        k = tl.load(k_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
+        s = tl.where(key[None, :] <= m[:, None], tl.dot(q, k) * scale, -float("inf"))
+        # The first block has key 0, which every query sees.
+        p, shrink, best, total = softmax_step(s, best, total, False)
+        v = tl.load(v_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+    target = out_ptr + ((batch * TOKENS + m[:, None]) * HEADS + head) * HEAD_DIM + d[None, :]
+    kept = (m < TOKENS)[:, None] & in_d[None, :]
+    tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=kept)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """See `vla_accel.kernels.attention.ops.causal_attention`."""
+    batch, tokens, heads, head_dim = q.shape
+    block_m = 64 if tokens > 32 else 16
+    block_d = max(16, power_of_two(head_dim))
+    grid = (triton.cdiv(tokens, block_m), heads, batch)
+    launch(
+        _causal_attention, grid,
+        q, k, v, out, *q.stride()[:3], *k.stride()[:3], head_dim**-0.5 * LOG2E, tokens, heads, heads // k.shape[2],
+        head_dim, block_d, block_m, 64, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
@@ -264,7 +308,7 @@ def suffix_attention(
     """See `vla_accel.kernels.attention.suffix.suffix_attention`."""
     batch, tokens, heads, head_dim = q.shape
     prefix_tokens, kv_heads = prefix_k.shape[1:3]
-    sizes = SuffixAttention(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
+    sizes = SuffixShape(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
     prefix_splits, splits, row_tiles = cut.prefix_splits(sizes), cut.splits(sizes), cut.row_tiles(sizes)
     parts, stats, counters = workspace
     arguments = (

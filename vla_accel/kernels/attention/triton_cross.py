@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.kernels.attention.key_tilings import CrossTile
+from vla_accel.kernels.attention.config import CrossTile
 from vla_accel.kernels.attention.triton_attention import LOG2E
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.epilogue import Norm

@@ -35,15 +35,18 @@ HOPPER = "in CUDA C++"
 
 def tune(weights: Linear, activation: Activation, rows: int, *, inside: bool = False) -> None:
     """Measure the Hopper GEMM and cuBLAS on a product, if that is necessary and possible. Arguments as `known`."""
-    runtime, (n, k), kind = current(weights.weight), weights.weight.shape, weights.weight.dtype
+    (n, k), kind, device = weights.weight.shape, weights.weight.dtype, weights.weight.device
+    runtime = current(device)
     gpu, name = runtime.gpu, measurement(kind, activation, rows, n, k)
     table = hopper.planned(gpu, kind, activation, rows, n, k)
-    decided = measured(name, runtime) is not None or runtime.deterministic or (inside and table is not None)
+    decided = (
+        measured(name, weights.weight.device) is not None or runtime.deterministic or (inside and table is not None)
+    )
     if gpu is None or decided or torch.cuda.is_current_stream_capturing():
         return
     tiles = hopper.searched(gpu, kind, activation, rows, n, k) if table is None else [table]
     if tiles:
-        measure(name, [Library(), *tiles], trial(weights, activation, rows, gpu), runtime, CALLS)
+        measure(name, [Library(), *tiles], trial(weights, activation, rows, gpu), device, CALLS)
 
 
 def trial(weights: Linear, activation: Activation, rows: int, gpu: Gpu) -> Callable[[Library | HopperTile], Tensor]:
@@ -103,7 +106,7 @@ def why_no_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, in
         return tile.why_not(gpu, HopperSizes(rows, n, k, kind.itemsize, (use,)))
     if gpu is None:
         return "there is no GPU"
-    if measured(measurement(kind, activation, rows, n, k), runtime) is not None:
+    if measured(measurement(kind, activation, rows, n, k), device) is not None:
         return "it was measured to be slower"
     return hopper.why_not_searched(gpu, rows, n, k) or "no tile config is known for this size"
 

@@ -289,7 +289,7 @@ def known(
     """
     runtime = current(device)
     table = hopper.planned(runtime.gpu, kind, activation, rows, n, k)
-    found = measured(measurement(kind, activation, rows, n, k), runtime)
+    found = measured(measurement(kind, activation, rows, n, k), device)
     if found is None or (inside and table is not None):
         return table
     return None if isinstance(found, Library) else found

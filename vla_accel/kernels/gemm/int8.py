@@ -72,21 +72,21 @@ def candidates(gpu: Gpu, rows: int) -> list[Int8Tile]:
 
 def tile(weights: Linear, activation: Activation, rows: int) -> Int8Tile:
     """Return the measured tile of a product, or the default one."""
-    return measured(_name(weights, activation, rows), current(weights.weight)) or default(rows)
+    return measured(_name(weights, activation, rows), weights.weight.device) or default(rows)
 
 
 def tune(weights: Linear, activation: Activation, rows: int) -> None:
     """Measure the tile of a product on its weight's GPU, while a program is built. No RELU or SILU."""
     device, runtime = weights.weight.device, current(weights.weight)
     gpu, name = runtime.gpu, _name(weights, activation, rows)
-    if gpu is None or runtime.deterministic or runtime.backend == "reference" or measured(name, runtime) is not None:
+    if gpu is None or runtime.deterministic or runtime.backend == "reference" or measured(name, device) is not None:
         return
     (n, k), plain = weights.weight.shape, activation is Activation.NONE
     x = torch.randint(-127, 128, (rows, k), dtype=torch.int8, device=device)
     stored = torch.bfloat16 if plain else torch.int8
     out = torch.empty(rows, n // 2 if activation.gated else n, dtype=stored, device=device)
     epilogue = Epilogue(activation=activation, quantize=None if plain else 1.0)
-    measure(name, candidates(gpu, rows), functools.partial(launch, x, weights, out, epilogue), runtime, CALLS)
+    measure(name, candidates(gpu, rows), functools.partial(launch, x, weights, out, epilogue), device, CALLS)
 
 
 def launch(x: torch.Tensor, weights: Linear, out: torch.Tensor, epilogue: Epilogue, config: Int8Tile) -> None:

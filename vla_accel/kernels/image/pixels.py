@@ -1,4 +1,4 @@
-"""Pixel maps (`vla_accel.pictures`) applied to images, in torch: for the eager engine, and the kernels' reference."""
+"""Pixel maps (`vla_accel.pictures`) in torch, for the eager engine and as the kernels' reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vla_accel.pictures import BOTTOM, HIGHEST, LEFT, LOWEST, MAP_WIDTH, OFFSET,
 
 
 def levels(images: Tensor, pixel_maps: Tensor) -> Tensor:
-    """The levels of images uint8 (…, S, S, 3) by their pixel maps float32 (…, `MAP_WIDTH`), float32 (…, S, S, 3)."""
+    """Return the levels of images uint8 (…, S, S, 3) by pixel maps float32 (…, `MAP_WIDTH`), float32 (…, S, S, 3)."""
     side = torch.arange(images.shape[-2], device=images.device, dtype=torch.float32)
     # Slices keep an axis each for rows, columns and channels.
     maps = pixel_maps[..., None, None, :]
@@ -22,7 +22,7 @@ def levels(images: Tensor, pixel_maps: Tensor) -> Tensor:
 
 
 def pixels(images: Tensor, pixel_maps: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Images uint8 (…, S, S, 3) as the pixels (…, 3, S, S) that a model reads: openpi's x / 255 * 2 - 1, in this order.
+    """Return images uint8 (…, S, S, 3) as the pixels (…, 3, S, S) that a model reads: x / 255 * 2 - 1, in this order.
 
     Args:
         images: Fitted images.

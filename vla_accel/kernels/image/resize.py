@@ -1,5 +1,6 @@
-"""Cameras' images to the square that a model takes, on a GPU: what `transforms.images.resize` does on the host, to the
-bit. (Of images more than twice as high as wide Pillow's newest versions filter rows first, which moves a byte by 1.)
+"""Fit camera images to the model's square on a GPU, with the same bits as `transforms.images.resize` on the host.
+
+For images more than twice as high as wide, Pillow's newest versions filter rows first, which changes a byte by 1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.kernels.dispatch import kernels, path
+from vla_accel.kernels.dispatch import op
 from vla_accel.kernels.nvrtc import on
 from vla_accel.pictures import Resize, neighbours, placed
 
@@ -24,7 +25,7 @@ PRECISION = 22
 @dataclass(frozen=True)
 class Filter:
     """One axis of Pillow's bilinear filter: output j is Σ weights[j, t] · input[first[j] + t], rounded to a byte.
-    `first` (n,), `weights` (n, taps) int32, taps a power of two; those that it does not take are zero."""
+    `first` (n,), `weights` (n, taps) int32, taps a power of two; weights of unused taps are zero."""
 
     first: Tensor
     weights: Tensor
@@ -42,8 +43,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Fit:
-    """How images (height, width, 3) become (size, size, 3): `inner` (top, left, height, width) of the square is the
-    image, the rest is black."""
+    """How to fit images (height, width, 3) to (size, size, 3): they fill `inner` (top, left, height, width) of the
+    square, the rest is black."""
 
     size: int
     inner: tuple[int, int, int, int]
@@ -52,18 +53,18 @@ class Fit:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing stays black."""
+        """Whether the image fills the square."""
         return self.inner[2:] == (self.size, self.size)
 
 
 def fits_on(device: torch.device) -> bool:
-    """Whether a device fits images itself; a CPU has Pillow."""
+    """Return whether a device fits images itself; a CPU uses Pillow."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 @functools.lru_cache(maxsize=64)
 def fit_of(height: int, width: int, size: int, method: Resize, device: torch.device) -> Fit:
-    """The fit of images of a size. Raises ObservationError where nothing of the image would be left."""
+    """Return the fit of images of a size. Raises ObservationError if nothing of the image would be left."""
     inner = placed(height, width, size, method)
     axis = _filter if method == "antialias" else _sampling
     return Fit(size, inner, axis(height, inner[2], device), axis(width, inner[3], device))
@@ -76,7 +77,7 @@ def fit(image: Tensor, how: Fit, out: Tensor) -> None:
     top, left, height, width = how.inner
     inner = out[top : top + height, left : left + width]
     if isinstance(how.rows, Filter) and isinstance(how.columns, Filter):
-        # Columns first, as Pillow does: what is between is rounded, too.
+        # Columns first, as Pillow does: the intermediate image is rounded, too.
         between = image.new_empty(len(image), width, 3)
         filtered(image, how.columns, between, axis=1)
         filtered(between, how.rows, inner, axis=0)
@@ -85,7 +86,7 @@ def fit(image: Tensor, how: Fit, out: Tensor) -> None:
 
 
 def rehearse(device: torch.device) -> None:
-    """Have the kernels compiled before the first call, for cameras of up to fifteen times the model's size."""
+    """Compile the kernels before the first call, for cameras of up to fifteen times the model's size."""
     out = torch.empty(8, 8, 3, dtype=torch.uint8, device=device)
     with on(device):
         for size in (4, 12, 40, 80):
@@ -93,10 +94,9 @@ def rehearse(device: torch.device) -> None:
         fit(out.new_zeros(4, 4, 3), fit_of(4, 4, 8, "bilinear", device), out)
 
 
+@op("image.triton_resize")
 def filtered(image: Tensor, by: Filter, out: Tensor, *, axis: int) -> None:
-    """`out` is `image` filtered along an axis; the last of its dimensions are contiguous."""
-    if path(image) != "reference":
-        return kernels("image.triton_resize").filtered(image, by, out, axis=axis)
+    """out = `image` filtered along an axis; the last dimensions of `out` are contiguous."""
     lines = image.movedim(axis, 0).long()
     sums = lines.new_full((len(by.first), *lines.shape[1:]), 1 << (PRECISION - 1))
     for tap in range(by.weights.shape[1]):
@@ -105,10 +105,9 @@ def filtered(image: Tensor, by: Filter, out: Tensor, *, axis: int) -> None:
     out.copy_((sums >> PRECISION).clamp(0, 255).movedim(0, axis).to(torch.uint8))
 
 
+@op("image.triton_resize")
 def sampled(image: Tensor, rows: Sampling, columns: Sampling, out: Tensor) -> None:
-    """`out` is `image` sampled along both axes, rows first, and rounded, halves to even."""
-    if path(image) != "reference":
-        return kernels("image.triton_resize").sampled(image, rows, columns, out)
+    """out = `image` sampled along both axes, rows first, and rounded, halves to even."""
     pixels = image.float()
     above, below = pixels[rows.low.long()], pixels[rows.next.long()]
     lines = above + rows.part[:, None, None] * (below - above)
@@ -117,7 +116,7 @@ def sampled(image: Tensor, rows: Sampling, columns: Sampling, out: Tensor) -> No
 
 
 def _filter(count: int, out: int, device: torch.device) -> Filter:
-    """Triangles as wide as an output pixel, at least as an input pixel."""
+    """Return a filter of triangles as wide as an output pixel, but at least as an input pixel."""
     step = count / out
     reach = max(step, 1.0)
     first = np.zeros(out, np.int32)

@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.image.sums import GroupNorm, Sum
-from vla_accel.kernels.triton_common import activated
+from vla_accel.kernels.image.ops import GroupNorm, Sum
+from vla_accel.kernels.triton_common import activated, softmax_step
 from vla_accel.numeric import power_of_two
 
+LOG2E = tl.constexpr(1.4426950408889634)
 TILE = 4096
 """Elements that one program holds at a time: 32 a thread with 4 warps."""
 
@@ -72,29 +73,36 @@ def _rows(x_ptr, residual_ptr, shift_ptr, gamma_ptr, sum_ptr, out_ptr, rows, pix
         # x / max(|x|, 1e-12), as F.normalize has it.
         scale = tl.sqrt(float(C)) / tl.maximum(tl.sqrt(square), 1e-12)
         gamma = tl.load(gamma_ptr + column, mask=column < C, other=0.0)
-        normed = total * scale[:, None] * gamma[None, :]
-        normed = activated(normed, ACTIVATION)
+        normed = activated(total * scale[:, None] * gamma[None, :], ACTIVATION)
         tl.store(out_ptr + place, normed.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def rows(x: Sum, gamma: Tensor | None, *, activation: Activation, keep: bool, pad: bool) -> tuple[Tensor, Tensor]:
-    """See `vla_accel.kernels.image.image.rms_act` and, without `gamma`, `add_up`."""
+def add_up(x: Sum, *, pad: bool) -> Tensor:
+    """See `vla_accel.kernels.image.ops.add_up`."""
+    return x.value if x.plain and not pad else _launch_rows(x, None, Activation.NONE, keep=True, pad=pad)[0]
+
+
+def rms_act(x: Sum, gamma: Tensor, *, activation: Activation, keep: bool) -> tuple[Tensor, Tensor]:
+    """See `vla_accel.kernels.image.ops.rms_act`."""
+    return _launch_rows(x, gamma, activation, keep=keep, pad=False)
+
+
+def _launch_rows(
+    x: Sum, gamma: Tensor | None, activation: Activation, *, keep: bool, pad: bool
+) -> tuple[Tensor, Tensor]:
     batch, height, width, channels = x.shape
     size = (batch, height + pad, width + pad, channels)
-    total = torch.empty(size, dtype=x.value.dtype, device=x.value.device) if keep else None
-    out = torch.empty(size, dtype=x.value.dtype, device=x.value.device) if gamma is not None else None
+    out = x.value.new_empty(size)
+    total = x.value.new_empty(size) if keep and gamma is not None else out
     block = power_of_two(channels)
     tile = max(1, TILE // block)
     count = batch * size[1] * size[2]
-    first = total if total is not None else out
-    second = out if out is not None else total
-    assert first is not None and second is not None
     _rows[(triton.cdiv(count, tile),)](
-        x.value, _or(x.residual, x.value), _or(x.shift, x.value), _or(gamma, x.value), first, second, count,
+        x.value, _or(x.residual, x.value), _or(x.shift, x.value), _or(gamma, x.value), total, out, count,
         height * width, height, width, channels, block, tile, x.residual is not None,
         _shift_kind(x), x.phased, gamma is not None, activation.code, keep, pad, num_warps=4,
     )  # fmt: skip
-    return first, second
+    return total, out
 
 
 @triton.jit
@@ -173,15 +181,14 @@ def _group_apply(x_ptr, residual_ptr, shift_ptr, part_ptr, weight_ptr, bias_ptr,
         keep = (pixel < pixels)[:, None] & real
         total = _summed(x_ptr, residual_ptr, shift_ptr, row, channel, keep, real, pixels, height, width, C,
                         HAS_RESIDUAL, SHIFT, PHASED)  # fmt: skip
-        normed = total * weight + bias
-        normed = activated(normed, ACTIVATION)
+        normed = activated(total * weight + bias, ACTIVATION)
         tl.store(out_ptr + row * C + channel, normed.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def groups(
+def group_act(
     x: Sum, norm: GroupNorm, *, activation: Activation, keep: bool, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `vla_accel.kernels.image.image.group_act`."""
+    """See `vla_accel.kernels.image.ops.group_act`."""
     batch, height, width, channels = x.shape
     extra = 0 if skip is None else skip.shape[-1]
     wide, pixels = channels + extra, height * width
@@ -196,9 +203,8 @@ def groups(
     passes = triton.cdiv(triton.cdiv(pixels, pieces), tile)
     pieces = triton.cdiv(pixels, passes * tile)
     device, dtype = x.value.device, x.value.dtype
-    plain = x.residual is None and x.shift is None and not x.phased
     # An input that is not stored as it will be read (it is added up or appended) is written on the way, once.
-    written = (keep and not plain) or skip is not None
+    written = (keep and not x.plain) or skip is not None
     total = torch.empty((batch, height, width, wide), dtype=dtype, device=device) if written else x.value
     out = torch.empty((batch, height, width, wide), dtype=dtype, device=device)
     parts = torch.empty((batch, pieces, 2, norm.groups), dtype=torch.float32, device=device)
@@ -245,10 +251,10 @@ def _layer_norm(x_ptr, residual_ptr, shift_ptr, weight_ptr, bias_ptr, sum_ptr, o
     tl.store(out_ptr + place, normed.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def layer_norm(
+def add_layer_norm(
     x: Tensor, residual: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `vla_accel.kernels.image.image.add_layer_norm`."""
+    """See `vla_accel.kernels.image.ops.add_layer_norm`."""
     width = x.shape[-1]
     count = x.numel() // width
     keep = residual is not None or shift is not None
@@ -275,7 +281,7 @@ def _geglu_erf(x_ptr, out_ptr, rows, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 def geglu_erf(x: Tensor) -> Tensor:
-    """See `vla_accel.kernels.image.image.geglu_erf`."""
+    """See `vla_accel.kernels.image.ops.geglu_erf`."""
     hidden = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], hidden), dtype=x.dtype, device=x.device)
     count, block = out.numel() // hidden, min(256, power_of_two(hidden))
@@ -296,20 +302,20 @@ def _softmax(x_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
         x = tl.load(x_ptr + row * COLUMNS + start + column, mask=keep, other=-float("inf"))
         new = tl.maximum(best, x)
         safe = tl.where(new == -float("inf"), 0.0, new)
-        total = total * tl.exp2((best - safe) * 1.4426950408889634) + tl.exp2((x - safe) * 1.4426950408889634)
+        total = total * tl.exp2((best - safe) * LOG2E) + tl.exp2((x - safe) * LOG2E)
         best = new
     top = tl.max(best, 0)
-    total = tl.where(best == -float("inf"), 0.0, total * tl.exp2((best - top) * 1.4426950408889634))
+    total = tl.where(best == -float("inf"), 0.0, total * tl.exp2((best - top) * LOG2E))
     scale = 1.0 / tl.sum(total, 0)
     for start in range(0, COLUMNS, BLOCK):
         keep = start + column < COLUMNS
         x = tl.load(x_ptr + row * COLUMNS + start + column, mask=keep, other=-float("inf"))
-        y = tl.exp2((x - top) * 1.4426950408889634) * scale
+        y = tl.exp2((x - top) * LOG2E) * scale
         tl.store(out_ptr + row * COLUMNS + start + column, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
 def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `vla_accel.kernels.image.image.softmax`."""
+    """See `vla_accel.kernels.image.ops.softmax`."""
     out = torch.empty(scores.shape, dtype=dtype, device=scores.device)
     columns = scores.shape[-1]
     _softmax[(scores.numel() // columns,)](scores, out, columns, min(4096, power_of_two(columns)), num_warps=8)
@@ -339,11 +345,7 @@ def _wide_attention(q_ptr, k_ptr, v_ptr, out_ptr, tokens, row, scale, SOURCE: tl
         k2 = tl.load(k_ptr + there[None, :] + b[:, None], mask=real[None, :], other=0.0)
         s = tl.dot(q2, k2, tl.dot(q1, k1)) * scale
         s = tl.where(real[None, :], s, -float("inf"))
-        new = tl.maximum(best, tl.max(s, 1))
-        p = tl.exp2(s - new[:, None])
-        shrink = tl.exp2(best - new)
-        total = total * shrink + tl.sum(p, 1)
-        best = new
+        p, shrink, best, total = softmax_step(s, best, total, False)
         p = p.to(q1.dtype)
         v1 = tl.load(v_ptr + there[:, None] + a[None, :], mask=real[:, None], other=0.0)
         v2 = tl.load(v_ptr + there[:, None] + b[None, :], mask=real[:, None], other=0.0)
@@ -356,7 +358,7 @@ def _wide_attention(q_ptr, k_ptr, v_ptr, out_ptr, tokens, row, scale, SOURCE: tl
 
 
 def wide_attention(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
-    """See `vla_accel.kernels.image.image.attend`, how "flash": heads of 384 or 512, `rows` queries a program."""
+    """See `vla_accel.kernels.image.ops.attend`, how "flash": heads of 384 or 512, `rows` queries a program."""
     batch, tokens, width = q.shape
     first = power_of_two(width) // 2
     row = q.stride(1)
@@ -367,7 +369,7 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
     out = torch.empty((batch, tokens, width), dtype=q.dtype, device=q.device)
     # With 8 warps 128 rows of 384 channels just fill the registers; 64 rows of either width leave room.
     _wide_attention[(triton.cdiv(tokens, rows), batch)](
-        q, k, v, out, tokens, row, width**-0.5 * 1.4426950408889634, k.shape[1], first, width - first, rows, 32,
+        q, k, v, out, tokens, row, width**-0.5 * LOG2E.value, k.shape[1], first, width - first, rows, 32,
         num_warps=8, num_stages=2,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Kernels that fit cameras' images: Pillow's filter along an axis in whole numbers, and bilinear sampling."""
+"""Kernels that fit camera images: Pillow's filter along an axis in integers, and bilinear sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 1024
 PRECISION, HALF = tl.constexpr(22), tl.constexpr(1 << 21)
 
 
-# Compiled once: sizes are those of cameras, which nobody knows before.
+# Compiled once: the sizes of cameras are not known in advance.
 SIZES = ("total", "outputs", "inner", "in_outer", "in_step", "in_count", "out_outer", "out_step")
 
 
@@ -64,7 +64,7 @@ def _sampled(image_ptr, low_ptr, next_ptr, down_ptr, left_ptr, right_ptr, part_p
     first = top_left + down * (low_left - top_left)
     second = top_right + down * (low_right - top_right)
     value = first + part * (second - first)
-    # Adding what has no bits behind the point rounds halves to even.
+    # Adding 2^23, which has no bits behind the point, rounds halves to even.
     value = (value + 8388608.0) - 8388608.0
     tl.store(out_ptr + y * out_row + x * 3 + channel, value.to(tl.uint8), mask=keep)
 

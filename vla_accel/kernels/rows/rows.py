@@ -1,4 +1,4 @@
-"""Ops on the rows of a residual stream: norms, activations, patches, embeddings, rotary positions.
+"""Ops on the rows of a residual stream: patches, embeddings, norms, activations, rotary positions.
 
 Conventions of the ops: each writes into the buffers of its caller and allocates nothing on a GPU. Rows are flattened
 tokens; a weight is (N, K). `inverse_scale`: x * inverse_scale is stored as float8_e4m3fn or int8, by the dtype of the
@@ -14,29 +14,44 @@ from torch.nn import functional as F
 from vla_accel.fp8 import E4M3, INT8
 from vla_accel.kernels import reference
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.dispatch import kernels, path
+from vla_accel.kernels.dispatch import op
 from vla_accel.kernels.image.pixels import levels
 
+_TRITON = "rows.triton_rows"
 
-def patchify(
-    images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_maps: Tensor | None = None
-) -> None:  # fmt: skip
-    """Patches of uint8 images (N, S, S, 3) as rows (N * patches, 2 * stride): twice the row of a convolution's weight
-    (channel, row, column), padded with zeros. Bytes are exact in BF16, so weights in two halves lose nothing.
+# -- patches and embeddings -------------------------------------------------------------------------------------------
 
-    `square`: patches come square by square of so many on a side, each row by row, so that those that will be one token
-    lie side by side. `pixel_maps` float32 (N, `pictures.MAP_WIDTH`): the rows hold the levels that they make of the
-    bytes, rounded to the dtype of `out`. In BF16 the bars of lerobot 0.4, -255, are exact.
+
+@op(_TRITON)
+def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_maps: Tensor | None = None) -> None:
+    """Write the patches of uint8 images (N, S, S, 3) to rows (N * patches, 2 * stride).
+
+    A row holds the patch twice, in the order of a convolution's weight (channel, row, column), each padded with zeros
+    to `stride`. Bytes are exact in BF16, so weights in two halves lose nothing.
+
+    Args:
+        square: patches come in squares of so many on a side, each row by row, so that patches that become one token are
+            adjacent.
+        pixel_maps: float32 (N, `pictures.MAP_WIDTH`). Rows then hold the mapped levels, rounded to the dtype of `out`.
+            In BF16 the bars of lerobot 0.4, -255, are exact.
     """
-    if path(images) != "reference":
-        return kernels("rows.triton_rows").patchify(images, out, patch, square, pixel_maps)
     if pixel_maps is not None:
         images = levels(images, pixel_maps)
-    n, size = images.shape[:2]
-    side, stride = size // patch, out.shape[1] // 2
-    rows = images.permute(0, 3, 1, 2).reshape(n, 3, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
-    rows = rows.reshape(n, side * side, -1)[:, by_squares(side, square).to(images.device)]
-    rows = F.pad(rows.reshape(n * side * side, -1).to(out.dtype), (0, stride - 3 * patch * patch))
+    _store_patches(images, out, patch, square)
+
+
+@op(_TRITON)
+def patchify_blocks(images: Tensor, out: Tensor, patch: int, merge: int) -> None:
+    """`patchify` for images (N, H, W, 3) of any size, in squares of `merge` patches on a side."""
+    _store_patches(images, out, patch, merge)
+
+
+def _store_patches(images: Tensor, out: Tensor, patch: int, square: int) -> None:
+    n, height, width = images.shape[:3]
+    side, stride = patch * square, out.shape[1] // 2
+    split = images.permute(0, 3, 1, 2).reshape(n, 3, height // side, square, patch, width // side, square, patch)
+    rows = split.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(len(out), -1).to(out.dtype)
+    rows = F.pad(rows, (0, stride - 3 * patch * patch))
     out.copy_(torch.cat((rows, rows), 1))
 
 
@@ -46,25 +61,7 @@ def by_squares(side: int, square: int) -> Tensor:
     return grid.transpose(1, 2).flatten()
 
 
-def add_norm(
-    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
-) -> None:  # fmt: skip
-    """x_out = x + y and h = norm(x_out). The norm has no weights: these are folded into the next product.
-
-    Args:
-        x, x_out: (R, W).
-        y: (R', W), repeated to R rows; or None: x_out is not written.
-        h: (R, W).
-        layer: LayerNorm, otherwise RMSNorm.
-    """
-    if path(x) != "reference":
-        return kernels("rows.triton_rows").add_norm(x, y, x_out, h, layer=layer, eps=eps, inverse_scale=inverse_scale)
-    if y is not None:
-        x_out.copy_(x + y.repeat(x.shape[0] // y.shape[0], 1).to(x.dtype))
-        x = x_out
-    store(h, normed(x, layer, eps), inverse_scale)
-
-
+@op(_TRITON)
 def embed_norm(
     image_tokens: Tensor, tokens: Tensor, table: Tensor, x: Tensor, h: Tensor, *, eps: float,
     inverse_scale: float | None, state: Tensor | None = None, lengths: Tensor | None = None,
@@ -73,10 +70,6 @@ def embed_norm(
 
     `state` (B, W): one more row in each sequence. It is row lengths[b] - 1, the last real one, and fills the last row.
     """
-    if path(x) != "reference":
-        return kernels("rows.triton_rows").embed_norm(
-            image_tokens, tokens, table, x, h, eps=eps, inverse_scale=inverse_scale, state=state, lengths=lengths
-        )
     embedded = table[tokens] * float(x.shape[1]) ** 0.5
     parts = [image_tokens, embedded.to(x.dtype)]
     if state is not None:
@@ -89,6 +82,46 @@ def embed_norm(
     store(h, normed(x, False, eps), inverse_scale)
 
 
+@op(_TRITON)
+def place_tokens(image_tokens: Tensor, tokens: Tensor, table: Tensor, order: Tensor, x: Tensor) -> None:
+    """Write the rows x (B * S, W) of prompts: row s is number order[s] of the image tokens (B, I, W) followed by the
+    embedded `tokens` (B, L) int64. order (S,) int64, S = I + L.
+    """
+    both = torch.cat((image_tokens, table[tokens].to(image_tokens.dtype)), 1)
+    x.copy_(both[:, order].reshape(x.shape))
+
+
+# -- norms and residuals ----------------------------------------------------------------------------------------------
+
+
+@op(_TRITON)
+def add_norm(
+    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None
+) -> None:
+    """x_out = x + y and h = norm(x_out). The norm has no weights: these are folded into the next product.
+
+    Args:
+        x, x_out: (R, W).
+        y: (R', W), repeated to R rows; or None: x_out is not written.
+        h: (R, W).
+        layer: LayerNorm, otherwise RMSNorm.
+    """
+    if y is not None:
+        x_out.copy_(x + y.repeat(x.shape[0] // y.shape[0], 1).to(x.dtype))
+        x = x_out
+    store(h, normed(x, layer, eps), inverse_scale)
+
+
+@op(_TRITON)
+def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
+    """Add y (B, I, W) to the rows `places` (I,) int64, all different, of every S rows of x (B * S, W)."""
+    x.view(len(y), -1, x.shape[1]).index_add_(1, places, y.to(x.dtype))
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+@op(_TRITON)
 def geglu(
     gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool = False,
     activation: Activation = Activation.GEGLU,
@@ -96,20 +129,24 @@ def geglu(
     """out (R, H) = activation(gate) * up, for GEGLU or SWIGLU. `gate_up` (R, 2 H) has gate first; if `paired`, eight
     columns of gate and eight of up alternate.
     """
-    if path(gate_up) != "reference":
-        return kernels("rows.triton_rows").geglu(
-            gate_up, out, inverse_scale=inverse_scale, paired=paired, activation=activation
-        )
     if paired:
         gate_up = gate_up.unflatten(1, (-1, 2, 8)).transpose(1, 2).flatten(1)
     store(out, reference.activate(gate_up, activation), inverse_scale)
 
 
+@op(_TRITON)
 def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
     """out = gelu_tanh(x)."""
-    if path(x) != "reference":
-        return kernels("rows.triton_rows").gelu(x, out, inverse_scale=inverse_scale)
     store(out, reference.activate(x, Activation.GELU), inverse_scale)
+
+
+@op(_TRITON)
+def exact_gelu(x: Tensor) -> None:
+    """GELU with the error function, in place."""
+    x.copy_(F.gelu(x))
+
+
+# -- rotary positions -------------------------------------------------------------------------------------------------
 
 
 def rope_tables(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -118,19 +155,41 @@ def rope_tables(length: int, head_dim: int, device: torch.device) -> tuple[Tenso
     return cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
 
+@op(_TRITON)
 def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
     """Rotate q in `qkv` (B * S, (heads + 2 kv_heads) * d) in place, and write rotated k and v to the cache.
 
     keys, values (B, S, kv_heads, d), contiguous. Positions count the rows of each sequence.
     """
-    if path(qkv) != "reference":
-        return kernels("rows.triton_rows").rope_cache(qkv, cos, sin, keys, values, heads)
     batch, tokens, kv_heads, head_dim = keys.shape
     parts = qkv.view(batch, tokens, heads + 2 * kv_heads, head_dim)
     c, s = cos[:tokens, None].to(qkv.dtype), sin[:tokens, None].to(qkv.dtype)
     keys.copy_(reference.apply_rope(parts[:, :, heads : heads + kv_heads], c, s))
     values.copy_(parts[:, :, heads + kv_heads :])
     parts[:, :, :heads] = reference.apply_rope(parts[:, :, :heads], c, s)
+
+
+@op(_TRITON)
+def norm_rope(
+    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
+    eps: float,
+) -> None:  # fmt: skip
+    """Norm and rotate q and k in `qkv` (B * T, (heads + 2 kv_heads) * d) in place; v stays unchanged.
+
+    Args:
+        q_norm, k_norm: (d,) float32, weights of an RMSNorm of each head, or both None for no norm.
+        cos, sin: (T, d / 2) float32.
+    """
+    both = qkv.view(-1, len(cos), heads + 2 * kv_heads, 2 * cos.shape[1])
+    for start, count, weight in ((0, heads, q_norm), (heads, kv_heads, k_norm)):
+        part = both[:, :, start : start + count]
+        wide = part.to(torch.promote_types(part.dtype, torch.float32))
+        if weight is not None:
+            wide = normed(wide, False, eps) * weight
+        part.copy_(reference.apply_rope(wide, cos[:, None].to(wide.dtype), sin[:, None].to(wide.dtype)))
+
+
+# -- what references share --------------------------------------------------------------------------------------------
 
 
 def store(out: Tensor, value: Tensor, inverse_scale: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that work row by row: norms with residual and quantisation, embedding, activations, rotary embeddings."""
+"""Kernels that work row by row (`vla_accel.kernels.rows.rows`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from vla_accel import pictures
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.triton_common import activated, gelu_tanh, let_next_start, quantised, wait_for_previous
+from vla_accel.kernels.triton_common import activated, gelu_tanh, let_next_start, store_rounded, wait_for_previous
 from vla_accel.numeric import power_of_two
 
 TOP, LEFT, BOTTOM, RIGHT = (tl.constexpr(n) for n in (pictures.TOP, pictures.LEFT, pictures.BOTTOM, pictures.RIGHT))
@@ -48,9 +48,7 @@ def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constex
     tl.store(out + STRIDE, pixel.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def patchify(
-    images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_maps: Tensor | None = None
-) -> None:  # fmt: skip
+def patchify(images: Tensor, out: Tensor, patch: int, square: int, pixel_maps: Tensor | None) -> None:
     """See `vla_accel.kernels.rows.rows.patchify`."""
     size = images.shape[1]
     stride = out.shape[1] // 2
@@ -70,10 +68,7 @@ def _normed_store(
         h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
     else:
         h = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    if QUANT:
-        tl.store(h_ptr + offset, quantised(h, inverse_scale, h_ptr.dtype.element_ty), mask=keep)
-    else:
-        tl.store(h_ptr + offset, h.to(h_ptr.dtype.element_ty), mask=keep)
+    store_rounded(h_ptr + offset, h, keep, inverse_scale, QUANT)
 
 
 @triton.jit
@@ -162,10 +157,7 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
     gate = tl.load(source, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(source + (8 if PAIRED else HIDDEN), mask=keep, other=0.0).to(tl.float32)
     y = activated(gate, GATE) * up
-    if QUANT:
-        tl.store(out_ptr + row * HIDDEN + column, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
-    else:
-        tl.store(out_ptr + row * HIDDEN + column, y.to(out_ptr.dtype.element_ty), mask=keep)
+    store_rounded(out_ptr + row * HIDDEN + column, y, keep, inverse_scale, QUANT)
 
 
 def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, activation: Activation) -> None:
@@ -187,26 +179,14 @@ def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.c
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = offset < total
     y = gelu_tanh(tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32))
-    if QUANT:
-        tl.store(out_ptr + offset, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
-    else:
-        tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=keep)
+    store_rounded(out_ptr + offset, y, keep, inverse_scale, QUANT)
 
 
 def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
     """See `vla_accel.kernels.rows.rows.gelu`."""
     total = x.numel()
-    launch(
-        _gelu,
-        (triton.cdiv(total, 4096),),
-        x,
-        out,
-        total,
-        inverse_scale or 1.0,
-        4096,
-        inverse_scale is not None,
-        num_warps=8,
-    )
+    grid, quantise = (triton.cdiv(total, 4096),), inverse_scale is not None
+    launch(_gelu, grid, x, out, total, inverse_scale or 1.0, 4096, quantise, num_warps=8)
 
 
 @triton.jit
@@ -248,3 +228,138 @@ def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tens
         qkv, cos, sin, keys, values, tokens, heads, kv_heads, head_dim // 2, power_of_two(heads + 2 * kv_heads),
         power_of_two(head_dim // 2), num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit
+def _patchify_blocks(image_ptr, out_ptr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                     MERGE: tl.constexpr, PATCH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    PATCHES: tl.constexpr = ROWS * COLUMNS * MERGE * MERGE
+    image, place = row // PATCHES, row % PATCHES
+    block, inner = place // (MERGE * MERGE), place % (MERGE * MERGE)
+    top = (block // COLUMNS * MERGE + inner // MERGE) * PATCH
+    left = (block % COLUMNS * MERGE + inner % MERGE) * PATCH
+    k = tl.arange(0, BLOCK)
+    # A row is in the order of the convolution's weight: channel, row, column.
+    channel, inside = k // (PATCH * PATCH), k % (PATCH * PATCH)
+    y, x = top + inside // PATCH, left + inside % PATCH
+    base = image_ptr + image.to(tl.int64) * (ROWS * MERGE * PATCH) * WIDTH * 3
+    pixel = tl.load(base + (y * WIDTH + x) * 3 + channel, mask=k < 3 * PATCH * PATCH, other=0).to(tl.float32)
+    out = out_ptr + row.to(tl.int64) * (2 * STRIDE) + k
+    tl.store(out, pixel.to(out_ptr.dtype.element_ty), mask=k < STRIDE)
+    tl.store(out + STRIDE, pixel.to(out_ptr.dtype.element_ty), mask=k < STRIDE)
+
+
+def patchify_blocks(images: Tensor, out: Tensor, patch: int, merge: int) -> None:
+    """See `vla_accel.kernels.rows.rows.patchify_blocks`."""
+    height, width, stride = images.shape[1], images.shape[2], out.shape[1] // 2
+    side = patch * merge
+    _patchify_blocks[(out.shape[0],)](
+        images, out, width, height // side, width // side, merge, patch, stride, power_of_two(stride), num_warps=4
+    )
+
+
+@triton.jit
+def _place_tokens(image_ptr, token_ptr, table_ptr, order_ptr, x_ptr, IMAGES: tl.constexpr, LENGTH: tl.constexpr,
+                  WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    batch, source = row // (IMAGES + LENGTH), tl.load(order_ptr + row % (IMAGES + LENGTH))
+    column = tl.arange(0, BLOCK)
+    keep = column < WIDTH
+    if source < IMAGES:
+        x = tl.load(image_ptr + (batch * IMAGES + source) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+    else:
+        token = tl.load(token_ptr + batch * LENGTH + source - IMAGES)
+        x = tl.load(table_ptr + token * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+    tl.store(x_ptr + row.to(tl.int64) * WIDTH + column, x.to(x_ptr.dtype.element_ty), mask=keep)
+
+
+def place_tokens(image_tokens: Tensor, tokens: Tensor, table: Tensor, order: Tensor, x: Tensor) -> None:
+    """See `vla_accel.kernels.rows.rows.place_tokens`."""
+    rows, width = x.shape
+    launch(
+        _place_tokens, (rows,),
+        image_tokens, tokens, table, order, x, image_tokens.shape[1], tokens.shape[1], width, power_of_two(width),
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_at(y_ptr, place_ptr, x_ptr, TOKENS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
+            BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    place = (row // COUNT) * TOKENS + tl.load(place_ptr + row % COUNT)
+    column = tl.arange(0, BLOCK)
+    keep = column < WIDTH
+    target = x_ptr + place * WIDTH + column
+    y = tl.load(y_ptr + row.to(tl.int64) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+    x = tl.load(target, mask=keep, other=0.0).to(tl.float32) + y
+    tl.store(target, x.to(x_ptr.dtype.element_ty), mask=keep)
+
+
+def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
+    """See `vla_accel.kernels.rows.rows.add_at`."""
+    batch, count, width = y.shape
+    launch(_add_at, (batch * count,), y, places, x, x.shape[0] // batch, count, width, power_of_two(width), num_warps=4)
+
+
+@triton.jit
+def _norm_rope(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, eps, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+               KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+               NORM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    keep = (i < HALF) & (head < HEADS + KV_HEADS)
+    place = qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + head * (2 * HALF) + i
+    a = tl.load(place, mask=keep, other=0.0).to(tl.float32)
+    b = tl.load(place + HALF, mask=keep, other=0.0).to(tl.float32)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
+        is_q, in_half = head < HEADS, i < HALF
+        low = tl.where(
+            is_q, tl.load(q_norm_ptr + i, mask=in_half, other=0.0), tl.load(k_norm_ptr + i, mask=in_half, other=0.0)
+        )
+        high = tl.where(is_q, tl.load(q_norm_ptr + HALF + i, mask=in_half, other=0.0),
+                        tl.load(k_norm_ptr + HALF + i, mask=in_half, other=0.0))  # fmt: skip
+        a, b = a * rstd * low, b * rstd * high
+    angle = (row % TOKENS) * HALF + i
+    cos = tl.load(cos_ptr + angle, mask=i < HALF, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=i < HALF, other=0.0)
+    kind = qkv_ptr.dtype.element_ty
+    tl.store(place, (a * cos - b * sin).to(kind), mask=keep)
+    tl.store(place + HALF, (b * cos + a * sin).to(kind), mask=keep)
+
+
+def norm_rope(
+    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
+    eps: float,
+) -> None:  # fmt: skip
+    """See `vla_accel.kernels.rows.rows.norm_rope`."""
+    tokens, half = cos.shape
+    launch(
+        _norm_rope, (qkv.shape[0],),
+        qkv, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, cos, sin, eps, tokens, heads,
+        kv_heads, half, power_of_two(heads + kv_heads), power_of_two(half), q_norm is not None, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _exact_gelu(x_ptr, total, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = offset < total
+    x = tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32)
+    y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    tl.store(x_ptr + offset, y.to(x_ptr.dtype.element_ty), mask=keep)
+
+
+def exact_gelu(x: Tensor) -> None:
+    """See `vla_accel.kernels.rows.rows.exact_gelu`."""
+    total = x.numel()
+    launch(_exact_gelu, (triton.cdiv(total, 2048),), x, total, 2048, num_warps=8)

@@ -49,7 +49,7 @@ SharedKeys = block(
 
 
 def kernel_for(gpu: Gpu | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None) -> Kernel | None:
-    """Return the kernel for this call, or None if neither supports it. Arguments as `ops.attending`."""
+    """Return the kernel for this call, or None if neither supports it. Arguments as `attention.ops.attention`."""
     if gpu is None or why_not(gpu, q, k, v, out, lengths) is not None:
         return None
     return "whole" if _fits_whole(q, k, lengths) else "shared_keys"

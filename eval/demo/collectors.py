@@ -1,4 +1,4 @@
-"""The collectors of one training process, and the store of what they saw. Knows nothing of models or losses."""
+"""The collector processes of one training process, and the store of their observations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from eval.demo.collect import AUX_DIM, HORIZON, CollectConfig, collector
 
 Seen = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""An observation as the policy sees it: images uint8 (2, S, S, 3), tokens (L,), state (state_dim,)."""
+"""An encoded observation: images uint8 (2, S, S, 3), tokens (L,), state (state_dim,)."""
 Label = tuple[np.ndarray, np.ndarray]
 """The expert's actions (10, 7) and the privileged targets (13,)."""
 
 
 class Store:
-    """Observations on the device, newest over oldest."""
+    """A ring buffer of labelled observations on the device."""
 
     def __init__(
         self, capacity: int, size: int, length: int, state_dim: int, action_dim: int, device: torch.device
@@ -34,7 +34,7 @@ class Store:
         self.device = device
 
     def add(self, pairs: Sequence[tuple[Seen, Label]]) -> None:
-        """Keep rows."""
+        """Add rows."""
         if not pairs:
             return
         if self.cursor + len(pairs) > self.capacity:
@@ -52,17 +52,17 @@ class Store:
         return torch.from_numpy(np.stack(rows)).to(self.device)
 
     def draw(self, batch: int) -> tuple[Tensor, ...]:
-        """Random rows: images, tokens, states, actions, privileged. Of an empty store they are zero."""
+        """Random rows: images, tokens, states, actions, privileged targets; zero for an empty store."""
         rows = torch.randint(max(1, self.count), (batch,), device=self.device)
         return tuple(kept[rows] for kept in (self.images, self.tokens, self.states, self.actions, self.aux))
 
 
-class Crew:
-    """The collectors of one process: their pipes, their pending questions, the episodes that ended.
+class Collectors:
+    """The collectors of one process: their pipes, pending requests and finished episodes.
 
     `count` collectors of this process are numbers `first`, `first + 1`, … of `total`; the more there are, the fewer
-    tasks each plays, because an environment belongs to one task. `encode(task, images, state)` says what the policy
-    sees of an observation.
+    tasks each plays, because an environment belongs to one task. `encode(task, images, state)` encodes an
+    observation for the policy.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Crew:
         self.labelled: list[tuple[Seen, Label]] = []
         self.ended: list[tuple] = []
         self.ready: set[int] = set()
-        """Who waits for an answer."""
+        """The collectors that wait for an answer."""
         for index in range(first, first + count):
             ours, theirs = context.Pipe()
             arguments = (theirs, index, tasks_of(index, total, settings.tasks), seed, settings)
@@ -92,7 +92,7 @@ class Crew:
             self.pipes[index] = ours
 
     def poll(self) -> None:
-        """Take in what has arrived, without waiting."""
+        """Receive all pending messages."""
         for i, pipe in list(self.pipes.items()):
             while i in self.pipes and pipe.poll():
                 kind, *content = pipe.recv()
@@ -106,37 +106,37 @@ class Crew:
                 elif kind == "end":
                     self.ended.append(tuple(content))
                 else:
-                    self._lose(i, content[0])
+                    self._drop(i, content[0])
 
-    def _lose(self, i: int, why: str) -> None:
-        print(f"collector {i} is lost: {why}", file=sys.stderr, flush=True)
+    def _drop(self, i: int, why: str) -> None:
+        print(f"collector {i} ended: {why}", file=sys.stderr, flush=True)
         del self.pipes[i]
         self.ready.discard(i)
         if 2 * len(self.pipes) < self.count:
             raise RuntimeError(f"collectors: expected at least half of {self.count}, {len(self.pipes)} are left")
 
-    def questions(self) -> list[Seen]:
-        """What those who are ready see, in their order."""
+    def requests(self) -> list[Seen]:
+        """The observations of the collectors that wait, in their order."""
         return [self.looks[i] for i in sorted(self.ready)]
 
     def answer(self, chunks: np.ndarray | None, share: float) -> None:
-        """Send each who is ready its chunk of (N, H, at least 7)."""
+        """Send each collector that waits its chunk of (N, H, at least 7)."""
         for row, i in enumerate(sorted(self.ready)):
             self.pipes[i].send((None if chunks is None else chunks[row, :, :7], share))
         self.ready.clear()
 
-    def taught(self) -> list[tuple[Seen, Label]]:
-        """What has been labelled since the last time."""
+    def take_labelled(self) -> list[tuple[Seen, Label]]:
+        """The observations that were labelled since the last call."""
         pairs, self.labelled = self.labelled, []
         return pairs
 
     def close(self) -> None:
-        """Hang up; the collectors end by themselves."""
+        """Close the pipes, which ends the collectors."""
         for pipe in self.pipes.values():
             pipe.close()
 
 
 def tasks_of(index: int, total: int, tasks: int) -> list[int]:
-    """The tasks of a collector of `total`: all are played equally often, and one collector plays as few as it can."""
+    """The tasks of one of `total` collectors: all tasks are played equally often, each collector plays few."""
     each = max(1, -(-tasks // total), 1 if total >= 2 * tasks else 2 if total >= tasks else 3)
     return [(index * each + j) % tasks for j in range(each)]

@@ -1,11 +1,13 @@
 """Fused operations of image networks: one API, torch references, Triton kernels on a GPU.
 
-Images are (B, H, W, C), contiguous: convolutions see them as channels-last, products see rows of channels, and
-nothing is ever transposed. A convolution's bias, the time embedding and the residual are not added where they arise
-but by the next norm, which reads the result anyway: a `Sum` is such a value, not added up yet.
+Images are (B, H, W, C), contiguous: convolutions see them as channels-last, products see rows of channels, and nothing
+is ever transposed. The bias of a convolution, the time embedding and the residual are not added where they arise but
+by the next norm, which reads the result anyway: a `Sum` is such a value.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,42 +15,86 @@ from torch.nn import functional as F
 
 from vla_accel.kernels import reference
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.dispatch import kernels, path
-from vla_accel.kernels.image.sums import GroupNorm, Sum
+from vla_accel.kernels.dispatch import kernels, op, path
+
+_TRITON = "image.triton_image"
 
 
-def add_up(x: Sum, *, pad: bool = False) -> Tensor:
-    """The sum itself (B, H, W, C); with `pad`, a row and a column of zeros at the far edges."""
-    if not _on_kernels(x.value):
-        total = _total(x).to(x.value.dtype)
-        return F.pad(total, (0, 0, 0, 1, 0, 1)) if pad else total
-    if not pad and x.residual is None and x.shift is None and not x.phased:
-        return x.value
-    return kernels("image.triton_image").rows(x, None, activation=Activation.NONE, keep=True, pad=pad)[0]
+@dataclass(frozen=True)
+class Sum:
+    """`value` + `residual` + `shift`, (B, H, W, C).
 
-
-def rms_act(x: Sum, gamma: Tensor, *, activation: Activation, keep: bool) -> tuple[Tensor, Tensor]:
-    """(sum, act(sum / |sum| * sqrt(C) * gamma)): Qwen-Image's channel norm. gamma (C,) float32.
-
-    The first tensor is the norm itself where `keep` is false: nobody reads the sum then, and it is not written.
+    `shift` is float32, (C,) or (B, C). If `phased`, `value` is the result of `conv_phases`, (B, H/2 + 1, W/2 + 1, 4 C).
     """
-    if _on_kernels(x.value):
-        return kernels("image.triton_image").rows(x, gamma, activation=activation, keep=keep, pad=False)
+
+    value: Tensor
+    residual: Tensor | None = None
+    shift: Tensor | None = None
+    phased: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, height, width, channels = self.value.shape
+        if self.phased:
+            return batch, 2 * height - 2, 2 * width - 2, channels // 4
+        return batch, height, width, channels
+
+    @property
+    def device(self) -> torch.device:
+        return self.value.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def plain(self) -> bool:
+        """Whether `value` is the sum."""
+        return self.residual is None and self.shift is None and not self.phased
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    """A group norm's parameters in float32, so that the kernels need no casts."""
+
+    groups: int
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+def _half(x: Tensor | Sum) -> bool:
+    # In float32 these networks are references, and torch's own operations keep its digits.
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+@op(_TRITON, _half)
+def add_up(x: Sum, *, pad: bool = False) -> Tensor:
+    """Return the sum (B, H, W, C). `pad`: with a row and a column of zeros at the far edges."""
+    total = _total(x).to(x.dtype)
+    return F.pad(total, (0, 0, 0, 1, 0, 1)) if pad else total
+
+
+@op(_TRITON, _half)
+def rms_act(x: Sum, gamma: Tensor, *, activation: Activation, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return the sum and act(sum / |sum| * sqrt(C) * gamma), Qwen-Image's channel norm. gamma (C,) float32.
+
+    Without `keep` the sum is not written, and the first tensor is the norm.
+    """
     total = _total(x)
     normed = F.normalize(total, dim=-1) * gamma.numel() ** 0.5 * gamma.to(total.dtype)
-    normed = reference.activate(normed, activation).to(x.value.dtype)
-    return (total.to(x.value.dtype) if keep else normed), normed
+    normed = reference.activate(normed, activation).to(x.dtype)
+    return (total.to(x.dtype) if keep else normed), normed
 
 
+@op(_TRITON, _half)
 def group_act(
     x: Sum, norm: GroupNorm, *, activation: Activation, keep: bool, skip: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(sum, act(group norm of sum)). `skip` (B, H, W, S) is appended to the sum's channels first.
+    """Return the sum and act(group norm of sum). `skip` (B, H, W, S) is appended to the sum's channels first.
 
-    The first tensor is the norm itself where `keep` is false.
+    Without `keep` the first tensor is the norm.
     """
-    if _on_kernels(x.value):
-        return kernels("image.triton_image").groups(x, norm, activation=activation, keep=keep, skip=skip)
     total = _total(x)
     if skip is not None:
         total = torch.cat((total, skip.to(total.dtype)), dim=-1)
@@ -57,25 +103,23 @@ def group_act(
     variance, mean = torch.var_mean(grouped, dim=(1, 3), keepdim=True, correction=0)
     normed = ((grouped - mean) * torch.rsqrt(variance + norm.eps)).reshape(total.shape)
     normed = normed * norm.weight.to(total.dtype) + norm.bias.to(total.dtype)
-    normed = reference.activate(normed, activation).to(x.value.dtype)
-    return (total.to(x.value.dtype) if keep else normed), normed
+    normed = reference.activate(normed, activation).to(x.dtype)
+    return (total.to(x.dtype) if keep else normed), normed
 
 
+@op(_TRITON, _half)
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(sum, layer norm of sum) over the last axis of x + residual + shift. x (..., C); the rest float32 (C,)."""
-    if _on_kernels(x):
-        return kernels("image.triton_image").layer_norm(x, residual, shift, weight, bias, eps)
+    """Return the sum x + residual + shift and its layer norm over the last axis. x (..., C); the rest float32 (C,)."""
     total = _total(Sum(x, residual, shift))
     normed = F.layer_norm(total, weight.shape, weight.to(total.dtype), bias.to(total.dtype), eps)
     return total.to(x.dtype), normed.to(x.dtype)
 
 
+@op(_TRITON, _half)
 def geglu_erf(x: Tensor) -> Tensor:
-    """(..., 2 * hidden), value first, to value * gelu(gate), exact GELU: diffusers' GEGLU."""
-    if _on_kernels(x):
-        return kernels("image.triton_image").geglu_erf(x)
+    """Return value * gelu(gate), exact GELU, of (..., 2 * hidden), value first: diffusers' GEGLU."""
     value, gate = x.chunk(2, dim=-1)
     return value * F.gelu(gate)
 
@@ -88,7 +132,7 @@ def conv(x: Tensor, weight: Tensor, stride: int = 1, padding: int = 0) -> Tensor
 
 
 def conv_product(x: Tensor, weight: Tensor, stride: int = 1, padding: int = 0) -> Tensor:
-    """`conv` as one matrix product over gathered neighbourhoods: for small images, where libraries leave a GPU idle."""
+    """`conv` as one matrix product over gathered neighbourhoods, for small images, where libraries leave a GPU idle."""
     outs, channels, kh, kw = weight.shape
     batch = x.shape[0]
     padded = F.pad(x, (0, 0, padding, padding, padding, padding)) if padding else x
@@ -122,27 +166,29 @@ def conv_phases(x: Tensor, weight: Tensor) -> Sum:
 
 
 SCORES = {"products": 1 << 24, "products-wide": 1 << 26}
-"""Scores held at a time by the ways of `attend` that hold any: 64 MiB, which a large GPU's L2 cache nearly holds, or
+"""Backends of `attend` that store scores, and how many at a time: 64 MiB, which a large GPU's L2 cache nearly holds, or
 256 MiB, which fills the GPU better."""
-
-
 FLASH = {"flash": 128, "flash-64": 64}
-"""Ways of `attend` that hold no scores: queries a program. They take heads of 384 or 512 in BF16 or FP16 on a GPU."""
+"""Backends of `attend` that store no scores, and their queries a program. They take heads of 384 or 512 in BF16 or FP16
+on a GPU."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, how: str = "sdpa") -> Tensor:
-    """softmax(q k' / sqrt(d)) v with q (B, N, d), k and v (B, S, d): one head.
+    """Return softmax(q k' / sqrt(d)) v of one head, q (B, N, d), k and v (B, S, d).
 
-    `how`: "sdpa"; one of `SCORES`: matrix products and a softmax, some rows at a time, for heads wider than the
-    libraries' flash kernels take (256), with float32 scores; or one of `FLASH`. Raises NotImplementedError for a way
-    that does not take these tensors.
+    Args:
+        how: "sdpa"; one of `SCORES`: matrix products and a softmax, some rows at a time, with float32 scores, for heads
+            wider than the libraries' flash kernels take (256); or one of `FLASH`.
+
+    Raises:
+        NotImplementedError: this backend does not take these tensors.
     """
     if how == "sdpa":
         return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
     if how in FLASH:
-        if not _on_kernels(q):
+        if path(q) == "reference" or not _half(q):
             raise NotImplementedError(f"attend: {how} needs a GPU and BF16 or FP16")
-        return kernels("image.triton_image").wide_attention(q, k, v, FLASH[how])
+        return kernels(_TRITON).wide_attention(q, k, v, FLASH[how])
     if how not in SCORES:
         raise ValueError(f"attend: expected sdpa, {', '.join((*SCORES, *FLASH))}, got {how!r}")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -156,25 +202,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, how: str = "sdpa") -> Tensor:
 
 
 def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Over the last axis of float32 scores, returned in `dtype`."""
+    """Return the softmax over the last axis of float32 scores, in `dtype`."""
     if path(scores) != "reference" and scores.dtype == torch.float32 and dtype != torch.float32:
-        return kernels("image.triton_image").softmax(scores, dtype)
+        return kernels(_TRITON).softmax(scores, dtype)
     return torch.softmax(scores, -1).to(dtype)
 
 
 def _product_f32(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+    if a.is_cuda and _half(a):
         return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a, b).float() if a.dtype in (torch.float16, torch.bfloat16) else torch.bmm(a, b)
-
-
-def _on_kernels(x: Tensor) -> bool:
-    # BF16 and FP16 only: in float32 these networks are references, and torch's own operations keep its digits.
-    return path(x) != "reference" and x.dtype in (torch.float16, torch.bfloat16)
+    return torch.bmm(a, b).float() if _half(a) else torch.bmm(a, b)
 
 
 def _total(x: Sum) -> Tensor:
-    wide = torch.float64 if x.value.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     value = x.value.to(wide)
     if x.phased:
         batch, height, width, channels = x.shape

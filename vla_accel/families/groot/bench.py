@@ -1,0 +1,193 @@
+"""How GR00T N1.7 is measured, and against what: lerobot's own code (`lerobot` 0.6.1 from the package index, on Python
+3.12; see CONTRIBUTING)."""
+
+from __future__ import annotations
+
+import functools
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vla_accel.config import EngineSpec
+from vla_accel.errors import DependencyError
+from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, Work, libero, libero_observation, weight_bytes
+from vla_accel.families.groot.components import CACHE
+from vla_accel.families.groot.family import GROOT
+from vla_accel.families.groot.images import Cropping
+from vla_accel.families.groot.language import LEAD
+from vla_accel.families.groot.modalities import Group, Groups
+from vla_accel.families.groot.network import GrootConfig, groot_n17
+from vla_accel.families.groot.transforms import GrootInputs, GrootProcessor
+from vla_accel.nn.random_weights import DrawnGroot
+from vla_accel.transforms.robots import LIBERO
+
+LEROBOT_MODES: dict[str, str | None] = {"lerobot-eager": None, "lerobot-compile": "default"}
+"""Systems of lerobot, with the mode of torch.compile."""
+_LEAD, _END = (151_644, 872, 198), (151_645, 198)
+_TEXT = 15
+"""Tokens of an instruction such as the dummy's."""
+_PIECES = re.compile(r"<\|\w+\|>|\n|[^\s<]+")
+
+
+class _DummyTokenizer(DummyTokenizer):
+    """Replaces Qwen's tokenizer."""
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        return [zlib.crc32(piece.encode()) % self.vocab_size for piece in _PIECES.findall(text)]
+
+
+class GrootBench(BenchCard[GrootConfig, GrootInputs]):
+    """GR00T N1.7."""
+
+    family, drawn = GROOT, DrawnGroot
+    sweep = (4, 2, 1)
+    quantised = ("native_fp8",)
+    aliases: ClassVar = {"native_fp8": "native_fp8_denoise"}
+    baselines = tuple(LEROBOT_MODES)
+
+    def shallow(self, config: GrootConfig, depth: int) -> GrootConfig:
+        """Change language and transformer; vision keeps its depth. The transformer keeps blocks of every source."""
+        language = replace(config.language, depth=max(depth, len(config.vision.deepstack)))
+        return replace(config, language=language, head=replace(config.head, depth=4 * depth))
+
+    def published(self, horizon: int | None = None) -> GrootConfig:
+        return groot_n17() if horizon is None else groot_n17(action_horizon=horizon)
+
+    def dummy(self, config: GrootConfig, views: int) -> GrootProcessor:
+        """Every row of a chunk is returned."""
+
+        def groups(count: int) -> Groups:
+            return Groups((Group("all", count, low=-np.ones(count), high=np.ones(count), clipped=False),))
+
+        unit = config.vision.unit
+        side = unit * round(256 / unit)
+        return GrootProcessor(
+            tokenizer=_DummyTokenizer(config.language.vocab_size),
+            state=groups(LIBERO.state_dim),
+            actions=groups(LIBERO.action_dim),
+            preset=libero(views),
+            cropping=Cropping("bicubic", edge=side, crop=1.0, target=(side, side), unit=unit),
+            state_dim=config.state_dim,
+            action_dim=config.action_dim,
+            max_token_len=config.max_token_len,
+            rows=config.action_horizon,
+            lead=LEAD,
+        )
+
+    def random_observation(self, transforms: GrootProcessor, rng: np.random.Generator) -> dict[str, Any]:
+        return libero_observation(transforms, transforms.cropping.target, rng)
+
+    def internals(
+        self, config: GrootConfig, outputs: Mapping[str, Tensor], inputs: GrootInputs
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """`image_tokens` (I, W), `deepstack` (n, I, W), and keys and values of real tokens (n, tokens, heads, d)."""
+        real = len(inputs.tokens)
+        cache = {name: outputs[name][:, 0] for name in CACHE}
+        text = {name: value[:, :real] for name, value in cache.items() if name.startswith("text")}
+        return {"image_tokens": outputs["image_tokens"][0], "deepstack": outputs["deepstack"][:, 0], **cache, **text}
+
+    def work(
+        self, config: GrootConfig, inputs: GrootInputs, steps: int, specs: Mapping[str, EngineSpec]
+    ) -> dict[str, Work]:
+        """Vision and prefix are bound by their products, denoising by reading the transformer's weights at every step.
+        Modulations of norms, and keys and values of cross-attention blocks, are computed before the loop."""
+        v, lm, h = config.vision, config.language, config.head
+        rows, columns = v.grid(*inputs.images[0].shape[:2])
+        tokens = len(inputs.images) * rows * columns
+        patches, joined = tokens * v.merge**2, v.width * v.merge**2
+        per_patch = 3 * v.patch_size**2 * v.width + v.depth * (4 * v.width * v.width + 2 * v.width * v.mlp_dim)
+        attended = rows * columns * v.merge**2
+        mergers = (1 + len(v.deepstack)) * tokens * joined * (joined + v.out_width)
+        vision = 2 * (patches * per_patch + mergers) + v.depth * 4 * patches * attended * v.width
+        text = len(inputs.tokens)
+        total = tokens + text
+        layer = lm.width * (lm.qkv_dim + lm.heads * lm.head_dim + 3 * lm.mlp_dim)
+        block = 4 * h.vl_width * h.vl_width + 2 * h.vl_width * h.vl_mlp_dim
+        cross = 2 * h.vl_width * h.width
+        cached = cross * (len(h.blocks("text")) * text + len(h.blocks("image")) * tokens)
+        # Under a causal mask half of the pairs of tokens are computed.
+        prefix = 2 * (total * (lm.depth * layer + h.vl_depth * block) + cached)
+        prefix += 4 * total * total * (lm.depth * lm.heads * lm.head_dim / 2 + h.vl_depth * h.vl_width)
+        own = len(h.blocks("self"))
+        weights = h.depth * (2 * h.width * h.width + 2 * h.width * h.mlp_dim) + own * 2 * h.width * h.width
+        ends = h.width * (config.action_dim + 2 * h.width) + h.hidden * (h.width + h.hidden + config.action_dim)
+        suffix = config.action_horizon + 1
+        keys = 2 * h.width * (len(h.blocks("text")) * text + len(h.blocks("image")) * tokens)
+        attention = 4 * suffix * h.width * (keys / (2 * h.width) + own * suffix)
+        return {
+            "vision": Work(float(vision)),
+            "kv_cache": Work(float(prefix)),
+            "denoise": Work(
+                float(steps * (2 * suffix * (weights + ends) + attention)),
+                float(steps * (weights * weight_bytes(specs["denoise"]) + 2 * ends + 2 * keys)),
+            ),
+        }
+
+    def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
+        return _lerobot(horizon, device).sampler(LEROBOT_MODES[name], steps)
+
+
+# -- lerobot ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def _lerobot(horizon: int, device: str) -> _Lerobot:
+    return _Lerobot(horizon, device)
+
+
+class _Lerobot:
+    """lerobot's `GR00TN17` with random weights, as its policy runs it: FP32 weights under BF16 autocast. Images are
+    normalized and split into patches on the device, which is less work than in lerobot's own processor."""
+
+    def __init__(self, horizon: int, device: str) -> None:
+        try:
+            from lerobot.policies.groot.groot_n1_7 import GR00TN17, GR00TN17Config
+        except ImportError as error:
+            raise DependencyError(f"lerobot's GR00T is not installed: pip install lerobot==0.6.1 ({error})") from error
+        self.device = torch.device(device)
+        with self.device:
+            model = GR00TN17(GR00TN17Config(action_horizon=horizon), load_backbone_weights=False)
+        self.model: Any = model.float().eval()
+        self.image: int = self.model.backbone.model.config.image_token_id
+
+    def sampler(self, mode: str | None, steps: int) -> Infer:
+        """Return `infer(observation)`, eager or through torch.compile in `mode`."""
+        method = self.model.get_action
+        call = method if mode is None else torch.compile(method, mode=mode)
+
+        @torch.inference_mode()
+        def infer(observation: Mapping[str, Any]) -> dict[str, Any]:
+            views = np.stack([v for k, v in observation.items() if "image" in k])
+            self.model.action_head.num_inference_timesteps = steps
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                found = call(self._inputs(views, observation["observation/state"]))
+            return {"actions": found["action_pred"].float().cpu().numpy()}
+
+        return infer
+
+    def _inputs(self, views: np.ndarray, state: np.ndarray) -> dict[str, Tensor]:
+        count, height, width = views.shape[:3]
+        slots = [self.image] * (height * width // 1024)
+        ids = [*_LEAD, *([151_652, *slots, 151_653] * count), *range(1000, 1000 + _TEXT), *_END]
+        tokens = torch.tensor([ids], device=self.device)
+        pixels = torch.from_numpy(views).to(self.device).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+        # Qwen's rows: every frame twice, in blocks of 2 x 2 patches of 16 pixels.
+        split = pixels[:, None].expand(-1, 2, -1, -1, -1).reshape(count, 2, 3, height // 32, 2, 16, width // 32, 2, 16)
+        padded = np.zeros((1, 1, self.model.config.max_state_dim), np.float32)
+        padded[0, 0, : len(state)] = state
+        return {
+            "input_ids": tokens, "attention_mask": torch.ones_like(tokens),
+            "pixel_values": split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(count * height * width // 256, -1),
+            "image_grid_thw": torch.tensor([[1, height // 16, width // 16]] * count, device=self.device),
+            "state": torch.from_numpy(padded).to(self.device),
+            "embodiment_id": torch.full((1,), 2, device=self.device),
+        }  # fmt: skip
+
+
+CARDS = {"groot": GrootBench()}

@@ -1,0 +1,149 @@
+"""How SmolVLA is measured, and against what: lerobot's own code (`lerobot` 0.4.4 or 0.6.1 from the package index)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vla_accel.config import EngineSpec
+from vla_accel.errors import DependencyError
+from vla_accel.families.bench import DenoisingBench, Infer, Work, dummy_processor, product_precision, weight_bytes
+from vla_accel.families.smolvla.family import SMOLVLA
+from vla_accel.families.smolvla.network import SmolVlaConfig, smolvla
+from vla_accel.numeric import matmul_precision
+from vla_accel.transforms.processing import Inputs, Processor
+
+LEROBOT_MODES: dict[str, bool] = {"lerobot-eager": False, "lerobot-compile": True}
+"""Systems of lerobot, with whether it compiles its model (torch.compile, max-autotune)."""
+_TOKENS = 20
+"""Tokens of the prompt, about those of a LIBERO instruction: lerobot pads to the longest of a batch."""
+
+
+class SmolVlaBench(DenoisingBench[SmolVlaConfig]):
+    """SmolVLA."""
+
+    family = SMOLVLA
+    baselines = tuple(LEROBOT_MODES)
+
+    def published(self, horizon: int | None = None) -> SmolVlaConfig:
+        return smolvla(action_horizon=horizon or 50)
+
+    def dummy(self, config: SmolVlaConfig, views: int) -> Processor:
+        return dummy_processor(config, views, padded_state=config.state_dim, prompt_form="line")
+
+    def work(
+        self, config: SmolVlaConfig, inputs: Inputs, steps: int, specs: Mapping[str, EngineSpec]
+    ) -> dict[str, Work]:
+        """The last prefix layer stops after its keys and values, and a crossing layer projects them once."""
+        v, p, e = config.vision, config.prefix, config.expert
+        views, tokens = len(inputs.images), config.prefix_tokens(len(inputs.images), len(inputs.tokens))
+        crossing = sum(map(config.crosses, range(e.depth)))
+        kv = p.kv_heads * p.head_dim
+        attended = p.heads * p.head_dim
+        per_patch = 4 * v.width * v.width + 2 * v.width * v.mlp_dim
+        vision = v.depth * (2 * per_patch + 4 * v.tokens * v.width) + 2 * 3 * v.patch_size**2 * v.width
+        vision = views * v.tokens * (vision + 2 * v.width * p.width)
+        layer = p.width * (p.qkv_dim + attended + 3 * p.mlp_dim)
+        prefix = 2 * tokens * ((p.depth - 1) * layer + p.width * 2 * kv + crossing * 2 * kv * kv)
+        prefix += (p.depth - 1) * 4 * tokens * tokens * attended
+        expert = e.depth * e.width * (2 * attended + 3 * e.mlp_dim) + (e.depth - crossing) * e.width * 2 * kv
+        suffix = config.action_horizon
+        attention = 4 * suffix * attended * (e.depth * tokens + (e.depth - crossing) * suffix)
+        read = expert * weight_bytes(specs["denoise"]) + 2 * e.depth * tokens * kv * 2
+
+        return {
+            "vision": Work(float(vision), precision=product_precision(specs["vision"])),
+            "kv_cache": Work(float(prefix), float(p.depth * layer * 2), precision=product_precision(specs["kv_cache"])),
+            "denoise": Work(float(steps * (2 * suffix * expert + attention)), float(steps * read)),
+        }
+
+    def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
+        with matmul_precision():
+            policy = _policy(horizon, device, LEROBOT_MODES[name], steps)
+            # A compiled policy sets TF32 products, which apply to its own calls only.
+            precision = torch.get_float32_matmul_precision()
+
+        def infer(observation: Mapping[str, Any]) -> dict[str, Any]:
+            with matmul_precision(precision):
+                return _infer(policy, device, observation)
+
+        return infer
+
+
+def _policy(horizon: int, device: str, compiled: bool, steps: int) -> Any:
+    """Return lerobot's policy of the published size with random weights, in the dtypes of its loaded checkpoint: BF16
+    except for the small projections and those of the prefix's keys and values."""
+    try:
+        from lerobot.configs.types import FeatureType, PolicyFeature
+        from lerobot.policies.smolvla import smolvlm_with_expert
+        from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+        from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+    except ImportError as error:
+        raise DependencyError(f"lerobot is not installed: pip install lerobot==0.6.1 ({error})") from error
+    config = SmolVLAConfig(
+        input_features={"observation.state": PolicyFeature(FeatureType.STATE, (8,))},
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (7,))},
+        chunk_size=horizon, n_action_steps=horizon, num_steps=steps, load_vlm_weights=False, device=device,
+        compile_model=compiled,
+    )  # fmt: skip
+    with _without_hub(smolvlm_with_expert), torch.device(device):
+        policy = SmolVLAPolicy(config).eval()
+    for name, parameter in policy.model.vlm_with_expert.named_parameters():
+        cross = "lm_expert" in name and name.endswith(("k_proj.weight", "v_proj.weight"))
+        if not (cross and parameter.shape[0] == parameter.shape[1]):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return policy.to(device)
+
+
+@contextlib.contextmanager
+def _without_hub(module: Any) -> Iterator[None]:
+    """Replace SmolVLM2's sizes and tokenizer, which lerobot would load from the hub."""
+    from transformers.models.smolvlm import SmolVLMConfig
+
+    ours = smolvla()
+    v, p = ours.vision, ours.prefix
+    vision = {"hidden_size": v.width, "num_hidden_layers": v.depth, "intermediate_size": v.mlp_dim,
+              "num_attention_heads": v.heads, "image_size": v.image_size, "patch_size": v.patch_size}  # fmt: skip
+    text = {"model_type": "llama", "hidden_size": p.width, "num_hidden_layers": 2 * p.depth,
+            "intermediate_size": p.mlp_dim, "num_attention_heads": p.heads, "num_key_value_heads": p.kv_heads,
+            "head_dim": p.head_dim, "vocab_size": ours.vocab_size, "rms_norm_eps": p.eps,
+            "pad_token_id": 0}  # fmt: skip
+    whole: dict[str, Any] = {"vision_config": vision, "text_config": text, "pad_token_id": 0}
+    config = SmolVLMConfig(**whole, scale_factor=ours.shuffle)
+    tokenizer = SimpleNamespace(fake_image_token_id=1, global_image_token_id=2)
+    dummies = {"AutoConfig": config, "AutoProcessor": SimpleNamespace(tokenizer=tokenizer)}
+    kept = {name: getattr(module, name) for name in dummies}
+    try:
+        for name, made in dummies.items():
+            setattr(module, name, SimpleNamespace(from_pretrained=lambda _, made=made: made))
+        yield
+    finally:
+        for name, real in kept.items():
+            setattr(module, name, real)
+
+
+@torch.inference_mode()
+def _infer(policy: Any, device: str, observation: Mapping[str, Any]) -> dict[str, Any]:
+    from lerobot.configs.types import FeatureType, PolicyFeature
+
+    images = {f"observation.images.{i}": v for i, v in enumerate(v for k, v in observation.items() if "image" in k)}
+    if not policy.config.image_features:
+        for key, image in images.items():
+            policy.config.input_features[key] = PolicyFeature(FeatureType.VISUAL, (3, *image.shape[:2]))
+    batch: dict[str, Any] = {}
+    for key, image in images.items():
+        # As in lerobot's own server: bytes are copied, and converted to floats on the device.
+        batch[key] = torch.from_numpy(image)[None].to(device).permute(0, 3, 1, 2).float() / 255
+    state = torch.from_numpy(np.asarray(observation["observation/state"], np.float32))
+    batch["observation.state"] = state[None].to(device)
+    batch["observation.language.tokens"] = torch.arange(2, _TOKENS + 2, device=device)[None]
+    batch["observation.language.attention_mask"] = torch.ones(1, _TOKENS, dtype=torch.bool, device=device)
+    return {"actions": policy.predict_action_chunk(batch).float().cpu().numpy()[0]}
+
+
+CARDS = {"smolvla": SmolVlaBench()}
