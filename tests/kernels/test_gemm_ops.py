@@ -231,7 +231,7 @@ def test_the_table_decides_inside_a_chain_and_is_measured_elsewhere(
         # The launches follow the choice.
         x, out = (torch.zeros(544, 2048, dtype=BF16, device="meta") for _ in range(2))
         library: list[Tensor] = []
-        monkeypatch.setattr(ops, "library_product", lambda *arguments: library.append(arguments[2]))
+        monkeypatch.setattr(ops, "_reference_product", lambda *arguments: library.append(arguments[2]))
         gemm(x, plain(), out)
         gemm(x, plain(), out, norm=Norm(1e-6, Moments.like(x)))
         gemm(x, plain(), out, Epilogue(residual=True, moments=Moments.like(out)))
@@ -249,7 +249,6 @@ def test_a_norm_without_a_kernel_is_an_error(on_h200: list[Any]) -> None:
 def test_the_product_is_measured_with_its_activation(
     activation: Activation, fp8: bool, on_h200: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "library_product", ops._reference_product)
     weights = make_linear(draw(64, 32), None if activation.gated else draw(64), BF16, 4.0 if fp8 else None)
     call = trial(weights, activation, 6, H200)
     call(TILES[0])

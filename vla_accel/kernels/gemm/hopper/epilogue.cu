@@ -5,7 +5,8 @@
 // writes x (RESIDUAL) also writes these moments of every 64 columns, and the product that reads x (NORM) multiplies it
 // as it is, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
 //
-// Macros besides `gemm.cu`'s: RESIDUAL (out += gate ∘ product), NORM (0 none, 1 RMSNorm, 2 LayerNorm), PAIRS, ROPE (q and
+// Macros besides `gemm.cu`'s: RESIDUAL (out += gate ∘ product), ADAPTIVE (there is a gate, or the next norm has a scale;
+// without it a residual needs fewer registers), NORM (0 none, 1 RMSNorm, 2 LayerNorm), PAIRS, ROPE (q and
 // k are rotated; it implies PAIRS). With PAIRS the weight's rows are pairs, `half` rows apart within groups of 2 `half`
 // (the halves of a head, gate and up), and a tensor map of five dimensions brings eight rows of the first side and eight
 // of the second in turns: so a thread's two rows are a pair. `arguments.py` describes the block `Call`.
@@ -87,7 +88,7 @@ __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
     const int at = column + first + (lane >> 2) + 8 * i;
     if (at >= c.columns) continue;
     if (!GATED && c.bias) rows.bias[i] = widen(__ldg(c.bias + at));
-    if (RESIDUAL && c.gate) rows.gate[i] = __ldg(c.gate + at);
+    if (ADAPTIVE && c.gate) rows.gate[i] = __ldg(c.gate + at);
     if (NORM == 2) rows.sum[i] = __ldg(c.weight_sums + at);
   }
   if (PAIRS) {
@@ -159,7 +160,7 @@ __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held,
       c.squares_out[(u64)(to / 64) * c.rows + token] = two;
     }
   }
-  if (inside && c.scaled) {
+  if (ADAPTIVE && inside && c.scaled) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) r[i] *= 1.f + __ldg(c.next_scale + to + i);
     *(uint4*)(c.scaled + (u64)token * c.columns + to) = make_uint4(
@@ -198,7 +199,7 @@ __device__ __forceinline__ void finish_four(u32* packed, const float* sums, u32 
     v[i] = rows.bias[i / 2];
     if (NORM == 2) v[i] = fmaf(n[i % 2 * 2 + 1], rows.sum[i / 2], v[i]);
     v[i] = fmaf(sums[i], n[i % 2 * 2], v[i]);
-    if (RESIDUAL) v[i] *= rows.gate[i / 2];
+    if (ADAPTIVE) v[i] *= rows.gate[i / 2];
   }
   if constexpr (ROPE) rotate(v, n, rows, token, end, c);
   if constexpr (GATED) {

@@ -49,7 +49,9 @@ def source(
         "T_ROWS": tile.shares[1],
         **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tile.registers, strict=True)),
         "STAGING": memory.staging, "EXCHANGE": memory.exchange, "BARRIERS": memory.barriers,
-        "RESIDUAL": int(epilogue.residual), "NORM": 0 if norm is None else 1 if norm.sums is None else 2,
+        "RESIDUAL": int(epilogue.residual),
+        "ADAPTIVE": int(epilogue.gate is not None or epilogue.next_scale is not None),
+        "NORM": 0 if norm is None else 1 if norm.sums is None else 2,
         "PAIRS": int(half > 0), "ROPE": int(epilogue.rope is not None), "WGMMA": f"wgmma_{name}", **MACROS,
     }  # fmt: skip
     generated = Call.cpp + wgmma(f"wgmma_{name}", tile.width, name)
