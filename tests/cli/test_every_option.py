@@ -305,13 +305,11 @@ def test_what_bench_would_ignore_is_refused(
 def test_what_a_command_would_ignore_is_refused_before_it_works(
     words: str, message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vla_accel.cli import build, build_unet, build_vae
+    from vla_accel.cli import build, build_images
 
-    loads = ((build, "_checkpoint"), (build_vae, "load_model"), (build_unet, "load_model"))
-    for module, name in loads:
+    for module, name in ((build, "_checkpoint"), (build_images, "load_model")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("loaded"))
-    for module in (build_vae, build_unet):
-        monkeypatch.setattr(module, "load_library", lambda name: None)
+    monkeypatch.setattr(build_images, "load_library", lambda name: None)
     assert main(shlex.split(words)) == 1
     assert message in capsys.readouterr().err
 

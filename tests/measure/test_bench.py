@@ -449,6 +449,7 @@ def test_which_systems_take_turns(tmp_path: Path) -> None:
     assert chosen("eager") == ("eager", *both) and chosen("eager", checkout=None) == ("eager",)
     assert chosen("eager", "realtime-vla") == ("eager", "realtime-vla")
     assert chosen(fitted=False) == ours and chosen("native-fp8", fitted=False) == ("native-fp8",)
+    assert chosen("native_fp8", fitted=False) == ("native-fp8",), "as the file of the configuration is called"
     with pytest.raises(ConfigError, match="camera: expected systems that fit images themselves, got openpi-eager"):
         chosen("eager", "openpi-eager", fitted=False)
 

@@ -26,8 +26,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "convert": ("convert", "policies.Convert", "turn an openpi JAX checkpoint into safetensors"),
     "serve": ("serve", "serve.Serve", "serve a policy to openpi's clients"),
     "bench-server": ("bench_server", "bench_server.BenchServer", "time calls over a server: what it adds, and where"),
-    "build-vae": ("build_vae", "images.BuildVae", "build TensorRT engine files of an autoencoder"),
-    "build-unet": ("build_unet", "images.BuildUnet", "build a TensorRT engine file of Stable Diffusion's UNet"),
+    "build-vae": ("build_images", "images.BuildVae", "build TensorRT engine files of an autoencoder"),
+    "build-unet": ("build_images", "images.BuildUnet", "build a TensorRT engine file of Stable Diffusion's UNet"),
     "bench-vae": ("bench_vae", "images.BenchVae", "time an autoencoder: eager, compiled, native, TensorRT, in turns"),
     "bench-unet": ("bench_unet", "images.BenchUnet", "time Stable Diffusion the same way"),
     "bench-qwen": ("bench_qwen", "images.BenchQwen", "time Qwen-Image: transformer and autoencoder, fast or not"),
@@ -35,8 +35,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "img2img": ("generate", "images.ImageToImage", "make a picture from a picture and a prompt"),
     "precision": ("precision", "images.Precision", "show a model in BF16 or FP16: dtypes, ranges, memory, latency"),
 }
-"""Command to (module of `vla_accel.cli`, options in it or in `asked`, one line of help). The module has `main(chosen:
-OPTIONS, words: list[str]) -> int`; `words` are what was typed, for the record."""
+"""By command: its module in `vla_accel.cli`, its options (in that module, or in `asked`), and one line of help. The
+module has `main(chosen: OPTIONS, words: list[str]) -> int`; `words` are the arguments as typed, for the record."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

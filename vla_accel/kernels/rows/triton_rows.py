@@ -1,4 +1,4 @@
-"""Kernels that work row by row (`vla_accel.kernels.rows.rows`)."""
+"""Kernels that work row by row. A public function runs the op of the same name in `vla_accel.kernels.rows.rows`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constex
 
 
 def patchify(images: Tensor, out: Tensor, patch: int, square: int, pixel_maps: Tensor | None) -> None:
-    """See `vla_accel.kernels.rows.rows.patchify`."""
     size = images.shape[1]
     stride = out.shape[1] // 2
     side = size // patch
@@ -93,7 +92,6 @@ def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH:
 def add_norm(
     x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.kernels.rows.rows.add_norm`."""
     rows, width = x.shape
     block = power_of_two(width)
     launch(
@@ -134,7 +132,6 @@ def embed_norm(
     image_tokens: Tensor, tokens: Tensor, table: Tensor, x: Tensor, h: Tensor, *, eps: float,
     inverse_scale: float | None, state: Tensor | None, lengths: Tensor | None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.kernels.rows.rows.embed_norm`."""
     rows, width = x.shape
     block = power_of_two(width)
     launch(
@@ -161,7 +158,6 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
 
 
 def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, activation: Activation) -> None:
-    """See `vla_accel.kernels.rows.rows.geglu`."""
     rows, hidden = out.shape
     block = min(2048, power_of_two(hidden))
     grid = (triton.cdiv(hidden, block), rows)
@@ -183,7 +179,6 @@ def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.c
 
 
 def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
-    """See `vla_accel.kernels.rows.rows.gelu`."""
     total = x.numel()
     grid, quantise = (triton.cdiv(total, 4096),), inverse_scale is not None
     launch(_gelu, grid, x, out, total, inverse_scale or 1.0, 4096, quantise, num_warps=8)
@@ -221,7 +216,6 @@ def _rope_cache(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, H
 
 
 def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
-    """See `vla_accel.kernels.rows.rows.rope_cache`."""
     tokens, kv_heads, head_dim = keys.shape[1:]
     launch(
         _rope_cache, (qkv.shape[0],),
@@ -251,7 +245,6 @@ def _patchify_blocks(image_ptr, out_ptr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 
 
 def patchify_blocks(images: Tensor, out: Tensor, patch: int, merge: int) -> None:
-    """See `vla_accel.kernels.rows.rows.patchify_blocks`."""
     height, width, stride = images.shape[1], images.shape[2], out.shape[1] // 2
     side = patch * merge
     _patchify_blocks[(out.shape[0],)](
@@ -275,7 +268,6 @@ def _place_tokens(image_ptr, token_ptr, table_ptr, order_ptr, x_ptr, IMAGES: tl.
 
 
 def place_tokens(image_tokens: Tensor, tokens: Tensor, table: Tensor, order: Tensor, x: Tensor) -> None:
-    """See `vla_accel.kernels.rows.rows.place_tokens`."""
     rows, width = x.shape
     launch(
         _place_tokens, (rows,),
@@ -300,7 +292,6 @@ def _add_at(y_ptr, place_ptr, x_ptr, TOKENS: tl.constexpr, COUNT: tl.constexpr, 
 
 
 def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
-    """See `vla_accel.kernels.rows.rows.add_at`."""
     batch, count, width = y.shape
     launch(_add_at, (batch * count,), y, places, x, x.shape[0] // batch, count, width, power_of_two(width), num_warps=4)
 
@@ -339,7 +330,6 @@ def norm_rope(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
     eps: float,
 ) -> None:  # fmt: skip
-    """See `vla_accel.kernels.rows.rows.norm_rope`."""
     tokens, half = cos.shape
     launch(
         _norm_rope, (qkv.shape[0],),
@@ -360,6 +350,5 @@ def _exact_gelu(x_ptr, total, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def exact_gelu(x: Tensor) -> None:
-    """See `vla_accel.kernels.rows.rows.exact_gelu`."""
     total = x.numel()
     launch(_exact_gelu, (triton.cdiv(total, 2048),), x, total, 2048, num_warps=8)
