@@ -113,7 +113,7 @@ def _success(rates: Sequence[tuple[str, Mapping[str, Any]]], first: str) -> Pict
     return Picture(
         "Success with Wilson's 95 % interval",
         f"Points with intervals: {'; '.join(f'{label}: {_rate(r)}' for label, r in rates)}.",
-        lambda narrow: charts.intervals(charts.Rates(labels, values), narrow=narrow),
+        lambda narrow: charts.intervals(labels, values, narrow=narrow),
         Table("Success", header, body),
     )
 

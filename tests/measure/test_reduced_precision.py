@@ -14,7 +14,7 @@ from benchmarks.tables.images import precisions
 from tests.support.agreement import RATIO
 from vla_accel import cli
 from vla_accel.cli import precision
-from vla_accel.cli.asked.images import Precision
+from vla_accel.cli.image_options import Precision
 from vla_accel.errors import ConfigError
 from vla_accel.images.measure import parity
 from vla_accel.measure.reduced_precision import (

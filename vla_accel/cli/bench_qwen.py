@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.cli.asked.images import BenchQwen
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
+from vla_accel.cli.image_options import BenchQwen
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.config import load_vae_config
 from vla_accel.images.measure import Bench, parity

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vla_accel.cli.asked.images import BenchUnet
-from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say, write_asked
+from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say, write_if
 from vla_accel.cli.generate import dtype_on
+from vla_accel.cli.image_options import BenchUnet
 from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.autoencoder import SCALE
@@ -74,7 +74,7 @@ class _UnetBench(Bench):
         self._rows_of[part] = run()
         del self.errors[part]
         _print(title, self._rows_of[part])
-        write_asked(self.options.output, self.summary())
+        write_if(self.options.output, self.summary())
 
     def summary(self) -> dict[str, Any]:
         """Return the report on the results so far."""
@@ -100,7 +100,7 @@ class _UnetBench(Bench):
 
     def _first(self, task: str, runs: dict[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
         results = self.first_calls(task, runs, f"{task} {{}}")
-        write_asked(self.options.output, self.summary())
+        write_if(self.options.output, self.summary())
         return results
 
     def unet_calls(self) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.cli.asked.images import BenchVae
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
+from vla_accel.cli.image_options import BenchVae
 from vla_accel.errors import ConfigError
 from vla_accel.images.autoencoder import AUTOENCODERS, SCALE, split_autoencoder
 from vla_accel.images.measure import Bench, parity

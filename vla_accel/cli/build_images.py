@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from vla_accel.cli.asked.images import BuildUnet, BuildVae
 from vla_accel.cli.common import print_json, print_table, say
+from vla_accel.cli.image_options import BuildUnet, BuildVae
 from vla_accel.config import TensorrtOptions
 from vla_accel.engines.onnx import OnnxFile
 from vla_accel.engines.tensorrt_library import capability_of, check_target, load_library, parse_target, target_name

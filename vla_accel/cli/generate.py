@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vla_accel import machine
-from vla_accel.cli.asked.images import Dtype, ImageToImage, TextToImage
-from vla_accel.cli.common import print_json, print_table, say, write_asked
+from vla_accel.cli.common import print_json, print_table, say, write_if
+from vla_accel.cli.image_options import Dtype, ImageToImage, TextToImage
 from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError
 from vla_accel.images.autoencoder import SCALE
@@ -59,7 +59,7 @@ def main(options: TextToImage, words: list[str]) -> int:
     report["image"] = options.out_img_path.name
     if options.use_pipeline:
         report["pipeline"] = _compare(options, parts, request, image, result.pixels)
-    write_asked(options.latency_json, report)
+    write_if(options.latency_json, report)
     parts_ms: dict[str, dict[str, float]] = report["components"]
     print_table(
         f"{options.out_img_path}: {settings['width']}x{settings['height']}, {steps}",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel import machine
-from vla_accel.cli.asked.images import Precision
-from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_json, print_table, say, write_asked
+from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_json, print_table, say, write_if
+from vla_accel.cli.image_options import Precision
 from vla_accel.errors import ConfigError
 from vla_accel.images.autoencoder import AUTOENCODERS, SCALE
 from vla_accel.images.measure import parity
@@ -69,7 +69,7 @@ def main(options: Precision, words: list[str]) -> int:
         "close": [r.name for r in found if r.state(dtype) == "close"],
     }
     _print(options, found, {r.name: r for r in seen}, summary)
-    write_asked(options.output, {**summary, "modules": [dataclasses.asdict(r) for r in seen]})
+    write_if(options.output, {**summary, "modules": [dataclasses.asdict(r) for r in seen]})
     print_json(summary)
     return 1 if overflow else 0
 
