@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,54 +18,19 @@ BESIDE = "the first step beside the prefix"
 
 
 class Program(Protocol):
-    """A component written in fused ops. It reads and writes static buffers, and keeps nothing that a call allocates."""
+    """A component written in fused ops. It reads and writes static buffers, and keeps nothing that a call allocates.
+
+    A program may also have `follow(earlier, outputs)`: from then on it overlaps the program before it, which writes
+    `outputs`, if that is possible. It returns what overlaps, for the ledger; empty if nothing does.
+
+    A program that may end early runs `begin(inputs)`, `advance()` at most `turns` times until the tensor `finished`
+    (1,) bool is true, and `end(outputs)`. Only `begin` reads inputs, and only `end` writes outputs.
+    """
 
     detail: str
     """What exactly runs, for the ledger."""
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None: ...
-
-
-class FollowingProgram(ABC):
-    """A `Program` that may start while the program before it runs."""
-
-    @abstractmethod
-    def follow(self, earlier: Program, outputs: Mapping[str, Tensor]) -> str:
-        """Overlap `earlier`, which writes `outputs`, from now on, if that is possible.
-
-        Returns:
-            What overlaps, for the ledger; empty if nothing does.
-        """
-
-
-class TurnedProgram(ABC):
-    """A `Program` that runs `begin`, then `advance` at most `turns` times until it is `finished`, then `end`.
-
-    Only `begin` reads inputs, and only `end` writes outputs.
-    """
-
-    detail: str
-    turns: int
-    finished: Tensor
-    """(1,) bool: whether further turns would change nothing."""
-
-    @abstractmethod
-    def begin(self, inputs: Mapping[str, Tensor]) -> None: ...
-
-    @abstractmethod
-    def advance(self) -> None: ...
-
-    @abstractmethod
-    def end(self, outputs: Mapping[str, Tensor]) -> None: ...
-
-    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        """Run the whole program. This waits for the GPU after every turn."""
-        self.begin(inputs)
-        for _ in range(self.turns):
-            self.advance()
-            if bool(self.finished):
-                break
-        self.end(outputs)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -20,9 +20,8 @@ from tests.support.tiny_smolvla import tiny_config, tiny_model
 from vla_accel.engines.native import NativeEngine
 from vla_accel.families.smolvla.native import SmolVlaPrefix, SmolVlaPrefixWeights
 from vla_accel.ledger import Ledger, LedgerEntry
-from vla_accel.nn import native_prefix as prefixes
 from vla_accel.nn import overlap as module
-from vla_accel.nn.overlap import Ahead
+from vla_accel.nn.overlap import Overlap
 
 CPU = torch.device("cpu")
 
@@ -70,12 +69,11 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_streams_wait_for_what_they_read(lines: list[str]) -> None:
-    ahead = Ahead(CPU, 2, lambda layer: lines.append(f"layer {layer} completed"))
-    ahead.begin()
-    ahead.reached(0)
-    ahead.reached(1)
-    with ahead.beside():
-        ahead.wait(1)
+    overlap = Overlap(CPU, 2, lambda layer: lines.append(f"layer {layer} completed"))
+    for event in (overlap.begun, *overlap.layers):
+        event.record()
+    with overlap.consumer():
+        overlap.wait(1)
     assert lines == [
         "recorded 0", "recorded 1", "recorded 2",
         "side waits for 0", "on side", "side waits for 2", "layer 1 completed",
@@ -83,25 +81,9 @@ def test_streams_wait_for_what_they_read(lines: list[str]) -> None:
     ]  # fmt: skip
 
 
-class Told:
-    """Stands for `Ahead`: completes every layer when it is reached."""
-
-    def __init__(self, device: torch.device, depth: int, complete: Callable[[int], None]) -> None:
-        self.depth, self.complete = depth, complete
-        self.reached_so_far: list[int] = []
-
-    def begin(self) -> None:
-        self.reached_so_far = []
-
-    def reached(self, layer: int) -> None:
-        self.reached_so_far.append(layer)
-        self.complete(layer)
-
-
 @pytest.mark.parametrize("every", [2, 3, 0])
-def test_layers_completed_one_by_one_are_those_completed_together(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_completed_one_by_one_are_those_completed_together(every: int, lines: list[str]) -> None:
     """SmolVLA's keys and values of crossing layers, in float32."""
-    monkeypatch.setattr(prefixes, "Ahead", Told)
     model = tiny_model(tiny_config(self_every=every))
     depth = model.config.expert.depth
     with torch.inference_mode():
@@ -122,10 +104,11 @@ def test_layers_completed_one_by_one_are_those_completed_together(every: int, mo
 
         want, got = made(), made()
         program(given, want)
-        told: Any = program.go_ahead(got)
-        assert isinstance(told, Told) and told.depth == depth
+        overlap = program.overlapped(got)
         program(given, got)
-    assert told.reached_so_far == list(range(depth))
+        assert lines == [f"recorded {event}" for event in range(depth + 1)]
+        for layer in range(depth):
+            overlap.wait(layer)
     for name in want:
         assert want[name].isfinite().all()
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)

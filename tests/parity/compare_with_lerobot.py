@@ -155,7 +155,9 @@ def compare(folder: Path) -> tuple[str, dict[str, Any]]:
         print(json.dumps(row), file=sys.stderr, flush=True)
         rows.append(row)
     family, parameters = checkpoint.family, count(checkpoint.model)
-    size = "published" if parameters == count(family.network_class.empty(bench_card(family).published(None))) else "small"
+    size = (
+        "published" if parameters == count(family.network_class.empty(bench_card(family).published(None))) else "small"
+    )
     return family.name, {"versions": versions, "parameters": parameters, "size": size, "cases": rows}
 
 

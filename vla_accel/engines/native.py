@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from vla_accel.component import Component, FollowingProgram, TurnedProgram
+from vla_accel.component import Component
 from vla_accel.config import EngineSpec
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
@@ -65,7 +66,7 @@ class NativeEngine(Engine):
         portable = gpu is not None and spec.native.kernels == "portable"
         self.runtime = runtime.portable if portable else runtime
         with self.runtime.open():
-            self.program = component.native(spec)
+            self.program: Any = component.native(spec)
         if spec.attention not in ("auto", "own") and not isinstance(getattr(self.program, "attention", None), Choice):
             raise EngineError(f"{component.name}: it has no other attention kernels than its own, got {spec.attention}")
         self.capturable = device.type == "cuda"
@@ -76,7 +77,7 @@ class NativeEngine(Engine):
             self.detail += f", portable kernels (as on compute capability {self.runtime.gpu.version})"
 
     def follow(self, earlier: Engine) -> str:
-        if not (self.capturable and isinstance(self.program, FollowingProgram) and isinstance(earlier, NativeEngine)):
+        if not (self.capturable and isinstance(earlier, NativeEngine) and hasattr(self.program, "follow")):
             return ""
         return self.program.follow(earlier.program, earlier.outputs)
 
@@ -86,7 +87,7 @@ class NativeEngine(Engine):
 
     def turns(self) -> Turns | None:
         program = self.program
-        if not isinstance(program, TurnedProgram):
+        if not hasattr(program, "turns"):
             return None
         return Turns(
             program.turns, program.finished, lambda: self._enqueue(lambda: program.begin(self.inputs)),

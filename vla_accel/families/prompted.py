@@ -83,14 +83,14 @@ class PromptShape(TextShape):
 class TextFamily(Family[C, X, S]):
     """A family with a text prompt, whose config has `max_token_len`."""
 
-    def length(self, config: C, inputs: X) -> int:
+    def length(self, config: C, inputs: Any) -> int:
         """Return the value of `lengths` for an observation: its real tokens."""
         return len(inputs.tokens)
 
     def image_feed(self, config: C, seen: Sequence[Any]) -> Mapping[str, Rows]:
         return {IMAGES: [image for one in seen for image in one.images]}
 
-    def feed(self, config: C, inputs: Sequence[X]) -> Mapping[str, Rows]:
+    def feed(self, config: C, inputs: Sequence[Any]) -> Mapping[str, Rows]:
         return {
             **self.image_feed(config, inputs),
             "tokens": [i.tokens for i in inputs],

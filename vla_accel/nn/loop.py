@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vla_accel.component import BESIDE, FollowingProgram, Program
+from vla_accel.component import BESIDE, Program
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import SuffixShape
 from vla_accel.kernels.attention.suffix import cross_attention, crossing, suffix_attention
@@ -34,7 +34,7 @@ from vla_accel.kernels.rows.rows import rope_tables
 from vla_accel.nn.expert import ExpertWeights
 from vla_accel.nn.kernel_choices import KernelChoices
 from vla_accel.nn.native_prefix import NativePrefix
-from vla_accel.nn.overlap import Ahead
+from vla_accel.nn.overlap import Overlap
 from vla_accel.nn.weights import BlockWeights, weights_in
 from vla_accel.runtime import current
 
@@ -329,7 +329,7 @@ def streamed_loop(
     )
 
 
-class LoopProgram(FollowingProgram):
+class LoopProgram:
     """The denoise program of an expert that reads a prefix.
 
     Inputs `noise` (B, H, A) float32, `keys`, `values` (depth, B, S, kv_heads, d) as the expert reads them, `lengths`
@@ -344,7 +344,8 @@ class LoopProgram(FollowingProgram):
         why_not_streamed: str | None = None,
     ) -> None:  # fmt: skip
         """`why_not_streamed`: for the ledger, if the weights are not packed."""
-        self.weights, self.tables, self.overlap = weights, tables, None
+        self.weights, self.tables = weights, tables
+        self.overlap: Overlap | None = None
         device = weights.w_out.device
         self.state_token = None
         if weights.state is not None:
@@ -358,12 +359,10 @@ class LoopProgram(FollowingProgram):
         what = f"{weights_in(weights.precision)}, {self.loop.kernels_a_step} kernels a step"
         self.detail = described(self.loop, what, why_not_streamed if device.type == "cuda" else None)
 
-    overlap: Ahead | None
-
     def follow(self, earlier: Program, outputs: Mapping[str, Tensor]) -> str:
         if not (isinstance(earlier, NativePrefix) and self.loop.reads_by_layer):
             return ""
-        self.overlap = earlier.go_ahead(outputs)
+        self.overlap = earlier.overlapped(outputs)
         return BESIDE
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
@@ -371,7 +370,7 @@ class LoopProgram(FollowingProgram):
         if overlap is None:
             self.loop.run(inputs, self.prepare(inputs, actions), actions)
             return
-        with overlap.beside():
+        with overlap.consumer():
             state = self.prepare(inputs, actions)
             with self.loop.chain:
                 self.loop.first_step(inputs, state, actions, overlap.wait)

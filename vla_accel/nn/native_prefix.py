@@ -19,7 +19,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.fp8 import Scales
 from vla_accel.kernels.rows.rows import embed_norm, rope_tables
 from vla_accel.nn.native_vision import NativeVision, VisionWeights
-from vla_accel.nn.overlap import Ahead
+from vla_accel.nn.overlap import Overlap
 from vla_accel.nn.plan import Rows, StackPlan
 from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.quantised import QUANTISED
@@ -84,16 +84,15 @@ class NativePrefix:
         self.detail = f"fused ops, {self.stack.kind}, {self.stack.detail}"
         if weights.table.device != self.device:
             self.detail += ", embeddings on the host"
-        self.ahead: Ahead | None = None
-        """Where the program records which layers are enqueued."""
+        self.overlap: Overlap | None = None
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        if self.ahead is not None:
-            self.ahead.begin()
+        if self.overlap is not None:
+            self.overlap.begun.record()
         with self.chain:
             self.embed(inputs)
-            self.stack.run(inputs["lengths"], partial(self.cache, outputs), self._reached)
-        if self.ahead is None:
+            self.stack.run(inputs["lengths"], partial(self.cache, outputs), self._cached)
+        if self.overlap is None:
             self.finish(outputs)
 
     def embed(self, inputs: Mapping[str, Tensor], **state: Tensor) -> None:
@@ -114,17 +113,16 @@ class NativePrefix:
     def complete(self, outputs: Mapping[str, Tensor], index: int) -> None:
         """Enqueue the remaining work of one layer after its keys and values."""
 
-    def go_ahead(self, outputs: Mapping[str, Tensor]) -> Ahead:
+    def overlapped(self, outputs: Mapping[str, Tensor]) -> Overlap:
         """From now on, record an event for each layer once its keys and values are enqueued. The consumer completes
-        each layer that it waits for.
-        """
+        each layer that it waits for."""
         depth = len(self.weights.stack.blocks) + 1
-        self.ahead = Ahead(self.device, depth, partial(self.complete, outputs))
-        return self.ahead
+        self.overlap = Overlap(self.device, depth, partial(self.complete, outputs))
+        return self.overlap
 
-    def _reached(self, index: int) -> None:
-        if self.ahead is not None:
-            self.ahead.reached(index)
+    def _cached(self, index: int) -> None:
+        if self.overlap is not None:
+            self.overlap.layers[index].record()
 
 
 class PrefixStore(NativeStore[N]):

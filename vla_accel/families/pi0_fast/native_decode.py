@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vla_accel.component import TurnedProgram
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig, last_tokens
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import SuffixShape
@@ -76,7 +75,7 @@ class DecodeWeights:
         return cls(layers, table, head, norm, stored.dtype, precision)
 
 
-class NativeDecode(TurnedProgram):
+class NativeDecode:
     """The decode program.
 
     Inputs `tokens` (B, L) int64, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32; output
@@ -140,6 +139,15 @@ class NativeDecode(TurnedProgram):
             self.choices.product(name, product, partial(every, ops[name]), moments=moments)
         self.choices.attention("attention", sizes, lambda: self._attend(0))
         self.choices.product("head", gemm_sizes(self.h, head), self._head)
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        """Run the whole program. This waits for the GPU after every turn."""
+        self.begin(inputs)
+        for _ in range(self.turns):
+            self.advance()
+            if bool(self.finished):
+                break
+        self.end(outputs)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> None:
         first, lengths = last_tokens(inputs["tokens"], self.prefix_tokens, inputs["lengths"])
