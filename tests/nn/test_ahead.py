@@ -17,9 +17,7 @@ from tests.support.emulated_loops import Pi0Loops
 from tests.support.smolvla_loops import EXPERTS, Loops
 from tests.support.streamed_support import LOOPS
 from tests.support.tiny_smolvla import tiny_config, tiny_model
-from vla_accel.engines.native import NativeEngine
 from vla_accel.families.smolvla.native import SmolVlaPrefix, SmolVlaPrefixWeights
-from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.nn import overlap as module
 from vla_accel.nn.overlap import Overlap
 
@@ -180,17 +178,3 @@ def test_a_layer_reads_nothing_before_its_turn(made: Any, name: str, monkeypatch
 
     assert late_of(behind) == {0} | mixes(behind)
     assert late_of(told) == {0, second, *(index + 1 for index in waits)} | mixes(told)
-
-
-def test_who_cannot_follow_says_nothing() -> None:
-    """On a CPU nothing runs beside anything."""
-    engine = object.__new__(NativeEngine)
-    engine.capturable = False
-    assert engine.follow(engine) == ""
-
-
-def test_the_ledger_says_what_runs_beside_what() -> None:
-    ledger = Ledger()
-    ledger.record(LedgerEntry("denoise", "native", "native", detail="streamed"))
-    ledger.add("denoise", "the first step beside the prefix")
-    assert ledger.as_list()[0]["detail"] == "streamed, the first step beside the prefix"

@@ -14,7 +14,7 @@ diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 from tests.support.agreement import RATIO, assert_as_near  # noqa: E402
 from vla_accel.errors import CheckpointError, EngineError  # noqa: E402
 from vla_accel.images import native  # noqa: E402
-from vla_accel.images.autoencoder import Half, ResBlock, autoencoder_kind, split_autoencoder  # noqa: E402
+from vla_accel.images.autoencoder import autoencoder_kind, split_autoencoder  # noqa: E402
 from vla_accel.images.models import CONFIGS, random_model  # noqa: E402
 from vla_accel.images.native_autoencoder import CompiledHalf, NativeHalf, QuickestHalf  # noqa: E402
 from vla_accel.kernels.autotune import Fastest  # noqa: E402
@@ -69,24 +69,6 @@ def test_the_native_program_is_exact(vae: Any) -> None:
         with torch.inference_mode():
             assert relative(out, half(smaller)) < 1e-5
         assert "attention" in program.detail and "channels-last float32" in program.detail
-
-
-def test_qwen_convolutions_become_two_dimensional() -> None:
-    vae = random_model("tiny-qwen-vae", dtype=torch.float32, device=CPU)
-    encoder, decoder = split_autoencoder(vae)
-    assert not any(isinstance(m, nn.Conv3d) for half in (encoder, decoder) for m in half.modules())
-    first = vae.encoder.conv_in.weight
-    torch.testing.assert_close(encoder.conv_in.weight, first[:, :, -1])
-    assert encoder.channels == (3, 8) and decoder.channels == (4, 3)
-    # Temporal convolutions have no part in one frame; everything else is there.
-    unused = sum(p.numel() for n, p in vae.named_parameters() if "time_conv" in n)
-    kept = sum(p.numel() for half in (encoder, decoder) for p in half.parameters())
-    slices = sum(
-        m.weight.numel() * (m.weight.shape[2] - 1) // m.weight.shape[2]
-        for n, m in vae.named_modules()
-        if isinstance(m, nn.Conv3d) and "time_conv" not in n
-    )
-    assert kept == sum(p.numel() for p in vae.parameters()) - unused - slices
 
 
 def test_the_decoder_of_qwen_is_held_to_the_picture_range(vae: Any) -> None:
@@ -189,12 +171,3 @@ def test_unknown_autoencoders_and_blocks_are_named() -> None:
     encoder.blocks[0] = nn.SiLU()
     with pytest.raises(EngineError, match="native autoencoder: unknown block SiLU"):
         NativeHalf(encoder)
-
-
-def test_channels_padded_for_tensor_cores_do_not_show(vae: Any) -> None:
-    encoder, decoder = split_autoencoder(vae)
-    for half in (encoder, decoder):
-        program = NativeHalf(half)
-        assert program.conv_in.shape[1] % 8 == 0 and program.conv_out.shape[0] % 8 == 0
-    assert isinstance(next(b for b in encoder.blocks if isinstance(b, ResBlock)), ResBlock)
-    assert isinstance(encoder, Half)

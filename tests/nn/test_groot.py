@@ -3,8 +3,6 @@ follows from its definition."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from tests.support.in_memory import MemoryWeights
 from vla_accel.errors import ConfigError
 from vla_accel.families.groot.checkpoint import infer_config, load_groot
 from vla_accel.families.groot.head import HeadConfig
-from vla_accel.families.groot.language import Layout, QwenConfig, axes_of_frequencies
+from vla_accel.families.groot.language import Layout, QwenConfig
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.families.groot.vision import QwenVisionConfig
 
@@ -127,25 +125,6 @@ def test_the_published_size() -> None:
     assert round(head / 1e6) == 1305
 
 
-def test_places_of_two_views() -> None:
-    layout = Layout(2, (1, 2), 9)
-    assert layout.tokens == 13 and layout.image_rows().tolist() == [4, 5, 8, 9]
-    assert layout.text_rows().tolist() == [0, 1, 2, 3, 6, 7, 10, 11, 12]
-    time, row, column = layout.positions().tolist()
-    # Each view takes as many positions as its longer side: two.
-    assert time == [0, 1, 2, 3, 4, 4, 6, 7, 8, 8, 10, 11, 12]
-    assert row == time and column == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
-    places = layout.places(torch.device("cpu"))
-    values = torch.cat((layout.image_rows(), layout.text_rows()))[places.order]
-    assert values.tolist() == list(range(13))
-
-
-def test_frequencies_take_turns() -> None:
-    axes = axes_of_frequencies((24, 20, 20)).tolist()
-    assert axes[:6] == [0, 1, 2, 0, 1, 2] and axes[57:] == [0, 1, 2, 0, 0, 0, 0]
-    assert [axes.count(i) for i in range(3)] == [24, 20, 20]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -162,7 +141,3 @@ def test_frequencies_take_turns() -> None:
 def test_sizes_that_cannot_be(make: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()  # type: ignore[operator]
-
-
-def test_the_reference_is_small() -> None:
-    assert (Path(__file__).parent / "groot_reference.json").stat().st_size < 64_000

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,23 +13,17 @@ import torch
 
 from tests.support import tiny_smolvla
 from tests.support.agreement import assert_as_near
-from tests.support.gpus import A100, H200, ORIN
 from tests.support.groot_folders import observation as groot_observation
 from tests.support.tiny import random_state, tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.checkpoint import save_checkpoint
-from vla_accel.config import EnginePrecision, load_config
-from vla_accel.engines.native import why_not
+from vla_accel.config import EnginePrecision
 from vla_accel.errors import EngineError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.groot import native_loop as groot_denoise
 from vla_accel.families.pi0 import native_loop as expert
-from vla_accel.families.smolvla import native_loop as smolvla_loop
-from vla_accel.fp8 import INT8
 from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.gpu import Gpu
-from vla_accel.nn.loop import described
 from vla_accel.nn.weights import plain_input
 
 PARTS = ("vision", "kv_cache", "denoise")
@@ -79,11 +72,6 @@ def dequantised(value: Any) -> Any:
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------
-
-
-def test_integers_are_exact_in_bf16() -> None:
-    every = torch.arange(-127, 128).to(INT8.dtype)
-    assert torch.equal(every.to(torch.bfloat16).long(), every.long())
 
 
 def test_no_calibration_enters() -> None:
@@ -160,23 +148,6 @@ def test_the_ledger_and_the_memory_say_so(name: str, folders: dict[str, Path]) -
     assert read[0] - read[1] == 3 * sum(t.numel() for t in stored), "the floor of three steps"
 
 
-@pytest.mark.parametrize("name", ["pi05", "smolvla"])
-def test_hopper_runs_int8_in_fused_ops_and_the_ledger_says_why(
-    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = policy_of(folders[name])
-    monkeypatch.setattr(Gpu, "of", lambda _: H200)
-    programs: Any = {"pi05": expert, "smolvla": smolvla_loop}[name]
-    why_not = programs.why_not_streamed(policy.model, "int8", 1)
-    assert why_not == "it takes BF16 weights, not INT8"
-    loop: Any = SimpleNamespace(choices=SimpleNamespace(detail=""))
-    assert "(no streamed kernels: it takes BF16 weights, not INT8)" in described(loop, "INT8 weights", why_not)
-
-
-def test_gpus_without_fp8_have_it() -> None:
-    assert why_not(A100, "int8") is None and why_not(ORIN, "int8") is None and why_not(A100, "fp8") is not None
-
-
 def test_what_cannot_be_is_one_error_each(folders: dict[str, Path]) -> None:
     for name in PRODUCTS:
         with pytest.raises(
@@ -191,9 +162,3 @@ def test_what_cannot_be_is_one_error_each(folders: dict[str, Path]) -> None:
         actions(policy_of(folders["pi05"], "fp16"))
     with pytest.raises(EngineError, match=r"denoise: .*\(native: keep: its weights are stored in one byte all or none"):
         actions(policy_of(folders["pi05"], keep=("o_proj",)))
-
-
-def test_the_shipped_configuration() -> None:
-    specs = load_config("native_int8_denoise").specs(PARTS)
-    assert specs["denoise"] == EngineSpec("native", ("eager",), "int8")
-    assert {specs[name] for name in PARTS[:2]} == {EngineSpec("native", ("eager",))}

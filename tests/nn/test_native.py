@@ -17,7 +17,7 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.component import Component
 from vla_accel.config import load_config
 from vla_accel.engines.native import NativeEngine
-from vla_accel.errors import ConfigError, EngineError
+from vla_accel.errors import EngineError
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn import plan
 from vla_accel.nn.gemma import GemmaConfig
@@ -61,6 +61,7 @@ def test_native_agrees_with_eager(folder: Path, component: str, batch: int) -> N
     np.testing.assert_allclose([r["actions"] for r in results], want, rtol=0, atol=2e-4)
     used = {e["component"]: e["used"] for e in results[0]["engines"]}
     assert used == {c: "native" if component in (c, "all") else "eager" for c in used}
+    assert all(e["used"] == "eager" or "no GPU" in str(e["detail"]) for e in results[0]["engines"])
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -117,26 +118,21 @@ def test_stale_buffers_do_not_leak_into_a_call(folder: Path) -> None:
     np.testing.assert_array_equal(native.infer(observation, noise=start)["actions"], want)
 
 
-def test_fp8_without_scales_is_refused(folder: Path) -> None:
-    config = replace(NATIVE, precision="bf16", kv_cache=EngineSpec("native", precision="fp8"))
-    with pytest.raises(EngineError, match=r"kv_cache: .*\(native: FP8 needs calibrated scales beside the checkpoint"):
+@pytest.mark.parametrize(
+    ("component", "low", "precision", "parts"),
+    [
+        ("kv_cache", "fp8", "bf16", ("FP8 needs calibrated scales",)),
+        ("kv_cache", "fp8", "fp32", ("fp32 policy has fp32", "got fp8")),
+        ("denoise", "fp16", "fp32", ("fp32 policy has fp32", "got fp16", "bf16")),
+    ],
+)
+def test_a_precision_that_a_component_lacks_is_named(
+    folder: Path, component: str, low: Any, precision: Any, parts: tuple[str, ...]
+) -> None:
+    config = replace(NATIVE, precision=precision, **{component: EngineSpec("native", precision=low)})
+    with pytest.raises(EngineError) as refused:
         OptimizedPolicy.from_pretrained(folder, config)
-
-
-@pytest.mark.parametrize("component", ["kv_cache", "denoise"])
-def test_fp8_beside_keys_and_values_in_float32_is_refused(folder: Path, component: str) -> None:
-    config = replace(NATIVE, precision="fp32", **{component: EngineSpec("native", precision="fp8")})
-    with pytest.raises(
-        EngineError,
-        match=rf"{component}: .*\(native: the native engine of a fp32 policy has fp32, got fp8",
-    ):
-        OptimizedPolicy.from_pretrained(folder, config)
-
-
-def test_a_precision_the_engine_lacks_is_named(folder: Path) -> None:
-    why = "got fp16; .*bf16"
-    with pytest.raises(EngineError, match=rf"denoise: .*\(native: the native engine of a fp32 policy has fp32, {why}"):
-        OptimizedPolicy.from_pretrained(folder, replace(NATIVE, denoise=EngineSpec("native", precision="fp16")))
+    assert all(part in str(refused.value) for part in (component, *parts))
 
 
 def test_weights_are_prepared_once_for_all_shapes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,11 +145,6 @@ def test_weights_are_prepared_once_for_all_shapes(folder: Path, monkeypatch: pyt
     programs = [e.program for e in engines if isinstance(e, NativeEngine)]
     assert len(programs) == 3, "two prompt buckets of one, and what the other was asked"
     assert len({id(program.weights) for program in programs}) == 1  # type: ignore[attr-defined]
-
-
-def test_the_ledger_says_that_no_gpu_ran(folder: Path) -> None:
-    native = OptimizedPolicy.from_pretrained(folder, NATIVE)
-    assert all("no GPU" in str(e["detail"]) for e in native.metadata["engines"])
 
 
 def test_portable_kernels_are_built_and_run_for_a_gpu_without_hopper_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,13 +173,3 @@ def test_portable_kernels_are_built_and_run_for_a_gpu_without_hopper_s(monkeypat
     with hopper.open():
         plain = NativeEngine(component, CPU, EngineSpec("native"))
     assert told[2] is H200 and "portable" not in plain.detail
-
-
-def test_portable_is_said_of_all_components_or_of_one() -> None:
-    parts = ("vision", "denoise")
-    content = {"native": {"kernels": "portable"}, "engines": {"vision": {"engine": "native"}}}
-    assert {spec.native.kernels for spec in load_config(content).specs(parts).values()} == {"portable"}
-    content = {"vision": {"engine": "native", "native": {"kernels": "portable"}}}
-    assert [spec.native.kernels for spec in load_config(content).specs(parts).values()] == ["portable", "auto"]
-    with pytest.raises(ConfigError, match=r"native.kernels: expected one of auto, portable, got 'ampere'"):
-        load_config({"native": {"kernels": "ampere"}})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support.scales import scales_of_any
 from tests.support.tiny_pi0_fast import BOS, tiny_config, tiny_model
-from vla_accel.config import EngineSpec, NativeOptions
+from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
 from vla_accel.families.pi0.native import Pi0FastStore
 from vla_accel.families.pi0_fast.family import PI0_FAST
@@ -114,19 +114,6 @@ def test_prefix_and_decode_read_the_same_weights() -> None:
     own = {t.data_ptr() for t in prepared["decode"]} - {t.data_ptr() for t in prepared["kv_cache"]}
     # The last layer's four, of which the prefix has the keys and values alone, and the last norm's factors.
     assert len(own) == 5 and len({t.data_ptr() for t in prepared["decode"]}) == 4 * 3 + 2
-
-
-def test_embeddings_on_the_host_leave_the_head_where_it_is() -> None:
-    model = tiny_model(tiny_config(tied=False, stop_token=None))
-    eager, _ = outputs_of(model, None)
-    store = Pi0FastStore(model)
-    program = store.decode(
-        BATCH, eager["keys"].shape[2], STEPS, EngineSpec("native", native=NativeOptions(embeddings="host"))
-    )
-    found = {"action_tokens": torch.empty(BATCH, STEPS, dtype=torch.int64)}
-    with torch.inference_mode():
-        program(eager, found)
-    assert torch.equal(found["action_tokens"], eager["action_tokens"])
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])

@@ -20,7 +20,6 @@ from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.nn import plan
 from vla_accel.nn.gemma import SmolLmConfig
-from vla_accel.nn.native_vision import VisionWeights
 
 NATIVE = EngineSpec("native")
 PROMPTS = ("pick up the bowl and place it on the plate", "pick it", "place it")
@@ -71,17 +70,6 @@ def test_bf16_is_as_near_as_eager(folders: dict[bool, Path]) -> None:
         policy = OptimizedPolicy.from_pretrained(folders[False], settings(precision, spec))
         actions.append(torch.from_numpy(policy.infer(observation(), noise=noise)["actions"]))
     assert_as_near(*actions)
-
-
-def test_the_shuffle_is_an_order_of_patches() -> None:
-    """Patches square by square make the shuffle a view; the projector takes the norm's weights and the scale in."""
-    config = tiny_config()
-    model = tiny_model(config)
-    weights = VisionWeights.of(model, "fp32", None)
-    assert weights.square == 2 and weights.projector.weight.shape == (48, 4 * 64)
-    # Of a grid four wide: what is left of a place without its position is the same everywhere.
-    rest = weights.place[:8] - model.vision.position_embedding[[0, 1, 4, 5, 2, 3, 6, 7]]
-    torch.testing.assert_close(rest, rest[:1].expand(8, -1))
 
 
 @pytest.mark.parametrize("part", ["vision", "kv_cache", "denoise"])

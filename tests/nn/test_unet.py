@@ -14,7 +14,7 @@ from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.errors import CheckpointError, ConfigError, EngineError  # noqa: E402
 from vla_accel.images.models import filled  # noqa: E402
 from vla_accel.images.native_unet import NativeUnet  # noqa: E402
-from vla_accel.images.unet import ModuleProgram, Unet, check_file_size, unet_component  # noqa: E402
+from vla_accel.images.unet import Unet, check_file_size, unet_component  # noqa: E402
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -134,11 +134,3 @@ def test_sizes() -> None:
     assert component.inputs[1].shape == () and component.inputs[1].dtype == torch.int64
     assert component.inputs[2].shape == (2, 77, 24) and component.inputs[2].ranges == {0: (1, 8)}
     assert component.native is not None and isinstance(component.native(EngineSpec()), NativeUnet)
-
-
-def test_a_module_as_a_program() -> None:
-    out = torch.empty(3, 2)
-    linear = nn.Linear(4, 2)
-    x = torch.ones(3, 4)
-    ModuleProgram(linear)({"x": x}, {"y": out})
-    torch.testing.assert_close(out, linear(x).detach())

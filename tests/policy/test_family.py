@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.toy_family.family import REAL, TOY, ToyTransforms
+from tests.support.toy_family.family import REAL, TOY
 from tests.support.toy_family.network import Toy, ToyConfig
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, cli
 from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.config import load_config
-from vla_accel.engines.eager import EagerEngine
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import FAMILIES, family_named
@@ -148,13 +147,6 @@ def test_engines_are_built_ahead_for_its_components(folder: Path) -> None:
         ahead_of_time.jobs(load(folder), PolicyConfig(), [])
 
 
-def test_an_engine_says_itself_that_it_is_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = {"a": EngineSpec("eager"), "b": EngineSpec("native"), "c": EngineSpec("tensorrt")}
-    assert list(ahead_of_time.named(specs)) == ["c"]
-    monkeypatch.setattr(EagerEngine, "ahead_of_time", True)
-    assert list(ahead_of_time.named(specs)) == ["a", "c"]
-
-
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 
@@ -213,9 +205,3 @@ def test_joints_that_cannot_be_are_refused(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(TOY, "components", lambda *a, **k: (whole(*a, **k)[0], *whole(*a, **k)))
     with pytest.raises(EngineError, match=r"encoder\.latents: an earlier component has an output of this name"):
         OptimizedPolicy.from_pretrained(folder, EAGER)
-
-
-def test_transforms_of_its_own_refuse(folder: Path) -> None:
-    assert isinstance(load(folder).processor, ToyTransforms)
-    with pytest.raises(ObservationError, match="missing frame; got joints"):
-        OptimizedPolicy.from_pretrained(folder, EAGER).infer({"joints": np.zeros(2)})

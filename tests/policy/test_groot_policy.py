@@ -14,9 +14,7 @@ from vla_accel.config import load_config
 from vla_accel.errors import ObservationError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named, sized
-from vla_accel.families.groot.family import GROOT
 from vla_accel.families.groot.network import groot_n17
-from vla_accel.measure import systems
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
 
@@ -97,15 +95,6 @@ def test_a_random_policy_of_any_size(policy: OptimizedPolicy) -> None:
     card = bench_card(other.family)
     result = other.infer(card.random_observation(other.processor, np.random.default_rng(0)))
     assert result["actions"].shape == (8, 7) and np.isfinite(result["actions"]).all()
-
-
-def test_the_shipped_fp8_is_what_bench_times() -> None:
-    shipped = load_config("native_fp8_denoise").specs(GROOT.parts)
-    timed = systems.configs(GROOT)["native-fp8"].specs(GROOT.parts)
-    assert {n: (s.engine, s.precision) for n, s in shipped.items()} == {
-        n: (s.engine, s.precision) for n, s in timed.items()
-    }
-    assert shipped["denoise"].precision == "fp8"
 
 
 def test_the_execution_horizon_changes_the_chunk(groot_folder: Path, policy: OptimizedPolicy) -> None:

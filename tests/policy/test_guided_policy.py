@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from tests.support.tiny import (
     TOKENIZER,
@@ -33,13 +31,10 @@ from vla_accel.errors import ObservationError
 from vla_accel.families.loading import Checkpoint
 from vla_accel.families.pi0.family import PI0
 from vla_accel.families.pi0.network import Kind
-from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.rows import flow
-from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Guidance
 from vla_accel.remote.metadata import batches_prev_chunks
 from vla_accel.transforms.normalisation import Normaliser, Statistics
 from vla_accel.transforms.processing import Processor
-from vla_accel.transforms.robots import ALOHA, PRESETS
+from vla_accel.transforms.robots import PRESETS
 
 FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
 EAGER = FP32.with_specs(dict.fromkeys(("vision", "kv_cache", "denoise"), EngineSpec("eager")))
@@ -195,28 +190,6 @@ def test_a_loop_without_guidance_is_the_same_bit_for_bit(folder: Path) -> None:
     assert torch.equal(denoise.outputs["actions"], plain)
 
 
-def test_the_ops_step_with_weights_of_zero_is_the_plain_step() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, actions, target = (torch.randn(*s, generator=generator) for s in ((10, 12), (2, 5, 8), (2, 5, 8)))
-    scale, w_out, b_out, w_in, b_in = (
-        torch.randn(*s, generator=generator) for s in ((12,), (8, 12), (8,), (8, 12), (12,))
-    )
-    normed = x.view(2, 5, 12) * torch.rsqrt(x.view(2, 5, 12).square().mean(-1, keepdim=True) + 1e-6) * (1 + scale)
-    want = actions + -0.1 * (normed @ w_out.T + b_out)
-
-    def step(weights: Tensor) -> Tensor:
-        got = actions.clone()
-        output, into = ActionOutput(scale, None, w_out, b_out, 1e-6), ActionInput(w_in, b_in, Activation.NONE)
-        at = EulerStep(-0.1, 0.7, 3.0, first=False, last=True)
-        flow.step(x, output, got, Guidance(target, weights), into, torch.zeros(10, 12), at, tokens=5)
-        return got
-
-    assert torch.equal(step(torch.zeros(2, 5)), want)
-    one = F.one_hot(torch.tensor([[1], [3]]), 5).sum(1).float()
-    moved = (step(one) != want).any(-1)
-    assert torch.equal(moved, one.bool())
-
-
 # -- what it is for -----------------------------------------------------------------------------------------------
 
 
@@ -312,21 +285,6 @@ def test_normalizing_actions_inverts_unnormalizing_them(name: str, kind: Any) ->
     other = replace(inputs, raw_state=inputs.raw_state + 0.05)
     moved = np.abs(processor.normalize_actions(robot, other) - again).max(0) > 1e-3
     assert set(np.flatnonzero(moved)) == set(preset.delta_actions)
-
-
-def test_alohas_chunk_by_hand() -> None:
-    processor = processor_of(ALOHA)
-    state = np.linspace(0.1, 1.4, 14)
-    robot = np.linspace(-1, 1, 14)[None]
-    got = processor.normalize_actions(robot, inputs_of(state))[0]
-    for i in range(14):
-        if i in (6, 13):
-            expected = robot[0, i] * (1.4910 + 0.6213) - 0.6213 - 0.5476
-        else:
-            sign = -1 if i in (1, 2, 8, 9) else 1
-            expected = sign * (robot[0, i] - state[i])
-        assert got[i] == pytest.approx(expected, abs=1e-6)
-    assert not got[14:].any()
 
 
 @pytest.mark.parametrize("single", [False, True])

@@ -184,12 +184,6 @@ def test_what_is_no_batch_is_refused(policy: OptimizedPolicy) -> None:
         assert str(caught.value) == f"noise: expected shape (2, 5, 8), got {noise.shape}"
 
 
-@pytest.mark.parametrize("name", [None, 3])
-def test_what_names_no_checkpoint_is_refused(name: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"checkpoint: expected a folder or one of demo.*, got "):
-        OptimizedPolicy.from_pretrained(name)
-
-
 def test_an_engine_that_is_none_is_refused(folders: dict[Kind, Path]) -> None:
     unknown: Any = "nativ"
     with pytest.raises(
@@ -232,19 +226,6 @@ def test_a_batch_needs_an_observation_and_names_a_bad_one(policy: OptimizedPolic
     assert str(caught.value) == str(alone.value) and str(alone.value).startswith("observation/state: ")
     with pytest.raises(ObservationError, match="noise: expected shape"):
         policy.infer_batch([tiny_observation()], noise=noise_for(policy, 0, batch=2))
-
-
-def test_the_prompt_may_change_between_calls(folders: dict[Kind, Path], policy: OptimizedPolicy) -> None:
-    noise = noise_for(policy, 0)
-    alone = []
-    for prompt in PROMPTS:
-        fresh = OptimizedPolicy.from_pretrained(folders["pi05"], FP32)
-        alone.append(fresh.infer(tiny_observation(0, prompt), noise=noise)["actions"])
-    lengths = {len(policy.processor.prepare(tiny_observation(0, p)).tokens) for p in PROMPTS}
-    assert len(lengths) == 3 and np.abs(alone[0] - alone[1]).max() > 1e-2
-    for index in (0, 1, 2, 1, 0, 2):
-        result = policy.infer(tiny_observation(0, PROMPTS[index]), noise=noise)
-        np.testing.assert_array_equal(result["actions"], alone[index])
 
 
 def test_old_pipelines_are_dropped_and_rebuilt(policy: OptimizedPolicy) -> None:
@@ -371,11 +352,6 @@ def test_metadata_and_latency_report(folders: dict[Kind, Path], policy: Optimize
     assert json.loads(json.dumps(report)) == report
 
 
-def test_a_policy_that_was_never_asked_has_an_empty_report(policy: OptimizedPolicy) -> None:
-    report = policy.latency_report()
-    assert (report["samples"], report["components"], report["hz"]) == (0, {}, 0.0)
-
-
 # -- engines ------------------------------------------------------------------------------------------------------
 
 
@@ -410,15 +386,15 @@ def test_a_fallback_is_in_the_ledger_everywhere(
     assert caplog.messages == ["denoise: requested engine broken, using eager: broken: cannot build denoise"]
 
 
-def test_strict_refuses_a_fallback(folders: dict[Kind, Path], broken_engine: str) -> None:
-    config = with_broken_denoise(broken_engine, "eager", strict=True)
-    with pytest.raises(EngineError, match="strict mode: denoise: requested engine broken, using eager"):
-        OptimizedPolicy.from_pretrained(folders["pi05"], config)
-
-
-def test_without_a_fallback_there_is_no_engine(folders: dict[Kind, Path], broken_engine: str) -> None:
-    with pytest.raises(EngineError, match=r"denoise: no engine could be built \(broken: cannot build denoise\)"):
-        OptimizedPolicy.from_pretrained(folders["pi05"], with_broken_denoise(broken_engine))
+def test_an_engine_that_cannot_be_built_is_an_error_where_no_fallback_is_allowed(
+    folders: dict[Kind, Path], broken_engine: str
+) -> None:
+    for config, message in (
+        (with_broken_denoise(broken_engine, "eager", strict=True), "strict mode: denoise: requested engine broken"),
+        (with_broken_denoise(broken_engine), r"denoise: no engine could be built \(broken: cannot build denoise\)"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            OptimizedPolicy.from_pretrained(folders["pi05"], config)
 
 
 def test_non_finite_actions_are_an_error(policy: OptimizedPolicy) -> None:
@@ -431,34 +407,12 @@ def test_non_finite_actions_are_an_error(policy: OptimizedPolicy) -> None:
 # -- what cannot be loaded ----------------------------------------------------------------------------------------
 
 
-def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"expected a folder or one of demo.*, got 'dmeo': did you mean demo\?"):
-        OptimizedPolicy.from_pretrained("dmeo")
-    with pytest.raises(CheckpointError, match=r"expected config\.json, found an empty folder"):
-        OptimizedPolicy.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["norm_stats.json", "tokenizer.json", "config.json", "model.safetensors"])
-def test_every_file_is_needed(tmp_path: Path, name: str) -> None:
-    write_tiny_checkpoint(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(CheckpointError, match=name):
-        OptimizedPolicy.from_pretrained(tmp_path)
-
-
 def test_statistics_of_the_other_kind_are_refused(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path)
     table = statistics()
     table["actions"] = {k: v for k, v in table["actions"].items() if k in ("mean", "std")}
     (tmp_path / "norm_stats.json").write_text(json.dumps(table))
     with pytest.raises(CheckpointError, match=r"norm_stats\.actions: expected q01 and q99"):
-        OptimizedPolicy.from_pretrained(tmp_path)
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path)
-    replace(TOKENIZER, words=(*TOKENIZER.words, "extra")).save(tmp_path / "tokenizer.json")
-    with pytest.raises(CheckpointError, match=rf"expected at most the model's {TOKENIZER.vocab_size} tokens, got"):
         OptimizedPolicy.from_pretrained(tmp_path)
 
 

@@ -299,11 +299,6 @@ def test_a_tilde_is_the_home_folder(folders: dict[str, Path], tmp_path: Path, mo
         load("~/folder", PolicyConfig(checkpoint=CheckpointSpec(lora="~/adapter")))
 
 
-def test_a_schedule_of_guidance_is_refused_where_nothing_is_guided() -> None:
-    with pytest.raises(ConfigError, match=r"rtc\.trained: .*'schedule': 'exp'"):
-        RtcConfig(trained=True, schedule="exp")
-
-
 def test_what_a_checkpoint_was_not_loaded_with_is_refused(folders: dict[str, Path]) -> None:
     """A checkpoint that is there already has its robot, its prompt and its sizes."""
     made = load(folders["pi05"], PolicyConfig(default_prompt="pick"))

@@ -8,9 +8,8 @@ At each step the flow's guess of the clean actions is x̂ = x − t·v(x, t). Th
 w(t) from `guidance_weights`, and J = ∂x̂/∂x.
 
 Source: Black, Galliker, Levine, "Real-Time Execution of Action Chunking Flow Policies" (2025), with their time
-reversed. lerobot's `RTCProcessor` (0.4.4) calls autograd, but evaluates v before it asks for gradients, so that its J
-is the identity, too. That is the form of every engine here (`corrected`, `Guidance`): it needs no backward pass and is
-elementwise, so one captured graph serves every delay. The exact J, the paper's, is in the tests' reference alone.
+reversed. As in lerobot's `RTCProcessor` (0.4.4), J is the identity (`corrected`, `Guidance`): it needs no backward pass
+and is elementwise, so one captured graph serves every delay.
 """
 
 from __future__ import annotations
