@@ -12,6 +12,13 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 """Dtypes by their names in configurations and on command lines. FP8 needs scales: see `fp8`."""
 
 
+def resolve_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of a policy's large products: "auto" is BF16 on a GPU, FP32 on a CPU."""
+    if precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[precision]
+
+
 def round_up(size: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple

@@ -28,8 +28,7 @@ from vla_accel.errors import ConfigError, EngineError
 from vla_accel.families.pi0.native import Pi0Store
 from vla_accel.ledger import Ledger
 from vla_accel.nn.denoise import denoise_component
-from vla_accel.nn.kv_cache import kv_cache_component
-from vla_accel.nn.vision import vision_component
+from vla_accel.nn.prefix_components import kv_cache_component, vision_component
 from vla_accel.policy import ahead_of_time
 from vla_accel.runtime import Runtime, current
 

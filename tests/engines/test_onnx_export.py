@@ -26,11 +26,9 @@ from vla_accel.errors import DependencyError, EngineError
 from vla_accel.families.family import family_named
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.fp8 import E4M3
-from vla_accel.nn.denoise import denoise_component
-from vla_accel.nn.kv_cache import kv_cache_component
-from vla_accel.nn.step import DenoiseStep
+from vla_accel.nn.denoise import DenoiseStep, denoise_component
+from vla_accel.nn.prefix_components import kv_cache_component, vision_component
 from vla_accel.nn.variants import QuantisedKvCache
-from vla_accel.nn.vision import vision_component
 from vla_accel.pictures import ChannelScale, PixelValues
 
 pytestmark = pytest.mark.tensorrt

@@ -28,10 +28,9 @@ from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.fp8 import Scales
 from vla_accel.nn.denoise import denoise_component
 from vla_accel.nn.gemma import GemmaConfig
-from vla_accel.nn.kv_cache import kv_cache_component
+from vla_accel.nn.prefix_components import kv_cache_component, vision_component
 from vla_accel.nn.siglip import SiglipConfig, SiglipVision
 from vla_accel.nn.variants import QuantisedKvCache
-from vla_accel.nn.vision import vision_component
 
 pytestmark = pytest.mark.tensorrt
 TARGETS: list[Capability] = [(8, 9), (12, 0)]

@@ -29,8 +29,7 @@ from vla_accel.engines.torch_tensorrt import (
 )
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.nn.denoise import denoise_component
-from vla_accel.nn.kv_cache import kv_cache_component
-from vla_accel.nn.vision import vision_component
+from vla_accel.nn.prefix_components import kv_cache_component, vision_component
 
 CPU = torch.device("cpu")
 

@@ -37,7 +37,8 @@ def pi0_actions(
     if not (image_mask.all() and token_mask.all()):
         mask = torch.cat((image_mask.repeat_interleave(model.config.image_tokens, 1), token_mask), 1)
     keys, values = model.prefix_cache(image_tokens, tokens, mask)
-    return model.denoise(noise, num_steps, keys, values, state, mask)
+    steps = model.conditioning(model.times(num_steps, noise.dtype).to(noise.device))
+    return model.integrate(noise, *steps, keys, values, state, mask)
 
 
 @torch.no_grad()
@@ -60,7 +61,8 @@ def smolvla_actions(
     lengths = image_tokens.shape[1] + token_mask.sum(1) + 1
     keys, values = model.prefix_cache(image_tokens, tokens, state, lengths)
     mask = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]
-    return model.denoise(noise, num_steps, keys, values, None, mask)
+    steps = model.conditioning(model.times(num_steps, noise.dtype).to(noise.device))
+    return model.integrate(noise, *steps, keys, values, None, mask)
 
 
 @torch.no_grad()

@@ -245,7 +245,7 @@ def prefix_work(config: Any, inputs: Inputs, specs: Mapping[str, EngineSpec]) ->
     per_token = 4 * v.width * v.width + 2 * v.width * v.mlp_dim
     vision = v.depth * (2 * image_tokens * per_token + 4 * image_tokens * v.tokens * v.width)
     vision += 2 * image_tokens * (3 * v.patch_size**2 * v.width + v.width * p.width)
-    tokens = image_tokens + len(inputs.tokens)
+    tokens = config.prefix_tokens(len(inputs.images), len(inputs.tokens))
     attended = p.heads * p.head_dim
     layer = p.width * (p.qkv_dim + attended + 3 * p.mlp_dim)
     last = p.width * 2 * p.kv_heads * p.head_dim

@@ -16,11 +16,10 @@ from vla_accel.errors import ObservationError
 from vla_accel.families.family import IMAGES, C, Capabilities, Chunking, Family, Rows, S, Shape, X
 from vla_accel.fp8 import Scales
 from vla_accel.nn.denoise import denoise_component
-from vla_accel.nn.kv_cache import kv_cache_component
 from vla_accel.nn.padding import PROMPT_BUCKET, padded_prompt
+from vla_accel.nn.prefix_components import kv_cache_component, vision_component
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.rtc import chunk_weights
-from vla_accel.nn.vision import vision_component
 from vla_accel.transforms.observations import Observed
 from vla_accel.transforms.processing import Inputs
 

@@ -16,8 +16,8 @@ from vla_accel.families.loading import Checkpoint
 from vla_accel.fp8 import Scales
 from vla_accel.machine import resolve_device
 from vla_accel.nn.network import Network
+from vla_accel.numeric import resolve_dtype
 from vla_accel.policy import OptimizedPolicy
-from vla_accel.policy.optimized import resolve_dtype
 
 
 def random_observations(policy: OptimizedPolicy, count: int, *, seed: int = 0) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def random_policy(
     config = model.config if model is not None else card.published(horizon)
     processor = card.dummy(config, views or card.views)
     where = resolve_device(settings.device)
-    dtype = resolve_dtype(settings, where)
+    dtype = resolve_dtype(settings.precision, where)
     name, exact = f"random {family.name}", None
     if model is None:
         model = card.random(config, seed=seed, device=str(where), dtype=dtype)
@@ -82,7 +82,7 @@ def noise_scales(
         return None
     where = resolve_device(device or settings.device)
     card = bench_card(family)
-    config, dtype = card.published(horizon), resolve_dtype(settings, where)
+    config, dtype = card.published(horizon), resolve_dtype(settings.precision, where)
     model = card.random(config, seed=0, device=str(where), dtype=dtype)
     return calibrate_on_noise(family, model, card.dummy(config, views or card.views))
 

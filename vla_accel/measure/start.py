@@ -80,10 +80,10 @@ def _write(config: PolicyConfig, source: Mapping[str, Any]) -> None:
     from vla_accel.families.family import family_named
     from vla_accel.machine import resolve_device
     from vla_accel.measure.random_policy import calibrate_on_noise
-    from vla_accel.policy.optimized import resolve_dtype
+    from vla_accel.numeric import resolve_dtype
 
     family, device = family_named(source["family"]), resolve_device(config.device)
-    dtype = resolve_dtype(config, device)
+    dtype = resolve_dtype(config.precision, device)
     card, folder = bench_card(family), Path(source["weights"])
     sizes = card.published(source["horizon"])
     model = card.random(sizes, seed=0, device=str(device), dtype=dtype).whole()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,34 +14,25 @@ from vla_accel.config import RtcConfig
 from vla_accel.nn.flow import FlowNetwork
 from vla_accel.nn.padding import MOST_VIEWS, longest_prompt, real_tokens
 from vla_accel.nn.quantised import QUANTISED
-from vla_accel.nn.rtc import Guidance, Pinned, step_gains
-from vla_accel.nn.step import denoise_loop
+from vla_accel.nn.rtc import Guidance, Pinned, corrected, step_gains
 
 
 class Denoise(nn.Module):
     """noise (B, H, action_dim) float32, keys, values, `target` (B, H, action_dim) and `weights` (B, H) float32 of the
     guidance (weights of zero: a plain call), then for π0 `state` (B, action_dim), then, when padded, `lengths` (B,)
-    int32 of the prefix, to normalised actions (B, H, action_dim) float32. `max_weight` and `trained`: as in
-    `RtcConfig`."""
+    int32 of the prefix, to normalised actions (B, H, action_dim) float32."""
 
-    def __init__(
-        self, model: FlowNetwork, num_steps: int, takes_state: bool, padded: bool, max_weight: float | None = None,
-        trained: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: FlowNetwork, num_steps: int, padded: bool, rtc: RtcConfig) -> None:
         super().__init__()
-        self.trained = trained
+        self.model, self.padded, self.trained = model, padded, rtc.trained
+        self.times: list[float] = model.times(num_steps).tolist()
+        self.gains = step_gains(self.times, rtc.max_guidance_weight)
         self.embeddings: Any
         self.modulations: Any
         self.clean_embedding: Any
         self.clean_modulations: Any
-        self.model = model
-        self.takes_state, self.padded = takes_state, padded
-        self.times: list[float] = model.times(num_steps).tolist()
-        self.gains = step_gains(self.times, max_weight)
-        self.register_buffer("embeddings", None, persistent=False)
-        self.register_buffer("modulations", None, persistent=False)
-        self.register_buffer("clean_embedding", None, persistent=False)
-        self.register_buffer("clean_modulations", None, persistent=False)
+        for name in ("embeddings", "modulations", "clean_embedding", "clean_modulations"):
+            self.register_buffer(name, None, persistent=False)
         if model.origin is None:
             self.fetch()
 
@@ -66,7 +58,7 @@ class Denoise(nn.Module):
     def forward(
         self, noise: Tensor, keys: Tensor, values: Tensor, target: Tensor, weights: Tensor, *rest: Tensor
     ) -> Tensor:
-        state = rest[0] if self.takes_state else None
+        state = rest[0] if self.model.takes_state else None
         mask = real_tokens(rest[-1], keys.shape[2]) if self.padded else None
         guidance: Guidance | Pinned = Guidance(target, weights, self.times, self.gains)
         if self.trained:
@@ -74,21 +66,71 @@ class Denoise(nn.Module):
         return self.model.integrate(noise, self.embeddings, self.modulations, keys, values, state, mask, guidance)
 
 
-def denoise_component(
+class DenoiseStep(nn.Module):
+    """noisy (B, H, action_dim) float32, keys, values, `target` and `weights` as in `Denoise`, float32 (1,) each: `dt`,
+    the step's `time` and its guidance's `gain`; `condition` (one row of the time's modulations for π0.5, of its
+    embedding for π0), then `state` for π0, then `lengths` when padded, to the next noisy actions."""
+
+    def __init__(self, model: FlowNetwork, adaptive: bool, padded: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.adaptive, self.padded = adaptive, padded
+
+    def forward(
+        self, noisy: Tensor, keys: Tensor, values: Tensor, target: Tensor, weights: Tensor, dt: Tensor, time: Tensor,
+        gain: Tensor, condition: Tensor, *rest: Tensor,
+    ) -> Tensor:  # fmt: skip
+        state = rest[0] if self.model.takes_state else None
+        mask = real_tokens(rest[-1], keys.shape[2]) if self.padded else None
+        modulations = condition if self.adaptive else None
+        v = self.model.velocity(noisy, condition, modulations, state, keys, values, mask).to(noisy.dtype)
+        return noisy + dt * corrected(v, noisy, time, gain, target, weights)
+
+
+def denoise_loop(
     model: FlowNetwork,
-    batch: int,
-    prefix_tokens: int,
-    num_steps: int,
-    padded: bool,
-    store: Any = None,
+    inputs: tuple[TensorSpec, ...],
+    embeddings: Tensor,
+    modulations: Tensor | None,
+    times: Sequence[float],
+    gains: Sequence[float],
+) -> Loop:
+    """The loop of a denoise component with these inputs, these rows of `Pi0.conditioning` and, by step, the time and
+    the guidance's gain."""
+    rows = embeddings if modulations is None else modulations
+    steps = len(rows)
+    specs = {s.name: s for s in inputs}
+    start = specs["noise"]
+    body_inputs = (
+        TensorSpec("noisy", start.shape, start.dtype),
+        specs["keys"],
+        specs["values"],
+        specs["target"],
+        specs["weights"],
+        *(TensorSpec(name, (1,), torch.float32) for name in ("dt", "time", "gain")),
+        TensorSpec("condition", tuple(rows.shape[1:]), rows.dtype),
+        *(specs[name] for name in ("state", "lengths") if name in specs),
+    )
+    body = Component(
+        "denoise_step",
+        DenoiseStep(model, modulations is not None, "lengths" in specs),
+        body_inputs,
+        (TensorSpec("next", start.shape, start.dtype),),
+        products=model.dtype,
+    )
+    scalars = {"dt": [-1.0 / steps] * steps, "time": times, "gain": gains}
+    tables = {n: torch.tensor(v, dtype=torch.float32, device=rows.device)[:, None] for n, v in scalars.items()}
+    return Loop(body, steps, ("noisy", "next"), "noise", "actions", {**tables, "condition": rows.contiguous()})
+
+
+def denoise_component(
+    model: FlowNetwork, batch: int, prefix_tokens: int, num_steps: int, padded: bool, store: Any = None,
     rtc: RtcConfig | None = None,
-) -> Component:
+) -> Component:  # fmt: skip
     """The loop for a fixed number of steps and prefix tokens. One that pins a trained prefix has no step of its own for
     engines that take it one by one: its tables are of one flow time for all actions."""
     rtc = rtc or RtcConfig()
-    max_weight = rtc.max_guidance_weight
     config = model.config
-    takes_state = model.takes_state
     actions = (batch, config.action_horizon, config.action_dim)
     prefix = config.prefix
     cache = (prefix.depth, batch, prefix_tokens, prefix.kv_heads, prefix.head_dim)
@@ -100,14 +142,16 @@ def denoise_component(
         TensorSpec("target", actions, torch.float32),
         TensorSpec("weights", actions[:2], torch.float32),
     ]
-    if takes_state:
+    if model.takes_state:
         inputs.append(TensorSpec("state", (batch, config.action_dim), torch.float32))
     if padded:
         inputs.append(TensorSpec("lengths", (batch,), torch.int32))
     native = None
     if store is not None and padded:
-        native = partial(store.denoise, batch, prefix_tokens, num_steps, max_weight=max_weight, trained=rtc.trained)
-    module = Denoise(model, num_steps, takes_state, padded, max_weight, rtc.trained)
+        native = partial(
+            store.denoise, batch, prefix_tokens, num_steps, max_weight=rtc.max_guidance_weight, trained=rtc.trained
+        )
+    module = Denoise(model, num_steps, padded, rtc)
     outputs = (TensorSpec("actions", actions, torch.float32),)
 
     def loop() -> Loop:

@@ -1,8 +1,4 @@
-"""Networks whose actions are the end of a flow from noise: what components ask of them besides a prefix, and the Euler
-loop.
-
-t = 1 is noise, t = 0 are actions. Knows nothing of what the velocity is made of.
-"""
+"""Networks whose actions are the end of a flow from noise, and the Euler loop. t = 1 is noise, t = 0 are actions."""
 
 from __future__ import annotations
 
@@ -43,20 +39,15 @@ class FlowNetwork(PrefixNetwork):
         row of `conditioning`, or one for each action, (B, H, …).
         """
 
-    def denoise(
-        self, noise: Tensor, num_steps: int, keys: Tensor, values: Tensor, state: Tensor | None = None,
-        prefix_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Euler from t = 1 to 0. noise (B, H, action_dim) float32; returns the actions, same shape and dtype."""
-        times = self.times(num_steps, noise.dtype).to(noise.device)
-        return self.integrate(noise, *self.conditioning(times), keys, values, state, prefix_mask)
-
     def integrate(
         self, noise: Tensor, embeddings: Tensor, modulations: Tensor | None, keys: Tensor, values: Tensor,
         state: Tensor | None = None, prefix_mask: Tensor | None = None, guidance: Guidance | Pinned | None = None,
     ) -> Tensor:  # fmt: skip
-        """`denoise` with `conditioning(times)` already computed: one row of it a step. `guidance`: towards a previous
-        chunk, or with its beginning pinned (`vla_accel.nn.rtc`)."""
+        """Euler from t = 1 to 0. noise (B, H, action_dim) float32; returns the actions, same shape and dtype.
+
+        `embeddings`, `modulations`: `conditioning(times)`, one row a step. `guidance`: towards a previous chunk, or
+        with its beginning pinned (`vla_accel.nn.rtc`).
+        """
         steps = len(embeddings)
         x = noise if guidance is None else guidance.started(noise)
         for step in range(steps):

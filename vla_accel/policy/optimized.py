@@ -18,7 +18,7 @@ from vla_accel import latency
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import choose
-from vla_accel.errors import ConfigError, EngineError, ObservationError, of_one
+from vla_accel.errors import ConfigError, ObservationError, of_one
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import Shape, Store
 from vla_accel.families.loading import Checkpoint, load
@@ -28,7 +28,7 @@ from vla_accel.kernels.phases import recorded
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.nn.memory import free_memory
-from vla_accel.numeric import DTYPES, without_autocast
+from vla_accel.numeric import resolve_dtype, without_autocast
 from vla_accel.policy import agreement
 from vla_accel.policy.checks import (
     StateCheck,
@@ -52,8 +52,7 @@ MOST_BUILT = 4
 class OptimizedPolicy:
     """A policy ready to act. Make one with `from_pretrained`.
 
-    Several threads may call `infer`; calls run one after the other. `metadata` describes what was loaded and which
-    engines run; `checkpoint.folder` is where the weights came from.
+    Several threads may call `infer`; calls run one after the other.
     """
 
     @without_autocast()
@@ -77,7 +76,7 @@ class OptimizedPolicy:
         refuse_unused_rtc(self.family, rtc)
         self.config = config = replace(config, num_steps=self.num_steps, rtc=rtc)
         self.device = resolve_device(config.device)
-        dtype = resolve_dtype(config, self.device)
+        dtype = resolve_dtype(config.precision, self.device)
         self.model: Any = checkpoint.model.placed(self.device, dtype)
         if self.model is not checkpoint.model:
             checkpoint = replace(checkpoint, model=self.model)
@@ -123,14 +122,11 @@ class OptimizedPolicy:
             path_or_name: A checkpoint folder, "demo", or `owner/name[@revision][/folder]` on the hub.
             config: A `PolicyConfig`, a mapping, a YAML or JSON file, or the name of a shipped configuration
                 ("native_fp8"). By default the fastest path without loss (`engines.auto`).
-            device: Overrides the configuration's device.
-            num_steps: Overrides the number of denoising steps.
-            seed: Overrides the seed of the noise.
+            device, num_steps, seed: Override the configuration's.
             lora: Folder or hub name of an adapter to fold into the weights.
 
-        Raises:
-            CheckpointError: The checkpoint is incomplete.
-            ConfigError: A setting is impossible, or would change nothing.
+        Raises CheckpointError for an incomplete checkpoint, ConfigError for a setting that is impossible or changes
+        nothing.
         """
         with recorded() as spent, without_autocast():
             overrides = {"device": None if device is None else str(device), "num_steps": num_steps, "seed": seed}
@@ -138,7 +134,9 @@ class OptimizedPolicy:
             if lora is not None:
                 settings = settings.with_lora(str(lora))
             where = resolve_device(settings.device)
-            checkpoint = load(path_or_name, settings, device=where, dtype=resolve_dtype(settings, where), whole=False)
+            checkpoint = load(
+                path_or_name, settings, device=where, dtype=resolve_dtype(settings.precision, where), whole=False
+            )
             with checkpoint.progress():
                 policy = cls(checkpoint, settings)
                 policy.warm_up()
@@ -172,10 +170,8 @@ class OptimizedPolicy:
             `actions` float64 (horizon, 7); `state`, the robot's own as a list; `policy_timing`, milliseconds of the
             call (`infer_ms`) and of each component; `engines`, the ledger.
 
-        Raises:
-            ObservationError: The observation, noise or previous chunk is invalid.
-            EngineError: The result is not finite.
-            ActionError: The model's output is no chunk of actions.
+        Raises ObservationError for bad input, EngineError for a result that is not finite, ActionError if the model's
+        output is no chunk of actions.
         """
         return self.infer_batch(
             [observation],
@@ -226,7 +222,7 @@ class OptimizedPolicy:
                 raise
             # One ledger for each result: nothing is shared between them, so that one may be changed.
             ledgers = [self.ledger.as_list() for _ in inputs]
-            result, times = self._finish(pipeline, feed)
+            result, times = pipeline.finish(feed, self._noise)
             returned = time.perf_counter()
             chunks = zip(self.family.normalised(processor, result), inputs, strict=True)
             robot = [processor.unnormalize_actions(chunk, one) for chunk, one in chunks]
@@ -275,33 +271,30 @@ class OptimizedPolicy:
         """Build the engines that calls will need and run them once, so that the ledger is complete and no call is slow.
 
         Builds the shapes of an ordinary observation, with images of the model's size, and of the prompts in
-        `PolicyConfig.warm_up`. If the state is part of the prompt, each prompt gets the shapes from the shortest to the
-        longest state, at most `MOST_BUILT`. With the native engine, all prompt lengths of the checkpoint are built if
-        they are no more than `MOST_BUILT`. A warning lists the shapes that are not built.
+        `PolicyConfig.warm_up`: at most `MOST_BUILT` for all states of each, and with the native engine all prompt
+        lengths if they are no more than `MOST_BUILT`. A warning lists the shapes that are not built.
         """
         if resize.fits_on(self.device):
             resize.rehearse(self.device)
         example = self.processor.example()
         prompts = [self.processor.example(prompt) for prompt in self.config.warm_up]
         with self._lock:
-            own = [(o, self._shape([self.processor.prepare(o)])) for o in (example, *prompts)]
-            ordinary = own[0][1]
-            ranges = [shape.reachable(self.processor, o) for o, shape in own]
+            reach = [self._shape([self.processor.prepare(o)]).reachable(self.processor, o) for o in (example, *prompts)]
+            ordinary = reach[0][0]
             # Dictionaries as sets that keep their order.
-            wanted = dict.fromkeys(shape for shapes in ranges for shape in shapes[:MOST_BUILT])
-            possible = dict.fromkeys((*wanted, *chain.from_iterable(ranges)))
-            if any(spec.engine == "native" for spec in self.specs.values()):
-                possible = dict.fromkeys((*ordinary.buckets(self.model.config), *possible))
+            wanted = dict.fromkeys(chain.from_iterable(shapes[:MOST_BUILT] for shapes in reach))
+            native = any(spec.engine == "native" for spec in self.specs.values())
+            buckets = ordinary.buckets(self.model.config) if native else ()
+            possible = dict.fromkeys((*buckets, *wanted, *chain.from_iterable(reach)))
             if len(possible) <= MOST_BUILT:
                 wanted = possible
             for shape in wanted:
                 if shape != ordinary:
                     self._pipeline(shape).rehearse()
             # Not `infer`: π0-FAST's answer to black images need not be a chunk of actions.
-            noise = np.zeros((1, *self.action_shape), np.float32)
-            pipeline, feed = self._feed([self.processor.prepare(example)], noise, None)
+            pipeline, feed = self._feed([self.processor.prepare(example)], np.zeros((1, *self.action_shape)), None)
             pipeline.start(feed.inputs)
-            self._finish(pipeline, feed)
+            pipeline.finish(feed, self._noise)
         if left_out := [shape for shape in possible if shape not in wanted]:
             shapes = ", ".join(shape.title for shape in left_out)
             self.ledger.warn(
@@ -316,10 +309,8 @@ class OptimizedPolicy:
         return made
 
     def async_runner(self, hz: float, **options: Any) -> AsyncRunner:
-        """Return a control loop at `hz` that computes the next chunk while the robot executes this one.
-
-        `options` are those of `vla_accel.remote.async_runner.AsyncRunner`. Only the runner may use the policy.
-        """
+        """Return a control loop at `hz` (`vla_accel.remote.async_runner.AsyncRunner`, with its `options`) that computes
+        the next chunk while the robot executes this one. Only the runner may use the policy."""
         from vla_accel.remote.async_runner import AsyncRunner
 
         return AsyncRunner(self, hz, **options)
@@ -329,17 +320,15 @@ class OptimizedPolicy:
         """Whether `infer` takes `prev_chunk` and `inference_delay` (real-time chunking)."""
         return bool(self.family.chunking.inputs)
 
-    @property
-    def batches_prev_chunks(self) -> bool:
-        """Whether `infer_batch` takes `prev_chunks` and `inference_delays`."""
-        return self.supports_prev_chunk
+    batches_prev_chunks = supports_prev_chunk
+    """Whether `infer_batch` takes `prev_chunks` and `inference_delays`."""
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What was loaded and which engines run, as plain data; the server sends it to clients on connect.
 
-        `action_horizon` and `action_dim` are the model's, as in `noise`: a robot may get fewer actions (GR00T) of fewer
-        numbers. `robot` is `Preset.described`; `max_delay` the largest `inference_delay`, None if any is accepted.
+        `action_horizon` and `action_dim` are the model's: a robot may get fewer actions of fewer numbers. `max_delay`:
+        the largest `inference_delay`, None if any is accepted.
         """
         preset = getattr(self.processor, "preset", None)
         return {
@@ -358,13 +347,9 @@ class OptimizedPolicy:
         }
 
     def memory(self) -> dict[str, Any]:
-        """Bytes on the policy's device.
-
-        Returns:
-            `weights` by component, as its engines read them, each storage counted once; `unused`, weights that no
-            engine reads; `buffers`, inputs, activations and graphs of all shapes (0 on a CPU); `total`, their sum;
-            `host`, weights that a GPU reads from host memory.
-        """
+        """Bytes on the policy's device: `weights` by component, each storage counted once; `unused`, weights that no
+        engine reads; `buffers`, inputs, activations and graphs of all shapes (0 on a CPU); `total`, their sum; and
+        `host`, weights that a GPU reads from host memory."""
         return memory_of(self.pipelines)
 
     def latency_report(self) -> dict[str, Any]:
@@ -380,13 +365,11 @@ class OptimizedPolicy:
         )
 
     def _described(self) -> dict[str, Any]:
-        """The model's entry in breakdown and metadata."""
         parameters = sum(p.numel() for p in self.model.parameters())
         sizes = dict(zip(("action_horizon", "action_dim"), self.action_shape, strict=True))
         return {"kind": self.family.name, "parameters": parameters, **sizes}
 
     def _observe(self, observations: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Read observations; images are resized here unless the device does it."""
         seen = []
         for index, one in enumerate(observations):
             with of_one(index, len(observations)):
@@ -395,13 +378,6 @@ class OptimizedPolicy:
         if len(cameras) == 1 and self.pipelines.resizes(*cameras):
             return seen
         return [one if one.cameras is None else self.processor.resized(one) for one in seen]
-
-    def _finish(self, pipeline: Pipeline, feed: Feed) -> tuple[np.ndarray, dict[str, float]]:
-        """As `Pipeline.finish`. Raises EngineError for values that are not finite."""
-        result, times = pipeline.finish(feed, self._noise)
-        if not np.isfinite(result).all():
-            raise EngineError(f"{pipeline.result_name}: non-finite values; compare engines with the eager one")
-        return result, times
 
     def _pipeline(self, shape: Shape) -> Pipeline:
         with self._explained_if_too_large():
@@ -419,14 +395,6 @@ class OptimizedPolicy:
     def _feed(
         self, inputs: list[Any], noise: np.ndarray | None, guidance: Mapping[str, np.ndarray] | None
     ) -> tuple[Pipeline, Feed]:
-        """The pipeline for these inputs, and the inputs as its arrays."""
         if noise is not None:
             noise = checked_noise(noise, (len(inputs), *self.action_shape))
         return self._pipeline(self._shape(inputs)), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
-
-
-def resolve_dtype(config: PolicyConfig, device: torch.device) -> torch.dtype:
-    """The dtype of the large products: "auto" is BF16 on a GPU, FP32 on a CPU."""
-    if config.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[config.precision]

@@ -81,7 +81,6 @@ class Plan:
 
 
 def host_buffer(like: Tensor) -> Tensor:
-    """A zeroed host tensor like `like`, page-locked if that is on a GPU."""
     return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
@@ -120,7 +119,6 @@ class Pipeline:
         return {name: tensor for _, engine in self.engines for name, tensor in engine.outputs.items()}
 
     def engine(self, name: str) -> Engine:
-        """A component's engine."""
         return dict(self.engines)[name]
 
     def _stage(self) -> None:
@@ -197,7 +195,6 @@ class Pipeline:
         self._host_result = host_buffer(self.result)
 
     def _fill_with_examples(self) -> None:
-        """Stage valid inputs that no caller sent."""
         for slot in chain(*self._slots.values()):
             slot.fill(0)
         self.shape.make_valid(self._sizes, self._host)
@@ -235,7 +232,7 @@ class Pipeline:
         """Stage and upload everything but the first engine's inputs, run the other engines and wait for the result.
 
         `generator` draws the noise if `feed` has none. Returns the last component's output, which the next call
-        overwrites, and milliseconds by engine.
+        overwrites, and milliseconds by engine. Raises EngineError for values that are not finite.
         """
         self._write(self._rest, feed.inputs)
         # The graph with guidance also computes plain calls: with zeros.
@@ -251,10 +248,13 @@ class Pipeline:
             else:
                 self._host_noise.numpy()[:] = feed.noise
                 self._noise.copy_(self._host_noise, non_blocking=True)
-        return self._run()
+        result, times = self._run()
+        if not np.isfinite(result).all():
+            raise EngineError(f"{self.result_name}: non-finite values; compare engines with the eager one")
+        return result, times
 
     def rehearse(self) -> None:
-        """Run once on valid inputs, so that the first call finds every kernel compiled."""
+        """Run once, so that the first call finds every kernel compiled."""
         self._fill_with_examples()
         self._launch_first()
         self._upload_rest()
@@ -353,7 +353,7 @@ class Pipelines:
 
     @property
     def bytes(self) -> int:
-        """Device memory of the pipelines kept (0 on a CPU)."""
+        """Device memory of the pipelines kept."""
         return sum(size for _, size in self._kept.values())
 
     def resizes(self, cameras: Cameras | None) -> bool:

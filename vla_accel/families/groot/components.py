@@ -23,34 +23,29 @@ CACHE = ("text_keys", "text_values", "image_keys", "image_values")
 
 
 class _Fixed(nn.Module):
-    """A component that computes some of its tensors, `names`, once: when its weights are fetched."""
+    """A component with tensors that are computed once, when its weights are fetched.
 
-    def __init__(self, model: Groot, names: Sequence[str]) -> None:
+    `make` returns them as a dataclass; `parts`: the parameters that `forward` reads.
+    """
+
+    def __init__(self, model: Groot, make: Callable[[], Any], parts: Sequence[str]) -> None:
         super().__init__()
-        self.model, self._names = model, tuple(names)
-        for name in names:
-            self.register_buffer(name, None, persistent=False)
+        self.model, self._make, self._parts = model, make, list(parts)
+        self._names: list[str] = []
         if model.origin is None:
             self.fetch()
 
-    def fixed(self) -> Any:
-        """A dataclass of the tensors."""
-        raise NotImplementedError
-
-    def parts(self) -> list[str]:
-        """Parameters that `forward` reads."""
-        raise NotImplementedError
-
     def fetch(self) -> list[Tensor]:
-        """Compute what is fixed, and bring the weights that `forward` reads."""
-        if getattr(self, self._names[0]) is None:
+        """Compute what is fixed, and read the weights that `forward` reads."""
+        if not self._names:
             with torch.inference_mode():
-                for name, value in vars(self.fixed()).items():
-                    setattr(self, name, value)
-        return self.model.fetch(*self.parts())
+                for name, value in vars(self._make()).items():
+                    self.register_buffer(name, value, persistent=False)
+                    self._names.append(name)
+        return self.model.fetch(*self._parts)
 
     def kept(self) -> list[Any]:
-        """The tensors, in the order of their names."""
+        """The tensors, in the order of the dataclass."""
         return [getattr(self, name) for name in self._names]
 
 
@@ -58,15 +53,11 @@ class Vision(_Fixed):
     """images uint8 (B, V, H, W, 3) to image tokens (B, I, width) and deepstack features (n, B, I, width)."""
 
     def __init__(self, model: Groot, layout: Layout) -> None:
-        self._grid = layout.grid
-        super().__init__(model, ("embedding", "cos", "sin"))
+        def placed() -> Placed:
+            with model.present("vision.position_embedding"):
+                return model.vision.placed(layout.grid)
 
-    def fixed(self) -> Placed:
-        with self.model.present("vision.position_embedding"):
-            return self.model.vision.placed(self._grid)
-
-    def parts(self) -> list[str]:
-        return [name for name in self.model.names("vision") if name != "vision.position_embedding"]
+        super().__init__(model, placed, [n for n in model.names("vision") if n != "vision.position_embedding"])
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         wide = self.model.vision.patch_embedding.weight.dtype
@@ -80,15 +71,8 @@ class KvCache(_Fixed):
     them, to keys and values of text (n, B, L, heads, d) and of image tokens (n, B, I, heads, d)."""
 
     def __init__(self, model: Groot, layout: Layout) -> None:
-        self._layout = layout
-        super().__init__(model, ("image", "text", "order", "positions"))
-
-    def fixed(self) -> Places:
-        return self._layout.places(self.model.device)
-
-    def parts(self) -> list[str]:
-        head = [name for name in self.model.names("head") if name.startswith("head.vl_") or ".kv_proj." in name]
-        return [*self.model.names("embed", "language"), *head]
+        head = [name for name in model.names("head") if name.startswith("head.vl_") or ".kv_proj." in name]
+        super().__init__(model, lambda: layout.places(model.device), [*model.names("embed", "language"), *head])
 
     def forward(
         self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, lengths: Tensor | None = None
@@ -103,17 +87,11 @@ class Denoise(_Fixed):
     to normalised actions (B, H, A) float32."""
 
     def __init__(self, model: Groot, steps: int) -> None:
-        self._steps = steps
-        super().__init__(model, ("time", "scales", "shifts", "final_scale", "final_shift"))
-
-    def fixed(self) -> StepConstants:
-        return self.model.constants(self._steps)
-
-    def parts(self) -> list[str]:
-        # What is fixed has the times' and the norms' share; the cache has the rest.
+        # The constants have the times' and the norms' share; the cache has the rest.
         others = ("head.vl_", "head.time_", "head.final_modulation")
-        names = [n for n in self.model.names("head") if not n.startswith(others)]
-        return [n for n in names if ".kv_proj." not in n and ".modulation." not in n]
+        names = [n for n in model.names("head") if not n.startswith(others)]
+        read = [n for n in names if ".kv_proj." not in n and ".modulation." not in n]
+        super().__init__(model, lambda: model.constants(steps), read)
 
     def forward(
         self, noise: Tensor, text_keys: Tensor, text_values: Tensor, image_keys: Tensor, image_values: Tensor,

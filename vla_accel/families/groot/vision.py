@@ -123,12 +123,8 @@ class QwenVision(nn.Module):
     def placed(self, grid: Grid) -> Placed:
         """What of an image of `grid` tokens depends on its size alone."""
         table, weight = self.position_embedding, self.get_parameter("layers.0.qkv_proj.weight")
-        rope = self.rope(grid, table.device, weight.dtype)
+        rope = patch_rope(self.config, grid, table.device, weight.dtype)
         return Placed(place_embedding(table, grid, self.config.merge), *rope)
-
-    def rope(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of an image's patches."""
-        return patch_rope(self.config, grid, device, dtype)
 
     def embed(self, pixels: Tensor, placed: Placed) -> Tensor:
         """(N, 3, H, W) in [-1, 1] to (N, patches, width) in the embedding's dtype, before the first block."""

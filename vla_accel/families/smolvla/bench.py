@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import torch
 
 from vla_accel.config import EngineSpec
 from vla_accel.errors import DependencyError
-from vla_accel.families.bench import DenoisingBench, Infer, Work, dummy_processor, product_precision, weight_bytes
+from vla_accel.families.bench import DenoisingBench, Infer, Work, dummy_processor, prefix_work, weight_bytes
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.network import SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.numeric import matmul_precision
@@ -41,27 +42,18 @@ class SmolVlaBench(DenoisingBench[SmolVlaConfig]):
         self, config: SmolVlaConfig, inputs: Inputs, steps: int, specs: Mapping[str, EngineSpec]
     ) -> dict[str, Work]:
         """The last prefix layer stops after its keys and values, and a crossing layer projects them once."""
-        v, p, e = config.vision, config.prefix, config.expert
-        views, tokens = len(inputs.images), config.prefix_tokens(len(inputs.images), len(inputs.tokens))
-        crossing = sum(map(config.crosses, range(e.depth)))
-        kv = p.kv_heads * p.head_dim
-        attended = p.heads * p.head_dim
-        per_patch = 4 * v.width * v.width + 2 * v.width * v.mlp_dim
-        vision = v.depth * (2 * per_patch + 4 * v.tokens * v.width) + 2 * 3 * v.patch_size**2 * v.width
-        vision = views * v.tokens * (vision + 2 * v.width * p.width)
-        layer = p.width * (p.qkv_dim + attended + 3 * p.mlp_dim)
-        prefix = 2 * tokens * ((p.depth - 1) * layer + p.width * 2 * kv + crossing * 2 * kv * kv)
-        prefix += (p.depth - 1) * 4 * tokens * tokens * attended
+        p, e = config.prefix, config.expert
+        tokens = config.prefix_tokens(len(inputs.images), len(inputs.tokens))
+        crossing, kv, attended = sum(map(config.crosses, range(e.depth))), p.kv_heads * p.head_dim, p.heads * p.head_dim
+        work = prefix_work(config, inputs, specs)
+        read = p.depth * p.width * (p.qkv_dim + attended + 3 * p.mlp_dim) * 2
+        prefix = replace(work["kv_cache"], flop=work["kv_cache"].flop + 4 * tokens * crossing * kv * kv, bytes=read)
         expert = e.depth * e.width * (2 * attended + 3 * e.mlp_dim) + (e.depth - crossing) * e.width * 2 * kv
         suffix = config.action_horizon
         attention = 4 * suffix * attended * (e.depth * tokens + (e.depth - crossing) * suffix)
-        read = expert * weight_bytes(specs["denoise"]) + 2 * e.depth * tokens * kv * 2
-
-        return {
-            "vision": Work(float(vision), precision=product_precision(specs["vision"])),
-            "kv_cache": Work(float(prefix), float(p.depth * layer * 2), precision=product_precision(specs["kv_cache"])),
-            "denoise": Work(float(steps * (2 * suffix * expert + attention)), float(steps * read)),
-        }
+        step = expert * weight_bytes(specs["denoise"]) + 2 * e.depth * tokens * kv * 2
+        denoise = Work(float(steps * (2 * suffix * expert + attention)), float(steps * step))
+        return {**work, "kv_cache": prefix, "denoise": denoise}
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         with matmul_precision():
