@@ -112,7 +112,7 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_strides, k_st
     out = acc / total[:, None]
     target = out_ptr + ((batch * tokens + m[:, None]) * H.heads + head) * H.dim + d[None, :]
     keep = (m < tokens)[:, None] & in_d[None, :]
-    store_rounded(target, out, keep, inverse_scale, inverse_scale is not None)
+    store_rounded(target, out, keep, inverse_scale)
 
 
 def attention(
