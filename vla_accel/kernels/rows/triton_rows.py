@@ -101,12 +101,12 @@ def _embed_norm(sources, length_ptr, x_ptr, h_ptr, multiplier, eps, inverse_scal
                 LENGTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     image_ptr, token_ptr, table_ptr, state_ptr = sources
-    TOTAL: tl.constexpr = IMAGES + LENGTH + (state_ptr is not None)
+    TOTAL: tl.constexpr = IMAGES + LENGTH + (length_ptr is not None)  # lengths come with a state
     batch, place = row // TOTAL, row % TOTAL
     column = tl.arange(0, BLOCK)
     keep = column < WIDTH
     is_state = False
-    if state_ptr is not None:
+    if length_ptr is not None:
         is_state = (place == tl.load(length_ptr + batch) - 1) | (place == TOTAL - 1)
     if is_state:
         x = tl.load(state_ptr + batch.to(tl.int64) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
@@ -129,7 +129,7 @@ def embed_norm(
 ) -> None:  # fmt: skip
     """See `vla_accel.kernels.rows.rows.embed_norm`."""
     rows, width = x.shape
-    sources, block = (image_tokens, tokens, table, state), power_of_two(width)
+    sources, block = (image_tokens, tokens, table, x if state is None else state), power_of_two(width)
     launch(
         _embed_norm, (rows,), sources, lengths, x, h, float(width) ** 0.5, eps, inverse_scale, image_tokens.shape[1],
         tokens.shape[1], width, block, num_warps=4 if block <= 2048 else 8,
