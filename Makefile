@@ -89,7 +89,7 @@ $(BIN)/python:
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --constraint constraints.txt torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TRITON)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[libero,tensorrt-rtx,diffusion,dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[libero,serve,tensorrt-rtx,diffusion,dev]'
 	touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(STAMP)

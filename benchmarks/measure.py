@@ -24,8 +24,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from benchmarks.jobs import JOBS, STORED_GPU, Job
 from benchmarks.tables.registry import RESULTS, ROOT
 from benchmarks.tables.table import commit
@@ -33,7 +31,7 @@ from eval.script import run_script
 from eval.throughput import by_core
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.cli.common import print_json
-from vla_accel.cli.options import File, Flag, Folder, Seconds, Text, Written
+from vla_accel.cli.options import Argument, Folder, Seconds, Written
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import lock, replacing
 
@@ -48,23 +46,21 @@ INPUTS = ("observations", "realtime_vla", "starts", "stress")
 class Arguments:
     """Make stored runs again: all of them, or the named ones with the runs that they are made from."""
 
-    names: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint=""), tyro.conf.Positional
-    ] = ()
+    names: Annotated[tuple[str, ...], Argument("[NAME ...]", positional=True)] = ()
     """Files of benchmarks/results without their suffix, in the order in which to make them; * matches any text."""
     minutes: Seconds = 9.0
     """Time for all of them; the same command continues."""
     work: Annotated[Path, Written(folder=True)] = Path("runs/measure")
     """Folder for logs, unfinished runs, and finished runs, which are not made again."""
-    observations: File = None
+    observations: Path | None = None
     """Recorded observations (.npz), for agreement and tuning."""
     realtime_vla: Folder = None
     """A checkout of realtime-vla, whose code is timed with the portable kernels."""
-    stress: Text = None
+    stress: str | None = None
     """Disturbances under which eager_fp32 wins 40 to 80 %, such as noise=0.2. Default: those of the stored run."""
     starts: Folder = None
     """A folder with start states of libero_spatial, 100 a task, that no training used (eval.demo.states)."""
-    list: Flag = False
+    list: bool = False
     """Show each job, its stored run, and what it lacks on this machine; run nothing."""
 
 

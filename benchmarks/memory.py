@@ -14,7 +14,7 @@ from typing import Annotated
 
 from eval.script import run_script
 from vla_accel.cli.common import say
-from vla_accel.cli.options import Listed, Written
+from vla_accel.cli.options import Written
 from vla_accel.families.family import family_named
 from vla_accel.files import without_folders, write_json
 from vla_accel.measure.memory import counted
@@ -27,7 +27,7 @@ class Arguments:
 
     output: Annotated[Path, Written()]
     """JSON report."""
-    families: Listed[str] = ("pi05", "pi0", "smolvla", "groot")
+    families: tuple[str, ...] = ("pi05", "pi0", "smolvla", "groot")
     """Model families."""
 
 

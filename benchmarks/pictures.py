@@ -45,7 +45,7 @@ def _paired(result: dict[str, Any]) -> Any:
     """Success of the reference and of each policy, with its Wilson interval."""
     rates = {result["reference"]: result["rows"][0]["reference"]} | {r["name"]: r["other"] for r in result["rows"]}
     values = [(rate["rate"], rate["wilson_95_low"], rate["wilson_95_high"]) for rate in rates.values()]
-    return charts.intervals(charts.Rates(list(rates), values), narrow=False)
+    return charts.intervals(list(rates), values, narrow=False)
 
 
 def _shapes(results: Sequence[dict[str, Any]]) -> Any:

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from eval.harness.report import read_result
 from eval.script import run_script
-from vla_accel.cli.options import Words, Written
+from vla_accel.cli.options import Argument, Written
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing, without_folders
 
@@ -28,11 +26,11 @@ RESULTS = Path(__file__).parent / "results"
 class Arguments:
     """Store a result, such as `python -m eval.libero` writes, in benchmarks/results."""
 
-    result: Annotated[Path, tyro.conf.arg(metavar="RESULT"), tyro.conf.Positional]
+    result: Annotated[Path, Argument("RESULT", positional=True)]
     """Result file of a benchmark."""
     name: str
     """Name of the stored file without its suffix."""
-    note: Words = ""
+    note: str = ""
     """A note that is stored with the figures."""
     folder: Annotated[Path, Written(folder=True)] = RESULTS
     """Where NAME.json goes."""

@@ -35,7 +35,7 @@ from tests.support.runtimes import steered
 from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
 from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
 from tests.support.streamed_support import FULL, LoopCase, streamable
-from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of, streamed_loop, why_not_streamed
+from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of, why_not_streamed
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.fp8 import E4M3
@@ -52,6 +52,8 @@ from vla_accel.kernels.gemm.weights import make_linear, pair
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import why_not
 from vla_accel.machine import resolve_device
+from vla_accel.nn.expert import ExpertWeights
+from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
 from vla_accel.runtime import Runtime
 
@@ -124,7 +126,7 @@ def timed(
                 row["build_s"] = round(time.perf_counter() - began, 1)
                 cosine = float(torch.nn.functional.cosine_similarity(velocity(loop, inputs, state), want, dim=0))
                 row |= {"cosine": cosine, "least": least, "right": cosine >= least}
-                row["how"] = getattr(loop, "detail", "")
+                row["how"] = loop.choices.detail if isinstance(loop, SuffixLoop) else ""
                 if here is not None:
                     actions = inputs["noise"].clone()
                     ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, repeats)
@@ -151,7 +153,7 @@ def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
         if here is not None:
             ways["portable"] = ways["triton"]
             ways["triton int8"] = functools.partial(loops.fused, "int8", place)
-            if why_not(here, smolvla_expert.sizes_of(config), 1, "bf16") is None:
+            if why_not(here, smolvla_expert.expert_spec(config), 1, "bf16") is None:
                 ways["streamed"] = functools.partial(loops.streamed, here, place)
         yield from timed(name, config.action_horizon, config.expert.depth, ways, inputs, None, want, COSINE)
 
@@ -184,7 +186,7 @@ def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str])
         if alike not in prepared:
             prepared.clear()
             model = random_model(Pi0, case.config).to(device)
-            made = (ExpertWeights.of(model, precision) for precision in ("fp32", "bf16" if here else "fp32"))
+            made = (expert_weights(model, precision) for precision in ("fp32", "bf16" if here else "fp32"))
             prepared[alike] = tuple((weights, steps_of(model, weights, case.steps)) for weights in made)
             del model
         (exact, wide_tables), (weights, tables) = prepared[alike]
@@ -192,8 +194,8 @@ def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str])
         inputs, state = inputs_of(case, device, dtype)
         with steered("reference", device):
             wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
-            want = velocity(Pi0LayerLoop(exact, case.config, wide_tables, *sizes), wide, state)
-            plainly = velocity(Pi0LayerLoop(weights, case.config, tables, *sizes), inputs, state)
+            want = velocity(SuffixLoop(exact, expert_spec(case.config), wide_tables, *sizes), wide, state)
+            plainly = velocity(SuffixLoop(weights, expert_spec(case.config), tables, *sizes), inputs, state)
         lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
         rows, depth = case.batch * case.config.suffix_tokens, case.config.expert.depth
         listed: list[dict[str, Any]] = []
@@ -205,7 +207,7 @@ def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str])
                 us = {n: round(1e3 * ms / layers, 2) for n, ms in sorted(found.times.items(), key=lambda w: w[1])}
                 into[what] = {"us": us, "out": dict(found.rejected)}
 
-            build = functools.partial(Pi0LayerLoop, weights, case.config, tables, *sizes)
+            build = functools.partial(SuffixLoop, weights, expert_spec(case.config), tables, *sizes)
             with preferring(PREFERRED[way], note):
                 yield from timed(
                     name, rows, depth * case.steps, {way: build}, inputs, state, want, min(COSINE, 1 - 2 * lost), 1
@@ -225,32 +227,34 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         sizes = (case.batch, case.prefix_tokens)
 
         def weights_in(precision: str, streamed: bool = False, model: Any = model) -> tuple[ExpertWeights, Any]:
-            weights = ExpertWeights.of(model, precision, streamed=streamed)
+            weights = expert_weights(model, precision, streamed=streamed)
             return weights, steps_of(model, weights, 1)
 
         inputs, state = inputs_of(case, device, dtype)
         with steered("reference", device):
             exact, tables = weights_in("fp32")
             wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
-            want = velocity(Pi0LayerLoop(exact, case.config, tables, *sizes), wide, state)
+            want = velocity(SuffixLoop(exact, expert_spec(case.config), tables, *sizes), wide, state)
             plain, tables = weights_in("bf16" if here is not None else "fp32")
-            plainly = velocity(Pi0LayerLoop(plain, case.config, tables, *sizes), inputs, state)
+            plainly = velocity(SuffixLoop(plain, expert_spec(case.config), tables, *sizes), inputs, state)
         del exact, plain
         # Plain BF16 only rounds: a loop may lose twice as much.
         lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
         least = min(COSINE, 1 - 2 * lost)
         weights, tables = weights_in("bf16" if here is not None else "fp32")
         ways: dict[str, Callable[[], Any]] = {
-            "triton": functools.partial(Pi0LayerLoop, weights, case.config, tables, *sizes)
+            "triton": functools.partial(SuffixLoop, weights, expert_spec(case.config), tables, *sizes)
         }
         if here is not None:
             ways["portable"] = ways["triton"]
             model = model.to_compute_dtype(torch.bfloat16)
             narrow, own = weights_in("int8")
-            ways["triton int8"] = functools.partial(Pi0LayerLoop, narrow, case.config, own, *sizes)
+            ways["triton int8"] = functools.partial(SuffixLoop, narrow, expert_spec(case.config), own, *sizes)
             if why_not_streamed(model, "bf16", case.batch) is None:
                 packed, tables = weights_in("bf16", streamed=True)
-                ways["streamed"] = functools.partial(streamed_loop, here, packed, case.config, tables, *sizes)
+                ways["streamed"] = functools.partial(
+                    streamed_loop, here, packed, expert_spec(case.config), tables, *sizes
+                )
         yield from timed(
             name, case.batch * case.config.suffix_tokens, case.config.expert.depth, ways, inputs, state, want, least
         )

@@ -24,11 +24,12 @@ from torch import Tensor
 from benchmarks.time_loops import LOOPS, SMOLVLA, inputs_of
 from eval.script import concluded
 from tests.support.smolvla_loops import Loops
-from vla_accel.families.pi0.native_loop import ExpertWeights, steps_of, streamed_loop
+from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
+from vla_accel.nn.loop import streamed_loop
 from vla_accel.nn.random_weights import random_model
 
 CASES = ("pi05 H=10 batch 1", "pi05 H=50", "pi0 H=50", *SMOLVLA)
@@ -51,12 +52,13 @@ extern "C" __global__ void read_stamps(unsigned long long* to) {{
 BEGIN, END = 0, PLACES - 1
 ARGUMENT = "Hold hold, Emit emit"
 LAST_EMIT = {
-    "attend": "        out[apart] = round_bf16(b);\n      }",
+    "attend": "        out[Q_UNITS * PADDED_ROWS * 8] = round_bf16(b);\n      }",
     "grouped": "        out[8] = round_bf16(b);\n      }",
 }
 NORMED, SPLIT, GATE_UP = "normed_pairs(", "split_product(", " gate_up(const"
 ATTEND, GROUPED = " attend(const", " grouped(const"
-SPLITS = "K == MLP ? 3 : 1"
+SPLITS = "K == MLP_DIM ? 3 : 1"
+EXCHANGE, SCORES = "void exchange(", "void score_all("
 EACH, ELEMENTS, OWN = "#pragma unroll\n", "(int n = 0; n < EACH; ++n) {\n", "thread + n * THREADS"
 # Function, line in it, whether the stamp follows the line, kernel, index of the stamp, and the phase that ends there.
 STAMPS = [
@@ -66,13 +68,13 @@ STAMPS = [
     (NORMED, "  for (int done = 0; done < mine", False, "kernel", 4, "rows and norm"),
     (NORMED, "    __syncthreads();\n    put_sums<N>(sums", False, "kernel", 5, "product"),
     (NORMED, f"{EACH}    for {ELEMENTS}      const Place at({OWN});\n      if (at.tile", False, "kernel", 6, "sums"),
-    (SPLIT, "  constexpr int PART = K / PARTS", False, SPLITS, BEGIN, ""),
-    (SPLIT, "  constexpr int PART = K / PARTS", False, SPLITS, 1, ""),
+    (SPLIT, "  constexpr int N = SplitProduct", False, SPLITS, BEGIN, ""),
+    (SPLIT, "  constexpr int N = SplitProduct", False, SPLITS, 1, ""),
     (SPLIT, "  griddepcontrol_wait();\n", False, SPLITS, 2, "prologue"),
     (SPLIT, "  griddepcontrol_wait();\n", True, SPLITS, 3, "wait"),
-    (SPLIT, "  __syncthreads();\n  // The warps'", False, SPLITS, 5, "product"),
+    (SPLIT, "  __syncthreads();\n  // The sums of", False, SPLITS, 5, "product"),
     (SPLIT, "  if constexpr (PARTS > 1)", False, SPLITS, 6, "sums"),
-    (SPLIT, "    mbarrier_wait_cluster(sums_barrier, 0);\n", False, SPLITS, 7, "sums sent"),
+    (EXCHANGE, "    sent().wait_cluster();\n", False, SPLITS, 7, "sums sent"),
     (SPLIT, f"{EACH}  for {ELEMENTS}    const int e =", False, SPLITS, 8, "sums there"),
     (SPLIT, "sum, held, present[n]);\n    }\n  }\n", True, SPLITS, END, ""),
     (GATE_UP, "  const u64 at", False, "2", BEGIN, ""),
@@ -80,32 +82,32 @@ STAMPS = [
     (ATTEND, "  const u64 at", False, "0", BEGIN, ""),
     (ATTEND, "      }, 0);\n", True, "0", 7, "q/k/v"),
     (ATTEND, "  cluster_wait();  // The other blocks", True, "0", 8, "cluster there"),
-    (ATTEND, "  mbarrier_wait(kv_barrier, 0);\n", False, "0", 9, "q sent"),
-    (ATTEND, "  mbarrier_wait_cluster(q_barrier, 0);\n", True, "0", 11, "q there"),
-    (ATTEND, "      if (own == 0) break;\n", True, "0", 12, "prefix scores"),
-    (ATTEND, f"{EACH}    for (int r = 0; r < KEY_ROUNDS; ++r) {{\n      const", False, "0", 14, "suffix there"),
-    (ATTEND, "  const int seen_rows =", False, "0", 15, "scores"),
-    (ATTEND, "  float o[MT][VT][4];", False, "0", 16, "softmax"),
-    (ATTEND, "  const u32 part_at =", False, "0", 17, "values"),
-    (ATTEND, "  cluster_arrive();\n  cluster_wait();\n#pragma unroll 1\n", False, "0", 18, "parts sent"),
-    (ATTEND, "#pragma unroll 1\n  for (int i = threadIdx.x; i < MT * VT / T", False, "0", 19, "parts there"),
+    (ATTEND, "  attention.kv_arrived.wait();\n", False, "0", 9, "q sent"),
+    (ATTEND, "  attention.q_arrived.wait_cluster();\n", True, "0", 11, "q there"),
+    (SCORES, "        if (own == 0) break;\n", True, "0", 12, "prefix scores"),
+    (SCORES, f"{EACH}      for (int r = 0; r < KEY_ROUNDS; ++r) {{\n        const", False, "0", 14, "suffix there"),
+    (ATTEND, "  // The scores come first", False, "0", 15, "scores"),
+    (ATTEND, "  float o[ROW_TILES][VALUE_TILES][4];", False, "0", 16, "softmax"),
+    (ATTEND, "  attention.send_parts(o);", False, "0", 17, "values"),
+    (ATTEND, "  cluster_arrive();\n  cluster_wait();\n  attention.combine", False, "0", 18, "parts sent"),
+    (ATTEND, "  attention.combine();", False, "0", 19, "parts there"),
     (ATTEND, "\n}\n", False, "0", END, ""),
-    (GROUPED, "  constexpr int PARTS =", False, "0", BEGIN, ""),
+    (GROUPED, "  const u64 at", False, "0", BEGIN, ""),
     (GROUPED, "      }, 0);\n", True, "0", 7, "q/k/v"),
     (GROUPED, "  cluster_wait();  // The other blocks", True, "0", 8, "cluster there"),
-    (GROUPED, "  mbarrier_wait_cluster(there_barrier, 0);\n", False, "0", 9, "q/k/v sent"),
-    (GROUPED, "  mbarrier_wait_cluster(there_barrier, 0);\n", True, "0", 10, "q/k/v there"),
-    (GROUPED, "    float o[D / 8][4];", False, "0", 11, "scores"),
+    (GROUPED, "  attention.arrived.wait_cluster();\n", False, "0", 9, "q/k/v sent"),
+    (GROUPED, "  attention.arrived.wait_cluster();\n", True, "0", 10, "q/k/v there"),
+    (GROUPED, "    attention.multiply_values(", False, "0", 11, "scores"),
     (GROUPED, "    if (n) __syncthreads();", False, "0", 12, "values"),
-    (GROUPED, "    // Σ 2^(max_w", False, "0", 13, "parts there"),
+    (GROUPED, "    attention.combine(tile);", False, "0", 13, "parts there"),
     (GROUPED, "\n}\n", False, "0", END, ""),
 ]  # fmt: skip
 
 
 def stamps_of(attention: str) -> list[tuple[str, str, bool, str, int, str]]:
     """The stamps of a loop with this attention kernel, "attend" or "grouped"."""
-    other = GROUPED if attention == "attend" else ATTEND
-    return [stamp for stamp in STAMPS if stamp[0] != other]
+    others = (GROUPED,) if attention == "attend" else (ATTEND, SCORES)
+    return [stamp for stamp in STAMPS if stamp[0] not in others]
 
 
 def stamped(source: str, attention: str) -> str:
@@ -129,7 +131,7 @@ def told(stamps: Tensor, blocks: dict[str, int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     attention = next(name for name in LAST_EMIT if name in blocks)
     kernels = (attention, *KERNELS[1:])
-    functions = ((NORMED, ATTEND, GROUPED), (SPLIT,), (NORMED, GATE_UP), (SPLIT,))
+    functions = ((NORMED, ATTEND, SCORES, GROUPED), (SPLIT, EXCHANGE), (NORMED, GATE_UP), (SPLIT, EXCHANGE))
     ended = {
         (kernel, place): name
         for kernel, mine in zip(kernels, functions, strict=True)
@@ -162,10 +164,10 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
     else:
         case = LOOPS[name]
         model = random_model(Pi0, case.config).to(device).to_compute_dtype(torch.bfloat16)
-        weights = ExpertWeights.of(model, "bf16", streamed=True)
+        weights = expert_weights(model, "bf16", streamed=True)
         inputs, state = inputs_of(case, device, torch.bfloat16)
         tables = steps_of(model, weights, 1)
-        loop = streamed_loop(gpu, weights, case.config, tables, case.batch, case.prefix_tokens)
+        loop = streamed_loop(gpu, weights, expert_spec(case.config), tables, case.batch, case.prefix_tokens)
     actions = inputs["noise"].clone()
     loop.run(inputs, state, actions)
     graph = torch.cuda.CUDAGraph()

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from eval.harness.figures import draw_result
 from eval.harness.merge import merge
 from eval.harness.pages import run_page
@@ -22,7 +20,7 @@ from eval.harness.report import check_output, read_result, row_line
 from eval.harness.tables import print_summary, run_title, stderr_console
 from eval.script import run_script
 from vla_accel.cli.common import print_json
-from vla_accel.cli.options import OutputFile, Written
+from vla_accel.cli.options import Argument, OutputFile, Written
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.report import page
@@ -32,7 +30,7 @@ from vla_accel.report import page
 class Arguments:
     """Put the parts of one run together, which jobs played with --shard."""
 
-    parts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PART ...", help_behavior_hint=""), tyro.conf.Positional]
+    parts: Annotated[tuple[Path, ...], Argument("PART ...", positional=True)]
     """Result files, such as `python -m eval.libero --shard 1/2` writes."""
     output: Annotated[Path, Written()]
     """Result JSON of the whole run; its picture goes into the same folder."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +22,7 @@ from eval.harness.pairs import compare
 from eval.harness.report import check_output, read_result
 from eval.script import run_script
 from vla_accel.cli.common import print_json
-from vla_accel.cli.options import OutputFile, Words
+from vla_accel.cli.options import Argument, OutputFile
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.report.page import check_path, write
@@ -33,13 +32,13 @@ from vla_accel.report.page import check_path, write
 class Arguments:
     """Compare runs of several policies with a reference run over the same episodes."""
 
-    reference: Annotated[Path, tyro.conf.arg(metavar="REFERENCE"), tyro.conf.Positional]
+    reference: Annotated[Path, Argument("REFERENCE", positional=True)]
     """Result file of a benchmark, such as `python -m eval.libero` writes."""
-    others: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="OTHER ...", help_behavior_hint=""), tyro.conf.Positional]
+    others: Annotated[tuple[Path, ...], Argument("OTHER ...", positional=True)]
     """Result files to compare with it, one or more."""
     output: OutputFile = None
     """JSON report."""
-    note: Words = ""
+    note: str = ""
     """A note that is stored with the figures."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, and films of the episodes that only one of them won, where both

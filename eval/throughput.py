@@ -26,7 +26,7 @@ import numpy as np
 from eval.harness.log import log_path
 from eval.script import run_script
 from vla_accel.cli.common import say
-from vla_accel.cli.options import Count, Listed, OutputFolder, Seconds, Words, Written
+from vla_accel.cli.options import Count, OutputFolder, Seconds, Written
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import write_json
 from vla_accel.measure.host import busy_s
@@ -69,13 +69,13 @@ class Arguments:
     """JSON file."""
     runs: OutputFolder = None
     """Folder for the results of the runs. Default: the name of the output without its suffix."""
-    case: Listed[str] = ("plain:1:4:6", "plain:1:8:6", "plain:1:14:6", "ray:1:14:6")
+    case: tuple[str, ...] = ("plain:1:4:6", "plain:1:8:6", "plain:1:14:6", "ray:1:14:6")
     """Each is ray or plain:GPUS:SIMULATORS:TRIALS[:CORES]; GPUS of 0 plays on the CPU."""
     module: str = "eval.libero"
     """The benchmark's command."""
     steps: Count = 10
     """Denoising steps."""
-    options: Words = ""
+    options: str = ""
     """More words for the benchmark's command, with spaces between them, such as --options="--config native_fp8"."""
     limit_s: Seconds = 300.0
     """Longest that a case may take."""

@@ -25,7 +25,7 @@ from eval.libero.suites import MAX_STEPS, instruction_of, load_suite
 from eval.script import replacing_files, run_script
 from eval.training import runs_of
 from vla_accel.checkpoints.writer import save_weights
-from vla_accel.cli.options import Listed, Words, Written
+from vla_accel.cli.options import Written
 from vla_accel.families.loading import family_of, find, load
 from vla_accel.nn.flow import FlowNetwork
 from vla_accel.transforms.normalisation import Normaliser
@@ -50,9 +50,9 @@ class Arguments:
     """Folder of the checkpoint."""
     family: str = "pi05"
     """pi05 or smolvla."""
-    suites: Listed[str] = ("libero_spatial",)
+    suites: tuple[str, ...] = ("libero_spatial",)
     """What the checkpoint shall play: its instructions, in this order, and the bounds of its states."""
-    init: Words = ""
+    init: str = ""
     """A checkpoint to take the first weights from: all of them from one of the same family, the tower from another's;
     where bounds differ, bins of the state take the rows of the same values. Other weights are drawn."""
     seed: int = 20260

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from eval.script import run_script
-from vla_accel.cli.options import Count, Listed, Within, Written
+from vla_accel.cli.options import Count, Within, Written
 from vla_accel.errors import ConfigError
 from vla_accel.measure.recording import save_observations
 
@@ -28,7 +28,7 @@ class Arguments:
     """Folder that has one of start states of each suite."""
     output: Annotated[Path, Written()]
     """The file (.npz)."""
-    suites: Listed[str] = ("libero_spatial", "libero_object")
+    suites: tuple[str, ...] = ("libero_spatial", "libero_object")
     """Whose tasks are played, all of each."""
     per_task: Count = 12
     """Observations of each task."""

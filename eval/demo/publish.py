@@ -24,7 +24,7 @@ from vla_accel.families.loading import load
 from vla_accel.fp8 import FILE
 from vla_accel.policy.agreement import weights_of
 
-# The path of the run on the training machine is of no use to a reader.
+# Settings with paths of the training machine, which are left out of the record.
 _PLACES = ("start", "states", "held_out", "out", "resume", "devices")
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from eval.libero.simulator import LiberoEnv
 from eval.libero.suites import LiberoTask, load_suite
 from eval.script import run_script
-from vla_accel.cli.options import Count, Listed, Within, Written
+from vla_accel.cli.options import Count, Within, Written
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing, write_json
 
@@ -59,7 +59,7 @@ class Arguments:
     """First seed; task t uses seed + 1,000,000 t and the following ones. Evaluation uses 7."""
     suite: str = "libero_spatial"
     """Whose tasks."""
-    tasks: Annotated[Listed[int], Within(0)] = ()
+    tasks: Annotated[tuple[int, ...], Within(0)] = ()
     """Task numbers; all by default."""
     workers: Count = 1
     """Processes. The states do not depend on how many there are."""

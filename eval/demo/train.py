@@ -39,7 +39,7 @@ from eval.demo.objective import Trainee
 from eval.demo.recipes import recipe_of
 from eval.script import run_script
 from vla_accel.checkpoints.writer import save_weights
-from vla_accel.cli.options import Count, Listed, Words
+from vla_accel.cli.options import Count
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.loading import find, load
 from vla_accel.machine import hardware
@@ -69,8 +69,8 @@ class TrainConfig:
     states: str
     """Folder that has one of start states of each suite."""
     out: str
-    suites: Listed[str] = ("libero_spatial",)
-    held_out: Words = ""
+    suites: tuple[str, ...] = ("libero_spatial",)
+    held_out: str = ""
     """Start states of trials: a folder as `states`. None by default."""
     trial_share: float = 0.05
     """Share of episodes that are trials, which are not trained on, once the policy plays."""
@@ -88,11 +88,11 @@ class TrainConfig:
     dagger_after_s: float = 60.0
     """Seconds of training before the policy plays."""
     export_every_s: float = 60.0
-    resume: Words = ""
+    resume: str = ""
     """A run's folder: weights of its newest checkpoint instead of the start's."""
     seed: int = 20260
     compile: bool = True
-    devices: Listed[int] = ()
+    devices: tuple[int, ...] = ()
     """GPUs by number, all by default; they also render."""
 
 

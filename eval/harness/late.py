@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from eval.harness import command, options
 from eval.harness.benchmark import Benchmark, schema
 from eval.harness.evaluation import evaluate
@@ -23,7 +21,7 @@ from eval.harness.policies import Chunking
 from eval.harness.tables import stderr_console
 from eval.script import concluded, write_png
 from vla_accel.cli.common import print_json
-from vla_accel.cli.options import Listed, Within, Words, read
+from vla_accel.cli.options import Argument, Within, read
 from vla_accel.errors import DependencyError
 from vla_accel.files import without_folders, write_json
 from vla_accel.report.colours import PARTS
@@ -37,18 +35,18 @@ class Arguments(options.Arguments):
     """Options of the benchmark's own command, and the grid. `--output` is the JSON; the picture and the runs of the
     points go into the same folder."""
 
-    ticks: Annotated[Listed[int], Within(0)] = (0, 1, 2, 4, 8)
+    ticks: Annotated[tuple[int, ...], Within(0)] = (0, 1, 2, 4, 8)
     """Control ticks from an observation to the arrival of its actions."""
-    chunkings: Listed[Chunking] = ("plain", "rtc")
+    chunkings: tuple[Chunking, ...] = ("plain", "rtc")
     """Whether chunks are joined (rtc) or not."""
-    note: Words = ""
+    note: str = ""
     """A note that is stored with the figures."""
     # Not options of a grid: `chunkings` replaces `chunking`, the expert has no latency, each point would overwrite the
     # report of the last one, and parts of a grid cannot be merged.
-    chunking: Annotated[Chunking, tyro.conf.Suppress] = "plain"
-    expert: Annotated[bool, tyro.conf.Suppress] = False
-    report: Annotated[Path | None, tyro.conf.Suppress] = None
-    shard: Annotated[str | None, tyro.conf.Suppress] = None
+    chunking: Annotated[Chunking, Argument(hidden=True)] = "plain"
+    expert: Annotated[bool, Argument(hidden=True)] = False
+    report: Annotated[Path | None, Argument(hidden=True)] = None
+    shard: Annotated[str | None, Argument(hidden=True)] = None
 
 
 def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from eval.harness.benchmark import Benchmark
 from eval.harness.policies import Chunking
 from eval.harness.protocol import REPLAN_STEPS, SEED
-from vla_accel.cli.options import Listed, Number, OutputFile, OutputFolder, Text, Within, Written
+from vla_accel.cli.options import Argument, Number, OutputFile, OutputFolder, Within, Written
 
 RUNS = Path("runs")
 """Folder of results without a name."""
@@ -23,24 +21,24 @@ class Arguments:
 
     suite: str
     """Which tasks; several suites with commas between them."""
-    steps: Annotated[Listed[int], Within(1)] = ()
+    steps: Annotated[tuple[int, ...], Within(1)] = ()
     """Denoising steps: 3, or 1,2,3,5,10 for a sweep. Default: the policy's own."""
     quick: bool = False
     """The first 3 tasks with 3 trials each, and a rollout video; --tasks and --trials go first."""
-    tasks: Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")] = None
+    tasks: Annotated[str | None, Argument("N,...")] = None
     """Task indices, such as "0-2,5". Default: all."""
-    trials: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    trials: int | None = None
     """Episodes per task, each from a shipped start state. Default: the benchmark's."""
     policy: str
     """A checkpoint's folder or name on the hub, or ws://host:port."""
-    config: Text = None
+    config: str | None = None
     """Of a policy in this process: a PolicyConfig file (YAML or JSON), or a shipped configuration's name. Default: the
     policy's own."""
     device: str = "auto"
     """auto, cpu or cuda."""
     seed: int = SEED
     """Seed of the simulator and of the policy's noise."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=""), Written(suffix=".json")] = None
+    output: Annotated[Path | None, Written(suffix=".json")] = None
     """Result JSON. Default: runs/BENCHMARK/, named after the run. The episode log goes into the same folder."""
     video: OutputFolder = None
     """Folder for videos of the first trial of each task. With --quick one is made in any case."""
@@ -49,18 +47,18 @@ class Arguments:
     `eval.paired --report` can show lost episodes next to those of the reference."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, films, conditions. With --quick one is made in any case."""
-    beside: Listed[Path] = ()
+    beside: tuple[Path, ...] = ()
     """Result files whose latencies the pictures show for comparison. Default: stored runs of the same model on the
     same kind of device."""
     workers: Number = None
     """Simulators that play at once. More are faster, but they slow down each other's policy calls. Default: 1, or one
     for each core of a Ray cluster."""
-    ray: Text = None
+    ray: str | None = None
     """Play on a Ray cluster: "auto" for the one that this machine belongs to, HOST:PORT for another, "local" for one
     that is started here and ends with the run. One policy for each GPU, or each machine if there is none."""
-    max_steps: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    max_steps: int | None = None
     """Actions before an episode is lost. Default: the benchmark's limit for the suite."""
-    stress: Annotated[str | None, tyro.conf.arg(metavar="NAME=VALUE,...", help_behavior_hint="")] = None
+    stress: Annotated[str | None, Argument("NAME=VALUE,...")] = None
     """Disturbances of what the policy sees, such as "noise=0.1,brightness=0.8", or of when its actions arrive
     ("latency=2", in control ticks). An unknown name lists all of them."""
     chunking: Chunking = "plain"
@@ -75,7 +73,7 @@ class Arguments:
     """Start again instead of continuing an earlier run."""
     retry_errors: bool = False
     """Play episodes again that an earlier launch ended with an error."""
-    shard: Annotated[str | None, tyro.conf.arg(metavar="K/N", help_behavior_hint="")] = None
+    shard: Annotated[str | None, Argument("K/N")] = None
     """Play a part of the run, such as "3/16" (counted from 1), for `python -m eval.merge` to put together."""
 
     def played(self, benchmark: Benchmark) -> Benchmark:

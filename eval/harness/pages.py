@@ -18,15 +18,15 @@ from vla_accel.report.page import FILMS, MOST_FILMS, Cell, Films, Number, Page, 
 Result = Mapping[str, Any]
 
 
-def run_page(result: Result, beside: Mapping[str, Result] | None = None) -> Page:
-    """The page of one run. `beside`: other runs by name, whose latencies are shown for comparison."""
+def run_page(result: Result, others: Mapping[str, Result] | None = None) -> Page:
+    """The page of one run. `others`: runs by name, whose latencies are shown for comparison."""
     rows, protocol = result["summary"]["rows"], result["protocol"]
     launch = result["launches"][-1]
     rates = "; ".join(f"{_rate(row['success'])}{_at(row['steps'])}" for row in rows)
     sections = [
         Section("Success", [_success([(_steps(row["steps"]), row["success"]) for row in rows], "denoising steps"),
                             _tasks([(_steps(row["steps"]), row) for row in rows])]),
-        Section("Latency", latency_items({"this run": result, **(beside or {})})),
+        Section("Latency", latency_items({"this run": result, **(others or {})})),
         Section("Films", _own_films(result)),
         ledger((_steps(row["steps"]), row["breakdown"]["engines"]) for row in rows if row["breakdown"]),
         Section("Warnings", [Text(warning) for warning in result["summary"]["warnings"]]),
@@ -113,7 +113,7 @@ def _success(rates: Sequence[tuple[str, Mapping[str, Any]]], first: str) -> Pict
     return Picture(
         "Success with Wilson's 95 % interval",
         f"Points with intervals: {'; '.join(f'{label}: {_rate(r)}' for label, r in rates)}.",
-        lambda narrow: charts.intervals(charts.Rates(labels, values), narrow=narrow),
+        lambda narrow: charts.intervals(labels, values, narrow=narrow),
         Table("Success", header, body),
     )
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from eval.harness.tuning import opener
 from eval.libero.benchmark import LIBERO
 from eval.script import concluded
-from vla_accel.cli.asked.policies import Tune
-from vla_accel.cli.options import Text, read
+from vla_accel.cli.options import read
+from vla_accel.cli.tune import Tune
+from vla_accel.cli.tune import main as search
 
 episodes = opener(LIBERO)
 """`vla-accel tune --benchmark libero` finds it here."""
@@ -21,7 +22,7 @@ class Arguments(Tune):
     """Find the fastest configuration of a checkpoint on this machine that agrees with FP32 eager and succeeds as often
     in LIBERO. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
 
-    benchmark: Text = "libero"
+    benchmark: str | None = "libero"
     """Benchmark for gate two, success on paired episodes: libero, or your own as MODULE:FUNCTION."""
 
 
@@ -31,7 +32,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def tune() -> int:
         chosen = read(Arguments, given, "python -m eval.libero.tune")
-        from vla_accel.cli.tune import main as search
 
         return search(chosen, [*given, "--benchmark", str(chosen.benchmark)])
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 
 from benchmarks import measure
 from benchmarks.jobs import EXCEPTIONS, JOBS, Job
@@ -312,10 +311,7 @@ class Parsed(Exception):
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_a_command_accepts_the_options_of_its_job(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, parse_args = tyro.cli, argparse.ArgumentParser.parse_args
-
-    def parsed(*args: Any, **more: Any) -> None:
-        parsed_by(original(*args, **more))
+    parse_args = argparse.ArgumentParser.parse_args
 
     def parsed_by(options: object) -> None:
         raise Parsed(options)
@@ -326,7 +322,7 @@ def test_a_command_accepts_the_options_of_its_job(job: Job, tmp_path: Path, monk
     assert all(need in given or need.isidentifier() for need in job.needs)
     for option in given:
         assert (f"{{{option}}}" in job.command) == (option in job.needs)
-    monkeypatch.setattr(tyro, "cli", parsed)
+    monkeypatch.setattr("vla_accel.cli.options.check", parsed_by)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self: parsed_by(parse_args(self)))
     monkeypatch.setattr(sys, "argv", words[2:])
     with pytest.raises(Parsed) as told, warnings.catch_warnings():

@@ -247,6 +247,16 @@ def test_chunking_of_the_configuration_wins_or_contradicts(
         assert family.chunking.resolve(sizes, configured) == expected
 
 
+@pytest.mark.parametrize("name", ["pi05", "smolvla"])
+@pytest.mark.parametrize("settings", [{"execution_horizon": 11}, {"trained": True, "max_delay": 10}])
+def test_chunking_beyond_the_chunk_is_refused(name: str, settings: dict[str, Any]) -> None:
+    family = family_named(name)
+    sizes = dataclasses.replace(bench_card(family).published(), action_horizon=10)
+    name, value = [*settings.items()][-1]
+    with pytest.raises(ConfigError, match=rf"rtc\.{name}: expected at most (10|9), .*got {value}"):
+        family.chunking.resolve(sizes, RtcConfig(**settings))
+
+
 def test_a_delay_of_the_whole_chunk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rtc_training_max_delay: expected 0 to 4, got 5"):
         made(tmp_path, "pi05", configure(rtc_training_max_delay=5), "main")

@@ -74,16 +74,6 @@ def test_a_missing_package_is_said_before_the_checkpoint_is_read(
     assert "pip install 'vla_accel[serve]'" in capsys.readouterr().err
 
 
-def test_clients_that_cannot_be_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in (
-        (["--clients", "1,0"], "clients: expected at least 1, got 0"),
-        (["--seconds", "0"], "seconds: expected more than 0, got 0.0"),
-        (["--config", "native"], "config, num-steps: expected a checkpoint or --model with them, got native alone"),
-    ):
-        assert main(["bench-server", *words]) == 1
-        assert message in capsys.readouterr().err
-
-
 def test_a_server_whose_starter_was_interrupted_ends_quietly() -> None:
     ours, theirs = multiprocessing.Pipe()
     ours.close()
@@ -116,15 +106,6 @@ def test_random_weights_are_the_same_in_every_replica(monkeypatch: pytest.Monkey
     answers = [make("cpu").infer(observation) for _ in range(2)]
     assert answers[0]["actions"].shape == (3, 2) and make("cpu").num_steps == 2
     np.testing.assert_array_equal(answers[0]["actions"], answers[1]["actions"])
-
-
-def test_a_checkpoint_or_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["demo", "--model", "pi05"], "model: expected a checkpoint or --model, got demo and pi05"),
-        (["--model", "pi06"], "pi06"),
-    ):
-        assert main(["bench-server", *words]) == 1
-        assert said in capsys.readouterr().err
 
 
 class Pipe:

@@ -113,32 +113,6 @@ def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: 
                 np.testing.assert_allclose(got, actions, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("no/such.yaml",), "no/such.yaml"),
-        (("./no/such/folder", "--config", CONFIG), "checkpoint: expected a folder or one of demo"),
-        (("--config", CONFIG, "--devices", "cpu,cuda:99"), "devices: expected all, or a list of "),
-        (
-            ("--config", CONFIG, "--devices", "cpu", "--device", "cpu"),
-            "devices: expected --devices alone, got --device or --ray, too",
-        ),
-        (
-            ("--config", CONFIG, "--host", "0.0.0.0"),
-            "host: 0.0.0.0 without a key",
-        ),
-        (("--config", CONFIG, "--tls-key", "x"), "tls_key: expected tls_cert"),
-        (("--config", CONFIG, "--max-clients", "0"), "max-clients: expected at least 1"),
-        (("--config", CONFIG, "--api-key-file", "no/such/file"), "api key no/such/file: expected a readable text file"),
-    ],
-)
-def test_what_cannot_be_served_is_one_clear_line(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", *words, "--port", "0"]) == 1
-    assert message in capsys.readouterr().err
-
-
 def test_what_is_loaded_is_said_before_it_takes_its_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

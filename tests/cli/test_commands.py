@@ -21,15 +21,16 @@ import pytest
 
 from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpoint
-from vla_accel.cli import COMMANDS, calibrate, ended, main, options_of, parity
-from vla_accel.cli.asked.policies import Bench, Build, Parity, PolicySource
-from vla_accel.cli.bench_server import BenchServer
-from vla_accel.cli.options import read, told
+from vla_accel.cli import COMMANDS, calibrate, ended, main, options_of
+from vla_accel.cli.build import Build
+from vla_accel.cli.options import PolicySource, descriptions, read
+from vla_accel.cli.parity import Parity
 from vla_accel.cli.serve import Serve
-from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
+from vla_accel.errors import ObservationError, VlaAccelError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
 from vla_accel.fp8 import FILE, Scales
+from vla_accel.measure import parity
 from vla_accel.measure.recording import load_observations, save_observations
 from vla_accel.measure.systems import system_name
 
@@ -63,20 +64,6 @@ def test_a_checkpoint_and_how_it_runs(kind: type[PolicySource], words: str, expe
     assert (given.checkpoint, given.config) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "file", "option"),
-    [
-        (Serve, "a.yaml", "config"),
-        (Parity, "b.npz", "observations"),
-        (Bench, "a.yaml", "config"),
-        (BenchServer, "configs/a.yaml", "config"),
-    ],
-)
-def test_a_file_in_the_checkpoints_place_is_not_the_demos(kind: type[Any], file: str, option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"expected a folder or a name, got {file}: type --{option} {file}$"):
-        read(kind, [file], "vla-accel")
-
-
 def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
@@ -87,6 +74,16 @@ def test_parity(checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[st
     report = last_line(capsys)
     assert (report["name"], report["weights"], report["num_steps"]) == ("native", checkpoint, 2)
     assert report["observations"] == 3 and {e["used"] for e in report["engines"]} == {"native"}
+
+
+def test_parity_of_the_default_configuration_on_random_observations(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["parity", checkpoint, "--count", "2", "--device", "cpu", "--num-steps", "1"]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert report["name"] == "auto" and {e["requested"] for e in report["engines"]} == {"auto"}
+    assert "2 random observations, 1 steps" in out
 
 
 def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
@@ -101,11 +98,6 @@ def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
     assert "3/3 calls of each" in err and f"kept: {kept}" in err
     assert "auto will not use parity_native_fp8.json: other engines than native ran kv_cache" in caplog.text
     kept.unlink()
-
-
-def test_parity_says_that_its_observations_are_random(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity", checkpoint, "--count", "2", "--device", "cpu", "--num-steps", "1"]) == 0
-    assert "2 random observations, 1 steps" in capsys.readouterr().out
 
 
 def test_parity_where_no_chunk_is_left_to_judge(
@@ -168,14 +160,6 @@ def test_what_a_server_tells_is_not_a_commands(
     assert capsys.readouterr().err == "no key\n"
 
 
-def test_parity_of_the_default_configuration(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity", checkpoint, "--count", "1", "--device", "cpu", "--num-steps", "1"]) == 0
-    report = last_line(capsys)
-    assert report["name"] == "auto" and {e["requested"] for e in report["engines"]} == {"auto"}
-    assert main(["parity", checkpoint, "--model", "pi05"]) == 1
-    assert "model: expected no checkpoint beside it" in capsys.readouterr().err
-
-
 def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", "auto,native", "--steps", "2,1", "--calls", "2", "--device", "cpu", "--batch", "2"]
     words += ["--hz", "200", "--prompt-tokens", "31", "--camera", "48x64"]
@@ -223,27 +207,6 @@ def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixtu
             assert (one["prepare"] > 0) == (row["system"] == "native")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("demo --realtime-vla .", "realtime_vla: expected none beside checkpoint demo"),
-        ("demo --model pi05", "model: expected none beside checkpoint demo, got pi05"),
-        ("demo --systems eager", "systems: expected none beside checkpoint demo"),
-        ("demo --config native_fp9", "config: expected a file or one of auto, eager, .*: did you mean native_fp8"),
-        ("./no/such/folder", "checkpoint: expected a folder or one of demo"),
-        ("demo --camera 480", "camera: expected height and width such as 480x640, got '480'"),
-        (
-            "--model pi05 --systems native-bf16,openpi-eager --camera 480x640",
-            "camera: expected systems that fit images themselves, got openpi-eager",
-        ),
-    ],
-)
-def test_what_cannot_be_timed_is_one_clear_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words.split(), "--device", "cpu"]) == 1
-    said = capsys.readouterr().err
-    assert re.search(message, said) and len(said.strip().splitlines()) == 1
-
-
 def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
     asked: list[Any] = []
 
@@ -255,7 +218,7 @@ def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
         raise Found
 
     # A file that is none is found before anything is loaded.
-    monkeypatch.setattr(calibrate, "load", load)
+    monkeypatch.setattr("vla_accel.families.loading.load", load)
     monkeypatch.setattr(calibrate, "load_observations", lambda path, limit: asked.append((str(path), limit)))
     assert main(["calibrate", "folder", "--observations", recorded, "--count", "7", "--device", "cpu"]) == 1
     assert asked == [(recorded, 7), "folder"]
@@ -266,7 +229,7 @@ def test_calibrate_says_where_its_file_is(
 ) -> None:
     family = SimpleNamespace(calibrate=lambda *_: Scales({"prefix.layers.0.o_proj": 3.0}, 3, "test", "0", "01"))
     loaded = SimpleNamespace(model=None, processor=SimpleNamespace(prepare=lambda o: o), family=family, kept=tmp_path)
-    monkeypatch.setattr(calibrate, "load", lambda *_, **__: loaded)
+    monkeypatch.setattr("vla_accel.families.loading.load", lambda *_, **__: loaded)
     for folder, words in ((tmp_path, []), (tmp_path / "a/new", ["--output", str(tmp_path / "a/new")])):
         assert main(["calibrate", "demo", "--observations", recorded, "--device", "cpu", *words]) == 0
         path, said = folder / FILE, capsys.readouterr()
@@ -292,19 +255,13 @@ def test_calibrate_takes_what_the_checkpoint_does_not_say_of_its_robot(
     assert capsys.readouterr().err.startswith("state: 0.00 % of the values of 1 rows lie outside")
 
 
-def test_calibrating_without_observations_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "demo"]) == 1
-    assert "observations: expected --observations FILE, recorded ones as vla_accel." in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([name, "--help"])
     said = capsys.readouterr().out
     assert stopped.value.code == 0 and f"vla-accel {name}" in said
-    assert "None" not in said, "nobody types None"
-    assert "(default: True)" not in said, "a switch is off until it is given, and says what it does then"
+    assert not [text for text in ("None", "(default: True)", "(default: )", "(default: '')") if text in said]
 
 
 def test_the_help_of_bench_names_the_systems_that_one_family_alone_has(capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,7 +283,7 @@ SCRIPTS = [
 def test_every_option_says_what_it_is(name: str) -> None:
     script = name.replace("/", ".")
     options = options_of(name) if name in COMMANDS else importlib.import_module(script).Arguments
-    assert [field.name for field in dataclasses.fields(options) if not told(options).get(field.name)] == []
+    assert [field.name for field in dataclasses.fields(options) if not descriptions(options).get(field.name)] == []
 
 
 def test_no_help_waits_for_torch() -> None:
@@ -524,18 +481,16 @@ def test_an_empty_name_is_neither_the_demo_nor_the_current_folder(
     assert re.search("checkpoint: expected a folder or .*, got ''\n", capsys.readouterr().err)
 
 
-def test_a_file_of_a_checkpoint_leads_to_its_folder(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    file = f"{checkpoint}/model.safetensors"
-    assert main(["parity", file, "--device", "cpu"]) == 1
-    said = f"checkpoint: expected a folder, got the file {file!r}; did you mean {checkpoint}?"
-    assert capsys.readouterr().err == f"vla-accel parity: {said}\n"
-
-
-def test_a_file_of_no_checkpoint_leads_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_in_place_of_a_checkpoint_is_named(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "notes").touch()
-    assert main(["parity", str(tmp_path / "notes"), "--device", "cpu"]) == 1
-    said = f"checkpoint: expected a folder, got the file {str(tmp_path / 'notes')!r}"
-    assert capsys.readouterr().err == f"vla-accel parity: {said}\n"
+    for file, hint in ((f"{checkpoint}/model.safetensors", f"; did you mean {checkpoint}?"), (f"{tmp_path}/notes", "")):
+        assert main(["parity", file, "--device", "cpu"]) == 1
+        error = f"checkpoint: expected a folder, got the file {file!r}{hint}"
+        assert capsys.readouterr().err == f"vla-accel parity: {error}\n"
+    assert main(["parity", checkpoint, "--lora", "nope", "--device", "cpu"]) == 1
+    assert "lora: expected an adapter's folder, or its name on the hub, got 'nope'" in capsys.readouterr().err
 
 
 def test_weights_that_may_not_be_read_are_not_called_damaged(
@@ -551,12 +506,6 @@ def test_weights_that_may_not_be_read_are_not_called_damaged(
     monkeypatch.setattr(Path, "open", refused)
     assert main(["parity", checkpoint, "--device", "cpu"]) == 1
     assert "model.safetensors: cannot be read: Permission denied" in capsys.readouterr().err
-
-
-def test_an_adapter_that_is_not_there_is_called_one(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity", checkpoint, "--lora", "nope", "--device", "cpu"]) == 1
-    said = "vla-accel parity: lora: expected an adapter's folder, or its name on the hub, got 'nope'\n"
-    assert capsys.readouterr().err == said
 
 
 def test_a_busy_port_is_known_before_a_policy_is_loaded(

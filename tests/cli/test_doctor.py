@@ -17,6 +17,7 @@ from vla_accel.engines.native import NativeEngine
 from vla_accel.engines.tensorrt import TensorrtEngine, TensorrtRtxEngine
 from vla_accel.errors import EngineError
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.measure import diagnosis
 from vla_accel.policy import OptimizedPolicy
 
 GPU = torch.device("cuda")
@@ -90,11 +91,6 @@ def test_an_error_is_the_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out == "  FAILED: EngineError: the driver is too old\n"
 
 
-def test_a_device_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--device", "tpu"]) == 1
-    assert "device: expected auto, cpu, cuda or cuda:N, got 'tpu'" in capsys.readouterr().err
-
-
 # -- engines ------------------------------------------------------------------------------------------------------
 
 
@@ -154,15 +150,15 @@ def test_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     ]
     versions = {"there": "2.0.1", "old": "2.9", "opencv-python": "4.14"}
-    monkeypatch.setattr(doctor, "installed_version", versions.get)
-    assert doctor.missing("one", needed) == ["old <4,>=3 (there is 2.9)", "absent"]
-    assert doctor.missing("two", needed) == ["also-absent", "old <4,>=3 (there is 2.9)", "absent"]
-    assert doctor.missing("none", needed) == []
+    monkeypatch.setattr(diagnosis, "installed_version", versions.get)
+    assert diagnosis.missing("one", needed) == ["old <4,>=3 (there is 2.9)", "absent"]
+    assert diagnosis.missing("two", needed) == ["also-absent", "old <4,>=3 (there is 2.9)", "absent"]
+    assert diagnosis.missing("none", needed) == []
 
 
 def test_a_bare_checkout_knows_no_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PACKAGE", "not-installed-at-all")
-    assert doctor.extras() == {} and doctor.libraries() == {}
+    monkeypatch.setattr(diagnosis, "PACKAGE", "not-installed-at-all")
+    assert diagnosis.extras() == {} and diagnosis.libraries() == {}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +173,7 @@ def test_a_bare_checkout_knows_no_extras(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: str, said: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(doctor, "driver", lambda: driver)
-    assert said in str(doctor.why_no_gpu())
+    monkeypatch.setattr(diagnosis, "driver", lambda: driver)
+    assert said in str(diagnosis.why_no_gpu())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert doctor.why_no_gpu() is None
+    assert diagnosis.why_no_gpu() is None

@@ -74,9 +74,7 @@ def test_groot_needs_no_calibration_and_says_so(tmp_path: Path, capsys: pytest.C
     save_observations(seen(folder), recorded)
     assert main(["calibrate", str(folder), "--observations", str(recorded), "--device", "cpu"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == (
-        "vla-accel calibrate: groot: its FP8 is of the transformer's weights alone and needs no calibration"
-    )
+    assert said == ("vla-accel calibrate: groot: this family quantizes no inputs and needs no calibration")
     assert not (folder / FILE).exists()
 
 

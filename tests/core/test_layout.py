@@ -58,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
         "client",
         "component",
         "config",
+        "engines",
         "families",
         "fp8",
         "kernels",

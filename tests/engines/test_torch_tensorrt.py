@@ -41,29 +41,22 @@ def versions(**given: str | None) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize(
-    ("given", "flavour"),
+    ("torch_version", "package", "library", "flavour"),
     [
-        ({"torch": "2.11.0+cu130", "torch_tensorrt": "2.11.0", "tensorrt": "10.15.1.29"}, ("2.11.0", "tensorrt")),
-        ({"torch": "2.12.1", "torch_tensorrt": "2.12.1", "tensorrt": "10.16.1"}, ("2.12.1", "tensorrt")),
-        ({"torch": "2.13.0", "torch_tensorrt": "2.13.0", "tensorrt": "11.0.0.3"}, ("2.13.0", "tensorrt")),
-        ({"torch": "2.14.0", "torch_tensorrt": "2.14.0", "tensorrt": "11.1.0"}, ("2.14.0", "tensorrt")),
-        ({"torch": "2.11.0", "torch_tensorrt_rtx": "2.11.0", "tensorrt_rtx": "1.4.0.76"}, ("2.11.0", "tensorrt_rtx")),
-        ({"torch": "2.14.0", "torch_tensorrt_rtx": "2.14.0", "tensorrt_rtx": "1.6.1"}, ("2.14.0", "tensorrt_rtx")),
-        # Both are installed: the plain one, with the plain library.
-        (
-            {
-                "torch": "2.13.0",
-                "torch_tensorrt": "2.13.0",
-                "torch_tensorrt_rtx": "2.13.0",
-                "tensorrt": "11.0.0",
-                "tensorrt_rtx": "1.7.1",
-            },
-            ("2.13.0", "tensorrt"),
-        ),
+        ("2.11.0+cu130", "2.11.0", "10.15.1.29", "tensorrt"),
+        ("2.12.1", "2.12.1", "10.16.1", "tensorrt"),
+        ("2.13.0", "2.13.0", "11.0.0.3", "tensorrt"),
+        ("2.14.0", "2.14.0", "11.1.0", "tensorrt"),
+        ("2.11.0", "2.11.0", "1.4.0.76", "tensorrt_rtx"),
+        ("2.14.0", "2.14.0", "1.6.1", "tensorrt_rtx"),
     ],
 )
-def test_pairs_that_work(given: dict[str, str], flavour: tuple[str, Any]) -> None:
-    assert find_flavour(versions(**given)) == Flavour(*flavour)
+def test_pairs_that_work(torch_version: str, package: str, library: str, flavour: Any) -> None:
+    given = {"torch": torch_version, f"torch_{flavour}": package, flavour: library}
+    assert find_flavour(versions(**given)) == Flavour(package, flavour)
+    if flavour == "tensorrt":  # of two installed packages, the one on TensorRT
+        other = versions(**given, torch_tensorrt_rtx=package, tensorrt_rtx="1.7.1")
+        assert find_flavour(other) == Flavour(package, flavour)
 
 
 @pytest.mark.parametrize(
@@ -105,19 +98,13 @@ def test_a_wrong_pair_names_the_one_that_works(given: dict[str, str], message: s
         find_flavour(versions(**given))
 
 
-def test_without_a_cuda_torch_nothing_is_imported(monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("gpu", "parts"), [(False, "a CUDA build of torch and a GPU"), (True, "does not import")])
+def test_a_package_that_cannot_be_imported_is_named(gpu: bool, parts: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch_tensorrt, "find_flavour", lambda: Flavour("2.13.0", "tensorrt"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DependencyError, match=r"importing it needs a CUDA build of torch and a GPU; torch is .*"):
-        torch_tensorrt.load_torch_tensorrt()
-
-
-def test_a_package_that_does_not_import_is_named(monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch_tensorrt, "find_flavour", lambda: Flavour("2.13.0", "tensorrt"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
-    with pytest.raises(DependencyError, match=r"torch-tensorrt 2\.13\.0 does not import: "):
+    with pytest.raises(DependencyError, match=parts):
         torch_tensorrt.load_torch_tensorrt()
 
 

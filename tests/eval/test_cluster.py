@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import tyro
 from rich.console import Console
 
 from eval.harness import command
@@ -29,6 +28,7 @@ from tests.support.ray_support import cluster_of
 from tests.support.tiny import write_tiny_checkpoint
 from tests.support.toy_command import Arguments
 from tests.support.waiting import PATIENCE_S, silent_port
+from vla_accel.cli.options import read
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.remote.cluster import connect
 
@@ -46,8 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def request(checkpoint: Path, output: Path, benchmark: Any, *words: str) -> Any:
     given = ["--policy", str(checkpoint), "--device", "cpu", "--steps", "2", "--output", str(output), *words]
-    asked = tyro.cli(Arguments, args=given)
-    return command.make_request(benchmark, asked, given)
+    return command.make_request(benchmark, read(Arguments, given, "program"), given)
 
 
 def outcomes(path: Path) -> list[tuple[Any, ...]]:

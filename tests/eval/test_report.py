@@ -308,7 +308,7 @@ def test_a_script_that_is_interrupted_while_it_imports_says_so(tmp_path: Path) -
         ("raise KeyboardInterrupt", "interrupted\n", 130),
         ("raise ImportError('broken')", "Traceback .*ImportError: broken\n", 1),
     ):
-        (tmp_path / "tyro.py").write_text(work)
+        (tmp_path / "rich.py").write_text(work)
         done = subprocess.run(
             [sys.executable, "-B", "-m", "eval.merge"], capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": str(tmp_path)},

@@ -383,7 +383,7 @@ def test_a_grid_that_cannot_be_is_one_error(
 def test_what_makes_no_sense_of_a_grid_is_no_option_of_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         late.main(SEEING, GridArguments, words)
-    assert capsys.readouterr().err.startswith(f"python -m eval.toy.late: Unrecognized options: {words[0]}")
+    assert capsys.readouterr().err.startswith(f"python -m eval.toy.late: unknown option {words[0]}")
     with pytest.raises(SystemExit):
         late.main(SEEING, GridArguments, ["--help"])
     assert f"{words[0]} " not in capsys.readouterr().out

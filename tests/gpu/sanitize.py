@@ -113,19 +113,20 @@ def denoise() -> Cases:
     from tests.gpu import test_gpu_smolvla as smolvla
     from tests.support.gpu_policies import BF16_COSINE, cosines, on_gpu
     from tests.support.streamed_support import loop_of, loops_inputs, run_loop
-    from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop
+    from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
     from vla_accel.families.pi0.step_tables import step_tables
+    from vla_accel.nn.loop import SuffixLoop
 
     def run(case: LoopCase) -> None:
         model = random_model(Pi0, case.config)
         inputs, state, noise = loops_inputs(case)
         sizes = (case.batch, case.prefix_tokens)
         with torch.inference_mode():
-            exact = ExpertWeights.of(model, "fp32")
+            exact = expert_weights(model, "fp32")
             tables = step_tables(model, exact.normed_products(), case.steps)
             wide = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
-            want = run_loop(Pi0LayerLoop(exact, case.config, tables, *sizes), wide, state, noise, "cpu")
-            weights = ExpertWeights.of(on_gpu(model), "bf16", streamed=True)
+            want = run_loop(SuffixLoop(exact, expert_spec(case.config), tables, *sizes), wide, state, noise, "cpu")
+            weights = expert_weights(on_gpu(model), "bf16", streamed=True)
             tables = step_tables(model, weights.normed_products(), case.steps)
             loop = loop_of(case, weights, tables)
         got = run_loop(loop, inputs, state, noise, "cuda")

@@ -3,7 +3,7 @@ by every tiling of the own GEMM that a build would measure, alone and in whole l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,15 +17,17 @@ from tests.support import kernel_cases as cases
 from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu, scratch_of
 from tests.support.kernel_calls import Call, Draw
 from tests.support.streamed_support import FULL, LoopCase, loops_inputs, run_loop, streamable
-from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, steps_of
+from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.families.pi0.network import Pi0
-from vla_accel.kernels import config as configs
 from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.config import SuffixShape
-from vla_accel.kernels.autotune import Fastest, compile_all
+from vla_accel.kernels.autotune import compile_all
+from vla_accel.kernels.config import Choice
 from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library, without_triton
 from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.nn import kernel_choices
+from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.random_weights import random_model
 from vla_accel.runtime import Runtime
 
@@ -104,9 +106,9 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
     assert not wrong
 
 
-def between(loop: Pi0LayerLoop) -> Iterator[Tensor]:
+def between(loop: SuffixLoop) -> Iterator[Tensor]:
     """What products leave for those behind them."""
-    for taken in loop.cuts.taken.values():
+    for taken in loop.choices.chosen.values():
         if isinstance(taken.config, Library):
             yield from taken.workspace
         if taken.moments is not None:
@@ -127,23 +129,25 @@ def test_a_loop_of_them_agrees_and_repeats_itself(name: str, begins: str, monkey
     """Replayed in a graph with dependent launches, every buffer that it must write first filled with NaN."""
     case = LOOPS[name]
 
-    def preferred(what: str, ways: Mapping[str, Callable[[], object]], *_: Any) -> Fastest:
-        return Fastest(next((way for way in ways if way.startswith(begins)), next(iter(ways))))
+    def preferred(what: str, configs: Sequence[Any], *_: Any) -> Choice:
+        return Choice(next((config for config in configs if str(config).startswith(begins)), configs[0]), {})
 
-    monkeypatch.setattr(configs, "remembered", preferred)
+    monkeypatch.setattr(kernel_choices, "measure", preferred)
     model = random_model(Pi0, case.config)
     inputs, state, noise = loops_inputs(case)
 
-    def loop_of(model: Pi0, precision: str) -> Pi0LayerLoop:
-        weights = ExpertWeights.of(model, precision)
-        return Pi0LayerLoop(weights, case.config, steps_of(model, weights, case.steps), case.batch, case.prefix_tokens)
+    def loop_of(model: Pi0, precision: str) -> SuffixLoop:
+        weights = expert_weights(model, precision)
+        return SuffixLoop(
+            weights, expert_spec(case.config), steps_of(model, weights, case.steps), case.batch, case.prefix_tokens
+        )
 
     wide: dict[str, Any] = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
     with torch.inference_mode():
         want = run_loop(loop_of(model, "fp32"), wide, state, noise, "cpu")
         loop = loop_of(on_gpu(model), "bf16")
         kind = Library if begins == "cuBLAS" else HopperTile
-        taken = {name: type(loop.cuts.alone(name)) for name in loop.products}
+        taken = {name: type(loop.choices[name].config) for name in loop.products()}
         if begins == "Hopper GEMM" and Gpu.of(torch.device(DEVICE)).architecture != "sm_90a":  # type: ignore[union-attr]
             pytest.skip("NOT RUN: the own GEMM is for Hopper")
         assert set(taken.values()) == {kind}

@@ -16,7 +16,7 @@ from tests.support.tiny_smolvla import observation, write_lerobot
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.families.smolvla.family import SMOLVLA
-from vla_accel.families.smolvla.native_loop import sizes_of
+from vla_accel.families.smolvla.native_loop import expert_spec
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StreamedLoop, schedule, why_not
@@ -89,7 +89,7 @@ def test_published_size(low: dict[str, str]) -> None:
 def hopper() -> Gpu:
     gpu = Gpu.of(torch.device(DEVICE))
     assert gpu is not None
-    why = why_not(gpu, sizes_of(EXPERTS["full"].config), 1, "bf16")
+    why = why_not(gpu, expert_spec(EXPERTS["full"].config), 1, "bf16")
     if why is not None:
         assert why.startswith("it needs compute capability 9.0")
         pytest.skip(f"NOT RUN: {why}")
@@ -112,7 +112,7 @@ def as_near_as_fused(loops: Loops, loop: StreamedLoop) -> None:
 def test_the_streamed_loop_is_as_near_as_the_fused(name: str) -> None:
     gpu, loops = hopper(), Loops(EXPERTS[name])
     loop = loops.streamed(gpu, DEVICE)
-    assert (loop.schedule.grouped is None) == (len(loops.case.lengths) > 1 or "large heads" in name)
+    assert (loop.schedule.fused is None) == (len(loops.case.lengths) > 1 or "large heads" in name)
     as_near_as_fused(loops, loop)
 
 

@@ -12,11 +12,12 @@ import torch
 
 from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu
 from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, run_loop
-from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, sizes_of
+from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import why_not
+from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.random_weights import random_model
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +32,7 @@ BATCHED = {
 def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
     case = (LOOPS | BATCHED)[name]
     config, device = case.config, torch.device(DEVICE)
-    why = why_not(Gpu.of(device), sizes_of(config), case.batch, "bf16")
+    why = why_not(Gpu.of(device), expert_spec(config), case.batch, "bf16")
     if why is not None:
         assert why.startswith("it needs compute capability 9.0")
         pytest.skip(f"NOT RUN: {why}")
@@ -39,16 +40,16 @@ def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
     inputs, state, noise = loops_inputs(case)
     sizes = (case.batch, case.prefix_tokens)
     with torch.inference_mode():
-        exact = ExpertWeights.of(model, "fp32")
+        exact = expert_weights(model, "fp32")
         tables = step_tables(model, exact.normed_products(), case.steps)
-        reference = Pi0LayerLoop(exact, config, tables, *sizes)
+        reference = SuffixLoop(exact, expert_spec(config), tables, *sizes)
         want = run_loop(
             reference, {n: v.float() if n != "lengths" else v for n, v in inputs.items()}, state, noise, "cpu"
         )
-        weights = ExpertWeights.of(on_gpu(model), "bf16")
+        weights = expert_weights(on_gpu(model), "bf16")
         tables = step_tables(model, weights.normed_products(), case.steps)
-        layered = Pi0LayerLoop(weights, config, tables, *sizes)
-        streamed = loop_of(case, ExpertWeights.of(model, "bf16", streamed=True), tables)
+        layered = SuffixLoop(weights, expert_spec(config), tables, *sizes)
+        streamed = loop_of(case, expert_weights(model, "bf16", streamed=True), tables)
     triton_actions = run_loop(layered, inputs, state, noise, DEVICE)
     first = run_loop(streamed, inputs, state, noise, DEVICE)
     assert np.isfinite(first).all()
@@ -67,14 +68,14 @@ def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
 def test_nan_behind_the_length_changes_no_bit(name: str) -> None:
     """Another engine may have made the prefix, whose padding then holds anything."""
     case = (LOOPS | BATCHED)[name]
-    if why_not(Gpu.of(torch.device(DEVICE)), sizes_of(case.config), case.batch, "bf16"):
+    if why_not(Gpu.of(torch.device(DEVICE)), expert_spec(case.config), case.batch, "bf16"):
         pytest.skip("NOT RUN: needs compute capability 9.0")
     inputs, state, noise = loops_inputs(case)
     inputs["lengths"] = (inputs["lengths"] - 13).clamp(min=1)
     beyond = (torch.arange(case.prefix_tokens) >= inputs["lengths"][:, None])[None, :, :, None, None]
     model = on_gpu(random_model(Pi0, case.config))
     with torch.inference_mode():
-        weights = ExpertWeights.of(model, "bf16", streamed=True)
+        weights = expert_weights(model, "bf16", streamed=True)
         tables = step_tables(model, weights.normed_products(), case.steps)
         loop = loop_of(case, weights, tables)
 
@@ -92,13 +93,13 @@ def test_nan_behind_the_length_changes_no_bit(name: str) -> None:
 def test_nan_in_the_noise_ends_and_leaves_nothing(name: str) -> None:
     """Blocks read the suffix's keys and values until they are there, and NaN of either sign is there, too."""
     case = LOOPS[name]
-    if why_not(Gpu.of(torch.device(DEVICE)), sizes_of(case.config), case.batch, "bf16"):
+    if why_not(Gpu.of(torch.device(DEVICE)), expert_spec(case.config), case.batch, "bf16"):
         pytest.skip("NOT RUN: needs compute capability 9.0")
     inputs, state, noise = loops_inputs(case)
     inputs["weights"].zero_()
     model = on_gpu(random_model(Pi0, case.config))
     with torch.inference_mode():
-        weights = ExpertWeights.of(model, "bf16", streamed=True)
+        weights = expert_weights(model, "bf16", streamed=True)
         loop = loop_of(case, weights, step_tables(model, weights.normed_products(), case.steps))
     want = run_loop(loop, inputs, state, noise, DEVICE)
     for nan in (NAN, -NAN):
@@ -112,7 +113,7 @@ def test_a_wait_that_is_never_answered_ends() -> None:
         pytest.skip("NOT RUN: needs compute capability 9.0")
     code = """
 import ctypes, torch
-from vla_accel.kernels.cuda import runtime
+from vla_accel.kernels import nvrtc as runtime
 kernel = '''extern "C" __global__ void f() {
   __shared__ u64 barrier;
   mbarrier_init(smem_of(&barrier), 1);
@@ -133,7 +134,7 @@ def test_the_streamed_loop_sees_each_row_s_length() -> None:
     model = on_gpu(random_model(Pi0, case.config))
     inputs, state, noise = loops_inputs(case)
     with torch.inference_mode():
-        weights = ExpertWeights.of(model, "bf16", streamed=True)
+        weights = expert_weights(model, "bf16", streamed=True)
         tables = step_tables(model, weights.normed_products(), case.steps)
         loop = loop_of(case, weights, tables)
     first = run_loop(loop, inputs, state, noise, DEVICE)

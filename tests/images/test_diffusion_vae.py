@@ -1,51 +1,61 @@
-"""The accelerated autoencoder: sizes and their keys, the guide's JSON, padding, memory budget, diffusers' pipelines."""
+"""The accelerated autoencoder: configuration, engine files, sizes, torch's modes, and results as diffusers' own."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
-
-from vla_accel.errors import CheckpointError, ConfigError, EngineError  # noqa: E402
-from vla_accel.images import AcceleratedVae, VaeConfig, load_vae_config, plug_in  # noqa: E402
-from vla_accel.images import vae_component as sizes  # noqa: E402
-from vla_accel.images.autoencoder import AUTOENCODERS, split_autoencoder  # noqa: E402
-from vla_accel.images.config import engine_file  # noqa: E402
-from vla_accel.images.models import random_model  # noqa: E402
-from vla_accel.images.stage import first_non_finite, require_finite  # noqa: E402
-
-CPU = torch.device("cpu")
+from tests.support.images import (
+    CPU,
+    ENGINES,
+    VAES,
+    accelerated,
+    assert_near,
+    both_sides,
+    make_parts,
+    make_vae,
+    vae_inputs,
+)
+from vla_accel.errors import CheckpointError, ConfigError, EngineError
+from vla_accel.images import AcceleratedVae, VaeConfig, load_vae_config, plug_in
+from vla_accel.images import vae_component as sizes
+from vla_accel.images.autoencoder import AUTOENCODERS, split_autoencoder
+from vla_accel.images.config import TrtVaeConfig, engine_file
+from vla_accel.images.models import load_model, random_model
+from vla_accel.images.native_autoencoder import CompiledHalf
+from vla_accel.images.stable import Request
+from vla_accel.images.stage import first_non_finite, require_finite
+from vla_accel.ledger import Ledger
 
 
 @pytest.fixture(scope="module")
 def vae() -> Any:
-    return random_model("tiny-qwen-vae", dtype=torch.float32, device=CPU)
+    return make_vae()
 
 
-def image(height: int, width: int, batch: int = 1) -> torch.Tensor:
-    return torch.rand(batch, 3, 1, height, width, generator=torch.Generator().manual_seed(height)) * 2 - 1
+def image(height: int, width: int) -> Tensor:
+    return vae_inputs("tiny-qwen-vae", height, width)[0]
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------
+# -- sizes ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_static_size_is_found_under_the_key_it_is_built_with(tmp_path: Path) -> None:
     built = sizes.static_sizes(["1024x1024", "64x1920", "1664x928"])
     assert list(built) == ["16_9", "9_16", "1_1", "4_3", "3_4", "1024x1024", "64x1920"]
-    config = load_vae_config({"vae_type": "tensorrt", "trt_vae_config": {"trt_engine_path": str(tmp_path)}})
     for side in ("encoder", "decoder"):
         for key in built:
             path = tmp_path / key / f"vae_{side}.trt"
             path.parent.mkdir(exist_ok=True)
             path.touch()
         # Looked up as the runtime does: from a size in pixels alone.
-        found = {size: engine_file(config.trt_vae_config, side, size) for size in built.values()}
+        found = {size: engine_file(TrtVaeConfig(str(tmp_path)), side, size) for size in built.values()}
         assert {p.parent.name for p in found.values()} == set(built)
         assert all(sizes.size_key(size) == path.parent.name for size, path in found.items())
 
@@ -53,36 +63,32 @@ def test_every_static_size_is_found_under_the_key_it_is_built_with(tmp_path: Pat
 def test_ratios_are_the_guides() -> None:
     named = {k: (w, h) for k, (h, w) in sizes.RATIOS.items()}
     # 1472x1140 fits no latent; diffusers makes 1472x1136 of it.
-    assert named == {
-        "16_9": (1664, 928),
-        "9_16": (928, 1664),
-        "1_1": (1328, 1328),
-        "4_3": (1472, 1136),
-        "3_4": (768, 1024),
-    }
+    wide, high = {"16_9": (1664, 928), "4_3": (1472, 1136)}, {"9_16": (928, 1664), "3_4": (768, 1024)}
+    assert named == {**wide, **high, "1_1": (1328, 1328)}
     assert all(sizes.check_size(size) == size for size in (*sizes.RATIOS.values(), *sizes.PROFILES))
     assert len(set(sizes.PROFILES)) == 9
 
 
 @pytest.mark.parametrize(
-    ("size", "larger"), [((1081, 1920), (1088, 1920)), ((1, 65), (64, 72)), ((64, 1905), (64, 1912))]
+    ("size", "larger"),
+    [
+        ((1081, 1920), (1088, 1920)),
+        ((1, 65), (64, 72)),
+        ((64, 1905), (64, 1912)),
+        ((1936, 512), None),
+        ((512, 2048), None),
+    ],
 )
-def test_a_size_that_no_engine_file_has_names_a_larger_one(size: sizes.Size, larger: sizes.Size) -> None:
-    assert sizes.check_size(larger) == larger
-    with pytest.raises(
-        ConfigError, match=f"got {size[1]}x{size[0]}; the smallest that holds it is {larger[1]}x{larger[0]}"
-    ):
+def test_a_size_that_no_engine_file_has_names_a_larger_one(size: sizes.Size, larger: sizes.Size | None) -> None:
+    with pytest.raises(ConfigError) as caught:
         sizes.check_size(size)
-
-
-@pytest.mark.parametrize("size", [(1936, 512), (512, 2048)])
-def test_a_size_beyond_the_range_of_engine_files_is_refused(size: sizes.Size) -> None:
-    with pytest.raises(ConfigError, match=f"from 64 to 1920 pixels a side, got {size[1]}x{size[0]}$"):
-        sizes.check_size(size)
+    holds = f"; the smallest that holds it is {larger[1]}x{larger[0]}" if larger else ""
+    assert str(caught.value).endswith(f"from 64 to 1920 pixels a side, got {size[1]}x{size[0]}{holds}")
+    assert larger is None or sizes.check_size(larger) == larger
 
 
 @pytest.mark.parametrize("text", ["1024", "axb", "1024x", "-64x64", "5_4"])
-def test_size_texts_that_mean_nothing(text: str) -> None:
+def test_texts_that_are_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="expected WIDTHxHEIGHT or one of 16_9"):
         sizes.parse_size(text)
 
@@ -101,19 +107,20 @@ def test_components_and_profiles(vae: Any) -> None:
     assert not sizes.vae_component(decoder, "decoder", (512, 768)).inputs[0].ranges
 
 
-# -- configuration ------------------------------------------------------------------------------------------------
+# -- configuration ----------------------------------------------------------------------------------------------------
 
 
 def test_the_guides_json(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    content = {"vae_type": "tensorrt", "trt_vae_config": {"multi_profile": True, "trt_engine_path": "engines"}}
-    path.write_text(json.dumps(content))
+    files = {"multi_profile": True, "trt_engine_path": "engines"}
+    path.write_text(json.dumps({"vae_type": "tensorrt", "trt_vae_config": files}))
     config = load_vae_config(path)
-    assert config.vae_type == "tensorrt" and config.trt_vae_config.multi_profile
-    assert config.trt_vae_config.trt_engine_path == "engines" and config.from_files
+    assert config.vae_type == "tensorrt" and config.trt_vae_config == TrtVaeConfig("engines", True)
     static = load_vae_config({"vae_type": "tensorrt", "trt_vae_config": {"trt_engine_path": "engines"}})
-    assert not static.trt_vae_config.multi_profile
-    assert load_vae_config(config) is config
+    assert static.trt_vae_config == TrtVaeConfig("engines", False) and load_vae_config(config) is config
+
+
+ENGINE_PATH = {"trt_engine_path": "engines"}
 
 
 @pytest.mark.parametrize(
@@ -125,13 +132,13 @@ def test_the_guides_json(tmp_path: Path) -> None:
         ({"vae_type": "tensorrt"}, "trt_engine_path: expected a path for vae_type tensorrt, got none"),
         ({"memory_budget_gib": 0}, "memory_budget_gib: expected more than 0"),
         ({"vae_type": "eager", "precision": "fp16"}, "precision: fp16 is for vae_type native, got eager"),
-        ({"pad": "yes"}, "pad: expected one of error, auto"),
+        ({"pad": "auto"}, "pad: auto is for vae_type tensorrt or tensorrt_rtx, got native"),
         ({"vae_type": "eager", "inductor": "measure"}, "inductor: measure is for vae_type native, got eager"),
         (
-            {"vae_type": "tensorrt", "inductor": "measure", "trt_vae_config": {"trt_engine_path": "engines"}},
+            {"vae_type": "tensorrt", "inductor": "measure", "trt_vae_config": ENGINE_PATH},
             "inductor: measure is for vae_type native, got tensorrt",
         ),
-        ({"trt_vae_config": {"trt_engine_path": "engines"}}, "trt_vae_config: expected vae_type tensorrt .*native"),
+        ({"trt_vae_config": ENGINE_PATH}, "trt_vae_config: expected vae_type tensorrt .*native"),
         ({"vae_type": "eager", "trt_vae_config": {"multi_profile": True}}, "trt_vae_config: .*, got eager"),
     ],
 )
@@ -140,54 +147,102 @@ def test_bad_configurations(content: dict[str, Any], message: str) -> None:
         load_vae_config(content)
 
 
+@pytest.mark.parametrize("kind", [VaeConfig, dict])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("vae_type", "nativ"), ("pad", "Auto"), ("inductor", "mesure"), ("precision", "half"),
+     ("memory_budget_gib", float("nan")), ("memory_budget_gib", "3"), ("memory_budget_gib", None)],
+)  # fmt: skip
+def test_a_configuration_is_checked_in_python_as_in_a_file(vae: Any, kind: Any, field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: expected"):
+        AcceleratedVae(vae, kind(**{field: value}))
+
+
 def test_engine_files_of_folder_and_file_mode(tmp_path: Path) -> None:
-    for name in ("vae_encoder_multi_profile.trt", "vae_decoder_multi_profile.trt"):
-        (tmp_path / name).touch()
-    folder = load_vae_config(
-        {"vae_type": "tensorrt", "trt_vae_config": {"trt_engine_path": str(tmp_path), "multi_profile": True}}
-    ).trt_vae_config
-    assert engine_file(folder, "decoder", (512, 512)).name == "vae_decoder_multi_profile.trt"
-    old = load_vae_config(
-        {
-            "vae_type": "tensorrt",
-            "trt_vae_config": {"trt_engine_path": str(tmp_path / "vae_encoder_multi_profile.trt")},
-        }
-    ).trt_vae_config
-    assert engine_file(old, "decoder", (512, 512)) == tmp_path / "vae_decoder_multi_profile.trt"
-    assert engine_file(old, "encoder", (512, 512)) == tmp_path / "vae_encoder_multi_profile.trt"
-    static = load_vae_config({"vae_type": "tensorrt", "trt_vae_config": {"trt_engine_path": str(tmp_path)}})
-    with pytest.raises(ConfigError, match=r"expected 1_1/vae_encoder.trt, found: vae_decoder_multi_profile.trt"):
-        engine_file(static.trt_vae_config, "encoder", (1328, 1328))
-    gone = load_vae_config({"vae_type": "tensorrt", "trt_vae_config": {"trt_engine_path": str(tmp_path / "no")}})
-    with pytest.raises(
-        ConfigError,
-        match=r"build it: vla-accel build-vae --vae MODEL --output-dir .* --static --sizes 512",
-    ):
-        engine_file(gone.trt_vae_config, "encoder", (64, 512))
+    for side in ("encoder", "decoder"):
+        (tmp_path / f"vae_{side}_multi_profile.trt").touch()
     (tmp_path / "vae_decoder.trt").touch()
-    wrong = load_vae_config(
-        {"vae_type": "tensorrt", "trt_vae_config": {"trt_engine_path": str(tmp_path / "vae_decoder.trt")}}
-    )
-    with pytest.raises(ConfigError, match=r"expected a folder or an encoder's file, got vae_decoder\.trt"):
-        engine_file(wrong.trt_vae_config, "encoder", (64, 512))
+    old = TrtVaeConfig(str(tmp_path / "vae_encoder_multi_profile.trt"))
+    for config in (TrtVaeConfig(str(tmp_path), True), old):
+        for side in ("encoder", "decoder"):
+            assert engine_file(config, side, (512, 512)) == tmp_path / f"vae_{side}_multi_profile.trt"
+    for path, size, message in (
+        (tmp_path, (1328, 1328), r"expected 1_1/vae_encoder.trt, found: vae_decoder.trt, vae_decoder_multi_profile"),
+        (tmp_path / "no", (64, 512), r"build it: vla-accel build-vae --vae MODEL --output-dir .* --static --sizes 512"),
+        (tmp_path / "vae_decoder.trt", (64, 512), r"expected a folder or an encoder's file, got vae_decoder\.trt"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine_file(TrtVaeConfig(str(path)), "encoder", size)
 
 
-# -- running ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("multi", [True, False])
+def test_a_size_without_an_engine_file_is_refused_or_runs_without_an_engine(
+    multi: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vae = make_vae("tiny-sd-vae")
+    (tmp_path / "512x512").mkdir()
+    files = {"trt_engine_path": str(tmp_path), "multi_profile": multi}
+    config: dict[str, Any] = {"vae_type": "tensorrt", "trt_vae_config": files}
+    image = torch.rand(1, 3, 100, 75) * 2 - 1
+    with pytest.raises(ConfigError, match=r"got 75x100; .*pad: auto"):
+        AcceleratedVae(vae, config).encode(image)
+    with torch.inference_mode():
+        moments = vae.encode(image).latent_dist.parameters
+    accelerated = AcceleratedVae(vae, {**config, "pad": "auto"})
+    with caplog.at_level(logging.WARNING, "vla_accel"):
+        assert torch.equal(accelerated.encode(image), moments)
+    entry = accelerated.ledger.entries["vae_encoder"]
+    assert (entry.requested, entry.used) == ("tensorrt", "eager") and "75x100" in entry.reason and entry.fell_back
+    assert "vae_encoder" in caplog.text and "75x100" in caplog.text
+    with pytest.raises(EngineError, match="strict mode: vae_encoder"):
+        AcceleratedVae(vae, {**config, "pad": "auto"}, ledger=Ledger(strict=True)).encode(image)
 
 
-@pytest.mark.parametrize("engine", ["eager", "native"])
-def test_results_are_diffusers_own_at_every_size(vae: Any, engine: str) -> None:
-    accelerated = AcceleratedVae(vae, {"vae_type": engine})
-    for size in ((64, 96), (96, 64), (64, 96)):
-        x = image(*size, batch=2)
-        with torch.inference_mode():
-            moments = vae.encode(x).latent_dist.parameters
-            latents = moments[:, :4].contiguous()
-            picture = vae.decode(latents).sample
-        torch.testing.assert_close(accelerated.encode(x), moments, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(accelerated.decode(latents), picture, rtol=1e-4, atol=1e-5)
-    assert accelerated.sizes == ["encoder 64x96", "decoder 64x96", "encoder 96x64", "decoder 96x64"]
-    assert {e["used"] for e in accelerated.ledger.as_list()} == {engine}
+def test_a_static_size_that_was_not_built_falls_back_but_a_missing_folder_does_not(tmp_path: Path) -> None:
+    vae, latents = make_vae("tiny-sd-vae"), torch.randn(1, 4, 8, 8)
+    (tmp_path / "512x512").mkdir()
+
+    def from_folder(folder: Path) -> AcceleratedVae:
+        files = {"trt_engine_path": str(folder)}
+        return AcceleratedVae(vae, {"vae_type": "tensorrt", "trt_vae_config": files, "pad": "auto"})
+
+    one = from_folder(tmp_path)
+    with torch.inference_mode():
+        assert torch.equal(one.decode(latents), vae.decode(latents).sample)
+    assert one.ledger.entries["vae_decoder"].used == "eager"
+    with pytest.raises(ConfigError, match="no such folder"):
+        from_folder(tmp_path / "misspelt").decode(latents)
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+SIZES = [(8, 8), (16, 72), (72, 72), (72, 64), (120, 136), (100, 75), (63, 65), (9, 200), (72, 72)]
+"""(height, width): multiples of 8 and others, and one of them again."""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", VAES)
+def test_results_are_diffusers_own_at_every_size(name: str, engine: str) -> None:
+    vae = make_vae(name)
+    values = [vae_inputs(name, *size, batch=1 + i % 2) for i, size in enumerate(SIZES)]
+    wanted = [both_sides(vae, *value) for value in values]
+    ledger = Ledger(strict=True)
+    fast = AcceleratedVae(vae, {"vae_type": engine}, ledger=ledger)
+    undo = plug_in(vae, fast)
+    for value, want in zip(values, wanted, strict=True):
+        assert_near(both_sides(vae, *value), want)
+        assert_near((fast.encode(value[0]), fast.decode(value[1])), want)
+    assert fast.sizes[:2] == ["encoder 8x8", "decoder 8x8"] and {e["used"] for e in ledger.as_list()} == {engine}
+    x, z = values[3]
+    assert_near((vae.encode(x, return_dict=False)[0].parameters, vae.decode(z, return_dict=False)[0]), wanted[3])
+    undo()
+    assert not {"encode", "decode"} & set(vars(vae))
+
+
+def test_an_image_smaller_than_a_latent_is_refused() -> None:
+    with pytest.raises(ConfigError, match="image size: expected at least 8 pixels a side, got 64x7"):
+        AcceleratedVae(make_vae("tiny-sd-vae")).encode(torch.zeros(1, 3, 7, 64))
 
 
 def test_results_do_not_change_with_the_next_call(vae: Any) -> None:
@@ -198,7 +253,7 @@ def test_results_do_not_change_with_the_next_call(vae: Any) -> None:
     assert torch.equal(first, copy)
 
 
-def test_engines_are_made_on_first_use_and_given_up_under_the_budget(vae: Any) -> None:
+def test_engines_are_made_on_first_use_and_dropped_under_the_budget(vae: Any) -> None:
     accelerated = AcceleratedVae(vae)
     assert accelerated.sizes == [] and accelerated.bytes == 0
     accelerated.encode(image(64, 64))
@@ -207,7 +262,7 @@ def test_engines_are_made_on_first_use_and_given_up_under_the_budget(vae: Any) -
     tight = AcceleratedVae(vae, VaeConfig(memory_budget_gib=2.5 * one / 2**30))
     for size in ((64, 64), (64, 64), (64, 80), (64, 64), (80, 64)):
         tight.encode(image(*size))
-    # 64x80 was used longest ago.
+    # 64x80 was the least recently used.
     assert tight.sizes == ["encoder 64x64", "encoder 64x80"]
     tight.encode(image(512, 512))
     assert tight.sizes == ["encoder 512x512"], "the newest stays even above the budget"
@@ -223,76 +278,126 @@ def test_engines_are_made_on_first_use_and_given_up_under_the_budget(vae: Any) -
         (torch.zeros(1, 3, 1, 64, 64, device="meta"), "expected device cpu, got meta"),
     ],
 )
-def test_bad_inputs(vae: Any, value: torch.Tensor, message: str) -> None:
+def test_bad_inputs(vae: Any, value: Tensor, message: str) -> None:
     with pytest.raises(EngineError, match=f"vae_encoder: .*{message}"):
         AcceleratedVae(vae).encode(value)
 
 
-@pytest.mark.parametrize("engine", ["eager", "native"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_non_finite_result_names_the_module(engine: str) -> None:
-    vae = random_model("tiny-qwen-vae", dtype=torch.float32, device=CPU)
+    vae = make_vae()
     vae.decoder.up_blocks[1].resnets[0].conv1.bias.data[0] = torch.inf
-    accelerated = AcceleratedVae(vae, {"vae_type": engine})
     with pytest.raises(EngineError, match=r"vae_decoder: \d+ of 12288 output values are not finite, first in module"):
-        accelerated.decode(torch.zeros(1, 4, 1, 8, 8))
+        AcceleratedVae(vae, {"vae_type": engine}).decode(torch.zeros(1, 4, 1, 8, 8))
     _, decoder = split_autoencoder(vae)
     name = first_non_finite(decoder, (torch.zeros(1, 4, 1, 8, 8),))
     assert name is not None and name.endswith(".conv1") and name.startswith("blocks.")
 
 
-def test_a_non_finite_result_that_eager_does_not_have_blames_the_engine() -> None:
-    encoder, _ = split_autoencoder(random_model("tiny-qwen-vae", dtype=torch.float32, device=CPU))
-    component = sizes.vae_component(encoder, "encoder", (64, 64))
+def test_a_non_finite_result_that_eager_does_not_have_blames_the_engine(vae: Any) -> None:
+    component = sizes.vae_component(split_autoencoder(vae)[0], "encoder", (64, 64))
     with pytest.raises(EngineError, match="not in the eager module: compare the engines"):
         require_finite(torch.tensor([1.0, torch.nan]), component, (image(64, 64),))
     require_finite(torch.ones(2), component, (image(64, 64),))
     assert first_non_finite(nn.Sequential(nn.Identity()), (torch.ones(1),)) is None
 
 
-# -- in diffusers' pipelines --------------------------------------------------------------------------------------
+def test_both_programs_that_inductor_measures_have_the_requested_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster one is chosen for its time, so both must compute in the precision that was requested."""
+    seen: list[torch.dtype] = []
+    real = CompiledHalf.__init__
+
+    def init(self: Any, half: Any, backend: str = "eager") -> None:
+        seen.append(half.dtype)
+        real(self, half, "eager")
+
+    monkeypatch.setattr(CompiledHalf, "__init__", init)
+    vae, latents = make_vae("tiny-sd-vae"), vae_inputs("tiny-sd-vae")[1]
+    fast = AcceleratedVae(vae, {"inductor": "measure", "precision": "bf16"})
+    exact = AcceleratedVae(vae).decode(latents)
+    fast.decode(latents)
+    program = fast.cache.shared["decoder program"]
+    for way in ("fused", "inductor"):
+        program.chosen = dict.fromkeys(program.chosen, way)
+        result = fast.decode(latents)
+        assert result.dtype == torch.float32 and 1e-3 < float((result - exact).abs().max()) < 1.0
+    assert seen == [torch.bfloat16]
 
 
-def test_plugged_in_it_answers_as_the_autoencoder_does(vae: Any) -> None:
-    x, latents = image(64, 64), torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        mode, sample = vae.encode(x).latent_dist.mode(), vae.decode(latents).sample
-    accelerated = AcceleratedVae(vae)
-    undo = plug_in(vae, accelerated)
-    try:
-        torch.testing.assert_close(vae.encode(x).latent_dist.mode(), mode, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(vae.encode(x, return_dict=False)[0].mode(), mode, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(vae.decode(latents).sample, sample, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(vae.decode(latents, return_dict=False)[0], sample, rtol=1e-4, atol=1e-5)
-        assert len(accelerated.sizes) == 2 and vae.config.z_dim == 4 and vae.dtype == torch.float32
-    finally:
-        undo()
-    assert "encode" not in vars(vae) and "decode" not in vars(vae)
+# -- torch's modes ----------------------------------------------------------------------------------------------------
 
 
-# -- models by name -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", VAES)
+def test_latents_may_enter_a_training_loop(name: str) -> None:
+    image, latents = vae_inputs(name)
+    found: list[Tensor] = []
+    vae = make_vae(name)
+    for plugged in (False, True):
+        if plugged:
+            plug_in(vae, AcceleratedVae(vae))
+        with torch.no_grad():
+            encoded = vae.encode(image).latent_dist.mode()
+            vae.decode(latents).sample.mul_(2)
+        weight = torch.ones(1, requires_grad=True)
+        (encoded * weight).sum().backward()
+        assert weight.grad is not None
+        found.append(weight.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", VAES)
+def test_gradients_are_refused_instead_of_lost(name: str) -> None:
+    vae = make_vae(name)
+    plug_in(vae, AcceleratedVae(vae))
+    image, latents = (value.requires_grad_() for value in vae_inputs(name))
+    for call, value, part in ((vae.encode, image, "vae_encoder"), (vae.decode, latents, "vae_decoder")):
+        with pytest.raises(EngineError, match=rf"{part}: expected inputs without gradient.*got requires_grad=True"):
+            call(value)
+        with torch.no_grad():
+            call(value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_autocast_is_refused_and_leaves_nothing_behind(engine: str) -> None:
+    vae, (_, latents) = make_vae("tiny-sd-vae"), vae_inputs("tiny-sd-vae")
+    with torch.no_grad():
+        want = vae.decode(latents).sample
+    plug_in(vae, AcceleratedVae(vae, {"vae_type": engine}))
+    pipeline = accelerated(make_parts(), engine)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(EngineError, match=r"vae_decoder: expected a call outside of torch\.autocast"):
+            vae.decode(latents)
+        with pytest.raises(EngineError, match=r"generate: expected a call outside of torch\.autocast"):
+            pipeline.generate(Request("a bowl", steps=1))
+        with torch.autocast("cpu", enabled=False):
+            got = vae.decode(latents).sample
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+# -- models by name ---------------------------------------------------------------------------------------------------
 
 
 def test_models_load_from_a_folder_of_safetensors(vae: Any, tmp_path: Path) -> None:
-    from vla_accel.images.models import load_model
+    def load(source: Any, dtype: torch.dtype = torch.float32) -> Any:
+        return load_model(source, kinds=AUTOENCODERS, dtype=dtype, device=CPU, also=["two"])
 
-    vae.save_pretrained(tmp_path / "vae")
-    loaded = load_model(tmp_path / "vae", kinds=AUTOENCODERS, dtype=torch.bfloat16, device=CPU)
+    folder = tmp_path / "vae"
+    vae.save_pretrained(folder)
+    loaded = load(folder, torch.bfloat16)
     assert type(loaded) is type(vae) and loaded.dtype == torch.bfloat16 and not loaded.training
     torch.testing.assert_close(loaded.encoder.conv_in.weight, vae.encoder.conv_in.weight.bfloat16())
-    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model .*vae: .*safetensors"):
-        load_model(tmp_path / "vae", kinds=AUTOENCODERS, dtype=torch.float32, device=CPU)
-    with pytest.raises(CheckpointError, match=r"expected a config\.json, found none"):
-        load_model(tmp_path / "nothing", kinds=AUTOENCODERS, dtype=torch.float32, device=CPU)
-    with pytest.raises(
-        CheckpointError, match=r"qwen-vae, sd-vae, tiny-.*, two, or .*, got neither: did you mean sd-vae"
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    for source, message in (
+        (folder, r"model .*vae: .*safetensors"),
+        (tmp_path / "nothing", r"expected a config\.json, found none"),
+        ("sd-va", r"qwen-vae, sd-vae, tiny-.*, two, or .*, got neither: did you mean sd-vae"),
+        ("sd-unet", r"model sd-unet: .* got the class UNet2DConditionModel"),
     ):
-        load_model("sd-va", also=["two"], kinds=AUTOENCODERS, dtype=torch.float32, device=CPU)
-    with pytest.raises(CheckpointError, match=r"model sd-unet: .* got the class UNet2DConditionModel"):
-        load_model("sd-unet", kinds=AUTOENCODERS, dtype=torch.float32, device=CPU)
+        with pytest.raises(CheckpointError, match=message):
+            load(source)
     for text, message in (("{", "expected a readable YAML or JSON file"), ("[1]", "expected a mapping, got list")):
-        (tmp_path / "vae" / "config.json").write_text(text)
+        (folder / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=message):
-            load_model(tmp_path / "vae", kinds=AUTOENCODERS, dtype=torch.float32, device=CPU)
+            load(folder)
     with pytest.raises(ConfigError, match="expected one of qwen-vae"):
         random_model("other", dtype=torch.float32, device=CPU)

@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
-
-from vla_accel.config import EngineSpec  # noqa: E402
-from vla_accel.errors import DeviceMemoryError  # noqa: E402
-from vla_accel.images import AcceleratedVae, memory, plug_in  # noqa: E402
-from vla_accel.images.autoencoder import split_autoencoder  # noqa: E402
-from vla_accel.images.models import random_model, random_stable_diffusion  # noqa: E402
-from vla_accel.images.stable import Engines, Request, StableDiffusion  # noqa: E402
-from vla_accel.images.stage import Stage  # noqa: E402
-from vla_accel.images.vae_component import vae_component  # noqa: E402
-
-CPU = torch.device("cpu")
+from tests.support.images import CPU, ENGINES, VAES, accelerated, make_parts, make_vae
+from vla_accel.errors import DeviceMemoryError
+from vla_accel.images import AcceleratedVae, memory, plug_in
+from vla_accel.images.autoencoder import split_autoencoder
+from vla_accel.images.stable import Request
+from vla_accel.images.stage import Stage
+from vla_accel.images.vae_component import vae_component
 
 
 def needed(vae: Any, height: int, width: int, batch: int = 1) -> int:
@@ -29,13 +24,12 @@ def needed(vae: Any, height: int, width: int, batch: int = 1) -> int:
 
 @pytest.fixture
 def vae() -> Any:
-    return random_model("tiny-qwen-vae", dtype=torch.float32, device=CPU)
+    return make_vae()
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen-vae", "tiny-sd-vae"])
+@pytest.mark.parametrize("name", VAES)
 def test_the_estimate_holds_what_a_decode_has_alive_at_one_time(name: str) -> None:
-    vae = random_model(name, dtype=torch.float32, device=CPU)
-    _, decoder = split_autoencoder(vae)
+    _, decoder = split_autoencoder(make_vae(name))
     component = vae_component(decoder, "decoder", (96, 160))
     (source,) = component.inputs
     with torch.inference_mode(), memory._OwnAttention(), memory._Alive() as alive:
@@ -51,16 +45,16 @@ def test_the_estimate_grows_with_pixels_images_and_bytes(vae: Any) -> None:
     one = needed(vae, 128, 128)
     assert needed(vae, 256, 128) == pytest.approx(2 * one, rel=0.01)
     assert needed(vae, 128, 128, batch=3) == pytest.approx(3 * one, rel=0.01)
-    assert needed(random_model("tiny-qwen-vae", dtype=torch.float16, device=CPU), 128, 128) < 0.8 * one
+    assert needed(make_vae(dtype=torch.float16), 128, 128) < 0.8 * one
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: (free, 2 * free))
 
 
-@pytest.mark.parametrize("engine", ["eager", "native"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_what_does_not_fit_is_refused_before_it_runs_and_tiles_fit(
-    vae: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+    vae: Any, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     latents = torch.randn(1, 4, 1, 16, 32, generator=torch.Generator().manual_seed(0))
     tiles = (64, 64, 48, 48)
@@ -95,19 +89,19 @@ def test_the_error_has_both_numbers_and_offers_slices_for_several_images(
 
 
 def test_engines_of_other_sizes_go_first(vae: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerated = AcceleratedVae(vae)
-    accelerated.decode(torch.zeros(1, 4, 1, 8, 8))
-    accelerated.encode(torch.zeros(1, 3, 1, 64, 64))
+    fast = AcceleratedVae(vae)
+    fast.decode(torch.zeros(1, 4, 1, 8, 8))
+    fast.encode(torch.zeros(1, 3, 1, 64, 64))
     enough = needed(vae, 64, 128)
     # Each engine that is given up frees the memory that the next one needs.
-    monkeypatch.setattr(memory, "free_bytes", lambda _: (enough - len(accelerated._stages), 2 * enough))
-    accelerated.decode(torch.zeros(1, 4, 1, 8, 16))
-    assert accelerated.sizes == ["decoder 128x64"]
+    monkeypatch.setattr(memory, "free_bytes", lambda _: (enough - len(fast.cache.made), 2 * enough))
+    fast.decode(torch.zeros(1, 4, 1, 8, 16))
+    assert fast.sizes == ["decoder 128x64"]
 
 
 def test_our_own_pipeline_says_so_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
-    pipeline = StableDiffusion(parts, Engines.all(EngineSpec("native")))
+    parts = make_parts()
+    pipeline = accelerated(parts)
     fake_gpu(monkeypatch, 1_000_000)
     request = Request("a bowl", height=128, width=128, steps=2)
     with pytest.raises(DeviceMemoryError, match="vae_decoder"):
@@ -118,5 +112,5 @@ def test_our_own_pipeline_says_so_before_the_first_step(monkeypatch: pytest.Monk
     assert pipeline.generate(request).pixels.shape == (128, 128, 3)
 
 
-def test_a_cpu_is_not_asked() -> None:
+def test_the_memory_of_a_cpu_is_not_checked() -> None:
     assert memory.free_bytes(CPU) is None

@@ -5,56 +5,45 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
+from tests.support.images import (
+    CPU,
+    ENGINES,
+    VAES,
+    accelerated,
+    assert_near,
+    assert_same_picture,
+    both_sides,
+    diffusers,
+    diffusers_picture,
+    make_parts,
+    make_vae,
+    vae_inputs,
+)
+from vla_accel.config import EngineSpec
+from vla_accel.config.policy import NativeOptions
+from vla_accel.errors import CheckpointError, ConfigError, EngineError
+from vla_accel.images import AcceleratedVae, plug_in
+from vla_accel.images.cache import WeightState
+from vla_accel.images.graphed import GraphedForward
+from vla_accel.images.qwen import accelerate, random_qwen_image
+from vla_accel.images.stable import Engines, Request, StableDiffusion
+from vla_accel.ledger import Ledger
 
-from vla_accel.config import EngineSpec  # noqa: E402
-from vla_accel.config.policy import NativeOptions  # noqa: E402
-from vla_accel.errors import CheckpointError, ConfigError, EngineError  # noqa: E402
-from vla_accel.images import AcceleratedVae, plug_in  # noqa: E402
-from vla_accel.images.graphed import GraphedForward  # noqa: E402
-from vla_accel.images.models import random_model, random_stable_diffusion  # noqa: E402
-from vla_accel.images.qwen import accelerate, random_qwen_image  # noqa: E402
-from vla_accel.images.stable import Engines, Request, StableDiffusion  # noqa: E402
-from vla_accel.images.switches import SWITCHES  # noqa: E402
-from vla_accel.images.weights import WeightState  # noqa: E402
-from vla_accel.ledger import Ledger  # noqa: E402
-
-CPU = torch.device("cpu")
-VAES = ("tiny-sd-vae", "tiny-qwen-vae")
-ROOT = Path(__file__).parents[2]
-
-
-def make(name: str) -> Any:
-    return random_model(name, dtype=torch.float32, device=CPU)
-
-
-def inputs(name: str, height: int = 64, width: int = 64, batch: int = 1) -> tuple[Tensor, Tensor]:
-    """An image and latents."""
-    frames = (1,) if name == "tiny-qwen-vae" else ()
-    generator = torch.Generator().manual_seed(height)
-    image = torch.rand(batch, 3, *frames, height, width, generator=generator) * 2 - 1
-    return image, 2 * torch.randn(batch, 4, *frames, height // 8, width // 8, generator=generator)
+REQUEST = Request("a bowl", height=64, width=64, steps=2)
 
 
-@torch.no_grad()  # as diffusers' pipelines call: tiles are blended in place
-def both(vae: Any, image: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-    return vae.encode(image).latent_dist.parameters, vae.decode(latents).sample
+def make_qwen() -> Any:
+    return random_qwen_image(tiny=True, layers=1, dtype=torch.float32, device=CPU)
 
 
-def assert_near(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-def far(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> bool:
+def differ(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> bool:
     return all(float((a - b).abs().max()) > 1e-2 for a, b in zip(got, want, strict=True))
 
 
@@ -69,63 +58,58 @@ def tile(vae: Any, size: int) -> None:
         vae.enable_tiling(size, size, size * 3 // 4, size * 3 // 4)
 
 
-@pytest.mark.parametrize("engine", ["eager", "native"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", VAES)
-def test_tiles_are_those_of_diffusers(name: str, engine: Any) -> None:
-    vae = make(name)
-    image, latents = inputs(name, 136, 200)
-    whole = both(vae, image, latents)
+def test_tiles_are_those_of_diffusers(name: str, engine: str) -> None:
+    vae = make_vae(name)
+    image, latents = vae_inputs(name, 136, 200)
+    whole = both_sides(vae, image, latents)
     tile(vae, 64)
-    tiled = both(vae, image, latents)
+    tiled = both_sides(vae, image, latents)
     tile(vae, 96)
-    larger = both(vae, image, latents)
+    larger = both_sides(vae, image, latents)
     vae.disable_tiling()
-    assert far(tiled, whole) and far(larger, tiled), "equal answers would prove nothing"
-    accelerated = AcceleratedVae(vae, {"vae_type": engine})
-    plug_in(vae, accelerated)
+    assert differ(tiled, whole) and differ(larger, tiled), "equal answers would prove nothing"
+    fast = AcceleratedVae(vae, {"vae_type": engine})
+    plug_in(vae, fast)
     tile(vae, 64)
-    assert_near(both(vae, image, latents), tiled)
-    assert not any("136" in key for key in accelerated.sizes), "no engine has the size of the whole picture"
+    assert_near(both_sides(vae, image, latents), tiled)
+    assert not any("136" in key for key in fast.sizes), "no engine has the size of the whole picture"
     tile(vae, 96)
-    assert_near(both(vae, image, latents), larger)
+    assert_near(both_sides(vae, image, latents), larger)
     vae.disable_tiling()
-    assert_near(both(vae, image, latents), whole)
+    assert_near(both_sides(vae, image, latents), whole)
 
 
 @pytest.mark.parametrize("name", VAES)
 def test_slices_run_one_image_at_a_time(name: str) -> None:
-    vae = make(name)
-    image, latents = inputs(name, batch=3)
-    want = both(vae, image, latents)
-    accelerated = AcceleratedVae(vae)
-    plug_in(vae, accelerated)
+    vae = make_vae(name)
+    image, latents = vae_inputs(name, batch=3)
+    want = both_sides(vae, image, latents)
+    fast = AcceleratedVae(vae)
+    plug_in(vae, fast)
     vae.enable_slicing()
-    assert_near(both(vae, image, latents), want)
-    assert {batch for _, batch, _ in accelerated._stages} == {1}
+    assert_near(both_sides(vae, image, latents), want)
+    assert {batch for _, batch, _ in fast.cache.made} == {1}
     vae.disable_slicing()
-    assert_near(both(vae, image, latents), want)
-    assert {batch for _, batch, _ in accelerated._stages} == {1, 3}
+    assert_near(both_sides(vae, image, latents), want)
+    assert {batch for _, batch, _ in fast.cache.made} == {1, 3}
 
 
 def test_tiles_count_in_our_own_pipeline() -> None:
-    parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
-    parts.set_progress_bar_config(disable=True)
+    parts = make_parts()
     tile(parts.vae, 64)
-    want = parts(
-        "a bowl", height=72, width=136, num_inference_steps=2, generator=torch.Generator().manual_seed(0),
-        output_type="np",
-    ).images[0]  # fmt: skip
-    pipeline = StableDiffusion(parts, Engines.all(EngineSpec("native")))
     request = Request("a bowl", height=72, width=136, steps=2)
+    pipeline = accelerated(parts)
     tiled = pipeline.generate(request).pixels
-    assert abs(tiled / 255 - want).max() < 0.5 / 255 + 2e-4
+    assert_same_picture(tiled, diffusers_picture(parts, request))
     assert "decoder 136x72" not in pipeline.vae.sizes
     parts.vae.disable_tiling()
     assert abs(pipeline.generate(request).pixels - tiled.astype(float)).max() > 1
 
 
 def test_several_frames_are_refused() -> None:
-    vae = make("tiny-qwen-vae")
+    vae = make_vae("tiny-qwen-vae")
     plug_in(vae, AcceleratedVae(vae))
     with pytest.raises(EngineError, match=r"expected one frame, .*, got \(1, 4, 2, 8, 8\)"):
         vae.decode(torch.zeros(1, 4, 2, 8, 8))
@@ -156,65 +140,57 @@ def exchanged_parameters(vae: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [loaded, in_place, through_data, exchanged_parameters])
-@pytest.mark.parametrize("engine", ["eager", "native"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", VAES)
-def test_weights_that_change_later_count(name: str, engine: Any, change: Callable[[Any], None]) -> None:
-    vae = make(name)
-    values = inputs(name)
+def test_weights_that_change_later_count(name: str, engine: str, change: Callable[[Any], None]) -> None:
+    vae = make_vae(name)
+    values = vae_inputs(name)
     undo = plug_in(vae, AcceleratedVae(vae, {"vae_type": engine}))
-    before = both(vae, *values)
+    before = both_sides(vae, *values)
     change(vae)
-    got = both(vae, *values)
+    got = both_sides(vae, *values)
     undo()
-    want = both(vae, *values)
+    want = both_sides(vae, *values)
     assert_near(got, want)
-    assert far(want, before), "the change must show"
+    assert differ(want, before), "the change must show"
 
 
-@pytest.mark.parametrize("engine", ["eager", "native"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", VAES)
-def test_another_dtype_counts(name: str, engine: Any) -> None:
-    vae = make(name)
-    image, latents = inputs(name)
+def test_another_dtype_counts(name: str, engine: str) -> None:
+    vae = make_vae(name)
+    image, latents = vae_inputs(name)
     undo = plug_in(vae, AcceleratedVae(vae, {"vae_type": engine}))
-    both(vae, image, latents)
+    both_sides(vae, image, latents)
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
         vae.to(dtype)
-        got = both(vae, image.to(dtype), latents.to(dtype))
+        got = both_sides(vae, image.to(dtype), latents.to(dtype))
         assert got[0].dtype == got[1].dtype == dtype
     with pytest.raises(EngineError, match=r"vae_encoder: expected dtype torch.float32, got torch.float16"):
         vae.encode(image.half())
     undo()
 
 
-@pytest.mark.parametrize("engine", ["eager", "native"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
-def test_weights_of_our_own_pipeline_count(part: str, engine: Any) -> None:
-    parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
-    parts.set_progress_bar_config(disable=True)
-    pipeline = StableDiffusion(parts, Engines.all(EngineSpec(engine)))
-    request = Request("a bowl", height=64, width=64, steps=2)
-    before = pipeline.generate(request).pixels
+def test_weights_of_our_own_pipeline_count(part: str, engine: str) -> None:
+    parts = make_parts()
+    pipeline = accelerated(parts, engine)
+    before = pipeline.generate(REQUEST).pixels
     with torch.no_grad():
         for parameter in getattr(parts, part).parameters():
             parameter.data.mul_(1.2)
-    got = pipeline.generate(request).pixels
-    want = parts(
-        "a bowl", height=64, width=64, num_inference_steps=2, generator=torch.Generator().manual_seed(0),
-        output_type="np",
-    ).images[0]  # fmt: skip
-    assert abs(got / 255 - want).max() < 0.5 / 255 + 5e-4
+    got = pipeline.generate(REQUEST).pixels
+    assert_same_picture(got, diffusers_picture(parts, REQUEST), noise=5e-4)
     assert abs(got.astype(float) - before).max() > 3, "the change must show"
 
 
 def test_our_own_pipeline_follows_to_another_dtype() -> None:
-    parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
-    pipeline = StableDiffusion(parts, Engines.all(EngineSpec("native")))
-    request = Request("a bowl", height=64, width=64, steps=2)
-    narrow = pipeline.generate(request)
-    parts.to(torch.bfloat16)
-    wide = pipeline.generate(request)
-    assert narrow.latents.dtype == torch.float32 and wide.latents.dtype == torch.bfloat16
+    parts = make_parts()
+    pipeline = accelerated(parts)
+    for dtype in (torch.float32, torch.bfloat16):
+        parts.to(dtype)
+        assert pipeline.generate(REQUEST).latents.dtype == dtype
 
 
 def test_a_state_tells_what_changed_and_what_did_not() -> None:
@@ -251,46 +227,52 @@ class FakeLora(nn.Module):
 
 
 class OffloadHook:
-    """Stands for accelerate's hook."""
+    """In place of accelerate's hook."""
 
 
-def refusals() -> Iterator[tuple[str, Callable[[Any], None], str]]:
-    def lora(vae: Any) -> None:
-        vae.decoder.conv_in = FakeLora(vae.decoder.conv_in)
+def lora(vae: Any) -> None:
+    vae.decoder.conv_in = FakeLora(vae.decoder.conv_in)
 
-    def offload(vae: Any) -> None:
-        vae._hf_hook = OffloadHook()
 
-    def sequential(vae: Any) -> None:
-        vae.encoder.conv_in._hf_hook = OffloadHook()
+def offload(vae: Any) -> None:
+    vae._hf_hook = OffloadHook()
 
-    def group(vae: Any) -> None:
-        from diffusers.hooks.hooks import HookRegistry, ModelHook
 
-        HookRegistry.check_if_exists_or_initialize(vae.encoder).register_hook(ModelHook(), "group_offloading")
+def sequential_offload(vae: Any) -> None:
+    vae.encoder.conv_in._hf_hook = OffloadHook()
 
-    def hook(vae: Any) -> None:
-        vae.decoder.mid_block.register_forward_hook(lambda *_: None)
 
-    yield "lora", lora, r"vae\.decoder\.conv_in: .* LoRA layer; call pipeline\.fuse_lora\(\)"
-    yield "offload", offload, r"vae: .*OffloadHook \(enable_model_cpu_offload, .*remove_all_hooks\(\)"
-    yield "sequential", sequential, r"vae\.encoder\.conv_in: .*enable_sequential_cpu_offload"
-    yield "group", group, r"vae\.encoder: .*group_offloading \(enable_group_offload"
-    yield "hook", hook, r"vae\.decoder\.mid_block: .*\(register_forward_hook\)"
+def group_offload(vae: Any) -> None:
+    from diffusers.hooks.hooks import HookRegistry, ModelHook
+
+    HookRegistry.check_if_exists_or_initialize(vae.encoder).register_hook(ModelHook(), "group_offloading")
+
+
+def hook(vae: Any) -> None:
+    vae.decoder.mid_block.register_forward_hook(lambda *_: None)
 
 
 @pytest.mark.parametrize("name", VAES)
-@pytest.mark.parametrize(("change", "message"), [r[1:] for r in refusals()], ids=[r[0] for r in refusals()])
-def test_what_engines_would_ignore_is_refused_before_and_after(
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lora, r"vae\.decoder\.conv_in: .* LoRA layer; call pipeline\.fuse_lora\(\)"),
+        (offload, r"vae: .*OffloadHook \(enable_model_cpu_offload, .*remove_all_hooks\(\)"),
+        (sequential_offload, r"vae\.encoder\.conv_in: .*enable_sequential_cpu_offload"),
+        (group_offload, r"vae\.encoder: .*group_offloading \(enable_group_offload"),
+        (hook, r"vae\.decoder\.mid_block: .*\(register_forward_hook\)"),
+    ],
+)
+def test_switches_that_engines_would_ignore_are_refused_before_and_after(
     name: str, change: Callable[[Any], None], message: str
 ) -> None:
-    vae = make(name)
-    values = inputs(name)
+    vae = make_vae(name)
+    values = vae_inputs(name)
     undo = plug_in(vae, AcceleratedVae(vae))
-    both(vae, *values)
+    both_sides(vae, *values)
     change(vae)
     with pytest.raises(EngineError, match=message):
-        both(vae, *values)
+        both_sides(vae, *values)
     undo()
     with pytest.raises(EngineError, match=message):
         AcceleratedVae(vae).decode(values[1])
@@ -299,22 +281,22 @@ def test_what_engines_would_ignore_is_refused_before_and_after(
 def test_a_registry_without_hooks_is_fine() -> None:
     from diffusers.hooks.hooks import HookRegistry
 
-    vae = make("tiny-sd-vae")
+    vae = make_vae("tiny-sd-vae")
     HookRegistry.check_if_exists_or_initialize(vae)
-    AcceleratedVae(vae).decode(inputs("tiny-sd-vae")[1])
+    AcceleratedVae(vae).decode(vae_inputs("tiny-sd-vae")[1])
 
 
 def test_attention_of_the_same_mathematics_is_neutral_and_any_other_is_refused() -> None:
     from diffusers.models.attention_processor import AttnProcessor
 
-    vae = make("tiny-sd-vae")
-    values = inputs("tiny-sd-vae")
-    want = both(vae, *values)
+    vae = make_vae("tiny-sd-vae")
+    values = vae_inputs("tiny-sd-vae")
+    want = both_sides(vae, *values)
     plug_in(vae, AcceleratedVae(vae))
     vae.set_attn_processor(AttnProcessor())
-    assert_near(both(vae, *values), want)
+    assert_near(both_sides(vae, *values), want)
     vae.fuse_qkv_projections()
-    assert_near(both(vae, *values), want)
+    assert_near(both_sides(vae, *values), want)
 
     class OwnProcessor(AttnProcessor):
         pass
@@ -322,13 +304,13 @@ def test_attention_of_the_same_mathematics_is_neutral_and_any_other_is_refused()
     vae.unfuse_qkv_projections()
     vae.set_attn_processor(OwnProcessor())
     with pytest.raises(EngineError, match="got OwnProcessor"):
-        both(vae, *values)
+        both_sides(vae, *values)
 
 
 def test_switches_of_the_unet_count_in_eager_and_are_refused_elsewhere() -> None:
-    parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
-    request = Request("a bowl", height=64, width=64, steps=2)
-    eager, native = (StableDiffusion(parts, Engines.all(EngineSpec(engine))) for engine in ("eager", "native"))
+    parts = make_parts()
+    request = REQUEST
+    eager, native = (accelerated(parts, engine) for engine in ENGINES)
     plain = eager.generate(request).pixels.astype(float)
     assert abs(native.generate(request).pixels - plain).max() <= 1
     parts.enable_freeu(s1=0.9, s2=0.2, b1=1.4, b2=1.6)
@@ -352,8 +334,8 @@ def test_switches_of_the_unet_count_in_eager_and_are_refused_elsewhere() -> None
 
 
 def test_offloading_and_hooks_in_our_own_pipeline() -> None:
-    parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
-    pipeline = StableDiffusion(parts, Engines.all(EngineSpec("native")))
+    parts = make_parts()
+    pipeline = accelerated(parts)
     request = Request("a bowl", height=64, width=64, steps=1)
     pipeline.generate(request)
     for part in ("unet", "text_encoder", "vae"):
@@ -374,25 +356,25 @@ def test_offloading_and_hooks_in_our_own_pipeline() -> None:
 
 @pytest.mark.parametrize("name", VAES)
 def test_a_deep_copy_has_engines_of_its_own(name: str) -> None:
-    vae = make(name)
-    values = inputs(name)
+    vae = make_vae(name)
+    values = vae_inputs(name)
     undo = plug_in(vae, AcceleratedVae(vae))
-    before = both(vae, *values)
+    before = both_sides(vae, *values)
     other = copy.deepcopy(vae)
     in_place(other)
-    assert_near(both(vae, *values), before)
-    changed = both(other, *values)
-    assert far(changed, before)
+    assert_near(both_sides(vae, *values), before)
+    changed = both_sides(other, *values)
+    assert differ(changed, before)
     undo()
-    plain = make(name)
+    plain = make_vae(name)
     in_place(plain)
-    assert_near(changed, both(plain, *values))
-    assert_near(both(other, *values), changed)
+    assert_near(changed, both_sides(plain, *values))
+    assert_near(both_sides(other, *values), changed)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
 def test_several_are_undone_in_any_order(order: tuple[int, ...]) -> None:
-    vae = make("tiny-sd-vae")
+    vae = make_vae("tiny-sd-vae")
     there = dict(vars(vae))
     engines = [AcceleratedVae(vae) for _ in order]
     undo = [plug_in(vae, one) for one in engines]
@@ -402,13 +384,13 @@ def test_several_are_undone_in_any_order(order: tuple[int, ...]) -> None:
         undo[index]()
         left.discard(index)
         if left:
-            vae.decode(inputs("tiny-sd-vae", 8 * (8 + len(left)))[1])
+            vae.decode(vae_inputs("tiny-sd-vae", 8 * (8 + len(left)))[1])
             assert engines[max(left)].sizes, "the newest that is left runs"
     assert vars(vae) == there
 
 
 def test_own_functions_of_an_object_come_back() -> None:
-    vae = make("tiny-sd-vae")
+    vae = make_vae("tiny-sd-vae")
     vae.decode = "a user's own"
     first, second = (plug_in(vae, AcceleratedVae(vae)) for _ in range(2))
     first()
@@ -417,7 +399,7 @@ def test_own_functions_of_an_object_come_back() -> None:
 
 
 def test_engines_of_another_autoencoder_are_refused() -> None:
-    one, other = make("tiny-sd-vae"), make("tiny-sd-vae")
+    one, other = make_vae("tiny-sd-vae"), make_vae("tiny-sd-vae")
     with pytest.raises(EngineError, match="plug_in: expected an AcceleratedVae made from this autoencoder"):
         plug_in(one, AcceleratedVae(other))
     assert "decode" not in vars(one)
@@ -425,7 +407,7 @@ def test_engines_of_another_autoencoder_are_refused() -> None:
 
 @pytest.mark.parametrize("transformer", ["native", "compile"])
 def test_an_unsupported_pipeline_is_one_error_and_stays_as_it_is(transformer: Any) -> None:
-    parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
+    parts = make_parts()
     there = dict(vars(parts.vae))
     with pytest.raises(
         ConfigError,
@@ -436,7 +418,7 @@ def test_an_unsupported_pipeline_is_one_error_and_stays_as_it_is(transformer: An
 
 
 def test_a_pipeline_of_another_autoencoder_is_refused() -> None:
-    pipeline = random_qwen_image(tiny=True, layers=1, dtype=torch.float32, device=CPU)
+    pipeline = make_qwen()
     pipeline.vae = diffusers.AutoencoderTiny()
     with pytest.raises(ConfigError, match=r"\.vae: expected AutoencoderKLQwenImage or AutoencoderKL, got the class"):
         accelerate(pipeline, {"vae_type": "native"}, "native")
@@ -444,7 +426,7 @@ def test_a_pipeline_of_another_autoencoder_is_refused() -> None:
 
 
 def test_whatever_fails_leaves_the_pipeline_as_it_is() -> None:
-    pipeline = random_qwen_image(tiny=True, layers=1, dtype=torch.float32, device=CPU)
+    pipeline = make_qwen()
     with pytest.raises(EngineError, match=r"strict mode: transformer: .*a CUDA graph needs a GPU"):
         accelerate(pipeline, {"vae_type": "native"}, "native", ledger=Ledger(strict=True))
     assert "decode" not in vars(pipeline.vae) and "forward" not in vars(pipeline.transformer)
@@ -454,7 +436,7 @@ def test_whatever_fails_leaves_the_pipeline_as_it_is() -> None:
 
 
 def test_without_a_gpu_the_ledger_says_that_there_is_no_graph(caplog: pytest.LogCaptureFixture) -> None:
-    pipeline = random_qwen_image(tiny=True, layers=1, dtype=torch.float32, device=CPU)
+    pipeline = make_qwen()
     ledger = Ledger()
     with caplog.at_level(logging.WARNING, "vla_accel"):
         accelerate(pipeline, None, "native", ledger=ledger)
@@ -475,7 +457,7 @@ def transformer_inputs() -> dict[str, Any]:
 
 @pytest.mark.parametrize("transformer", ["native", pytest.param("compile", marks=pytest.mark.slow)])
 def test_a_transformer_takes_every_argument_and_deep_copies(transformer: Any) -> None:
-    pipeline = random_qwen_image(tiny=True, layers=1, dtype=torch.float32, device=CPU)
+    pipeline = make_qwen()
     named = transformer_inputs()
     samples = [torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(1))]
     module = pipeline.transformer
@@ -494,7 +476,7 @@ def test_a_transformer_takes_every_argument_and_deep_copies(transformer: Any) ->
 
 
 def test_a_second_exchange_wraps_the_forward_of_the_module_itself() -> None:
-    pipeline = random_qwen_image(tiny=True, layers=1, dtype=torch.float32, device=CPU)
+    pipeline = make_qwen()
     first, second = (accelerate(pipeline, None, "native") for _ in range(2))
     forward = vars(pipeline.transformer)["forward"]
     assert isinstance(forward, GraphedForward)
@@ -505,7 +487,7 @@ def test_a_second_exchange_wraps_the_forward_of_the_module_itself() -> None:
 
 
 def test_an_offloaded_transformer_is_refused() -> None:
-    pipeline = random_qwen_image(tiny=True, layers=1, dtype=torch.float32, device=CPU)
+    pipeline = make_qwen()
     accelerate(pipeline, None, "native")
     pipeline.transformer._hf_hook = OffloadHook()
     with pytest.raises(EngineError, match=r"^transformer: .*enable_model_cpu_offload"):
@@ -515,9 +497,9 @@ def test_an_offloaded_transformer_is_refused() -> None:
 # -- prompts and options ------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_is_cut_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
-    pipeline = StableDiffusion(parts)
+def test_a_prompt_that_is_too_long_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    parts = make_parts()
+    pipeline = accelerated(parts, "eager")
     with caplog.at_level(logging.WARNING, "vla_accel"):
         pipeline.generate(Request("a" * 75, height=64, width=64, steps=1))
         assert not [r for r in caplog.records if r.name == "vla_accel"]
@@ -537,20 +519,7 @@ def test_a_prompt_that_is_cut_is_told(caplog: pytest.LogCaptureFixture) -> None:
 )
 @pytest.mark.parametrize("part", ["text_encoder", "unet", "vae_encoder", "vae_decoder"])
 def test_options_that_an_image_model_would_ignore_are_refused(part: str, spec: EngineSpec, message: str) -> None:
-    parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=CPU)
     if part.startswith("vae") and spec.precision == "fp8":
         message = "expected precision auto, fp32, bf16, fp16, got fp8"
     with pytest.raises(ConfigError, match=f"^{part}: .*{message}"):
-        StableDiffusion(parts, Engines(**{part: spec}))
-
-
-# -- the table ----------------------------------------------------------------------------------------------------
-
-
-def test_the_page_has_the_table_of_switches() -> None:
-    page = (ROOT / "docs" / "images.md").read_text()
-    for switch in SWITCHES:
-        names = ", ".join(f"`{name}`" if re.fullmatch(r"[a-z_*]+", name) else name for name in switch.names)
-        assert f"| {names} | {switch.where} | {switch.effect} | {switch.note} |" in page
-    rows = re.findall(r"^\| .* \| (?:honoured|neutral|refused) \| .* \|$", page, re.MULTILINE)
-    assert len(rows) == len(SWITCHES)
+        StableDiffusion(make_parts(), Engines(**{part: spec}))

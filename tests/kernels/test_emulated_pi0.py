@@ -62,22 +62,26 @@ def test_the_loop_is_as_near_as_fused_ops(name: str, emulated: Path) -> None:
 # What a line of the source becomes, and what is then said; where nothing is said, the actions are off.
 MISTAKES = {
     "no barrier": ("    __syncthreads();\n    put_sums<N>", "    put_sums<N>", "with no barrier between"),
-    "no wait for the copy": ("  mbarrier_wait(kv_barrier, 0);\n", "", "which its copy engine wrote with no barrier"),
-    "another phase": ("mbarrier_wait(kv_barrier, 0);", "mbarrier_wait(kv_barrier, 1);", "copy engine|wait for ever"),
-    "too many bytes": ("cached * D * 4)", "cached * D * 4 + 16)", "256 at mbarrier_wait|for ever: .* at mbarrier_wait"),
-    "too few bytes": ("cached * D * 4)", "cached * D * 4 - 16)", "wait for ever: .* at mbarrier_wait"),
+    "no wait for the copy": ("  attention.kv_arrived.wait();\n", "", "which its copy engine wrote with no barrier"),
+    "another phase": ("attention.kv_arrived.wait();", "mbarrier_wait(attention.kv_arrived.address, 1);",
+                      "copy engine|wait for ever"),
+    "too many bytes": ("cached * HEAD_DIM * 4)", "cached * HEAD_DIM * 4 + 16)",
+                       "256 at mbarrier_wait|for ever: .* at mbarrier_wait"),
+    "too few bytes": ("cached * HEAD_DIM * 4)", "cached * HEAD_DIM * 4 - 16)", "wait for ever: .* at mbarrier_wait"),
     "blocks that may not have started": (
-        "  cluster_wait();  // The other blocks have started, so their memory may be written.\n  // A warp sends", "//",
+        "cluster_wait();  // The other blocks have started, so their memory may be written.\n  attention", "attention",
         "nothing says yet that block . of the cluster has started",
     ),
     "an early read": ("const float held = hold(column);", "const float held = hold(column) + 0.f * late(0, column);",
                       "reads, before griddepcontrol.wait, byte"),
-    "a tile too far": ("k + (lane >> 4) * 8) * 2);", "k + 8 + (lane >> 4) * 8) * 2);", ""),
-    "a row too far": ("const int row = min(first + mt * 16 + half * 8 + g, M - 1);",
-                      "const int row = first + mt * 16 + half * 8 + g + 32;", "outside of every tensor"),
+    "a tile too far": ("k + (at.lane >> 4) * 8) * 2);", "k + 8 + (at.lane >> 4) * 8) * 2);", ""),
+    "a row too far": ("const int row = min(first + tile * 16 + half * 8 + g, ROWS - 1);",
+                      "const int row = first + tile * 16 + half * 8 + g + 32;", "outside of every tensor"),
     "keys behind the length": ("first + key < length", "first + key <= length", ""),
-    "a column's neighbour": ("const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2",
-                             "const int column = (first + rank) * 8 + (threadIdx.x & 3) * 2 ^ 1", ""),
+    "a column's neighbour": ("const int column = (product.first + product.rank) * 8 + (threadIdx.x & 3) * 2",
+                             "const int column = (product.first + product.rank) * 8 + (threadIdx.x & 3) * 2 ^ 1", ""),
+    "an area too early": ("(u16*)(shared_memory + work.own_queries)", "(u16*)(shared_memory + work.own_queries - 64)",
+                          "with no barrier between"),
 }  # fmt: skip
 
 

@@ -27,8 +27,9 @@ from vla_accel.kernels.gemm.config import (
     without_triton,
 )
 from vla_accel.kernels.gemm.hopper import HopperTile
+from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.nn.kernel_choices import Cuts
+from vla_accel.nn.kernel_choices import KernelChoices
 
 EVERY_GPU = [gpu for one in GPUS.values() for gpu in (one, one.portable)]
 
@@ -208,19 +209,20 @@ def test_the_best_of_triton_is_measured_against_cublas(best: str, monkeypatch: p
 
     monkeypatch.setattr(configs, "remembered", remembered)
     x, sizes = torch.zeros(40, 64), GemmSizes(40, 128, 64, weight_bytes=4, row_bytes=4)
-    made, seen = Cuts(torch.device("cpu"), Chain(None)), list[int]()
+    made, seen = KernelChoices(torch.device("cpu"), Chain(None)), list[int]()
+    moments_of_x = functools.partial(Moments.like, x)
 
     def run() -> None:
-        moments = made.moments("o")
+        moments = made["o"].moments
         assert moments is not None
         seen.append(moments.columns)
 
-    made.products("o", sizes, run, of=x, beside=True)
+    made.product("o", sizes, run, moments=moments_of_x, every_backend=True)
     assert len(asked) == 3 and asked[2] == [asked[2][0], "cuBLAS"] and asked[2][0] in asked[1]
-    assert isinstance(made.alone("o"), Library if best == "cuBLAS" else Pipelined)
+    assert isinstance(made["o"].config, Library if best == "cuBLAS" else Pipelined)
     # The moments of cuBLAS's rows have one tile.
     assert seen[-1] == 64 and set(seen[:-1]) >= {16}
-    made.products("o", sizes, run, of=x)
+    made.product("o", sizes, run, moments=moments_of_x)
     assert len(asked) == 5, "cuBLAS is measured on request only"
 
 

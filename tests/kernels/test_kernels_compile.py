@@ -252,7 +252,7 @@ def test_smolvla_s_streamed_kernels_compile(
     name: str, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = EXPERTS[name]
-    schedule = Schedule.of(smolvla_expert.sizes_of(case.config), len(case.lengths), case.prefix_tokens, H200)
+    schedule = Schedule.of(smolvla_expert.expert_spec(case.config), len(case.lengths), case.prefix_tokens, H200)
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
     code = nvrtc.compile_source(schedule.source, "sm_90a")
     for kernel in schedule.blocks:

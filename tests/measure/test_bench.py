@@ -20,13 +20,12 @@ import torch
 
 from tests.support.tiny import tiny_config, write_robot, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy, PolicyConfig, cli
-from vla_accel.cli import bench as command
 from vla_accel.config.mapping import from_mapping
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.pi0.family import PI0, PI05
 from vla_accel.kernels import phases
-from vla_accel.measure import bench, paced, start, systems
+from vla_accel.measure import bench, comparison, paced, start, systems
 from vla_accel.measure import random_policy as random_policy_module
 from vla_accel.measure.bench import System
 from vla_accel.measure.random_policy import random_policy
@@ -428,9 +427,10 @@ def test_a_run_that_is_cut_off_leaves_its_rows(folder: Path, tmp_path: Path, mon
     def cut_off(systems: list[System], *arguments: Any, **options: Any) -> list[dict[str, Any]]:
         if systems[0].steps == 1:
             raise KeyboardInterrupt
-        return bench.run(systems, *arguments, **options)
+        return run(systems, *arguments, **options)
 
-    monkeypatch.setattr(command, "run", cut_off)
+    run = bench.run
+    monkeypatch.setattr(bench, "run", cut_off)
     output = tmp_path / "bench.json"
     words = "--config eager --steps 2,1 --calls 2 --prompt-tokens 19 --output"
     assert cli.main(["bench", str(folder), *words.split(), str(output)]) == 130
@@ -442,13 +442,14 @@ def test_a_run_that_is_cut_off_leaves_its_rows(folder: Path, tmp_path: Path, mon
 def test_which_systems_take_turns(tmp_path: Path) -> None:
     def chosen(*named: str, checkout: Path | None = tmp_path, fitted: bool = True) -> tuple[str, ...]:
         factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None, checkout=checkout)
-        return command._systems(factory, named, fitted=fitted)
+        return comparison.choose_systems(factory, named, fitted=fitted)
 
     ours, both = ("native-bf16", "native-fp8", "native-fp8-vision", "eager"), ("realtime-vla", "realtime-vla-autotune")
     assert chosen() == (*ours, "openpi-eager", *both) and chosen(checkout=None) == (*ours, "openpi-eager")
     assert chosen("eager") == ("eager", *both) and chosen("eager", checkout=None) == ("eager",)
     assert chosen("eager", "realtime-vla") == ("eager", "realtime-vla")
     assert chosen(fitted=False) == ours and chosen("native-fp8", fitted=False) == ("native-fp8",)
+    assert chosen("native_fp8", fitted=False) == ("native-fp8",), "as the file of the configuration is called"
     with pytest.raises(ConfigError, match="camera: expected systems that fit images themselves, got openpi-eager"):
         chosen("eager", "openpi-eager", fitted=False)
 
@@ -456,7 +457,7 @@ def test_which_systems_take_turns(tmp_path: Path) -> None:
 def test_a_baseline_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """`eager` stands for another project's code, and `native_fp8` for one that is not installed."""
     made: list[tuple[str, int]] = []
-    real = command.CheckpointFactory.make
+    real = CheckpointFactory.make
 
     def make(self: Any, name: str, steps: int) -> System:
         made.append((name, steps))
@@ -464,15 +465,15 @@ def test_a_baseline_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch, 
             raise DependencyError("nothing to import")
         return real(self, name, steps)
 
-    monkeypatch.setattr(command.CheckpointFactory, "make", make)
-    monkeypatch.setattr(command, "_systems", lambda factory, named, fitted: ("native", "eager", "native_fp8"))
-    initial = command.CheckpointFactory.__init__
+    monkeypatch.setattr(CheckpointFactory, "make", make)
+    monkeypatch.setattr(comparison, "choose_systems", lambda factory, named, fitted: ("native", "eager", "native_fp8"))
+    initial = CheckpointFactory.__init__
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         initial(self, *arguments, **options)
         self.baselines = ("eager", "native_fp8")
 
-    monkeypatch.setattr(command.CheckpointFactory, "__init__", init)
+    monkeypatch.setattr(CheckpointFactory, "__init__", init)
     words = f"bench {folder} --config native,native_fp8 --steps 2,1 --calls 1 --device cpu --prompt-tokens 19"
     assert cli.main(words.split()) == 0
     out, err = capsys.readouterr()
@@ -484,19 +485,19 @@ def test_a_baseline_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_what_compiles_for_minutes_is_timed_once(tmp_path: Path) -> None:
     factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None, checkout=tmp_path)
     names = ("native-bf16", "openpi-eager", "openpi-max-autotune", "realtime-vla")
-    found = command.timed_once(factory, names, (3, 10, 1))
+    found = comparison.timed_once(factory, names, (3, 10, 1))
     assert {name: told["steps"] for name, told in found.items()} == {"openpi-max-autotune": 3, "realtime-vla": 10}
     assert "torch.compile takes minutes" in found["openpi-max-autotune"]["why"]
-    assert command.timed_once(factory, names, (10,)) == command.timed_once(factory, names[:2], (3, 1)) == {}
+    assert comparison.timed_once(factory, names, (10,)) == comparison.timed_once(factory, names[:2], (3, 1)) == {}
     with pytest.raises(ConfigError, match="steps: expected 10 among them for realtime-vla, got 3,1"):
-        command.timed_once(factory, names, (3, 1))
+        comparison.timed_once(factory, names, (3, 1))
 
 
 def test_a_system_that_is_timed_once_has_no_other_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     once = {"native": {"steps": 2, "why": "it is slow"}}
-    monkeypatch.setattr(command, "timed_once", lambda factory, names, sweep: once)
+    monkeypatch.setattr(comparison, "timed_once", lambda factory, names, sweep: once)
     words = f"bench {folder} --config native --steps 2,1 --calls 1 --device cpu --prompt-tokens 19"
     assert cli.main(words.split()) == 0
     out, err = capsys.readouterr()

@@ -122,7 +122,7 @@ def test_the_median_call_is_told(raw_events: bool, monkeypatch: pytest.MonkeyPat
 
 def test_a_profile_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "demo", "--profile", "--device", "cpu"]) == 1
-    assert "profile: expected a GPU, whose kernels it tells, got cpu" in capsys.readouterr().err
+    assert "profile: expected a GPU, whose kernels it lists, got cpu" in capsys.readouterr().err
 
 
 def test_the_table_has_the_kernels_of_a_call() -> None:

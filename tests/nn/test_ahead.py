@@ -177,11 +177,11 @@ def test_a_layer_reads_nothing_before_its_turn(made: Any, name: str, monkeypatch
         loop.run(inputs, state, want)
         behind = [told.copy(), told.clear()][0]
         with loop.chain:
-            loop.begin(late, state, got, wait)
+            loop.first_step(late, state, got, wait)
         assert torch.isnan(late["keys"]).sum() == 0
         second = len(told)
         with loop.chain:
-            loop.go_on(late, state, got)
+            loop.other_steps(late, state, got)
     assert torch.equal(got, want) and torch.isfinite(want).all() and not torch.equal(want, noise)
     waits = [index for index, one in enumerate(told) if isinstance(one, int)]
     assert [told[index] for index in waits] == list(range(len(inputs["keys"])))

@@ -13,7 +13,7 @@ diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
 from tests.support.agreement import RATIO, assert_as_near  # noqa: E402
 from vla_accel.errors import CheckpointError, EngineError  # noqa: E402
-from vla_accel.images import native_autoencoder  # noqa: E402
+from vla_accel.images import native  # noqa: E402
 from vla_accel.images.autoencoder import Half, ResBlock, autoencoder_kind, split_autoencoder  # noqa: E402
 from vla_accel.images.models import CONFIGS, random_model  # noqa: E402
 from vla_accel.images.native_autoencoder import CompiledHalf, NativeHalf, QuickestHalf  # noqa: E402
@@ -159,7 +159,7 @@ def test_the_quickest_program_is_measured_once_a_size(vae: Any, monkeypatch: pyt
 
     fused, compiled = NativeHalf(encoder), CompiledHalf(copy.deepcopy(encoder), backend="eager")
     fused({"x": image}, {"y": torch.empty(2, 8, *image.shape[2:-2], 6, 10)})
-    monkeypatch.setattr(native_autoencoder, "fastest", fastest)
+    monkeypatch.setattr(native, "fastest", fastest)
     quickest = QuickestHalf({"fused": Noted("fused", fused), "compiled": Noted("compiled", compiled)})
     with torch.inference_mode():
         want = encoder(image)

@@ -169,8 +169,8 @@ def test_hopper_runs_int8_in_fused_ops_and_the_ledger_says_why(
     programs: Any = {"pi05": expert, "smolvla": smolvla_loop}[name]
     why_not = programs.why_not_streamed(policy.model, "int8", 1)
     assert why_not == "it takes BF16 weights, not INT8"
-    text = described(SimpleNamespace(detail=""), "INT8 weights", why_not)
-    assert "(no streamed kernels: it takes BF16 weights, not INT8)" in text
+    loop: Any = SimpleNamespace(choices=SimpleNamespace(detail=""))
+    assert "(no streamed kernels: it takes BF16 weights, not INT8)" in described(loop, "INT8 weights", why_not)
 
 
 def test_gpus_without_fp8_have_it() -> None:

@@ -242,7 +242,7 @@ def test_the_state_of_pi0_does_not_see_the_actions() -> None:
     inputs = make_inputs(model.config, 1, "full")
     keys, values, _ = prefix_of(model, inputs)
     embedding, _ = model.conditioning(torch.tensor([0.5], dtype=torch.float64))
-    outputs: list[Tensor] = []
+    outputs: list[Any] = []
     model.expert.norm.register_forward_hook(lambda _, __, out: outputs.append(out))
     noise, state = inputs["noise"], inputs["state"]
     for x, s in ((noise, state), (noise + 1, state), (noise, state + 1)):

@@ -60,7 +60,7 @@ def test_native_is_eager(libero: bool, trained: bool, folders: dict[bool, Path])
             np.testing.assert_allclose(ours[0]["actions"][:2], chunk[:2], rtol=0, atol=1e-6)
     entries = {e["component"]: e for e in native.ledger.as_list()}
     assert {e["used"] for e in entries.values()} == {"native"}
-    kernels = 3 * 4 + 3 if libero else 3 * 5 - 1 + 3
+    kernels = 3 * 4 + 2 if libero else 3 * 5 - 1 + 2  # few rows: the norms are measured by the next product
     assert f"{kernels} kernels a step" in str(entries["denoise"]["detail"])
 
 

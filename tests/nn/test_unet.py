@@ -14,8 +14,7 @@ from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.errors import CheckpointError, ConfigError, EngineError  # noqa: E402
 from vla_accel.images.models import filled  # noqa: E402
 from vla_accel.images.native_unet import NativeUnet  # noqa: E402
-from vla_accel.images.unet import Unet  # noqa: E402
-from vla_accel.images.unet_component import ModuleProgram, check_file_size, unet_component  # noqa: E402
+from vla_accel.images.unet import ModuleProgram, Unet, check_file_size, unet_component  # noqa: E402
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 from tests.support.groot_folders import observation
 from vla_accel import OptimizedPolicy, PolicyConfig, cli
 from vla_accel.config import load_config
-from vla_accel.errors import ConfigError, ObservationError
+from vla_accel.errors import ObservationError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named, sized
 from vla_accel.families.groot.family import GROOT
@@ -106,15 +106,6 @@ def test_the_shipped_fp8_is_what_bench_times() -> None:
         n: (s.engine, s.precision) for n, s in timed.items()
     }
     assert shipped["denoise"].precision == "fp8"
-
-
-@pytest.mark.parametrize(
-    "rtc", [{"schedule": "exp"}, {"max_guidance_weight": 5.0}, {"trained": True}, {"trained": True, "max_delay": 2}]
-)
-def test_settings_of_other_families_real_time_chunking_are_refused(groot_folder: Path, rtc: dict[str, object]) -> None:
-    name = next(iter(rtc))
-    with pytest.raises(ConfigError, match=rf"rtc\.{name}: expected none for groot, .* only execution_horizon of rtc"):
-        OptimizedPolicy.from_pretrained(groot_folder, load_config({"device": "cpu", "rtc": rtc}))
 
 
 def test_the_execution_horizon_changes_the_chunk(groot_folder: Path, policy: OptimizedPolicy) -> None:

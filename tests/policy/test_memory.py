@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,7 +28,6 @@ from vla_accel.families.groot.family import GROOT
 from vla_accel.families.loading import load
 from vla_accel.families.pi0.family import PI0, PI05
 from vla_accel.families.pi0.native import Pi0Store
-from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.prompted import PromptShape
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.calibration import calibrate
@@ -167,7 +167,7 @@ def test_calibration_has_one_block_in_memory(tmp_path: Path) -> None:
     prefix = GemmaConfig(width=64, depth=12, mlp_dim=512, heads=2, kv_heads=1, head_dim=32)
     expert = replace(prefix, width=16, mlp_dim=16)
     write_tiny_checkpoint(tmp_path, "pi05", prefix=prefix, expert=expert)
-    model = load(tmp_path, dtype=torch.float32, whole=False).model
+    model: Any = load(tmp_path, dtype=torch.float32, whole=False).model
     observation = (np.ones((1, 28, 28, 3), np.uint8), np.ones(3, np.int64), np.zeros(8, np.float32))
     with Peak("cpu") as peak:
         calibrate(model, [observation], "test")
@@ -178,7 +178,21 @@ def test_calibration_has_one_block_in_memory(tmp_path: Path) -> None:
     assert all(p.is_meta for p in model.parameters()), "the weights are let go again"
 
 
-def published(family: Any) -> tuple[Pi0, PromptShape]:
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+def test_calibration_reads_weights_as_they_are_stored(tmp_path: Path, kind: Kind) -> None:
+    """Weights in FP16 that are not read yet give the scales of the same weights in memory."""
+    pytest.importorskip("modelopt", reason="needs nvidia-modelopt")
+    write_tiny_checkpoint(tmp_path, kind)
+    file = tmp_path / "model.safetensors"
+    save_file({name: value.half() for name, value in load_file(file).items()}, file)
+    observation = (np.full((2, 28, 28, 3), 9, np.uint8), np.arange(1, 4), np.zeros(8, np.float32))
+    stored: Any = load(tmp_path, whole=False).model
+    held: Any = load(tmp_path).model
+    assert held.prefix.layers[0].qkv_proj.weight.dtype == torch.float16
+    assert calibrate(stored, [observation], "test").amax == calibrate(held, [observation], "test").amax
+
+
+def published(family: Any) -> tuple[Any, PromptShape]:
     model = bench_card(family).random(bench_card(family).published(), seed=0, device="cpu", dtype=torch.bfloat16)
     return model, PromptShape(1, 10, bench_card(family).views, 32, True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.support.tiny_pi0_fast import (
 from tests.support.tiny_smolvla import statistics
 from tests.support.waiting import PATIENCE_S
 from vla_accel import EngineSpec, OptimizedPolicy
-from vla_accel.config import RtcConfig, load_config
+from vla_accel.config import load_config
 from vla_accel.errors import ActionError, ConfigError, ObservationError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.pi0_fast.family import PI0_FAST
@@ -221,19 +220,3 @@ def test_it_declares_no_real_time_chunking_and_a_runner_plans_without(policy: Op
     assert report.failures == 0 and report.chunks > 3
     with pytest.raises(ConfigError, match="real_time_chunking: expected"):
         policy.async_runner(20.0, real_time_chunking=True)
-
-
-def test_a_server_of_it_does_not_offer_real_time_chunking(policy: OptimizedPolicy) -> None:
-    pytest.importorskip("websockets", reason="needs websockets")
-    from vla_accel.client import PolicyClient
-    from vla_accel.server import ServerConfig, background
-
-    with background(policy, ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
-        assert client.metadata["real_time_chunking"] is False and not client.supports_prev_chunk
-
-
-@pytest.mark.parametrize("rtc", [{"trained": True}, {"schedule": "exp"}, {"execution_horizon": 2}])
-def test_settings_of_real_time_chunking_are_refused(folder: Path, rtc: dict[str, Any]) -> None:
-    name = next(iter(rtc))
-    with pytest.raises(ConfigError, match=rf"rtc\.{name}: expected none for pi0_fast, which has no real-time chunking"):
-        OptimizedPolicy.from_pretrained(folder, replace(RELAXED, rtc=RtcConfig(**rtc)))

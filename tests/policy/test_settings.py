@@ -169,6 +169,22 @@ READ = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "rtc", "takes"),
+    [
+        *(("pi0_fast", rtc, "no real-time chunking") for rtc in
+          ({"trained": True}, {"schedule": "exp"}, {"execution_horizon": 2})),
+        *(("groot", rtc, "only execution_horizon") for rtc in
+          ({"schedule": "exp"}, {"max_guidance_weight": 5.0}, {"trained": True, "max_delay": 2})),
+    ],
+)  # fmt: skip
+def test_settings_of_other_families_real_time_chunking_are_refused(
+    name: str, rtc: dict[str, Any], takes: str, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"rtc\.{next(iter(rtc))}: expected none for {name}, .*{takes}"):
+        OptimizedPolicy.from_pretrained(folders[name], {"device": "cpu", "rtc": rtc})
+
+
 @pytest.mark.parametrize("name", READ)
 def test_a_setting_that_a_checkpoint_does_not_have_is_refused(name: str, folders: dict[str, Path]) -> None:
     for setting, value in OTHERS.items():

@@ -38,11 +38,9 @@ from tests.support.runtimes import steered
 from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
 from vla_accel.families.pi0 import native as pi0_programs
-from vla_accel.families.pi0 import native_loop as expert
 from vla_accel.families.pi0.native import Pi0Store
 from vla_accel.families.pi0.network import Pi0, Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.families.smolvla import native as smolvla_programs
-from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.kernels.attention import config as attention_config
@@ -52,7 +50,8 @@ from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm_workspace
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import resize
-from vla_accel.nn.kernel_choices import Taken
+from vla_accel.nn.kernel_choices import Choice
+from vla_accel.nn.loop import SuffixLoop
 from vla_accel.pictures import MAP_WIDTH
 
 META = torch.device("meta")
@@ -104,7 +103,7 @@ def launches_of(
             store.denoise(batch, total, 2, of_loop, trained=trained),
         )  # fmt: skip
     loop: Any = getattr(programs[2], "loop", programs[2])
-    assert isinstance(loop, (expert.Pi0LayerLoop, smolvla_expert.SmolVlaLayerLoop))
+    assert isinstance(loop, SuffixLoop)
     # Where all products of a chain are the library's, its launches are not dependent; a Hopper's products are its own.
     for program in programs[:2]:
         program.chain.early = gpu.dependent_launch  # type: ignore[attr-defined]
@@ -152,29 +151,28 @@ def recorded(call: Callable[[], None]) -> list[Launch]:
     return found
 
 
-def try_cuts(gpu: Gpu, loop: expert.Pi0LayerLoop, tensors: dict[str, Tensor]) -> None:
+def try_cuts(gpu: Gpu, loop: SuffixLoop, tensors: dict[str, Tensor]) -> None:
     """Launch every product and attention of a layer in every cut that is worth measuring, and what stands around the
     library's products."""
-    for name, product in loop.products.items():
-        first, *others = candidates(gpu, product)
-        for config in (*variants(gpu, product, first), *others):
-            loop.cuts.taken[name] = Taken(config, gemm_workspace(product, META, config))
-            loop.every(name, tensors["lengths"])
-    if loop.pinned is None and all(Library() in without_triton(gpu, p) for p in loop.products.values()):
-        for name, product in loop.products.items():
-            of = loop.x if name in ("o", "down") else None
-            moments = (
-                None if of is None else Moments.like(of, moments_columns(product, Library()), loop.tables.adaptive)
-            )
-            workspace = gemm_workspace(product, META, Library())
-            loop.cuts.taken[name] = Taken(Library(), workspace, moments)
-        for name in loop.products:
-            loop.every(name, tensors["lengths"])
+    products = loop.products()
+    for name, found in products.items():
+        first, *others = candidates(gpu, found.sizes)
+        for config in (*variants(gpu, found.sizes, first), *others):
+            loop.choices.chosen[name] = Choice(config, gemm_workspace(found.sizes, META, config))
+            found.run(tensors)
+    if loop.pinned is None and all(Library() in without_triton(gpu, p.sizes) for p in products.values()):
+        for name, sizes in ((name, found.sizes) for name, found in products.items()):
+            of = loop.x if name in ("out", "down") else None
+            columns = moments_columns(sizes, Library())
+            moments = None if of is None else Moments.like(of, columns, loop.tables.adaptive)
+            loop.choices.chosen[name] = Choice(Library(), gemm_workspace(sizes, META, Library()), moments)
+        for found in products.values():
+            found.run(tensors)
     # The cuts of a batch, of which what is compiled here does not know.
     several = attention_config.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
     for cut in dict.fromkeys((*attention_config.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
-        loop.cuts.taken["attention"] = Taken(cut, suffix_workspace(loop.attention, META, cut))
-        loop._attend(0, tensors)
+        loop.choices.chosen["attention"] = Choice(cut, suffix_workspace(loop.attention, META, cut))
+        loop._attention(0, 0, tensors)
 
 
 def _kind(value: Any) -> str:

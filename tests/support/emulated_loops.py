@@ -13,11 +13,12 @@ from torch import Tensor
 from tests.support.cuda_emulator import EmulatedModule
 from tests.support.gpus import H200
 from tests.support.streamed_support import LoopCase
-from vla_accel.families.pi0.native_loop import ExpertWeights, Pi0LayerLoop, streamed_loop
+from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.loop import StreamedLoop
+from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
 
 
@@ -69,22 +70,22 @@ class Pi0Loops:
         cache = {name: value.masked_fill(behind, beyond).to(dtype) for name, value in self.cache.items()}
         return {**cache, "lengths": self.lengths, **self.guidance}
 
-    def fused(self, precision: str) -> Pi0LayerLoop:
+    def fused(self, precision: str) -> SuffixLoop:
         """The loop of fused ops."""
         case, model = self.case, random_model(Pi0, self.case.config)
         model = model if precision == "fp32" else model.to_compute_dtype(torch.bfloat16)
         with torch.inference_mode():
-            weights = ExpertWeights.of(model, precision)
+            weights = expert_weights(model, precision)
             tables = step_tables(model, weights.normed_products(), case.steps)
-            return Pi0LayerLoop(weights, case.config, tables, case.batch, case.prefix_tokens)
+            return SuffixLoop(weights, expert_spec(case.config), tables, case.batch, case.prefix_tokens)
 
     def streamed(self) -> StreamedLoop:
         """The loop of streamed kernels."""
         case, model = self.case, random_model(Pi0, self.case.config).to_compute_dtype(torch.bfloat16)
         with torch.inference_mode():
-            weights = ExpertWeights.of(model, "bf16", streamed=True)
+            weights = expert_weights(model, "bf16", streamed=True)
             tables = step_tables(model, weights.normed_products(), case.steps)
-            return streamed_loop(H200, weights, case.config, tables, case.batch, case.prefix_tokens)
+            return streamed_loop(H200, weights, expert_spec(case.config), tables, case.batch, case.prefix_tokens)
 
     def moved(self, loop: Any, inputs: dict[str, Tensor]) -> Tensor:
         """What a loop adds to the noise."""

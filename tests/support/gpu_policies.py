@@ -21,11 +21,11 @@ from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.engines.auto import choose
 from vla_accel.families.pi0.family import PI0, PI05
 from vla_accel.families.pi0.native import Pi0Store
-from vla_accel.families.pi0.native_loop import Pi0LayerLoop
 from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.families.prompted import PromptShape
 from vla_accel.kernels.loop import StreamedLoop
 from vla_accel.ledger import Ledger
+from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.memory import Counted
 from vla_accel.nn.random_weights import random_model
 from vla_accel.policy.pipeline import Feed, Pipelines, Plan
@@ -153,8 +153,8 @@ def scratch_of(program: Any) -> Iterator[Tensor]:
             if isinstance(buffer, Tensor):
                 yield buffer
     loop = getattr(program, "loop", None)
-    if isinstance(loop, Pi0LayerLoop):
-        for kind, taken in loop.cuts.taken.items():
+    if isinstance(loop, SuffixLoop):
+        for kind, taken in loop.choices.chosen.items():
             yield from taken.workspace[: 2 if kind == "attention" else 1] if taken.workspace is not None else ()
     elif isinstance(loop, StreamedLoop):
         tokens = loop._buffers["q"].shape[0] // loop._buffers["vts"].shape[0]
@@ -170,7 +170,7 @@ def poison(policy: OptimizedPolicy) -> None:
     with torch.inference_mode():
         for pipeline, _ in policy.pipelines._kept.values():
             assert pipeline._noise is not None
-            buffers: list[Tensor] = [pipeline._answer, pipeline._noise]
+            buffers: list[Tensor] = [pipeline._result, pipeline._noise]
             for _, engine in pipeline.engines:
                 buffers += [*engine.inputs.values(), *engine.outputs.values(), *scratch_of(engine.program)]  # type: ignore[attr-defined]
             for buffer in buffers:

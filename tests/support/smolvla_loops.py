@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.families.smolvla.native_loop import SmolVlaExpertWeights, SmolVlaLayerLoop, steps_of, streamed_loop
+from vla_accel.families.smolvla.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StreamedLoop
 from vla_accel.nn.gemma import SmolLmConfig
+from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
 from vla_accel.nn.siglip import SiglipConfig
 
@@ -86,22 +87,22 @@ class Loops:
     def model(self, device: str, dtype: torch.dtype) -> SmolVla:
         return random_model(SmolVla, self.case.config).to(device).to_compute_dtype(dtype)
 
-    def fused(self, precision: str, device: str) -> SmolVlaLayerLoop:
+    def fused(self, precision: str, device: str) -> SuffixLoop:
         """The loop of fused ops."""
         case = self.case
         model = self.model(device, torch.float32 if precision == "fp32" else torch.bfloat16)
         with torch.inference_mode():
-            weights = SmolVlaExpertWeights.of(model, precision)
+            weights = expert_weights(model, precision)
             tables = steps_of(self.model(device, torch.float32), case.steps)
-            return SmolVlaLayerLoop(weights, case.config, tables, len(case.lengths), case.prefix_tokens)
+            return SuffixLoop(weights, expert_spec(case.config), tables, len(case.lengths), case.prefix_tokens)
 
     def streamed(self, gpu: Gpu, device: str) -> StreamedLoop:
         """The loop of streamed kernels."""
         case = self.case
         with torch.inference_mode():
-            weights = SmolVlaExpertWeights.of(self.model(device, torch.bfloat16), "bf16", streamed=True)
+            weights = expert_weights(self.model(device, torch.bfloat16), "bf16", streamed=True)
             tables = steps_of(self.model(device, torch.float32), case.steps, streamed=True)
-            return streamed_loop(gpu, weights, case.config, tables, len(case.lengths), case.prefix_tokens)
+            return streamed_loop(gpu, weights, expert_spec(case.config), tables, len(case.lengths), case.prefix_tokens)
 
     def placed(
         self, device: str, dtype: torch.dtype = torch.bfloat16, *, beyond: float | None = None

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from tests.support.gpus import H200
 from tests.support.tiny import random_model
-from vla_accel.families.pi0.native_loop import ExpertWeights, sizes_of, streamed_loop
+from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
 from vla_accel.families.pi0.network import Kind, Pi0Config
 from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import StepTables, StreamedLoop, why_not
+from vla_accel.nn.expert import ExpertWeights
 from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.loop import streamed_loop
 from vla_accel.nn.siglip import SiglipConfig
 
 
@@ -100,16 +102,16 @@ def recorded_loop(
     monkeypatch.setattr(nvrtc, "load_module", RecordedModule)
     model = random_model(case.config)
     with torch.inference_mode():
-        weights = ExpertWeights.of(model.to_compute_dtype(torch.bfloat16), "bf16", streamed=True)
+        weights = expert_weights(model.to_compute_dtype(torch.bfloat16), "bf16", streamed=True)
         tables = step_tables(model, weights.normed_products(), case.steps)
-        loop = streamed_loop(gpu, weights, case.config, tables, case.batch, case.prefix_tokens)
+        loop = streamed_loop(gpu, weights, expert_spec(case.config), tables, case.batch, case.prefix_tokens)
     assert isinstance(loop.module, RecordedModule)
     return loop, loop.module
 
 
 def reason(case: LoopCase) -> str | None:
     """Why a case cannot run on an H200."""
-    return why_not(H200, sizes_of(case.config), case.batch, "bf16")
+    return why_not(H200, expert_spec(case.config), case.batch, "bf16")
 
 
 def loops_inputs(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
@@ -134,7 +136,7 @@ def loop_of(case: LoopCase, weights: ExpertWeights, tables: StepTables) -> Strea
     """On the GPU at hand."""
     gpu = Gpu.of(torch.device("cuda"))
     assert gpu is not None
-    return streamed_loop(gpu, weights, case.config, tables, case.batch, case.prefix_tokens)
+    return streamed_loop(gpu, weights, expert_spec(case.config), tables, case.batch, case.prefix_tokens)
 
 
 def run_loop(loop: Any, inputs: dict[str, Tensor], state: Tensor | None, noise: Tensor, device: str) -> np.ndarray:

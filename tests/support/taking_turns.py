@@ -16,7 +16,7 @@ from tests.support import kernel_calls as calls
 from tests.support import kernel_shapes as shapes
 from tests.support.smolvla_loops import EXPERTS, Loops
 from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, reason, run_loop
-from vla_accel.families.pi0.native_loop import ExpertWeights
+from vla_accel.families.pi0.native_loop import expert_weights
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.chain import Chain
@@ -46,7 +46,7 @@ def streamed() -> dict[str, Run]:
         case = LOOPS[name]
         model = random_model(Pi0, case.config).to(DEVICE).to_compute_dtype(torch.bfloat16)
         with torch.inference_mode():
-            weights = ExpertWeights.of(model, "bf16", streamed=True)
+            weights = expert_weights(model, "bf16", streamed=True)
             loop = loop_of(case, weights, step_tables(model, weights.normed_products(), case.steps))
         inputs, state, noise = loops_inputs(case)
         return lambda: torch.from_numpy(run_loop(loop, inputs, state, noise, DEVICE))

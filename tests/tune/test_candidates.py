@@ -38,31 +38,31 @@ def test_the_reference_is_fp32_eager() -> None:
 
 
 def test_engines_that_cannot_run_here_are_left_out_with_a_reason() -> None:
-    stage, left_out = candidates.engines(BASE, PARTS, torch.device("cpu"))
+    found, left_out = candidates.engines(BASE, PARTS, torch.device("cpu"))
     able = [name for name, engine in ENGINES.items() if engine.why_not(torch.device("cpu")) is None]
-    assert [c.name for c in stage([])] == [f"{name} bf16" for name in able] and "eager" in able
+    assert [c.name for c in found] == [f"{name} bf16" for name in able] and "eager" in able
     assert "needs a GPU" in left_out["native"] and set(left_out) == {"native", "tensorrt", "tensorrt_rtx",
                                                                      "torch_tensorrt"}  # fmt: skip
-    assert stage([])[0].config.strict, "what falls back would be measured under a wrong name"
+    assert found[0].config.strict, "what falls back would be measured under a wrong name"
 
 
 def test_an_engine_that_is_new_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES, "newest", ENGINES["eager"])
-    stage, _ = candidates.engines(BASE, PARTS, torch.device("cpu"))
-    assert [c.name for c in stage([])][-1] == "newest bf16"
+    found, _ = candidates.engines(BASE, PARTS, torch.device("cpu"))
+    assert [c.name for c in found][-1] == "newest bf16"
 
 
 def test_low_precisions_are_tried_in_every_set_of_components_of_the_fastest_engine() -> None:
     lower = {**LOWER, "denoise": {"native": Products(("o_proj",), activations=False)}}
-    found = candidates.precisions(lambda: lower)(FOUND)
+    found = candidates.precisions(FOUND, lambda: lower)
     sets = [{n: s.precision for n, s in c.config.specs(PARTS).items() if s.precision != "auto"} for c in found]
     assert sets[:3] == [{"vision": "fp8"}, {"kv_cache": "fp8"}, {"denoise": "fp8"}] and len(sets) == 7 + 7
     assert sets[7:] == [dict.fromkeys(chosen, "int8") for chosen in sets[:7]]
     assert {s.engine for c in found for s in c.config.specs(PARTS).values()} == {"native"}
     assert [c.name for c in found][-1] == "native int8 vision kv_cache denoise"
-    assert candidates.precisions(lambda: LOWER)(FOUND[:1]) == []
+    assert candidates.precisions(FOUND[:1], lambda: LOWER) == []
     tensorrt = [FOUND[0], tried("tensorrt", "tensorrt", 2.0)]
-    assert [c.name for c in candidates.precisions(lambda: LOWER)(tensorrt)] == ["tensorrt fp8 kv_cache"]
+    assert [c.name for c in candidates.precisions(tensorrt, lambda: LOWER)] == ["tensorrt fp8 kv_cache"]
 
 
 @pytest.mark.parametrize(
@@ -74,21 +74,21 @@ def test_portable_kernels_are_tried_where_others_would_run(
     for name, engine in ENGINES.items():
         monkeypatch.setattr(engine, "why_not", lambda device, here=name == "native": None if here else "not here")
     monkeypatch.setattr(Gpu, "of", lambda device: gpu)
-    found = candidates.engines(BASE, PARTS, torch.device("cuda"))[0]([])
+    found = candidates.engines(BASE, PARTS, torch.device("cuda"))[0]
     assert [c.name for c in found] == names
     assert [s.native.kernels for s in found[-1].config.specs(PARTS).values()] == [found[-1].config.native.kernels] * 3
     assert (found[-1].config.native.kernels == "portable") == (len(names) == 2)
 
 
 def test_attention_is_tried_where_the_native_engine_has_a_choice() -> None:
-    found = candidates.attentions(PARTS)(FOUND)
+    found = candidates.attentions(FOUND, PARTS)
     assert [c.config.vision.attention for c in found] == ["sdpa", "flash_attn", "fastest"]
     assert all(c.config.denoise == EngineSpec("native") for c in found)
-    assert candidates.attentions(PARTS)(FOUND[:2]) == [], "eager has none"
+    assert candidates.attentions(FOUND[:2], PARTS) == [], "eager has none"
 
 
 def test_other_steps_are_another_policy() -> None:
-    found = candidates.steps((2, 1))(FOUND)
+    found = candidates.steps(FOUND, (2, 1))
     assert [(c.config.num_steps, c.other_policy) for c in found] == [(2, True), (1, True)]
     assert {c.config.vision.engine for c in found} == {"native"}
 
@@ -102,36 +102,36 @@ def failed(component: str, ms: float = 2.5, precision: EnginePrecision = "fp8") 
 
 
 def test_products_that_round_worst_are_kept_where_a_low_precision_failed() -> None:
-    found = candidates.products(lambda: LOWER, 1)([*FOUND, failed("vision"), failed("kv_cache", precision="int8")])
+    found = candidates.products([*FOUND, failed("vision"), failed("kv_cache", precision="int8")], lambda: LOWER, 1)
     assert [c.config.vision.keep for c in found] == [("o_proj",), ("down_proj",), (), ()]
     assert [c.config.kv_cache.keep for c in found][2:] == [("o_proj",), ("down_proj",)]
     assert [c.config.kv_cache.precision for c in found] == ["auto", "auto", "int8", "int8"]
-    assert candidates.products(lambda: LOWER, 1)(FOUND) == [], "nothing failed"
-    assert candidates.products(lambda: LOWER, 2)([*FOUND, failed("vision")]) == [], "all of them is BF16"
+    assert candidates.products(FOUND, lambda: LOWER, 1) == [], "nothing failed"
+    assert candidates.products([*FOUND, failed("vision")], lambda: LOWER, 2) == [], "all of them is BF16"
 
 
 def test_more_products_than_suffice_are_not_kept() -> None:
     lower = {"vision": {"native": Products(("a", "b", "c"))}, "kv_cache": {}, "denoise": {}}
-    one = candidates.products(lambda: lower, 1)([*FOUND, failed("vision")])
+    one = candidates.products([*FOUND, failed("vision")], lambda: lower, 1)
     refused = [replace(failed("vision"), candidate=c) for c in one[1:]]
     tries = [*FOUND, failed("vision"), Tried(one[0], latency={"median_ms": 2.0}), *refused]
-    found = candidates.products(lambda: lower, 2)(tries)
+    found = candidates.products(tries, lambda: lower, 2)
     assert [c.config.vision.keep for c in found] == [("b", "c")], "a alone sufficed"
 
 
 def test_what_agreed_alone_is_tried_together() -> None:
-    (kept, _), plain = candidates.products(lambda: LOWER, 1)([failed("vision")]), failed("kv_cache")
+    (kept, _), plain = candidates.products([failed("vision")], lambda: LOWER, 1), failed("kv_cache")
     agreed = [*FOUND, Tried(kept, latency={"median_ms": 2.0}), Tried(plain.candidate, latency={"median_ms": 2.2})]
-    (both,) = candidates.together(PARTS)(agreed)
+    (both,) = candidates.together(agreed, PARTS)
     assert both.config.vision == kept.config.vision and both.config.kv_cache == plain.candidate.config.kv_cache
     assert both.name == "native fp8 vision but o_proj, fp8 kv_cache"
-    assert candidates.together(PARTS)([*FOUND, Tried(kept, latency={"median_ms": 2.0})]) == []
+    assert candidates.together([*FOUND, Tried(kept, latency={"median_ms": 2.0})], PARTS) == []
 
 
 def test_what_agreed_in_different_precisions_is_tried_together() -> None:
     vision = Tried(failed("vision", precision="int8").candidate, latency={"median_ms": 2.0})
     cache = Tried(failed("kv_cache").candidate, latency={"median_ms": 2.2})
-    (both,) = candidates.together(PARTS)([*FOUND, vision, cache])
+    (both,) = candidates.together([*FOUND, vision, cache], PARTS)
     assert (both.config.vision.precision, both.config.kv_cache.precision) == ("int8", "fp8")
     alike = Tried(failed("vision").candidate, latency={"median_ms": 2.0})
-    assert candidates.together(PARTS)([*FOUND, alike, cache]) == [], "a set of `precisions`"
+    assert candidates.together([*FOUND, alike, cache], PARTS) == [], "a set of `precisions`"

@@ -16,8 +16,7 @@ from tests.support.published_folders import write_openpi
 from tests.support.reports import figures_in
 from tests.support.tiny import write_robot, write_tiny_checkpoint
 from vla_accel.cli import main, tune
-from vla_accel.cli.asked.policies import Tune
-from vla_accel.cli.tune import Teller, find_benchmark
+from vla_accel.cli.tune import Teller, Tune, find_benchmark
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.measure.recording import save_observations
@@ -143,28 +142,6 @@ def test_a_journal_is_of_one_robot_and_one_checkpoint(tmp_path: Path) -> None:
     assert first["checkpoint"] != second["checkpoint"] and first["robot"] == second["robot"]
     robot.write_text(robot.read_text().replace("front, wrist", "wrist, front"))
     assert about()["robot"] != second["robot"] and about()["checkpoint"] == second["checkpoint"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--allow-steps", "2"], "allow-steps: expected --benchmark beside it"),
-        ([], "observations: expected --observations FILE, recorded ones as vla_accel."),
-        (["--quick", "--report", "x.pdf"], "report: expected a file name ending in .html"),
-        (["--quick", "--confidence", "100"], "confidence: expected 50 to 99.99, got 100.0"),
-        (["--quick", "--benchmark", "nothing.like:this"], "benchmark: expected libero or MODULE:FUNCTION"),
-        (["--quick", "--benchmark", ":"], "benchmark: expected libero or MODULE:FUNCTION"),
-        (["--quick", "--benchmark", ".eval:f"], "benchmark: expected libero or MODULE:FUNCTION"),
-    ],
-)
-def test_bad_input_is_one_clear_line(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vla_accel.cli.tune.random_observations", lambda *a, **k: [])
-    monkeypatch.setattr("vla_accel.policy.OptimizedPolicy.from_pretrained", lambda *a, **k: None)
-    assert main(["tune", "demo", "--device", "cpu", "--output", str(tmp_path), *words]) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vla-accel tune:")]
-    assert message in line
 
 
 def test_a_suite_that_is_not_there_leaves_the_journal_as_it_was(

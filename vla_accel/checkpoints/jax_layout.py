@@ -111,9 +111,8 @@ def _siglip() -> list[_Rule]:
 
 
 def _gemma(suffix: str, root: str) -> list[_Rule]:
-    """Return the rules of a stack. The expert's names have the suffix `_1`.
-
-    Norms have a scale, those of π0.5's expert a projection."""
+    """Return the rules of a stack. The expert's names have the suffix `_1`. A norm has a scale, in π0.5's
+    expert a projection."""
     layer = root + "layers.{layer}."
     attention, mlp = f"{_LLM}layers/attn/", f"{_LLM}layers/mlp{suffix}/"
     rules = [

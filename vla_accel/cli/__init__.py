@@ -1,4 +1,4 @@
-"""The command line: `vla-accel COMMAND …`. Each command is a module of its own, imported once its options are read."""
+"""The command line: `vla-accel COMMAND …`. Each command is a module of this package."""
 
 from __future__ import annotations
 
@@ -15,41 +15,57 @@ from typing import Any
 from vla_accel.errors import VlaAccelError, nearest
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "doctor": ("doctor", "engines.Doctor", "say what this machine can run; show a checkpoint's statistics"),
-    "bench": ("bench", "policies.Bench", "time whole calls of a policy beside its baselines and its floor, in turns"),
-    "parity": ("parity", "policies.Parity", "compare a configuration with FP32 eager; fails where it does not agree"),
-    "tune": ("tune", "policies.Tune", "find the fastest configuration here that loses nothing, with the evidence"),
-    "calibrate": ("calibrate", "policies.Calibrate", "measure FP8 scales of a checkpoint on recorded observations"),
-    "build": ("build", "policies.Build", "build the TensorRT engines of a configuration, also for other GPUs"),
-    "cache": ("cache", "engines.Cache", "list, verify or clear the built engines; clear compiled kernels, too"),
-    "inspect": ("inspect", "engines.Inspect", "show layers, precisions, profiles and size of a built engine"),
-    "convert": ("convert", "policies.Convert", "turn an openpi JAX checkpoint into safetensors"),
+    "doctor": ("doctor", "doctor.Doctor", "say what this machine can run; show a checkpoint's statistics"),
+    "bench": ("bench", "bench.Bench", "time whole calls of a policy beside its baselines and its floor, in turns"),
+    "parity": ("parity", "parity.Parity", "compare a configuration with FP32 eager; fails where it does not agree"),
+    "tune": ("tune", "tune.Tune", "find the fastest configuration here that loses nothing, with the evidence"),
+    "calibrate": ("calibrate", "calibrate.Calibrate", "measure FP8 scales of a checkpoint on recorded observations"),
+    "build": ("build", "build.Build", "build the TensorRT engines of a configuration, also for other GPUs"),
+    "cache": ("cache", "cache.Cache", "list, verify or clear the built engines; clear compiled kernels, too"),
+    "inspect": ("inspect", "inspect.Inspect", "show layers, precisions, profiles and size of a built engine"),
+    "convert": ("convert", "convert.Convert", "turn an openpi JAX checkpoint into safetensors"),
     "serve": ("serve", "serve.Serve", "serve a policy to openpi's clients"),
     "bench-server": ("bench_server", "bench_server.BenchServer", "time calls over a server: what it adds, and where"),
-    "build-vae": ("build_vae", "images.BuildVae", "build TensorRT engine files of an autoencoder"),
-    "build-unet": ("build_unet", "images.BuildUnet", "build a TensorRT engine file of Stable Diffusion's UNet"),
-    "bench-vae": ("bench_vae", "images.BenchVae", "time an autoencoder: eager, compiled, native, TensorRT, in turns"),
-    "bench-unet": ("bench_unet", "images.BenchUnet", "time Stable Diffusion the same way"),
-    "bench-qwen": ("bench_qwen", "images.BenchQwen", "time Qwen-Image: transformer and autoencoder, fast or not"),
-    "txt2img": ("generate", "images.TextToImage", "make a picture from a prompt"),
-    "img2img": ("generate", "images.ImageToImage", "make a picture from a picture and a prompt"),
-    "precision": ("precision", "images.Precision", "show a model in BF16 or FP16: dtypes, ranges, memory, latency"),
+    "build-vae": ("build_images", "image_options.BuildVae", "build TensorRT engine files of an autoencoder"),
+    "build-unet": (
+        "build_images",
+        "image_options.BuildUnet",
+        "build a TensorRT engine file of Stable Diffusion's UNet",
+    ),
+    "bench-vae": (
+        "bench_vae",
+        "image_options.BenchVae",
+        "time an autoencoder: eager, compiled, native, TensorRT, in turns",
+    ),
+    "bench-unet": ("bench_unet", "image_options.BenchUnet", "time Stable Diffusion the same way"),
+    "bench-qwen": (
+        "bench_qwen",
+        "image_options.BenchQwen",
+        "time Qwen-Image: transformer and autoencoder, fast or not",
+    ),
+    "txt2img": ("generate", "image_options.TextToImage", "make a picture from a prompt"),
+    "img2img": ("generate", "image_options.ImageToImage", "make a picture from a picture and a prompt"),
+    "precision": (
+        "precision",
+        "image_options.Precision",
+        "show a model in BF16 or FP16: dtypes, ranges, memory, latency",
+    ),
 }
-"""Command to (module of `vla_accel.cli`, options in it or in `asked`, one line of help). The module has `main(chosen:
-OPTIONS, words: list[str]) -> int`; `words` are what was typed, for the record."""
+"""By command: its module in `vla_accel.cli`, the module and class of its options, and one line of help. The
+module has `main(chosen: OPTIONS, words: list[str]) -> int`; `words` are the arguments as typed, for the record."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 2 wrong usage, else as `ended` says."""
+    """Run one command and return its exit status: 2 for wrong usage, otherwise as in `ended`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    status, said = ended(lambda: run(words))
-    if said is not None:
-        print(f"vla-accel {words[0]}: {said}", file=sys.stderr)
+    status, message = ended(lambda: run(words))
+    if message is not None:
+        print(f"vla-accel {words[0]}: {message}", file=sys.stderr)
     return status
 
 
 def run(words: list[str]) -> int:
-    """One command: its options are read, then its module is imported, which takes seconds."""
+    """Read the options of one command, then run it."""
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
@@ -65,61 +81,61 @@ def run(words: list[str]) -> int:
         return 2
     from vla_accel.cli.options import read
 
-    chosen = read(options_of(name), rest, f"vla-accel {name}")
-    return importlib.import_module(f"vla_accel.cli.{COMMANDS[name][0]}").main(chosen, rest)
+    options = read(options_of(name), rest, f"vla-accel {name}")
+    return importlib.import_module(f"vla_accel.cli.{COMMANDS[name][0]}").main(options, rest)
 
 
 def options_of(name: str) -> Any:
-    """The options class of a command."""
-    module, options, _ = COMMANDS[name]
-    home, _, kind = options.partition(".")
-    package = "vla_accel.cli" if home == module else "vla_accel.cli.asked"
-    return getattr(importlib.import_module(f"{package}.{home}"), kind)
+    """Return the options class of a command."""
+    module, _, kind = COMMANDS[name][1].partition(".")
+    return getattr(importlib.import_module(f"vla_accel.cli.{module}"), kind)
 
 
 def ended(run: Callable[[], int]) -> tuple[int, str | None]:
-    """The exit status of a program, and what is to be said of its end: 0 done, 1 a check failed or an error that a user
-    can mend, 130 interrupted, 141 what read its output has gone."""
-    # SIGTERM, of `timeout` or a scheduler, is an interrupt like Ctrl-C: what was begun is put away, no process stays.
-    asked = False
+    """Run a program; return its exit status and the message to print.
+
+    0: done; 1: a check failed, or an error that the user can fix; 130: interrupted; 141: nobody reads the output.
+    """
+    # SIGTERM, sent by `timeout` or a scheduler, interrupts like Ctrl-C, so that cleanup runs and no process stays.
+    interrupted = False
 
     def interrupt(number: int, frame: object) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal interrupted
+        interrupted = True
         raise KeyboardInterrupt
 
-    # A shell's script ignores Ctrl-C for what it runs in the background.
-    heard = (signal.SIGTERM, *([signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []))
-    before = {number: signal.signal(number, interrupt) for number in heard}
-    # Unless somebody set up logging, what the package tells (not a server) stands on standard error as all warnings do.
+    # A shell script ignores Ctrl-C for its background processes.
+    handled = (signal.SIGTERM, *([signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []))
+    before = {number: signal.signal(number, interrupt) for number in handled}
+    # Without logging set up, print the package's own messages (not a server's) and all warnings to standard error.
     log, plain = logging.getLogger("vla_accel"), logging.StreamHandler()
     level = log.level
     plain.addFilter(lambda r: not logging.root.handlers and (r.name == log.name or r.levelno > logging.INFO))
     log.addHandler(plain)
     log.setLevel(logging.INFO)
-    # What diffusers' pipelines import would rather have torchvision, and warns a user who can change nothing.
+    # Importing diffusers' pipelines warns that torchvision is missing, which no user needs.
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     try:
         try:
             return run(), None
         except Exception as error:
-            # A library in whose code the interrupt came may have made an error of its own of it: matplotlib does.
-            if asked:
+            # A library may turn an interrupt into an error of its own, as matplotlib does.
+            if interrupted:
                 raise KeyboardInterrupt from error
             raise
         finally:
-            print(end="", flush=True)  # not at the interpreter's end, where nobody could say what went wrong
+            print(end="", flush=True)  # not at the interpreter's exit, where no error can be reported
     except VlaAccelError as error:
         return 1, str(error)
     except OSError as error:
         gone = isinstance(error, BrokenPipeError) and _reader_is_gone()
-        # A file that cannot be read says so best itself; of the rest, what is no full disk is a mistake of ours.
+        # An error that names a file explains itself; any other one, except a full disk, is a bug.
         if error.filename is None and not gone and error.errno != errno.ENOSPC:
             raise
         if error.filename is None:
-            sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  # what is left would fail again at the end
-        whose = f"namei -l {shlex.quote(str(error.filename))} shows whose it is" * (error.errno == errno.EACCES)
-        return (141, None) if gone else (1, ": ".join(filter(None, (error.filename, error.strerror, whose))))
+            sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  # the unwritten rest would fail again at exit
+        owner = f"namei -l {shlex.quote(str(error.filename))} shows whose it is" * (error.errno == errno.EACCES)
+        return (141, None) if gone else (1, ": ".join(filter(None, (error.filename, error.strerror, owner))))
     except KeyboardInterrupt:
         return 130, "interrupted"
     finally:
@@ -130,7 +146,7 @@ def ended(run: Callable[[], int]) -> tuple[int, str | None]:
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, as `| head` that has seen enough."""
+    """Whether standard output is a pipe whose reader has exited, such as `| head`."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

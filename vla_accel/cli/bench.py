@@ -1,77 +1,124 @@
-"""`vla-accel bench`: a checkpoint's configurations beside eager, or random weights of a published size beside openpi's
-or lerobot's code, in turns; a table and one JSON line."""
+"""`vla-accel bench`: time configurations of a checkpoint, or random weights of a published size, in turns."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from vla_accel.cli.asked.policies import Bench
-from vla_accel.cli.common import print_json, print_table, say, write_asked
+from vla_accel.cli.common import print_json, print_table, say, write_if
+from vla_accel.cli.options import Argument, Checkpoint, Count, Folder, Number, OutputFile, Within, check_checkpoint
 from vla_accel.config import AUTO, PolicyConfig, load_config
-from vla_accel.errors import ConfigError, DependencyError
-from vla_accel.families.bench import bench_card
-from vla_accel.families.family import Family, family_named
+from vla_accel.errors import ConfigError
 from vla_accel.files import without_folders
-from vla_accel.machine import hardware, resolve_device, software
-from vla_accel.measure.bench import SCHEMA, System, add_speedups, run
 from vla_accel.measure.host import beside
-from vla_accel.measure.overlap import recorded
-from vla_accel.measure.paced import paced
-from vla_accel.measure.roofline import Ceilings, add_batch_floors, measure_ceilings, rates, steps_timed
 from vla_accel.measure.start import starts
-from vla_accel.measure.systems import (
-    REALTIME_VLA_STEPS,
-    CheckpointFactory,
-    Factory,
-    camera_size,
-    free,
-    observer,
-    system_name,
-)
-from vla_accel.nn.calibration import load_modelopt
 from vla_accel.progress import going_on
-from vla_accel.report.bench import page, ran, tables
+from vla_accel.report.bench import console_tables, page
 from vla_accel.report.page import check_path, write
 
 
-def main(chosen: Bench, words: list[str]) -> int:
-    """Time and report."""
-    if chosen.report is not None:
-        check_path(chosen.report)
-    configs = [load_config(name) for name in chosen.config] if chosen.checkpoint is not None else []
-    device = resolve_device(chosen.device or _device(configs))
-    if chosen.profile and device.type != "cuda":
-        raise ConfigError(f"profile: expected a GPU, whose kernels it tells, got {device}")
+@dataclass(frozen=True)
+class Bench:
+    """Time whole calls of a checkpoint's policy in several configurations. Without a checkpoint, time random weights of
+    --model's published size (default: pi05) and openpi's or lerobot's own code."""
+
+    checkpoint: Checkpoint = None
+    """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
+    config: tuple[str, ...] = (AUTO,)
+    """Of a checkpoint: the configurations to time in addition to eager, names of shipped ones or files."""
+    model: str | None = None
+    """Random weights of a model family's published size: pi05, pi0, pi0_fast, smolvla or groot."""
+    systems: tuple[str, ...] = ()
+    """Of random weights: some of eager, native-bf16, native-fp8 and -int8, each also with -vision, native-int8-denoise,
+    native-fp8-int8-denoise (of pi0_fast native-fp8, native-fp8-decode, native-int8-decode); portable- instead of
+    native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile, openpi-max-autotune; for SmolVLA
+    and GR00T lerobot-eager, lerobot-compile; a wrong name lists the model's own. If not given: eager, native's but
+    INT8, and the other project's eager code, which is left out with a message if it is not installed."""
+    realtime_vla: Folder = None
+    """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps: both its kinds, or
+    those that --systems names."""
+    prompt_tokens: Number = None
+    """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
+    steps: Annotated[tuple[int, ...], Within(1)] = ()
+    """Denoising steps, one run after the other; if not given, those that the configurations name, else the family's
+    sweep (10,3,1, GR00T's 4,2,1) and before it a checkpoint's own number; of pi0_fast tokens, 64. What torch.compile
+    compiles is timed at the first alone."""
+    camera: Annotated[str | None, Argument("HEIGHTxWIDTH")] = None
+    """Of our systems alone: size of the cameras' images, e.g. 480x640, which a policy fits to its own; if not given
+    they come fitted."""
+    views: Number = None
+    """Of random weights: images a call; the family's own if not given: 2 for π0.5, 3 for π0."""
+    horizon: Number = None
+    """Of random weights: actions a chunk; the family's own if not given: 10 for π0.5, 50 for π0."""
+    batch: Annotated[tuple[int, ...], Within(1)] = ()
+    """Batch sizes whose throughput is measured besides, at the first of --steps, e.g. 1,2,4,8,16."""
+    hz: Annotated[float | None, Argument("HZ"), Within(0, above=True)] = None
+    """Besides, time calls that come at this rate, as a robot makes them, with the GPU's power."""
+    starts: bool = False
+    """Besides, time two starts of each of our systems up to the first action, in processes of their own: without and
+    with what an earlier one left in the caches."""
+    calls: Count = 100
+    """Timed calls of each system."""
+    profile: bool = False
+    """Besides, list the GPU's kernels of one call of each of our systems, its graph replayed: how long each ran, what
+    of that lay beside others, and how long the GPU was idle before it."""
+    device: str | None = None
+    """cpu, cuda or cuda:N instead of the configurations'."""
+    output: OutputFile = None
+    """JSON file."""
+    report: OutputFile = None
+    """HTML file that opens offline: pictures, tables, engines, conditions."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what stands in the checkpoint's place and is none."""
+        check_checkpoint(self)
+
+
+def main(options: Bench, words: list[str]) -> int:
+    """Time the systems and report; the exit status."""
+    from vla_accel.families.bench import bench_card
+    from vla_accel.machine import hardware, resolve_device, software
+    from vla_accel.measure.bench import SCHEMA, add_speedups, run
+    from vla_accel.measure.comparison import choose_systems, make_baselines, profile, throughput, timed_once
+    from vla_accel.measure.paced import paced
+    from vla_accel.measure.roofline import add_batch_floors, measure_ceilings, rates, steps_timed
+    from vla_accel.measure.systems import Factory, camera_size, free, observer
+    from vla_accel.nn.calibration import load_modelopt
+
+    if options.report is not None:
+        check_path(options.report)
+    configs = [load_config(name) for name in options.config] if options.checkpoint is not None else []
+    device = resolve_device(options.device or _device(configs))
+    if options.profile and device.type != "cuda":
+        raise ConfigError(f"profile: expected a GPU, whose kernels it lists, got {device}")
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
-    factory = _factory(chosen, str(device), ceilings)
-    family, card = factory.family, bench_card(factory.family)
+    factory = make_factory(options, str(device), ceilings)
+    family, card, random = factory.family, bench_card(factory.family), isinstance(factory, Factory)
     named = tuple(dict.fromkeys(config.num_steps for config in configs if config.num_steps is not None))
-    sweep = chosen.steps or named or factory.sweep
-    camera = camera_size(chosen.camera)
-    systems = _systems(factory, chosen.systems, fitted=camera is None)
+    sweep = options.steps or named or factory.sweep
+    camera = camera_size(options.camera)
+    systems = choose_systems(factory, options.systems, fitted=camera is None)
     unknown = [name for name in systems if name not in factory.names]
     if unknown:
         raise ConfigError(f"systems: expected some of {', '.join(factory.names)}, got {', '.join(unknown)}")
-    if device.type == "cpu" and isinstance(factory, Factory):
-        said = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
-        say(f"no GPU: {family.name} at its published size {said}")
+    if device.type == "cpu" and random:
+        cost = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
+        say(f"no GPU: {family.name} at its published size {cost}")
     say(f"timing {', '.join(systems)}")
-    if isinstance(factory, Factory):
-        asked = [factory.configs[name].specs(family.parts) for name in systems if name in factory.configs]
-        if any(map(family.needs_scales, asked)):
-            load_modelopt()  # where it is missing that is said before anything is built
+    specs = [factory.configs[name].specs(family.parts) for name in systems if name in factory.configs]
+    if random and any(map(family.needs_scales, specs)):
+        load_modelopt()  # if it is missing, this fails before anything is built
     once = timed_once(factory, systems, sweep)
-    others = [name for name in systems if name in factory.baselines]
-    ready, left_out = _baselines(factory, {n: once[n]["steps"] if n in once else sweep[0] for n in others})
+    others = {n: once[n]["steps"] if n in once else sweep[0] for n in systems if n in factory.baselines}
+    ready, left_out = make_baselines(factory, others, say)
     names = [name for name in systems if name not in left_out]
-    for name, told in once.items():
-        say(f"{name}: timed at {told['steps']} steps alone: {told['why']}")
+    for name, reason in once.items():
+        say(f"{name}: timed at {reason['steps']} steps alone: {reason['why']}")
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "complete": False,
@@ -80,7 +127,7 @@ def main(chosen: Bench, words: list[str]) -> int:
         "software": software(),
         "model": {},
         "ceilings": None if ceilings is None else ceilings.__dict__,
-        "prompt_tokens": chosen.prompt_tokens,
+        "prompt_tokens": options.prompt_tokens,
         "camera": camera,
         "host": {"cores": os.cpu_count(), "others_busy": None},
         "left_out": left_out,
@@ -89,7 +136,12 @@ def main(chosen: Bench, words: list[str]) -> int:
         "rows": [],
         "throughput": [],
     }
-    rows: list[dict[str, Any]] = report["rows"]
+    host, rows = report["host"], report["rows"]
+
+    def record_load(cores: float | None) -> None:
+        if cores is not None:
+            host["others_busy"] = max(round(cores, 1), host["others_busy"] or 0.0)
+
     for steps in sweep:
         made = []
         for name in names:
@@ -100,189 +152,70 @@ def main(chosen: Bench, words: list[str]) -> int:
         if processor is None:
             raise ConfigError("systems: expected at least one of this package's own beside the others")
         report["model"] = factory.about()
-        observe = observer(family, processor, chosen.prompt_tokens, camera)
-        found = run(made, observe, calls=chosen.calls, progress=say, heard=partial(_heard, report["host"]))
+        observe = observer(family, processor, options.prompt_tokens, camera)
+        found = run(made, observe, calls=options.calls, progress=say, heard=record_load)
         for system, row in zip(made, found, strict=True):
-            if chosen.hz:
-                rng = np.random.default_rng(0)
-                with going_on(f"calls of {system.name} at {chosen.hz:g} Hz", say):
-                    row["paced"] = paced(system, partial(observe, rng), chosen.hz, chosen.calls, device)
-            if chosen.starts and system.name in factory.configs and steps == sweep[0]:
+            if options.hz:
+                with going_on(f"calls of {system.name} at {options.hz:g} Hz", say):
+                    example = partial(observe, np.random.default_rng(0))
+                    row["paced"] = paced(system, example, options.hz, options.calls, device)
+            if options.starts and system.name in factory.configs and steps == sweep[0]:
                 settings = replace(factory.configs[system.name], num_steps=steps, device=str(device))
                 with going_on(f"two starts of {system.name}", say):
                     row["start"] = starts(settings, factory.source())
             if "work" in row:
                 row |= rates(row)
-            inside = steps_timed(row)
-            if isinstance(factory, Factory) and family.parts[-1] in row["parts_ms"] and inside:
-                # Of random weights every step is taken: no token ends them early.
-                row["step_ms"] = row["parts_ms"][family.parts[-1]] / inside
+            inside, last = steps_timed(row), family.parts[-1]
+            if random and last in row["parts_ms"] and inside:  # with random weights no token ends the steps early
+                row["step_ms"] = row["parts_ms"][last] / inside
         rows += found
         free()
         add_speedups(rows, next((n for n in names if n in card.baselines), "eager"))
-        # A run that is cut off leaves the rows that it had.
-        write_asked(chosen.output, report)
+        write_if(options.output, report)  # an interrupted run keeps its rows
     ours = [n for n in names if n in factory.configs]
-    given = partial(observer, tokens=chosen.prompt_tokens, camera=camera)
-    report["throughput"] = _throughput(factory, ours, sweep[0], chosen.batch, chosen.calls, given)
+    observer_of = partial(observer, tokens=options.prompt_tokens, camera=camera)
+    report["throughput"] = throughput(factory, ours, sweep[0], options.batch, options.calls, observer_of, say)
     if ceilings is not None:
         add_batch_floors(report["throughput"], rows, ceilings)
-    if chosen.profile:
-        write_asked(chosen.output, report)
+    if options.profile:
+        write_if(options.output, report)
         report["kernels"] = {n: profile(factory, n, sweep[0]) for n in ours}
     report["complete"] = True
-    _print(report)
-    if told := beside(report["host"]):
-        say(told)
-    write_asked(chosen.output, report)
-    if chosen.report is not None:
-        say(f"report: {write(page(report), chosen.report)}")
+    for table in console_tables(report):
+        print_table(*table)
+    if warning := beside(host):
+        say(warning)
+    write_if(options.output, report)
+    if options.report is not None:
+        say(f"report: {write(page(report), options.report)}")
     print_json(report)
     return 0
 
 
-def _heard(host: dict[str, Any], cores: float | None) -> None:
-    """Keep the busiest of what a report's rows heard of the machine."""
-    if cores is not None:
-        host["others_busy"] = max(round(cores, 1), host["others_busy"] or 0.0)
-
-
 def _device(configs: Sequence[PolicyConfig]) -> str:
-    """The device that the configurations name. Raises ConfigError where they name several."""
+    """The device of the configurations. Raises ConfigError if they name several."""
     named = [*dict.fromkeys(config.device for config in configs if config.device != "auto")]
     if len(named) > 1:
         raise ConfigError(f"device: expected one of all configurations, or --device, got {', '.join(named)}")
     return named[0] if named else "auto"
 
 
-def _factory(chosen: Bench, device: str, ceilings: Ceilings | None) -> Factory | CheckpointFactory:
-    """What makes the systems. Raises ConfigError for options of the other one."""
-    if chosen.checkpoint is not None:
-        given = {
-            "model": chosen.model, "systems": chosen.systems, "views": chosen.views, "horizon": chosen.horizon,
-            "realtime_vla": chosen.realtime_vla,
-        }  # fmt: skip
-        wrong = [name for name, value in given.items() if value]
-        if wrong:
-            raise ConfigError(f"{wrong[0]}: expected none beside checkpoint {chosen.checkpoint}, got {given[wrong[0]]}")
-        configs = dict.fromkeys((*chosen.config, "eager"))
-        return CheckpointFactory(
-            chosen.checkpoint, tuple(configs), device=device, ceilings=ceilings, tokens=chosen.prompt_tokens
-        )
-    if chosen.config != (AUTO,):
-        given = ",".join(chosen.config)
-        raise ConfigError(f"config: expected a checkpoint beside it; random weights have --systems, got {given}")
-    family = family_named(chosen.model or "pi05")
+def make_factory(options: Bench, device: str, ceilings: Any) -> Any:
+    """The factory of the systems. Raises ConfigError for options of the other one."""
+    from vla_accel.families.bench import bench_card
+    from vla_accel.families.family import family_named
+    from vla_accel.measure.systems import CheckpointFactory, Factory
+
+    shared: dict[str, Any] = {"device": device, "ceilings": ceilings, "tokens": options.prompt_tokens}
+    if options.checkpoint is not None:
+        for name in ("model", "systems", "views", "horizon", "realtime_vla"):
+            if value := getattr(options, name):
+                raise ConfigError(f"{name}: expected none beside checkpoint {options.checkpoint}, got {value}")
+        return CheckpointFactory(options.checkpoint, tuple(dict.fromkeys((*options.config, "eager"))), **shared)
+    if options.config != (AUTO,):
+        got = ",".join(options.config)
+        raise ConfigError(f"config: expected a checkpoint beside it; random weights have --systems, got {got}")
+    family = family_named(options.model or "pi05")
     card = bench_card(family)
-    views = chosen.views or card.views
-    horizon = chosen.horizon or card.published().action_horizon
-    return Factory(
-        family, views=views, horizon=horizon, device=device, ceilings=ceilings, checkout=chosen.realtime_vla,
-        tokens=chosen.prompt_tokens,
-    )  # fmt: skip
-
-
-def _systems(factory: Factory | CheckpointFactory, named: tuple[str, ...], *, fitted: bool) -> tuple[str, ...]:
-    """What is timed, those that are named or the quickest first; of the baselines the one that needs no compilation.
-    `fitted`: images come in the model's size; only systems of this package fit others. A checkout that was given takes
-    its turns whatever else does, with all its systems where none of them is named."""
-    if not isinstance(factory, Factory):
-        return factory.names
-    named = tuple(map(system_name, named))
-    if not fitted:
-        if others := [name for name in named if name in factory.baselines]:
-            raise ConfigError(f"camera: expected systems that fit images themselves, got {', '.join(others)}")
-        return named or tuple(dict.fromkeys((*factory.default[1:], "eager")))
-    installed = factory.card.baselines
-    systems = named or (*factory.default[1:], "eager", *installed[:1])
-    of_checkout = factory.baselines[len(installed) :]
-    return tuple(dict.fromkeys(systems if {*named} & {*of_checkout} else (*systems, *of_checkout)))
-
-
-def timed_once(
-    factory: Factory | CheckpointFactory, names: Sequence[str], sweep: Sequence[int]
-) -> dict[str, dict[str, Any]]:
-    """Of several numbers of steps the one at which a system is timed, and why, for those that are timed once. Raises
-    ConfigError where that one was not asked for."""
-    card = bench_card(factory.family)
-    found = dict.fromkeys(card.baselines[1:], (sweep[0], "torch.compile takes minutes for each number"))
-    found |= dict.fromkeys(card.realtime_vla, (REALTIME_VLA_STEPS, "its kernels are written for so many"))
-    asked = {name: {"steps": steps, "why": why} for name, (steps, why) in found.items() if name in names}
-    for name, told in asked.items():
-        if told["steps"] not in sweep:
-            raise ConfigError(f"steps: expected {told['steps']} among them for {name}, got {','.join(map(str, sweep))}")
-    return asked if len(sweep) > 1 else {}
-
-
-def _baselines(
-    factory: Factory | CheckpointFactory, names: Mapping[str, int]
-) -> tuple[dict[str, System], dict[str, str]]:
-    """Systems of other projects by name, each made for its number of steps, and why others are left out."""
-    ready: dict[str, System] = {}
-    left_out: dict[str, str] = {}
-    for name, steps in names.items():
-        try:
-            ready[name] = factory.make(name, steps)
-        except DependencyError as error:
-            left_out[name] = str(error)
-            say(f"left out: {name}: {error}")
-    return ready, left_out
-
-
-def _throughput(
-    factory: Factory | CheckpointFactory, names: list[str], steps: int, batches: Sequence[int], calls: int,
-    observer_of: Callable[[Family, Any], Callable[[np.random.Generator], dict[str, Any]]],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Observations a second of batched calls of one policy."""
-    rows = []
-    for name in names:
-        policy = factory.policies[name].with_steps(steps)
-        observe = observer_of(policy.family, policy.processor)
-        for batch in batches:
-            rng = np.random.default_rng(batch)
-            observations = [observe(rng) for _ in range(batch)]
-            system = System(name, lambda _, p=policy, o=observations: p.infer_batch(o)[0], steps)
-            row = run([system], lambda _: {}, calls=max(10, calls // 4))[0]
-            say(f"{name}: batches of {batch}")
-            rows.append({"system": name, "steps": steps, "batch": batch, "median_ms": row["median_ms"],
-                         "per_second": 1e3 * batch / row["median_ms"], "parts_ms": row["parts_ms"],
-                         "engines": policy.ledger.as_list()})  # fmt: skip
-    return rows
-
-
-def profile(factory: Factory | CheckpointFactory, name: str, steps: int) -> dict[str, Any]:
-    """The kernels of one call as it runs (`measure.overlap`); `graph`: whether it replays one."""
-    policy = factory.policies[name].with_steps(steps)
-    policy.warm_up()
-    observation = policy.processor.example()
-    found = recorded(lambda: policy.infer(observation))
-    return {"steps": steps, "graph": policy.pipelines.newest.captured is not None, **found}
-
-
-def _print(report: dict[str, Any]) -> None:
-    timed = ["system", "steps", "median ms", "p10", "p90", "speed-up"]
-    parts_of = report["parts"]
-    columns = [*timed, *(name.replace("_", " ") for name in parts_of), "a step", "floor", "of floor", "GB"]
-    body = []
-    for row in report["rows"]:
-        parts, floor, speedup = row["parts_ms"], row["floors_ms"].get("total"), row["speedup"]
-        body.append([
-            ran(row), str(row["steps"]), f"{row['median_ms']:.2f}", f"{row['p10_ms']:.2f}", f"{row['p90_ms']:.2f}",
-            f"{speedup:.1f}×" if speedup else "-",
-            *(f"{parts[n]:.2f}" if n in parts else "-" for n in parts_of),
-            f"{row['step_ms']:.2f}" if "step_ms" in row else "-",
-            f"{floor:.2f}" if floor else "-", f"{100 * row['share_of_floor']:.0f} %" if floor else "-",
-            f"{row['memory']['total'] / 1e9:.2f}" if row["memory"] else "-",
-        ])  # fmt: skip
-    print_table("whole calls, NumPy in to NumPy out", columns, body)
-    if report["throughput"]:
-        body = [
-            [ran(r), str(r["steps"]), str(r["batch"]), f"{r['median_ms']:.2f}", f"{r['per_second']:.0f}",
-             *(f"{r['parts_ms'][n]:.2f}" for n in parts_of),
-             f"{r['floors_ms']['total']:.2f}" if "floors_ms" in r else "-"]
-            for r in report["throughput"]
-        ]  # fmt: skip
-        header = ["system", "steps", "batch", "median ms", "observations/s"]
-        print_table("batched calls", [*header, *(name.replace("_", " ") for name in parts_of), "floor"], body)
-    for more in tables(report):
-        print_table(*more)
+    views, horizon = options.views or card.views, options.horizon or card.published().action_horizon
+    return Factory(family, views=views, horizon=horizon, checkout=options.realtime_vla, **shared)

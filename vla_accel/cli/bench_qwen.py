@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.cli.asked.images import BenchQwen
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
+from vla_accel.cli.image_options import BenchQwen
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.config import load_vae_config
-from vla_accel.images.measure import first_calls, in_turns, parity, peak_memory
+from vla_accel.images.measure import Bench, parity
 from vla_accel.images.models import diffusers_module
 from vla_accel.images.qwen import LAYERS, Transformer, accelerate, random_qwen_image
 from vla_accel.ledger import Ledger
@@ -22,13 +22,14 @@ from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
 
 COSINE = 0.999
+"""The smallest cosine with the baseline's picture that passes."""
 TINY_LAYERS = 2
 MULTIPLE = 16
-"""Pixels a side of one of the transformer's patches: 8 for a latent, 2 latents a patch."""
+"""Pixels per patch of the transformer in each direction: 8 for a latent, 2 latents a patch."""
 
 
 def main(options: BenchQwen, words: list[str]) -> int:
-    """Run the command; the exit status."""
+    """Run the command; return the exit status."""
     if options.size % MULTIPLE:
         raise ConfigError(f"size: expected a multiple of {MULTIPLE}, got {options.size}")
     device, dtype = resolve_device(options.device), DTYPES[options.dtype]
@@ -48,28 +49,27 @@ def main(options: BenchQwen, words: list[str]) -> int:
         variants |= {f"transformer only ({way})": (None, way), f"both ({way})": (vae, way)}
     run = _call(options, pipeline, dtype, device)
     systems = {n: _switched(pipeline, *how, ledger, run) for n, how in variants.items()}
-    first = first_calls("Qwen-Image", systems, say)
-    errors = {n: f.error for n, f in first.items() if f.error}
-    images = {n: f.result.cpu() for n, f in first.items() if f.result is not None}
-    if "baseline" in errors:
-        raise EngineError(f"bench-qwen: the baseline failed: {errors['baseline']}")
+    bench = Bench(device, say)
+    images = bench.first_calls("Qwen-Image", systems)
+    if "baseline" in bench.errors:
+        raise EngineError(f"bench-qwen: the baseline failed: {bench.errors['baseline']}")
     systems = {n: systems[n] for n in images}
     agreement = {n: parity(image, images["baseline"]) for n, image in images.items()}
-    memory = {n: peak_memory(device, system) for n, system in systems.items()}
-    timings = in_turns(systems, rounds=options.rounds, device=device, warm_up=1, progress=say)
-    base = timings["baseline"].p50_ms
+    memory = {n: bench.peak_gib(system) for n, system in systems.items()}
+    timings = bench.timings(systems, options.rounds, warm_up=1)
+    base = timings["baseline"]["p50_ms"]
     rows = [
         {
             "system": n,
-            **t.as_dict(),
-            "speedup": base / t.p50_ms,
-            "saved_ms": base - t.p50_ms,
+            **t,
+            "speedup": base / t["p50_ms"],
+            "saved_ms": base - t["p50_ms"],
             "peak_gib": memory[n],
             "parity": agreement[n].as_dict(),
         }
         for n, t in timings.items()
     ]
-    passed = all(a.cosine > COSINE for a in agreement.values()) and not errors
+    passed = all(a.cosine > COSINE for a in agreement.values()) and not bench.errors
     content = {
         "size": options.size,
         "steps": options.steps,
@@ -78,7 +78,7 @@ def main(options: BenchQwen, words: list[str]) -> int:
         "edit": options.edit,
         "engines": ledger.as_list(),
         "results": rows,
-        "errors": errors,
+        "errors": bench.errors,
     }
     name = "Qwen-Image Edit" if options.edit else "Qwen-Image"
     print_table(
@@ -122,7 +122,7 @@ def _call(options: BenchQwen, pipeline: Any, dtype: torch.dtype, device: torch.d
 def _switched(
     pipeline: Any, vae: Any, transformer: Transformer, ledger: Ledger, run: Callable[[], Tensor]
 ) -> Callable[[], Tensor]:
-    """A variant: its forwards are put in for the call and taken out again, so that all share one set of weights."""
+    """A variant whose forwards are in the pipeline during its calls only, so that all variants share the weights."""
     state: dict[str, Any] = {}
     parts = {"vae": ("encode", "decode"), "transformer": ("forward",)}
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from vla_accel.cli.asked.policies import Checkpoint, check_checkpoint
-from vla_accel.cli.options import Count, Listed, Number, OutputFile, Seconds, Text, Within
+from vla_accel.cli.options import Checkpoint, Count, Number, OutputFile, Seconds, Within, check_checkpoint
 from vla_accel.errors import ConfigError
 from vla_accel.server.connection import websockets_server
 
@@ -24,17 +23,17 @@ class BenchServer:
 
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub; default: a policy that costs nothing."""
-    model: Text = None
+    model: str | None = None
     """Instead: random weights of a model family's published size, such as pi05, the same in every replica."""
-    config: Text = None
+    config: str | None = None
     """With a checkpoint or --model: a shipped configuration's name, or a file."""
-    clients: Annotated[Listed[int], Within(1)] = (1, 8, 64)
+    clients: Annotated[tuple[int, ...], Within(1)] = (1, 8, 64)
     """Numbers of clients to measure."""
     seconds: Seconds = 10.0
     """Duration for each number of clients."""
-    devices: Text = None
+    devices: str | None = None
     """Replicas, as `vla-accel serve --devices` takes them."""
-    device: Text = None
+    device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     max_batch: Count = 1
     """As `vla-accel serve --max-batch`: 1, 2, 4, 8, …"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import time
@@ -14,15 +13,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vla_accel.cli.asked.images import BenchUnet
-from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say, write_asked
+from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say, write_if
 from vla_accel.cli.generate import dtype_on
+from vla_accel.cli.image_options import BenchUnet
 from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.autoencoder import SCALE
-from vla_accel.images.measure import first_calls, in_turns, parity, peak_memory
-from vla_accel.images.models import diffusers_module
-from vla_accel.images.parts import load_parts, unet_engine_file
+from vla_accel.images.measure import Bench, parity
+from vla_accel.images.parts import diffusers_call, load_parts, unet_engine_file
 from vla_accel.images.picture import side_by_side
 from vla_accel.images.stable import Engines, Request, StableDiffusion
 from vla_accel.images.unet import TEXT_TOKENS
@@ -31,14 +29,14 @@ from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
 
 COSINE = 0.9995
-UNFINISHED = "not finished"
+"""The smallest cosine of a UNet call that passes, against float32."""
 
 
 def main(options: BenchUnet, words: list[str]) -> int:
-    """Run the command; the exit status."""
+    """Run the command; return the exit status."""
     if options.size % SCALE:
         raise ConfigError(f"size: expected a multiple of {SCALE}, got {options.size}")
-    bench = _Bench(options)
+    bench = _UnetBench(options)
     with torch.inference_mode():
         bench.measure("unet", "UNet, one call (guidance pair)", bench.unet_calls)
         for part, image in {"txt2img": None, **({"img2img": bench.input_image()} if options.img2img else {})}.items():
@@ -47,37 +45,39 @@ def main(options: BenchUnet, words: list[str]) -> int:
     return finish(bench.summary(), options.output)
 
 
-class _Bench:
+class _UnetBench(Bench):
     def __init__(self, options: BenchUnet) -> None:
+        super().__init__(resolve_device(options.device), say)
         self.began = time.perf_counter()
-        self.device = resolve_device(options.device)
         dtype = dtype_on(self.device, options.dtype)
         self.options, self.dtype = replace(options, dtype=dtype), DTYPES[dtype]
         with going_on(f"loading {options.sd_dir}", say):
-            self.parts = self._load(self.dtype)
-            self.wide = self._load(torch.float32)
+            self.parts, self.wide = (
+                load_parts(options.sd_dir, device=self.device, dtype=dtype) for dtype in (self.dtype, torch.float32)
+            )
         for name in ("unet", "vae", "text_encoder"):
             # The same rounded weights: agreement judges arithmetic, not the checkpoint's rounding.
             rounded = getattr(self.parts, name).state_dict()
             getattr(self.wide, name).load_state_dict({k: v.float() for k, v in rounded.items()}, strict=False)
         self._ours: dict[str, StableDiffusion] = {}
         self._compiled: dict[str, Any] = {}
-        self.seconds: dict[str, float] = {}
-        self.errors: dict[str, str] = {}
         self._latents: dict[str, Tensor] = {}
         self._rows_of: dict[str, list[dict[str, Any]]] = {}
 
     def measure(self, part: str, title: str, run: Callable[[], list[dict[str, Any]]]) -> None:
-        """Measure one part and print its table. The report is written meanwhile, so that a process which dies in it
-        (nothing works on a GPU after an illegal access) leaves what it had found, and where it was, behind."""
-        self.errors[part] = UNFINISHED
+        """Measure one part and print its table.
+
+        The report is written after each step: a process that dies, as after an illegal access on a GPU, leaves the
+        results so far and the part in which it died.
+        """
+        self.errors[part] = "not finished"
         self._rows_of[part] = run()
         del self.errors[part]
         _print(title, self._rows_of[part])
-        write_asked(self.options.output, self.summary())
+        write_if(self.options.output, self.summary())
 
     def summary(self) -> dict[str, Any]:
-        """The report on what was measured so far."""
+        """Return the report on the results so far."""
         unets = self._rows_of.get("unet", [])
         passed = all((r["parity"]["cosine"] or 0.0) > COSINE for r in unets) and not self.errors
         content = {
@@ -90,30 +90,21 @@ class _Bench:
                 "latents": "of the last step: eager in float32",
                 "latents_eager": f"of the last step: eager in {self.options.dtype}",
             },
-            "engines": self.engines(),
+            "engines": [entry for ours in self._ours.values() for entry in ours.ledger.as_list()],
             "first_calls_s": {n: round(s, 2) for n, s in self.seconds.items()},
             **self._rows_of,
-            "breakdown": self.breakdowns(),
+            "breakdown": {n: o.latency_report(self.options.steps)["components"] for n, o in self._ours.items()},
             "errors": self.errors,
         }
         return report("bench-unet", self.options, self.device, self.began, passed, content)
 
-    def _load(self, dtype: torch.dtype) -> Any:
-        parts = load_parts(self.options.sd_dir, device=self.device, dtype=dtype)
-        parts.set_progress_bar_config(disable=True)
-        return parts
-
     def _first(self, task: str, runs: dict[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
-        first = first_calls(task, runs, say)
-        self.seconds |= {f"{task} {n}": f.seconds for n, f in first.items()}
-        self.errors |= {f"{task} {n}": f.error for n, f in first.items() if f.error}
-        write_asked(self.options.output, self.summary())
-        return {n: f.result for n, f in first.items() if f.result is not None}
-
-    # -- single calls -----------------------------------------------------------------------------------------------
+        results = self.first_calls(task, runs, f"{task} {{}}")
+        write_if(self.options.output, self.summary())
+        return results
 
     def unet_calls(self) -> list[dict[str, Any]]:
-        """Every system's UNet on one guidance pair."""
+        """Measure every system's UNet on one guidance pair."""
         side = self.options.size // SCALE
         config = self.parts.unet.config
         generator = torch.Generator(self.device).manual_seed(1)
@@ -125,9 +116,7 @@ class _Bench:
             runs = {n: self._unet(n, sample, timestep, states) for n in self.options.systems}
             want = self.wide.unet(sample.float(), timestep, states.float(), return_dict=False)[0]
         done = self._first("unet", runs)
-        timings = in_turns(
-            {n: runs[n] for n in done}, rounds=self.options.unet_rounds, device=self.device, progress=say
-        )
+        timings = self.timings({n: runs[n] for n in done}, self.options.unet_rounds)
         return self._rows(timings, {"parity": (done, want), "parity_eager": (done, done.get("eager"))})
 
     def _unet(self, name: str, sample: Tensor, timestep: Tensor, states: Tensor) -> Callable[[], Tensor]:
@@ -136,7 +125,7 @@ class _Bench:
             return lambda: self.wide.unet(a, timestep, b, return_dict=False)[0]
         if name in ("eager", "compile", "compile-graphs"):
             unet = self._compile(name)
-            # Graphs of torch.compile own their output: it is read before the next call.
+            # Graphs of torch.compile own their output, which the next call overwrites.
             return lambda: unet(sample, timestep, states, return_dict=False)[0].clone()
         stage = self._our(name).unet_stage((self.options.size, self.options.size), guided=True)
         return lambda: stage(sample=sample, timestep=timestep, encoder_hidden_states=states)["noise"]
@@ -145,13 +134,11 @@ class _Bench:
         if name == "eager":
             return self.parts.unet
         if name not in self._compiled:
-            # torch.compile at its best: channels-last, as its users set it; a copy, since eager stays as it is.
+            # Channels-last, as users of torch.compile set it; a copy, since eager keeps its layout.
             unet = copy.deepcopy(self.parts.unet).to(memory_format=torch.channels_last)
             mode = "reduce-overhead" if name == "compile-graphs" else None
             self._compiled[name] = torch.compile(unet, mode=mode, dynamic=False)
         return self._compiled[name]
-
-    # -- whole pictures ---------------------------------------------------------------------------------------------
 
     def input_image(self) -> Tensor:
         """A seeded picture to start from, (1, 3, H, W) in -1..1."""
@@ -159,16 +146,16 @@ class _Bench:
         return torch.rand(1, 3, self.options.size, self.options.size, generator=generator) * 2 - 1
 
     def pictures(self, image: Tensor | None) -> list[dict[str, Any]]:
-        """Every system's whole call."""
+        """Measure every system's whole call."""
         runs = {n: self._picture(n, image) for n in self.options.systems}
         task = "txt2img" if image is None else "img2img"
         self._latents.clear()
-        results = {n: r.cpu() for n, r in self._first(task, runs).items()}
+        results = self._first(task, runs)
         runs = {n: runs[n] for n in results}
         if not results:
             reasons = [text for name, text in self.errors.items() if name.startswith(f"{task} ")]
             raise EngineError(f"{task}: no system could make a picture: {'; '.join(reasons)}")
-        memory = {n: peak_memory(self.device, run) for n, run in runs.items()}
+        memory = {n: self.peak_gib(run) for n, run in runs.items()}
         reference = results.get("eager-fp32", results[next(iter(results))])
         latents = {n: self._latents[n] for n in results}
         compared = {
@@ -177,7 +164,7 @@ class _Bench:
             "latents": (latents, latents.get("eager-fp32")),
             "latents_eager": (latents, latents.get("eager")),
         }
-        timings = in_turns(runs, rounds=self.options.rounds, device=self.device, warm_up=1, progress=say)
+        timings = self.timings(runs, self.options.rounds, warm_up=1)
         if self.options.picture is not None and image is None:
             last = results[list(results)[-1]]
             side_by_side(self.options.picture, [(r * 2 - 1).permute(2, 0, 1)[None] for r in (reference, last)])
@@ -188,12 +175,10 @@ class _Bench:
         return rows
 
     def _picture(self, name: str, image: Tensor | None) -> Callable[[], Tensor]:
-        options = self.options
+        size, steps, seed = self.options.size, self.options.steps, self.options.seed
+        request = Request("a red bowl on a table", "blur", size, size, steps, seed=seed)
         if name in ("native", "tensorrt", "tensorrt_rtx"):
             ours = self._our(name)
-            request = Request(
-                "a red bowl on a table", "blur", options.size, options.size, options.steps, seed=options.seed
-            )
 
             def generate() -> Tensor:
                 made = ours.generate(request, image)
@@ -201,84 +186,55 @@ class _Bench:
                 return torch.from_numpy(made.pixels / 255.0)
 
             return generate
-        parts = self.wide if name == "eager-fp32" else self.parts
-        unet = parts.unet if name == "eager-fp32" else self._compile(name)
-        kind = "StableDiffusionPipeline" if image is None else "StableDiffusionImg2ImgPipeline"
-        pipeline = getattr(diffusers_module(), kind)(
-            **{**parts.components, "unet": unet}, requires_safety_checker=False
+        call = (
+            diffusers_call(self.wide, request, image)
+            if name == "eager-fp32"
+            else diffusers_call(self.parts, request, image, unet=self._compile(name))
         )
-        pipeline.set_progress_bar_config(disable=True)
-        extra: dict[str, Any] = {"height": options.size, "width": options.size}
-        if image is not None:
-            extra = {"image": image / 2 + 0.5, "strength": 0.8}
-        last: list[Any] = [None]
+        last: dict[str, Any] = {}
 
         def keep(_pipeline: Any, _step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-            last[0] = values["latents"]
+            last.update(values)
             return {}
 
         def run() -> Tensor:
-            # Only the first call is compared, and watched: the others are timed.
-            watch = {} if name in self._latents else {"callback_on_step_end": keep}
-            with _Drawn(self.dtype) if watch else contextlib.nullcontext():
-                made = pipeline(
-                    "a red bowl on a table",
-                    negative_prompt="blur",
-                    num_inference_steps=options.steps,
-                    generator=torch.Generator("cpu").manual_seed(options.seed),
-                    output_type="np",
-                    **extra,
-                    **watch,
-                )
-            if watch:
-                self._latents[name] = last[0].float().cpu()
-            return torch.from_numpy(made.images[0])
+            # The first call is compared, the others are timed.
+            if name in self._latents:
+                return torch.from_numpy(call())
+            with _Drawn(self.dtype):
+                made = call(callback_on_step_end=keep)
+            self._latents[name] = last["latents"].float().cpu()
+            return torch.from_numpy(made)
 
         return run
 
     def _our(self, name: Any) -> StableDiffusion:
         if name not in self._ours:
-            unet = EngineSpec(engine=name)
-            rest = unet if name == "native" else EngineSpec(engine="native")
+            engines = replace(Engines.all(EngineSpec("native")), unet=EngineSpec(engine=name))
             file = unet_engine_file(self.options.sd_dir)
             use = name.startswith("tensorrt") and file.is_file()
-            self._ours[name] = StableDiffusion(
-                self.parts, Engines(rest, unet, rest, rest), unet_file=file if use else None
-            )
+            self._ours[name] = StableDiffusion(self.parts, engines, unet_file=file if use else None)
         return self._ours[name]
 
-    # -- results ----------------------------------------------------------------------------------------------------
-
     def _rows(self, timings: Any, compared: dict[str, tuple[dict[str, Tensor], Tensor | None]]) -> list[dict[str, Any]]:
-        """Lines of the results; `compared`: name of an agreement to every system's result and what it is held to."""
+        """Return the rows of results; `compared`: name of an agreement to the results and their reference."""
         names = list(timings)
+        compiled = [timings[n]["p50_ms"] for n in ("compile", "compile-graphs") if n in timings]
         return [
             {
                 "system": n,
-                **timings[n].as_dict(),
-                "speedup": timings[names[0]].p50_ms / timings[n].p50_ms,
-                "speedup_over_compile": self._over(timings, n),
+                **timings[n],
+                "speedup": timings[names[0]]["p50_ms"] / timings[n]["p50_ms"],
+                # The faster of torch.compile's two modes.
+                "speedup_over_compile": min(compiled) / timings[n]["p50_ms"] if compiled else None,
                 **{k: parity(r[n], want).as_dict() for k, (r, want) in compared.items() if want is not None},
             }
             for n in names
         ]
 
-    def _over(self, timings: Any, name: str) -> float | None:
-        compiled = [timings[n].p50_ms for n in ("compile", "compile-graphs") if n in timings]
-        # The faster of its two modes is what there is to beat.
-        return min(compiled) / timings[name].p50_ms if compiled else None
-
-    def engines(self) -> list[dict[str, object]]:
-        """What ran in our systems."""
-        return [e for ours in self._ours.values() for e in ours.ledger.as_list()]
-
-    def breakdowns(self) -> dict[str, Any]:
-        """Latency breakdown of our systems over the calls timed."""
-        return {n: o.latency_report(self.options.steps)["components"] for n, o in self._ours.items()}
-
 
 class _Drawn(TorchFunctionMode):
-    """Inside, normal noise from a generator is drawn in one dtype, whatever dtype it is asked for in."""
+    """In this block generators draw normal noise in one dtype, whatever dtype is requested."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

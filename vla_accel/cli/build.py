@@ -9,95 +9,114 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import torch
-
-from vla_accel.cli.asked.policies import Build
-from vla_accel.cli.common import print_json, print_table, say, write_asked
+from vla_accel.cli.common import print_json, print_table, say, write_if
+from vla_accel.cli.options import Argument, Number, OutputFile, OutputFolder, PolicySource
 from vla_accel.config import EngineSpec, PolicyConfig
-from vla_accel.engines import tensorrt_plan
-from vla_accel.engines.tensorrt_library import parse_target
 from vla_accel.errors import ConfigError
-from vla_accel.families.bench import bench_card
-from vla_accel.families.family import Family, sized
-from vla_accel.families.loading import Checkpoint, base_and_lora, family_of, load
 from vla_accel.files import require_writable_folder
-from vla_accel.measure.random_policy import calibrate_on_noise
-from vla_accel.policy import ahead_of_time as building
-from vla_accel.policy.ahead_of_time import Job
 from vla_accel.progress import Advance, in_lines
 
 
+@dataclass(frozen=True)
+class Build(PolicySource):
+    """Build the TensorRT engines of a configuration ahead of time."""
+
+    config: Annotated[str | None, Argument("CONFIG", default="tensorrt_rtx")] = None
+    """A shipped configuration's name (tensorrt, tensorrt_rtx, ...), or a YAML or JSON file, as for a policy."""
+    targets: tuple[str, ...] = ()
+    """Compute capabilities, as in sm89,sm120: needs no GPU (TensorRT-RTX only). If not given: those in the
+    configuration, else this machine's GPU."""
+    model: str | None = None
+    """Instead of a checkpoint: random weights of a named size, such as pi05 or pi05_demo, for measuring builds."""
+    depth: Number = None
+    """With --model: this many layers in the large stacks (of π0 prefix and expert), at full width."""
+    cache: OutputFolder = None
+    """Folder of the engines; the configuration's if not given."""
+    manifest: OutputFile = None
+    """Where the manifest goes; beside the engines if not given."""
+    no_verify: bool = False
+    """Do not compare the exported graphs with the modules."""
+    dry_run: bool = False
+    """Only say what would be built, and what is in the cache already."""
+
+
 def main(options: Build, words: list[str]) -> int:
-    """The command; see `Build`."""
+    """Build the engines, write the manifest; the exit status."""
+    import torch
+
+    from vla_accel.engines import tensorrt_plan
+    from vla_accel.engines.tensorrt_library import parse_target
+    from vla_accel.families.family import sized
+    from vla_accel.families.loading import base_and_lora, family_of
+    from vla_accel.policy import ahead_of_time as building
+
     family = sized(options.model)[0] if options.model else family_of(base_and_lora(options.checkpoint or "demo")[0])
     name = options.config or "tensorrt_rtx"
-    config = _with_options(replace(options, config=name).settings(), family, options)
-    if options.model and (beside := options.checkpoint or options.lora):
-        raise ConfigError(f"model: expected no checkpoint beside it, got {beside}")
+    config = replace(options, config=name).settings()
+    changes = {"cache": str(options.cache)} if options.cache is not None else {}
+    changes |= {"verify": False} if options.no_verify else {}
+    specs = building.named(config.specs(family.parts))
+    specs = {part: replace(spec, tensorrt=replace(spec.tensorrt, **changes)) for part, spec in specs.items()}
+    config = config.with_specs({**config.specs(family.parts), **specs})
+    if options.model and (source := options.checkpoint or options.lora):
+        raise ConfigError(f"model: expected no checkpoint beside it, got {source}")
     if options.depth is not None and not options.model:
         raise ConfigError("depth: expected --model beside it: a checkpoint has its own depth")
     targets = [parse_target(t) for t in options.targets]
     if options.dry_run and options.manifest is not None:
         raise ConfigError(f"manifest: expected no --dry-run with it, which builds nothing, got {options.manifest}")
-    specs = building.named(config.specs(family.parts))
-    building.check_targets(specs, targets, _dtype(config))
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    building.check_targets(specs, targets, dtype)
     building.check_libraries(specs, targets or [parse_target(t) for s in specs.values() for t in s.tensorrt.targets])
     began = time.perf_counter()
-    todo = building.jobs(_checkpoint(options, config, specs), config, targets)
+    todo = building.jobs(_checkpoint(options, config, specs, dtype), config, targets)
     if options.dry_run:
-        return _dry_run(todo)
+        words_of = {True: "in the cache", False: "to build", None: "to build, or in the cache"}
+        states = [words_of[building.is_cached(job)] for job in todo]
+        rows = [[*job.title.split(" · "), state] for job, state in zip(todo, states, strict=True)]
+        print_table("what there is to build", ("component", "engine", "precision", "target", "state"), rows)
+        print_json({"jobs": [job.title for job in todo], "states": states})
+        return 0
     for spec in specs.values():  # building takes minutes
         require_writable_folder(tensorrt_plan.cache_of(spec.tensorrt).folder, "cache")
-    rows: list[dict[str, Any]] = []
+    made: list[dict[str, Any]] = []
     try:
         with _Bars() as bars, tensorrt_plan.Exports() as exports:
             for job in todo:
-                made = building.build(job, bars.watch(job), exports=exports)
-                rows += made
-                for row in made:
+                for row in building.build(job, bars.watch(job), exports=exports):
+                    made.append(row)
                     bars.say(_line(row))
     except KeyboardInterrupt:
-        print(f"vla-accel build: interrupted after {len(rows)} engines; they are in the cache", file=sys.stderr)
+        print(f"vla-accel build: interrupted after {len(made)} engines; they are in the cache", file=sys.stderr)
         return 130
-    _table(rows)
+    _table(made)
     source = options.checkpoint or "demo"
     if options.model:
         depth = "" if options.depth is None else f", {options.depth} layers in the large stacks"
         source = f"random weights of {options.model}'s size{depth}"
-    record = building.manifest(rows, config=Path(name).name, checkpoint=source, seconds=time.perf_counter() - began)
+    record = building.manifest(made, config=Path(name).name, checkpoint=source, seconds=time.perf_counter() - began)
     target = options.manifest or building.default_manifest(next(iter(specs.values())), name)
-    write_asked(target, record)
+    write_if(target, record)
     say(f"manifest: {target}")
     print_json(record)
     return 0
 
 
-def _with_options(config: PolicyConfig, family: Family, options: Build) -> PolicyConfig:
-    changes: dict[str, Any] = {}
-    if options.cache is not None:
-        changes["cache"] = str(options.cache)
-    if options.no_verify:
-        changes["verify"] = False
-    specs = config.specs(family.parts)
-    for name, spec in building.named(specs).items():
-        specs[name] = replace(spec, tensorrt=replace(spec.tensorrt, **changes))
-    return config.with_specs(specs)
+def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, EngineSpec], dtype: Any) -> Any:
+    """Load the model in the dtype that it has on a GPU, or make one with random weights."""
+    import torch
 
+    from vla_accel.families.bench import bench_card
+    from vla_accel.families.family import sized
+    from vla_accel.families.loading import Checkpoint, load
+    from vla_accel.measure.random_policy import calibrate_on_noise
 
-def _dtype(config: PolicyConfig) -> torch.dtype:
-    """Of the large products on a GPU."""
-    return torch.float32 if config.precision == "fp32" else torch.bfloat16
-
-
-def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, EngineSpec]) -> Checkpoint:
-    """The model in the dtype it has on a GPU, and what belongs to it."""
     on_gpu = torch.cuda.is_available() and any(s.engine != "tensorrt_rtx" for s in specs.values())
     device = torch.device("cuda" if on_gpu else "cpu")
-    dtype = _dtype(config)
     if not options.model:
         return load(options.checkpoint or "demo", config, device=device, dtype=dtype)
     family, size = sized(options.model)
@@ -107,16 +126,6 @@ def _checkpoint(options: Build, config: PolicyConfig, specs: Mapping[str, Engine
     processor = card.dummy(sizes, card.views)
     scales = calibrate_on_noise(family, model, processor, count=1) if family.needs_scales(specs) else None
     return Checkpoint(f"random {options.model}", family, model, processor, calibrated=scales, settings=config)
-
-
-def _dry_run(todo: list[Job]) -> int:
-    words = {True: "in the cache", False: "to build", None: "to build, or in the cache"}
-    states = [words[building.is_cached(job)] for job in todo]
-    columns = ("component", "engine", "precision", "target", "state")
-    rows = [[*job.title.split(" · "), state] for job, state in zip(todo, states, strict=True)]
-    print_table("what there is to build", columns, rows)
-    print_json({"jobs": [job.title for job in todo], "states": states})
-    return 0
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -137,8 +146,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 
 class _Bars:
-    """The builder's phases as progress bars on a terminal; elsewhere a line for each job, and now and then one for a
-    phase."""
+    """The builder's phases: progress bars on a terminal, lines elsewhere."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -166,7 +174,7 @@ class _Bars:
         """A line above the bars."""
         self._progress.console.print(line, highlight=False)
 
-    def watch(self, job: Job) -> _Bars:
+    def watch(self, job: Any) -> _Bars:
         """Show a new job."""
         if self._job is not None:
             self._progress.remove_task(self._job)

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from vla_accel.cli.asked.engines import Cache
 from vla_accel.cli.common import print_json, print_table, say
-from vla_accel.engines.cache import EngineCache, Entry, clear_compiled
+from vla_accel.cli.options import Argument, Folder
 from vla_accel.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class Cache:
+    """List, check or empty the cache of built engines."""
+
+    action: Annotated[Literal["list", "clear", "verify"], Argument(positional=True)]
+    """list: what is there. verify: read every engine and compare it with its description; exit status 1 if one is
+    damaged. clear: remove all."""
+    cache: Folder = None
+    """Folder of the engines; the user's cache folder if not given."""
+
+
 def main(options: Cache, words: list[str]) -> int:
-    """The command; see `Cache`."""
+    """List, verify or clear; the exit status."""
+    from vla_accel.engines.cache import EngineCache, clear_compiled
+
     if options.cache is not None and not options.cache.is_dir():
         raise ConfigError(f"cache: expected a folder of engines, got {options.cache}")
     store = EngineCache(options.cache)
@@ -23,18 +37,23 @@ def main(options: Cache, words: list[str]) -> int:
         print_json({"cache": str(store.folder), "removed": count, "bytes": size})
         return 0
     entries = store.verify() if options.action == "verify" else store.entries()
-    if entries:
-        _table(f"engines in {store.folder}", entries)
+    rows = [_row(entry) for entry in entries]
+    if rows:
+        columns = ("file", "library", "target", "precision", "MB", "last used", "state")
+        cells = [
+            [str(r["file"]), r["library"], str(r["target"]), str(r["precision"]), f"{r['bytes'] / 1e6:.1f}", r["used"],
+             str(r["problem"] or "ok")]
+            for r in rows
+        ]  # fmt: skip
+        print_table(f"engines in {store.folder}", columns, cells)
     else:
         say(f"no engines in {store.folder}")
-    bad = [e for e in entries if e.problem]
-    rows = [_row(e) for e in entries]
-    total = sum(e.size for e in entries)
-    print_json({"cache": str(store.folder), "bytes": total, "problems": len(bad), "engines": rows})
-    return int(options.action == "verify" and bool(bad))
+    problems, total = sum(bool(entry.problem) for entry in entries), sum(entry.size for entry in entries)
+    print_json({"cache": str(store.folder), "bytes": total, "problems": problems, "engines": rows})
+    return int(options.action == "verify" and problems > 0)
 
 
-def _row(entry: Entry) -> dict[str, object]:
+def _row(entry: Any) -> dict[str, Any]:
     about = entry.about
     return {
         "file": entry.path.name,
@@ -44,13 +63,3 @@ def _row(entry: Entry) -> dict[str, object]:
         "used": datetime.datetime.fromtimestamp(entry.used, datetime.timezone.utc).isoformat(timespec="seconds"),
         "problem": entry.problem,
     }
-
-
-def _table(title: str, entries: list[Entry]) -> None:
-    columns = ("file", "library", "target", "precision", "MB", "last used", "state")
-    rows = []
-    for row in map(_row, entries):
-        size = f"{int(str(row['bytes'])) / 1e6:.1f}"
-        words = (row["file"], row["library"], row["target"], row["precision"], size, row["used"])
-        rows.append([*map(str, words), str(row["problem"] or "ok")])
-    print_table(title, columns, rows)

@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
-from vla_accel.cli.asked.policies import Calibrate
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
 from vla_accel.cli.common import say
+from vla_accel.cli.options import Argument, Count, OutputFolder, PolicySource
 from vla_accel.errors import ConfigError
-from vla_accel.families.loading import load
 from vla_accel.files import require_writable_folder
-from vla_accel.machine import resolve_device
 from vla_accel.measure.recording import RECORDED, load_observations, named
 from vla_accel.measure.statistics import fits
 
 
-def main(chosen: Calibrate, words: list[str]) -> int:
+@dataclass(frozen=True)
+class Calibrate(PolicySource):
+    """Measure the largest inputs of what FP8 may compute through NVIDIA ModelOpt; store them beside the checkpoint."""
+
+    config: Annotated[str | None, Argument("CONFIG")] = None
+    """A YAML or JSON file with what the checkpoint does not say of itself: preset, tokenizer, embodiment."""
+    observations: Path | None = None
+    """Observations that vla_accel.measure.recording.save_observations wrote, which must be given: real ones, never
+    noise."""
+    output: OutputFolder = None
+    """Folder for the scales, made as needed; the checkpoint's own, or its LoRA adapter's, if not given."""
+    count: Count = 256
+    """Observations at most, spread over the file."""
+    device: str | None = None
+    """cpu, cuda or cuda:N instead of the configuration's."""
+
+
+def main(options: Calibrate, words: list[str]) -> int:
     """Calibrate and write; the exit status."""
-    if chosen.observations is None:
+    from vla_accel.families.loading import load
+    from vla_accel.machine import resolve_device
+
+    if options.observations is None:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, got none")
-    recorded = load_observations(chosen.observations, chosen.count)
-    settings = chosen.settings()
-    device = resolve_device(chosen.device or settings.device)
-    checkpoint = load(chosen.checkpoint or "demo", settings, device=device, whole=False)
-    folder = chosen.output or checkpoint.kept
+    recorded = load_observations(options.observations, options.count)
+    settings = options.settings()
+    device = resolve_device(options.device or settings.device)
+    checkpoint = load(options.checkpoint or "demo", settings, device=device, whole=False)
+    folder = options.output or checkpoint.kept
     assert folder is not None
     require_writable_folder(folder, "output")
-    with named(chosen.observations):
+    with named(options.observations):
         prepared = [checkpoint.processor.prepare(o) for o in recorded]
         fit = fits(checkpoint.processor, recorded, prepared)
     for line in (line for one in fit if one.rows for line in one.lines()):
         say(line)
     say(f"calibrating on {len(prepared)} observations")
-    scales = checkpoint.family.calibrate(checkpoint.model, prepared, chosen.observations.name)
+    scales = checkpoint.family.calibrate(checkpoint.model, prepared, options.observations.name)
     path = scales.save(folder)
     largest = max(scales.amax, key=scales.amax.__getitem__)
     print(f"{path}: {len(scales.amax)} products, {scales.observations} observations; largest input "

@@ -1,5 +1,4 @@
-"""What commands share: names that are checked, tables and reports. Importing it takes no torch: scripts on stored
-results have none of it."""
+"""Tables, JSON lines and reports of all commands. Importing this needs no torch."""
 
 from __future__ import annotations
 
@@ -12,16 +11,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vla_accel.cli.asked.images import BenchOptions
 from vla_accel.config import load_config
 from vla_accel.files import write_json
 
 if TYPE_CHECKING:
     import torch
 
+    from vla_accel.cli.image_options import BenchOptions
+
 
 def check_names(checkpoint: str, config: str | None) -> None:
-    """Raise CheckpointError or ConfigError for names of nothing, before a program says that it loads them."""
+    """Raise CheckpointError or ConfigError for unknown names, before a program reports that it loads them."""
     from vla_accel.families.loading import local
 
     load_config(config)
@@ -29,9 +29,11 @@ def check_names(checkpoint: str, config: str | None) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on the console; numbers to the right. Columns in which nothing stands are left out. A table that is too
-    wide for the terminal lies on its side, if it is narrower then; otherwise its heads are folded before its names, and
-    where even words are too long, a name has a line to itself."""
+    """Print a table without its empty columns, numbers to the right.
+
+    If it is too wide for the terminal, transpose it if that is narrower; else wrap headers before names; if even single
+    words are too long, give each name its own line.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -69,24 +71,23 @@ PARITY_COLUMNS = ("MSE", "cosine", "max error", "PSNR dB")
 
 
 def parity_cells(parity: Mapping[str, float | None]) -> list[str]:
-    """The cells of `PARITY_COLUMNS`; what is not finite is a dash."""
+    """The cells of `PARITY_COLUMNS`; None is a dash."""
     formats = {"mse": ".2e", "cosine": ".6f", "max_error": ".3g", "psnr_db": ".1f"}
     return ["-" if parity[k] is None else format(parity[k], f) for k, f in formats.items()]
 
 
 def say(text: str) -> None:
-    """A line for people: how far it is, where something was written."""
+    """Print a line for people to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_json(content: Any, *, allow_nan: bool = True) -> None:
-    """The line that ends a command, for scripts: on a terminal it would push what people read out of sight.
-    `allow_nan`: as in `files.write_json`."""
+    """Print the JSON line that ends a command, for scripts; not on a terminal, where it would hide the result."""
     if not sys.stdout.isatty():
         print(json.dumps(content, allow_nan=allow_nan), flush=True)
 
 
-def write_asked(path: Path | None, content: Any) -> None:
+def write_if(path: Path | None, content: Any) -> None:
     """Write a JSON file whole, if a path is given."""
     if path is not None:
         write_json(path, content)
@@ -95,7 +96,7 @@ def write_asked(path: Path | None, content: Any) -> None:
 def report(
     command: str, options: BenchOptions, device: torch.device, began: float, passed: bool, content: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What every benchmark's JSON holds, round its own content. `began`: `time.perf_counter()` at the start."""
+    """Add what every benchmark's JSON holds to its content; `began`: `time.perf_counter()` at the start."""
     from vla_accel import machine
 
     return {
@@ -111,7 +112,7 @@ def report(
 
 
 def finish(summary: dict[str, Any], output: Path | None) -> int:
-    """Write a report and print it as the last line, for scripts; the exit status."""
-    write_asked(output, summary)
+    """Write a report, print it as the last line, and return the exit status."""
+    write_if(output, summary)
     print_json(summary)
     return 0 if summary["passed"] else 1

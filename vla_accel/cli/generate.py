@@ -1,4 +1,4 @@
-"""`vla-accel txt2img` and `img2img`: progress, the picture with its parameters, the latency JSON."""
+"""`vla-accel txt2img` and `img2img`: make a picture that carries its parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from vla_accel import machine
-from vla_accel.cli.asked.images import Dtype, ImageToImage, TextToImage
-from vla_accel.cli.common import print_json, print_table, say, write_asked
+from vla_accel.cli.common import print_json, print_table, say, write_if
+from vla_accel.cli.image_options import Dtype, ImageToImage, TextToImage
 from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError
 from vla_accel.images.autoencoder import SCALE
 from vla_accel.images.measure import parity
-from vla_accel.images.models import diffusers_module
-from vla_accel.images.parts import make_scheduler, scheduler_class
+from vla_accel.images.parts import diffusers_call, make_scheduler, scheduler_class
 from vla_accel.images.picture import load_image, save_png
 from vla_accel.images.stable import Engines, Request, StableDiffusion
 from vla_accel.numeric import DTYPES
@@ -26,7 +25,7 @@ from vla_accel.progress import going_on, shown
 
 
 def main(options: TextToImage, words: list[str]) -> int:
-    """Generate, save, report; the exit status."""
+    """Generate, save and report; return the exit status."""
     device = machine.resolve_device(options.device)
     dtype = DTYPES[dtype_on(device, options.dtype)]
     request, image = _request(options)
@@ -39,7 +38,7 @@ def main(options: TextToImage, words: list[str]) -> int:
     parts = pipeline.parts
     run = request.run(image is not None)
     steps = f"{run} steps" if run == request.steps else f"{run} of {request.steps} steps"
-    say(f"denoising in {steps}")  # of which the first may take half a minute on a CPU
+    say(f"denoising in {steps}")  # the first may take half a minute on a CPU
     for call in range(options.calls):
         if call == 1:
             pipeline.latency.clear()
@@ -60,7 +59,7 @@ def main(options: TextToImage, words: list[str]) -> int:
     report["image"] = options.out_img_path.name
     if options.use_pipeline:
         report["pipeline"] = _compare(options, parts, request, image, result.pixels)
-    write_asked(options.latency_json, report)
+    write_if(options.latency_json, report)
     parts_ms: dict[str, dict[str, float]] = report["components"]
     print_table(
         f"{options.out_img_path}: {settings['width']}x{settings['height']}, {steps}",
@@ -71,9 +70,9 @@ def main(options: TextToImage, words: list[str]) -> int:
     return 0
 
 
-def dtype_on(device: torch.device, asked: Dtype | None) -> Dtype:
-    """What was asked for; else fp16 on a GPU and fp32 on a CPU, where diffusers warns of fp16."""
-    return asked or ("fp16" if device.type == "cuda" else "fp32")
+def dtype_on(device: torch.device, requested: Dtype | None) -> Dtype:
+    """Return the requested dtype, else fp16 on a GPU and fp32 on a CPU, where diffusers warns about fp16."""
+    return requested or ("fp16" if device.type == "cuda" else "fp32")
 
 
 def _request(options: TextToImage) -> tuple[Request, Tensor | None]:
@@ -100,32 +99,14 @@ def _engines(options: TextToImage) -> Engines:
 def _compare(
     options: TextToImage, parts: Any, request: Request, image: Tensor | None, pixels: np.ndarray
 ) -> dict[str, Any]:
-    """diffusers' own pipeline on the same seed and scheduler: saves its picture; time and agreement."""
-    parts.scheduler = make_scheduler(parts.scheduler, request.scheduler)
-    parts.set_progress_bar_config(disable=True)
-    common: dict[str, Any] = {
-        "negative_prompt": request.negative_prompt,
-        "num_inference_steps": request.steps,
-        "guidance_scale": request.guidance,
-        "generator": torch.Generator("cpu").manual_seed(request.seed),
-        "output_type": "np",
-    }
+    """Save the picture of diffusers' own pipeline for the same request; return its time and agreement."""
     began = time.perf_counter()
     with going_on("denoising in diffusers' own pipeline", say):
-        if image is None:
-            height, width = pixels.shape[:2]
-            made = parts(request.prompt, height=height, width=width, **common)
-        else:
-            other = diffusers_module().StableDiffusionImg2ImgPipeline(**parts.components, requires_safety_checker=False)
-            other.set_progress_bar_config(disable=True)
-            made = other(request.prompt, image=image / 2 + 0.5, strength=request.strength, **common)
+        reference = diffusers_call(parts, request, image)()
     seconds = time.perf_counter() - began
-    reference = made.images[0]
-    save_png(
-        options.out_img_path.with_suffix(".pipeline.png"),
-        (reference * 255).round().astype(np.uint8),
-        {**dataclasses.asdict(request), "engines": "diffusers"},
-    )
+    path = options.out_img_path.with_suffix(".pipeline.png")
+    settings = {**dataclasses.asdict(request), "engines": "diffusers"}
+    save_png(path, (reference * 255).round().astype(np.uint8), settings)
     agreement = parity(torch.from_numpy(pixels / 255.0), torch.from_numpy(reference))
     say(f"diffusers' own pipeline: {seconds:.1f} s; cosine of the pictures {agreement.cosine:.6f}")
     return {"seconds": seconds, "parity": agreement.as_dict()}

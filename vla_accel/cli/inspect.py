@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from vla_accel.cli.asked.engines import Inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
 from vla_accel.cli.common import print_json, print_table
-from vla_accel.engines.cache import default_folder
-from vla_accel.engines.tensorrt_inspect import inspect
+from vla_accel.cli.options import Argument
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Show what is inside an engine file."""
+
+    engine: Annotated[Path, Argument("ENGINE", positional=True)]
+    """A .engine file, or what the name of one in the user's cache folder begins with, as `vla-accel cache list`
+    has it."""
+    layers: bool = False
+    """List every layer, in the table and in the JSON."""
 
 
 def main(options: Inspect, words: list[str]) -> int:
-    """The command; see `Inspect`."""
+    """Print what an engine file holds."""
+    from vla_accel.engines.cache import default_folder
+    from vla_accel.engines.tensorrt_inspect import inspect
+
     path = options.engine
     if not path.exists():  # a narrow terminal breaks names
         cached = [file for file in default_folder().glob("*.engine") if file.name.startswith(str(path))]

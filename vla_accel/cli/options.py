@@ -1,41 +1,43 @@
-"""A program's options from its words: tyro reads them, and what a type says of them is checked before anything is
-loaded or run, so that a number or a file that cannot be is an error at once and not after the work."""
+"""Read a program's options into a dataclass, and check them before anything is loaded or run."""
 
 from __future__ import annotations
 
+import argparse
 import ast
-import contextlib
 import dataclasses
-import functools
 import inspect
-import io
 import itertools
 import math
-import os
-import re
 import shutil
 import sys
 import textwrap
+import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-import tyro
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
-
+from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError, nearest
 from vla_accel.files import require_writable, require_writable_folder
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """How `--help` shows an option, and how it is typed.
+
+    `default`: the default that `--help` names (None: the field's); `repeat`: the option may be typed several times;
+    `hidden`: a field that is not an option.
+    """
+
+    metavar: str | None = None
+    default: str | None = None
+    positional: bool = False
+    repeat: bool = False
+    hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Within:
     above: bool = False
 
     def check(self, name: str, value: float) -> None:
-        """Raise ConfigError for a number outside, or for none at all (NaN)."""
+        """Raise ConfigError for a number outside the range, and for NaN."""
         if self.least <= value <= self.most and math.isfinite(value) and not (self.above and value == self.least):
             return
         if self.most < math.inf and not self.above:
@@ -60,71 +62,61 @@ class Within:
 
 @dataclass(frozen=True)
 class Written:
-    """Marks a file, or with `folder` a folder, that the program writes; `suffix`: what its name must end in."""
+    """Marks a file, or with `folder` a folder, that the program writes; `suffix`: the required file suffix."""
 
     folder: bool = False
     suffix: str = ""
 
     def check(self, name: str, value: Path) -> None:
-        """Raise ConfigError for another suffix, OutputError where it cannot be written."""
+        """Raise ConfigError for another suffix, OutputError if the path cannot be written."""
         if self.suffix and value.suffix.lower() != self.suffix:
             raise ConfigError(f"{name}: expected a file name ending in {self.suffix}, got {str(value)!r}")
         (require_writable_folder if self.folder else require_writable)(value, name)
 
 
-# Options that may be left out, as `--help` shows them.
-File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
-Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
-OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=""), Written()]
-Picture = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=""), Written(suffix=".png")]
-OutputFolder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint=""), Written(folder=True)]
-Number = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=""), Within(1)]
-Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
-Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
-
-
-def _default(text: str) -> str:
-    return f"(default: {text})" if text.strip("'") else ""
-
-
-Words = Annotated[str, tyro.conf.arg(help_behavior_hint=_default)]
-Listed = Annotated[tuple[T, ...], tyro.conf.arg(help_behavior_hint=_default)]
-"""Several in one word, with commas between them."""
-
+Folder = Annotated[Path | None, Argument("FOLDER")]
+OutputFile = Annotated[Path | None, Written()]
+Picture = Annotated[Path | None, Written(suffix=".png")]
+OutputFolder = Annotated[Path | None, Argument("FOLDER"), Written(folder=True)]
+Number = Annotated[int | None, Within(1)]
 Count = Annotated[int, Within(1)]
 Seconds = Annotated[float, Within(0, above=True)]
 Seed = Annotated[int, Within(0, 2**63 - 1)]
-"""What every generator of random numbers takes."""
+"""The range of a random generator's seed."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        for old, new in (("argument ", ""), ("the following arguments are required", "missing")):
+            message = message.replace(old, new, 1)
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help says more\n")
 
 
 def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
-    """The options of a program, a dataclass, from its words (the process's own if None).
+    """Read the options of a program, a dataclass, from its words (None: the process's own).
 
-    Wrong usage ends the program with status 2 and one line. Raises ConfigError or OutputError for a value that its
-    type refuses.
+    Wrong usage ends the program with status 2 and one line. Raises ConfigError or OutputError for a value that the
+    field's type refuses.
     """
-    about, box = _wrapped(kind.__doc__ or ""), io.StringIO()
-    words, columns = sys.argv[1:] if words is None else words, os.environ.get("COLUMNS")
+    words = list(sys.argv[1:] if words is None else words)
+    parser, names = _parser(kind, program)
     if {"-h", "--help"} & {*words}:
-        words = ["--help"]  # beside a word that it has read tyro leaves that one's place out
-    else:
-        os.environ["COLUMNS"] = "1000000"  # of the box of an error tyro breaks no line then, and so no long word
-    try:
-        with _RULES, contextlib.redirect_stderr(box):
-            given = tyro.cli(kind, args=words, prog=program, description=about, config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit:
-        if box.getvalue():
-            hints = typing.get_type_hints(kind, include_extras=True).items()
-            options = [n.replace("_", "-") for n, hint in hints if tyro.conf.Positional not in typing.get_args(hint)]
-            said = _sentence(box.getvalue(), options).replace(f" from {program}", "")
-            print(f"{program}: {said}; {program} --help says more", file=sys.stderr)
-        raise
-    finally:
-        os.environ.pop("COLUMNS", None)
-        if columns is not None:
-            os.environ["COLUMNS"] = columns
-    check(given)
-    return given
+        print(parser.format_help(), end="")  # `print_help` hides a broken pipe
+        parser.exit(0)
+    for i, word in enumerate(itertools.takewhile(lambda word: word != "--", words)):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            name = name.replace("_", "-")
+            if name[2:] not in names:
+                hint = f": {REMOVED[name[2:]]}" if name[2:] in REMOVED else nearest(name[2:], names, "--")
+                parser.error(f"unknown option {name}{hint}")
+            words[i] = name + equals + value
+    found, rest = parser.parse_known_args(words)
+    if rest:
+        parser.error(f"unexpected {' '.join(rest)}; a list is one word with commas")
+    options = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in vars(found).items()})
+    check(options)
+    return options
 
 
 REMOVED = {
@@ -136,58 +128,50 @@ REMOVED = {
 """Options of earlier versions, and what to type instead."""
 
 
-def _sentence(box: str, options: Sequence[str]) -> str:
-    """What is wrong in the first paragraph of tyro's box, without helptexts, and which option was meant."""
-    # On a terminal the box is coloured; where the output is not in UTF-8 its lines are blanks and hyphens.
-    box = re.sub(r"\x1b\[[\d;]*m", "", box)
-    _, first, *_ = re.split(r"(?m)^(?:╭|[│ ] ?[─-]{5}).*$", box)
-    said = " ".join(line[1:].strip(" │") for line in first.splitlines() if not line[2:].startswith(" " * 8)).strip(" .")
-    if said.startswith("Unrecognized") and " -" not in said:  # words that belong to nothing, as in --steps 10 3
-        return f"{said}; a list is one word with commas"
-    wrong = re.match(r"Unrecognized options: --([\w-]+)", said)
-    if wrong and wrong[1] in REMOVED:
-        return f"{said}: {REMOVED[wrong[1]]}"
-    return said + (nearest(wrong[1], options, "--") if wrong else "")
-
-
-_RULES = ConstructorRegistry()
-
-
-class _Whole(str):
-    """A text that tyro takes as one line, and so leaves as it is: it would join lines, and not wrap them."""
-
-    def split(self, *_: Any) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return [self]
-
-
-def _wrapped(text: str) -> str:
-    """Paragraphs as wide as the terminal; what is indented, such as a list of files, stays as it is."""
+def _parser(kind: Any, program: str) -> tuple[_Parser, list[str]]:
+    """The parser of an options class, and the names of its options."""
+    hints, about = typing.get_type_hints(kind, include_extras=True), descriptions(kind)
     width = shutil.get_terminal_size().columns
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return _Whole("\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs))
+    paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
+    text = "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog=program, description=text, formatter_class=formatter, allow_abbrev=False)
+    names, usage = [], ""
+    for field in dataclasses.fields(kind):
+        marks = getattr(hints[field.name], "__metadata__", ())
+        argument = next((mark for mark in reversed(marks) if isinstance(mark, Argument)), Argument())
+        if argument.hidden:
+            continue
+        required, name = field.default is dataclasses.MISSING, field.name.replace("_", "-")
+        value = None if required or isinstance(field.default, bool) else field.default
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+        shown = shown if argument.default is None else argument.default
+        note = " (required)" if required else f" (default: {shown})" if shown else ""
+        more: dict[str, Any] = {"help": (about.get(field.name, "") + note).replace("%", "%%")}
+        more["default"] = argparse.SUPPRESS if argument.repeat else field.default
+        item, many = _item(hints[field.name])
+        if item is bool:
+            more["action"] = "store_true"
+        else:
+            several = many and (argument.positional or argument.repeat)
+            more["type"], metavar = _reader(item, many and not several)
+            more["metavar"] = argument.metavar or metavar
+            if argument.repeat:
+                more["action"] = "append"
+            elif argument.positional and (many or not required):
+                more["nargs"] = ("+" if required else "*") if many else "?"
+        if argument.positional:
+            usage += f" {more['metavar']}"
+            parser.add_argument(field.name, **more)
+        else:
+            names.append(name)
+            parser.add_argument(f"--{name}", dest=field.name, required=required, **more)
+    parser.usage = f"%(prog)s [options]{usage}"
+    return parser, names
 
 
-@_RULES.struct_rule
-def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """A dataclass with the text below each field as one paragraph: tyro breaks a line wherever the source does."""
-    if not dataclasses.is_dataclass(info.type):
-        return None
-    hints: dict[str, Any] = typing.get_type_hints(info.type, include_extras=True)
-    fields = [
-        StructFieldSpec(
-            field.name,
-            cast(Any, Flag) if hints[field.name] is bool else hints[field.name],
-            tyro.MISSING if field.default is dataclasses.MISSING else field.default,
-            lambda name=field.name: told(info.type).get(name),
-        )
-        for field in dataclasses.fields(info.type)
-    ]
-    return StructConstructorSpec(info.type, tuple(fields))
-
-
-@functools.cache
-def told(kind: type) -> dict[str, str]:
-    """What stands below each field in the source of a dataclass and of those that it derives from."""
+def descriptions(kind: type) -> dict[str, str]:
+    """The text below each field in the source of a dataclass and of its bases."""
     texts = {}
     for each in reversed([k for k in kind.__mro__ if dataclasses.is_dataclass(k)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
@@ -198,64 +182,49 @@ def told(kind: type) -> dict[str, str]:
     return texts
 
 
-def _number(kind: type[int] | type[float], word: str) -> int | float:
-    try:
-        return kind(word)
-    except ValueError:
-        raise ValueError(f"expected a {'whole ' * (kind is int)}number, got {word!r}") from None
+def _item(hint: Any) -> tuple[Any, bool]:
+    """The type of one value, and whether the option takes several."""
+    if typing.get_origin(hint) is Annotated:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = (one for one in typing.get_args(hint) if one is not type(None))
+    several = typing.get_origin(hint) is tuple
+    return (typing.get_args(hint)[0] if several else hint), several
 
 
-@_RULES.primitive_rule
-def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """A number that may be left out: tyro's own errors speak of Python's types and functions."""
-    kind, *more = typing.get_args(info.type) or (info.type,)
-    if kind not in (int, float) or more not in ([], [type(None)]):
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=kind.__name__.upper(),
-        instance_from_str=lambda words: _number(kind, words[0]),
-        is_instance=lambda value: value is None or isinstance(value, (int, kind)),
-        str_from_instance=lambda value: [str(value)],
-    )
+def _reader(item: Any, commas: bool) -> tuple[Callable[[str], Any], str]:
+    """The function that reads a word, and the metavar of its type."""
+    choices = typing.get_args(item) if typing.get_origin(item) is Literal else ()
+    usual = {int: "N", float: "NUMBER", Path: "FILE"}.get(item, "NAME")
+    metavar = "{" + ",".join(choices) + "}" if choices else usual
 
+    def one(word: str) -> Any:
+        if choices:
+            if word not in choices:
+                expected = "some of" if commas else "one of"
+                raise argparse.ArgumentTypeError(f"expected {expected} {', '.join(choices)}, got {word!r}")
+            return word
+        try:
+            return item(word)
+        except ValueError:
+            expected = "a whole number" if item is int else "a number"
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {word!r}") from None
 
-@_RULES.primitive_rule
-def _commas(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]] | None:
-    """How every list is written: commas, no spaces; but for words without an option, and an option given repeatedly."""
-    kind, *more = typing.get_args(info.type) or (str,)
-    if (
-        info.type_origin is not tuple
-        or more != [...]
-        or {tyro.conf.Positional, tyro.conf.UseAppendAction} & info.markers
-    ):
-        return None
-    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-
-    def split(text: str) -> tuple[Any, ...]:
-        words = text.split(",")
-        if wrong := [word for word in words if choices and word not in choices]:
-            raise ValueError(f"expected some of {', '.join(choices)}, got {wrong[0]!r}")
-        values = tuple(words if choices else (_number(kind, w) if kind in (int, float) else kind(w) for w in words))
+    def several(word: str) -> tuple[Any, ...]:
+        values = tuple(map(one, word.split(",")))
         if len(set(values)) < len(values):
-            raise ValueError(f"expected each once, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected each once, got {word!r}")
         return values
 
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=("{" + ",".join(choices) + "}" if choices else {int: "N", Path: "FILE"}.get(kind, "NAME")) + ",...",
-        instance_from_str=lambda words: split(words[0]),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda value: [",".join(map(str, value))] if value else [],
-    )
+    return (several, f"{metavar},...") if commas else (one, metavar)
 
 
-def check(given: Any) -> None:
-    """Raise ConfigError or OutputError for a field that its type (`Within`, `Written`) refuses, for a file that two
-    would write, or one read and another write, and for what its own `check` refuses; None is none given."""
-    hints, written, others = typing.get_type_hints(type(given), include_extras=True), {}, []
+def check(options: Any) -> None:
+    """Raise ConfigError or OutputError for what a field's marks or the class's own `check` refuse, for a file that two
+    options would write, and for one that an option reads and another writes."""
+    hints, written, others = typing.get_type_hints(type(options), include_extras=True), {}, []
     for field, hint in hints.items():
-        name, value = field.replace("_", "-"), getattr(given, field)
+        name, value = field.replace("_", "-"), getattr(options, field)
         values = [one for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
         marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, (Within, Written))]
         for mark, one in itertools.product(marks, values):
@@ -266,5 +235,47 @@ def check(given: Any) -> None:
     for name, path in others:
         if path.is_file() and (other := written.get(path.resolve())) is not None:
             raise ConfigError(f"{other}: expected another file than those that are read, got {path} of {name}")
-    if callable(own := getattr(given, "check", None)):  # not an option of that name
+    if callable(own := getattr(options, "check", None)):  # not an option of that name
         own()
+
+
+Checkpoint = Annotated[str | None, Argument("[CHECKPOINT]", positional=True)]
+"""For a command that does something else without a checkpoint."""
+
+
+def check_checkpoint(options: Any) -> None:
+    """Raise ConfigError if the checkpoint is empty, or a file of another option."""
+    checkpoint = options.checkpoint
+    if checkpoint == "":  # an unset variable of the shell
+        raise ConfigError("checkpoint: expected a folder or a name, got ''")
+    option = {".yaml": "config", ".yml": "config", ".npz": "observations"}.get(Path(checkpoint or "").suffix)
+    if option and hasattr(options, option):
+        raise ConfigError(f"checkpoint: expected a folder or a name, got {checkpoint}: type --{option} {checkpoint}")
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """The checkpoint that a command works on."""
+
+    checkpoint: Annotated[str | None, Argument("[CHECKPOINT]", default="demo", positional=True)] = None
+    """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
+
+    def check(self) -> None:
+        """Raise ConfigError if the checkpoint is a file of another option."""
+        check_checkpoint(self)
+
+
+@dataclass(frozen=True)
+class PolicySource(CheckpointSource):
+    """The policy that a command works on."""
+
+    config: Annotated[str | None, Argument("CONFIG", default="auto")] = None
+    """How it runs: a shipped configuration's name (native_fp8), or a YAML or JSON file. auto takes the fastest engines
+    that lose nothing on this machine."""
+    lora: str | None = None
+    """A LoRA adapter to fold into the checkpoint's weights: a folder, or owner/name[@revision][/folder] on the hub."""
+
+    def settings(self) -> PolicyConfig:
+        """Load the configuration, with the adapter of --lora."""
+        settings = load_config(self.config)
+        return settings if self.lora is None else settings.with_lora(self.lora)

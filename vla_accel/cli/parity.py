@@ -2,58 +2,91 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-import torch
-
-from vla_accel.cli.asked.policies import Parity
-from vla_accel.cli.common import print_json, print_table, say, write_asked
+from vla_accel.cli.common import print_json, print_table, say, write_if
+from vla_accel.cli.options import Argument, Count, Number, OutputFile, PolicySource, Seed, Within
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError
-from vla_accel.families.loading import load
 from vla_accel.files import require_writable_folder
-from vla_accel.machine import hardware, software
-from vla_accel.measure.parity import compare, reference_of
-from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import load_observations, named
 from vla_accel.measure.statistics import fits
-from vla_accel.policy import OptimizedPolicy, agreement
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
 from vla_accel.report.parity import page
 
 
-def main(chosen: Parity, words: list[str]) -> int:
+@dataclass(frozen=True)
+class Parity(PolicySource):
+    """Compare final actions with the FP32 eager reference: same observations, same noise."""
+
+    observations: Path | None = None
+    """Observations that vla_accel.measure.recording.save_observations wrote; random images if not given."""
+    model: str | None = None
+    """Instead of a checkpoint: random weights of a model family's published size: pi05, pi0, smolvla or groot."""
+    count: Count = 64
+    """Observations at most."""
+    draws: Count = 1
+    """Noises of each observation. Where noise decides a command, one draw of few observations says little."""
+    num_steps: Number = None
+    """Denoising steps instead of the configuration's."""
+    device: str | None = None
+    """cpu, cuda or cuda:N instead of the configuration's."""
+    threshold: Annotated[float | None, Argument("COSINE"), Within(-1, 1)] = None
+    """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998). What else is asked
+    stays: the error beside what another observation changes, and commands that fell the other way."""
+    seed: Seed = 0
+    """Of noise and random observations."""
+    output: OutputFile = None
+    """JSON report."""
+    report: OutputFile = None
+    """HTML file that opens offline: pictures, tables, engines, conditions."""
+    keep: bool = False
+    """Keep the report beside the checkpoint, where engine auto believes it. Needs recorded observations and the usual
+    threshold."""
+
+
+def main(options: Parity, words: list[str]) -> int:
     """Compare and report; 0 if the threshold holds."""
-    if chosen.report is not None:
-        check_path(chosen.report)
-    if chosen.keep and (chosen.observations is None or chosen.threshold is not None or chosen.model):
-        got = next((f"--{n}" for n in ("model", "threshold") if getattr(chosen, n) is not None), "no --observations")
+    import torch
+
+    from vla_accel.families.loading import load
+    from vla_accel.machine import hardware, software
+    from vla_accel.measure.parity import compare, reference_of
+    from vla_accel.measure.random_policy import random_observations, random_policy
+    from vla_accel.policy import OptimizedPolicy, agreement
+
+    if options.report is not None:
+        check_path(options.report)
+    if options.keep and (options.observations is None or options.threshold is not None or options.model):
+        got = next((f"--{n}" for n in ("model", "threshold") if getattr(options, n) is not None), "no --observations")
         raise ConfigError(f"keep: expected a checkpoint, --observations and no --threshold of its own, got {got}")
-    if chosen.model and (beside := chosen.checkpoint or chosen.lora):
-        raise ConfigError(f"model: expected no checkpoint beside it, got {beside}")
-    checkpoint, name = chosen.checkpoint or "demo", Path(chosen.config or AUTO).stem
-    settings = chosen.settings()
-    recorded = None if chosen.observations is None else load_observations(chosen.observations, chosen.count)
-    kept = None if chosen.model else load(checkpoint, settings, whole=False).kept
-    if chosen.keep and kept is not None:
+    if options.model and (source := options.checkpoint or options.lora):
+        raise ConfigError(f"model: expected no checkpoint beside it, got {source}")
+    checkpoint, name = options.checkpoint or "demo", Path(options.config or AUTO).stem
+    settings = options.settings()
+    recorded = None if options.observations is None else load_observations(options.observations, options.count)
+    kept = None if options.model else load(checkpoint, settings, whole=False).kept
+    if options.keep and kept is not None:
         require_writable_folder(kept, "keep")
     with going_on(f"preparing {name} and FP32 eager", say):
-        if chosen.model:
-            policy, reference = random_policy(chosen.model, settings, seed=chosen.seed, steps=chosen.num_steps,
-                                              device=chosen.device, with_reference=True)  # fmt: skip
+        if options.model:
+            policy, reference = random_policy(options.model, settings, seed=options.seed, steps=options.num_steps,
+                                              device=options.device, with_reference=True)  # fmt: skip
         else:
             policy = OptimizedPolicy.from_pretrained(
-                checkpoint, settings, device=chosen.device, num_steps=chosen.num_steps
+                checkpoint, settings, device=options.device, num_steps=options.num_steps
             )
             exact = load(checkpoint, policy.config, device=policy.device, dtype=torch.float32)
             reference = reference_of(policy.config, exact)
     assert reference is not None
-    observations = recorded or random_observations(policy, chosen.count, seed=chosen.seed)
-    with named(chosen.observations):
+    observations = recorded or random_observations(policy, options.count, seed=options.seed)
+    with named(options.observations):
         fit = [one for one in fits(policy.processor, recorded or ()) if one.rows]
-        report = compare(policy, reference, observations, name=name, seed=chosen.seed, threshold=chosen.threshold,
-                         draws=chosen.draws, progress=say)  # fmt: skip
+        report = compare(policy, reference, observations, name=name, seed=options.seed, threshold=options.threshold,
+                         draws=options.draws, progress=say)  # fmt: skip
     actions = {"actions (normalised)": report.actions, "actions (robot)": report.robot_actions}
     rows = []
     for label, a in {**report.components, **actions}.items():
@@ -82,16 +115,16 @@ def main(chosen: Parity, words: list[str]) -> int:
         if entry.fell_back:
             print(f"that is not {name}: {entry.component} ran in {entry.used}, not in {entry.requested}")
     content = {
-        **report.as_dict(), "model": policy.metadata["model"], "weights": chosen.model or checkpoint,
-        "recorded": chosen.observations.name if chosen.observations else None,
+        **report.as_dict(), "model": policy.metadata["model"], "weights": options.model or checkpoint,
+        "recorded": options.observations.name if options.observations else None,
         "statistics": {one.name: one.as_dict() for one in fit},
         "fingerprint": agreement.weights_of(policy.model),
         "hardware": hardware(policy.device), "software": software(),
     }  # fmt: skip
-    write_asked(chosen.output, content)
-    if chosen.report is not None:
-        say(f"report: {write(page(content, ['vla-accel', 'parity', *words]), chosen.report)}")
-    if chosen.keep and kept is not None:
+    write_if(options.output, content)
+    if options.report is not None:
+        say(f"report: {write(page(content, ['vla-accel', 'parity', *words]), options.report)}")
+    if options.keep and kept is not None:
         say(f"kept: {agreement.keep(content, kept, policy.specs, name)}")
     print_json(content)
     return 0 if report.passed else 1

@@ -1,4 +1,4 @@
-"""`vla-accel precision MODEL`: a model in float32 and in BF16 or FP16: dtypes, ranges, memory, latency, agreement."""
+"""`vla-accel precision MODEL`: compare a model in float32 with BF16 or FP16."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel import machine
-from vla_accel.cli.asked.images import Precision
-from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_json, print_table, say, write_asked
+from vla_accel.cli.common import PARITY_COLUMNS, parity_cells, print_json, print_table, say, write_if
+from vla_accel.cli.image_options import Precision
 from vla_accel.errors import ConfigError
 from vla_accel.images.autoencoder import AUTOENCODERS, SCALE
 from vla_accel.images.measure import parity
@@ -21,7 +21,6 @@ from vla_accel.images.unet import UNET
 from vla_accel.measure.reduced_precision import (
     Cost,
     ModuleRange,
-    ReducedPrecision,
     cost,
     dtype_counts,
     inference,
@@ -34,20 +33,20 @@ from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on, in_lines
 
 TEXT_ENCODERS = {"qwen-text-encoder": 28, "tiny-qwen-text-encoder": 2}
-"""Qwen-Image(-Edit)'s text encoder, Qwen2.5-VL's language model of 7 billion weights, by its number of layers."""
+"""Name to number of layers of Qwen-Image's text encoder, Qwen2.5-VL's language model of 7 billion weights."""
 
 
 def main(options: Precision, words: list[str]) -> int:
-    """Run the command; the exit status."""
+    """Run the command; return the exit status."""
     device, dtype = machine.resolve_device(options.device), DTYPES[options.dtype]
     with going_on(f"loading {options.model}", say):
         wide, call = _model(options, device)
-    kept_by(wide, options.keep_fp32)  # before the first run, a name that is none
+    kept_by(wide, options.keep_fp32)  # refuses an unknown name before the first run
     reference, found, before = _measured(options, "float32", wide, call(wide, torch.float32), device)
     keep = (*options.keep_fp32, *(overflowing(found, dtype) if options.auto_fp32 else ()))
     reduced = copy.deepcopy(wide)
     del wide
-    kept = reduce_precision(reduced, ReducedPrecision(options.dtype, keep))
+    kept = reduce_precision(reduced, options.dtype, keep)
     result, seen, after = _measured(options, options.dtype, reduced, call(reduced, dtype), device)
     agreement = parity(result, reference)
     names = dict.fromkeys((*overflowing(found, dtype), *overflowing(seen, dtype)))
@@ -70,7 +69,7 @@ def main(options: Precision, words: list[str]) -> int:
         "close": [r.name for r in found if r.state(dtype) == "close"],
     }
     _print(options, found, {r.name: r for r in seen}, summary)
-    write_asked(options.output, {**summary, "modules": [dataclasses.asdict(r) for r in seen]})
+    write_if(options.output, {**summary, "modules": [dataclasses.asdict(r) for r in seen]})
     print_json(summary)
     return 1 if overflow else 0
 
@@ -78,21 +77,21 @@ def main(options: Precision, words: list[str]) -> int:
 def _measured(
     options: Precision, dtype: str, model: nn.Module, run: Callable[[], Tensor], device: torch.device
 ) -> tuple[Tensor, list[ModuleRange], Cost]:
-    """What a call gives, the values inside it, and what it costs; says how far that is."""
+    """Return a call's result, its modules' ranges and its cost, with progress."""
     say(f"{options.model} in {dtype}, timed calls: {options.calls}")
     advance = in_lines(f"{options.model} in {dtype}")
 
-    def told() -> Tensor:
+    def counted() -> Tensor:
         result = run()
         advance(1, options.calls + 4)  # two before the timed ones, and two to warm up
         return result
 
-    with inference(device):
-        return told(), ranges(model, told), cost(model, told, device, options.calls)
+    with inference():
+        return counted(), ranges(model, counted), cost(model, counted, device, options.calls)
 
 
 def _model(options: Precision, device: torch.device) -> tuple[nn.Module, Callable[..., Callable[[], Tensor]]]:
-    """The model in float32, and what makes a call on its example: `call(model, dtype)()` gives one tensor."""
+    """Return the model in float32, and `call`: `call(model, dtype)()` runs it on an example and returns one tensor."""
     text = options.model in TEXT_ENCODERS
     unread, expected = ("size", "an image model") if text else ("tokens", "a text encoder")
     if getattr(options, unread) != getattr(Precision, unread):
@@ -118,12 +117,12 @@ def _model(options: Precision, device: torch.device) -> tuple[nn.Module, Callabl
         return model, lambda m, d: lambda: m(sample.to(d), timestep, states.to(d), return_dict=False)[0].float()
     frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
     image = draw(1, 3, *frames, side, side).clamp(-1, 1)
-    # An image to latents and back, so that both halves are looked at.
+    # An image to latents and back, to run both halves.
     return model, lambda m, d: lambda: m.decode(m.encode(image.to(d)).latent_dist.mode()).sample.float()
 
 
 def text_encoder(name: str, device: torch.device) -> Any:
-    """Qwen2.5-VL's language model with random weights, in float32."""
+    """Make Qwen2.5-VL's language model with random weights, in float32."""
     diffusers_module()
     import transformers
 

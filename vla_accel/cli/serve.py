@@ -6,12 +6,10 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from vla_accel.cli.asked.policies import PolicySource
-from vla_accel.cli.options import Count, File, Number, Seconds, Text, Within
+from vla_accel.cli.options import Argument, Count, Number, PolicySource, Seconds, Within
 from vla_accel.errors import ConfigError
 from vla_accel.server import PolicyRegistry, RayReplicas, Replicas, ServerConfig, serve
 from vla_accel.server.connection import websockets_server
@@ -33,12 +31,12 @@ class Serve(PolicySource):
     """Address to listen on. 0.0.0.0 is every network of this machine; it requires keys, or --insecure."""
     port: Annotated[int, Within(0, 65535)] = _DEFAULTS.port
     """Port; 0 picks a free one."""
-    api_key_file: File = None
+    api_key_file: Path | None = None
     """File with the key that clients must send as `Authorization: Api-Key …`, or with several in lines `NAME: KEY`. It
     is read again when it changes."""
-    tls_cert: File = None
+    tls_cert: Path | None = None
     """Certificate chain (PEM); the server then speaks wss and https, and keys are sent encrypted."""
-    tls_key: File = None
+    tls_key: Path | None = None
     """The certificate's private key (PEM), if it is not in the same file."""
     insecure: bool = False
     """With a --host that other machines can reach: accept clients without a key."""
@@ -57,24 +55,20 @@ class Serve(PolicySource):
     larger request lets other clients run after each MAX_BATCH observations."""
     max_observations: Count = _DEFAULTS.max_observations
     """Most observations of one request."""
-    rate_limit: Annotated[
-        float | None, tyro.conf.arg(metavar="PER_SECOND", help_behavior_hint=""), Within(0, above=True)
-    ] = None
+    rate_limit: Annotated[float | None, Argument("PER_SECOND"), Within(0, above=True)] = None
     """Observations per second of each client (the key's name, or its address); a faster client waits."""
-    max_wait_ms: Annotated[float | None, tyro.conf.arg(metavar="MS", help_behavior_hint=""), Within(0)] = None
+    max_wait_ms: Annotated[float | None, Argument("MS"), Within(0)] = None
     """With --max-batch above 1: how long a batch waits to become full. Default: 5."""
-    policy: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=CONFIG:CHECKPOINT")] = ()
+    policy: Annotated[tuple[str, ...], Argument("NAME=CONFIG:CHECKPOINT", repeat=True)] = ()
     """One of several policies; repeat the option for each. Clients choose by the key `policy` or by the address's path;
     the first is the default. CONFIG may be auto."""
-    memory_budget_gib: Annotated[
-        float | None, tyro.conf.arg(metavar="GIB", help_behavior_hint=""), Within(0, above=True)
-    ] = None
+    memory_budget_gib: Annotated[float | None, Argument("GIB"), Within(0, above=True)] = None
     """With several policies: unload the least recently used ones beyond this, and load them again on request."""
-    device: Text = None
+    device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
-    devices: Text = None
+    devices: str | None = None
     """A process with the policy on each of these devices, behind one address: all, or a list like cuda:0,cuda:1."""
-    ray: Text = None
+    ray: str | None = None
     """A process with the policy on each GPU of a Ray cluster (or on each machine without GPUs), behind one address:
     "auto" for this machine's cluster, HOST:PORT for another, "local" to start one here."""
     num_steps: Number = None

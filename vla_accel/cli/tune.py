@@ -9,35 +9,29 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vla_accel.cli.asked.policies import Tune
 from vla_accel.cli.common import print_json, print_table, say
+from vla_accel.cli.options import Argument, Count, Number, OutputFile, PolicySource, Seed, Within, Written
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
-from vla_accel.families.loading import base_and_lora, family_of
 from vla_accel.files import content_hash, without_folders, write_json
-from vla_accel.machine import hardware, resolve_device, software
 from vla_accel.measure.host import beside
-from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import RECORDED, load_observations, named
-from vla_accel.policy import OptimizedPolicy
-from vla_accel.policy.agreement import PATTERN
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
 from vla_accel.report.tune import page, times_as_fast, verdict
 from vla_accel.transforms.robots import load_preset
-from vla_accel.tune import candidates
 from vla_accel.tune.journal import Journal
-from vla_accel.tune.measuring import PolicyBench
 from vla_accel.tune.noninferiority import Rule
 from vla_accel.tune.outcome import outcome, write_config
-from vla_accel.tune.search import Episodes, Search, Settings
+from vla_accel.tune.search import Episodes, Search, Settings, Stage
 
 MOST_KEPT = 3
 """Products of a component that are kept at once, at most: a layer has four."""
@@ -52,61 +46,120 @@ Opener = Callable[..., Episodes]
 and `device` may be None; `folder` is for files of its own; `films`: whether episodes are filmed."""
 
 
-def main(chosen: Tune, words: list[str]) -> int:
-    """Search and write; 0 once something is chosen."""
+@dataclass(frozen=True)
+class Tune(PolicySource):
+    """Find the fastest configuration of a checkpoint on this machine that agrees with FP32 eager and, with a benchmark,
+    succeeds as often. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
+
+    config: Annotated[str | None, Argument("CONFIG")] = None
+    """What the search starts from: a shipped configuration's name, or a YAML or JSON file. Its engines and
+    precision are what is searched; the rest (steps, prompt, robot, real-time chunking) holds for every candidate."""
+    observations: Path | None = None
+    """Observations that vla_accel.measure.recording.save_observations wrote, for gate one, agreement. With --quick,
+    random ones if not given."""
+    benchmark: str | None = None
+    """Benchmark for gate two, success on paired episodes: libero, or MODULE:FUNCTION of your own."""
+    suite: str | None = None
+    """Of the benchmark; its first if not given."""
+    tasks: str | None = None
+    """Of the suite, such as 0-2,5; all if not given."""
+    margin: Annotated[float, Within(0, 99, above=True)] = 2.0
+    """Points of success within which a candidate counts as not worse."""
+    confidence: Annotated[float, Within(50, 99.99)] = 95.0
+    """Of the two-sided interval of the difference, in percent: 95 means that the whole search calls a worse candidate
+    "not worse" with a probability of 2.5 percent at most."""
+    finalists: Count = 3
+    """Candidates, the fastest first, that may play episodes until one passes; they share the error rate."""
+    episodes: Count = 1000
+    """Pairs of episodes that a candidate plays at most. Clear cases stop early."""
+    workers: Count = 1
+    """Simulator processes."""
+    no_films: bool = False
+    """Do not film episodes: the report has no films of lost ones then, and each episode takes a second or so less."""
+    num_steps: Number = None
+    """Denoising steps instead of the configuration's."""
+    allow_steps: Annotated[tuple[int, ...], Within(1)] = ()
+    """Also try these numbers of denoising steps. That is another policy: needs a benchmark, success alone judges it."""
+    count: Count = 64
+    """Observations at most."""
+    draws: Count = 4
+    """Noises of each observation."""
+    calls: Count = 100
+    """Timed calls of each candidate."""
+    quick: bool = False
+    """At most 8 observations with one noise each, and 10 timed calls."""
+    device: str | None = None
+    """cpu, cuda or cuda:N instead of the configuration's."""
+    seed: Seed = 0
+    """Of noise and of the order of episodes."""
+    output: Annotated[Path, Written(folder=True)] = Path("runs/tune")
+    """Folder of tuned.yaml, tune.json, report.html, the journal, and a file for each candidate."""
+    report: OutputFile = None
+    """HTML file; report.html in the output folder if not given."""
+    overwrite: bool = False
+    """Start afresh instead of continuing."""
+
+
+def main(options: Tune, words: list[str]) -> int:
+    """Search, write the files and report; the exit status."""
+    from vla_accel.families.loading import base_and_lora, family_of
+    from vla_accel.machine import hardware, resolve_device, software
+    from vla_accel.tune import candidates
+    from vla_accel.tune.measuring import PolicyBench
+
     began = time.perf_counter()
-    report = chosen.report or chosen.output / "report.html"
+    report = options.report or options.output / "report.html"
     check_path(report)
-    rule = Rule(chosen.margin / 100, (1 - chosen.confidence / 100) / 2)
+    rule = Rule(options.margin / 100, (1 - options.confidence / 100) / 2)
     # Starting simulators takes seconds: between two looks each plays several episodes.
-    settings = Settings(rule, chosen.finalists, chosen.episodes, block=max(20, 8 * chosen.workers))
-    if chosen.allow_steps and chosen.benchmark is None:
+    settings = Settings(rule, options.finalists, options.episodes, block=max(20, 8 * options.workers))
+    if options.allow_steps and options.benchmark is None:
         raise ConfigError("allow-steps: expected --benchmark beside it: another number of steps is judged by success")
-    if chosen.benchmark is None and (alone := chosen.suite or chosen.tasks):
+    if options.benchmark is None and (alone := options.suite or options.tasks):
         raise ConfigError(f"suite, tasks: expected --benchmark beside them, got {alone} alone")
-    _refuse_unread(chosen)
-    if chosen.observations is None and not chosen.quick:
+    _refuse_unread(options)
+    if options.observations is None and not options.quick:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, or --quick, got none")
-    opener = None if chosen.benchmark is None else find_benchmark(chosen.benchmark)
-    checkpoint, base = chosen.checkpoint or "demo", _base(chosen)
+    opener = None if options.benchmark is None else find_benchmark(options.benchmark)
+    checkpoint, base = options.checkpoint or "demo", _base(options)
     parts = family_of(base_and_lora(checkpoint, base.checkpoint.lora)[0]).parts
     device = resolve_device(base.device)
-    # Before a journal is begun, or thrown away: a suite or tasks that are not there are said here.
+    # Before a journal is begun or overwritten: this refuses unknown suites and tasks.
     episodes = None if opener is None else opener(
-        checkpoint, suite=chosen.suite, tasks=chosen.tasks, device=chosen.device, workers=chosen.workers,
-        seed=chosen.seed, folder=chosen.output / "episodes", films=not chosen.no_films,
+        checkpoint, suite=options.suite, tasks=options.tasks, device=options.device, workers=options.workers,
+        seed=options.seed, folder=options.output / "episodes", films=not options.no_films,
     )  # fmt: skip
-    observations, recorded = _observations(chosen, checkpoint, base)
-    quick = {name: min(most, getattr(chosen, name)) for name, most in QUICK.items()} if chosen.quick else {}
-    chosen = replace(chosen, **quick)
+    observations, recorded = _observations(options, checkpoint, base)
+    quick = {name: min(most, getattr(options, name)) for name, most in QUICK.items()} if options.quick else {}
+    options = replace(options, **quick)
     reference = candidates.reference(base, parts)
-    bench = PolicyBench(checkpoint, reference, observations[: chosen.count], draws=chosen.draws, calls=chosen.calls,
-                        seed=chosen.seed)  # fmt: skip
-    about = _about(chosen, checkpoint, base, recorded)
-    path = chosen.output / "journal.jsonl"
-    if chosen.overwrite:
+    bench = PolicyBench(checkpoint, reference, observations[: options.count], draws=options.draws, calls=options.calls,
+                        seed=options.seed)  # fmt: skip
+    about = _about(options, checkpoint, base, recorded)
+    path = options.output / "journal.jsonl"
+    if options.overwrite:
         path.unlink(missing_ok=True)
     with Journal(path, about) as journal:
         if known := len(journal.found):
             say(f"continuing {path}: {known} measurements are there; --overwrite starts afresh")
         first, left_out = candidates.engines(base, parts, device)
-        stages = [
-            first,
-            candidates.precisions(bench.lower),
-            *(candidates.products(bench.lower, count) for count in range(1, MOST_KEPT + 1)),
-            candidates.together(parts),
-            candidates.attentions(parts),
+        stages: list[Stage] = [
+            lambda _: first,
+            partial(candidates.precisions, lower_of=bench.lower),
+            *(partial(candidates.products, lower_of=bench.lower, count=n) for n in range(1, MOST_KEPT + 1)),
+            partial(candidates.together, parts=parts),
+            partial(candidates.attentions, parts=parts),
         ]
-        if chosen.allow_steps:
-            stages.append(candidates.steps(chosen.allow_steps))
+        if options.allow_steps:
+            stages.append(partial(candidates.steps, numbers=options.allow_steps))
         try:
-            with Teller() as teller, named(chosen.observations):
+            with Teller() as teller, named(options.observations):
                 search = Search(reference, stages, bench, journal, settings, episodes, teller)
                 best = search.run()
         except KeyboardInterrupt:
             print("vla-accel tune: interrupted; the same command continues from the journal", file=sys.stderr)
             return 130
-    told = {
+    about_run = {
         "command": ["vla-accel", "tune", *without_folders(words)],
         "hardware": hardware(device),
         "software": software(),
@@ -115,17 +168,17 @@ def main(chosen: Tune, words: list[str]) -> int:
         "seconds": round(time.perf_counter() - began, 1),
         "measured_before": known,
     }
-    result = outcome(search, best, left_out, told)
-    where = told["hardware"].get("gpu") or told["hardware"]["cpu"]
-    comment = f"Made by `{' '.join(told['command'])}`\non {where}: {result['why']}."
-    tuned = write_config(best.candidate.config, chosen.output / "tuned.yaml", comment)
-    write_json(chosen.output / "tune.json", result)
+    result = outcome(search, best, left_out, about_run)
+    where = about_run["hardware"].get("gpu") or about_run["hardware"]["cpu"]
+    comment = f"Made by `{' '.join(about_run['command'])}`\non {where}: {result['why']}."
+    tuned = write_config(best.candidate.config, options.output / "tuned.yaml", comment)
+    write_json(options.output / "tune.json", result)
     write(page(result), report)
     _print(result)
     say(f"configuration: {tuned}, as in `vla-accel serve {checkpoint} --config {tuned}`")
     say(f"report: {report}")
-    said = {"chosen": result["chosen"], "why": result["why"], "times_as_fast": result["times_as_fast"]}
-    print_json({**said, "config": str(tuned), "output": str(chosen.output / "tune.json"), "report": str(report)})
+    line = {name: result[name] for name in ("chosen", "why", "times_as_fast")}
+    print_json({**line, "config": str(tuned), "output": str(options.output / "tune.json"), "report": str(report)})
     return 0
 
 
@@ -140,8 +193,8 @@ def find_benchmark(name: str) -> Opener:
         if not all(word.isidentifier() for word in (*module.split("."), function)):
             raise ModuleNotFoundError("it is no name of Python's")
         found = getattr(importlib.import_module(module), function)
-        asked = ("suite", "tasks", "device", "workers", "seed", "folder", "films")
-        inspect.signature(found).bind("checkpoint", **dict.fromkeys(asked))
+        names = ("suite", "tasks", "device", "workers", "seed", "folder", "films")
+        inspect.signature(found).bind("checkpoint", **dict.fromkeys(names))
         return found
     except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -151,7 +204,7 @@ def find_benchmark(name: str) -> Opener:
 
 
 class Teller:
-    """Says on standard error what happens: a bar with the time left on a terminal, lines elsewhere."""
+    """Reports progress on standard error: a bar with the time left on a terminal, lines elsewhere."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, highlight=False)
@@ -168,47 +221,54 @@ class Teller:
         self._bar.stop()
 
     def __call__(self, done: int, total: int, text: str) -> None:
-        self._bar.start()  # not before: what refuses to begin has no bar
+        self._bar.start()  # not earlier: a search that is refused shows no bar
         self._bar.update(self._task, description=text, completed=done, total=total)
         if self._bar.disable:
             spent = time.perf_counter() - self._began
-            # What a journal knew took no time, and tells none.
+            # Measurements of the journal took no time.
             left = round(spent / done * (total - done)) if done else 0
-            told = f", about {left} s left" if left else ""
-            print(f"[{done}/{total}] {text} ({spent:.0f} s so far{told})", file=sys.stderr, flush=True)
+            rest = f", about {left} s left" if left else ""
+            print(f"[{done}/{total}] {text} ({spent:.0f} s so far{rest})", file=sys.stderr, flush=True)
 
 
-def _refuse_unread(chosen: Tune) -> None:
-    """Raise ConfigError for options that others leave without effect."""
-    usual = {field.name: field.default for field in dataclasses.fields(chosen)}
-    changed = {name: value for name, value in vars(chosen).items() if value != usual[name]}
-    if chosen.benchmark is None and (alone := [name for name in OF_EPISODES if name in changed]):
+def _refuse_unread(options: Tune) -> None:
+    """Raise ConfigError for options that have no effect with the others."""
+    usual = {field.name: field.default for field in dataclasses.fields(options)}
+    changed = {name: value for name, value in vars(options).items() if value != usual[name]}
+    if options.benchmark is None and (alone := [name for name in OF_EPISODES if name in changed]):
         name = alone[0]
         raise ConfigError(f"{name.replace('_', '-')}: expected --benchmark with it, got {changed[name]} alone")
-    for name, most in QUICK.items() if chosen.quick else ():
+    for name, most in QUICK.items() if options.quick else ():
         if name in changed and changed[name] > most:
             raise ConfigError(f"{name}: expected at most {most} with --quick, got {changed[name]}")
 
 
-def _base(chosen: Tune) -> PolicyConfig:
-    """The configuration without engines: what is not searched."""
-    given = chosen.settings().with_specs({})
-    told = {"device": chosen.device, "num_steps": chosen.num_steps}
-    return replace(given, precision="auto", **{name: value for name, value in told.items() if value is not None})
+def _base(options: Tune) -> PolicyConfig:
+    """The configuration without engines: the part that is not searched."""
+    changes = {"device": options.device, "num_steps": options.num_steps}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return replace(options.settings().with_specs({}), precision="auto", **changes)
 
 
-def _observations(chosen: Tune, checkpoint: str, base: PolicyConfig) -> tuple[list[Any], str | None]:
-    """The observations of gate one, and the name of their file; random ones are said aloud."""
-    if chosen.observations is not None:
-        return load_observations(chosen.observations, chosen.count), content_hash(chosen.observations)
+def _observations(options: Tune, checkpoint: str, base: PolicyConfig) -> tuple[list[Any], str | None]:
+    """The observations of gate one, and the name of their file; random ones are reported."""
+    from vla_accel.measure.random_policy import random_observations
+    from vla_accel.policy import OptimizedPolicy
+
+    if options.observations is not None:
+        return load_observations(options.observations, options.count), content_hash(options.observations)
     print("warning: gate one judges on random observations; recorded ones say more (--observations)", file=sys.stderr)
     with going_on(f"loading {checkpoint}", say):
         policy = OptimizedPolicy.from_pretrained(checkpoint, replace(base, num_steps=1))
-    return random_observations(policy, min(8, chosen.count), seed=chosen.seed), None
+    return random_observations(policy, min(8, options.count), seed=options.seed), None
 
 
-def _about(chosen: Tune, checkpoint: str, base: PolicyConfig, recorded: str | None) -> dict[str, Any]:
-    """What decides a measurement: a journal about something else is not continued."""
+def _about(options: Tune, checkpoint: str, base: PolicyConfig, recorded: str | None) -> dict[str, Any]:
+    """Everything that a measurement depends on; a journal that differs is not continued."""
+    from vla_accel.families.loading import base_and_lora
+    from vla_accel.machine import hardware, resolve_device, software
+    from vla_accel.policy.agreement import PATTERN
+
     folders = zip(("checkpoint", "lora"), base_and_lora(checkpoint, base.checkpoint.lora), strict=True)
     # Kept reports decide nothing: no candidate has the engine auto.
     files = {
@@ -224,7 +284,7 @@ def _about(chosen: Tune, checkpoint: str, base: PolicyConfig, recorded: str | No
         "observations": recorded,
         "hardware": hardware(resolve_device(base.device)),
         "software": software(),
-        **{n: getattr(chosen, n) for n in ("count", "draws", "calls", "seed", "benchmark", "suite", "tasks")},
+        **{n: getattr(options, n) for n in ("count", "draws", "calls", "seed", "benchmark", "suite", "tasks")},
     }
 
 
@@ -240,8 +300,8 @@ def _print(result: dict[str, Any]) -> None:
             verdict(row),
         ])  # fmt: skip
     print_table("what was tried", ["configuration", "median ms", "cosine", "lost / gained", "verdict"], body)
-    # Candidates are timed one after the other: load that came or went in between moves their order.
+    # Candidates are timed one after the other: a changing load affects their order.
     busy = (row["latency"].get("others_busy") or 0.0 for row in result["tried"] if row["latency"])
-    if told := beside({"cores": os.cpu_count(), "others_busy": max(busy, default=0.0)}):
-        say(f"warning: {told}, and another candidate may be the fastest")
+    if warning := beside({"cores": os.cpu_count(), "others_busy": max(busy, default=0.0)}):
+        say(f"warning: {warning}, and another candidate may be the fastest")
     print(f"{result['chosen']}: {times_as_fast(result)}; {result['why']}")

@@ -124,11 +124,8 @@ class PromptedFamily(TextFamily[C, Inputs, PromptShape]):
         rtc: RtcConfig | None = None,
     ) -> Sequence[Component]:  # fmt: skip
         vision = vision_component(model, shape.batch, shape.views, store, mapped=shape.mapped)
-        return vision, self.kv_cache(model, shape, store, scales), self.last(model, shape, store, rtc)
-
-    def kv_cache(self, model: Any, shape: PromptShape, store: Any, scales: Scales | None) -> Component:
-        """Return the component that computes keys and values of images and prompt."""
-        return kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store, scales)
+        cache = kv_cache_component(model, shape.batch, shape.views, shape.tokens, shape.padded, store, scales)
+        return vision, cache, self.last(model, shape, store, rtc)
 
     @abstractmethod
     def last(self, model: Any, shape: PromptShape, store: Any, rtc: RtcConfig | None) -> Component:

@@ -1,9 +1,8 @@
-"""Image autoencoders as plain encoder and decoder modules, exact against diffusers and ready for export.
+"""diffusers' image autoencoders as plain encoder and decoder modules for engines and export.
 
 Reads `AutoencoderKLQwenImage` (RMS norms, causal 3-D convolutions) and `AutoencoderKL` (group norms). For one image
-every causal convolution sees a single frame: all of its temporal padding is zero, so it equals a 2-D convolution with
-the last temporal slice of its kernel, and a third of the arithmetic. Quantisation convolutions are inside. Knows
-nothing of engines, sizes or sampling.
+all temporal padding of a causal convolution is zero, so it equals a 2-D convolution with the last temporal slice of
+its kernel: a third of the arithmetic. The quantisation convolutions are part of the halves.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from vla_accel.errors import CheckpointError
 
 Kind = Literal["qwen", "kl"]
 AUTOENCODERS: dict[str, Kind] = {"AutoencoderKLQwenImage": "qwen", "AutoencoderKL": "kl"}
-"""diffusers' classes."""
 SCALE = 8
-"""Pixels a side of one latent."""
+"""Pixels per latent, in height and in width."""
 
 
 class ChannelRms(nn.Module):
-    """Qwen-Image's norm: each pixel's channels to unit length, times sqrt(C) * gamma. x (B, C, H, W)."""
+    """Qwen-Image's norm of (B, C, H, W): each pixel's channels to unit length, times sqrt(C) * gamma."""
 
     def __init__(self, gamma: Tensor) -> None:
         super().__init__()
@@ -40,7 +38,7 @@ Norm = ChannelRms | nn.GroupNorm
 
 
 class ResBlock(nn.Module):
-    """norm, SiLU, 3x3 convolution, twice; plus the input, through a 1x1 convolution where the width changes."""
+    """Norm, SiLU and 3x3 convolution, twice; plus the input, through a 1x1 convolution where the width changes."""
 
     def __init__(self, norm1: Norm, conv1: nn.Conv2d, norm2: Norm, conv2: nn.Conv2d, shortcut: nn.Conv2d | None):
         super().__init__()
@@ -53,7 +51,7 @@ class ResBlock(nn.Module):
 
 
 class SpatialAttention(nn.Module):
-    """Single-head self-attention over all pixels; q, k and v are one product. x (B, C, H, W)."""
+    """Single-head self-attention over all pixels of (B, C, H, W); q, k and v are one product."""
 
     def __init__(self, norm: Norm, qkv: nn.Linear, proj: nn.Linear) -> None:
         super().__init__()
@@ -92,9 +90,12 @@ class Half(nn.Module):
     """One half of an autoencoder: a first convolution, blocks, norm, SiLU, a last convolution.
 
     Encoder: image (B, 3, H, W) in -1..1 to moments (B, 2 z, H/8, W/8): mean, then log variance. Decoder: latents
-    (B, z, H/8, W/8) to image (B, 3, H, W). With `frames` both ends have a frame axis of length 1 after the channels,
-    as diffusers has for Qwen-Image. `first` and `last` are the 1x1 quantisation convolutions, if any. With `clamp`
-    the output is held to -1..1.
+    (B, z, H/8, W/8) to image (B, 3, H, W).
+
+    Args:
+        first: 1x1 quantisation convolution before `conv_in`, if any; `last`: the same after `conv_out`.
+        frames: input and output have a frame axis of length 1 after the channels, as diffusers' Qwen-Image.
+        clamp: clamp the output to -1..1.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Half(nn.Module):
 
     @property
     def channels(self) -> tuple[int, int]:
-        """Channels in and out."""
+        """Input and output channels."""
         return (self.first or self.conv_in).in_channels, (self.last or self.conv_out).out_channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,30 +142,92 @@ class Half(nn.Module):
 
 
 def autoencoder_kind(vae: Any) -> Kind:
-    """Which of the two families a diffusers autoencoder is. Raises CheckpointError for any other."""
+    """Return the kind of a diffusers autoencoder. Raises CheckpointError for another class."""
     if (name := type(vae).__name__) not in AUTOENCODERS:
         raise CheckpointError(f"autoencoder: expected one of {', '.join(AUTOENCODERS)}, got {name}")
     return AUTOENCODERS[name]
 
 
 def split_autoencoder(vae: Any) -> tuple[Half, Half]:
-    """(encoder, decoder) from a diffusers autoencoder, in its dtype and on its device.
+    """Return (encoder, decoder) of a diffusers autoencoder, in its dtype and on its device.
 
-    Weights are shared where the shape stays; call `.to(dtype)` on the result to convert. Raises CheckpointError for
-    an autoencoder with parts that are not known here.
+    Weights are shared where the shape stays; call `.to(dtype)` on the result to convert.
+
+    Raises:
+        CheckpointError: the autoencoder has an unknown part.
     """
-    builder = _QWEN if autoencoder_kind(vae) == "qwen" else _KL
-    encoder, decoder = builder.encoder(vae), builder.decoder(vae)
-    return encoder.eval().requires_grad_(False), decoder.eval().requires_grad_(False)
+    frames = autoencoder_kind(vae) == "qwen"
+    encoder, decoder = vae.encoder, vae.decoder
+    down = [b for stage in encoder.down_blocks for b in _parts(stage, "downsamplers")] + _middle(encoder)
+    up = _middle(decoder) + [b for stage in decoder.up_blocks for b in _parts(stage, "upsamplers")]
+    halves = (
+        _half(encoder, down, last=_conv2d(vae.quant_conv), frames=frames),
+        _half(decoder, up, first=_conv2d(vae.post_quant_conv), frames=frames, clamp=frames),
+    )
+    for half in halves:
+        half.eval().requires_grad_(False)
+    return halves
 
 
-def _conv2d(conv: nn.Conv2d | nn.Conv3d) -> nn.Conv2d:
-    """The 2-D convolution that a causal 3-D one is for a single frame; a 2-D one as it is."""
-    if isinstance(conv, nn.Conv2d):
+def _half(part: Any, blocks: list[Any], **options: Any) -> Half:
+    norm = part.norm_out if options["frames"] else part.conv_norm_out
+    made = [_block(block) for block in blocks]
+    return Half(_conv2d(part.conv_in), made, _norm(norm), _conv2d(part.conv_out), **options)
+
+
+def _parts(stage: Any, samplers: str) -> list[Any]:
+    """The blocks of one resolution; Qwen-Image's encoder has them in one list without stages."""
+    return [*stage.resnets, *(getattr(stage, samplers) or ())] if hasattr(stage, "resnets") else [stage]
+
+
+def _middle(part: Any) -> list[Any]:
+    first, *rest = part.mid_block.resnets
+    pairs = zip(part.mid_block.attentions, rest, strict=True)
+    return [first, *(block for pair in pairs for block in pair if block is not None)]
+
+
+def _norm(norm: Any) -> Norm:
+    return norm if isinstance(norm, nn.GroupNorm) else ChannelRms(norm.gamma)
+
+
+def _block(part: Any) -> nn.Module:
+    """One block of diffusers as one of ours. Raises CheckpointError for an unknown one."""
+    match type(part).__name__:
+        case "QwenImageResidualBlock" | "ResnetBlock2D" as name:
+            if name == "ResnetBlock2D" and (part.time_emb_proj is not None or part.output_scale_factor != 1):
+                raise CheckpointError("autoencoder: unknown residual block with a time embedding or a scale")
+            shortcut = None if isinstance(part.conv_shortcut, nn.Identity) else _conv2d(part.conv_shortcut)
+            return ResBlock(_norm(part.norm1), _conv2d(part.conv1), _norm(part.norm2), _conv2d(part.conv2), shortcut)
+        case "QwenImageAttentionBlock":
+            return SpatialAttention(_norm(part.norm), _linear(part.to_qkv), _linear(part.proj))
+        case "Attention":
+            if part.heads != 1 or part.group_norm is None or part.rescale_output_factor != 1:
+                raise CheckpointError(
+                    f"autoencoder: expected one attention head with a group norm, got {part.heads} heads"
+                )
+            return SpatialAttention(part.group_norm, _linear(part.to_q, part.to_k, part.to_v), part.to_out[0])
+        # The temporal convolutions of a resampler run from the second frame on only.
+        case "QwenImageResample" if part.mode.startswith("downsample"):
+            return Downsample(part.resample[1])
+        case "QwenImageResample" if part.mode.startswith("upsample"):
+            return Upsample(part.resample[1])
+        case "Downsample2D":
+            if part.padding != 0:
+                raise CheckpointError(f"autoencoder: expected downsampler padding 0, got {part.padding}")
+            return Downsample(part.conv)
+        case "Upsample2D":
+            return Upsample(part.conv)
+        case name:
+            raise CheckpointError(f"autoencoder: unknown block {name}")
+
+
+def _conv2d(conv: Any) -> Any:
+    """The 2-D convolution that equals a causal 3-D one for a single frame; a 2-D one, or None, stays as it is."""
+    if conv is None or isinstance(conv, nn.Conv2d):
         return conv
-    # Causal padding puts every frame before the only one to zero; spatial padding is kept by the diffusers module
-    # beside the convolution, in the order of F.pad: (left, right, top, bottom, front, back).
-    left, right, top, bottom = conv._padding[:4]  # type: ignore[attr-defined]
+    # Causal padding sets every frame before the only one to zero. diffusers keeps the padding in the order of F.pad:
+    # (left, right, top, bottom, front, back).
+    left, right, top, bottom = conv._padding[:4]
     if left != right or top != bottom:
         raise CheckpointError(f"autoencoder: expected symmetric padding, got {conv._padding}")
     _, height, width = conv.kernel_size
@@ -173,118 +236,23 @@ def _conv2d(conv: nn.Conv2d | nn.Conv3d) -> nn.Conv2d:
             conv.in_channels,
             conv.out_channels,
             (height, width),
-            stride=tuple(conv.stride[1:]),  # type: ignore[arg-type]
-            padding=(top, left),  # pyright: ignore[reportArgumentType]
+            stride=conv.stride[1:],
+            padding=(top, left),
             dtype=conv.weight.dtype,
         )
     with torch.no_grad():
         flat.weight.copy_(conv.weight[:, :, -1])
-        assert flat.bias is not None and conv.bias is not None
+        assert flat.bias is not None
         flat.bias.copy_(conv.bias)
     return flat
 
 
-def _linear(weights: list[Tensor], biases: list[Tensor]) -> nn.Linear:
-    weight = torch.cat([w.detach().flatten(1) for w in weights])
+def _linear(*layers: Any) -> nn.Linear:
+    """Linear layers or 1x1 convolutions of the same input as one product."""
+    weight = torch.cat([layer.weight.detach().flatten(1) for layer in layers])
     with torch.device(weight.device):
         linear = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
     with torch.no_grad():
         linear.weight.copy_(weight)
-        linear.bias.copy_(torch.cat([b.detach() for b in biases]))
+        linear.bias.copy_(torch.cat([layer.bias.detach() for layer in layers]))
     return linear
-
-
-class _QWEN:
-    """Reading `AutoencoderKLQwenImage`."""
-
-    @staticmethod
-    def encoder(vae: Any) -> Half:
-        part = vae.encoder
-        blocks = [_QWEN.block(b) for b in part.down_blocks] + _QWEN.mid(part.mid_block)
-        return _QWEN.half(part, blocks, last=_conv2d(vae.quant_conv))
-
-    @staticmethod
-    def decoder(vae: Any) -> Half:
-        part = vae.decoder
-        blocks = _QWEN.mid(part.mid_block)
-        for stage in part.up_blocks:
-            blocks += [_QWEN.block(b) for b in (*stage.resnets, *(stage.upsamplers or ()))]
-        return _QWEN.half(part, blocks, first=_conv2d(vae.post_quant_conv), clamp=True)
-
-    @staticmethod
-    def half(part: Any, blocks: list[nn.Module], **options: Any) -> Half:
-        norm = ChannelRms(part.norm_out.gamma)
-        return Half(_conv2d(part.conv_in), blocks, norm, _conv2d(part.conv_out), frames=True, **options)
-
-    @staticmethod
-    def mid(part: Any) -> list[nn.Module]:
-        blocks = [_QWEN.block(part.resnets[0])]
-        for attention, resnet in zip(part.attentions, part.resnets[1:], strict=True):
-            blocks += [_QWEN.block(attention), _QWEN.block(resnet)]
-        return blocks
-
-    @staticmethod
-    def block(part: Any) -> nn.Module:
-        name = type(part).__name__
-        if name == "QwenImageResidualBlock":
-            shortcut = None if isinstance(part.conv_shortcut, nn.Identity) else _conv2d(part.conv_shortcut)
-            norms = ChannelRms(part.norm1.gamma), ChannelRms(part.norm2.gamma)
-            return ResBlock(norms[0], _conv2d(part.conv1), norms[1], _conv2d(part.conv2), shortcut)
-        if name == "QwenImageAttentionBlock":
-            qkv = _linear([part.to_qkv.weight], [part.to_qkv.bias])
-            return SpatialAttention(ChannelRms(part.norm.gamma), qkv, _linear([part.proj.weight], [part.proj.bias]))
-        # The temporal convolutions of a resampler run from the second frame on only.
-        if name == "QwenImageResample" and part.mode.startswith("downsample"):
-            return Downsample(part.resample[1])
-        if name == "QwenImageResample" and part.mode.startswith("upsample"):
-            return Upsample(part.resample[1])
-        raise CheckpointError(f"Qwen-Image autoencoder: unknown block {name}")
-
-
-class _KL:
-    """Reading `AutoencoderKL`."""
-
-    @staticmethod
-    def encoder(vae: Any) -> Half:
-        part = vae.encoder
-        blocks: list[nn.Module] = []
-        for stage in part.down_blocks:
-            blocks += [_KL.resnet(r) for r in stage.resnets]
-            for sampler in stage.downsamplers or ():
-                if sampler.padding != 0:
-                    raise CheckpointError(f"autoencoder: expected a downsampler that pads itself, got {sampler}")
-                blocks.append(Downsample(sampler.conv))
-        blocks += _KL.mid(part.mid_block)
-        return Half(part.conv_in, blocks, part.conv_norm_out, part.conv_out, last=vae.quant_conv)
-
-    @staticmethod
-    def decoder(vae: Any) -> Half:
-        part = vae.decoder
-        blocks = _KL.mid(part.mid_block)
-        for stage in part.up_blocks:
-            blocks += [_KL.resnet(r) for r in stage.resnets]
-            blocks += [Upsample(s.conv) for s in stage.upsamplers or ()]
-        return Half(part.conv_in, blocks, part.conv_norm_out, part.conv_out, first=vae.post_quant_conv)
-
-    @staticmethod
-    def mid(part: Any) -> list[nn.Module]:
-        blocks: list[nn.Module] = [_KL.resnet(part.resnets[0])]
-        for attention, resnet in zip(part.attentions, part.resnets[1:], strict=True):
-            if attention is not None:
-                blocks.append(_KL.attention(attention))
-            blocks.append(_KL.resnet(resnet))
-        return blocks
-
-    @staticmethod
-    def resnet(part: Any) -> ResBlock:
-        if type(part).__name__ != "ResnetBlock2D" or part.time_emb_proj is not None or part.output_scale_factor != 1:
-            raise CheckpointError(f"autoencoder: unknown residual block {type(part).__name__}")
-        return ResBlock(part.norm1, part.conv1, part.norm2, part.conv2, part.conv_shortcut)
-
-    @staticmethod
-    def attention(part: Any) -> SpatialAttention:
-        if part.heads != 1 or part.group_norm is None or part.rescale_output_factor != 1:
-            raise CheckpointError(f"autoencoder: expected one attention head with a group norm, got {part.heads} heads")
-        parts = part.to_q, part.to_k, part.to_v
-        qkv = _linear([p.weight for p in parts], [p.bias for p in parts])
-        return SpatialAttention(part.group_norm, qkv, part.to_out[0])

@@ -1,4 +1,4 @@
-"""The accelerated autoencoder's configuration: LightX2V's JSON as it is, and what it means.
+"""The accelerated autoencoder's configuration: LightX2V's JSON with further keys, and the engine files it names.
 
 {"vae_type": "tensorrt", "trt_vae_config": {"trt_engine_path": "…", "multi_profile": true}}
 """
@@ -15,16 +15,11 @@ from vla_accel.config.mapping import Checked, from_mapping, read_mapping
 from vla_accel.errors import ConfigError
 from vla_accel.images.vae_component import Side, Size, check_size, size_key, size_text
 
-VaeType = Literal["eager", "native", "tensorrt", "tensorrt_rtx"]
-Pad = Literal["error", "auto"]
-Inductor = Literal["never", "measure"]
-VaePrecision = Literal["auto", "fp32", "bf16", "fp16"]
-
 
 @dataclass(frozen=True)
 class TrtVaeConfig(Checked):
-    """Where the engine files are. `trt_engine_path`: a folder, or the encoder's file (the old way). `multi_profile`:
-    one file for every size, not one folder a size."""
+    """The engine files: a folder, or the encoder's file (LightX2V's older form); `multi_profile`: one file for every
+    size instead of one folder for each size."""
 
     where = "trt_vae_config."
 
@@ -34,29 +29,31 @@ class TrtVaeConfig(Checked):
 
 @dataclass(frozen=True)
 class VaeConfig(Checked):
-    """How an autoencoder runs. `vae_type` and `trt_vae_config` are LightX2V's keys, the others are ours.
+    """How an autoencoder runs. `vae_type` and `trt_vae_config` are LightX2V's keys.
 
-    `vae_type`: the engine. `trt_vae_config`: the engine files of the TensorRT types. `pad`: what happens to a size
-    that no engine file has: "error" refuses it, "auto" runs it without an engine, with a warning and an entry in the
-    ledger (the picture itself is never padded, since that would change it). `memory_budget_gib`: for the engines of
-    all sizes together; the least recently used go first. `inductor`: "measure" lets the native engine also compile
-    its form with torch.compile (minutes a size) and run the faster of the two; the ledger has both times.
-    `precision`: what the native engine computes in, between inputs and outputs of the model's dtype; "auto" is that
-    dtype.
+    Attributes:
+        vae_type: the engine.
+        trt_vae_config: the engine files, for the TensorRT types.
+        pad: what happens to a size without an engine file: "error" refuses it, "auto" runs it without an engine, with
+            a warning and an entry in the ledger. Pictures are never padded, as that would change them.
+        memory_budget_gib: for the engines of all sizes together; the least recently used go first.
+        inductor: "measure" lets the native engine also compile with torch.compile (minutes a size) and run the faster
+            program; the ledger has both times.
+        precision: dtype that the native engine computes in; "auto" is the model's dtype, which inputs and outputs keep.
     """
 
-    vae_type: VaeType = "native"
+    vae_type: Literal["eager", "native", "tensorrt", "tensorrt_rtx"] = "native"
     trt_vae_config: TrtVaeConfig = field(default_factory=TrtVaeConfig)
-    pad: Pad = "error"
+    pad: Literal["error", "auto"] = "error"
     memory_budget_gib: float = 16.0
-    inductor: Inductor = "never"
-    precision: VaePrecision = "auto"
+    inductor: Literal["never", "measure"] = "never"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, given in (("precision", self.precision != "auto"), ("inductor", self.inductor != "never")):
-            if given and self.vae_type != "native":
-                raise ConfigError(f"{name}: {getattr(self, name)} is for vae_type native, got {self.vae_type}")
+        for name, default in (("precision", "auto"), ("inductor", "never")):
+            if (value := getattr(self, name)) != default and self.vae_type != "native":
+                raise ConfigError(f"{name}: {value} is for vae_type native, got {self.vae_type}")
         if self.pad != "error" and not self.from_files:
             raise ConfigError(f"pad: {self.pad} is for vae_type tensorrt or tensorrt_rtx, got {self.vae_type}")
         if not self.memory_budget_gib > 0:
@@ -70,23 +67,19 @@ class VaeConfig(Checked):
 
     @property
     def from_files(self) -> bool:
-        """Whether engines come from files built before."""
+        """Whether the engines come from engine files."""
         return self.vae_type in ("tensorrt", "tensorrt_rtx")
 
 
 def load_vae_config(source: VaeConfig | Mapping[str, Any] | str | Path) -> VaeConfig:
-    """From a file, a mapping, or itself. Raises ConfigError; an unknown key names the nearest."""
+    """Load a configuration from a file or a mapping. Raises ConfigError."""
     if isinstance(source, VaeConfig):
         return source
     return from_mapping(VaeConfig, source if isinstance(source, Mapping) else read_mapping(Path(source)))
 
 
 def check_spec(name: str, spec: EngineSpec, precisions: Collection[str] = ()) -> None:
-    """Raise ConfigError for options of an engine that an image model would ignore.
-
-    Args:
-        precisions: what the native engine computes this component in, besides "auto".
-    """
+    """Raise ConfigError for options that an image model would ignore. `precisions`: the native engine's, but "auto"."""
     allowed = {"eager": ("auto",), "native": ("auto", *precisions)}.get(spec.engine, (spec.precision,))
     if spec.precision not in allowed:
         raise ConfigError(
@@ -97,7 +90,7 @@ def check_spec(name: str, spec: EngineSpec, precisions: Collection[str] = ()) ->
 
 
 def why_no_engine(config: VaeConfig, side: Side, size: Size) -> str | None:
-    """Why the engine files do not have a size; None if they do, or if the whole folder is missing (`engine_file`)."""
+    """Return why the engine files lack a size; None if they have it, or if the folder is missing (`engine_file`)."""
     files = config.trt_vae_config
     try:
         check_size(size)
@@ -109,7 +102,7 @@ def why_no_engine(config: VaeConfig, side: Side, size: Size) -> str | None:
 
 
 def engine_file(config: TrtVaeConfig, side: Side, size: Size) -> Path:
-    """The engine file for one side and size. Raises ConfigError, naming what was looked for and what is there."""
+    """Return the engine file of one side and size. Raises ConfigError if there is none."""
     root = Path(config.trt_engine_path)
     if root.is_file():
         if "encoder" not in root.name:

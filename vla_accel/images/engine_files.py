@@ -1,7 +1,7 @@
-"""TensorRT engine files at paths of the user's choosing: built, described, checked and opened.
+"""TensorRT engine files of image models: built, checked and opened.
 
-Each NAME.trt has a NAME.json beside it: what it was built from, its profiles and its SHA-256. A file that is damaged,
-of another model, another library or another shape is refused by name. Building needs no GPU with TensorRT-RTX.
+NAME.json describes NAME.trt: the model, the profiles and the SHA-256. A damaged file, or one of another model or
+library, is an error. Building with TensorRT-RTX needs no GPU.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ from vla_accel.engines.tensorrt_plan import described
 from vla_accel.engines.tensorrt_session import Scratch, Session, shared_engine
 from vla_accel.errors import EngineError
 from vla_accel.files import replacing_privately
-from vla_accel.images.config import VaeConfig, engine_file
 from vla_accel.images.stage import Stage
-from vla_accel.images.vae_component import Side, Size
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.ledger import Ledger, LedgerEntry
 
 
 @dataclasses.dataclass(frozen=True)
 class BuiltFile:
-    """An engine file and its description; `built`: now, not found as it was."""
+    """An engine file and its description; `built`: whether it was built now."""
 
     path: Path
     about: dict[str, Any]
@@ -44,9 +42,9 @@ class BuiltFile:
 
 
 def export_onnx(component: Component, folder: Path, *, check: Component | None) -> OnnxFile:
-    """The component's ONNX file, compared with the module at the shapes of `check` (the component at a small size).
+    """Export a component to ONNX, and compare the graph with the module at the shapes of `check`.
 
-    Large models are compared small: a convolution does not know the size, and the largest would take a CPU an hour.
+    `check` is the component at a small size: the largest size would take a CPU an hour.
     """
     graph = onnx.export(component, component.module, folder, verify=False)
     if check is None:
@@ -66,8 +64,7 @@ def build_file(
     options: TensorrtOptions,
 ) -> BuiltFile:
     """Build `path` and its description from an ONNX file. Raises EngineError as `build_plan` does."""
-    ahead = library.name == "tensorrt_rtx"
-    plan = build_plan(library, graph, component, options, targets=targets, ahead=ahead)
+    plan = build_plan(library, graph, component, options, targets=targets, ahead=library.name == "tensorrt_rtx")
     content = memoryview(plan.content)
     about = {
         "schema": cache.SCHEMA,
@@ -90,7 +87,7 @@ def build_file(
         "written": time.time(),
     }
     description = path.with_suffix(".json")
-    # An old description must not vouch for the new content, should this end between the two.
+    # If this is interrupted between the two files, the old description must not match the new content.
     description.unlink(missing_ok=True)
     with replacing_privately(path) as temporary, open(temporary, "wb") as file:
         file.write(content)
@@ -100,53 +97,52 @@ def build_file(
 
 
 def found_file(component: Component, path: Path, library: LibraryName) -> BuiltFile | None:
-    """The engine file at `path`, if it is whole and of this component and library; None where there is none.
+    """Return the engine file at `path`, or None if there is none.
 
-    Raises EngineError for one that is damaged, or of another model or library, saying what to do.
+    Raises:
+        EngineError: the file is damaged, or of another model or library.
     """
     if not path.is_file():
         return None
-    entry = cache.examine(path)
+    entry, name = cache.examine(path), component.name
     if entry.problem:
-        raise EngineError(f"{component.name}: {path}: {entry.problem}; build it again with --force-engine")
+        raise EngineError(f"{name}: {path}: {entry.problem}; build it again with --force-engine")
     about = dict(entry.about)
     own, there = described(component.inputs[0])["dtype"], (about.get("inputs") or [{}])[0].get("dtype")
-    if about.get("component") == component.name and own != there:
+    if about.get("component") == name and own != there:
         raise EngineError(
-            f"{component.name}: {path} computes in {there}, and the model is in {own}: load the model in {there}, "
+            f"{name}: {path} computes in {there}, and the model is in {own}: load the model in {there}, "
             f"or build the file in {own} (--dtype, with --force-engine)"
         )
-    if about.get("component") != component.name or about.get("key") != identity(component):
+    if about.get("component") != name or about.get("key") != identity(component):
         raise EngineError(
-            f"{component.name}: {path} was built from another model ({about.get('component')}, other weights, dtype or "
+            f"{name}: {path} was built from another model ({about.get('component')}, other weights, dtype or "
             "channels): build it again with --force-engine, or name the folder of this model's engines"
         )
     if about.get("library") != library:
-        raise EngineError(f"{component.name}: {path} is an engine of {about.get('library')}, {library} was asked for")
+        raise EngineError(f"{name}: {path}: expected an engine of {library}, got one of {about.get('library')}")
     return BuiltFile(path, about, built=False)
 
 
 def identity(component: Component) -> str:
-    """A hash of a component's weights, names and dtypes: what two sizes of one engine have in common."""
+    """Return a hash of a component's weights, names and dtypes, which all its sizes share."""
     tensors = [(s.name, str(s.dtype), s.shape[1:2]) for s in (*component.inputs, *component.outputs)]
     return cache.key_of({"tensors": tensors, "weights": cache.weights_hash(component.module)})
 
 
 class FileEngine(Engine):
-    """An engine file run at one size: the profile that fits best is chosen once, here.
+    """An engine file at one size, with the profile that fits best.
 
-    Raises EngineError for a library that does not run on this GPU, a damaged file, or a size outside its profiles.
+    Args:
+        scratch: memory shared by engines that never run at the same time.
+
+    Raises:
+        EngineError: the library does not run on this GPU, the file is damaged, or no profile has this size.
     """
 
     def __init__(
-        self,
-        component: Component,
-        device: torch.device,
-        spec: EngineSpec,
-        path: Path,
-        scratch: Scratch | None = None,
+        self, component: Component, device: torch.device, spec: EngineSpec, path: Path, scratch: Scratch | None = None
     ) -> None:
-        """`scratch`: memory that engines share which never run at the same time, because one lock guards them."""
         super().__init__(component, device, spec)
         self.name = spec.engine
         library_name = cast(LibraryName, spec.engine)
@@ -173,7 +169,7 @@ class FileEngine(Engine):
 
 
 def profiles_in(found: BuiltFile) -> tuple[Profile, ...]:
-    """The optimization profiles of an engine file."""
+    """Return the optimization profiles of an engine file."""
     return tuple(
         {n: (tuple(low), tuple(best), tuple(high)) for n, (low, best, high) in p.items()}
         for p in found.about["profiles"]
@@ -181,15 +177,7 @@ def profiles_in(found: BuiltFile) -> tuple[Profile, ...]:
 
 
 def open_file(component: Component, spec: EngineSpec, path: Path, scratch: Scratch, ledger: Ledger) -> Stage:
-    """An engine file as a stage on the device of `scratch`, with an entry in the ledger."""
+    """Open an engine file on the device of `scratch`, and record it in the ledger."""
     engine = FileEngine(component, scratch.device, spec, path, scratch)
     ledger.record(LedgerEntry(component.name, spec.engine, spec.engine, "", engine.detail))
     return Stage(component, spec, scratch.device, ledger, engine=engine)
-
-
-def open_engine(
-    config: VaeConfig, side: Side, size: Size, component: Component, scratch: Scratch, ledger: Ledger
-) -> Stage:
-    """The stage for one side and size of an autoencoder, from the files that its configuration names."""
-    path = engine_file(config.trt_vae_config, side, size)
-    return open_file(component, EngineSpec(engine=config.vae_type), path, scratch, ledger)

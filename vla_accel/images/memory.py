@@ -1,4 +1,4 @@
-"""Whether an autoencoder's engine fits into the GPU's memory, before it is made."""
+"""Check that an autoencoder's engine fits into the GPU's memory before it is made."""
 
 from __future__ import annotations
 
@@ -19,45 +19,49 @@ from vla_accel.errors import DeviceMemoryError
 from vla_accel.nn import memory
 
 MARGIN = 0.5
-"""Of the activations, for workspaces of convolutions and fragmentation. Decoding 1024x1024 in BF16 on an H100 took 1.4
-times the activations for Stable Diffusion in eager and 1.7 times in native, 1.0 and 0.9 times for Qwen-Image."""
+"""Share of the activations added for workspaces and fragmentation. Decoding 1024x1024 in BF16 on an H100 took 1.4 times
+the activations for Stable Diffusion in eager and 1.7 times in native, 1.0 and 0.9 times for Qwen-Image."""
 
 
 def required_bytes(component: Component) -> int:
-    """Bytes that an engine needs besides the weights: its buffers, and the largest sum of activations at one time.
+    """Return the bytes that an engine needs besides the weights: its buffers and the peak of its activations.
 
-    The module runs on the meta device, where tensors have sizes and no values.
+    The module runs on the meta device, where tensors have sizes but no values.
     """
-    module = copy.deepcopy(component.module, _on_meta(component.module))
-    inputs = [spec.empty(torch.device("meta")) for spec in component.inputs]
-    buffers = sum(t.nbytes for t in (*inputs, *(s.empty(torch.device("meta")) for s in component.outputs)))
+    meta = torch.device("meta")
+    copies: dict[int, Any] = {}
+    for tensor in (*component.module.parameters(), *component.module.buffers()):
+        empty = torch.empty_like(tensor, device=meta)
+        copies[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+    module = copy.deepcopy(component.module, copies)
+    inputs = [spec.empty(meta) for spec in component.inputs]
+    buffers = sum(t.nbytes for t in (*inputs, *(s.empty(meta) for s in component.outputs)))
     with torch.inference_mode(), _OwnAttention(), _Alive() as alive:
         module(*inputs)
     return buffers + int((1 + MARGIN) * alive.peak)
 
 
 def free_bytes(device: torch.device) -> tuple[int, int] | None:
-    """(free, total) bytes of a GPU for this process; None for a CPU, where nothing is checked."""
+    """Return (free, total) bytes of a GPU for this process; None for a CPU, where nothing is checked."""
     return memory.free_memory(device) if device.type == "cuda" else None
 
 
-def check_fits(component: Component, device: torch.device, give_up: Callable[[], bool]) -> None:
+def check_fits(component: Component, device: torch.device, drop_oldest: Callable[[], bool]) -> None:
     """Raise DeviceMemoryError if the component does not fit, and name what takes less.
 
     Args:
-        give_up: frees the engine that was used longest ago; returns False if there is none.
+        drop_oldest: frees the least recently used engine; returns False if there is none.
     """
     found = free_bytes(device)
     if found is None:
         return
     needed = required_bytes(component)
-    while needed > found[0] and give_up():
+    while needed > found[0] and drop_oldest():
         found = free_bytes(device) or found
     if needed <= found[0]:
         return
     (source,) = component.inputs
-    batch = source.shape[0]
-    fewer = "one image at a time (enable_slicing()) or " if batch > 1 else ""
+    fewer = "one image at a time (enable_slicing()) or " if source.shape[0] > 1 else ""
     raise DeviceMemoryError(
         f"{component.name}: {tuple(source.shape)} needs about {needed / 1e9:.2f} GB of GPU memory, "
         f"{found[0] / 1e9:.2f} of {found[1] / 1e9:.2f} GB are free; run {fewer}tiles: plug_in() the autoencoder and "
@@ -65,18 +69,8 @@ def check_fits(component: Component, device: torch.device, give_up: Callable[[],
     )
 
 
-def _on_meta(module: nn.Module) -> dict[int, Any]:
-    """What `copy.deepcopy` takes for the tensors of a module: the same without values."""
-    tensors = (*module.parameters(), *module.buffers())
-    made = {id(t): torch.empty_like(t, device="meta") for t in tensors}
-    return {
-        id(t): nn.Parameter(made[id(t)], requires_grad=False) if isinstance(t, nn.Parameter) else made[id(t)]
-        for t in tensors
-    }
-
-
 class _Alive(TorchDispatchMode):
-    """Counts the bytes of results that are alive, and the most at one time."""
+    """Counts the bytes of results that are alive, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,19 +81,14 @@ class _Alive(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         results = func(*args, **(kwargs or {}))
-        for result in tree_leaves(results):
-            if isinstance(result, Tensor):
-                self._add(result.untyped_storage())
+        storages = (result.untyped_storage() for result in tree_leaves(results) if isinstance(result, Tensor))
+        for storage in storages:
+            if storage not in self._met:
+                self._met.add(storage)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._drop, storage.nbytes())
         return results
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._met:
-            return
-        self._met.add(storage)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, size)
 
     def _drop(self, size: int) -> None:
         self.now -= size

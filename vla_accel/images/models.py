@@ -1,6 +1,6 @@
-"""Diffusers models by name: from a folder, or of a real or tiny configuration with random weights for benchmarks.
+"""Diffusers models from a folder, or of a published or tiny configuration with random weights.
 
-Random weights keep activations of order one through the depth, as trained ones do; what they compute means nothing.
+Random weights keep activations of order one through the depth, as trained ones do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from vla_accel.config.mapping import read_mapping
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, nearest, unknown
 
-_SD_VAE: dict[str, Any] = {
+_SD_VAE = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -24,12 +24,7 @@ _SD_VAE: dict[str, Any] = {
     "latent_channels": 4,
     "sample_size": 512,
 }
-_SD_UNET: dict[str, Any] = {
-    "sample_size": 64,
-    "cross_attention_dim": 768,
-    "attention_head_dim": 8,
-    "block_out_channels": (320, 640, 1280, 1280),
-}
+_SD_UNET = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
 _SD_SCHEDULER = {
     "beta_start": 0.00085,
     "beta_end": 0.012,
@@ -39,36 +34,29 @@ _SD_SCHEDULER = {
     "skip_prk_steps": True,
     "steps_offset": 1,
 }
-_TINY_BLOCKS = {
+_TINY_QWEN = {"base_dim": 8, "z_dim": 4, "latents_mean": [0.1] * 4, "latents_std": [0.9] * 4}
+_TINY_UNET = {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "block_out_channels": (16, 32),
+    "sample_size": 64,
+    "norm_num_groups": 8,
+    "cross_attention_dim": 32,
+    "attention_head_dim": 4,
 }
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen-vae": ("AutoencoderKLQwenImage", {}),
     "sd-vae": ("AutoencoderKL", _SD_VAE),
-    "sd-unet": ("UNet2DConditionModel", _SD_UNET),
-    "tiny-qwen-vae": (
-        "AutoencoderKLQwenImage",
-        {"base_dim": 8, "z_dim": 4, "latents_mean": [0.1] * 4, "latents_std": [0.9] * 4},
-    ),
+    "sd-unet": ("UNet2DConditionModel", {**_SD_UNET, "block_out_channels": (320, 640, 1280, 1280)}),
+    "tiny-qwen-vae": ("AutoencoderKLQwenImage", _TINY_QWEN),
     "tiny-sd-vae": ("AutoencoderKL", {**_SD_VAE, "block_out_channels": (8, 8, 16, 16), "norm_num_groups": 4}),
-    "tiny-sd-unet": (
-        "UNet2DConditionModel",
-        {
-            **_SD_UNET,
-            **_TINY_BLOCKS,
-            "block_out_channels": (16, 32),
-            "norm_num_groups": 8,
-            "cross_attention_dim": 32,
-            "attention_head_dim": 4,
-        },
-    ),
+    "tiny-sd-unet": ("UNet2DConditionModel", _TINY_UNET),
 }
 """Name to (diffusers class, configuration). The first three are the published ones."""
 
 
 def diffusers_module() -> Any:
-    """The package, imported now. Raises DependencyError, saying what to install."""
+    """Import diffusers. Raises DependencyError."""
     try:
         import diffusers
     except ImportError as error:
@@ -79,11 +67,16 @@ def diffusers_module() -> Any:
 def load_model(
     source: str | Path, *, kinds: Collection[str], dtype: torch.dtype, device: torch.device, also: Iterable[str] = ()
 ) -> Any:  # fmt: skip
-    """A diffusers model of one of the classes `kinds`, in eval mode: a name of `CONFIGS` with random weights, or a
-    folder. `also`: other names that a user may type instead.
+    """Load a diffusers model in eval mode. Only safetensors are read: a pickle can run code.
 
-    Only safetensors are read: a pickle can run code. Raises CheckpointError for a folder that is missing, incomplete or
-    of another class, ConfigError for a config.json that is none.
+    Args:
+        source: a name of `CONFIGS`, which has random weights, or a folder.
+        kinds: the accepted classes.
+        also: other names that the user may type, for the error.
+
+    Raises:
+        CheckpointError: the folder is missing, incomplete or of another class.
+        ConfigError: its config.json is not readable.
     """
     diffusers_module()
     names = [name for name, (kind, _) in CONFIGS.items() if kind in kinds]
@@ -104,9 +97,9 @@ def load_model(
 
 
 def from_folder(kind: str, source: str | Path, title: str, **options: Any) -> Any:
-    """A diffusers class by name, of a folder or a hub name. Raises CheckpointError, which begins with `title`."""
+    """Load a diffusers class from a folder or the hub. Raises CheckpointError, which begins with `title`."""
     package = diffusers_module()
-    # Without accelerate that is what it falls back to, in six lines.
+    # Without accelerate, diffusers falls back to False with a warning.
     options["low_cpu_mem_usage"] = package.utils.is_accelerate_available()
     try:
         return getattr(package, kind).from_pretrained(str(source), use_safetensors=True, **options)
@@ -115,7 +108,7 @@ def from_folder(kind: str, source: str | Path, title: str, **options: Any) -> An
 
 
 def random_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
-    """A model of a known configuration with seeded random weights, made on the device."""
+    """Make a model of `CONFIGS` with seeded random weights on the device."""
     package = diffusers_module()
     if name not in CONFIGS:
         raise ConfigError(unknown("model", name, CONFIGS))
@@ -124,11 +117,8 @@ def random_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def filled(make: Callable[[], nn.Module], *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
-    """Build a module without initialising it twice, then fill it: matrices scaled by their fan-in, norms near one.
-
-    Buffers (positions, rotary tables) are what the module makes them.
-    """
-    with _without_parameters():
+    """Make a module and fill its parameters: matrices scaled by their fan-in, norms near one. Buffers stay."""
+    with _parameters_on_meta():
         model = make()
     for part in model.modules():
         for name, parameter in part._parameters.items():
@@ -151,8 +141,8 @@ def filled(make: Callable[[], nn.Module], *, dtype: torch.dtype, device: torch.d
 
 
 @contextlib.contextmanager
-def _without_parameters() -> Iterator[None]:
-    """Modules made inside have their parameters on the meta device: nothing is drawn for them."""
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made in this block have their parameters on the meta device, so nothing initialises them."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -166,19 +156,16 @@ def _without_parameters() -> Iterator[None]:
 
 
 def random_stable_diffusion(*, tiny: bool, dtype: torch.dtype, device: torch.device) -> Any:
-    """A diffusers `StableDiffusionPipeline` of version 1.4's configuration (or a tiny one) with random weights.
+    """Make a diffusers `StableDiffusionPipeline` of version 1.4's configuration (or a tiny one) with random weights.
 
-    Its tokenizer knows single characters only: enough for a prompt to have an effect, and made without a download.
+    Its tokenizer, made without a download, knows single characters only.
     """
     package = diffusers_module()
     import transformers
 
     prefix = "tiny-" if tiny else ""
-    sizes = (
-        {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
-        if tiny
-        else {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12}
-    )
+    names = "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"
+    sizes: dict[str, Any] = dict(zip(names, (32, 48, 4, 2) if tiny else (768, 3072, 12, 12), strict=True))
     characters = [chr(c) for c in range(ord("!"), ord("~") + 1)]
     words = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
     tokenizer = transformers.CLIPTokenizer(vocab={w: i for i, w in enumerate(words)}, merges=[], model_max_length=77)
@@ -187,7 +174,7 @@ def random_stable_diffusion(*, tiny: bool, dtype: torch.dtype, device: torch.dev
         max_position_embeddings=77,
         bos_token_id=0,
         eos_token_id=1,
-        **sizes,  # pyright: ignore[reportArgumentType]
+        **sizes,
     )
     return package.StableDiffusionPipeline(
         vae=random_model(f"{prefix}sd-vae", dtype=dtype, device=device),

@@ -1,18 +1,19 @@
 """The native program of Stable Diffusion's UNet: the same mathematics with fewer and larger GPU kernels.
 
-Against the eager module: images are channels-last throughout; group norm, SiLU, bias, time embedding, residual and
-the concatenation of skips are one pass; q, k, v are one product; keys and values of the text for all layers are one
-product; every time embedding is looked up in a table made at the start; upsampling is folded into its convolution; the
-last feed-forward product is merged with the projection after it; what the two halves of classifier-free guidance
-share, up to the first cross-attention, is computed once. Convolutions of small images and attention take the quickest
-of several ways, measured on the spot. Knows nothing of engines or graphs.
+Compared with the eager module: images are channels-last throughout; group norm, SiLU, bias, time embedding, residual
+and the concatenation of skips are one pass; q, k, v are one product, and so are the text's keys and values of all
+layers; time embeddings come from a table; upsampling is folded into its convolution; the last feed-forward product is
+merged with the projection after it; the two halves of classifier-free guidance share everything up to the first
+cross-attention. Attention and convolutions of small images take the fastest of several ways, measured on first use.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,36 +22,23 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vla_accel.errors import EngineError
-from vla_accel.images.native_autoencoder import laid_out, padded
-from vla_accel.images.unet import Unet
+from vla_accel.images import native
+from vla_accel.images.native import NormAct, bias_of, laid_out, padded
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.autotune import fastest
 from vla_accel.kernels.image import ops
-from vla_accel.kernels.image.ops import GroupNorm, Sum
-from vla_accel.runtime import current
+from vla_accel.kernels.image.ops import Sum
 
 TRAIN_TIMESTEPS = 1000
 _EXPECTED = {
-    "class_embed_type": None,
-    "addition_embed_type": None,
-    "encoder_hid_dim_type": None,
-    "time_embedding_type": "positional",
-    "time_embedding_act_fn": None,
-    "timestep_post_act": None,
-    "time_cond_proj_dim": None,
-    "resnet_time_scale_shift": "default",
-    "resnet_skip_time_act": False,
-    "resnet_out_scale_factor": 1.0,
-    "act_fn": "silu",
-    "center_input_sample": False,
-    "only_cross_attention": False,
+    **dict.fromkeys(("class_embed_type", "addition_embed_type", "encoder_hid_dim_type", "cross_attention_norm")),
+    **dict.fromkeys(("time_embedding_act_fn", "timestep_post_act", "time_cond_proj_dim")),
+    **dict.fromkeys(("resnet_skip_time_act", "center_input_sample", "only_cross_attention"), False),
+    **dict.fromkeys(("resnet_out_scale_factor", "mid_block_scale_factor", "downsample_padding"), 1),
+    **dict.fromkeys(("resnet_time_scale_shift", "attention_type"), "default"),
+    **dict.fromkeys(("conv_in_kernel", "conv_out_kernel"), 3),
     "dual_cross_attention": False,
-    "cross_attention_norm": None,
-    "attention_type": "default",
-    "mid_block_scale_factor": 1,
-    "downsample_padding": 1,
-    "conv_in_kernel": 3,
-    "conv_out_kernel": 3,
+    "time_embedding_type": "positional",
+    "act_fn": "silu",
 }
 _BLOCKS = ("CrossAttnDownBlock2D", "DownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", "UNetMidBlock2DCrossAttn")
 _BACKENDS = {
@@ -63,7 +51,7 @@ _SMALL = 32 * 32
 
 
 class _Lazy:
-    """A sum that some kernel adds up when it comes by; the skips of the up path find it done."""
+    """A sum that the first kernel which reads it adds up; the skips of the up path reuse the result."""
 
     def __init__(self, parts: Sum) -> None:
         self.parts = parts
@@ -79,12 +67,13 @@ class _Lazy:
 
 
 class NativeUnet:
-    """`program(inputs, outputs)` with the names of the component `unet`; see the module's docstring.
+    """`program(inputs, outputs)` with the names of the component `unet`, made from a `unet.Unet`.
 
-    Raises EngineError for a UNet with parts that are not known here, named.
+    Raises:
+        EngineError: the UNet has an unknown part.
     """
 
-    def __init__(self, module: Unet) -> None:
+    def __init__(self, module: Any) -> None:
         unet: Any = module.unet
         config = module.config
         for key, expected in _EXPECTED.items():
@@ -94,19 +83,20 @@ class NativeUnet:
             if name not in _BLOCKS:
                 raise EngineError(f"native unet: unknown block {name}; known are {', '.join(_BLOCKS)}")
         self.dtype, self.paired = module.dtype, module.paired
-        self.choices: dict[str, str] = {}
+        self.choices = native.Choices()
         self.detail = self._describe()
-        self._tables = _Tables()
+        self._times: list[tuple[nn.Linear, Tensor]] = []
+        self._text: list[Tensor] = []
         self.conv_in = padded(unet.conv_in.weight, 1)
-        self.shift_in = unet.conv_in.bias.float()
+        self.shift_in = bias_of(unet.conv_in)
         self.down = [_Level(self, b) for b in unet.down_blocks]
         self.mid = _Level(self, unet.mid_block)
         self.up = [_Level(self, b) for b in unet.up_blocks]
-        self.norm_out = _group_norm(unet.conv_norm_out)
+        self.norm_out = NormAct(unet.conv_norm_out)
         self.conv_out = padded(unet.conv_out.weight, 0)
         self.bias_out = unet.conv_out.bias[:, None, None]
-        self.time_table = self._tables.times(unet)
-        self.text = self._tables.text()
+        self.time_table = self._table_of_times(unet)
+        self.text = torch.cat(self._text)
 
     def form(self, paired: bool) -> NativeUnet:
         """The program for guided (`paired`) or single batches; weights and choices are shared."""
@@ -116,30 +106,50 @@ class NativeUnet:
         other.paired = paired
         return other
 
+    def add_times(self, projection: nn.Linear, bias: Tensor) -> slice:
+        """Add a block's projection of the time embedding; return its columns of `time_table`."""
+        begin = sum(b.numel() for _, b in self._times)
+        self._times.append((projection, bias))
+        return slice(begin, begin + bias.numel())
+
+    def add_text(self, weight: Tensor) -> slice:
+        """Add a projection of the text; return its columns of the product with `text`."""
+        begin = sum(w.shape[0] for w in self._text)
+        self._text.append(weight)
+        return slice(begin, begin + weight.shape[0])
+
+    @torch.inference_mode()
+    def _table_of_times(self, unet: Any) -> Tensor:
+        """(1000, all blocks' channels) float32: SiLU of the time embedding through every projection, plus biases."""
+        proj, embedding = unet.time_proj, unet.time_embedding
+        device = embedding.linear_1.weight.device
+        half = proj.num_channels // 2
+        steps = torch.arange(half, dtype=torch.float32, device=device)
+        frequencies = torch.exp(-math.log(10_000) * steps / (half - proj.downscale_freq_shift)) * proj.scale
+        angles = torch.arange(TRAIN_TIMESTEPS, device=device)[:, None] * frequencies
+        parts = (angles.cos(), angles.sin()) if proj.flip_sin_to_cos else (angles.sin(), angles.cos())
+        x = torch.cat(parts, dim=-1)
+        for layer in (embedding.linear_1, embedding.linear_2):
+            x = F.silu(F.linear(x, layer.weight.float(), layer.bias.float()))
+        rows = [F.linear(x, p.weight.float(), p.bias.float() + b.float()) for p, b in self._times]
+        return torch.cat(rows, dim=-1)
+
     def _describe(self) -> str:
-        ways: dict[str, list[str]] = {}
-        for key, way in self.choices.items():
-            ways.setdefault(f"{key.split()[0]} {way}", []).append(key)
-        chosen = ", ".join(f"{k} x{len(v)}" for k, v in sorted(ways.items()))
-        return f"channels-last {str(self.dtype).removeprefix('torch.')}, fused norms, one text product" + (
-            f"; measured: {chosen}" if chosen else ""
-        )
+        counts = Counter(f"{key.split()[0]} {way}" for key, way in self.choices.items())
+        chosen = (f"{way} x{count}" for way, count in sorted(counts.items()))
+        return native.describe(self.dtype, "fused norms, one text product", chosen)
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        sample, timestep = inputs["sample"], inputs["timestep"]
-        states, target = inputs["encoder_hidden_states"], outputs["noise"]
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
-            y = self._run(sample, timestep, states)
-        torch.add(y[..., : target.shape[1]].permute(0, 3, 1, 2), self.bias_out, out=target)
+        with native.fast_convolutions():
+            y = self._run(inputs["sample"], inputs["timestep"], inputs["encoder_hidden_states"])
+        native.write(y, self.bias_out, outputs["noise"])
         self.detail = self._describe()
 
     def _run(self, sample: Tensor, timestep: Tensor, states: Tensor) -> Tensor:
         batch = sample.shape[0]
-        call = _Call(self, batch, self.time_table.index_select(0, timestep.reshape(1))[0], F.linear(states, self.text))
-        once = sample[: batch // 2] if self.paired else sample
-        x = once.new_zeros((once.shape[0], *once.shape[2:], self.conv_in.shape[1]))
-        x[..., : once.shape[1]] = once.permute(0, 2, 3, 1)
+        call = _Call(batch, self.time_table.index_select(0, timestep.reshape(1))[0], F.linear(states, self.text))
+        x = native.channels_last(sample[: batch // 2] if self.paired else sample, self.conv_in.shape[1])
         state = _Lazy(Sum(ops.conv(x, self.conv_in, padding=1), shift=self.shift_in))
         skips = [state]
         for level in self.down:
@@ -147,41 +157,34 @@ class NativeUnet:
         state = self.mid.go_through(call, state)
         for level in self.up:
             state = level.go_up(call, state, skips)
-        _, h = ops.group_act(state.sum(), self.norm_out, activation=Activation.SILU, keep=False)
+        _, h = self.norm_out(state.sum(), keep=False)
         return self.conv(h, self.conv_out)
 
-    # -- the measured parts -----------------------------------------------------------------------------------------
-
     def conv(self, x: Tensor, weight: Tensor, stride: int = 1) -> Tensor:
-        """A 3x3 convolution with padding 1, the quickest way."""
+        """A 3x3 convolution with padding 1, the fastest way."""
         if x.shape[1] * x.shape[2] > _SMALL:
             return ops.conv(x, weight, stride, 1)
         ways = {"library": ops.conv, "product": ops.conv_product}
-        key = f"conv {tuple(x.shape)} {weight.shape[0]} /{stride}"
-        run = ways[self._choose(key, {n: lambda f=f: f(x, weight, stride, 1) for n, f in ways.items()}, x)]
-        return run(x, weight, stride, 1)
+        calls = {n: lambda f=f: f(x, weight, stride, 1) for n, f in ways.items()}
+        way = self.choices.pick(f"conv {tuple(x.shape)} {weight.shape[0]} /{stride}", calls, x)
+        return ways[way](x, weight, stride, 1)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
         """q (B, N, C), k and v (B, S, C), each a view with any row stride; (B, N, C) contiguous."""
         q, k, v = (t.unflatten(2, (heads, -1)).transpose(1, 2) for t in (q, k, v))
-        key = f"attention {tuple(q.shape)} {k.shape[2]}"
         ways = {n: lambda b=b: _sdpa(q, k, v, b) for n, b in _BACKENDS.items()} if q.is_cuda else {}
-        chosen = self._choose(key, ways or {"default": lambda: None}, q)
-        return _sdpa(q, k, v, _BACKENDS.get(chosen)).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
-
-    def _choose(self, key: str, ways: Mapping[str, Any], like: Tensor) -> str:
-        if key not in self.choices:
-            if like.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise EngineError("native unet: run once at this size before the graph is captured")
-            self.choices[key] = fastest(ways, current(like)).candidate
-        return self.choices[key]
+        key = f"attention {tuple(q.shape)} {k.shape[2]}"
+        way = self.choices.pick(key, ways or {"default": lambda: None}, q)
+        return _sdpa(q, k, v, _BACKENDS.get(way)).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
 
+@dataclass(frozen=True)
 class _Call:
-    """What one call hands down: the time row, the text's keys and values, and whether the halves are still one."""
+    """One call's batch, the time embeddings' row, and the text's keys and values."""
 
-    def __init__(self, net: NativeUnet, batch: int, times: Tensor, text: Tensor) -> None:
-        self.net, self.batch, self.times, self.text = net, batch, times, text
+    batch: int
+    times: Tensor
+    text: Tensor
 
     def whole(self, x: Tensor) -> Tensor:
         """`x` for both halves of the guidance, if it was computed for one."""
@@ -189,14 +192,14 @@ class _Call:
 
 
 class _Level:
-    """One resolution: residual blocks, each perhaps with a transformer, then perhaps a change of resolution."""
+    """One resolution: residual blocks, transformers after them if any, then a change of resolution if any."""
 
     def __init__(self, net: NativeUnet, block: Any) -> None:
         self.net = net
         attentions = list(getattr(block, "attentions", None) or [])
         self.resnets = [_Res(net, r) for r in block.resnets]
         self.transformers = [_Transformer(net, a) for a in attentions]
-        self.down = [(laid_out(s.conv.weight), s.conv.bias.float()) for s in getattr(block, "downsamplers", None) or []]
+        self.down = [(laid_out(s.conv.weight), bias_of(s.conv)) for s in getattr(block, "downsamplers", None) or []]
         self.up = [_Up(s.conv) for s in getattr(block, "upsamplers", None) or []]
 
     def go_down(self, call: _Call, x: _Lazy, skips: list[_Lazy]) -> _Lazy:
@@ -230,44 +233,34 @@ class _Up:
     """Every pixel doubled, then a convolution. An odd size loses the last row or column before the convolution."""
 
     def __init__(self, conv: nn.Conv2d) -> None:
-        assert conv.bias is not None
-        self.weight, self.phases, self.shift = conv.weight, ops.phase_weights(conv.weight), conv.bias.float()
+        self.weight, self.phases, self.shift = conv.weight, ops.phase_weights(conv.weight), bias_of(conv)
 
     def __call__(self, x: Tensor, size: tuple[int, ...]) -> _Lazy:
         height, width = size
         if (height, width) == (2 * x.shape[1], 2 * x.shape[2]):
-            return _Lazy(Sum(ops.conv_phases(x, self.phases).value, shift=self.shift, phased=True))
+            return _Lazy(native.upsample(x, self.phases, self.shift))
         doubled = x.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, :height, :width].contiguous()
         return _Lazy(Sum(ops.conv(doubled, self.weight, padding=1), shift=self.shift))
 
 
-class _Res:
+class _Res(native.Residual):
     def __init__(self, net: NativeUnet, part: Any) -> None:
+        super().__init__(part, part.conv_shortcut)
         self.net = net
-        self.norm1, self.norm2 = _group_norm(part.norm1), _group_norm(part.norm2)
-        self.conv1, self.conv2 = laid_out(part.conv1.weight), laid_out(part.conv2.weight)
-        # The time embedding's table has this block's first bias in it.
-        self.times = net._tables.add_times(part.time_emb_proj, part.conv1.bias)
-        self.shift = part.conv2.bias.float()
-        self.shortcut = None
-        if part.conv_shortcut is not None:
-            self.shortcut = part.conv_shortcut.weight.flatten(1)
-            self.shift = self.shift + part.conv_shortcut.bias.float()
+        # The table of time embeddings includes this block's first bias.
+        self.times = net.add_times(part.time_emb_proj, part.conv1.bias)
 
     def __call__(self, call: _Call, x: _Lazy, skip: Tensor | None) -> _Lazy:
-        y, h = ops.group_act(x.sum(), self.norm1, activation=Activation.SILU, keep=True, skip=skip)
+        y, result = self.run(x.sum(), call.times[self.times], self.net.conv, skip)
         if skip is None:
             x.done = y
-        h = self.net.conv(h, self.conv1)
-        _, h = ops.group_act(Sum(h, shift=call.times[self.times]), self.norm2, activation=Activation.SILU, keep=False)
-        h = self.net.conv(h, self.conv2)
-        return _Lazy(Sum(h, y if self.shortcut is None else F.linear(y, self.shortcut), self.shift))
+        return _Lazy(result)
 
 
 class _Transformer:
     def __init__(self, net: NativeUnet, part: Any) -> None:
         self.net = net
-        self.norm = _group_norm(part.norm)
+        self.norm = NormAct(part.norm, Activation.NONE)
         self.proj_in = part.proj_in.weight.flatten(1), part.proj_in.bias
         self.blocks = [_Block(net, b) for b in part.transformer_blocks]
         # proj_out (x + W g + b) = proj_out x + (proj_out W) g + proj_out b: one product and one addition fewer.
@@ -278,7 +271,7 @@ class _Transformer:
         self.shift = part.proj_out.bias.float() + out.float() @ last.bias.float()
 
     def __call__(self, call: _Call, x: _Lazy) -> _Lazy:
-        y, h = ops.group_act(x.sum(), self.norm, activation=Activation.NONE, keep=True)
+        y, h = self.norm(x.sum(), keep=True)
         x.done = y
         batch, height, width, channels = y.shape
         hidden = F.linear(h.view(batch, height * width, channels), *self.proj_in)
@@ -294,7 +287,7 @@ class _Transformer:
 
 
 class _Block:
-    """Self-attention, cross-attention and the gate of the feed-forward; its last product is the transformer's."""
+    """Self-attention, cross-attention and the gated feed-forward without its last product."""
 
     def __init__(self, net: NativeUnet, part: Any) -> None:
         for attention in (part.attn1, part.attn2):
@@ -307,7 +300,7 @@ class _Block:
         self.own_heads, self.cross_heads = own.heads, cross.heads
         self.own_out = own.to_out[0].weight, own.to_out[0].bias.float()
         self.query = cross.to_q.weight
-        self.keys, self.values = net._tables.add_text(cross.to_k.weight), net._tables.add_text(cross.to_v.weight)
+        self.keys, self.values = net.add_text(cross.to_k.weight), net.add_text(cross.to_v.weight)
         self.cross_out = cross.to_out[0].weight, cross.to_out[0].bias.float()
         gate = part.ff.net[0]
         if type(gate).__name__ != "GEGLU":
@@ -320,7 +313,7 @@ class _Block:
         q, k, v = F.linear(n, self.qkv).chunk(3, dim=-1)
         own = F.linear(self.net.attention(q, k, v, self.own_heads), self.own_out[0])
         hidden, n = ops.add_layer_norm(own, hidden, self.own_out[1], *self.norms[1])
-        # The text is the first thing in which the two halves of the guidance differ.
+        # The two halves of the guidance differ from the text on.
         q = call.whole(F.linear(n, self.query))
         hidden = call.whole(hidden)
         keys, values = call.text[..., self.keys], call.text[..., self.values]
@@ -329,49 +322,8 @@ class _Block:
         return hidden, ops.geglu_erf(F.linear(n, *self.gate))
 
 
-class _Tables:
-    """Collects every block's time projection and text projections, to make one table and one product of them."""
-
-    def __init__(self) -> None:
-        self._times: list[tuple[nn.Linear, Tensor]] = []
-        self._text: list[Tensor] = []
-
-    def add_times(self, projection: nn.Linear, bias: Tensor) -> slice:
-        begin = sum(b.numel() for _, b in self._times)
-        self._times.append((projection, bias))
-        return slice(begin, begin + bias.numel())
-
-    def add_text(self, weight: Tensor) -> slice:
-        begin = sum(w.shape[0] for w in self._text)
-        self._text.append(weight)
-        return slice(begin, begin + weight.shape[0])
-
-    def text(self) -> Tensor:
-        return torch.cat(self._text)
-
-    @torch.inference_mode()
-    def times(self, unet: Any) -> Tensor:
-        """(1000, all blocks' channels) float32: SiLU of the time embedding through every projection, plus biases."""
-        proj, embedding = unet.time_proj, unet.time_embedding
-        device = embedding.linear_1.weight.device
-        half = proj.num_channels // 2
-        steps = torch.arange(half, dtype=torch.float32, device=device)
-        frequencies = torch.exp(-math.log(10_000) * steps / (half - proj.downscale_freq_shift)) * proj.scale
-        angles = torch.arange(TRAIN_TIMESTEPS, device=device)[:, None] * frequencies
-        parts = (angles.cos(), angles.sin()) if proj.flip_sin_to_cos else (angles.sin(), angles.cos())
-        x = torch.cat(parts, dim=-1)
-        for layer in (embedding.linear_1, embedding.linear_2):
-            x = F.silu(F.linear(x, layer.weight.float(), layer.bias.float()))
-        rows = [F.linear(x, p.weight.float(), p.bias.float() + b.float()) for p, b in self._times]
-        return torch.cat(rows, dim=-1)
-
-
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Tensor:
     if backend is None:
         return F.scaled_dot_product_attention(q, k, v)
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v)
-
-
-def _group_norm(norm: nn.GroupNorm) -> GroupNorm:
-    return GroupNorm(norm.num_groups, norm.weight.float(), norm.bias.float(), norm.eps)

@@ -1,4 +1,4 @@
-"""Pictures in and out: tensors in -1..1 to PNG with metadata, files to tensors, a drawn scene. Needs pillow."""
+"""Reading and writing pictures: tensors in -1..1 and PNG with metadata. Needs pillow."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.files import replacing
 
 PARAMETERS = "parameters"
-"""The PNG text field that image tools read."""
+"""The text field of a PNG file."""
 
 
 def to_uint8(image: Tensor) -> np.ndarray:
-    """(3, H, W) or (3, 1, H, W) in -1..1 to uint8 (H, W, 3), rounded as diffusers does."""
+    """Convert (3, H, W) or (3, 1, H, W) in -1..1 to uint8 (H, W, 3), rounded as diffusers does."""
     flat = image.detach().float().reshape(3, *image.shape[-2:])
     unit = (flat / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).cpu().numpy()
     return (unit * 255).round().astype(np.uint8)
@@ -73,22 +73,21 @@ def load_image(path: Path, size: tuple[int, int] | None = None, *, multiple: int
 
 
 def side_by_side(path: Path, images: Sequence[Tensor]) -> None:
-    """Several pictures of the same size in a row."""
+    """Write several pictures of the same size in a row."""
     save_png(path, np.concatenate([to_uint8(i[0]) for i in images], axis=1), {"pictures": len(images)})
 
 
 AMPLIFIED = 8
-"""How many times `compared` magnifies a difference."""
+"""The factor by which `compared` magnifies a difference."""
 _PANEL = 192
 
 
 def compared(
     path: Path, source: Tensor, pair: Mapping[str, Tensor], parameters: Mapping[str, Any], *, contrast: float = 1.0
 ) -> None:
-    """A named row: `source` made small, the middle of each of two pictures pixel for pixel, and their difference.
+    """Write a row of labelled panels: `source` made small, the middle of two pictures, and their difference.
 
-    The two are shown with `contrast`, their difference `AMPLIFIED` times as much, round grey. Only the middle: a file
-    of noise would be large.
+    The pictures are shown with `contrast`, the difference with `AMPLIFIED` times as much.
     """
     _pillow()
     from PIL import Image, ImageDraw
@@ -111,7 +110,7 @@ def _middle(image: Tensor) -> Tensor:
 
 
 def scene(size: tuple[int, int]) -> Tensor:
-    """A drawn test picture, float32 (1, 3, H, W) in -1..1: shaded balls on a chequered table before a graded wall."""
+    """Draw a test picture, float32 (1, 3, H, W) in -1..1: shaded balls on a chequered table in front of a wall."""
     rows, columns = (np.linspace(-1, 1, n) for n in size)
     y, x = np.meshgrid(rows, columns, indexing="ij")
     unit = np.stack([0.75 - 0.2 * y, 0.8 - 0.1 * x, 0.85 + 0 * x], axis=-1)
@@ -126,7 +125,7 @@ def scene(size: tuple[int, int]) -> Tensor:
     ):
         dy, dx = (y - centre_y) / radius, (x - centre_x) / radius
         inside = np.clip(1 - dy**2 - dx**2, 0, None)
-        # A lamp up on the left, and its highlight.
+        # Light from the upper left, and its highlight.
         light = np.clip(-0.5 * dx - 0.6 * dy + 0.62 * np.sqrt(inside), 0.08, None)
         ball = np.asarray(colour) * light[..., None] + 0.7 * (light**24)[..., None]
         unit = np.where((inside > 0)[..., None], ball, unit)

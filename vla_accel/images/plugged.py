@@ -16,10 +16,9 @@ _LAYERS = "_vla_accel_layers"
 
 
 def plug_in(vae: Any, accelerated: AcceleratedVae) -> Callable[[], None]:
-    """Make a diffusers autoencoder's `encode` and `decode` run the engines.
+    """Make a diffusers autoencoder's `encode` and `decode` run the engines, slicing and tiling included.
 
-    The object stays the pipeline's own, with its configuration, dtype and scaling. Slicing and tiling work as before,
-    on the engines. A deep copy of the autoencoder gets engines of its own.
+    A deep copy of the autoencoder gets engines of its own.
 
     Returns:
         A function that undoes it. Several may be undone in any order.
@@ -34,9 +33,9 @@ def plug_in(vae: Any, accelerated: AcceleratedVae) -> Callable[[], None]:
 
 
 class Plugged:
-    """`encode` and `decode` as diffusers has them, with the two networks on engines.
+    """diffusers' `encode` and `decode` with the two networks on engines.
 
-    Bound methods of this object stand in the autoencoder, so that `copy.deepcopy` copies it along.
+    The autoencoder holds bound methods of this object, so `copy.deepcopy` copies it along.
     """
 
     def __init__(self, vae: Any, accelerated: AcceleratedVae) -> None:
@@ -58,10 +57,10 @@ class Plugged:
 
 
 class _OnEngines:
-    """An autoencoder as diffusers' methods see it during one call: its two networks are engines.
+    """An autoencoder whose two networks are engines, for diffusers' methods during one call.
 
-    The convolutions for quantisation are inside the engines. What diffusers keeps for videos, or writes while it
-    runs, stays in this object: any number of threads may call.
+    The engines contain the quantisation convolutions. What diffusers writes while it runs stays in this object, so any
+    number of threads may call.
     """
 
     def __init__(self, vae: Any, accelerated: AcceleratedVae) -> None:
@@ -89,45 +88,36 @@ class _OnEngines:
         return MethodType(found, self) if isinstance(found, FunctionType) else getattr(self._vae, name)
 
 
-class _Layers:
-    """What `exchanged` has put into a module, the newest last, and what was there before."""
-
-    def __init__(self, base: dict[str, Any]) -> None:
-        self.base = base
-        self.stack: list[dict[str, Any]] = []
-
-
 def exchanged(module: nn.Module, **functions: Callable[..., Any]) -> Callable[[], None]:
-    """Put functions in the place of a module's own; returns what takes them out, as often as it is called.
+    """Replace functions of a module. Returns a function that undoes it, and may be called repeatedly.
 
-    Several exchanges of one module may be undone in any order: the newest that is left counts.
+    Several exchanges of one module may be undone in any order: the newest one left runs.
     """
     own = vars(module)
-    layers: _Layers = own.setdefault(_LAYERS, _Layers({}))
-    for name in functions:
-        if not any(name in layer for layer in layers.stack) and name in own:
-            layers.base[name] = own[name]
-    layers.stack.append(functions)
+    # The module's own functions, then those of every exchange, the newest last.
+    layers: list[dict[str, Any]] = own.setdefault(_LAYERS, [{}])
+    layers[0] |= {n: own[n] for n in functions if n in own and not any(n in layer for layer in layers[1:])}
+    layers.append(functions)
     own.update(functions)
 
     def undo() -> None:
-        if not any(layer is functions for layer in layers.stack):
+        if not any(layer is functions for layer in layers):
             return
-        layers.stack = [layer for layer in layers.stack if layer is not functions]
+        layers[:] = [layer for layer in layers if layer is not functions]
         for name in functions:
             own.pop(name, None)
-            for layer in (layers.base, *layers.stack):
+            for layer in layers:
                 if name in layer:
                     own[name] = layer[name]
-        if not layers.stack:
+        if len(layers) == 1:
             own.pop(_LAYERS, None)
 
     return undo
 
 
 def original(module: nn.Module, name: str) -> Callable[..., Any]:
-    """A method of a module as it was before any exchange."""
-    layers: _Layers | None = vars(module).get(_LAYERS)
-    if layers is not None and any(name in layer for layer in layers.stack):
-        return layers.base.get(name) or MethodType(getattr(type(module), name), module)
+    """Return a method of a module as it was before any exchange."""
+    base, *layers = vars(module).get(_LAYERS) or [{}]
+    if any(name in layer for layer in layers):
+        return base.get(name) or MethodType(getattr(type(module), name), module)
     return getattr(module, name)

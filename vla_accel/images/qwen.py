@@ -1,10 +1,8 @@
-"""Qwen-Image in diffusers' own pipelines, with our autoencoder and a transformer that is not launched op by op.
-
-The pipelines stay diffusers': `accelerate` exchanges what runs inside and returns what undoes it.
-"""
+"""Qwen-Image in diffusers' own pipelines, with our autoencoder and a graphed or compiled transformer."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +22,7 @@ Transformer = Literal["eager", "compile", "native"]
 TRANSFORMER = "QwenImageTransformer2DModel"
 _FORWARDS = {"compile": CompiledForward, "native": GraphedForward}
 LAYERS = 60
-"""Of the published transformer: 20 billion weights, 41 GB in BF16."""
+"""Layers of the published transformer: 20 billion weights, 41 GB in BF16."""
 
 
 def accelerate(
@@ -41,13 +39,13 @@ def accelerate(
             transformer.
         vae: the autoencoder's configuration, LightX2V's JSON or ours; None leaves the autoencoder as it is.
         transformer: "compile" is torch.compile with mode reduce-overhead, "native" one CUDA graph for each shape.
-        ledger: where the engines that run are recorded.
+        ledger: records the engines that run.
 
     Returns:
         A function that undoes it. Several may be undone in any order.
 
     Raises:
-        ConfigError: the pipeline has no such part; it is left as it is.
+        ConfigError: the pipeline lacks such a part; it stays unchanged.
     """
     if transformer not in get_args(Transformer):
         raise ConfigError(unknown("transformer", transformer, get_args(Transformer)))
@@ -59,17 +57,12 @@ def accelerate(
     # Everything that may fail comes before the first exchange.
     accelerated = None if vae is None else AcceleratedVae(pipeline.vae, vae, ledger=ledger)
     forward = None if transformer == "eager" else _FORWARDS[transformer](pipeline.transformer, ledger)
-    undo: list[Callable[[], None]] = []
+    undo = contextlib.ExitStack()
     if accelerated is not None:
-        undo.append(plug_in(pipeline.vae, accelerated))
+        undo.callback(plug_in(pipeline.vae, accelerated))
     if forward is not None:
-        undo.append(exchanged(pipeline.transformer, forward=forward))
-
-    def undo_all() -> None:
-        for restore in reversed(undo):
-            restore()
-
-    return undo_all
+        undo.callback(exchanged(pipeline.transformer, forward=forward))
+    return undo.close
 
 
 def _require(pipeline: Any, part: str, kinds: Collection[str]) -> None:
@@ -80,8 +73,10 @@ def _require(pipeline: Any, part: str, kinds: Collection[str]) -> None:
 
 
 def random_qwen_image(*, tiny: bool, layers: int = LAYERS, dtype: torch.dtype, device: torch.device) -> Any:
-    """A `QwenImagePipeline` of the published sizes (or tiny) with random weights, without its text encoder: call it
-    with `prompt_embeds` of `pipeline.transformer.config.joint_attention_dim`."""
+    """Return a `QwenImagePipeline` with random weights, of the published sizes or tiny, without its text encoder.
+
+    Call it with `prompt_embeds` of width `pipeline.transformer.config.joint_attention_dim`.
+    """
     package = diffusers_module()
     config: dict[str, Any] = {"num_layers": layers}
     if tiny:

@@ -2,8 +2,7 @@
 
     text_encoder → [vae_encode] → steps of (unet → scheduler) → vae_decode
 
-Same seed, scheduler and options give the image of diffusers' own pipeline. Owns no mathematics: models compute,
-engines run, diffusers' schedulers step.
+The same seed, scheduler and options give the image of diffusers' own pipeline.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,31 +27,30 @@ from vla_accel.config.mapping import Checked
 from vla_accel.engines.tensorrt_session import Scratch
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.autoencoder import SCALE
+from vla_accel.images.cache import Cache
 from vla_accel.images.config import VaeConfig, check_spec
-from vla_accel.images.exclusive import Exclusive
 from vla_accel.images.native_unet import TRAIN_TIMESTEPS, NativeUnet
-from vla_accel.images.parts import check_parts, load_parts, make_scheduler, unet_engine_file
+from vla_accel.images.parts import check_parts, load_parts, make_scheduler, set_timesteps, tokenize, unet_engine_file
 from vla_accel.images.picture import to_uint8
 from vla_accel.images.plugged import Plugged
 from vla_accel.images.stage import Stage, require_finite
-from vla_accel.images.switches import refuse_adapters, refuse_freeu, refuse_hooks, refuse_modes, refuse_offloading
-from vla_accel.images.unet import Unet
-from vla_accel.images.unet_component import check_file_size, check_size, text_component, unet_component
+from vla_accel.images.switches import refuse_freeu, refuse_modes, refuse_switches
+from vla_accel.images.unet import Unet, check_file_size, check_size, text_component, unet_component
 from vla_accel.images.vae import AcceleratedVae
-from vla_accel.images.weights import WeightState
 from vla_accel.ledger import Ledger
 
 _KEPT_SIZES = 4
-_log = logging.getLogger("vla_accel")
 
 
 @dataclass(frozen=True)
 class Request(Checked):
-    """What to generate. Sizes in pixels, multiples of 8; None for the model's own, or the input image's.
+    """What to generate.
 
-    `guidance`: of the prompt over the negative prompt; 1 or less runs the prompt alone. `strength`: how much of an
-    input image is given up, 0 to 1: that share of the steps is run. `scheduler`: a diffusers class instead of the
-    checkpoint's.
+    Attributes:
+        height: pixels, a multiple of 8, with `width`; None for the model's size, or the input image's.
+        guidance: scale of classifier-free guidance; 1 or less runs the prompt without the negative one.
+        strength: share of the steps that run on an input image, 0 to 1: how much of it may change.
+        scheduler: a diffusers class instead of the checkpoint's.
     """
 
     prompt: str
@@ -83,7 +79,7 @@ class Request(Checked):
             check_size((self.height, self.width))
 
     def run(self, from_image: bool) -> int:
-        """How many of the steps are run."""
+        """The number of steps that run."""
         return int(self.steps * self.strength) if from_image else self.steps
 
 
@@ -92,7 +88,7 @@ EAGER = EngineSpec("eager")
 
 @dataclass(frozen=True)
 class Engines:
-    """Which engine each component gets."""
+    """The engine of each component."""
 
     text_encoder: EngineSpec = EAGER
     unet: EngineSpec = EAGER
@@ -101,27 +97,39 @@ class Engines:
 
     @classmethod
     def all(cls, spec: EngineSpec) -> Engines:
-        """The same for every component."""
+        """The same engine for every component."""
         return cls(spec, spec, spec, spec)
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A picture, uint8 (H, W, 3), its latents before decoding, and what each part of the call took."""
+    """A picture, uint8 (H, W, 3), its latents before decoding, and the call's timings."""
 
     pixels: np.ndarray
     latents: Tensor
     sample: latency.Sample
 
 
-@dataclass
-class _Stages:
+class _Stages(NamedTuple):
     text_encoder: Stage
     unet: Stage
 
 
+@dataclass
+class _Call:
+    """One call of `generate`."""
+
+    request: Request
+    image: Tensor | None
+    stages: _Stages
+    scheduler: Any
+    timesteps: Tensor
+    generator: torch.Generator
+    watch: latency.Stopwatch
+
+
 class StableDiffusion:
-    """A pipeline ready to generate. Make one with `from_pretrained`, or from a diffusers pipeline's parts.
+    """A pipeline: make one with `from_pretrained`, or from a diffusers pipeline.
 
     Any number of threads may call `generate`; they take turns. The engines follow the parts: after weights have
     changed, or moved to another dtype or device, the next call makes new engines.
@@ -130,16 +138,16 @@ class StableDiffusion:
     def __init__(
         self, parts: Any, engines: Engines | None = None, *, strict: bool = False, unet_file: Path | None = None
     ) -> None:
-        """Take a diffusers pipeline's parts.
+        """Read a diffusers pipeline.
 
         Args:
             parts: a diffusers `StableDiffusionPipeline` on its device and in its dtype.
             engines: the engine of each component; eager if not given.
             strict: a component that falls back to another engine is an error.
-            unet_file: an engine file of `build-unet` to run the UNet from, of the library that `engines.unet` names.
+            unet_file: the UNet's engine file from `build-unet`, of the library that `engines.unet` names.
 
         Raises:
-            CheckpointError: the models need inputs that Stable Diffusion 1 does not have.
+            CheckpointError: the models need inputs that Stable Diffusion 1 lacks.
             ConfigError: an engine would ignore an option.
         """
         engines = engines or Engines()
@@ -154,10 +162,8 @@ class StableDiffusion:
         self.vae = AcceleratedVae(parts.vae, VaeConfig(), specs=specs, ledger=self.ledger)  # type: ignore[arg-type]
         self._vae = Plugged(parts.vae, self.vae)
         self._unets = {paired: Unet(parts.unet, paired=paired) for paired in (False, True)}
-        self._unet: NativeUnet | None = None
-        self._stages: OrderedDict[tuple[int, int, bool], _Stages] = OrderedDict()
-        self._weights: WeightState | None = None
-        self._exclusive, self._generating = Exclusive(), False
+        self.cache: Cache[tuple[int, int, bool], _Stages] = Cache(lambda made: len(list(made)) > _KEPT_SIZES)
+        self._generating = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StableDiffusion:
         parts = copy.deepcopy(self.parts, memo)
@@ -201,15 +207,14 @@ class StableDiffusion:
             request: what to generate.
             image: (1, 3, H, W) in -1..1 to start from instead of noise. A size that is no multiple of 8 is reduced to
                 one, as diffusers does with tensors.
-            on_step: called as `on_step(done, total)` after every step is enqueued.
+            on_step: called as `on_step(done, total)` after each step is enqueued.
 
         Raises:
-            ConfigError: a size or an option that does not fit, before the first step.
-            EngineError: an output that is not finite, naming component and module; or a switch of the parts that the
-                engines would ignore.
+            ConfigError: a size or an option does not fit; raised before the first step.
+            EngineError: an output is not finite, or the engines would ignore a switch of the parts.
         """
         refuse_modes("generate", (), self.device)
-        with self._exclusive.on(self.device), torch.no_grad():
+        with self.cache.on(self.device), torch.no_grad():
             if self._generating:
                 raise EngineError("generate: expected a call after the one in progress, got one from its on_step")
             self._generating = True
@@ -232,31 +237,28 @@ class StableDiffusion:
         if image is not None and image.shape[2:] != (height, width):
             image = F.interpolate(image, size=(height, width))
         guided = request.guidance > 1
-        scheduler, timesteps = self._schedule(request, image is not None)
-        stages = self._prepare(height, width, guided, image is not None)
-        generator = torch.Generator("cpu").manual_seed(request.seed)
+        scheduler = make_scheduler(self.parts.scheduler, request.scheduler)
+        timesteps = set_timesteps(scheduler, request.steps, None if image is None else request.strength)
+        stages = self._prepare((height, width), guided, image is not None)
         watch = latency.Stopwatch(self.device)
-        ids = self._tokenize(request, guided)
+        call = _Call(
+            request, image, stages, scheduler, timesteps, torch.Generator("cpu").manual_seed(request.seed), watch
+        )
+        prompts = [request.negative_prompt, request.prompt] if guided else [request.prompt]
+        ids = tokenize(self.parts.tokenizer, prompts)
         with watch.section("text_encoder"):
             states = stages.text_encoder(ids=ids.to(self.device, non_blocking=True))["states"]
-        if image is None:
-            latents = self._noise((1, self.parts.unet.config.in_channels, height // SCALE, width // SCALE), generator)
-            latents = latents * scheduler.init_noise_sigma
-        else:
-            with watch.section("vae_encode"):
-                latents = self._encode(image, scheduler, timesteps, generator)
-        latents = self._denoise(stages.unet, states, latents, request, scheduler, timesteps, generator, watch, on_step)
+        latents = self._denoise(call, states, self._start(call, height, width), on_step)
         with watch.section("vae_decode"):
-            scaled = (latents / self.parts.vae.config.scaling_factor).to(self.dtype)
-            pixels_f = self._decode(stages, latents, scaled)
+            picture = self._decode(stages, latents)
         with watch.section("postprocess", host=True):
-            pixels = to_uint8(pixels_f)
+            pixels = to_uint8(picture)
         sample = watch.finish()
         self.latency.add(sample)
         return Generated(pixels, latents, sample)
 
     def latency_report(self, steps: int) -> dict[str, Any]:
-        """The breakdown JSON over all calls so far."""
+        """Return the breakdown JSON of all calls so far."""
         unet = self.parts.unet.config
         return latency.breakdown(
             model={"kind": "stable_diffusion", "channels": list(unet.block_out_channels), "dtype": str(self.dtype)},
@@ -266,8 +268,6 @@ class StableDiffusion:
             components=self.latency.components(),
             samples=len(self.latency.samples),
         )
-
-    # -- pieces of a call ---------------------------------------------------------------------------------------------
 
     def _size(self, request: Request, image: Tensor | None) -> tuple[int, int]:
         if image is None:
@@ -290,155 +290,87 @@ class StableDiffusion:
             )
         return request.height, request.width
 
-    def _prepare(self, height: int, width: int, guided: bool, encode: bool) -> _Stages:
+    def _prepare(self, size: tuple[int, int], guided: bool, encode: bool) -> _Stages:
         self._follow()
-        key = (height, width, guided)
-        stages = self._stages.get(key)
-        if stages is None:
-            batch = 2 if guided else 1
-            stages = _Stages(
-                self._stage(text_component(self.parts.text_encoder, batch), self.engines.text_encoder),
-                self.unet_stage((height, width), guided=guided),
-            )
-            self._stages[key] = stages
-        self._stages.move_to_end(key)
-        while len(self._stages) > _KEPT_SIZES:
-            self._stages.popitem(last=False)
+
+        def make() -> _Stages:
+            text = text_component(self.parts.text_encoder, 2 if guided else 1)
+            stage = Stage(text, self.engines.text_encoder, self.device, self.ledger)
+            return _Stages(stage, self.unet_stage(size, guided=guided))
+
+        stages = self.cache.get((*size, guided), make)
         if not self.parts.vae.use_tiling:
-            # Before the first step, so that a size that does not fit is known then.
-            self.vae.stage("decoder", (height, width))
+            # A size that does not fit is an error before the first step.
+            self.vae.prepare("decoder", size)
             if encode:
-                self.vae.stage("encoder", (height, width))
+                self.vae.prepare("encoder", size)
         return stages
 
     def _follow(self) -> None:
-        """Refuse switches that the engines would ignore, and make new engines if the weights have changed."""
-        named = {"unet": (self.parts.unet, self.engines.unet), "text_encoder": (
-            self.parts.text_encoder, self.engines.text_encoder)}  # fmt: skip
-        for name, (module, spec) in named.items():
-            refuse_offloading(name, module)
-            if spec.engine != "eager":
-                refuse_hooks(name, module)
-        if self.engines.unet.engine != "eager":
-            refuse_adapters("unet", self.parts.unet)
+        """Refuse switches that the engines would ignore, and drop the engines if the weights have changed."""
+        unet, text = self.engines.unet.engine != "eager", self.engines.text_encoder.engine != "eager"
+        refuse_switches("unet", self.parts.unet, hooks=unet, adapters=unet)
+        refuse_switches("text_encoder", self.parts.text_encoder, hooks=text, adapters=False)
+        if unet:
             refuse_freeu(self.parts.unet)
         check_parts(self.parts)
-        if self._weights is None or self._weights.changed():
-            self._stages.clear()
-            self._unet = None
-            copies = any(spec.engine != "eager" for _, spec in named.values())
-            self._weights = WeightState(self.parts.unet, self.parts.text_encoder, values=copies)
+        self.cache.follow(self.parts.unet, self.parts.text_encoder, values=unet or text)
 
     def unet_stage(self, size: tuple[int, int], *, guided: bool) -> Stage:
-        """The UNet for one size, on its engine or from its engine file. Its buffers are for one thread at a time."""
-        unet, program = self._unets[guided], self._unet_program(guided)
+        """Make the UNet for one size, on its engine or from its engine file. One thread at a time may use it."""
+        unet, spec, program = self._unets[guided], self.engines.unet, None
+        if spec.engine == "native":
+            # One copy of the weights serves both forms and every size.
+            program = self.cache.share("unet", lambda: NativeUnet(self._unets[True])).form(guided)
         component = unet_component(unet, size, batch=2 if guided else 1, program=program)
         if self.unet_file is None:
-            return self._stage(component, self.engines.unet)
+            return Stage(component, spec, self.device, self.ledger)
         check_file_size(unet, size)
         from vla_accel.images.engine_files import open_file
 
-        return open_file(component, self.engines.unet, self.unet_file, Scratch(self.device), self.ledger)
-
-    def _stage(self, component: Any, spec: EngineSpec) -> Stage:
-        return Stage(component, spec, self.device, self.ledger)
-
-    def _unet_program(self, paired: bool) -> NativeUnet | None:
-        if self.engines.unet.engine != "native":
-            return None
-        # One copy of the weights serves both forms and every size.
-        if self._unet is None:
-            self._unet = NativeUnet(self._unets[True])
-        return self._unet.form(paired)
-
-    def _tokenize(self, request: Request, guided: bool) -> Tensor:
-        tokenizer = self.parts.tokenizer
-        prompts = [request.negative_prompt, request.prompt] if guided else [request.prompt]
-        most = tokenizer.model_max_length
-        for prompt in prompts:
-            whole = tokenizer(prompt, verbose=False).input_ids
-            if len(whole) > most:
-                _log.warning(
-                    "prompt: expected at most %d tokens, got %d; this part is ignored: %r",
-                    most, len(whole), tokenizer.decode(whole[most - 1 : -1]),
-                )  # fmt: skip
-        return tokenizer(prompts, padding="max_length", max_length=most, truncation=True, return_tensors="pt").input_ids
-
-    def _schedule(self, request: Request, from_image: bool) -> tuple[Any, Tensor]:
-        scheduler = make_scheduler(self.parts.scheduler, request.scheduler)
-        # On the CPU: schedulers look their tables up by timestep, which would wait for the GPU at every step.
-        try:
-            scheduler.set_timesteps(request.steps, device="cpu")
-        except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"scheduler {type(scheduler).__name__}: expected one that runs {request.steps} steps, got: {error}"
-            ) from error
-        timesteps = scheduler.timesteps
-        if from_image:
-            if not hasattr(scheduler, "add_noise"):
-                raise ConfigError(
-                    f"scheduler {type(scheduler).__name__}: expected one with add_noise for an input image, such as "
-                    "DDIMScheduler, got one without"
-                )
-            skipped = request.steps - request.run(from_image)
-            timesteps = timesteps[skipped * scheduler.order :]
-            if hasattr(scheduler, "set_begin_index"):
-                scheduler.set_begin_index(skipped * scheduler.order)
-            if len(timesteps) == 0:
-                raise ConfigError(
-                    f"strength {request.strength}: expected at least one of {request.steps} steps to run, got none"
-                )
-        if bool((timesteps != timesteps.round()).any()) or int(timesteps.max()) >= TRAIN_TIMESTEPS:
-            raise ConfigError(
-                f"scheduler {type(scheduler).__name__}: expected whole timesteps below {TRAIN_TIMESTEPS}, got "
-                f"{float(timesteps[0]):g}, {float(timesteps[min(1, len(timesteps) - 1)]):g}, …: set its "
-                "timestep_spacing to leading or trailing, or take another scheduler"
-            )
-        return scheduler, timesteps
+        return open_file(component, spec, self.unet_file, Scratch(self.device), self.ledger)
 
     def _noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         # As diffusers draws it: on the generator's device, in the model's dtype.
         return torch.randn(shape, generator=generator, dtype=self.dtype).to(self.device, non_blocking=True)
 
-    def _encode(self, image: Tensor, scheduler: Any, timesteps: Tensor, generator: torch.Generator) -> Tensor:
-        moments = self._vae.encode(image.to(self.dtype).to(self.device, non_blocking=True)).latent_dist.parameters
-        mean, log_variance = moments.chunk(2, dim=1)
-        deviation = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
-        latents = mean + deviation * self._noise(tuple(mean.shape), generator)
-        latents = self.parts.vae.config.scaling_factor * latents
-        return scheduler.add_noise(latents, self._noise(tuple(latents.shape), generator), timesteps[:1])
+    def _start(self, call: _Call, height: int, width: int) -> Tensor:
+        """The latents before the first step: noise, or an encoded image with noise."""
+        if call.image is None:
+            shape = 1, self.parts.unet.config.in_channels, height // SCALE, width // SCALE
+            return self._noise(shape, call.generator) * call.scheduler.init_noise_sigma
+        with call.watch.section("vae_encode"):
+            image = call.image.to(self.dtype).to(self.device, non_blocking=True)
+            mean, log_variance = self._vae.encode(image).latent_dist.parameters.chunk(2, dim=1)
+            deviation = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
+            latents = mean + deviation * self._noise(tuple(mean.shape), call.generator)
+            latents = self.parts.vae.config.scaling_factor * latents
+            noise = self._noise(tuple(latents.shape), call.generator)
+            return call.scheduler.add_noise(latents, noise, call.timesteps[:1])
 
     def _denoise(
-        self,
-        unet: Stage,
-        states: Tensor,
-        latents: Tensor,
-        request: Request,
-        scheduler: Any,
-        timesteps: Tensor,
-        generator: torch.Generator,
-        watch: latency.Stopwatch,
-        on_step: Callable[[int, int], None] | None,
+        self, call: _Call, states: Tensor, latents: Tensor, on_step: Callable[[int, int], None] | None
     ) -> Tensor:
+        unet, scheduler, timesteps = call.stages.unet, call.scheduler, call.timesteps
         unet.engine.write("encoder_hidden_states", states)
         buffers, noise = unet.engine.inputs, unet.output()
         halves = buffers["sample"].shape[0]
         on_device = timesteps.to(torch.int64).to(self.device, non_blocking=True)
+        # As in diffusers' pipelines: TCD's own default of eta is another.
+        options: dict[str, Any] = {"generator": call.generator, "eta": 0.0}
         accepted = inspect.signature(scheduler.step).parameters
-        # As diffusers' pipelines: TCD's own default of eta is another.
-        options: dict[str, Any] = {"generator": generator, "eta": 0.0}
         extra = {name: value for name, value in options.items() if name in accepted}
         for i, timestep in enumerate(timesteps):
-            with watch.section("scheduler"):
+            with call.watch.section("scheduler"):
                 scaled = scheduler.scale_model_input(latents, timestep)
                 buffers["sample"].unflatten(0, (halves, 1)).copy_(scaled)
                 buffers["timestep"].copy_(on_device[i])
-            with watch.section("unet"):
+            with call.watch.section("unet"):
                 unet.run()
-            with watch.section("scheduler"):
+            with call.watch.section("scheduler"):
                 if halves == 2:
                     without, with_prompt = noise.chunk(2)
-                    guided = without + request.guidance * (with_prompt - without)
+                    guided = without + call.request.guidance * (with_prompt - without)
                 else:
                     guided = noise.clone()
                 latents = scheduler.step(guided, timestep, latents, **extra, return_dict=False)[0]
@@ -446,12 +378,13 @@ class StableDiffusion:
                 on_step(i + 1, len(timesteps))
         return latents
 
-    def _decode(self, stages: _Stages, latents: Tensor, scaled: Tensor) -> Tensor:
+    def _decode(self, stages: _Stages, latents: Tensor) -> Tensor:
+        scaled = (latents / self.parts.vae.config.scaling_factor).to(self.dtype)
         try:
             return self._vae.decode(scaled, return_dict=False)[0][0].float().cpu()
         except EngineError:
-            # Only after a failure: each check waits for the GPU. In order, so that the first culprit is named.
-            for stage in (stages.text_encoder, stages.unet):
+            # Only after a failure, since each check waits for the GPU. In order, to name the first culprit.
+            for stage in stages:
                 require_finite(stage.output(), stage.component, tuple(stage.engine.inputs.values()))
             require_finite(latents, stages.unet.component, tuple(stages.unet.engine.inputs.values()))
             raise

@@ -1,43 +1,53 @@
-"""One component ready to be called: its engine, and a CUDA graph round it where the engine allows one."""
+"""One component ready to be called: its engine, in a CUDA graph if the engine allows one."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec
 from vla_accel.engines import Engine, build
-from vla_accel.engines.graph import Captured, capture
+from vla_accel.engines.graph import capture
 from vla_accel.errors import EngineError
 from vla_accel.ledger import Ledger
 
 
 class Stage:
-    """`stage(name=tensor, …)` copies the inputs in, enqueues the work and returns the static output buffers.
+    """`stage(name=tensor, …)` copies the inputs, enqueues the work and returns the static output buffers.
 
-    Outputs are overwritten by the next call. Never synchronises.
+    The next call overwrites the outputs. Never synchronises.
+
+    Args:
+        engine: use this engine, already recorded in the ledger, instead of building one.
     """
 
     def __init__(
         self, component: Component, spec: EngineSpec, device: torch.device, ledger: Ledger, engine: Engine | None = None
     ) -> None:
-        """`engine`: one that was made and recorded elsewhere, instead of one from `build()`."""
         self.component = component
         free = _free(device)
         self.engine = engine or build(component, spec, device=device, ledger=ledger)
         for buffer in self.engine.inputs.values():
-            # Warming up on what memory happens to hold could index a table out of range.
+            # The warm-up on uninitialised memory could index a table out of range.
             buffer.zero_()
-        self._graph: Captured | None = (
-            capture([(component.name, self.engine)], lambda: None, ledger) if self.engine.capturable else None
-        )
-        self._note_choices(ledger)
+        graph = capture([(component.name, self.engine)], lambda: None, ledger) if self.engine.capturable else None
+        self.run: Callable[[], None] = graph.replay if graph is not None else self.engine.run
+        """Enqueues the work on the contents of the input buffers."""
+        # A program that measures its choices knows them only after its first run.
+        detail = getattr(getattr(self.engine, "program", None), "detail", None)
+        entry = ledger.entries.get(component.name)
+        if detail and entry is not None and detail not in entry.detail:
+            ledger.entries[component.name] = dataclasses.replace(entry, detail=detail)
         buffers = [*self.engine.inputs.values(), *self.engine.outputs.values()]
         self.bytes = max(free - _free(device), sum(b.nbytes for b in buffers))
-        """Memory that this stage holds besides shared weights."""
+        """Memory of this stage without shared weights."""
 
     @torch.inference_mode()
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
@@ -46,28 +56,14 @@ class Stage:
         self.run()
         return self.engine.outputs
 
-    def run(self) -> None:
-        """Enqueue the work on what is in the input buffers."""
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self.engine.run()
-
     def output(self) -> Tensor:
         """The one output buffer."""
         (value,) = self.engine.outputs.values()
         return value
 
-    def _note_choices(self, ledger: Ledger) -> None:
-        # A program that measures its ways of computing knows them only after it has run once.
-        detail = getattr(getattr(self.engine, "program", None), "detail", None)
-        entry = ledger.entries.get(self.component.name)
-        if detail and entry is not None and detail not in entry.detail:
-            ledger.entries[self.component.name] = dataclasses.replace(entry, detail=detail)
-
 
 def require_finite(value: Tensor, component: Component, inputs: tuple[Tensor, ...]) -> None:
-    """Raise EngineError if `value`, an output of `component` for `inputs`, is not finite: names the first module."""
+    """Raise EngineError, naming the first module, if `value`, an output of `component` for `inputs`, is not finite."""
     bad = int((~torch.isfinite(value)).sum())
     if not bad:
         return
@@ -81,25 +77,22 @@ def require_finite(value: Tensor, component: Component, inputs: tuple[Tensor, ..
 
 @torch.inference_mode()
 def first_non_finite(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | None:
-    """The name of the first submodule, in order of execution, that turns finite inputs into non-finite outputs."""
+    """Return the name of the first submodule, in order of execution, whose output is not finite."""
     found: list[str] = []
 
-    def watch(name: str) -> object:
-        def hook(_module: nn.Module, _args: object, output: object) -> None:
-            values: tuple[object, ...] = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-            tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    def watch(name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            tensors = (value for value in tree_leaves(output) if isinstance(value, Tensor))
             if not found and any(not bool(torch.isfinite(t).all()) for t in tensors):
                 found.append(name)
 
         return hook
 
-    leaves = [(n, m) for n, m in module.named_modules() if n and not any(True for _ in m.children())]
-    handles = [m.register_forward_hook(watch(n)) for n, m in leaves]  # type: ignore[arg-type]
-    try:
+    with contextlib.ExitStack() as handles:
+        for name, part in module.named_modules():
+            if name and not any(True for _ in part.children()):
+                handles.enter_context(part.register_forward_hook(watch(name)))
         module(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found[0] if found else None
 
 

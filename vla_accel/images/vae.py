@@ -1,50 +1,40 @@
-"""An autoencoder for images of any size: one engine a size, made on first use, the least recently used given up.
+"""An autoencoder for images of any size: one engine for each size, made on first use.
 
-Knows engines and sizes; nothing of prompts or schedulers. `plugged.plug_in` puts it into a diffusers pipeline.
+`plugged.plug_in` puts it into a diffusers pipeline.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vla_accel.component import Component, Program
+from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.engines.eager import EagerEngine
 from vla_accel.engines.tensorrt_session import Scratch
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.images.autoencoder import SCALE, Half, split_autoencoder
-from vla_accel.images.config import VaeConfig, check_spec, load_vae_config, why_no_engine
-from vla_accel.images.exclusive import Exclusive
+from vla_accel.images.autoencoder import SCALE, Half, autoencoder_kind, split_autoencoder
+from vla_accel.images.cache import Cache
+from vla_accel.images.config import VaeConfig, check_spec, engine_file, load_vae_config, why_no_engine
 from vla_accel.images.memory import check_fits
 from vla_accel.images.native_autoencoder import CompiledHalf, NativeHalf, QuickestHalf
 from vla_accel.images.stage import Stage, require_finite
-from vla_accel.images.switches import refuse_adapters, refuse_hooks, refuse_modes, refuse_offloading
+from vla_accel.images.switches import refuse_modes, refuse_switches
 from vla_accel.images.vae_component import Side, Size, size_key, vae_component
-from vla_accel.images.weights import WeightState
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.numeric import DTYPES
 
 
-class Runnable(Protocol):
-    """What runs one side at one size."""
-
-    bytes: int
-
-    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]: ...
-
-
 class AcceleratedVae:
-    """Encoder and decoder on engines.
+    """Encoder and decoder of a diffusers autoencoder on engines.
 
-    `encode` and `decode` take and return what diffusers' autoencoder does at its own ends, without distributions:
-    image (B, 3[, 1], H, W) to moments, latents to image. Results are new tensors. Any number of threads may call.
+    `encode` and `decode` take and return plain tensors, without distributions: image (B, 3[, 1], H, W) to moments,
+    latents to image. Results are new tensors. Any number of threads may call. A deep copy has its own engines.
 
     The engines follow the autoencoder: after its weights have changed, or moved to another dtype or device, the next
     call makes new engines.
@@ -64,11 +54,11 @@ class AcceleratedVae:
             vae: an `AutoencoderKL` or `AutoencoderKLQwenImage`.
             config: the configuration, or its file.
             specs: an engine for each side instead of the configuration's.
-            ledger: where the engines that run are recorded.
+            ledger: records the engines that run.
 
         Raises:
-            CheckpointError: the autoencoder has parts that are not known here.
-            EngineError: hooks or adapters on the autoencoder would be ignored.
+            CheckpointError: the autoencoder has unknown parts.
+            EngineError: the engines would ignore hooks or adapters of the autoencoder.
         """
         self.vae, self.config = vae, load_vae_config(config or VaeConfig())
         own = EngineSpec(engine=self.config.vae_type, precision=self.config.precision)
@@ -76,23 +66,12 @@ class AcceleratedVae:
         for side, spec in self.specs.items():
             check_spec(f"vae_{side}", spec, DTYPES)
         self.ledger = ledger or Ledger()
-        self._exclusive = Exclusive()
-        self._weights: WeightState | None = None
-        self._halves: dict[Side, Half] = {}
-        self._clamp = False
-        self._scratch: Scratch | None = None
-        self._programs: dict[Side, Program] = {}
-        self._stages: OrderedDict[tuple[Side, int, str], tuple[Component, Runnable]] = OrderedDict()
-        self._read()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedVae:
-        made = copy.copy(self)
-        memo[id(self)] = made
-        made.vae, made.ledger = copy.deepcopy(self.vae, memo), copy.deepcopy(self.ledger, memo)
-        # The copied autoencoder may not be complete yet: the first call reads it.
-        made._exclusive, made._weights = Exclusive(), None
-        made._halves, made._programs, made._stages, made._scratch = {}, {}, OrderedDict(), None
-        return made
+        budget = self.config.memory_budget_gib * 2**30
+        self.cache: Cache[tuple[Side, int, str], Stage] = Cache(lambda stages: sum(s.bytes for s in stages) > budget)
+        # `decode` clamps, as diffusers does after it has blended tiles. Engine files contain the clamp.
+        self._clamp = autoencoder_kind(vae) == "qwen"
+        self._follow(hooks=False)
+        self._half("encoder")
 
     @property
     def device(self) -> torch.device:
@@ -110,71 +89,63 @@ class AcceleratedVae:
 
     @property
     def sizes(self) -> list[str]:
-        """Keys of the engines in memory, oldest use first."""
-        with self._exclusive.on(torch.device("cpu")):
-            return [f"{side} {key}" for side, _, key in self._stages]
+        """Keys of the engines in memory, least recently used first."""
+        with self.cache.on(torch.device("cpu")):
+            return [f"{side} {key}" for side, _, key in self.cache.made]
 
     @property
     def bytes(self) -> int:
-        """Memory that the engines of all sizes hold."""
-        with self._exclusive.on(torch.device("cpu")):
-            return sum(stage.bytes for _, stage in self._stages.values())
+        """Memory of the engines of all sizes."""
+        with self.cache.on(torch.device("cpu")):
+            return sum(stage.bytes for stage in self.cache.made.values())
 
     def run(self, side: Side, value: Tensor) -> Tensor:
-        """One side, as its network gives it: `decode` holds the image of Qwen-Image to -1..1, this need not.
+        """Run one side. Unlike `decode`, this does not clamp Qwen-Image's picture to -1..1.
 
         Raises:
             ConfigError: the engine files do not have this size.
-            EngineError: an input of another shape, dtype or device, or that needs a gradient; a result that is not
-                finite; a switch of the autoencoder, or torch.autocast, that engines would ignore.
+            EngineError: the input has another shape, dtype or device, or needs a gradient; the result is not finite;
+                or the engines would ignore a switch of the autoencoder, or torch.autocast.
             DeviceMemoryError: an engine of this size does not fit.
         """
         if not isinstance(value, Tensor):
             raise EngineError(f"vae_{side}: expected a tensor, got {type(value).__name__}")
         refuse_modes(f"vae_{side}", (value,), value.device)
-        with self._exclusive.on(value.device), torch.no_grad():
+        with self.cache.on(value.device), torch.no_grad():
             self._follow()
-            half = self._halves[side]
-            self._check(side, half, value)
+            self._check(side, value)
             unit = 1 if side == "encoder" else SCALE
             with torch.inference_mode():
-                component, stage = self._stage(side, (value.shape[-2] * unit, value.shape[-1] * unit), value.shape[0])
-                (source,) = component.inputs
+                stage = self._stage(side, (value.shape[-2] * unit, value.shape[-1] * unit), value.shape[0])
+                (source,) = stage.component.inputs
                 (result,) = stage(**{source.name: value}).values()
-                require_finite(result, component, (value,))
-            # Outside of inference mode the copy is an ordinary tensor, which diffusers blends tiles of in place.
+                require_finite(result, stage.component, (value,))
+            # A copy made outside of inference mode is an ordinary tensor: diffusers blends tiles in place.
             return result.clone()
 
     @torch.inference_mode()
-    def stage(self, side: Side, size: Size, batch: int = 1) -> None:
-        """Make the engine for a size now, so that its errors come before other work. Raises as `run` does."""
-        with self._exclusive.on(self.device):
+    def prepare(self, side: Side, size: Size, batch: int = 1) -> None:
+        """Make the engine of a size now, so that its errors come before other work. Raises as `run` does."""
+        with self.cache.on(self.device):
             self._follow()
             self._stage(side, size, batch)
 
-    def _follow(self) -> None:
-        refuse_offloading("vae", self.vae)
-        if self._weights is None or self._weights.changed():
-            self._read()
-        refuse_hooks("vae", self.vae)
-        refuse_adapters("vae", self.vae)
+    def _follow(self, hooks: bool = True) -> None:
+        refuse_switches("vae", self.vae, hooks=hooks)
+        self.cache.follow(self.vae)
 
-    def _read(self) -> None:
-        refuse_offloading("vae", self.vae)
-        refuse_adapters("vae", self.vae)
-        self._stages.clear()
-        self._programs.clear()
-        self._scratch = None
-        encoder, decoder = split_autoencoder(self.vae)
-        # `decode` clamps, as diffusers does after it has blended tiles. Engine files have the clamp inside.
-        self._clamp = decoder.clamp
-        decoder.clamp = decoder.clamp and self.config.from_files
-        self._halves = {"encoder": encoder, "decoder": decoder}
-        self._weights = WeightState(self.vae)
+    def _half(self, side: Side) -> Half:
+        shared = self.cache.shared
+        if side not in shared:
+            encoder, decoder = split_autoencoder(self.vae)
+            decoder.clamp = decoder.clamp and self.config.from_files
+            shared |= {"encoder": encoder, "decoder": decoder}
+        return shared[side]
 
-    def _check(self, side: Side, half: Half, value: Tensor) -> None:
-        axes, name = (5 if half.frames else 4), f"vae_{side}"
+    def _check(self, side: Side, value: Tensor) -> None:
+        half, name = self._half(side), f"vae_{side}"
         layout = "(B, C, 1, H, W)" if half.frames else "(B, C, H, W)"
+        axes = 5 if half.frames else 4
         if value.dim() != axes or value.shape[1] != half.channels[0] or (half.frames and value.shape[2] != 1):
             raise EngineError(f"{name}: expected {layout} with C = {half.channels[0]}, got {tuple(value.shape)}")
         if value.dtype != half.dtype:
@@ -182,55 +153,42 @@ class AcceleratedVae:
         if value.device != self.device:
             raise EngineError(f"{name}: expected device {self.device}, got {value.device}")
 
-    def _stage(self, side: Side, size: Size, batch: int) -> tuple[Component, Runnable]:
-        key = (side, batch, size_key(size))
-        if key in self._stages:
-            self._stages.move_to_end(key)
-            return self._stages[key]
-        made = self._make(side, size, batch)
-        self._stages[key] = made
-        budget = self.config.memory_budget_gib * 2**30
-        # The newest stays, even alone above the budget: the call that wants it would fail otherwise.
-        while len(self._stages) > 1 and self.bytes > budget:
-            self._give_up()
-        return made
+    def _stage(self, side: Side, size: Size, batch: int) -> Stage:
+        return self.cache.get((side, batch, size_key(size)), lambda: self._make(side, size, batch))
 
-    def _give_up(self) -> bool:
-        if not self._stages:
-            return False
-        self._stages.popitem(last=False)
-        return True
-
-    def _make(self, side: Side, size: Size, batch: int) -> tuple[Component, Runnable]:
-        half, spec = self._halves[side], self.specs[side]
+    def _make(self, side: Side, size: Size, batch: int) -> Stage:
+        half, spec = self._half(side), self.specs[side]
         if self.config.from_files:
-            from vla_accel.images.engine_files import open_engine
-
             if (reason := why_no_engine(self.config, side, size)) is not None:
-                return self._eager(vae_component(half, side, size, batch=batch), reason)
-            component = vae_component(half, side, size, batch=batch, dynamic=self.config.trt_vae_config.multi_profile)
-            # One for all sizes of this object, whose lock lets one of them run at a time.
-            self._scratch = self._scratch or Scratch(self.device)
-            return component, open_engine(self.config, side, size, component, self._scratch, self.ledger)
-        if spec.engine == "native" and side not in self._programs:
-            dtype, fused = DTYPES.get(spec.precision), NativeHalf(half, DTYPES.get(spec.precision))
-            measured = self.config.inductor == "measure"
-            # Of its own weights: compiling lays them out anew.
-            self._programs[side] = (
-                QuickestHalf({"fused": fused, "inductor": CompiledHalf(copy.deepcopy(half).to(dtype or half.dtype))})
-                if measured
-                else fused
-            )
-        component = vae_component(half, side, size, batch=batch, program=self._programs.get(side))
-        if spec.engine in ("eager", "native"):
-            check_fits(component, self.device, self._give_up)
-        return component, Stage(component, spec, self.device, self.ledger)
+                return self._eager(side, size, batch, reason)
+            from vla_accel.images.engine_files import open_file
 
-    def _eager(self, component: Component, reason: str) -> tuple[Component, Runnable]:
-        """The module itself, at a size that no engine file has. Raises ConfigError if `pad` does not allow it."""
+            component = vae_component(half, side, size, batch=batch, dynamic=self.config.trt_vae_config.multi_profile)
+            # One for all sizes: the cache's lock lets one of them run at a time.
+            scratch = self.cache.share("scratch", lambda: Scratch(self.device))
+            path = engine_file(self.config.trt_vae_config, side, size)
+            return open_file(component, EngineSpec(engine=self.config.vae_type), path, scratch, self.ledger)
+        native = spec.engine == "native"
+        program = self.cache.share(f"{side} program", lambda: self._program(half, spec)) if native else None
+        component = vae_component(half, side, size, batch=batch, program=program)
+        if spec.engine in ("eager", "native"):
+            check_fits(component, self.device, self.cache.drop_oldest)
+        return Stage(component, spec, self.device, self.ledger)
+
+    def _program(self, half: Half, spec: EngineSpec) -> Program:
+        dtype = DTYPES.get(spec.precision)
+        fused = NativeHalf(half, dtype)
+        if self.config.inductor == "never":
+            return fused
+        # A copy, since compiling changes the layout of the weights.
+        return QuickestHalf({"fused": fused, "inductor": CompiledHalf(copy.deepcopy(half).to(dtype or half.dtype))})
+
+    def _eager(self, side: Side, size: Size, batch: int, reason: str) -> Stage:
+        """The module itself, for a size without an engine file. Raises ConfigError if `pad` does not allow it."""
+        component = vae_component(self._half(side), side, size, batch=batch)
         if self.config.pad == "error":
             raise ConfigError(f"{reason}; or set pad: auto, which runs such a size without an engine")
-        check_fits(component, self.device, self._give_up)
+        check_fits(component, self.device, self.cache.drop_oldest)
         engine = EagerEngine(component, self.device, EngineSpec("eager"))
         self.ledger.record(LedgerEntry(component.name, self.config.vae_type, "eager", reason, engine.detail))
-        return component, Stage(component, engine.spec, self.device, self.ledger, engine=engine)
+        return Stage(component, engine.spec, self.device, self.ledger, engine=engine)

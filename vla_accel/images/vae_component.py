@@ -1,7 +1,6 @@
-"""Autoencoder components: which sizes there are, and an encoder or decoder for one size or for all.
+"""Autoencoder components: an encoder or decoder for one size, or for all sizes of an engine file.
 
-Sizes are (height, width) in pixels. The runtime's key of a size and the name of its folder come from one function,
-`size_key`, so they cannot drift apart. Sizes, profiles and folder names: LightX2V's TensorRT guide.
+Sizes are (height, width) in pixels. Sizes, profiles and folder names follow LightX2V's TensorRT guide.
 """
 
 from __future__ import annotations
@@ -10,16 +9,13 @@ from collections.abc import Iterable
 from typing import Literal
 
 from vla_accel.component import Component, Program, TensorSpec
-from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError, unknown
 from vla_accel.images.autoencoder import SCALE, Half
 from vla_accel.images.native_autoencoder import NativeHalf
 from vla_accel.numeric import round_up
 
-MULTIPLE = SCALE
-"""Pixels a side of one latent: what the size of an engine file must be a multiple of."""
 SMALLEST, LARGEST = 64, 1920
-"""Pixels a side that an engine file takes. The eager and the native engine take every size."""
+"""Height and width of an engine file, in pixels. The eager and the native engine take every size."""
 Size = tuple[int, int]
 Side = Literal["encoder", "decoder"]
 
@@ -43,28 +39,28 @@ RATIOS: dict[str, Size] = {
     "4_3": (1136, 1472),
     "3_4": (1024, 768),
 }
-"""The static text-to-image sizes. The guide's 4:3 is 1472x1140, which no latent fits: diffusers makes 1136 of it."""
+"""The static text-to-image sizes. The guide's 4:3 is 1472x1140, which no latent fits; diffusers reduces it to 1136."""
 
 
 def check_size(size: Size) -> Size:
-    """Return `size` if an engine file can be built for it. Raises ConfigError, which names the nearest larger one."""
-    height, width = (min(max(SMALLEST, round_up(n, MULTIPLE)), LARGEST) for n in size)
+    """Return `size` if an engine file may have it. Raises ConfigError, which names the next larger size."""
+    height, width = (min(max(SMALLEST, round_up(n, SCALE)), LARGEST) for n in size)
     if (height, width) != size:
         fits = "" if max(size) > LARGEST else f"; the smallest that holds it is {size_text((height, width))}"
         raise ConfigError(
-            f"image size: expected multiples of {MULTIPLE} from {SMALLEST} to {LARGEST} pixels a side, "
+            f"image size: expected multiples of {SCALE} from {SMALLEST} to {LARGEST} pixels a side, "
             f"got {size_text(size)}{fits}"
         )
     return size
 
 
 def size_key(size: Size) -> str:
-    """The name of a size: a ratio where it is one of the five, else WIDTHxHEIGHT. Folder and runtime key alike."""
+    """Return the name of a size, also of its folder: one of the five ratios, else WIDTHxHEIGHT."""
     return {v: k for k, v in RATIOS.items()}.get(size) or size_text(size)
 
 
 def parse_size(text: str) -> Size:
-    """ "1664x928" (WIDTHxHEIGHT) or a ratio's name to (height, width). Raises ConfigError."""
+    """Parse WIDTHxHEIGHT or a ratio's name to (height, width). Raises ConfigError."""
     if text in RATIOS:
         return RATIOS[text]
     width, cross, height = text.lower().partition("x")
@@ -74,20 +70,20 @@ def parse_size(text: str) -> Size:
 
 
 def static_sizes(extra: Iterable[str] = ()) -> dict[str, Size]:
-    """Key to size: the five ratios and whatever is asked for besides."""
+    """Return key to size of the five ratios and of `extra`."""
     return {size_key(s): s for s in (*RATIOS.values(), *(parse_size(t) for t in extra))}
 
 
 def vae_component(
     half: Half, side: Side, size: Size, *, dynamic: bool = False, batch: int = 1, program: Program | None = None
 ) -> Component:
-    """`vae_encoder` (image to moments) or `vae_decoder` (latents to image) for one size.
+    """Return `vae_encoder` (image to moments) or `vae_decoder` (latents to image) for one size.
 
-    An encoder takes any size of at least one latent, as diffusers does: the result has the latents that fit.
+    As in diffusers, an encoder takes any size of at least one latent and returns the latents that fit.
 
     Args:
         dynamic: height and width range over every size of an engine file; `size` is then the example.
-        program: the native program to use, if one exists for another size: sizes share its weights.
+        program: the native program of another size, whose weights all sizes share.
 
     Raises:
         ConfigError: the image is smaller than one latent.
@@ -107,15 +103,11 @@ def vae_component(
         source, target = spec("image", inside, 1), spec("moments", outside, SCALE)
     else:
         source, target = spec("latents", inside, SCALE), spec("image", outside, 1)
-
-    def native(_: EngineSpec) -> Program:
-        return program or NativeHalf(half)
-
-    return Component(f"vae_{side}", half, (source,), (target,), native)
+    return Component(f"vae_{side}", half, (source,), (target,), lambda _: program or NativeHalf(half))
 
 
 def profile_texts(component: Component) -> tuple[str, ...]:
-    """`PROFILES` over the component's whole range, as texts of `TensorrtOptions.profiles`."""
+    """Return `PROFILES` over the component's whole range, as `TensorrtOptions.profiles`."""
     (source,) = component.inputs
     unit = 1 if source.name == "image" else SCALE
     return tuple(

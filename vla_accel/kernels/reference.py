@@ -60,11 +60,6 @@ def geglu(gate_up: Tensor) -> Tensor:
     return activate(gate_up, Activation.GEGLU)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """(..., 2 * hidden), gate first, to silu(gate) * up, (..., hidden)."""
-    return activate(gate_up, Activation.SWIGLU)
-
-
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """An activation of x. For a gated one x is (..., 2 * hidden), gate first, and the result (..., hidden)."""
     if activation.gated:

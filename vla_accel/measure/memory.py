@@ -72,9 +72,10 @@ def counted(name: str) -> dict[str, Count]:
         shape = family.shape(config, inputs, card.sweep[0], specs)
         return Count(low, on_host, weight_bytes(model, family, shape, specs, scales))
 
-    found = {}
+    found: dict[str, Count] = {}
     for name, system in configs(family).items():
-        low = {n: spec.precision for n, spec in system.specs(family.parts).items() if spec.precision in FORMATS}
+        specs = system.specs(family.parts)
+        low: dict[str, EnginePrecision] = {n: s.precision for n, s in specs.items() if s.precision in FORMATS}
         if name.startswith("native-") and not name.endswith("-host"):
             found[name] = count(low)
     able = family.capabilities

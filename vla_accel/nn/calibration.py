@@ -72,7 +72,7 @@ class _Measuring:
         with model.present("vision.patch_embedding", "vision.position_embedding"):
             embed, wide = model.vision.embed, model.vision.patch_embedding.weight.dtype
             made = (pixels(images, maps[0] if maps else None, wide) for images, _, _, *maps in inputs)
-            rows = [embed(one).to(model.vision.dtype) for one in made]
+            rows = [embed(one) for one in made]
         for index in range(vision.depth):
             rows = self._through(f"vision.layers.{index}", vision.block, [(x, None, None) for x in rows])
             yield
@@ -95,9 +95,12 @@ class _Measuring:
         """Run the block `name` on rows, rotation and mask of each observation, and measure its products."""
         module = folded_block(self.model, name, block, keys_values_only=keys_values_only)
         results: list[Tensor] = []
+        # The dtype of the weights as read: unread ones need not have the dtype that they are stored in.
+        dtype = module.get_parameter(f"{block.names.qkv}.weight").dtype
 
         def forward(quantised: Any) -> None:
             for rows, rope, mask in inputs:
+                rows = rows.to(dtype)
                 results.append(quantised.qkv(rows, rope)[0] if keys_values_only else quantised(rows, rope, mask))
 
         mtq, _ = load_modelopt()

@@ -135,7 +135,7 @@ class PrefixStore(NativeStore[N]):
 
     def vision(self, batch: int, views: int, spec: EngineSpec) -> Program:
         """Return the vision program for `batch` observations of `views` images."""
-        precision = self.precision("vision", spec, "fp8", "int8", "fp16", any_policy=True)
+        precision = self.precision("vision", spec, QUANTISED["vision"]["native"], "fp16", any_policy=True)
         weights = self.weights(
             ("vision", precision, spec.keep), lambda: VisionWeights.of(self.model, precision, self.scales, spec.keep)
         )
@@ -143,7 +143,8 @@ class PrefixStore(NativeStore[N]):
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
         """Return the prefix program for `image_tokens` image tokens and `length` prompt tokens in each row."""
-        precision, where = self.precision("kv_cache", spec, "fp8", "int8"), spec.native.embeddings
+        precision = self.precision("kv_cache", spec, QUANTISED["kv_cache"]["native"])
+        where = spec.native.embeddings
         weights = self.weights(
             ("kv_cache", precision, where, spec.keep),
             lambda: self.prefix_weights(self.model, precision, self.scales, where, spec.keep),
@@ -161,7 +162,7 @@ class PrefixStore(NativeStore[N]):
             why_not_streamed: called with model, precision and batch.
             of: prepares the weights, called with model, precision and `streamed`.
         """
-        precision = self.precision("denoise", spec, "fp8", "int8", calibrated=False)
+        precision = self.precision("denoise", spec, QUANTISED["denoise"]["native"])
         why_not = "they have one flow time for all actions" if trained else None
         why_not = why_not or why_not_streamed(self.model, precision, batch)
         key = ("denoise", precision, "layers" if why_not else "streamed")

@@ -23,7 +23,7 @@ QUANTISED: Mapping[str, Mapping[str, Products]] = {
     # The head stays as it is: it decides which token is the largest.
     "decode": {"native": _WEIGHTS},
 }
-"""By component, then engine. What is not in here is computed in the policy's own precision."""
+"""By component, then engine. All other products are computed in the policy's precision."""
 
 
 def calibrated_products(config: Any) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vla_accel.config import EngineSpec
 from vla_accel.errors import EngineError
-from vla_accel.fp8 import FORMATS, Scales, no_scales
+from vla_accel.fp8 import FORMATS, Products, Scales, no_scales
 from vla_accel.kernels.phases import phase
 from vla_accel.nn.memory import tensors_in
 from vla_accel.nn.network import Network
@@ -44,25 +44,28 @@ class NativeStore(Generic[N]):
         return found
 
     def precision(
-        self, component: str, spec: EngineSpec, *others: str, calibrated: bool = True, any_policy: bool = False
+        self, component: str, spec: EngineSpec, products: Products | None = None, *others: str, any_policy: bool = False
     ) -> str:
-        """Return the precision of a component: the policy's, or one of `others`, which need a BF16 policy.
+        """Return the precision of a component: the policy's, or another one, which needs a BF16 policy.
 
         Args:
-            calibrated: whether FP8 and INT8 need scales, and products may be kept out of them.
-            any_policy: whether policies of other dtypes may have `others` as well.
+            products: the products that the family declares for FP8 and INT8; None if it has none.
+            others: more precisions.
+            any_policy: whether policies of other dtypes may have the other precisions as well.
 
         Raises:
             EngineError: the component does not have the requested precision, or scales are missing.
         """
         own = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp32"}[self.model.dtype]
         requested = own if spec.precision == "auto" else spec.precision
+        others = (*(() if products is None else products.precisions), *others)
         allowed = (own, *others) if own == "bf16" or any_policy else (own,)
         if requested not in allowed:
             why = "; policies on a CPU run in fp32 unless bf16 is requested" if own == "fp32" else ""
             raise EngineError(
                 f"{component}: the native engine of a {own} policy has {', '.join(allowed)}, got {requested}{why}"
             )
+        calibrated = products is not None and products.activations
         if spec.keep and not calibrated:
             raise EngineError(f"{component}: keep: its weights are stored in one byte all or none")
         if requested in FORMATS and calibrated and self.scales is None:

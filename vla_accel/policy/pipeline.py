@@ -146,8 +146,10 @@ class Pipeline:
             for name, like in engine.inputs.items():
                 if name != NOISE and name not in produced and name not in starts:
                     starts[name] = like, end
-                    camera_bytes = None if cameras is None or name != IMAGES else _image_bytes(cameras)
-                    end += round_up(like.nbytes, ALIGNMENT) if camera_bytes is None else len(like) * sum(camera_bytes)
+                    if cameras is not None and name == IMAGES:
+                        end += len(like) * sum(map(_image_bytes, cameras.sizes))
+                    else:
+                        end += round_up(like.nbytes, ALIGNMENT)
             produced |= engine.outputs.keys()
             self._split = end if index == 0 else self._split
         self._device_buffer = torch.zeros(end, dtype=torch.uint8, device=self.device)
@@ -173,9 +175,9 @@ class Pipeline:
 
     def _stage_cameras(self, cameras: Cameras, images: Tensor, start: int) -> list[np.ndarray]:
         """The slots of camera images, one for each of `images`, the first engine's."""
-        slots, views = [], len(cameras.sizes)
-        for index, out in enumerate(images):
-            (height, width), size = cameras.sizes[index % views], _image_bytes(cameras)[index % views]
+        slots = []
+        for out, size in zip(images, itertools.cycle(cameras.sizes), strict=False):
+            height, width = size
             part, shape = slice(start, start + height * width * 3), (height, width, 3)
             image, side = self._device_buffer[part].view(shape), out.shape[0]
             how = None
@@ -183,7 +185,7 @@ class Pipeline:
                 how = resize.fit_of(height, width, side, cameras.method, self.device)
             self._resizes.append((image, how, out))
             slots.append(self._host_buffer[part].view(shape).numpy())
-            start += size
+            start += _image_bytes(size)
         return slots
 
     def _bind(self) -> None:
@@ -191,14 +193,13 @@ class Pipeline:
         produced: dict[str, Tensor] = {}
         noise: Tensor | None = None
         for component, engine in self.engines:
-            for name in list(engine.inputs):
-                if name in produced or name in self._inputs:
-                    engine.bind(name, produced[name] if name in produced else self._inputs[name])
-                elif name == NOISE and noise is None:
-                    noise = engine.inputs[name]
-                elif name == NOISE and noise is not None:
-                    engine.bind(name, noise)
-                # Camera images are resized into the engine's own input.
+            for name, own in list(engine.inputs.items()):
+                source = produced.get(name, self._inputs.get(name))
+                if name == NOISE and source is None:
+                    source = noise = own if noise is None else noise
+                # Camera images have no source: they are resized into the engine's own input.
+                if source is not None and source is not own:
+                    engine.bind(name, source)
             if again := sorted(engine.outputs.keys() & produced.keys()):
                 raise EngineError(f"{component}.{again[0]}: an earlier component has an output of this name")
             produced |= engine.outputs
@@ -330,9 +331,9 @@ class Pipeline:
         return {n: a.elapsed_time(b) for (n, _), a, b in zip(self.engines, events, events[1:], strict=False)}
 
 
-def _image_bytes(cameras: Cameras) -> list[int]:
-    """Bytes of each view's image, aligned."""
-    return [round_up(height * width * 3, ALIGNMENT) for height, width in cameras.sizes]
+def _image_bytes(size: tuple[int, int]) -> int:
+    """Bytes of an image of this height and width, aligned."""
+    return round_up(size[0] * size[1] * 3, ALIGNMENT)
 
 
 def _fill(name: str, slots: Sequence[np.ndarray], rows: Rows) -> None:

@@ -1,4 +1,4 @@
-"""The report of a `vla-accel bench`: whole calls of systems as stacked bars beside their floors."""
+"""The report of `vla-accel bench`: whole calls of each system as stacked bars, with their floors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from vla_accel.report import charts
 from vla_accel.report.colours import OTHER
 from vla_accel.report.conditions import conditions, fell_back, ledger, machine
-from vla_accel.report.page import Number, Page, Picture, Section, Table
+from vla_accel.report.page import Number, Page, Picture, Section, Table, bars_picture
 
 Points = list[tuple[float, float]]
 KERNEL_TIMES = ("sum", "overlapped", "idle_before")
 MOST_KERNELS = 30
-"""Of a call that are listed."""
+"""Kernels of a call that are listed."""
 CLOSE = 4
-"""Beside a system that takes longer than so many times the quickest, that one's parts cannot be seen."""
+"""Systems slower than this many times the fastest are left out of the first picture, where parts would be invisible."""
 
 
 def page(report: Mapping[str, Any]) -> Page:
@@ -40,13 +40,13 @@ def page(report: Mapping[str, Any]) -> Page:
     host = report.get("host", {})
     busy = host.get("others_busy")
     others = "" if busy is None else f"kept {busy:.1f} of {host['cores']} cores busy meanwhile"
-    told = {"left_out": left_out, "other_processes": others}
-    sections.append(conditions(report["command"], report["hardware"], report["software"], **told))
+    more = {"left_out": left_out, "other_processes": others}
+    sections.append(conditions(report["command"], report["hardware"], report["software"], **more))
     return Page(f"Latency of {model}", summary, sections)
 
 
 def call_parts(row: Mapping[str, Any]) -> dict[str, float]:
-    """What a row's parts take of its median, in ms: their medians, shrunk where these add up to more, and the rest."""
+    """Medians of a row's parts in ms, scaled so that they do not exceed the call's, and the rest."""
     parts, median = dict(row["parts_ms"]), row["median_ms"]
     rest = median - sum(parts.values())
     if rest > 0:
@@ -55,9 +55,11 @@ def call_parts(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _calls(rows: list[dict[str, Any]], which: str) -> Picture:
-    bars = [
-        charts.Bar(_label(row), call_parts(row), _told(row), (row["floors_ms"] or {}).get("total")) for row in rows
-    ]  # fmt: skip
+    bars = []
+    for row in rows:
+        speedup = f", {row['speedup']:.1f}×" if row.get("speedup") else ""
+        text, floor = f"{row['median_ms']:.1f} ms{speedup}", (row["floors_ms"] or {}).get("total")
+        bars.append(charts.Bar(_label(row), call_parts(row), text, floor))
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     header = ["system", "median ms", "p10 ms", "p90 ms", "times as fast", "floor ms", *(f"{n} ms" for n in names)]
     body = [
@@ -71,17 +73,16 @@ def _calls(rows: list[dict[str, Any]], which: str) -> Picture:
         for row, bar in zip(rows, bars, strict=True)
     ]
     mark = "; the mark is the machine's floor" if any(bar.floor for bar in bars) else ""
-    words = "; ".join(f"{bar.label} takes {row['median_ms']:.1f} ms" for row, bar in zip(rows, bars, strict=True))
-    return Picture(
+    return bars_picture(
         f"Median of a whole call by system and denoising steps, {which}, stacked by part{mark}",
-        f"Stacked bars: {words}.",
-        lambda narrow: charts.stacked(bars, unit="median of one call [ms]", narrow=narrow),
+        bars,
+        "median of one call [ms]",
         Table(f"Whole calls, NumPy in to NumPy out: {which}", header, body),
     )
 
 
 def batch_lines(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Points], dict[str, Points]]:
-    """(batch, ms an observation) of each system, and of its floor where that is known."""
+    """(batch, ms an observation) of each system, and of its floor if known."""
     found: dict[str, Points] = {}
     floors: dict[str, Points] = {}
     for row in rows:
@@ -109,7 +110,7 @@ def _batches(rows: list[dict[str, Any]]) -> Picture:
 
 
 def tables(report: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of what was timed besides whole calls: calls at a rate, starts, kernels."""
+    """Title, header and rows of what was timed in addition to whole calls: calls at a rate, starts, kernels."""
     rows, found = report["rows"], []
     if any("paced" in row for row in rows):
         body = [
@@ -127,19 +128,42 @@ def tables(report: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
         ]  # fmt: skip
         title = f"seconds of a start; reading the file alone {started[0]['start']['file_read']:.2f}"
         found.append((title, ["system", *(n.replace("_", " ") for n in names)], body))
-    for name, told in report.get("kernels", {}).items():
-        whole = (f"{what} {told[f'{what}_us']:.0f}" for what in ("span", "busy", "overlapped", "idle"))
+    for name, profile in report.get("kernels", {}).items():
+        whole = (f"{what} {profile[f'{what}_us']:.0f}" for what in ("span", "busy", "overlapped", "idle"))
         body = [
             [one["name"][:60], str(one["count"]), *(f"{one[f'{what}_us']:.1f}" for what in KERNEL_TIMES)]
-            for one in told["kernels"][:MOST_KERNELS]
+            for one in profile["kernels"][:MOST_KERNELS]
         ]
         title = f"{name}, kernels of a call in µs under the profiler: {', '.join(whole)}"
         found.append((title, ["kernel", "times", *(what.replace("_", " ") for what in KERNEL_TIMES)], body))
     return found
 
 
+def console_tables(report: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of every table that the command prints."""
+    names, body, batches = report["parts"], [], []
+    columns = [*(name.replace("_", " ") for name in names)]
+    for row in report["rows"]:
+        parts, floor = row["parts_ms"], row["floors_ms"].get("total")
+        memory = row["memory"]["total"] / 1e9 if row["memory"] else None
+        share = f"{100 * row['share_of_floor']:.0f} %" if floor else "-"
+        times = [Number(row[name]) for name in ("median_ms", "p10_ms", "p90_ms")]
+        inside = [Number(value) for value in (*(parts.get(name) for name in names), row.get("step_ms"), floor)]
+        speedup = Number(row["speedup"] or None, "{:.1f}×")
+        body.append([ran(row), row["steps"], *times, speedup, *inside, share, Number(memory)])
+    for row in report["throughput"]:
+        values = (*(row["parts_ms"][name] for name in names), row.get("floors_ms", {}).get("total"))
+        rate = Number(row["per_second"], "{:.0f}")
+        batches.append([ran(row), row["steps"], row["batch"], Number(row["median_ms"]), rate, *map(Number, values)])
+    timed = ["system", "steps", "median ms", "p10", "p90", "speed-up", *columns, "a step", "floor", "of floor", "GB"]
+    batched = ["system", "steps", "batch", "median ms", "observations/s", *columns, "floor"]
+    found = [("whole calls, NumPy in to NumPy out", timed, body)]
+    found += [("batched calls", batched, batches)] if batches else []
+    return [(title, header, [[*map(str, row)] for row in rows]) for title, header, rows in found] + tables(report)
+
+
 def ran(row: Mapping[str, Any]) -> str:
-    """A row's system, with what ran in its place."""
+    """A row's system, with what ran instead."""
     return row["system"] + fell_back(row.get("engines") or [])
 
 
@@ -149,8 +173,3 @@ def _label(row: Mapping[str, Any]) -> str:
 
 def _steps(steps: int) -> str:
     return f"{steps} step{'s' * (steps > 1)}"
-
-
-def _told(row: Mapping[str, Any]) -> str:
-    speedup = f", {row['speedup']:.1f}×" if row.get("speedup") else ""
-    return f"{row['median_ms']:.1f} ms{speedup}"

@@ -1,4 +1,4 @@
-"""Colours of pictures: those of Okabe and Ito, which people with any colour vision can tell apart.
+"""Colours of charts: those of Okabe and Ito, which people with any colour vision can tell apart.
 
 Source: M. Okabe and K. Ito, "Color Universal Design" (2008). A test simulates colour blindness and measures distances.
 """
@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable
 
 OTHER = "other"
-"""What no part explains."""
+"""The rest of a call outside all parts."""
 PARTS = {
     "preprocess": "#F0E442",
     "vision": "#0072B2",
@@ -19,17 +19,17 @@ PARTS = {
     "postprocess": "#000000",
     OTHER: "#D9D9D9",
 }
-"""Of the parts of a call that have a colour of their own."""
+"""Parts of a call with fixed colours."""
 SPARE = ("#56B4E9", "#D55E00")
-"""Of parts with other names, in their order."""
+"""Colours of other parts, in order."""
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Of lines, in their order: without the yellow, which is hard to see on white."""
+"""Colours of lines, in order, without yellow, which is hard to see on white."""
 MARK, LIMIT = "#000000", "#D55E00"
-"""Of a floor, and of a line that something should stay below."""
+"""Colours of a floor, and of a limit."""
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name; names that are not in `PARTS` take those that are left."""
+    """A colour for each name; names outside `PARTS` take the unused ones."""
     names = list(dict.fromkeys(names))
     left = itertools.cycle([*SPARE, *(colour for name, colour in PARTS.items() if name not in (*names, OTHER))])
     return {name: PARTS[name] if name in PARTS else next(left) for name in names}

@@ -1,7 +1,7 @@
-"""One HTML file of headings, pictures with their figures as tables, and films: nothing is loaded from anywhere.
+"""One HTML file of headings, charts with their figures as tables, and films, which opens offline.
 
-A page is plain data; `write` makes it HTML. It needs no script. Every picture has a caption and words for who does not
-see it, and comes in two widths; figures in tables carry the value that they round (`<data value=…>`).
+A page is plain data; `write` makes it HTML without a script. Every picture has a caption, a text for screen readers and
+two widths; figures in tables carry their unrounded value (`<data value=…>`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, TypeAlias
 
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
-from vla_accel.report.charts import figure_class, svg
+from vla_accel.report.charts import Bar, figure_class, stacked, svg
 
 FILMS = {".mp4": "video/mp4", ".gif": "image/gif"}
 MOST_FILMS = 6
-"""Pairs of films that a report shows."""
+"""Most pairs of films in a report."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A figure of a table: `value` as it was measured, and how it is shown; None is a dash."""
+    """A figure of a table: the measured value, and its format; None is a dash."""
 
     value: float | int | None
     form: str = "{:.2f}"
@@ -38,7 +38,7 @@ Cell: TypeAlias = "str | Number"
 
 @dataclass(frozen=True)
 class Table:
-    """`title`: what it holds; the first cell of a row names it."""
+    """A table; the first cell of a row names the row."""
 
     title: str
     header: Sequence[str]
@@ -47,8 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """`draw(narrow)`: a matplotlib figure (`charts`); `words`: what it shows, for who does not see it; `figures`: its
-    numbers."""
+    """A chart: `draw(narrow)` returns a matplotlib figure (`charts`); `words`: its text for screen readers."""
 
     title: str
     words: str
@@ -76,7 +75,7 @@ Item: TypeAlias = "Table | Picture | Films | Text"
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it."""
+    """A heading and the items below it."""
 
     title: str
     items: Sequence[Item]
@@ -84,16 +83,23 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """`summary`: the result in one or two sentences, above everything."""
+    """A report; `summary`: the result in one or two sentences."""
 
     title: str
     summary: str
     sections: Sequence[Section]
 
 
+def bars_picture(
+    title: str, bars: Sequence[Bar], unit: str, figures: Table, limit: tuple[float, str] | None = None
+) -> Picture:
+    """Stacked bars with their figures."""
+    words = f"Stacked bars: {'; '.join(f'{bar.label} {bar.text}' for bar in bars)}."
+    return Picture(title, words, lambda narrow: stacked(bars, unit=unit, narrow=narrow, limit=limit), figures)
+
+
 def write(page: Page, path: Path) -> Path:
-    """Write the page, whole or not at all; the file. Raises ConfigError for a name without .html, DependencyError
-    without matplotlib."""
+    """Write the page atomically and return the path. Raises as `check_path` does."""
     check_path(path)
     text = render(page)
     with replacing(path) as temporary:
@@ -102,14 +108,14 @@ def write(page: Page, path: Path) -> Path:
 
 
 def check_path(path: Path) -> None:
-    """Raise ConfigError for a name without .html, DependencyError without matplotlib: for before a long run."""
+    """Raise ConfigError for a name without .html, and DependencyError without matplotlib."""
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"report: expected a file name ending in .html, got {str(path)!r}")
     figure_class()
 
 
 def render(page: Page) -> str:
-    """The page's HTML."""
+    """Return the page's HTML."""
     sections = [section for section in page.sections if section.items]
     links = "".join(f'<li><a href="#s{i}">{escape(s.title)}</a></li>' for i, s in enumerate(sections))
     body = "".join(

@@ -1,15 +1,28 @@
-"""The report of a `vla-accel tune`: latency against agreement and success, everything tried, and why it was dropped."""
+"""The report of `vla-accel tune`: latency against agreement and success, and why candidates were dropped."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vla_accel.report import charts
 from vla_accel.report.bench import call_parts
 from vla_accel.report.conditions import conditions, ledger, machine
-from vla_accel.report.page import FILMS, MOST_FILMS, Cell, Films, Number, Page, Picture, Section, Table, Text
+from vla_accel.report.page import (
+    FILMS,
+    MOST_FILMS,
+    Cell,
+    Films,
+    Number,
+    Page,
+    Picture,
+    Section,
+    Table,
+    Text,
+    bars_picture,
+)
 
 Row = Mapping[str, Any]
 
@@ -37,38 +50,36 @@ def page(result: Mapping[str, Any]) -> Page:
 
 
 def times_as_fast(result: Row) -> str:
-    """How much faster than FP32 eager the chosen one is, with the medians that say so."""
+    """How much faster than FP32 eager the chosen candidate is, with both medians."""
     (timed,) = (row["in_turns"] for row in result["tried"] if row["chosen"])
     medians = f" ({timed['median_ms']:.2f} and {timed['reference_ms']:.2f} ms in turns)" if timed else ""
     return f"{result['times_as_fast']:.2f} times as fast as FP32 eager{medians}"
 
 
 def _agreement(rows: Sequence[Row]) -> list[Picture]:
-    """Latency against disagreement; the reference, which has none, stands at the foot."""
+    """Latency against disagreement; the reference has none."""
     shown = [row for row in rows if not row["other_policy"]]
     if not shown:
         return []
     points = agreement_points(shown)
-    body: list[list[Cell]] = [
-        [row["name"], Number(row["latency"]["median_ms"]), Number(_cosine(row), "{:.6f}"),
-         Number((row["agreement"] or {}).get("relative_error"), "{:.1%}"),
-         Number((row["agreement"] or {}).get("flipped"), "{}"), "yes" if row["front"] else "no", verdict(row)]
-        for row in shown
-    ]  # fmt: skip
-    words = "; ".join(f"{p.label}: {p.x:.1f} ms, {p.y:.1e}" for p in points)
-    return [Picture(
+    body: list[list[Cell]] = []
+    for row in shown:
+        found = row["agreement"] or {}
+        error, flipped = Number(found.get("relative_error"), "{:.1%}"), Number(found.get("flipped"), "{}")
+        median, same = Number(row["latency"]["median_ms"]), Number(_cosine(row), "{:.6f}")
+        body.append([row["name"], median, same, error, flipped, "yes" if row["front"] else "no", verdict(row)])
+    error, words = "error, of what another observation changes", (f"{p.label}: {p.x:.1f} ms, {p.y:.1e}" for p in points)
+    header = ("configuration", "median ms", "cosine", error, "commands flipped", "on the front", "verdict")
+    title = (
         "Median of a call against disagreement with FP32 eager (one minus the cosine of the final actions); the line "
-        "joins those that no other beats in both",
-        f"Points: {words}.",
-        lambda narrow: draw_agreement(points, narrow),
-        Table("Latency and agreement",
-              ("configuration", "median ms", "cosine", "error, of what another observation changes",
-               "commands flipped", "on the front", "verdict"), body),
-    )]  # fmt: skip
+        "joins those that no other beats in both"
+    )
+    draw = partial(draw_agreement, points)
+    return [Picture(title, f"Points: {'; '.join(words)}.", draw, Table("Latency and agreement", header, body))]
 
 
 def agreement_points(rows: Sequence[Row]) -> list[charts.Point]:
-    """What was timed and computes the same policy, by latency and disagreement."""
+    """The timed candidates that compute the same policy, by latency and disagreement."""
     return [charts.Point(row["name"], row["latency"]["median_ms"], 0.0 if (same := _cosine(row)) is None else 1 - same,
                          chosen=row["chosen"], front=row["front"], dropped=row["dropped"] is not None)
             for row in rows if row["latency"] and not row["other_policy"]]  # fmt: skip
@@ -80,7 +91,7 @@ def draw_agreement(points: Sequence[charts.Point], narrow: bool = False) -> Any:
 
 
 def _success(rows: Sequence[Row]) -> list[Picture]:
-    """Latency against the difference of success; the table has Tango's interval and what the sequential test proved."""
+    """Latency against the difference of success; the table has Tango's interval and the proven bound."""
     points = [charts.Point(row["name"], row["latency"]["median_ms"], 100 * row["success"]["difference"],
                            chosen=row["chosen"], dropped=row["dropped"] is not None) for row in rows]  # fmt: skip
     names = ("pairs", "lost", "gained", "crashed")
@@ -104,7 +115,7 @@ def _success(rows: Sequence[Row]) -> list[Picture]:
 
 
 def _films(rows: Sequence[Row]) -> list[Films]:
-    """Films of lost episodes first, then of gained ones, as far as they are still there."""
+    """Films of lost episodes, then of gained ones, as far as the files exist."""
     found: dict[str, list[Films]] = {"reference": [], "candidate": []}
     for row in rows:
         for episode in row["success"]["discordant"]:
@@ -117,13 +128,12 @@ def _films(rows: Sequence[Row]) -> list[Films]:
 
 
 def _tried(rows: Sequence[Row]) -> Table:
-    body: list[list[Cell]] = [
-        [row["name"], row["tries"], Number((row["latency"] or {}).get("median_ms")), Number(_cosine(row), "{:.6f}"),
-         verdict(row)]
-        for row in rows
-    ]  # fmt: skip
-    return Table("Everything tried, and why it was dropped", ("configuration", "what it tries", "median ms", "cosine",
-                                                              "verdict"), body)  # fmt: skip
+    body: list[list[Cell]] = []
+    for row in rows:
+        median = (row["latency"] or {}).get("median_ms")
+        body.append([row["name"], row["tries"], Number(median), Number(_cosine(row), "{:.6f}"), verdict(row)])
+    header = ("configuration", "what it tries", "median ms", "cosine", "verdict")
+    return Table("Everything tried, and why it was dropped", header, body)
 
 
 def _parts(rows: Sequence[Row]) -> Picture:
@@ -132,10 +142,10 @@ def _parts(rows: Sequence[Row]) -> Picture:
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     medians = [(bar.label, bar.parts | latency["parts_ms"]) for bar, (_, latency) in zip(bars, found, strict=True)]
     body = [[label, *(Number(parts.get(name)) for name in names)] for label, parts in medians]
-    return Picture(
+    return bars_picture(
         "Median of a call, stacked by part, the fastest first",
-        f"Stacked bars: {'; '.join(f'{bar.label} {bar.told}' for bar in bars)}.",
-        lambda narrow: charts.stacked(bars, unit="median of one call [ms]", narrow=narrow),
+        bars,
+        "median of one call [ms]",
         Table("Parts of a call", ("configuration", *(f"{name} ms" for name in names)), body),
     )
 
@@ -145,7 +155,7 @@ def _cosine(row: Row) -> float | None:
 
 
 def verdict(row: Row) -> str:
-    """What became of one that was tried. Only the reference is compared with nothing."""
+    """Whether a candidate was chosen, or why not. Only the reference has no agreement."""
     if row["chosen"]:
         return "chosen"
     return row["dropped"] or ("agrees, and is slower" if row["agreement"] else "the reference")

@@ -1,7 +1,7 @@
-"""What is tried: engines, precisions of components, products that stay as they are, attention, steps.
+"""The candidates of `vla-accel tune`: engines, precisions, products kept in BF16, attention, steps.
 
-Each stage looks at what was found so far and proposes more. A stage knows a family by its component names and by what
-its engines compute in FP8, and no model.
+Each stage takes what has been tried and returns more candidates. It knows a family by its component names and by what
+its engines compute in low precision.
 """
 
 from __future__ import annotations
@@ -17,165 +17,131 @@ from vla_accel.config import Attention, EngineName, EnginePrecision, EngineSpec,
 from vla_accel.engines import ENGINES
 from vla_accel.fp8 import FORMATS, Products, can_quantise
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.tune.search import REFERENCE, Candidate, Stage, Tried
+from vla_accel.tune.search import REFERENCE, Candidate, Tried
 
 Lower = Mapping[str, Mapping[str, Products]]
 """By component, then engine: the products that it can compute in FP8, and the native engine in INT8."""
 LOWER_PRECISIONS: tuple[EnginePrecision, ...] = ("fp8", "int8")
 WITH_ATTENTION = ("vision", "kv_cache")
-"""Components whose native programs can take a library's attention (`EngineSpec.attention`)."""
+"""Components whose native programs have a choice of attention (`EngineSpec.attention`)."""
+ATTENTIONS: tuple[Attention, ...] = ("sdpa", "flash_attn", "fastest")
 
 
 def reference(base: PolicyConfig, parts: Sequence[str]) -> Candidate:
-    """FP32 eager, what everything is compared with."""
+    """FP32 eager, the reference of every comparison."""
     config = replace(base, precision="fp32", cuda_graph=False)
     return Candidate(REFERENCE, config.with_specs({name: EngineSpec("eager") for name in parts}), "the reference")
 
 
-def engines(base: PolicyConfig, parts: Sequence[str], device: torch.device) -> tuple[Stage, dict[str, str]]:
-    """The stage that tries each engine that this machine can run, for all components; why the others are left out.
+def engines(base: PolicyConfig, parts: Sequence[str], device: torch.device) -> tuple[list[Candidate], dict[str, str]]:
+    """Each engine that this machine can run, for all components; and why the others are left out.
 
-    The native engine is tried with portable kernels, too, where it would take others: those of a GPU with more than an
-    Ada one has. They are made for small models as well as for large ones.
+    On a GPU newer than Ada the native engine is also tried with portable kernels, which can be faster for small models.
     """
     reasons = {name: engine.why_not(device) for name, engine in ENGINES.items()}
-    able = cast(list[EngineName], [name for name, reason in reasons.items() if reason is None])
-    gpu = Gpu.of(device)
-    more_than_portable = gpu is not None and gpu.portable.capability != gpu.capability
-
-    def stage(_: Sequence[Tried]) -> list[Candidate]:
-        found = []
-        for name in able:
-            config = replace(base, precision="bf16", strict=True).with_specs({n: EngineSpec(name) for n in parts})
-            found.append(Candidate(f"{name} bf16", config, f"engine {name} for every component, BF16"))
-            if name == "native" and more_than_portable and base.native.kernels == "auto":
-                options = replace(base.native, kernels="portable")
-                why = "engine native for every component, BF16, without the kernels that this GPU alone has"
-                found.append(Candidate("native portable bf16", replace(config, native=options), why))
-        return found
-
-    return stage, {name: reason for name, reason in reasons.items() if reason is not None}
+    gpu, found = Gpu.of(device), []
+    for name in cast(list[EngineName], [name for name, reason in reasons.items() if reason is None]):
+        config = replace(base, precision="bf16", strict=True).with_specs({n: EngineSpec(name) for n in parts})
+        found.append(Candidate(f"{name} bf16", config, f"engine {name} for every component, BF16"))
+        own_kernels = gpu is not None and gpu.portable.capability != gpu.capability
+        if name == "native" and own_kernels and base.native.kernels == "auto":
+            portable = replace(config, native=replace(base.native, kernels="portable"))
+            why = "engine native for every component, BF16, without the kernels that this GPU alone has"
+            found.append(Candidate("native portable bf16", portable, why))
+    return found, {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def precisions(lower_of: Callable[[], Lower]) -> Stage:
-    """FP8 and INT8 in every set of components that can have it, in the fastest engine so far. `lower_of`: asked only
-    then. A GPU without the type refuses it, and the search says so."""
-
-    def stage(tried: Sequence[Tried]) -> list[Candidate]:
-        best = fastest(tried)
-        if best is None:
-            return []
-        lower, found = lower_of(), []
-        specs = best.candidate.config.specs(list(lower))
-        for precision in LOWER_PRECISIONS:
-            able = [name for name, spec in specs.items() if can_quantise(lower[name], spec.engine, precision)]
-            sets = [chosen for n in range(1, len(able) + 1) for chosen in itertools.combinations(able, n)]
-            for chosen in sets:
-                low = {name: replace(specs[name], precision=precision) for name in chosen}
-                name = f"{best.candidate.name.removesuffix(' bf16')} {precision} {' '.join(chosen)}"
-                config = best.candidate.config.with_specs({**specs, **low})
-                found.append(Candidate(name, config, f"{', '.join(chosen)} in {precision.upper()}"))
-        return found
-
-    return stage
+def precisions(tried: Sequence[Tried], lower_of: Callable[[], Lower]) -> list[Candidate]:
+    """FP8 and INT8 in every set of components that can have it, in the fastest engine so far."""
+    best = fastest(tried)
+    if best is None:
+        return []
+    lower, found = lower_of(), []
+    specs = best.candidate.config.specs(list(lower))
+    for precision in LOWER_PRECISIONS:
+        able = [name for name, spec in specs.items() if can_quantise(lower[name], spec.engine, precision)]
+        for names in (names for n in range(1, len(able) + 1) for names in itertools.combinations(able, n)):
+            low = {name: replace(specs[name], precision=precision) for name in names}
+            title = f"{best.candidate.name.removesuffix(' bf16')} {precision} {' '.join(names)}"
+            config = best.candidate.config.with_specs({**specs, **low})
+            found.append(Candidate(title, config, f"{', '.join(names)} in {precision.upper()}"))
+    return found
 
 
-def products(lower_of: Callable[[], Lower], count: int) -> Stage:
-    """Where a low precision in one component failed gate one: each set of `count` of its products stays as it is, so
-    that those that round worst are found. A set that holds one that sufficed is left out, because keeping more is
-    slower. In denoise weights are stored in one byte all or none."""
+def products(tried: Sequence[Tried], lower_of: Callable[[], Lower], count: int) -> list[Candidate]:
+    """Where a low precision in one component failed gate one: keep each set of `count` of its products in BF16.
 
-    def stage(tried: Sequence[Tried]) -> list[Candidate]:
-        found = []
-        for failed in tried:
-            if failed.agreement is None or failed.agreement["passed"] or failed.candidate.other_policy:
-                continue
-            specs = failed.candidate.config.specs(list(lower_of()))
-            low = [name for name, spec in specs.items() if spec.precision in FORMATS and not spec.keep]
-            if len(low) != 1 or specs[low[0]].engine != "native" or not lower_of()[low[0]]["native"].activations:
-                continue
-            spec, names = specs[low[0]], lower_of()[low[0]]["native"].names
-            enough = [
-                set(one.keep)
-                for one in (t.candidate.config.specs(list(specs))[low[0]] for t in tried if t.dropped is None)
-                if one.precision == spec.precision and one.keep
-            ]
-            for keep in itertools.combinations(names, count) if count < len(names) else ():
-                if any(kept <= set(keep) for kept in enough):
-                    continue
+    Sets that contain one that already passed are skipped: keeping more is slower. Components that quantise only weights
+    do so for all products or none.
+    """
+    found = []
+    for failed in tried:
+        if failed.agreement is None or failed.agreement["passed"] or failed.candidate.other_policy:
+            continue
+        specs = failed.candidate.config.specs(list(lower_of()))
+        low = [name for name, spec in specs.items() if spec.precision in FORMATS and not spec.keep]
+        if len(low) != 1 or specs[low[0]].engine != "native" or not lower_of()[low[0]]["native"].activations:
+            continue
+        spec, names = specs[low[0]], lower_of()[low[0]]["native"].names
+        passed = [t.candidate.config.specs(list(specs))[low[0]] for t in tried if t.dropped is None]
+        enough = [set(one.keep) for one in passed if one.precision == spec.precision and one.keep]
+        for keep in itertools.combinations(names, count) if count < len(names) else ():
+            if not any(kept <= set(keep) for kept in enough):
                 config = failed.candidate.config.with_specs({**specs, low[0]: replace(spec, keep=keep)})
                 why = f"{spec.precision.upper()} without {' '.join(keep)}"
                 found.append(Candidate(f"{failed.candidate.name}, but {' '.join(keep)}", config, why))
-        return found
-
-    return stage
+    return found
 
 
-def together(parts: Sequence[str]) -> Stage:
-    """The fastest low precision of each component that agreed, all at once, where they differ or a product of one had
-    to be kept: all others are among `precisions`."""
-
-    def stage(tried: Sequence[Tried]) -> list[Candidate]:
-        best: dict[str, Tried] = {}
-        for t in sorted((t for t in tried if t.dropped is None and t.latency), key=lambda t: t.ms):
-            low = [n for n, s in t.candidate.config.specs(parts).items() if s.precision in FORMATS]
-            if len(low) == 1:
-                best.setdefault(low[0], t)
-        chosen = {name: t.candidate.config.specs(parts)[name] for name, t in best.items()}
-        alike = len({spec.precision for spec in chosen.values()}) == 1 and not any(s.keep for s in chosen.values())
-        if len(chosen) < 2 or alike:
-            return []
-        base = next(iter(best.values())).candidate.config
-        words = (f"{s.precision} {n}" + (f" but {' '.join(s.keep)}" if s.keep else "") for n, s in chosen.items())
-        config = base.with_specs({**base.specs(parts), **chosen})
-        why = "the low precisions that agreed, in all components at once"
-        return [Candidate(f"native {', '.join(words)}", config, why)]
-
-    return stage
+def together(tried: Sequence[Tried], parts: Sequence[str]) -> list[Candidate]:
+    """The fastest low precision of each component that passed, combined, unless `precisions` has that combination."""
+    best: dict[str, Tried] = {}
+    for t in sorted((t for t in tried if t.dropped is None and t.latency), key=lambda t: t.ms):
+        low = [n for n, s in t.candidate.config.specs(parts).items() if s.precision in FORMATS]
+        if len(low) == 1:
+            best.setdefault(low[0], t)
+    specs = {name: t.candidate.config.specs(parts)[name] for name, t in best.items()}
+    alike = len({spec.precision for spec in specs.values()}) == 1 and not any(s.keep for s in specs.values())
+    if len(specs) < 2 or alike:
+        return []
+    base = next(iter(best.values())).candidate.config
+    titles = (f"{s.precision} {n}" + (f" but {' '.join(s.keep)}" if s.keep else "") for n, s in specs.items())
+    config = base.with_specs({**base.specs(parts), **specs})
+    return [
+        Candidate(f"native {', '.join(titles)}", config, "the low precisions that agreed, in all components at once")
+    ]
 
 
-def attentions(parts: Sequence[str], choices: Sequence[Attention] = ("sdpa", "flash_attn", "fastest")) -> Stage:
-    """Other attention in the fastest so far, in those components of the native engine that have a choice."""
-
-    def stage(tried: Sequence[Tried]) -> list[Candidate]:
-        best = fastest(tried)
-        if best is None:
-            return []
-        specs = best.candidate.config.specs(parts)
-        native = {n: s for n, s in specs.items() if s.engine == "native" and n in WITH_ATTENTION}
-        return [
-            Candidate(
-                f"{best.candidate.name}, {choice}",
-                best.candidate.config.with_specs(
-                    {**specs, **{name: replace(spec, attention=choice) for name, spec in native.items()}}
-                ),
-                f"attention {choice} in {', '.join(native)}",
-            )
-            for choice in choices
-            if native
-        ]
-
-    return stage
+def attentions(tried: Sequence[Tried], parts: Sequence[str]) -> list[Candidate]:
+    """Other attention in the fastest so far, in the components that have a choice."""
+    best = fastest(tried)
+    specs = {} if best is None else best.candidate.config.specs(parts)
+    native = {n: s for n, s in specs.items() if s.engine == "native" and n in WITH_ATTENTION}
+    found = []
+    for choice in ATTENTIONS if best is not None and native else ():
+        assert best is not None
+        config = best.candidate.config.with_specs(
+            {**specs, **{n: replace(s, attention=choice) for n, s in native.items()}}
+        )
+        found.append(
+            Candidate(f"{best.candidate.name}, {choice}", config, f"attention {choice} in {', '.join(native)}")
+        )
+    return found
 
 
-def steps(numbers: Sequence[int]) -> Stage:
-    """Fewer denoising steps in the fastest so far: another policy, for success alone to judge."""
-
-    def stage(tried: Sequence[Tried]) -> list[Candidate]:
-        best = fastest(tried) or (tried[0] if tried else None)
-        if best is None:
-            return []
-        name = "step" if numbers == (1,) else "steps"
-        return [
-            Candidate(f"{best.candidate.name}, {n} {name}", replace(best.candidate.config, num_steps=n),
-                      f"{n} denoising step{'s' * (n > 1)}", other_policy=True)
-            for n in numbers
-        ]  # fmt: skip
-
-    return stage
+def steps(tried: Sequence[Tried], numbers: Sequence[int]) -> list[Candidate]:
+    """Other numbers of denoising steps in the fastest so far: another policy, which only success can judge."""
+    best = (fastest(tried) or tried[0]).candidate
+    unit = "step" if numbers == (1,) else "steps"
+    return [
+        Candidate(
+            f"{best.name}, {n} {unit}", replace(best.config, num_steps=n), f"{n} denoising step{'s' * (n > 1)}", True
+        )
+        for n in numbers
+    ]
 
 
 def fastest(tried: Sequence[Tried]) -> Tried | None:
-    """The fastest that no gate dropped, the reference aside; None where there is none."""
+    """The fastest that no gate dropped, except the reference."""
     kept = [t for t in tried[1:] if t.dropped is None and t.latency and not t.candidate.other_policy]
     return min(kept, key=lambda t: t.ms, default=None)

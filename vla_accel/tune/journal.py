@@ -1,7 +1,7 @@
-"""What was measured, one JSON object a line, so that an interrupted search continues and does nothing twice.
+"""The journal of a search: one measurement a line, so that an interrupted search continues and repeats nothing.
 
-The first line says what the search was about; a search about something else is refused. Each line is on the disk before
-the next measurement begins; one that a kill cut in half is dropped, and measured again.
+The first line describes the search; the journal of another search is refused. Each line is on disk before the next
+measurement begins; a line that was cut in half is dropped.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ SCHEMA = "vla_accel.tune.journal/1"
 class Journal:
     """Measurements by (kind, name); a context manager.
 
-    Args: `path`: the file; `about`: what decides a measurement (JSON types). Raises ConfigError for a journal about
-    something else, a damaged one, or one that another process writes.
+    Args:
+        path: The file.
+        about: Everything that a measurement depends on (JSON types).
+
+    Raises:
+        ConfigError: The journal is of another search, damaged, or open in another process.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -31,7 +35,7 @@ class Journal:
         try:
             self._read(json.loads(json.dumps(about)))
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def __enter__(self) -> Journal:
@@ -41,15 +45,15 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Close the file and give up the lock on it."""
+        """Close the file and release its lock."""
         self._file.close()
 
     def get(self, kind: str, name: str) -> Any:
-        """A measurement, or None."""
+        """Return a measurement, or None."""
         return self.found.get((kind, name))
 
     def put(self, kind: str, name: str, value: Any) -> Any:
-        """Keep a measurement (JSON types), on disk before this returns; the value. Raises OutputError."""
+        """Write a measurement (JSON types) to disk and return it. Raises OutputError."""
         self._write({"kind": kind, "name": name, "value": value})
         self.found[kind, name] = value
         return value
@@ -70,21 +74,21 @@ class Journal:
             self._file.keep([])
             return self._read(about)
         if schema != SCHEMA or before != about:
-            other = _differing(before, about) or ["schema"]
+            other = ", ".join(sorted(_differing(before, about) or ["schema"]))
             raise ConfigError(
-                f"{self.path} is about another search, differing in {', '.join(sorted(other))}; give --output another "
-                "folder, or --overwrite to start afresh"
+                f"{self.path} is about another search, differing in {other}; give --output another folder, or "
+                "--overwrite to start afresh"
             )
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.append(json.dumps(line).encode())
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any], place: str = "") -> list[str]:
-    """The names of what is not the same, with those above them."""
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The dotted names of the values that differ."""
     found = []
     for name in {**one, **other}:
-        pair, at = (one.get(name), other.get(name)), f"{place}{name}"
+        pair, path = (one.get(name), other.get(name)), f"{prefix}{name}"
         both = all(isinstance(value, dict) for value in pair)
-        found += _differing(*pair, f"{at}.") if both else [at] * (pair[0] != pair[1])  # type: ignore[arg-type]
+        found += _differing(*pair, f"{path}.") if both else [path] * (pair[0] != pair[1])  # type: ignore[arg-type]
     return found

@@ -1,4 +1,4 @@
-"""Candidates on this machine: agreement by `measure.parity`, latency by `measure.bench`, each policy loaded for both.
+"""Measure candidates on this machine: agreement by `measure.parity`, latency by `measure.bench`.
 
 The reference's answers are kept, because every candidate is compared with the same ones.
 """
@@ -22,22 +22,12 @@ SAMPLED = 65_536
 
 
 class PolicyBench:
-    """A `Bench` of one checkpoint.
-
-    Args: `checkpoint`: a folder or name; `reference`: the candidate that all are compared with; `observations`:
-    recorded ones; `draws`: noises of each; `calls`: timed ones.
-    """
+    """The `Bench` of one checkpoint: `draws` noises of each observation, `calls` timed calls."""
 
     def __init__(
-        self,
-        checkpoint: str,
-        reference: Candidate,
-        observations: Sequence[Mapping[str, Any]],
-        *,
-        draws: int = 1,
-        calls: int = 100,
-        seed: int = 0,
-    ) -> None:
+        self, checkpoint: str, reference: Candidate, observations: Sequence[Mapping[str, Any]], *, draws: int = 1,
+        calls: int = 100, seed: int = 0,
+    ) -> None:  # fmt: skip
         self.checkpoint, self.reference = checkpoint, reference
         self.observations, self.draws, self.calls, self.seed = observations, draws, calls, seed
         self._lower: dict[str, Mapping[str, Products]] | None = None
@@ -45,7 +35,7 @@ class PolicyBench:
         self._loaded: tuple[str, OptimizedPolicy] | None = None
 
     def agreement(self, candidate: Candidate) -> dict[str, Any]:
-        """`measure.parity` with the reference, on the recorded observations."""
+        """Compare with the reference on the recorded observations."""
         exact, policy = self._both(candidate)
         report = parity.compare(policy, exact, self.observations, name=candidate.name, seed=self.seed, draws=self.draws)
         return {
@@ -62,24 +52,24 @@ class PolicyBench:
         }
 
     def latency(self, candidate: Candidate) -> dict[str, Any]:
-        """`measure.bench` of whole calls, on the same observations."""
+        """Time whole calls on the same observations."""
         (row,), cores = self._timed(self._policy(candidate))
         kept = ("median_ms", "p10_ms", "p90_ms", "calls", "parts_ms", "engines")
         return {**{name: row[name] for name in kept}, "others_busy": cores}
 
     def in_turns(self, candidate: Candidate) -> dict[str, Any]:
-        """`measure.bench` of the reference and the candidate together."""
+        """Time the reference and the candidate in turns."""
         (base, row), cores = self._timed(*self._both(candidate))
         medians = {"median_ms": row["median_ms"], "reference_ms": base["median_ms"]}
         return {**medians, "calls": row["calls"], "others_busy": cores}
 
     def release(self) -> None:
-        """Free the policies that are loaded."""
+        """Free the loaded policies."""
         self._exact = self._loaded = None
         free()
 
     def lower(self) -> dict[str, Mapping[str, Products]]:
-        """By component, what each engine computes in FP8, as far as the checkpoint has the scales that it needs."""
+        """By component, what each engine can compute in low precision with the scales that the checkpoint has."""
         if self._lower is not None:
             return self._lower
         policy = self._policy(self.reference)
@@ -94,8 +84,10 @@ class PolicyBench:
         return self._lower
 
     def _timed(self, *policies: OptimizedPolicy) -> tuple[list[dict[str, Any]], float | None]:
-        """Rows of figures, and the cores that others kept busy; in two turns at least, and in long ones, because the
-        first call of a turn finds the other's weights in the caches."""
+        """Rows of figures, and the cores that others kept busy.
+
+        At least two turns, and long ones: the first call of a turn finds the other policy's weights in the caches.
+        """
         systems = [timed(str(place), policy, 0.0, None) for place, policy in enumerate(policies)]
         cores: list[float | None] = []
         turn = max(1, min(10, self.calls // 2))
@@ -103,7 +95,7 @@ class PolicyBench:
         return rows, cores[0]
 
     def _both(self, candidate: Candidate) -> tuple[OptimizedPolicy, OptimizedPolicy]:
-        """The reference, kept with its answers, and a candidate."""
+        """The reference with its remembered answers, and a candidate."""
         if self._exact is None:
             self._exact = cast(OptimizedPolicy, Remembered(self._policy(self.reference)))
         return self._exact, self._policy(candidate)
@@ -120,7 +112,7 @@ class PolicyBench:
 
 
 class Remembered:
-    """A policy that answers each question once and then from memory, as far as `parity.compare` asks."""
+    """A policy that computes each answer once, as far as `parity.compare` needs it."""
 
     def __init__(self, policy: OptimizedPolicy) -> None:
         self._policy: OptimizedPolicy = policy
@@ -129,7 +121,7 @@ class Remembered:
     def infer_with_internals(
         self, observation: Mapping[str, Any], *, noise: np.ndarray
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """As the policy's own."""
+        """Return the remembered answer, or compute it."""
         digest = hashlib.sha256(noise.tobytes())
         for name in sorted(observation):
             digest.update(f"{name}:{observation[name]}".encode() if isinstance(observation[name], str)
@@ -142,5 +134,4 @@ class Remembered:
         return self._answers[key]
 
     def __getattr__(self, name: str) -> Any:
-        """What it is, as the policy says it."""
         return getattr(self._policy, name)

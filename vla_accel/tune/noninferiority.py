@@ -1,13 +1,13 @@
 """A sequential test that a candidate's success is not worse than a reference's by a margin, on paired episodes.
 
-Both play the same episode; its difference X is 1 (gained), 0 or -1 (lost). To be refuted is "the candidate is worse by
-`margin` or more": E[X] <= -margin. Bet on the opposite, before each pair, a share b of all money, 0 <= b < 1 / (1 -
-margin): the money is multiplied by 1 + b (X + margin). That is never negative, and on average at most 1 where the
-candidate is that much worse, whatever else is true of the pairs. So the money never grows from 1 to 1 / alpha with a
-probability above alpha, however often one looks and whenever one stops (J. Ville, 1939). Reaching it is the proof.
+Both play the same episode; the difference X is 1 (gained), 0 or -1 (lost). The hypothesis to refute is "the candidate
+is worse by `margin` or more": E[X] <= -margin. Bet against it with a share b of all money before each pair, 0 <= b <
+1 / (1 - margin): the money is multiplied by 1 + b (X + margin). This is never negative and, under the hypothesis, at
+most 1 on average. So the money grows from 1 to 1 / alpha with a probability of at most alpha, at any number of looks
+and any stopping rule (J. Ville, 1939). Reaching it is the proof.
 
-Money is spread over several b beforehand, because the best depends on how often outcomes differ; the average of such
-bets is one, too. Pairs must come in random order. No approximation enters, and no number of looks has to be planned.
+The money is spread over several b, because the best b depends on how often outcomes differ; an average of such bets is
+such a bet, too. Pairs must come in random order. The test is exact, and no number of looks has to be planned.
 
 Source: I. Waudby-Smith and A. Ramdas, "Estimating means of bounded random variables by betting", J. R. Stat. Soc. B 86
 (2024) 1. The interval for readers is T. Tango's, Stat. Med. 17 (1998) 891.
@@ -24,10 +24,9 @@ from vla_accel.measure.proportion import Z_95
 
 Verdict = Literal["not worse", "worse", "open"]
 BETS = ((0.15, 0.15), (0.35, 0.20), (0.65, 0.30), (0.92, 0.35))
-"""(share of the largest bet, money put on it). Large bets win soonest where pairs hardly differ, small ones where they
-do."""
+"""(share of the largest bet, money on it). Large bets win soonest if few outcomes differ, small ones if many do."""
 ALPHA_WORSE = 0.05
-"""Probability of giving a candidate up as worse that is not: it costs speed, never success."""
+"""Probability of dropping a candidate as worse that is not: this costs speed, never success."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,14 @@ class Pairs:
         return (self.gained - self.lost) / self.count if self.count else 0.0
 
     def with_pair(self, reference: bool, candidate: bool) -> Pairs:
-        """One pair more."""
+        """Add a pair."""
         name = "same" if reference == candidate else "lost" if reference else "gained"
         return replace(self, **{name: getattr(self, name) + 1})
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`margin`: how much worse counts as worse, a share of episodes; `alpha`: the probability, at most, of calling a
-    candidate not worse that is worse by the margin or more."""
+    """`margin`: the share of episodes that counts as worse; `alpha`: the largest probability of a wrong "not worse"."""
 
     margin: float = 0.02
     alpha: float = 0.025
@@ -68,23 +66,23 @@ class Rule:
             raise ConfigError(f"alpha: expected a probability between 0 and 0.5, got {self.alpha}")
 
     def verdict(self, pairs: Pairs) -> Verdict:
-        """What is proven so far. The caller stops at the first that is not open."""
+        """What is proven so far. Stop at the first verdict that is not open."""
         if money(pairs, -self.margin, better=True) >= 1 / self.alpha:
             return "not worse"
         return "worse" if money(pairs, -self.margin, better=False) >= 1 / ALPHA_WORSE else "open"
 
     @property
     def fewest_pairs(self) -> int:
-        """Pairs that it takes if no outcome differs: with fewer nothing can be shown."""
+        """Pairs needed if no outcome differs; with fewer nothing can be shown."""
         pairs = 1
         while self.verdict(Pairs(same=pairs)) == "open":
             pairs += 1
         return pairs
 
     def lower_bound(self, pairs: Pairs) -> float:
-        """The difference that is below the true one with probability 1 - alpha at least, at whatever pair one stops."""
+        """A bound below the true difference with probability 1 - alpha at least, at any stopping time."""
         low, high = -1.0, 1.0
-        # The money against a smaller difference is more: halve the range in which it passes 1 / alpha.
+        # The money decreases with the difference: bisect where it passes 1 / alpha.
         for _ in range(40):
             middle = (low + high) / 2
             low, high = (middle, high) if money(pairs, middle, better=True) >= 1 / self.alpha else (low, middle)
@@ -92,9 +90,9 @@ class Rule:
 
 
 def money(pairs: Pairs, mean: float, *, better: bool) -> float:
-    """What 1 has become by betting that E[X] is above `mean` (`better`), or below it."""
+    """The money after betting 1 that E[X] is above `mean` (`better`), or below it."""
     side = 1 if better else -1
-    # The largest bet is lost whole at the worst outcome.
+    # The largest bet loses everything at the worst outcome.
     largest = 1 / max(1 + side * mean, 1e-12)
     total = 0.0
     for share, put in BETS:
@@ -109,15 +107,14 @@ def money(pairs: Pairs, mean: float, *, better: bool) -> float:
 def tango(pairs: Pairs) -> tuple[float, float]:
     """Tango's score interval (95 %) of the difference (candidate minus reference); (-1, 1) without pairs.
 
-    For a number of pairs that was fixed beforehand; after an early stop it is a description, and `lower_bound` the
-    proof.
+    It holds for a fixed number of pairs. After an early stop it only describes; `lower_bound` is the proof.
     """
     n, lost, gained = pairs.count, pairs.lost, pairs.gained
     if not n:
         return -1.0, 1.0
 
     def score(delta: float) -> float:
-        # The most likely share of lost pairs if the difference is delta.
+        # The most likely share of lost pairs if the difference is delta: the root of a q^2 + b q + c.
         a = 2 * n
         b = -lost - gained + (2 * n - gained + lost) * delta
         c = -lost * delta * (1 - delta)

@@ -1,12 +1,12 @@
 """The search: stages propose candidates, gates drop them, and the fastest that no gate dropped is chosen.
 
-Gate one is agreement with FP32 eager on recorded observations. Gate two, where a benchmark is given, is success on
-paired episodes, not worse than FP32 eager's by the margin (`noninferiority`). Of those that passed gate one and are
-faster than FP32 eager, also when the two are timed in turns, the fastest goes first, and the first that passes gate two
-is chosen. At most `finalists` are tried, each with its share of the error rate, so that the whole search calls
-something worse "not worse" with probability alpha at most.
+Gate one is agreement with FP32 eager on recorded observations. Gate two, if a benchmark is given, is success on paired
+episodes, not worse than FP32 eager's by the margin (`noninferiority`). Candidates that passed gate one and are faster
+than FP32 eager, also when timed in turns with it, play in order of latency; the first that passes gate two is chosen.
+At most `finalists` play, each with its share of the error rate, so that the whole search calls a worse candidate "not
+worse" with probability alpha at most.
 
-Knows neither how to measure (`Bench`) nor what an episode is (`Episodes`), so that its decisions can be tested on
+The search does not know how to measure (`Bench`) or what an episode is (`Episodes`), so that tests can give it
 candidates whose truth is known.
 """
 
@@ -27,13 +27,13 @@ from vla_accel.tune.noninferiority import Pairs, Rule, tango
 
 REFERENCE = "eager_fp32"
 MOST_CRASHED = 0.05
-"""Share of pairs in which an episode crashed from which on success says nothing."""
+"""Largest share of pairs with a crashed episode; with more, success says nothing."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """`name`: for people; `config`: what runs; `why`: what it tries. `other_policy`: it computes something else, as
-    with another number of steps, so that only success can judge it."""
+    """A configuration to try. `other_policy`: it computes something else, as with another number of steps, so that only
+    success can judge it."""
 
     name: str
     config: PolicyConfig
@@ -42,15 +42,14 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """What makes it the same candidate in a journal."""
+        """Its identity in a journal."""
         text = json.dumps(as_mapping(self.config), sort_keys=True)
         return f"{self.name} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 @dataclass
 class Tried:
-    """What was found out about a candidate. `in_turns`: its latency beside the reference's, of those that might be
-    chosen; `dropped`: why it is out, None while it is not."""
+    """A candidate's measurements. `in_turns`: latency in turns with the reference; `dropped`: the reason, or None."""
 
     candidate: Candidate
     agreement: dict[str, Any] | None = None
@@ -67,64 +66,47 @@ class Tried:
     def to_json(self) -> dict[str, Any]:
         """JSON types."""
         c = self.candidate
-        return {
-            "name": c.name,
-            "tries": c.why,
-            "other_policy": c.other_policy,
-            "config": as_mapping(c.config),
-            "agreement": self.agreement,
-            "latency": self.latency,
-            "in_turns": self.in_turns,
-            "success": self.success,
-            "dropped": self.dropped,
-        }
+        about = {"name": c.name, "tries": c.why, "other_policy": c.other_policy, "config": as_mapping(c.config)}
+        return about | {name: value for name, value in vars(self).items() if name != "candidate"}
 
 
 class Bench(Protocol):
-    """Measures configurations on this machine. Raises VlaAccelError for one that cannot run here."""
+    """Measures candidates on this machine; raises VlaAccelError for one that cannot run here.
 
-    def agreement(self, candidate: Candidate) -> dict[str, Any]:
-        """`passed`, the `reasons` why not, `cosine`, and what else explains them."""
-        ...
+    `agreement` returns at least `passed`, `reasons` and `cosine`; `latency` at least `median_ms` of a whole call;
+    `in_turns` has `median_ms` and `reference_ms`. `release` frees the loaded policies before episodes are played.
+    """
 
-    def latency(self, candidate: Candidate) -> dict[str, Any]:
-        """`median_ms` of a whole call, and what else explains it."""
-        ...
-
-    def in_turns(self, candidate: Candidate) -> dict[str, Any]:
-        """`median_ms` and `reference_ms` of whole calls, timed in turns."""
-        ...
-
-    def release(self) -> None:
-        """Free what is loaded, for episodes to be played."""
-        ...
+    def agreement(self, candidate: Candidate) -> dict[str, Any]: ...
+    def latency(self, candidate: Candidate) -> dict[str, Any]: ...
+    def in_turns(self, candidate: Candidate) -> dict[str, Any]: ...
+    def release(self) -> None: ...
 
 
 class Episodes(Protocol):
-    """A benchmark's episodes. `name`: what is played; `keys`: all episodes there are, in random order."""
+    """A benchmark's episodes; `keys` has all of them in random order.
+
+    `play` yields each episode's key and whether it was won (None: it crashed), in any order. `film` returns the film of
+    an episode that was played, or None.
+    """
 
     name: str
     keys: Sequence[str]
 
-    def play(self, candidate: Candidate, keys: Sequence[str]) -> Iterable[tuple[str, bool | None]]:
-        """Each episode's key, and whether it was won; None where it crashed. In any order."""
-        ...
-
-    def film(self, candidate: Candidate, key: str) -> Path | None:
-        """The film of an episode that was played, or None."""
-        ...
+    def play(self, candidate: Candidate, keys: Sequence[str]) -> Iterable[tuple[str, bool | None]]: ...
+    def film(self, candidate: Candidate, key: str) -> Path | None: ...
 
 
 Stage = Callable[[Sequence[Tried]], Sequence[Candidate]]
-"""Proposes candidates from all that were tried so far, those that were dropped among them."""
+"""Proposes candidates from all that were tried so far, including dropped ones."""
 Progress = Callable[[int, int, str], None]
-"""Is told of work done, work foreseen, and what happens."""
+"""Takes the work done, the total, and a description."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`rule`: gate two's margin and error rate, of the whole search; `finalists`: candidates that may play episodes;
-    `most_pairs`: episodes that each may play; `block`: pairs between two looks."""
+    """`rule`: gate two's margin and error rate for the whole search; `finalists`: candidates that may play;
+    `most_pairs`: episodes of each; `block`: pairs between two verdicts."""
 
     rule: Rule = field(default_factory=Rule)
     finalists: int = 3
@@ -137,13 +119,13 @@ class Settings:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
     def each(self) -> Rule:
-        """The rule of one finalist: whatever the finalists are, their error rates add up to the whole one at most."""
+        """The rule of one finalist; the error rates of all add up to that of the search."""
         return Rule(self.rule.margin, self.rule.alpha / self.finalists)
 
 
 @dataclass
 class Search:
-    """One search; `run` does what the journal does not have yet."""
+    """One search; `run` measures only what the journal lacks."""
 
     reference: Candidate
     stages: Sequence[Stage]
@@ -155,7 +137,7 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
 
     def run(self) -> Tried:
-        """The chosen candidate; `tried` has all. Raises ConfigError where too few episodes could show the margin."""
+        """Return the chosen candidate. Raises ConfigError if there are too few episodes to show the margin."""
         if self.episodes is not None:
             most = min(self.settings.most_pairs, len(self.episodes.keys))
             if most < (needed := self.settings.each().fewest_pairs):
@@ -170,26 +152,26 @@ class Search:
         return self._choose()
 
     def _try(self, candidates: Sequence[Candidate]) -> None:
-        have = {tried.candidate.key for tried in self.tried}
+        known = {tried.candidate.key for tried in self.tried}
         for number, candidate in enumerate(candidates):
-            if candidate.key in have:
+            if candidate.key in known:
                 continue
             self._say(len(candidates) - number, f"{candidate.name}: {candidate.why}")
             tried = Tried(candidate)
             self.tried.append(tried)
             self._measure(tried)
-            said = f"dropped: {tried.dropped}" if tried.dropped else f"{tried.ms:.2f} ms"
-            self._say(len(candidates) - number - 1, f"{candidate.name}: {said}")
+            result = f"dropped: {tried.dropped}" if tried.dropped else f"{tried.ms:.2f} ms"
+            self._say(len(candidates) - number - 1, f"{candidate.name}: {result}")
 
     def _measure(self, tried: Tried) -> None:
-        """Gate one and the clock. What cannot run here is dropped, and says why."""
+        """Gate one and latency. A candidate that cannot run here is dropped."""
         candidate, is_reference = tried.candidate, tried.candidate.key == self.reference.key
         try:
             if not candidate.other_policy and not is_reference:
                 tried.agreement = self._once("agreement", candidate, self.bench.agreement)
                 if not tried.agreement["passed"]:
                     tried.dropped = f"gate one: {'; '.join(tried.agreement['reasons'])}"
-            # A dropped one is timed, too: it shows what agreement costs.
+            # Dropped candidates are timed, too: they show what agreement costs.
             tried.latency = self._once("latency", candidate, self.bench.latency)
         except VlaAccelError as error:
             if is_reference or isinstance(error, OutputError):  # a full disk says nothing about a candidate
@@ -224,7 +206,7 @@ class Search:
         return reference
 
     def _is_faster(self, tried: Tried) -> bool:
-        """Whether it is faster in turns with the reference, too: load may have come or gone between the two."""
+        """Whether it is also faster in turns with the reference: the load may have changed between the two."""
         name, reference = tried.candidate.name, self.reference.name
         self._say(1, f"{name}: in turns with {reference}")
         tried.in_turns = self._once("in turns", tried.candidate, self.bench.in_turns)
@@ -235,7 +217,7 @@ class Search:
         return mine < base
 
     def _play(self, tried: Tried) -> None:
-        """Gate two: pairs of episodes until the verdict is clear, or there are no more."""
+        """Gate two: pairs of episodes until the verdict is clear, or no more are left."""
         assert self.episodes is not None
         rule, settings = self.settings.each(), self.settings
         keys = list(self.episodes.keys)[: settings.most_pairs]
@@ -243,7 +225,7 @@ class Search:
         for start in range(0, len(keys), settings.block):
             block = keys[start : start + settings.block]
             left = len(keys) - start
-            self._say(left, f"{tried.candidate.name}: {_said(pairs)}", done=start)
+            self._say(left, f"{tried.candidate.name}: {_counts(pairs)}", done=start)
             won = [self._outcomes(candidate, block, start, left) for candidate in (self.reference, tried.candidate)]
             for key in block:
                 reference, candidate = won[0][key], won[1][key]
@@ -263,16 +245,16 @@ class Search:
             "pairs": pairs.count, "lost": pairs.lost, "gained": pairs.gained, "crashed": crashed, "verdict": verdict,
             "difference": pairs.difference, "lower_bound": rule.lower_bound(pairs), "alpha": rule.alpha,
             "margin": rule.margin, "tango_95_low": low, "tango_95_high": high,
-"reference_won": wins[0], "candidate_won": wins[1], "discordant": differ,
+            "reference_won": wins[0], "candidate_won": wins[1], "discordant": differ,
         }  # fmt: skip
         if crashed > MOST_CRASHED * (pairs.count + crashed):
             tried.dropped = f"gate two: in {crashed} of {pairs.count + crashed} pairs an episode crashed"
         elif verdict != "not worse":
             shown = "worse" if verdict == "worse" else "not shown to be within the margin"
-            tried.dropped = f"gate two: {shown}: {_said(pairs)}"
+            tried.dropped = f"gate two: {shown}: {_counts(pairs)}"
 
     def _outcomes(self, candidate: Candidate, keys: Sequence[str], done: int, left: int) -> Mapping[str, bool | None]:
-        """Outcomes of episodes, played where the journal has none. `done`, `left`: pairs, as before these."""
+        """Outcomes of episodes; those missing in the journal are played. `done`, `left`: pairs before these."""
         assert self.episodes is not None
         kind = f"episode of {candidate.key}"
         missing = [key for key in keys if (kind, key) not in self.journal.found]
@@ -285,7 +267,7 @@ class Search:
         return {key: self.journal.found[kind, key] for key in keys}
 
     def _films(self, candidate: Candidate, key: str) -> list[str]:
-        """Films of the reference's and the candidate's episode; empty unless there are both."""
+        """Films of the reference's and the candidate's episode; empty unless both exist."""
         assert self.episodes is not None
         films = [self.episodes.film(c, key) for c in (self.reference, candidate)]
         return [str(film) for film in films if film] if all(films) else []
@@ -296,7 +278,7 @@ class Search:
 
 
 def front(tried: Iterable[Tried]) -> set[str]:
-    """Keys of those that no other beats in both latency and agreement; the reference agrees perfectly."""
+    """Keys of the candidates that no other beats in both latency and agreement; the reference agrees perfectly."""
     known = [(t.ms, 1.0 if t.agreement is None else t.agreement["cosine"], t.candidate.key) for t in tried
              if t.latency and not t.candidate.other_policy]  # fmt: skip
     return {
@@ -305,5 +287,5 @@ def front(tried: Iterable[Tried]) -> set[str]:
     }  # fmt: skip
 
 
-def _said(pairs: Pairs) -> str:
+def _counts(pairs: Pairs) -> str:
     return f"lost {pairs.lost}, gained {pairs.gained} of {pairs.count} pairs"

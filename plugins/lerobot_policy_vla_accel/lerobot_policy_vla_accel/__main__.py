@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from lerobot.configs import FeatureType, PolicyFeature
 
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig
 from lerobot_policy_vla_accel.modeling_vla_accel import check_action_steps, describe
 from lerobot_policy_vla_accel.processor_vla_accel import make_vla_accel_pre_post_processors
-from vla_accel.cli.options import Number, Text, read
+from vla_accel.cli.options import Argument, Number, read
 from vla_accel.config import load_config
 from vla_accel.errors import CheckpointError, VlaAccelError
 from vla_accel.families.loading import load
@@ -25,15 +24,15 @@ class Arguments:
     """A folder of type vla_accel for lerobot's --policy.path and --pretrained_name_or_path. It names the checkpoint and
     how to run it; weights are not copied."""
 
-    checkpoint: Annotated[str, tyro.conf.arg(metavar="CHECKPOINT"), tyro.conf.Positional]
+    checkpoint: Annotated[str, Argument("CHECKPOINT", positional=True)]
     """A folder, a bundled checkpoint (demo) or a name on the hub."""
-    folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER"), tyro.conf.Positional]
+    folder: Annotated[Path, Argument("FOLDER", positional=True)]
     """What to make; it must not be there."""
-    config: Text = None
+    config: str | None = None
     """A configuration by name (native_fp8) or file; without one the fastest engines run that lose nothing."""
     num_steps: Number = None
     """Denoising steps."""
-    lora: Text = None
+    lora: str | None = None
     """Folder or hub name of an adapter."""
     n_action_steps: Number = None
     """Actions of a chunk that are executed before the next one is asked for."""

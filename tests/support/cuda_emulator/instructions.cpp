@@ -297,12 +297,6 @@ void st_cluster_v2(u32 address, float a, float b) {
   store(block_of(address, "st_cluster_v2"), address, make_float2(a, b), "st_cluster_v2");
 }
 void st_cluster_v4(u32 address, const uint4& v) { store(block_of(address, "st_cluster_v4"), address, v, "st_cluster_v4"); }
-void ld_shared_v2(u32& a, u32& b, u32 address) {
-  const uint2 v = load<uint2>(own_block(address, "ld_shared_v2"), address, "ld_shared_v2");
-  a = v.x;
-  b = v.y;
-}
-void st_shared(u32 address, u32 v) { store(own_block(address, "st_shared"), address, v, "st_shared"); }
 uint4 ld_shared_v4(u32 address) { return load<uint4>(own_block(address, "ld_shared_v4"), address, "ld_shared_v4"); }
 float4 ld_shared_f4(u32 address) { return load<float4>(own_block(address, "ld_shared_f4"), address, "ld_shared_f4"); }
 void st_shared_f2(u32 address, float a, float b) {

@@ -89,8 +89,6 @@ inline void bar_arrive(u32 barrier) {
 
 // -- this block's shared memory, by address ----------------------------------------------------------------------------
 
-void ld_shared_v2(u32& a, u32& b, u32 address);
-void st_shared(u32 address, u32 v);
 uint4 ld_shared_v4(u32 address);
 float4 ld_shared_f4(u32 address);
 void st_shared_f2(u32 address, float a, float b);

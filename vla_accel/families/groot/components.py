@@ -11,17 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
-from vla_accel.families.groot.head import Cache, StepConstants
+from vla_accel.families.groot.head import QUANTISED, Cache, StepConstants
 from vla_accel.families.groot.language import Layout, Places
 from vla_accel.families.groot.network import Groot
 from vla_accel.families.groot.vision import Placed
-from vla_accel.fp8 import Products
 
 if TYPE_CHECKING:
     from vla_accel.families.groot.native import GrootStore
 
-QUANTISED = {"denoise": {"native": Products(("qkv_proj", "q_proj", "out_proj", "fc1", "fc2"), activations=False)}}
-"""By component, then engine. What is not in here is computed in the policy's own precision."""
 CACHE = ("text_keys", "text_values", "image_keys", "image_values")
 
 

@@ -16,8 +16,9 @@ from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families.family import IMAGES, Capabilities, Chunking, Rows
 from vla_accel.families.groot.checkpoint import OTHERS, is_groot, model_type
-from vla_accel.families.groot.components import QUANTISED, groot_components
+from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.folder import load_folder
+from vla_accel.families.groot.head import QUANTISED
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n17, overlap_weights

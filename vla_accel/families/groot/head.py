@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
+from vla_accel.fp8 import Products
 from vla_accel.kernels import reference
 from vla_accel.kernels.activation import Activation
 from vla_accel.nn.block import VIT, Attention, Block, Norm, vit_block
@@ -22,6 +23,9 @@ from vla_accel.nn.reference import TransformerBlock
 
 Source = Literal["text", "image", "self"]
 """What a block of the diffusion transformer attends to: text tokens, image tokens, or state and actions."""
+
+QUANTISED = {"denoise": {"native": Products(("qkv_proj", "q_proj", "out_proj", "fc1", "fc2"), activations=False)}}
+"""By component, then engine. All other products are computed in the policy's precision."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
+from vla_accel.families.groot.head import QUANTISED
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.native_loop import NativeTransformer, TransformerWeights, step_tables
 from vla_accel.families.groot.native_prefix import NativeReader, ReaderWeights
@@ -29,7 +30,7 @@ class GrootStore(NativeStore[Groot]):
 
     def denoise(self, batch: int, layout: Layout, steps: int, spec: EngineSpec) -> Program:
         """The whole Euler loop of `steps`. Its FP8 and INT8 are of weights alone and need no scales."""
-        precision = self.precision("denoise", spec, "fp8", "int8", calibrated=False)
+        precision = self.precision("denoise", spec, QUANTISED["denoise"]["native"])
         form = ("denoise", precision)
         weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))
         tables = self.weights((*form, steps), lambda: step_tables(self.model, weights, steps))

@@ -6,11 +6,13 @@ from functools import partial
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
-from vla_accel.families.pi0.native_loop import ExpertWeights, NativeDenoise, steps_of, why_not_streamed
+from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of, why_not_streamed
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.pi0_fast.native_decode import DecodeWeights, NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast
+from vla_accel.nn.loop import LoopProgram
 from vla_accel.nn.native_prefix import PrefixStore, PrefixWeights
+from vla_accel.nn.quantised import QUANTISED
 
 
 class Pi0Store(PrefixStore[Pi0]):
@@ -21,10 +23,10 @@ class Pi0Store(PrefixStore[Pi0]):
         trained: bool = False,
     ) -> Program:  # fmt: skip
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
-        key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, ExpertWeights.of)
+        key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, expert_weights)
         steps = (*key, num_steps, max_weight, trained)
         tables = self.weights(steps, lambda: steps_of(self.model, weights, num_steps, max_weight, trained))
-        return NativeDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)
+        return LoopProgram(weights, expert_spec(self.model.config), tables, batch, prefix_tokens, why_not)
 
 
 class Pi0FastStore(PrefixStore[Pi0Fast]):
@@ -34,7 +36,7 @@ class Pi0FastStore(PrefixStore[Pi0Fast]):
 
     def decode(self, batch: int, prefix_tokens: int, steps: int, spec: EngineSpec) -> Program:
         """At most `steps` tokens behind a prefix."""
-        precision = self.precision("decode", spec, "fp8", "int8", calibrated=False)
+        precision = self.precision("decode", spec, QUANTISED["decode"]["native"])
         prefix = next((w for w in self.prepared.values() if isinstance(w, PrefixWeights)), None)
         weights = self.weights(("decode", precision), lambda: DecodeWeights.of(self.model, precision, prefix))
         return NativeDecode(weights, self.model.config, batch, prefix_tokens, steps)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import add_norm, rope_tables
-from vla_accel.nn.kernel_choices import Cuts
+from vla_accel.nn.kernel_choices import KernelChoices
 from vla_accel.nn.native_prefix import PrefixWeights
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.weights import BlockWeights, Precision, block_weights, weights_in
@@ -112,11 +113,11 @@ class NativeDecode(TurnedProgram):
         self.done, self.finished = buffer(batch, kind=torch.bool), buffer(1, kind=torch.bool)
         self.rows = torch.arange(batch, device=device)
         self.cos, self.sin = rope_tables(capacity, stack.head_dim, device)
-        self.cuts = Cuts(device, self.chain)
+        self.choices = KernelChoices(device, self.chain)
         self.first = Moments.like(self.x, stack.width, False)
         self._cut(SuffixShape(batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize))
         kind = weights_in(weights.precision)
-        self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.cuts.detail}"
+        self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.choices.detail}"
 
     def _cut(self, sizes: SuffixShape) -> None:
         """Choose the tile configs of the products and of attention."""
@@ -135,10 +136,10 @@ class NativeDecode(TurnedProgram):
         ops = {"o": self._o, "down": self._down, "qkv": self._qkv, "gate_up": self._gate_up}
         # What writes moments comes before what reads them.
         for name, product in products.items():
-            op, of = ops[name], self.x if name in ("o", "down") else None
-            self.cuts.products(name, product, lambda op=op: every(op), of=of)
-        self.cuts.attention("attention", sizes, lambda: self._attend(0))
-        self.cuts.products("head", gemm_sizes(self.h, head), self._head)
+            moments = partial(Moments.like, self.x, scaled=False) if name in ("o", "down") else None
+            self.choices.product(name, product, partial(every, ops[name]), moments=moments)
+        self.choices.attention("attention", sizes, lambda: self._attend(0))
+        self.choices.product("head", gemm_sizes(self.h, head), self._head)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> None:
         first, lengths = last_tokens(inputs["tokens"], self.prefix_tokens, inputs["lengths"])
@@ -164,7 +165,7 @@ class NativeDecode(TurnedProgram):
         self.positions.copy_(self.places)
         self.x.copy_(w.table[self.token] * math.sqrt(w.table.shape[1]))
         with self.chain:
-            if self.cuts.moments("down") is not None:
+            if self.choices["down"].moments is not None:
                 measure(self.x, None, self.first)
             for index in range(len(w.layers)):
                 self._qkv(index)
@@ -185,31 +186,32 @@ class NativeDecode(TurnedProgram):
         self.step += 1
 
     def _qkv(self, index: int) -> None:
-        norm = Norm(self.config.prefix.eps, self.cuts.read_by(index, self.first))
+        written = self.choices["down"].moments
+        norm = Norm(self.config.prefix.eps, self.first if index == 0 and written is not None else written)
         heads, rope = Heads(self.q, self.k[index], self.v[index]), Rotation(self.cos, self.sin, self.positions)
-        gemm(self.x, self.weights.layers[index].qkv, heads, Epilogue(rope=rope), norm, **self.cuts.options("qkv"))
+        gemm(self.x, self.weights.layers[index].qkv, heads, Epilogue(rope=rope), norm, **self.choices["qkv"].options)
 
     def _attend(self, index: int) -> None:
         """Attend to the `positions` keys before each token, and to the token itself."""
         suffix_attention(
             self.q, self.keys[index], self.values[index], self.k[index], self.v[index], self.positions, self.context,
-            state_first=False, **self.cuts.options("attention"),
+            state_first=False, **self.choices["attention"].options,
         )  # fmt: skip
 
     def _o(self, index: int) -> None:
-        epilogue = Epilogue(residual=True, moments=self.cuts.moments("o"))
-        gemm(self.context, self.weights.layers[index].out, self.x, epilogue, **self.cuts.options("o"))
+        epilogue, choice = Epilogue(residual=True, moments=self.choices["o"].moments), self.choices["o"]
+        gemm(self.context, self.weights.layers[index].out, self.x, epilogue, **choice.options)
 
     def _gate_up(self, index: int) -> None:
-        norm = Norm(self.config.prefix.eps, self.cuts.moments("o"))
+        norm = Norm(self.config.prefix.eps, self.choices["o"].moments)
         epilogue, weights = Epilogue(activation=Activation.GEGLU), self.weights.layers[index].up
-        gemm(self.x, weights, self.active, epilogue, norm, **self.cuts.options("gate_up"))
+        gemm(self.x, weights, self.active, epilogue, norm, **self.choices["gate_up"].options)
 
     def _down(self, index: int) -> None:
-        last = index + 1 == len(self.weights.layers)
-        epilogue = Epilogue(residual=True, moments=None if last else self.cuts.moments("down"))
-        gemm(self.active, self.weights.layers[index].down, self.x, epilogue, **self.cuts.options("down"))
+        last, choice = index + 1 == len(self.weights.layers), self.choices["down"]
+        epilogue = Epilogue(residual=True, moments=None if last else choice.moments)
+        gemm(self.active, self.weights.layers[index].down, self.x, epilogue, **choice.options)
 
     def _head(self) -> None:
         self.chain.restart()
-        gemm(self.h, self.weights.head, self.logits, **self.cuts.options("head"))
+        gemm(self.h, self.weights.head, self.logits, **self.choices["head"].options)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
-from vla_accel.families.smolvla.native_loop import SmolVlaDenoise, SmolVlaExpertWeights, steps_of, why_not_streamed
+from vla_accel.families.smolvla.native_loop import expert_spec, expert_weights, steps_of, why_not_streamed
 from vla_accel.families.smolvla.network import SmolVla
 from vla_accel.fp8 import Scales
 from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.nn.loop import LoopProgram
 from vla_accel.nn.native_prefix import NativePrefix, PrefixStore, PrefixWeights
 
 
@@ -116,7 +117,7 @@ class SmolVlaStore(PrefixStore[SmolVla]):
         trained: bool = False,
     ) -> Program:  # fmt: skip
         """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
-        key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, SmolVlaExpertWeights.of)
+        key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, expert_weights)
         steps, streamed = (*key, num_steps, max_weight, trained), why_not is None
         tables = self.weights(steps, lambda: steps_of(self.model, num_steps, max_weight, trained, streamed=streamed))
-        return SmolVlaDenoise(weights, self.model.config, tables, batch, prefix_tokens, why_not)
+        return LoopProgram(weights, expert_spec(self.model.config), tables, batch, prefix_tokens, why_not)

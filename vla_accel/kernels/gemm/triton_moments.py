@@ -1,4 +1,4 @@
-"""Moments of rows in Triton: written by the kernel that writes the rows, read by the product after the norm."""
+"""Moments of rows in Triton kernels: stored with the rows, read by the product after the norm (`gemm/moments.py`)."""
 
 from __future__ import annotations
 

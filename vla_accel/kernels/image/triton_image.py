@@ -1,7 +1,8 @@
-"""Kernels of image networks on (B, H, W, C): norms that first add up what convolutions left apart, and activations.
+"""Kernels of image networks on (B, H, W, C). A public function runs the op of the same name in
+`vla_accel.kernels.image.ops`.
 
-All compute in float32. A pixel's channels lie together, so Qwen-Image's norm is a row operation; a group norm needs
-two launches: partial sums over stretches of pixels (fixed order, so that a result repeats bit for bit), then the rest.
+All compute in float32. A pixel's channels are adjacent, so Qwen-Image's norm is a row operation; a group norm needs two
+launches: partial sums over stretches of pixels (in a fixed order, so that results repeat bit for bit), then the rest.
 """
 
 from __future__ import annotations
@@ -107,12 +108,10 @@ def _rows(source, gamma_ptr, sum_ptr, out_ptr, rows, size, X: tl.constexpr, BLOC
 
 
 def add_up(x: Sum, *, pad: bool) -> Tensor:
-    """See `vla_accel.kernels.image.ops.add_up`."""
     return x.value if x.plain and not pad else _launch_rows(x, None, Activation.NONE, keep=True, pad=pad)[0]
 
 
 def rms_act(x: Sum, gamma: Tensor, *, activation: Activation, keep: bool) -> tuple[Tensor, Tensor]:
-    """See `vla_accel.kernels.image.ops.rms_act`."""
     return _launch_rows(x, gamma, activation, keep=keep, pad=False)
 
 
@@ -213,7 +212,6 @@ def _group_apply(source, part_ptr, weight_ptr, bias_ptr, out_ptr, size, pieces, 
 def group_act(
     x: Sum, norm: GroupNorm, *, activation: Activation, keep: bool, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `vla_accel.kernels.image.ops.group_act`."""
     batch, height, width, channels = x.shape
     extra = 0 if skip is None else skip.shape[-1]
     wide, pixels = channels + extra, height * width
@@ -277,7 +275,6 @@ def _layer_norm(source, affine, sum_ptr, out_ptr, rows, eps, C: tl.constexpr, BL
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `vla_accel.kernels.image.ops.add_layer_norm`."""
     width = x.shape[-1]
     count = x.numel() // width
     keep = residual is not None or shift is not None
@@ -303,7 +300,6 @@ def _geglu_erf(x_ptr, out_ptr, rows, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 def geglu_erf(x: Tensor) -> Tensor:
-    """See `vla_accel.kernels.image.ops.geglu_erf`."""
     hidden = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], hidden), dtype=x.dtype, device=x.device)
     count, block = out.numel() // hidden, min(256, power_of_two(hidden))
@@ -337,7 +333,6 @@ def _softmax(x_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `vla_accel.kernels.image.ops.softmax`."""
     out = torch.empty(scores.shape, dtype=dtype, device=scores.device)
     columns = scores.shape[-1]
     _softmax[(scores.numel() // columns,)](scores, out, columns, min(4096, power_of_two(columns)), num_warps=8)

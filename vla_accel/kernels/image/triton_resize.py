@@ -1,4 +1,6 @@
-"""Kernels that fit camera images: Pillow's filter along an axis in integers, and bilinear sampling."""
+"""Kernels that fit camera images: Pillow's filter along an axis in integers, and bilinear sampling. A public function
+runs the op of the same name in `vla_accel.kernels.image.resize`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,6 @@ def _filtered(image_ptr, first_ptr, weights_ptr, out_ptr, total, outputs, inner,
 
 
 def filtered(image: Tensor, by: Filter, out: Tensor, *, axis: int) -> None:
-    """See `vla_accel.kernels.image.resize.filtered`."""
     row, (height, width) = image.shape[1] * 3, image.shape[:2]
     outputs, taps = by.weights.shape
     outer, inner = (height, 3) if axis else (1, row)
@@ -71,7 +72,6 @@ def _sampled(image_ptr, rows, columns, out_ptr, total, width, in_row, out_row, B
 
 
 def sampled(image: Tensor, rows: Sampling, columns: Sampling, out: Tensor) -> None:
-    """See `vla_accel.kernels.image.resize.sampled`."""
     height, width = out.shape[:2]
     total = height * width * 3
     _sampled[(triton.cdiv(total, BLOCK),)](

@@ -2,6 +2,6 @@
 
 from vla_accel.kernels.loop.launch import StreamedLoop, why_not
 from vla_accel.kernels.loop.packing import Packed
-from vla_accel.kernels.loop.tables import Sizes, StepTables
+from vla_accel.kernels.loop.tables import ExpertSpec, StepTables
 
-__all__ = ["Packed", "Sizes", "StepTables", "StreamedLoop", "why_not"]
+__all__ = ["ExpertSpec", "Packed", "StepTables", "StreamedLoop", "why_not"]

@@ -1,44 +1,51 @@
-// The denoise loop for few rows: this file holds sizes, structures and what all its kernels use. The files of this
-// folder are compiled as one source, in the order core, products, phases, then attention, attend or grouped, then step.
+// The denoise loop for few rows: sizes, structures and functions that all its kernels use. The files of this folder are
+// compiled as one source, in the order core, products, phases, then attention, attend or grouped, then step.
 //
-// A phase is a kernel (q/k/v and attention in one or two, output, gate and up, down), with one more between two steps.
+// A phase is a kernel (q/k/v and attention in one or two, output, gate and up, down); one more runs between two steps.
 // They are launched with programmatic dependence: a kernel starts while its predecessors still run, fetches its weights
 // into shared memory with bulk copies, and only then waits. Weights so stream through the chip without a pause while
-// the phases hand their few kilobytes of activations on. Every kernel waits for its predecessor's end, so that whatever
-// the predecessor's predecessors read may be overwritten.
+// the phases hand over their few kilobytes of activations. Every kernel waits for the end of its predecessor, so that
+// everything that the kernels before it read may be overwritten.
 //
-// Sizes arrive as macros: M rows in MT tiles of 16 (BATCH sequences of T tokens, the last HZ of them actions), W width,
-// MLP, H query heads, KV key heads, D head size, L layers, A action size, GATE_UP_UNITS a block, CLUSTER blocks that
-// share an attention tile, GROUP_RANKS those that share a key head, DOWN_SPLIT, OUTPUT_SPLIT and MIX_SPLIT those that
-// share K of a product, whose weights are packed for DOWN_PACKED, OUTPUT_PACKED and MIX_PACKED parts, STEP_BLOCKS those
-// that share a row between steps, KEY_ROUNDS tiles of keys a warp, BATCHED_ROWS (gate and up load their rows in
-// batches), NORMED columns of W that are the model's (the others are zero, and a norm's mean does not count them),
-// ADAPTIVE norms of the step (π0.5) or plain ones behind a time MLP, CAUSAL actions (SmolVLA), ACTIVATION (GEGLU or SWIGLU),
-// SELF_EVERY so many layers, from the first on, the suffix attends to itself and not to the prefix alone (0: in none),
-// STAGE_BYTES of a unit's weights in BF16. WARPS of a block, KEYS of a tile, RANKS (blocks of `attend`
-// that share a head), CHUNK (columns of K) and NOTHING_YET are constants of Python's.
+// `schedule.py` passes sizes as macros, and `arguments.py` describes the argument blocks:
+//   BATCH sequences of TOKENS tokens, the last HORIZON of them actions of ACTION_DIM numbers; ROWS in all, in ROW_TILES
+//     tiles of 16
+//   WIDTH columns, of which MODEL_WIDTH are the model's (the others are zero), MLP_DIM, HEADS query heads and KV_HEADS
+//     key heads of HEAD_DIM, DEPTH layers
+//   ADAPTIVE: the norms depend on the step (π0.5); otherwise a time MLP embeds the actions. CAUSAL: an action attends
+//     to earlier ones only (SmolVLA). ACTIVATION: GEGLU or SWIGLU. SELF_EVERY: every so many layers, from the first on,
+//     attend to the suffix as well as the prefix (0: none)
+//   WARPS of a block, of which ROW_WARPS take different rows and K_WARPS share K; HELD_TILES of rows a warp
+//   GATE_UP_UNITS a block; PAIRS of output tiles in one reduction; BATCHED_ROWS: gate and up load rows in batches
+//   DOWN_SPLIT, OUTPUT_SPLIT, MIX_SPLIT blocks share K of a product, whose weights are packed for …_PACKED parts
+//   …_BYTES of shared memory hold the weights of a product, and later the sums that replace them
+//   STEP_BLOCKS share a row between steps; CLUSTER share an attention tile; GROUP_RANKS share a key head in `grouped`;
+//     RANKS share a head in `attend`; KEY_ROUNDS tiles of keys a warp, KEYS of a tile in `attention`
+//   CHUNK columns of K, STAGE_BYTES of a unit's weights, NOTHING_YET
 //
-// The argument blocks `Model` and `Call` are described in `arguments.py`.
-//
-// Code is kept short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in
-// its cache cost a phase of 4 us more than a loop does.
+// Code is short on purpose: the kernels take turns on every multiprocessor, and instructions that are no longer in its
+// cache cost a phase of 4 us more than a loop does.
 
 #define INFINITE __int_as_float(0x7f800000)
 #define THREADS (WARPS * 32)
 #define TILE_BYTES (STAGE_BYTES / 2)
-#define GROUP (H / KV)
-#define QKV ((H + 2 * KV) * D)
+#define GROUP (HEADS / KV_HEADS)
+#define QKV ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
 // Rows of a head in shared memory are 16 bytes longer than their data, so that eight of them, read at the same column,
-// meet all banks.
-#define PITCH (D + 8)
+// use all banks.
+#define PITCH (HEAD_DIM + 8)
 #define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
-#define STATE (T > HZ)  // The first token of a sequence is the state (π0).
+#define STATE (TOKENS > HORIZON)  // The first token of a sequence is the state (π0).
 #define CROSSES(layer) (SELF_EVERY < 1 || (layer) % SELF_EVERY > 0)
 
-// π0's state token attends to the prefix and itself, not to the actions; causal actions to themselves and those before.
+extern __shared__ __align__(128) unsigned char shared_memory[];
+
+// π0's state token attends to the prefix and itself, not to actions; causal actions to themselves and earlier ones.
 __device__ __forceinline__ bool sees(int query, int token) {
   return STATE ? query > 0 || token == 0 : !CAUSAL || token <= query;
 }
+
+// -- global memory ---------------------------------------------------------------------------------------------------
 
 // Other multiprocessors wrote the activations: L1 may be stale, L2 is not.
 __device__ __forceinline__ uint4 ld_cg_v4(const void* p) {
@@ -53,10 +60,11 @@ __device__ __forceinline__ float ld_cg(const float* p) {
 }
 __device__ __forceinline__ float4 ldg_v4(const float* p) { return __ldg((const float4*)p); }
 
-// Inputs of products lie in the order in which warps read them: (row / 16, column / 32, row / 8 % 2, row % 8, column %
-// 32). The last two are 512 bytes, which one load of a warp fetches as whole lines.
+// Inputs of products are stored in the order in which warps read them: (row / 16, column / 32, row / 8 % 2, row % 8,
+// column % 32). The last two are 512 bytes, which one load of a warp fetches as whole lines.
 __device__ __forceinline__ u64 place_of(int row, int column, int width) {
-  return ((row / 16 * (width / 32) + column / 32) * 2 + row / 8 % 2) * 256 + (row % 8 * 4 + column / 8 % 4) * 8 + column % 8;
+  return ((row / 16 * (width / 32) + column / 32) * 2 + row / 8 % 2) * 256 + (row % 8 * 4 + column / 8 % 4) * 8 +
+         column % 8;
 }
 
 // The constants of an element of q/k/v and of the one that it is rotated with, half a head further.
@@ -73,11 +81,14 @@ struct Rotated {
     }
   }
 };
-__device__ __forceinline__ Rotated rotated_of(const Model& m, u64 at, int head, int i, int place) {
-  const float* shift = m.in_shift + at * QKV + head * D + i;
-  return {ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + D / 2) : 0.f,
-          __ldg(m.cos + place * (D / 2) + i), __ldg(m.sin + place * (D / 2) + i)};
+// `at`: step and layer; `i`: the element of the head, in its first half.
+__device__ __forceinline__ Rotated rotated_of(const Model& m, u64 at, int head, int i, int position) {
+  const float* shift = m.in_shift + at * QKV + head * HEAD_DIM + i;
+  return {ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + HEAD_DIM / 2) : 0.f,
+          __ldg(m.cos + position * (HEAD_DIM / 2) + i), __ldg(m.sin + position * (HEAD_DIM / 2) + i)};
 }
+
+// -- tensor cores ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u16 round_bf16(float x) {
   u16 v;
@@ -87,66 +98,92 @@ __device__ __forceinline__ u16 round_bf16(float x) {
 __device__ __forceinline__ float low_of(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high_of(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 
+// Sets N accumulators to zero.
+template <int N>
+__device__ __forceinline__ void clear(float* sums) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) sums[i] = 0.f;
+}
+// The largest value, and the sum, over the four lanes that share a row of an accumulator.
+__device__ __forceinline__ float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+__device__ __forceinline__ float quad_sum(float v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  return v + __shfl_xor_sync(~0u, v, 2);
+}
+
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  mma_m16n8k16(c, a[0], a[1], a[2], a[3], b0, b1);
+}
 // c += a wᵀ over 32 of K: lane 4 g + t has k = 8 t ... 8 t + 7 of rows g (lo) and g + 8 (hi) of a, and of column g (w).
 __device__ __forceinline__ void mma32(float (&c)[4], const uint4& lo, const uint4& hi, const uint4& w) {
   mma_m16n8k16(c, lo.x, hi.x, lo.y, hi.y, w.x, w.y);
   mma_m16n8k16(c, lo.z, hi.z, lo.w, hi.w, w.z, w.w);
 }
-// This loads four matrices of 8 rows of 16 bytes, whose addresses the lanes give: lane 4 g + t gets word t of row g of
-// each.
+// Loads four matrices of 8 rows of 16 bytes, whose addresses the lanes pass: lane 4 g + t gets word t of row g of each.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
-// Each lane gets words of columns instead, as the second operand has them whose rows are K.
+// Each lane gets words of columns instead, as a second operand whose rows are K needs them.
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
 
-// -- weights ----------------------------------------------------------------------------------------------------------
+// -- barriers --------------------------------------------------------------------------------------------------------
 
-// A block's weights have a place for every chunk; each is fetched once, before the wait.
+// A barrier in shared memory for one batch of copies. One thread calls `expect` with their bytes, and everybody who
+// reads them `wait`.
+struct Barrier {
+  u32 address;
+  __device__ __forceinline__ void init() const { mbarrier_init(address, 1); }
+  __device__ __forceinline__ void expect(u32 bytes) const { mbarrier_arrive_expect_tx(address, bytes); }
+  __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes) const {
+    bulk_load(to, from, bytes, address);
+  }
+  __device__ __forceinline__ void wait() const { mbarrier_wait(address, 0); }
+  // For what other blocks of the cluster send.
+  __device__ __forceinline__ void wait_cluster() const { mbarrier_wait_cluster(address, 0); }
+};
+
+// The weights of a block have a stage for every chunk; each is fetched once, before the kernel waits.
 struct Stages {
   unsigned char* memory;
   u32 barriers;
   int next = 0;
-  __device__ __forceinline__ Stages(unsigned char* shared, u32 at, int count)
-      : memory(shared), barriers(at) {
+  __device__ __forceinline__ Stages(unsigned char* shared, u32 at, int count) : memory(shared), barriers(at) {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < count; ++i) mbarrier_init(barriers + i * 8, 1);
+      for (int i = 0; i < count; ++i) barrier(i).init();
       fence_mbarrier_init();
     }
   }
-  // Only thread 0 may call this.
-  __device__ __forceinline__ void expect(int stage, u32 bytes) {
-    mbarrier_arrive_expect_tx(barriers + stage * 8, bytes);
-  }
-  __device__ __forceinline__ void copy(int stage, u32 to, const unsigned char* from, u32 bytes) {
-    bulk_load(smem_of(memory + to), from, bytes, barriers + stage * 8);
-  }
-  // This fetches a unit, two tiles of columns, each into its half of the stage.
+  __device__ __forceinline__ Barrier barrier(int stage) const { return {barriers + stage * 8}; }
+  // Fetches a unit, two tiles of columns, each into its half of the stage. Thread 0 calls this.
   __device__ __forceinline__ void fetch(int stage, const unsigned char* from, u32 bytes) {
-    expect(stage, bytes);
+    barrier(stage).expect(bytes);
     for (int tile = 0; tile < 2; ++tile)
-      copy(stage, stage * STAGE_BYTES + tile * TILE_BYTES, from + tile * (bytes / 2), bytes / 2);
+      barrier(stage).copy(smem_of(memory + stage * STAGE_BYTES + tile * TILE_BYTES), from + tile * (bytes / 2),
+                          bytes / 2);
   }
-  // This waits for the next chunk and returns its address.
+  // Waits for the next unit and returns its address.
   __device__ __forceinline__ u32 take() {
-    mbarrier_wait(barriers + next * 8, 0);
+    barrier(next).wait();
     return smem_of(memory) + STAGE_BYTES * next++;
   }
 };
 
-// -- clusters ---------------------------------------------------------------------------------------------------------
+// -- clusters --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float ld_cluster(u32 address, int rank) {
   float v;
@@ -163,4 +200,3 @@ __device__ __forceinline__ void st_cluster_v4(u32 address, const uint4& v) {
   asm volatile("st.shared::cluster.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-extern __shared__ __align__(128) unsigned char shared_memory[];

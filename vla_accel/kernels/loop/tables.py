@@ -1,24 +1,33 @@
-"""What the denoise kernels must know of a model: its numbers, and what depends on the denoising step alone."""
+"""An action expert as data for its denoise loop: its sizes, and the constants of the steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from vla_accel.kernels.activation import Activation
 
-WHOLE = 64
-"""What the kernels' width is a multiple of, so that blocks can share it; what a model lacks of it is zero."""
+WIDTH_MULTIPLE = 64
+"""The streamed kernels split a width that is a multiple of this among blocks; missing columns are zero."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of an action expert. `tokens`: suffix tokens of a sequence, the last `horizon` of them actions of `action_dim`
-    numbers; one more is the state (π0). `adaptive`: norms that depend on the step (π0.5), otherwise a time MLP.
-    `width`: a multiple of 32, of which the first `normed` columns are the model's, the others zero. `causal`: an action
-    sees itself and those before it. `activation`: GEGLU or SWIGLU. `self_every`: every so many layers,
-    from the first on, the suffix attends to itself, in the others to the prefix alone (SmolVLA); 0: in none."""
+class ExpertSpec:
+    """An action expert.
+
+    Args:
+        width: of the rows in the streamed kernels, a multiple of 32.
+        model_width: of the rows in the model; the other columns are zero.
+        tokens: of a sequence. The last `horizon` of them are actions of `action_dim` numbers. One more is the state
+            (π0), which attends to the prefix and itself only.
+        adaptive: whether the norms depend on the step (π0.5); otherwise an MLP of the time embeds the actions.
+        causal: whether an action attends only to itself and earlier actions.
+        activation: GEGLU or SWIGLU.
+        self_every: layers 0, n, 2 n, … attend to the prefix and the suffix, the others to the prefix only (SmolVLA).
+            With 0, no layer attends to the suffix.
+    """
 
     width: int
     mlp_dim: int
@@ -31,26 +40,49 @@ class Sizes:
     action_dim: int
     adaptive: bool
     eps: float
-    normed: int
+    model_width: int
     causal: bool = False
     activation: Activation = Activation.GEGLU
     self_every: int = 1
 
     def crosses(self, layer: int) -> bool:
-        """Whether the suffix attends in this layer to the prefix only."""
+        """Whether a layer attends to the prefix only."""
         return self.self_every < 1 or layer % self.self_every > 0
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the first token is the state."""
+        return self.tokens > self.horizon
+
+
+class LayerTables(NamedTuple):
+    """The constants of a layer in one step, float32; None where the norm or the residual has none.
+
+    `scale` (W,), `shift` (N,) and `gate` (W,) of the norm before q/k/v and its residual, then of those of the MLP.
+    """
+
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    gate: Tensor | None = None
+    mlp_scale: Tensor | None = None
+    mlp_shift: Tensor | None = None
+    mlp_gate: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class StepTables:
-    """Constants by step (and layer), float32, contiguous.
+    """The constants of the steps, float32, contiguous.
 
-    π0.5: `*_scale`, `*_gate` (steps, L, W) of the norm before q/k/v (input) and before the MLP (post); `*_shift`: the
-    norm's shift already multiplied by the weight that follows, (steps, L, N); `final_*` (steps, W); `b_in` (W,).
-    π0: None, but `final_scale` (W,), the norm's weight, and `b_in` (steps, W), which holds the time's part. `w_in`
-    (A, W): actions to suffix tokens; in π0 to the hidden layer of the time MLP. On the host: `times` t and `gains` w(t)
-    of the guidance (`vla_accel.nn.rtc`). `trained`: of a model that was trained with clean prefixes; every row but
-    those of `final_*` is two, (2, ·), of the step and of t = 0, where pinned actions are.
+    Args:
+        input_scale, input_gate, post_scale, post_gate: (steps, L, W), of the norms before q/k/v (input) and before the
+            MLP (post) in π0.5; None where the norms are plain.
+        input_shift, post_shift: (steps, L, N), the shift of the norm times the next weight; or None.
+        final_scale, final_shift: (steps, W), of the last norm. If it is plain, (W,) and None.
+        b_in: (W,), or (steps, W) with the time's part if the norms are plain.
+        w_in: (A, W), from actions to suffix tokens, or to the hidden layer of the time MLP.
+        times, gains: t and the guidance's w(t) (`vla_accel.nn.rtc`) of each step, on the host.
+        trained: whether the model was trained with clean prefixes. Then all rows but `final_*` are pairs (2, ·), of the
+            step's t and of t = 0, which pinned actions have.
     """
 
     input_scale: Tensor | None
@@ -71,12 +103,23 @@ class StepTables:
     def steps(self) -> int:
         return len(self.times)
 
-    def of(self, table: Tensor | None, step: int, layer: int | None = None) -> Tensor | None:
-        """A row of one of the tables; None where there is none."""
-        if table is None:
-            return None
-        return table[step] if layer is None else table[step, layer]
-
     @property
     def adaptive(self) -> bool:
         return self.final_shift is not None
+
+    def layer(self, step: int, index: int) -> LayerTables:
+        """The constants of a layer in a step."""
+        tables = (
+            self.input_scale, self.input_shift, self.input_gate, self.post_scale, self.post_shift, self.post_gate
+        )  # fmt: skip
+        return LayerTables(*(None if table is None else table[step, index] for table in tables))
+
+    def final(self, step: int) -> tuple[Tensor, Tensor | None]:
+        """The scale and shift of the last norm in a step."""
+        if self.final_shift is None:
+            return self.final_scale, None
+        return self.final_scale[step], self.final_shift[step]
+
+    def input_bias(self, step: int) -> Tensor:
+        """The bias of the projection of actions in a step."""
+        return self.b_in if self.adaptive else self.b_in[step]

@@ -1,4 +1,4 @@
-"""Kernels that work row by row (`vla_accel.kernels.rows.rows`)."""
+"""Kernels that work row by row. A public function runs the op of the same name in `vla_accel.kernels.rows.rows`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constex
 
 
 def patchify(images: Tensor, out: Tensor, patch: int, square: int, pixel_maps: Tensor | None) -> None:
-    """See `vla_accel.kernels.rows.rows.patchify`."""
     size = images.shape[1]
     stride = out.shape[1] // 2
     side = size // patch
@@ -89,7 +88,6 @@ def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH:
 def add_norm(
     x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.kernels.rows.rows.add_norm`."""
     rows, width = x.shape
     block, warps = power_of_two(width), 4 if width <= 2048 else 8
     y_rows = 1 if y is None else len(y)
@@ -127,7 +125,6 @@ def embed_norm(
     image_tokens: Tensor, tokens: Tensor, table: Tensor, x: Tensor, h: Tensor, *, eps: float,
     inverse_scale: float | None, state: Tensor | None, lengths: Tensor | None,
 ) -> None:  # fmt: skip
-    """See `vla_accel.kernels.rows.rows.embed_norm`."""
     rows, width = x.shape
     sources, block = (image_tokens, tokens, table, x if state is None else state), power_of_two(width)
     launch(
@@ -152,7 +149,6 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
 
 
 def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, activation: Activation) -> None:
-    """See `vla_accel.kernels.rows.rows.geglu`."""
     rows, hidden = out.shape
     block = min(2048, power_of_two(hidden))
     grid, gate = (triton.cdiv(hidden, block), rows), activation.gate.code
@@ -170,7 +166,6 @@ def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, PDL: tl.con
 
 
 def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
-    """See `vla_accel.kernels.rows.rows.gelu`."""
     total = x.numel()
     launch(_gelu, (triton.cdiv(total, 4096),), x, out, total, inverse_scale, 4096, num_warps=8)
 
@@ -207,7 +202,6 @@ def _rope_cache(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, H
 
 
 def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
-    """See `vla_accel.kernels.rows.rows.rope_cache`."""
     tokens, kv_heads, head_dim = keys.shape[1:]
     launch(
         _rope_cache, (qkv.shape[0],),
@@ -237,7 +231,6 @@ def _patchify_blocks(image_ptr, out_ptr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 
 
 def patchify_blocks(images: Tensor, out: Tensor, patch: int, merge: int) -> None:
-    """See `vla_accel.kernels.rows.rows.patchify_blocks`."""
     height, width, stride = images.shape[1], images.shape[2], out.shape[1] // 2
     side = patch * merge
     _patchify_blocks[(out.shape[0],)](
@@ -261,7 +254,6 @@ def _place_tokens(image_ptr, token_ptr, table_ptr, order_ptr, x_ptr, IMAGES: tl.
 
 
 def place_tokens(image_tokens: Tensor, tokens: Tensor, table: Tensor, order: Tensor, x: Tensor) -> None:
-    """See `vla_accel.kernels.rows.rows.place_tokens`."""
     rows, width = x.shape
     launch(
         _place_tokens, (rows,),
@@ -286,7 +278,6 @@ def _add_at(y_ptr, place_ptr, x_ptr, TOKENS: tl.constexpr, COUNT: tl.constexpr, 
 
 
 def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
-    """See `vla_accel.kernels.rows.rows.add_at`."""
     batch, count, width = y.shape
     launch(_add_at, (batch * count,), y, places, x, x.shape[0] // batch, count, width, power_of_two(width), num_warps=4)
 
@@ -323,7 +314,6 @@ def norm_rope(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
     eps: float,
 ) -> None:  # fmt: skip
-    """See `vla_accel.kernels.rows.rows.norm_rope`."""
     tokens, half = cos.shape
     launch(
         _norm_rope, (qkv.shape[0],),
@@ -344,6 +334,5 @@ def _exact_gelu(x_ptr, total, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def exact_gelu(x: Tensor) -> None:
-    """See `vla_accel.kernels.rows.rows.exact_gelu`."""
     total = x.numel()
     launch(_exact_gelu, (triton.cdiv(total, 2048),), x, total, 2048, num_warps=8)

@@ -6,24 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
-from vla_accel.cli.options import (
-    Count,
-    Listed,
-    Number,
-    OutputFile,
-    OutputFolder,
-    Picture,
-    Seed,
-    Text,
-    Within,
-    Words,
-    Written,
-)
+from vla_accel.cli.options import Argument, Count, Number, OutputFile, OutputFolder, Picture, Seed, Within, Written
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-DtypeOfDevice = Annotated[Dtype | None, tyro.conf.arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")]
+DtypeOfDevice = Annotated[Dtype | None, Argument("{fp32,bf16,fp16}")]
 Library = Literal["tensorrt", "tensorrt_rtx"]
 ImageEngine = Literal["eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
 
@@ -54,21 +40,21 @@ class BuildVae:
     """Where the files go, with vae_config.json, which the pipelines read."""
     static: bool = False
     """One folder a size: the five text-to-image ratios, and --sizes."""
-    sizes: Listed[str] = ()
+    sizes: tuple[str, ...] = ()
     """WIDTHxHEIGHT: further sizes of --static."""
-    only: Listed[str] = ()
+    only: tuple[str, ...] = ()
     """With --static: these sizes alone, not all five ratios."""
-    sides: Listed[Literal["encoder", "decoder"]] = ("encoder", "decoder")
+    sides: tuple[Literal["encoder", "decoder"], ...] = ("encoder", "decoder")
     """Which halves of the autoencoder."""
     library: Library = "tensorrt_rtx"
     """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
-    targets: Listed[str] = ()
+    targets: tuple[str, ...] = ()
     """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
     dtype: Dtype = "fp16"
     """Of the engine."""
     force_engine: bool = False
     """Build again what is there."""
-    optimization_level: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint=""), Within(0, 5)] = None
+    optimization_level: Annotated[int | None, Within(0, 5)] = None
     """The builder's effort, 0 to 5."""
 
 
@@ -91,7 +77,7 @@ class BuildUnet:
     """Build again what is there."""
     library: Library = "tensorrt_rtx"
     """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
-    targets: Listed[str] = ()
+    targets: tuple[str, ...] = ()
     """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
     dtype: Dtype = "fp16"
     """Of the engine."""
@@ -108,17 +94,18 @@ class BenchVae(BenchOptions):
 
     vae: str = "qwen-vae"
     """A folder, or qwen-vae / sd-vae / tiny-qwen-vae / tiny-sd-vae with random weights."""
-    sizes: Listed[str] = ("1024x1024",)
+    sizes: tuple[str, ...] = ("1024x1024",)
     """WIDTHxHEIGHT or a ratio's name; "static" is the five ratios, "profiles" the nine of the multi-profile engine."""
-    systems: Listed[
-        Literal["eager", "compile", "native", "native-fp16", "native-measured", "inductor", "tensorrt", "tensorrt_rtx"]
+    systems: tuple[
+        Literal["eager", "compile", "native", "native-fp16", "native-measured", "inductor", "tensorrt", "tensorrt_rtx"],
+        ...,
     ] = ("eager", "compile", "native")
     """eager: diffusers as it is. compile: torch.compile of that. inductor: torch.compile of our channels-last 2-D
     form. native-fp16: computes in float16 whatever --dtype says. native-measured: the quicker of native and inductor.
     tensorrt: engine files of --engine-path."""
-    compile_sizes: Listed[str] = ("1024x1024",)
+    compile_sizes: tuple[str, ...] = ("1024x1024",)
     """Sizes at which compile and inductor take part: each compiles anew, which takes minutes."""
-    engine_path: Text = None
+    engine_path: str | None = None
     """Folder of engine files, for tensorrt and tensorrt_rtx."""
     multi_profile: bool = False
     """Whether that folder holds multi-profile engines."""
@@ -144,8 +131,8 @@ class BenchUnet(BenchOptions):
 
     sd_dir: str = "random"
     """A diffusers folder or hub name; random or tiny-random for random weights."""
-    systems: Listed[
-        Literal["eager-fp32", "eager", "compile", "compile-graphs", "native", "tensorrt", "tensorrt_rtx"]
+    systems: tuple[
+        Literal["eager-fp32", "eager", "compile", "compile-graphs", "native", "tensorrt", "tensorrt_rtx"], ...
     ] = ("eager-fp32", "eager", "compile", "native")
     """eager-fp32, eager, compile (torch.compile of the UNet), compile-graphs (the same with mode reduce-overhead):
     diffusers' pipeline. native, tensorrt, tensorrt_rtx: ours."""
@@ -182,7 +169,7 @@ class BenchQwen(BenchOptions):
     many."""
     tiny: bool = False
     """A tiny pipeline, for machines without a GPU."""
-    transformer: Listed[Literal["compile", "native"]] = ("compile", "native")
+    transformer: tuple[Literal["compile", "native"], ...] = ("compile", "native")
     """Ways to run the transformer, besides eager."""
     vae: str = "native"
     """The autoencoder's engine, or the path of its JSON configuration."""
@@ -200,7 +187,7 @@ class TextToImage:
     """A diffusers folder or hub name; "random" is version 1.4's configuration with random weights."""
     prompt: str = "a photo of an astronaut riding a horse on mars"
     """What to show."""
-    negative_prompts: Words = ""
+    negative_prompts: str = ""
     """What not to show."""
     out_img_path: Annotated[Path, Written()] = Path("out/image.png")
     """The picture; a .png, which carries the parameters."""
@@ -221,7 +208,7 @@ class TextToImage:
     multiples of 8."""
     width: Number = None
     """Pixels, a multiple of 8, with --height."""
-    scheduler: Text = None
+    scheduler: str | None = None
     """A diffusers class, like DDIMScheduler, instead of the checkpoint's."""
     dtype: DtypeOfDevice = None
     """fp16 on a GPU and fp32 on a CPU, where not given."""
@@ -252,12 +239,12 @@ class Precision:
     Exit status 1 if a module overflows that is not kept in float32.
     """
 
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional]
+    model: Annotated[str, Argument("MODEL", positional=True)]
     """A diffusers folder, or a configuration with random weights: qwen-vae, sd-vae, sd-unet, qwen-text-encoder, or
     tiny- and one of these."""
     dtype: Literal["bf16", "fp16"] = "bf16"
     """What float32 is compared with."""
-    keep_fp32: Listed[str] = ()
+    keep_fp32: tuple[str, ...] = ()
     """Names of modules (patterns) that stay in float32."""
     auto_fp32: bool = False
     """Keep in float32 whatever overflows, as found in the float32 run."""
