@@ -142,8 +142,8 @@ def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: tl.constexpr, SKIP
     lane = tl.arange(0, G.lanes)
     channel = (block * (G.taken * G.channels) + lane)[None, :]
     real = (lane < G.taken * G.channels)[None, :] & (channel < C + SKIP)
-    sums = tl.zeros((G.lanes,), tl.float32)
-    squares = tl.zeros((G.lanes,), tl.float32)
+    sums = tl.full((G.lanes,), 0.0, tl.float32)
+    squares = tl.full((G.lanes,), 0.0, tl.float32)
     for turn in range(PASSES):
         pixel = (piece * PASSES + turn) * G.rows + tl.arange(0, G.rows)
         row = (batch * pixels + pixel)[:, None]
