@@ -20,7 +20,7 @@ def _patchify(images: int, rows: int, columns: int, patch: int, merge: int, stri
         side = patch * merge
         pixels = draw.integers(256, images, rows * side, columns * side, 3, dtype=torch.uint8)
         out = Empty((images * rows * columns * merge**2, 2 * stride), draw.dtype)
-        return Call("patchify_blocks", {"images": pixels, "out": out, "patch": patch, "merge": merge}, ("out",))
+        return Call("patchify", {"images": pixels, "out": out, "patch": patch, "square": merge}, ("out",))
 
     return call
 
@@ -127,7 +127,7 @@ def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
 
 def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for shape in ((2, 2, 3, 4, 2, 48), (1, 1, 2, 5, 1, 80)):
-        yield f"patchify_blocks {shape}", _patchify(*shape)
+        yield f"patchify {shape}", _patchify(*shape)
     for shape in ((2, 5, 7, 12), (1, 1, 1, 40)):
         yield f"place_tokens {shape}", _place(*shape)
         yield f"add_at {shape}", _add_at(shape[0], shape[1] + shape[2], shape[1], shape[3])

@@ -24,7 +24,7 @@ _TRITON = "rows.triton_rows"
 
 @op(_TRITON)
 def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_maps: Tensor | None = None) -> None:
-    """Write the patches of uint8 images (N, S, S, 3) to rows (N * patches, 2 * stride).
+    """Write the patches of uint8 images (N, H, W, 3) to rows (N * patches, 2 * stride).
 
     A row holds the patch twice, in the order of a convolution's weight (channel, row, column), each padded with zeros
     to `stride`. Bytes are exact in BF16, so weights in two halves lose nothing.
@@ -37,16 +37,6 @@ def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_map
     """
     if pixel_maps is not None:
         images = levels(images, pixel_maps)
-    _store_patches(images, out, patch, square)
-
-
-@op(_TRITON)
-def patchify_blocks(images: Tensor, out: Tensor, patch: int, merge: int) -> None:
-    """`patchify` for images (N, H, W, 3) of any size, in squares of `merge` patches on a side."""
-    _store_patches(images, out, patch, merge)
-
-
-def _store_patches(images: Tensor, out: Tensor, patch: int, square: int) -> None:
     n, height, width = images.shape[:3]
     side, stride = patch * square, out.shape[1] // 2
     split = images.permute(0, 3, 1, 2).reshape(n, 3, height // side, square, patch, width // side, square, patch)

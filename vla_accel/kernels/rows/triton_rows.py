@@ -19,20 +19,20 @@ MAP_WIDTH = tl.constexpr(pictures.MAP_WIDTH)
 
 
 @triton.jit
-def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr,
+def _patchify(image_ptr, map_ptr, out_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PATCH: tl.constexpr,
               SQUARE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
-    image, cell = row // (SIDE * SIDE), row % (SIDE * SIDE)
+    image, cell = row // (ROWS * COLUMNS), row % (ROWS * COLUMNS)
     square, place = cell // (SQUARE * SQUARE), cell % (SQUARE * SQUARE)
-    top = (square // (SIDE // SQUARE) * SQUARE + place // SQUARE) * PATCH
-    left = (square % (SIDE // SQUARE) * SQUARE + place % SQUARE) * PATCH
+    top = (square // (COLUMNS // SQUARE) * SQUARE + place // SQUARE) * PATCH
+    left = (square % (COLUMNS // SQUARE) * SQUARE + place % SQUARE) * PATCH
     k = tl.arange(0, BLOCK)
     # A row is in the order of the convolution's weight: channel, row, column.
     channel, inside = k // (PATCH * PATCH), k % (PATCH * PATCH)
     y, x = top + inside // PATCH, left + inside % PATCH
     real = k < 3 * PATCH * PATCH
-    base = image_ptr + image.to(tl.int64) * SIZE * SIZE * 3
-    pixel = tl.load(base + (y * SIZE + x) * 3 + channel, mask=real, other=0).to(tl.float32)
+    base = image_ptr + image.to(tl.int64) * (ROWS * COLUMNS * PATCH * PATCH * 3)
+    pixel = tl.load(base + (y * (COLUMNS * PATCH) + x) * 3 + channel, mask=real, other=0).to(tl.float32)
     if map_ptr is not None:
         its = map_ptr + image * MAP_WIDTH
         inside = (y >= tl.load(its + TOP)) & (y < tl.load(its + BOTTOM))
@@ -49,11 +49,10 @@ def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constex
 
 
 def patchify(images: Tensor, out: Tensor, patch: int, square: int, pixel_maps: Tensor | None) -> None:
-    size = images.shape[1]
+    rows, columns = images.shape[1] // patch, images.shape[2] // patch
     stride = out.shape[1] // 2
-    side = size // patch
     block = power_of_two(stride)
-    _patchify[(len(out),)](images, pixel_maps, out, size, patch, side, square, stride, block, num_warps=4)
+    _patchify[(len(out),)](images, pixel_maps, out, rows, columns, patch, square, stride, block, num_warps=4)
 
 
 @triton.jit
@@ -208,34 +207,6 @@ def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tens
         qkv, cos, sin, keys, values, tokens, heads, kv_heads, head_dim // 2, power_of_two(heads + 2 * kv_heads),
         power_of_two(head_dim // 2), num_warps=4,
     )  # fmt: skip
-
-
-@triton.jit
-def _patchify_blocks(image_ptr, out_ptr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                     MERGE: tl.constexpr, PATCH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0)
-    PATCHES: tl.constexpr = ROWS * COLUMNS * MERGE * MERGE
-    image, place = row // PATCHES, row % PATCHES
-    block, inner = place // (MERGE * MERGE), place % (MERGE * MERGE)
-    top = (block // COLUMNS * MERGE + inner // MERGE) * PATCH
-    left = (block % COLUMNS * MERGE + inner % MERGE) * PATCH
-    k = tl.arange(0, BLOCK)
-    # A row is in the order of the convolution's weight: channel, row, column.
-    channel, inside = k // (PATCH * PATCH), k % (PATCH * PATCH)
-    y, x = top + inside // PATCH, left + inside % PATCH
-    base = image_ptr + image.to(tl.int64) * (ROWS * MERGE * PATCH) * WIDTH * 3
-    pixel = tl.load(base + (y * WIDTH + x) * 3 + channel, mask=k < 3 * PATCH * PATCH, other=0).to(tl.float32)
-    out = out_ptr + row.to(tl.int64) * (2 * STRIDE) + k
-    tl.store(out, pixel.to(out_ptr.dtype.element_ty), mask=k < STRIDE)
-    tl.store(out + STRIDE, pixel.to(out_ptr.dtype.element_ty), mask=k < STRIDE)
-
-
-def patchify_blocks(images: Tensor, out: Tensor, patch: int, merge: int) -> None:
-    height, width, stride = images.shape[1], images.shape[2], out.shape[1] // 2
-    side = patch * merge
-    _patchify_blocks[(out.shape[0],)](
-        images, out, width, height // side, width // side, merge, patch, stride, power_of_two(stride), num_warps=4
-    )
 
 
 @triton.jit
