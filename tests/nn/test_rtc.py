@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.reference_rtc import guided_euler, pad_chunk
-from vla_accel.config import PolicyConfig, RtcConfig, Schedule, load_config
+from vla_accel.config import RtcConfig, Schedule, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.nn.flow import euler_times
 from vla_accel.nn.rtc import chunk_weights, guidance_weights, prefix_weights
@@ -98,11 +98,6 @@ def test_settings_that_cannot_be_are_refused(changes: dict, message: str) -> Non
         load_config({"rtc": changes})
     with pytest.raises(ConfigError, match="delay and end"):
         prefix_weights(-1, 3, 8, "ones")
-
-
-def test_a_configuration_names_them() -> None:
-    assert load_config({"rtc": {"schedule": "exp", "max_guidance_weight": 5}}).rtc == RtcConfig("exp", 5.0)
-    assert PolicyConfig().rtc == RtcConfig("linear", None, None)
 
 
 @pytest.mark.parity

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.groot_folders import observation
-from vla_accel import OptimizedPolicy, PolicyConfig, cli
+from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.errors import ObservationError
 from vla_accel.families.bench import bench_card
@@ -65,16 +64,6 @@ def test_parity_with_itself(groot_folder: Path, policy: OptimizedPolicy) -> None
     names = ["image_tokens", "deepstack", "text_keys", "text_values", "image_keys", "image_values"]
     assert list(report.components) == names
     assert {p.dtype.itemsize for n, p in low.model.named_parameters() if n.startswith("head.state_")} == {4}
-
-
-@pytest.mark.slow
-def test_bench_times_it(groot_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", str(groot_folder), "--config", "eager", "--calls", "1", "--device", "cpu", "--steps", "1"]
-    assert cli.main(words) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (row,) = report["rows"]
-    assert report["parts"] == ["vision", "kv_cache", "denoise"] and set(row["parts_ms"]) >= set(report["parts"])
-    assert row["work"]["denoise"]["bytes"] > 0
 
 
 def test_work_of_the_published_size() -> None:

@@ -15,10 +15,8 @@ from vla_accel import OptimizedPolicy
 from vla_accel.config import load_config
 from vla_accel.errors import DependencyError, ObservationError
 from vla_accel.families.bench import bench_card
-from vla_accel.families.loading import load
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.network import SmolVla
-from vla_accel.measure.parity import compare, reference_of
 from vla_accel.nn.rtc import chunk_weights
 
 FP32 = load_config("eager_fp32")
@@ -86,19 +84,6 @@ def test_a_previous_chunk_guides(policy: OptimizedPolicy) -> None:
             torch.from_numpy(-noise)[None], times.tolist(), target, weights,
         )  # fmt: skip
     np.testing.assert_allclose(guided, processor.unnormalize_actions(expected[0].numpy(), inputs), rtol=0, atol=1e-4)
-
-
-def test_parity_of_bf16(folder: Path) -> None:
-    """What `vla-accel parity` compares; the reference agrees with itself."""
-    settings = load_config({"num_steps": 2, "precision": "bf16", "device": "cpu"})
-    low = OptimizedPolicy.from_pretrained(folder, settings)
-    exact = reference_of(settings, load(folder))
-    given = [observation(i, libero=True) for i in range(2)]
-    report = compare(low, exact, given, name="bf16")
-    assert set(report.components) == {"image_tokens", "keys", "values"}
-    assert report.actions.mean_error > 0 and report.actions.cosine < 1
-    same = compare(exact, exact, given, name="itself")
-    assert same.actions.cosine == pytest.approx(1.0) and same.actions.max_error == 0.0
 
 
 def test_a_baseline_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,12 +72,6 @@ def test_every_bucket_of_a_small_model_is_built_and_run(tmp_path: Path, built: l
     np.testing.assert_array_equal(*(p.infer(tiny_observation())["actions"] for p in (policy, fresh)))
 
 
-def test_eager_has_nothing_to_build(tmp_path: Path, built: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    write_tiny_checkpoint(tmp_path, max_token_len=200)
-    OptimizedPolicy.from_pretrained(tmp_path, FP32.with_specs(dict.fromkeys(PARTS, EngineSpec("eager"))))
-    assert built.count("build denoise") == 1 and not caplog.messages
-
-
 def test_many_buckets_are_built_by_name_and_the_rest_is_said(
     tmp_path: Path, built: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

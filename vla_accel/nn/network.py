@@ -52,21 +52,14 @@ class _NotDrawn(TorchFunctionMode):
 
 @contextlib.contextmanager
 def weightless() -> Iterator[None]:
-    """Make modules on the meta device without drawing their weights.
-
-    Drawing nothing still makes torch import its compiler, which takes a third of a start.
-    """
+    """Make modules on the meta device without drawing their weights, which would make torch import its compiler."""
     with _NotDrawn(), torch.device("meta"):
         yield
 
 
 class Network(nn.Module, ABC):
-    """A model of a family. Module names are the canonical checkpoint keys.
-
-    Attributes:
-        config: the architecture and its sizes, a dataclass of the family.
-        origin: where weights on the meta device can be read; None if all weights are in memory.
-    """
+    """A model of a family. Module names are the canonical checkpoint keys. `config`: its sizes, a dataclass of the
+    family; `origin`: where weights on the meta device can be read, None if all weights are in memory."""
 
     config: Any
     origin: Origin | None = None
@@ -148,10 +141,8 @@ class Network(nn.Module, ABC):
         return found if parts else [name for name, _ in self.named_parameters()]
 
     def weight(self, name: str, device: torch.device | None = None) -> Tensor:
-        """Return a weight in the dtype that this network computes in. The network does not keep what it reads.
-
-        `device`: the network's if not given.
-        """
+        """Return a weight in the dtype that this network computes in, on the network's device by default. The network
+        does not keep what it reads."""
         value = self.get_parameter(name).detach()
         if self.origin is None or not value.is_meta:
             return value if device is None else value.to(device)

@@ -1,8 +1,6 @@
 """PaliGemma as π0, π0.5 and π0-FAST share it: SigLIP, a linear projector, and Gemma over image tokens and prompt.
 
-Knows nothing of what reads the prefix. Same mathematics as openpi's PyTorch model (Physical Intelligence, openpi,
-Apache-2.0); masked views and padding are dropped before anything is computed.
-"""
+Same mathematics as openpi's PyTorch model (Physical Intelligence, openpi, Apache-2.0)."""
 
 from __future__ import annotations
 

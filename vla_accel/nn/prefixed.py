@@ -1,7 +1,4 @@
-"""Networks that see images and read a prompt once, as a prefix that leaves keys and values: what components ask.
-
-Knows nothing of what reads the keys and values.
-"""
+"""Networks that read images and a prompt once, as a prefix that leaves keys and values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Models with random weights of any size, for measuring speed and agreement where no checkpoint can be had.
+"""Models with random weights of any size, for measuring speed and agreement without a checkpoint.
 
-Weights are drawn so that activations stay of order one through every layer (a residual branch adds 1 / √(2 depth)),
-and so that observations matter, as they do to a trained model. With flat attention over 500 tokens an expert sees only
-their mean, which is the same for every observation, and agreement then says nothing of the prefix.
+Activations stay of order one through every layer (a residual branch adds 1 / √(2 depth)), and attention is sharp enough
+that observations matter: with flat attention an expert would see only the mean of all tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from vla_accel.nn.reference import RmsNorm
 N = TypeVar("N", bound=Network)
 
 SHARP, EXPERT_SHARP = 2.0, 4.0
-"""Deviation of the attention's logits, in vision and prefix, and in the expert. At 1 attention over 500 tokens is flat;
-at 4 a handful of them count."""
+"""Deviation of the attention's logits, in vision and prefix, and in the expert. At 1 attention over 500 tokens is
+flat."""
 EXPERT_BRANCH = 2.0
 """How many times as much the expert's branches add: what it reads becomes half of what it says."""
 PIECE = 1 << 24
@@ -103,8 +102,7 @@ class Drawn:
 def drawn_model(
     kind: type[N], config: Any, *, seed: int, device: str, dtype: torch.dtype, drawn: type[Drawn] = Drawn
 ) -> N:  # fmt: skip
-    """A model of a kind and `config` whose weights are drawn when they are asked for, on `device`, large products in
-    `dtype`, in eval mode; `drawn`: what draws them."""
+    """Return a model in eval mode whose weights `drawn` draws when they are read. `dtype`: of the large products."""
     model = kind.empty(config)
     model.origin = drawn(model, seed, torch.device(device))
     return model.placed(torch.device(device), dtype)
@@ -113,7 +111,7 @@ def drawn_model(
 def random_model(
     kind: type[N], config: Any, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> N:  # fmt: skip
-    """As `drawn_model`, with all weights drawn."""
+    """Return a `drawn_model` with all weights drawn."""
     return drawn_model(kind, config, seed=seed, device=device, dtype=dtype).whole()
 
 

@@ -1,8 +1,4 @@
-"""SigLIP vision tower: images in, one row of patch tokens per view out.
-
-Source: Zhai et al. 2023 (SigLIP) as used by openpi's PaliGemma (So400m/14 at 224 px: 27 layers, width 1152, MLP 4304,
-16 heads).
-"""
+"""SigLIP vision tower (Zhai et al. 2023), by default So400m/14 at 224 px as in openpi's PaliGemma."""
 
 from __future__ import annotations
 
@@ -52,11 +48,7 @@ class SiglipConfig:
 
 
 class SiglipVision(nn.Module):
-    """The tower.
-
-    Args of `forward`: `pixels` (N, 3, image_size, image_size) in [-1, 1], dtype of the layers' weights or wider.
-    Returns (N, tokens, width) in the dtype of the layers' weights.
-    """
+    """pixels (N, 3, image_size, image_size) in [-1, 1] to (N, tokens, width) in the dtype of the layers' weights."""
 
     def __init__(self, config: SiglipConfig) -> None:
         super().__init__()

@@ -48,13 +48,9 @@ class NativeStore(Generic[N]):
     ) -> str:
         """Return the precision of a component: the policy's, or another one, which needs a BF16 policy.
 
-        Args:
-            products: the products that the family declares for FP8 and INT8; None if it has none.
-            others: more precisions.
-            any_policy: whether policies of other dtypes may have the other precisions as well.
-
-        Raises:
-            EngineError: the component does not have the requested precision, or scales are missing.
+        `products`: those that the family declares for FP8 and INT8; `others`: more precisions; `any_policy`: whether
+        policies of other dtypes may have them as well. Raises EngineError if the component does not have the requested
+        precision, or scales are missing.
         """
         own = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp32"}[self.model.dtype]
         requested = own if spec.precision == "auto" else spec.precision

@@ -1,8 +1,5 @@
-"""Variants of the components, at another precision than the policy's: vision in FP16, the prefix with its MLPs in FP8.
-
-Each is a module with the inputs and outputs of the component that it stands for; its parts that an engine may build
-alone are `Island`s. Knows nothing about engines.
-"""
+"""Components at another precision than the policy's, with the same inputs and outputs: vision in FP16, the prefix with
+its MLPs in FP8. Parts that an engine may build alone are `Island`s."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ class Bridge(nn.Module):
 
 
 class Fp16Vision(nn.Module):
-    """`Vision` with the tower in FP16, a cast bridge, and the projector as it is.
-
-    The embeddings stay in float32 as in the model; of the tower's large products only the dtype changes.
-    """
+    """`Vision` with the tower's blocks in FP16 (embeddings stay in float32), a cast, and the projector as it is."""
 
     def __init__(self, model: PrefixNetwork) -> None:
         super().__init__()
@@ -75,10 +69,7 @@ class Mlp(nn.Module):
 
 
 class QuantisedKvCache(PrefixStack):
-    """`KvCache` with every MLP in FP8: weights and activations in E4M3, one scale a tensor. The rest is unchanged.
-
-    The last layer has no MLP here: it stops after its keys and values.
-    """
+    """`KvCache` with every MLP in FP8: weights and activations in E4M3, one scale a tensor."""
 
     def __init__(self, model: PaliGemma, scales: Scales) -> None:
         nn.Module.__init__(self)

@@ -1,9 +1,8 @@
 """π0 and π0.5 at any size: one definition for inference and for training the demo checkpoint.
 
-Knows nothing about robots, prompts or engines. Same mathematics as openpi's PyTorch model (Physical Intelligence,
-openpi, Apache-2.0), with the exact savings applied: q, k, v and gate, up are single products; masked views and
-padding are dropped before anything is computed; the last prefix layer stops after its keys and values; time
-conditioning is computed once for all steps.
+Same mathematics as openpi's PyTorch model (Physical Intelligence, openpi, Apache-2.0), with exact savings: q, k, v and
+gate, up are single products; the last prefix layer stops after its keys and values; time conditioning is computed once
+for all steps.
 """
 
 from __future__ import annotations

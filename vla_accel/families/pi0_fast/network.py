@@ -1,6 +1,6 @@
 """π0-FAST at any size: PaliGemma alone, which writes a chunk of actions as tokens, one after the other.
 
-Knows nothing about robots, prompts, what a token means, or engines. Same mathematics as lerobot's `pi0_fast` (Hugging
+Same mathematics as lerobot's `pi0_fast` (Hugging
 Face, Apache-2.0; Pertsch et al. 2025) where it decodes greedily with a cache: the prefix is images, prompt and a last
 <bos>, all of which see each other; every further token sees all before it. The exact savings of `models.pi0` apply, and
 one more: the last prefix token is run once more as the first token that is decoded, against the keys and values that

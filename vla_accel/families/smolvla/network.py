@@ -1,9 +1,8 @@
 """SmolVLA at any size: one definition for inference and for training.
 
-Knows nothing about robots, prompts or engines. Same mathematics as lerobot's code (Hugging Face, Apache-2.0; Shukor et
-al. 2025), with the exact savings applied: q, k, v and gate, up are single products; padding and views that are not
-there are never computed; the last prefix layer stops after its keys and values; what a layer that only crosses makes of
-the prefix's keys and values is made once for all steps, and so is the time's half of the action embedding.
+Same mathematics as lerobot's code (Hugging Face, Apache-2.0; Shukor et al. 2025), with exact savings: q, k, v and gate,
+up are single products; the last prefix layer stops after its keys and values; a crossing layer's projections of the
+prefix's keys and values are computed once for all steps, and so is the time's half of the action embedding.
 """
 
 from __future__ import annotations
