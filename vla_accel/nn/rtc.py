@@ -107,7 +107,7 @@ class Guidance:
 @dataclass(frozen=True)
 class Pinned:
     """Replaces `Guidance` where the model was trained with clean prefixes: actions whose weight is not zero are the
-    target's, at flow time 0, in every evaluation and in the end. `embedding` and `modulations`: `conditioning` of t = 0.
+    target's, at flow time 0, in every evaluation and in the end. `embedding`, `modulations`: `conditioning` of t = 0.
 
     Source: Black, Ren, Equi, Levine, "Training-Time Action Conditioning for Efficient Real-Time Chunking" (2025), with
     their time reversed; for π0.5 lerobot's `hard_prefix` (pull request 4056).
