@@ -80,16 +80,23 @@ def scaling(kind: Kind, name: str) -> tuple[np.ndarray, np.ndarray]:
     return table["mean"], table["std"] + 1e-6
 
 
+def observed_by_hand(
+    policy: OptimizedPolicy, kind: Kind, observation: Mapping[str, Any]
+) -> tuple[Any, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """The model in float64, the state if it takes one, and the keys and values of an observation."""
+    model = copy.deepcopy(policy.model).whole().double()
+    inputs = policy.processor.prepare(observation)
+    centre, half = scaling(kind, "state")
+    state = torch.from_numpy((observation["observation/state"] - centre) / half)[None].double()
+    pixels = torch.from_numpy(np.stack(inputs.images)).permute(0, 3, 1, 2)[None].double() / 255 * 2 - 1
+    cache = model.prefix_cache(model.embed_images(pixels), torch.from_numpy(inputs.tokens)[None])
+    return model, state if kind == "pi0" else None, *cache
+
+
 def by_hand(policy: OptimizedPolicy, kind: Kind, observation: Mapping[str, Any], noise: np.ndarray,
             previous: np.ndarray, weights: np.ndarray, steps: int, bound: float) -> np.ndarray:  # fmt: skip
     """The guided loop in float64, in the paper's time, written without what is tested."""
-    model = copy.deepcopy(policy.model).whole().double()
-    inputs = policy.processor.prepare(observation)
-    state = torch.zeros(1, 8, dtype=torch.float64)
-    centre, half = scaling(kind, "state")
-    state[0] = torch.from_numpy((observation["observation/state"] - centre) / half)
-    pixels = torch.from_numpy(np.stack(inputs.images)).permute(0, 3, 1, 2)[None].double() / 255 * 2 - 1
-    keys, values = model.prefix_cache(model.embed_images(pixels), torch.from_numpy(inputs.tokens)[None])
+    model, state, keys, values = observed_by_hand(policy, kind, observation)
     centre, half = scaling(kind, "actions")
     target = np.zeros((1, 5, 8))
     target[0, : len(previous), :7] = (previous - centre) / half
@@ -98,7 +105,7 @@ def by_hand(policy: OptimizedPolicy, kind: Kind, observation: Mapping[str, Any],
         tau = k / steps
         embedding, rows = model.conditioning(torch.tensor([1 - tau], dtype=torch.float64))
         row = None if rows is None else rows[0]
-        v = -model.velocity(x, embedding[0], row, state if kind == "pi0" else None, keys, values)
+        v = -model.velocity(x, embedding[0], row, state, keys, values)
         error = w * (y - (x + (1 - tau) * v))
         r_squared = (1 - tau) ** 2 / (tau**2 + (1 - tau) ** 2)
         scale = bound if tau == 0 else min(bound, (1 - tau) / (tau * r_squared))

@@ -3,7 +3,6 @@ has its own flow time, and nothing is guided. tests/parity holds π0.5 to lerobo
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.policy.test_guided_policy import EAGER, chunk, draw, load, scaling
+from tests.policy.test_guided_policy import EAGER, chunk, draw, load, observed_by_hand, scaling
 from tests.support.tiny import tiny_observation, write_tiny_checkpoints
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import RtcConfig, load_config
@@ -33,13 +32,7 @@ def by_hand(
 ) -> np.ndarray:
     """lerobot's loop (`euler_integrate` with `hard_prefix`) in float64: before each evaluation the prefix is put in,
     and its flow time is zero."""
-    model = copy.deepcopy(policy.model).whole().double()
-    observation = tiny_observation(3)
-    inputs = policy.processor.prepare(observation)
-    centre, half = scaling(kind, "state")
-    state = torch.from_numpy((observation["observation/state"] - centre) / half)[None].double()
-    pixels = torch.from_numpy(np.stack(inputs.images)).permute(0, 3, 1, 2)[None].double() / 255 * 2 - 1
-    keys, values = model.prefix_cache(model.embed_images(pixels), torch.from_numpy(inputs.tokens)[None])
+    model, state, keys, values = observed_by_hand(policy, kind, tiny_observation(3))
     centre, half = scaling(kind, "actions")
     prefix = np.zeros((delay, 8))
     prefix[:, :7] = (previous[:delay] - centre) / half
@@ -50,7 +43,7 @@ def by_hand(
         times[:delay] = 0.0
         embedding, rows = model.conditioning(times)
         rows = None if rows is None else rows[None]
-        x = x - model.velocity(x, embedding[None], rows, state if kind == "pi0" else None, keys, values) / steps
+        x = x - model.velocity(x, embedding[None], rows, state, keys, values) / steps
     x[0, :delay] = torch.from_numpy(prefix)
     return x[0, :, :7].numpy() * half + centre
 
