@@ -24,7 +24,8 @@ from vla_accel.nn.quantised import QUANTISED
 
 class Decode(nn.Module):
     """tokens (B, L) int64 of the prompt, keys, values (depth, B, S, kv_heads, head_dim) of the prefix, and, when rows
-    may be shorter, `lengths` (B,) int32 of it, to tokens (B, steps) int64; behind the stop token of all rows 0. The host waits after every token."""
+    may be shorter, `lengths` (B,) int32 of it, to tokens (B, steps) int64; behind the stop token of all rows 0. The
+    host waits after every token."""
 
     def __init__(self, model: Pi0Fast, steps: int) -> None:
         super().__init__()
