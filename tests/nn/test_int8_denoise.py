@@ -71,9 +71,6 @@ def dequantised(value: Any) -> Any:
     return value
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------
-
-
 def test_no_calibration_enters() -> None:
     weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 6)[:, None]
     bias = torch.arange(6.0)
@@ -124,9 +121,6 @@ def test_it_is_as_near_as_eager_to_the_dequantised_network(folders: dict[str, Pa
     )  # fmt: skip
     got, plain, exact = (torch.stack([actions(policy, seed) for seed in range(4)]) for policy in policies)
     assert_as_near(got, plain, exact)
-
-
-# -- what is said and refused -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

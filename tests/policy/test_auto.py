@@ -35,9 +35,6 @@ def chosen(gpu: Gpu, specs: Any = FREE, dtype: torch.dtype = BF16, shown: Shown 
         return choose(specs, CUDA, dtype, shown)
 
 
-# -- the decision -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", GPUS)
 def test_from_ampere_on_it_is_native_in_bf16(name: str) -> None:
     for choice in chosen(GPUS[name]).values():
@@ -85,9 +82,6 @@ def test_auto_needs_no_fallback() -> None:
     for given in (("auto", ("eager",)), ("native", ("auto",))):
         with pytest.raises(ConfigError, match="fallback: engine auto steps down by itself, got"):
             EngineSpec(*given)  # type: ignore[arg-type]
-
-
-# -- what a policy does with it -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -139,9 +133,6 @@ def test_auto_steps_down_and_says_why(
     assert caplog.records[0].levelname == "WARNING", "what it chose could not be built"
     with pytest.raises(EngineError, match="no such kernel"):
         OptimizedPolicy.from_pretrained(folder, {"denoise": "native", "device": "cpu"})
-
-
-# -- what shows that FP8 agrees -----------------------------------------------------------------------------------
 
 
 def kept(folder: Path, policy: OptimizedPolicy, name: str = "native_fp8", **changes: Any) -> Path:

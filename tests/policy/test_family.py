@@ -147,9 +147,6 @@ def test_engines_are_built_ahead_for_its_components(folder: Path) -> None:
         ahead_of_time.jobs(load(folder), PolicyConfig(), [])
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -68,9 +68,6 @@ def chunk(seed: int, left: int = 4) -> np.ndarray:
     return np.random.default_rng(seed).uniform(-1, 2, (left, 7))
 
 
-# -- what is computed ---------------------------------------------------------------------------------------------
-
-
 def scaling(kind: Kind, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(centre, half range or deviation) of the tiny checkpoint's statistics, as openpi scales."""
     table = {k: np.array(v) for k, v in statistics()[name].items()}
@@ -197,9 +194,6 @@ def test_a_loop_without_guidance_is_the_same_bit_for_bit(folder: Path) -> None:
     assert torch.equal(denoise.outputs["actions"], plain)
 
 
-# -- what it is for -----------------------------------------------------------------------------------------------
-
-
 def test_the_demo_goes_on_where_the_last_chunk_was() -> None:
     """The frozen actions come back within 0.08 of normalised ranges that are 2 wide, ten times nearer than without
     guidance: the last of ten Euler steps leaves 9 % of what the flow still disagrees by."""
@@ -270,9 +264,6 @@ def test_the_robot_goes_on_where_it_was_whatever_its_conventions(wide_model: Any
     assert np.abs(guided[len(previous) :] - previous[-1]).max() > 0.1
 
 
-# -- units --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["quantile", "mean_std"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_normalizing_actions_inverts_unnormalizing_them(name: str, kind: Any) -> None:
@@ -303,8 +294,6 @@ def test_a_scale_is_inverted_whatever_its_rounding_and_where_it_is_nothing(kind:
     np.testing.assert_allclose(got[:, [0, 2]], x[:, [0, 2]], rtol=0, atol=1e-9)
     assert not got[:, 1].any(), "a constant says nothing about what it was made of"
 
-
-# -- what cannot be -----------------------------------------------------------------------------------------------
 
 GOOD = chunk(0, 3)
 
@@ -367,9 +356,6 @@ def test_a_batch_needs_a_chunk_or_none_for_each_observation(folders: dict[Kind, 
     ):
         with pytest.raises(ObservationError, match=message):
             policy.infer_batch(two, **options)  # type: ignore[arg-type]
-
-
-# -- over the server, and in the runner ---------------------------------------------------------------------------
 
 
 def test_the_servers_batches_mix_them(folders: dict[Kind, Path]) -> None:

@@ -71,9 +71,6 @@ def live() -> list[torch.Tensor]:
     return [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
 
 
-# -- what is there ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["pi0", "pi05"])
 @pytest.mark.parametrize("config", [NATIVE, FP8, EAGER, replace(EAGER, denoise=EngineSpec("native"))])
 def test_a_policy_read_part_by_part_computes_the_same_bits(
@@ -126,9 +123,6 @@ def test_what_is_asked_for_later_is_read_again(folders: dict[Kind, Path]) -> Non
     np.testing.assert_array_equal(actions(native), first)
     again = exact.with_steps(3)
     assert again.model is exact.model is not native.model
-
-
-# -- what is there while it is made -------------------------------------------------------------------------------
 
 
 class Peak(TorchDispatchMode):
@@ -245,9 +239,6 @@ def test_loading_takes_little_more_than_the_result(precision: str) -> None:
     layer = 4 * prefix.width * (prefix.qkv_dim + prefix.heads * prefix.head_dim + 3 * prefix.mlp_dim)
     print(f"{precision}: peak {peak.most / 1e9:.3f} GB, weights {final / 1e9:.3f} GB, a layer {layer / 1e9:.3f} GB")
     assert final < peak.most < final + layer
-
-
-# -- what does not fit --------------------------------------------------------------------------------------------
 
 
 def out_of_memory(*_: Any, **__: Any) -> Any:

@@ -152,8 +152,6 @@ def test_what_is_for_a_gpu_changes_nothing_here(name: str, folders: dict[str, Pa
     assert seen(folders["pi05"], {name: False}, case) == seen(folders["pi05"], {}, case)
 
 
-# -- what a checkpoint has no use for -----------------------------------------------------------------------------
-
 OTHERS: dict[str, Any] = {
     "asset_id": "droid", "discrete_state_input": False, "embodiment": "gr1",
     "action_tokenizer": "fast", "relaxed_actions": True,
@@ -241,9 +239,6 @@ def test_options_of_native_engines_count_where_one_component_reads_them(folders:
     assert policy.specs["vision"] == EngineSpec("eager")
 
 
-# -- what contradicts the checkpoint ------------------------------------------------------------------------------
-
-
 def test_a_size_that_contradicts_the_folder_is_logged(
     folders: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,9 +275,6 @@ def test_another_number_of_cameras_is_logged_and_another_resize_refused(
     robot.write_text("base: libero\nresize: corner\n")
     with pytest.raises(ConfigError, match=r"preset\.resize: expected bilinear.*got corner"):
         load(folders["lerobot"], PolicyConfig(preset=str(robot)))
-
-
-# -- paths --------------------------------------------------------------------------------------------------------
 
 
 def test_a_tilde_is_the_home_folder(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

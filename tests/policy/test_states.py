@@ -59,9 +59,6 @@ def test_a_groot_state_far_outside_is_a_warning_although_it_is_clipped(
     assert said.startswith(f"{key}: expected dimension 0 in the range")
 
 
-# -- all-zero spans ---------------------------------------------------------------------------------------------------
-
-
 def openpi(folder: Path, kind: Any, quantity: str, dimensions: slice) -> None:
     write_tiny_checkpoint(folder, kind)
     path = folder / "norm_stats.json"

@@ -97,9 +97,6 @@ def test_many_buckets_are_built_by_name_and_the_rest_is_said(
     assert not [b for b in built if b.startswith("build")]
 
 
-# -- the state in the prompt ------------------------------------------------------------------------------------------
-
-
 class Digits:
     """A token for each word or punctuation mark, and one for each digit, as PaliGemma's tokenizer has."""
 
