@@ -13,7 +13,7 @@ from tests.support.in_memory import MemoryWeights
 from vla_accel.errors import ConfigError
 from vla_accel.families.groot.checkpoint import infer_config, load_groot
 from vla_accel.families.groot.head import HeadConfig
-from vla_accel.families.groot.language import Layout, QwenConfig
+from vla_accel.families.groot.language import Layout, QwenConfig, axes_of_frequencies
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.families.groot.vision import QwenVisionConfig
 
@@ -123,6 +123,12 @@ def test_the_published_size() -> None:
     head = sum(p.numel() for p in model.head.parameters())
     # 201 + 1092 of attention and transformer, and 12 for one embodiment; 32 of them have 327.
     assert round(head / 1e6) == 1305
+
+
+def test_frequencies_take_turns() -> None:
+    axes = axes_of_frequencies((24, 20, 20)).tolist()
+    assert axes[:6] == [0, 1, 2, 0, 1, 2] and axes[57:] == [0, 1, 2, 0, 0, 0, 0]
+    assert [axes.count(i) for i in range(3)] == [24, 20, 20]
 
 
 @pytest.mark.parametrize(

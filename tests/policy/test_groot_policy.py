@@ -11,8 +11,8 @@ from tests.support.groot_folders import observation
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.errors import ObservationError
-from vla_accel.families.bench import bench_card
-from vla_accel.families.family import family_named, sized
+from vla_accel.families.bench import bench_card, sized
+from vla_accel.families.family import family_named
 from vla_accel.families.groot.network import groot_n17
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
@@ -79,7 +79,8 @@ def test_work_of_the_published_size() -> None:
 
 
 def test_a_random_policy_of_any_size(policy: OptimizedPolicy) -> None:
-    assert sized("groot_n17")[0].name == "groot" and bench_card(family_named("groot")).sweep == (4, 2, 1)
+    card = sized("groot_n17")[0]
+    assert card.family.name == "groot" and card.sweep == (4, 2, 1)
     other, _ = random_policy("groot", PolicyConfig(device="cpu", num_steps=1), model=policy.model)
     card = bench_card(other.family)
     result = other.infer(card.random_observation(other.processor, np.random.default_rng(0)))
