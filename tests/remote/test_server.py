@@ -151,7 +151,7 @@ def test_a_client_beyond_the_limit_is_refused_until_another_leaves() -> None:
         ({"api_key_file": 3}, "Path, got 3"),
         ({"max_clients": 0}, "at least 1, got 0"),
         ({"max_batch": 0}, "at least 1, got 0"),
-        ({"max_batch": 3}, "power of two, such as 2 or 4, got 3"),
+        ({"max_batch": 3}, "power of two .*got 3"),
         ({"max_wait_s": 0.1}, "max_batch above 1 with it"),
         ({"max_payload": 0}, "at least 1, got 0"),
         ({"max_observations": 0}, "at least 1, got 0"),

@@ -23,7 +23,6 @@ from vla_accel.errors import DependencyError
 _HEADER = 16
 """Bytes for the header: it has at most 14, and the payload stays aligned."""
 _BINARY, _MASKED = 0x82, 0x80
-_LONGEST_S = 1e6  # fits every platform's SO_SNDTIMEO
 
 
 def websockets_client() -> Any:
@@ -47,7 +46,7 @@ def connection_class() -> type:
 
         def limit_sends(self, seconds: float) -> None:
             """Let sending fail once the server has read nothing for so many seconds."""
-            seconds = min(seconds, _LONGEST_S)
+            seconds = min(seconds, 1e6)  # fits every platform's SO_SNDTIMEO
             if isinstance(self.socket, TlsSocket):
                 self.socket.settimeout(seconds)
                 return
@@ -90,13 +89,9 @@ class Frame:
         if len(self._buffer) < _HEADER + size:
             self._buffer = np.empty(_HEADER + size, np.uint8)
         key = secrets.token_bytes(4)
-        if size < 126:
-            header = struct.pack("!BB", _BINARY, _MASKED | size)
-        elif size < 2**16:
-            header = struct.pack("!BBH", _BINARY, _MASKED | 126, size)
-        else:
-            header = struct.pack("!BBQ", _BINARY, _MASKED | 127, size)
-        header += key
+        short = size if size < 126 else 126 if size < 2**16 else 127
+        length = b"" if size < 126 else size.to_bytes(2 if short == 126 else 8, "big")
+        header = bytes((_BINARY, _MASKED | short)) + length + key
         begin, end, even = _HEADER - len(header), _HEADER + size, size // 8 * 8
         self._buffer[begin:_HEADER] = np.frombuffer(header, np.uint8)
         words = self._buffer[_HEADER : _HEADER + even].view(np.uint64)

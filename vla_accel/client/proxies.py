@@ -13,23 +13,15 @@ _SCHEMES = ("http", "https", "socks4", "socks4a", "socks5", "socks5h")
 
 
 class Proxy:
-    """The proxy of a connection.
+    """The proxy `url` of a connection to `address`; None connects directly. `choice`: None or False for none, True for
+    the environment's proxy, or a proxy's address. `through` and `hint` are parts of error messages.
 
-    Args:
-        address: the server's, `ws://host:port` or `wss://host:port`.
-        choice: None or False for none, True for the environment's proxy, or a proxy's address.
-
-    Attributes:
-        url: the proxy's address; None connects directly.
-        through: the proxy in an error message, without its password; empty without a proxy.
-        hint: for an error message: an unused proxy of the environment, if the server is on a public network.
-
-    Raises:
-        ConfigError: an invalid choice.
+    Raises ConfigError for an invalid choice.
     """
 
     def __init__(self, address: str, choice: Any) -> None:
         self.url: str | None = None
+        self.through = self.hint = ""
         if isinstance(choice, str):
             parts = urlsplit(choice)
             if parts.scheme not in _SCHEMES or not parts.hostname:
@@ -39,9 +31,10 @@ class Proxy:
             self.url = _from_environment(address)
         elif choice not in (None, False):
             raise ConfigError(f"proxy: expected None, True or a proxy's address, got {choice!r}")
-        self.through = "" if self.url is None else f" through the proxy {_public(self.url)}"
-        unused = _from_environment(address) if self.url is None and _is_public(address) else None
-        self.hint = "" if unused is None else f"; the environment's proxy {_public(unused)} is not used: proxy=True"
+        if self.url is not None:
+            self.through = f" through the proxy {_public(self.url)}"
+        elif _is_public(address) and (unused := _from_environment(address)) is not None:
+            self.hint = f"; the environment's proxy {_public(unused)} is not used: proxy=True"
 
 
 def _from_environment(address: str) -> str | None:

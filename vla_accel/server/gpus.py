@@ -1,7 +1,8 @@
-"""Memory and clock of this machine's GPUs, from NVIDIA's driver, without a CUDA context."""
+"""The GPUs of this machine as NVIDIA's driver reports them, without a CUDA context."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -21,28 +22,24 @@ def gpus() -> list[GpuState]:
     """Every GPU that the driver reports; none without a driver or without nvidia-ml-py (extra `serve`)."""
     nvml, found = _nvml(), []
     if nvml is None:
-        return []
-    try:
+        return found
+    with contextlib.suppress(nvml.NVMLError):  # a MIG slice has no clock: leave out what is unknown
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle)
             clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-            name = nvml.nvmlDeviceGetName(handle)
             name = name.decode() if isinstance(name, bytes) else name
             found.append(GpuState(f"{index} {name}", int(memory.used), int(memory.total), clock * 1e6))
-    except nvml.NVMLError:  # a MIG slice has no clock: leave out what is unknown
-        pass
     return found
 
 
 @functools.cache
 def _nvml() -> Any:
+    """The module `pynvml`, initialised; None without it or without a driver."""
     try:
         import pynvml
-    except ImportError:
-        return None
-    try:
+
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except Exception:  # ImportError or NVMLError
         return None
     return pynvml

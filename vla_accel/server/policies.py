@@ -41,10 +41,10 @@ class PolicyRegistry:
         if not loaders:
             raise ConfigError("policy: expected at least one, got none")
         self._loaders, self.budget = loaders, budget
+        self._default = next(iter(loaders))
         self._sizes: dict[str, int] = {}
         self._loaded: dict[str, LoadedPolicy] = {}  # least recently used first
-        self.metadata_frames: dict[str, bytes] = {}
-        """Packed metadata by name; "" is the default policy."""
+        self.metadata_frames: dict[str, bytes] = {}  # by name; "" is the default policy
         self.batches = False
 
     @classmethod
@@ -68,21 +68,16 @@ class PolicyRegistry:
         return list(self._loaded)
 
     def start(self) -> None:
-        """Load each policy once, so that errors appear at the start.
-
-        Raises:
-            WireError: metadata that cannot be sent.
-            Exception: whatever a loader raised.
-        """
+        """Load each policy once, so that errors appear at the start: WireError, and whatever a loader raises."""
         for name in reversed(list(self._loaders)):  # the default last, so that it stays loaded
             loaded = self.get(name)
             self.metadata_frames[name] = loaded.metadata_frame(self.names)
             self.batches |= loaded.batches
-        self.metadata_frames[""] = self.metadata_frames[next(iter(self._loaders))]
+        self.metadata_frames[""] = self.metadata_frames[self._default]
 
     def get(self, name: str) -> LoadedPolicy:
         """The policy of this name ("" for the default), loaded. Raises ObservationError for an unknown name."""
-        name = name or next(iter(self._loaders))
+        name = name or self._default
         if name not in self._loaders:
             raise ObservationError(f"{wire.POLICY}: expected one of {', '.join(self.names)}, got {name!r:.60}")
         if name not in self._loaded:

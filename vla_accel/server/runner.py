@@ -22,7 +22,6 @@ from vla_accel.server.requests import OPTIONS, Answer, Answers, Call, Request, p
 logger = logging.getLogger("vla_accel.server")
 
 _MAX_ERROR_LENGTH = 4000
-_DROPPED = Answer("", "dropped")
 
 
 class Runner:
@@ -46,7 +45,7 @@ class Runner:
         spare = max(0, self._limits.max_batch - len(calls))
         for index, call in enumerate(calls):
             if call.dropped:
-                refused.append((index, _DROPPED))
+                refused.append((index, Answer("", "dropped")))
                 continue
             began = time.monotonic()
             ready = max(call.sent_s, self._idle_since)  # the call may have waited here behind the batch before
@@ -92,33 +91,32 @@ class Runner:
 
 
 def _answer(call: Call, requests: list[Request]) -> Answer:
-    try:
-        return _packed(call, requests)
-    except Exception as error:  # a result is the policy's own object: reading it may raise anything
+    results, policy_timing = [], None
+    try:  # a result is the policy's own object: reading it may raise anything
+        for request in requests:
+            result = request.result
+            if isinstance(result, Exception):
+                raise _with_index(result, call, request.index)
+            if not isinstance(result, Mapping):
+                raise EngineError(f"policy: expected a mapping as its result, got {type(result).__name__}")
+            policy_timing = result.get("policy_timing")
+            timing = {"infer_ms": request.infer_ms, **call.timing, "batch": request.batch}
+            try:
+                results.append(wire.pack({**result, "server_timing": timing}))
+            except WireError as error:
+                raise EngineError(f"policy: its result cannot be sent: {error}") from error
+    except Exception as error:
         return failure(error)
-
-
-def _packed(call: Call, requests: list[Request]) -> Answer:
-    results, policy_timing = [], {}
-    for request in requests:
-        result = request.result
-        if isinstance(result, Exception):
-            return failure(_with_index(result, call, request.index))
-        if not isinstance(result, Mapping):
-            return failure(EngineError(f"policy: expected a mapping as its result, got {type(result).__name__}"))
-        policy_timing = result.get("policy_timing")
-        timing = {"infer_ms": request.infer_ms, **call.timing, "batch": request.batch}
-        results.append({**result, "server_timing": timing})
-    try:
-        packed = tuple(wire.pack(result) for result in results)
-    except WireError as error:
-        return failure(EngineError(f"policy: its result cannot be sent: {error}"))
-    last, timing = requests[-1], dict(policy_timing) if isinstance(policy_timing, Mapping) else {}
-    name = last.policy.name if last.policy else ""
-    answer = Answer(packed[0], batch=last.batch, policy=name, policy_timing=timing)
+    last = requests[-1]
+    answer = Answer(
+        results[0],
+        batch=last.batch,
+        policy=last.policy.name if last.policy else "",
+        policy_timing=dict(policy_timing) if isinstance(policy_timing, Mapping) else {},
+    )
     if not call.total:
         return answer
-    return replace(answer, message=b"", results=packed, remaining=call.total - call.done - len(requests))
+    return replace(answer, message=b"", results=tuple(results), remaining=call.total - call.done - len(requests))
 
 
 def _with_index(error: Exception, call: Call, index: int) -> Exception:
@@ -159,13 +157,10 @@ def largest_power_of_two(count: int) -> int:
 
 
 def run_requests(policy: Any, requests: Sequence[Request]) -> list[Any]:
-    """Run requests, several of them as one batch. Returns each one's result or its exception.
-
-    Requests of a batch have options only if the policy declares `batches_prev_chunks`.
-    """
+    """Run requests, several of them as one batch. Returns each one's result or its exception."""
     if len(requests) > 1:
         options = {}
-        if any(r.options for r in requests):
+        if any(r.options for r in requests):  # only if the policy declares `batches_prev_chunks`
             options = {f"{name}s": [r.options.get(name) for r in requests] for name in OPTIONS}
         try:
             results = policy.infer_batch([r.observation for r in requests], **options)
