@@ -24,8 +24,7 @@ from tests.support.waiting import PATIENCE_S, eventually, silent_port
 from vla_accel.client import PolicyChangedError, PolicyClient, Reconnect
 from vla_accel.client import client as client_module
 from vla_accel.client import load as load_module
-from vla_accel.client.connection import Frame
-from vla_accel.client.proxies import Proxy
+from vla_accel.client.connection import Frame, Proxy
 from vla_accel.errors import ConfigError, EngineError, ServerError, WireError
 from vla_accel.remote.processes import start
 from vla_accel.server import background

@@ -17,7 +17,7 @@ from tests.support.server_support import EchoPolicy, get, local, observation, se
 from tests.support.waiting import PATIENCE_S
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ServerError
-from vla_accel.server import background, gpus, metrics, pages
+from vla_accel.server import background, metrics, pages
 
 CHROMIUM = shutil.which("chromium")
 DASHBOARD = Path(__file__).parents[2] / "docs" / "deploy" / "grafana" / "dashboard.json"
@@ -27,7 +27,7 @@ LEDGER = {"component": "vision", "requested": "auto", "used": "native", "reason"
 @pytest.fixture
 def page_policy(monkeypatch: pytest.MonkeyPatch) -> EchoPolicy:
     """A policy with a ledger, on a machine with one GPU."""
-    gpu = gpus.GpuState("0 H200", 10 * 2**30, 140 * 2**30, 1.98e9)
+    gpu = metrics.GpuState("0 H200", 10 * 2**30, 140 * 2**30, 1.98e9)
     for module in (pages, metrics):
         monkeypatch.setattr(module, "gpus", lambda: [gpu])
     return EchoPolicy(engines=[LEDGER | {"detail": "", "fell_back": False}])

@@ -26,13 +26,13 @@ from tests.support.server_support import (
     EchoPolicy,
     RawClient,
     actions_of,
+    echo_process,
     frame_bytes,
     get,
     local,
     metric,
     observation,
     port_of,
-    server_process,
 )
 from tests.support.waiting import PATIENCE_S, eventually
 from vla_accel.client import PolicyClient
@@ -294,7 +294,7 @@ def test_a_client_that_leaves_costs_nothing_more() -> None:
 
 def test_memory_stays_bounded_under_garbage_and_announced_payloads() -> None:
     frames = [data for data, _ in HOSTILE.values()] + [b"\xdd\x00\x0f\x42\x40" + b"\x80" * 1_000_000]
-    with server_process() as (address, _), contextlib.ExitStack() as stack:
+    with echo_process() as address, contextlib.ExitStack() as stack:
 
         def client() -> RawClient:
             return stack.enter_context(contextlib.closing(RawClient(address)))

@@ -21,8 +21,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 
-from vla_accel.client.connection import connection_class, websockets_client
-from vla_accel.client.proxies import Proxy
+from vla_accel.client.connection import Proxy, connection_class, websockets_client
 from vla_accel.errors import ConfigError, ServerError, WireError
 from vla_accel.remote import wire
 from vla_accel.remote.metadata import difference

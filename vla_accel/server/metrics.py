@@ -6,18 +6,20 @@ Only the event loop writes and reads these counts, so there are no locks.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import functools
 import itertools
 import math
 import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vla_accel.errors import DependencyError
-from vla_accel.server.gpus import gpus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 QUANTILES = (0.5, 0.99)
@@ -181,3 +183,40 @@ class Recent:
     def _since(self, name: str, window_s: float) -> list[tuple[float, float]]:
         oldest = time.monotonic() - window_s
         return [sample for sample in self._samples.get(name, ()) if sample[0] >= oldest]
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One GPU now; `clock_hertz` is the clock of its multiprocessors."""
+
+    name: str
+    memory_used_bytes: int
+    memory_total_bytes: int
+    clock_hertz: float
+
+
+def gpus() -> list[GpuState]:
+    """Every GPU that NVIDIA's driver reports, without a CUDA context; none without a driver or nvidia-ml-py."""
+    nvml, found = _nvml(), []
+    if nvml is None:
+        return found
+    with contextlib.suppress(nvml.NVMLError):  # a MIG slice has no clock: leave out what is unknown
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle)
+            clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+            name = name.decode() if isinstance(name, bytes) else name
+            found.append(GpuState(f"{index} {name}", int(memory.used), int(memory.total), clock * 1e6))
+    return found
+
+
+@functools.cache
+def _nvml() -> Any:
+    """The module `pynvml`, initialised; None without it or without a driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # ImportError or NVMLError
+        return None
+    return pynvml

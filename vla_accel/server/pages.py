@@ -11,8 +11,7 @@ from typing import Any
 
 from vla_accel.remote import wire
 from vla_accel.server.dispatch import Dispatcher
-from vla_accel.server.gpus import gpus
-from vla_accel.server.metrics import CONTENT_TYPE, QUANTILES, Metrics
+from vla_accel.server.metrics import CONTENT_TYPE, QUANTILES, Metrics, gpus
 
 HEADERS = {
     "Cache-Control": "no-store",

@@ -14,9 +14,8 @@ from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.remote import cluster
 from vla_accel.server.limits import BatchLimits
 from vla_accel.server.loop import tune_process
-from vla_accel.server.policies import PolicyRegistry
 from vla_accel.server.requests import Answers, Batch, Call
-from vla_accel.server.runner import Runner
+from vla_accel.server.runner import PolicyRegistry, Runner
 
 PLACEMENT_TIMEOUT_S = 60.0
 """How long a replica waits for a free GPU or node."""

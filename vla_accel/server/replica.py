@@ -22,9 +22,8 @@ from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.remote.processes import start
 from vla_accel.server.limits import BatchLimits
 from vla_accel.server.loop import tune_process
-from vla_accel.server.policies import PolicyRegistry
 from vla_accel.server.requests import Answers, Batch
-from vla_accel.server.runner import Runner
+from vla_accel.server.runner import PolicyRegistry, Runner
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -56,15 +55,12 @@ class Replica(Protocol):
 
     async def start(self, on_death: Callable[[], None]) -> None:
         """Load the policies; raises what loading raised. `on_death` is called once if the replica ends by itself."""
-        ...
 
     def run(self, batch: Batch) -> None:
         """Begin to answer a batch. Every call gets its answer on the event loop, unless the replica dies."""
-        ...
 
     async def close(self) -> None:
         """End the replica; its batches may be lost."""
-        ...
 
 
 class ThreadReplica:

@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vla_accel.errors import ObservationError
 from vla_accel.remote import wire
 from vla_accel.transforms.observations import real_numbers
-
-if TYPE_CHECKING:
-    from vla_accel.server.policies import LoadedPolicy
 
 OPTIONS = {"prev_chunk": wire.PREV_CHUNK, "inference_delay": wire.INFERENCE_DELAY}
 """Keyword arguments of `infer` that may travel with an observation, and their keys in it."""
@@ -95,7 +92,7 @@ class Request:
 
     observation: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
-    policy: LoadedPolicy | None = None
+    policy: Any = None  # a `LoadedPolicy`
     call: int = 0  # index of its call in the batch
     index: int = 0  # its index in the call's list of observations
     result: Any = None
