@@ -120,23 +120,28 @@ def test_a_long_request_lets_other_clients_run_after_each_batch(max_batch: int, 
     assert policy.batches == order
 
 
-def test_waiting_requests_run_together_and_each_gets_its_own_answer() -> None:
+def test_waiting_requests_run_together_and_only_a_bad_one_fails() -> None:
     policy, batches = EchoPolicy(held=True), []
     with background(policy, local(**BATCHED)) as server, ThreadPoolExecutor(8) as pool:
 
         def ask(index: int) -> np.ndarray:
             with PolicyClient(server.address) as client:
-                result = client.infer(observation(index, index**2))
+                result = client.infer({"prompt": "no state"} if index == 3 else observation(index, index**2))
             batches.append(result["server_timing"]["batch"])
             return result["actions"]
 
         futures = send_in_order(pool, server, [lambda index=index: ask(index) for index in range(8)])
         policy.gate.set()
         for index, future in enumerate(futures):
-            want = expected_actions(np.r_[index, index**2, np.zeros(6)])
-            np.testing.assert_array_equal(future.result(PATIENCE_S), want)
-    assert policy.sizes == [1, 4, 2, 1], "powers of two, because engines have fixed shapes"
-    assert sorted(batches) == [1, 1, 2, 2, 4, 4, 4, 4]
+            if index == 3:
+                with pytest.raises(ServerError, match="missing observation/state"):
+                    future.result(PATIENCE_S)
+            else:
+                want = expected_actions(np.r_[index, index**2, np.zeros(6)])
+                np.testing.assert_array_equal(future.result(PATIENCE_S), want)
+    # Powers of two, because engines have fixed shapes; those of the batch that failed run one by one.
+    assert policy.sizes == [1, 4, 1, 1, 1, 1, 2, 1]
+    assert sorted(batches) == [1, 1, 2, 2, 4, 4, 4]
 
 
 def test_a_batch_waits_for_more_requests_only_within_its_limit() -> None:
@@ -150,18 +155,6 @@ def test_a_batch_waits_for_more_requests_only_within_its_limit() -> None:
     single = types.SimpleNamespace(infer=None)
     with pytest.raises(ConfigError, match=r"max_batch: expected 1 .*, got 2"), background(single, local(max_batch=2)):
         pass
-
-
-def test_only_the_bad_request_of_a_batch_fails() -> None:
-    policy = EchoPolicy(held=True)
-    with background(policy, local(**BATCHED)) as server, ThreadPoolExecutor(5) as pool:
-        requests = [observation(9), observation(1), observation(2), {"prompt": "no state"}, observation(4)]
-        futures = send_in_order(pool, server, [lambda r=r: actions_of(server, r) for r in requests])
-        policy.gate.set()
-        assert [futures[i].result(PATIENCE_S) for i in (0, 1, 2, 4)] == [9, 1, 2, 4]
-        with pytest.raises(ServerError, match="missing observation/state"):
-            futures[3].result(PATIENCE_S)
-    assert policy.sizes == [1, 4, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [(GuidedPolicy, [1, 2, 1, 1]), (MixingPolicy, [1, 4])])
@@ -358,22 +351,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return fake
 
 
-def test_a_client_may_spend_one_second_of_its_rate_at_once(clock: types.SimpleNamespace) -> None:
-    rate = RateLimit(4.0)
-    assert [rate.spend("a", 1) for _ in range(6)] == [0, 0, 0, 0, 0.25, 0.5]
-    assert rate.spend("b", 4) == 0
-    clock.now += 0.75
-    assert rate.spend("a", 1) == 0
-    assert rate.spend("a", 8) == 2.0
-    clock.now += 100
-    assert [rate.spend("a", 1) for _ in range(5)] == [0, 0, 0, 0, 0.25]
-    slow = RateLimit(0.5)
-    assert [slow.spend("a", 1) for _ in range(2)] == [0, 2.0]
-    assert RateLimit(None).spend("a", 10**9) == 0
+def test_the_rates_of_many_clients_take_bounded_memory(clock: types.SimpleNamespace) -> None:
+    rate, slow = RateLimit(1.0), RateLimit(0.5)
     for client in range(10_000):
-        rate.spend(client, 1)
+        assert rate.spend(client, 1) == 0
         clock.now += 1
     assert len(rate._buckets) <= 1024
+    assert [slow.spend("a", 1) for _ in range(2)] == [0, 2.0]
 
 
 def test_a_fast_client_waits_and_its_answers_report_it(clock: types.SimpleNamespace, tmp_path: Path) -> None:
@@ -382,7 +366,9 @@ def test_a_fast_client_waits_and_its_answers_report_it(clock: types.SimpleNamesp
     with background(EchoPolicy(), local(rate_limit=4.0, api_key_file=file)) as server:
         with PolicyClient(server.address, api_key="k1") as client:
             waits = [client.infer(observation(i))["server_timing"].get("rate_ms", 0.0) for i in range(6)]
-        assert waits == [0, 0, 0, 0, 250, 500], "the clock of this test stands still"
+            assert waits == [0, 0, 0, 0, 250, 500], "the clock of this test stands still"
+            clock.now += 100
+            assert "rate_ms" not in client.infer(observation(1))["server_timing"]
         with PolicyClient(server.address, api_key="k2") as client:
             assert "rate_ms" not in client.infer(observation(1))["server_timing"]
             client.infer_batch([observation(i) for i in range(4)])  # one more than its rate allows
