@@ -9,7 +9,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -22,7 +21,6 @@ from tests.support.openpi_wire import openpi_pack, serving
 from tests.support.server_support import ROOT, EchoPolicy, actions_of, local, observation, served
 from tests.support.waiting import PATIENCE_S, eventually, silent_port
 from vla_accel.client import PolicyChangedError, PolicyClient, Reconnect
-from vla_accel.client import client as client_module
 from vla_accel.client import load as load_module
 from vla_accel.client.connection import Frame, Proxy
 from vla_accel.errors import ConfigError, EngineError, ServerError, WireError
@@ -80,24 +78,17 @@ def test_a_late_answer_or_a_reported_error_is_never_sent_again() -> None:
 
 
 def test_it_waits_for_a_server_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused, up = threading.Event(), threading.Event()
-
-    def wait(seconds: float) -> bool:
-        assert seconds == 0.05
-        refused.set()
-        return not up.wait(PATIENCE_S)
-
-    with silent_port() as port, ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
-        event = types.SimpleNamespace(wait=wait, clear=lambda: None, is_set=lambda: False)
-        patch.setattr(client_module, "threading", types.SimpleNamespace(Event=lambda: event, RLock=threading.RLock))
-        future = pool.submit(PolicyClient, f"ws://127.0.0.1:{port}", reconnect=Reconnect(attempts=2, wait_s=0.05))
-        assert refused.wait(PATIENCE_S)
-        with background(EchoPolicy(), local(port=port)):
-            up.set()
-            with future.result(PATIENCE_S) as client:
-                assert client.infer(observation(2))["actions"][0, 0] == 2
+    attempts, connect = [], PolicyClient._connect_once
+    monkeypatch.setattr(PolicyClient, "_connect_once", lambda self: attempts.append(1) or connect(self))
+    with silent_port() as port, ThreadPoolExecutor(1) as pool:
+        future = pool.submit(PolicyClient, f"ws://127.0.0.1:{port}", reconnect=Reconnect(10**6, wait_s=0.01))
+        eventually(lambda: len(attempts) > 1)
+        with background(EchoPolicy(), local(port=port)), future.result(PATIENCE_S) as client:
+            assert client.infer(observation(2))["actions"][0, 0] == 2
+    attempts.clear()
     with silent_port() as port, pytest.raises(ServerError, match="cannot connect"):
         PolicyClient(f"ws://127.0.0.1:{port}", reconnect=Reconnect(attempts=3, wait_s=0.01))
+    assert len(attempts) == 3
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ServerError, match="cannot connect"):
         PolicyClient(f"ws://127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=0.3)
 
@@ -366,7 +357,7 @@ def test_ctrl_c_does_not_reach_child_processes() -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_an_interrupt_ends_the_clients_of_a_load_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_client_of_a_load_test_survives_an_interrupt_or_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[BaseProcess] = []
 
     def interrupted(process: BaseProcess) -> None:
@@ -374,13 +365,10 @@ def test_an_interrupt_ends_the_clients_of_a_load_test(monkeypatch: pytest.Monkey
         begun.append(process)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(load_module, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(load_module, "start", interrupted)
         load_module.load("ws://127.0.0.1:9", 2, 3600.0, {})
     assert [process.is_alive() for process in begun] == [False]
-
-
-def test_clients_of_a_load_test_that_die_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_module, "_process", print)
     with pytest.raises(EngineError, match="clients: one of their processes ended"):
         load_module.load("ws://127.0.0.1:9", 1, 1.0, {})
@@ -418,32 +406,30 @@ def test_a_proxy_of_the_environment_is_used_only_by_choice_and_named_without_its
 def test_an_explicit_proxy_is_used(no_proxies: None) -> None:
     def relay(listening: socket.socket) -> bytes:
         """Answers one CONNECT with a tunnel and returns its first line."""
-        ours, _ = listening.accept()
-        head = b""
+        ours, head = listening.accept()[0], b""
         while b"\r\n\r\n" not in head:
             head += ours.recv(65536)
         host, _, port = head.split()[1].decode().rpartition(":")
         theirs = socket.create_connection((host, int(port)))
         ours.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-        pool.submit(_pump, ours, theirs)
-        pool.submit(_pump, theirs, ours)
+        pool.submit(pump, ours, theirs)
+        pool.submit(pump, theirs, ours)
         return head
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(65536):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
     with (
         background(EchoPolicy(), local()) as server,
         socket.create_server(("127.0.0.1", 0)) as listening,
         ThreadPoolExecutor(3) as pool,
     ):
-        asked = pool.submit(relay, listening)
+        request = pool.submit(relay, listening)
         with PolicyClient(server.address, proxy=f"http://127.0.0.1:{listening.getsockname()[1]}") as client:
             assert client.infer(observation(3))["actions"][0, 0] == 3
-        assert asked.result(PATIENCE_S).startswith(b"CONNECT 127.0.0.1:")
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    while data := source.recv(65536):
-        target.sendall(data)
-    target.shutdown(socket.SHUT_WR)
+        assert request.result(PATIENCE_S).startswith(b"CONNECT 127.0.0.1:")
 
 
 @pytest.mark.parametrize(
