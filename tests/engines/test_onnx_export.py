@@ -1,4 +1,4 @@
-"""Components as checked ONNX: what is compared, what is refused, and that the comparison can fail."""
+"""Components as ONNX that was compared with the module, and everything that is refused."""
 
 from __future__ import annotations
 
@@ -58,20 +58,14 @@ def layer(dtype: torch.dtype = torch.float32, most: int = 6) -> Component:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_graph_is_the_module_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     component = layer(dtype)
+    before = {n: p.clone() for n, p in component.module.named_parameters()}
     graph = export(component, component.module, tmp_path)
+    assert all(p.dtype == dtype and torch.equal(p, before[n]) for n, p in component.module.named_parameters())
     assert graph.similarity is not None and graph.similarity > 1 - 1e-9
     assert dtype in graph.dtypes and sum(graph.operators.get(n, 0) for n in ("MatMul", "Gemm")) == 2
     size = torch.tensor([], dtype=dtype).element_size()
     assert graph.weight_bytes >= size * (8 * 16 + 16 + 16 * 4 + 4)
-    assert graph.path.read_bytes()[:1] and (tmp_path / "layer.onnx.data").is_file(), "weights lie beside the graph"
-
-
-def test_the_module_is_left_as_it_was(tmp_path: Path) -> None:
-    component = layer(torch.bfloat16)
-    before = {n: p.clone() for n, p in component.module.named_parameters()}
-    export(component, component.module, tmp_path)
-    for name, parameter in component.module.named_parameters():
-        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, before[name])
+    assert graph.path.read_bytes()[:1] and (tmp_path / "layer.onnx.data").is_file(), "weights have a file of their own"
 
 
 def test_both_ends_of_a_range_are_compared(tmp_path: Path, monkeypatch: Any) -> None:
@@ -101,12 +95,6 @@ class Overflow(nn.Module):
         return x / 0.0
 
 
-def test_non_finite_values_are_refused(tmp_path: Path) -> None:
-    component = dataclasses.replace(layer(), module=Overflow(), outputs=(TensorSpec("y", (2, 8), torch.float32),))
-    with pytest.raises(EngineError, match=r"layer\.y: the module gives 48 non-finite values"):
-        export(component, component.module, tmp_path)
-
-
 class Fixed(nn.Module):
     """Takes exactly six rows."""
 
@@ -114,9 +102,13 @@ class Fixed(nn.Module):
         return x + torch.ones(6, 8)
 
 
-def test_a_dimension_that_cannot_be_dynamic_is_refused(tmp_path: Path) -> None:
-    component = dataclasses.replace(layer(), module=Fixed())
-    with pytest.raises(EngineError, match="layer: cannot be exported"):
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(Overflow(), r"layer\.y: the module gives 48 non-finite values"), (Fixed(), "layer: cannot be exported")],
+)
+def test_non_finite_values_and_fixed_dimensions_are_refused(tmp_path: Path, module: nn.Module, message: str) -> None:
+    component = dataclasses.replace(layer(), module=module, outputs=(TensorSpec("y", (2, 8), torch.float32),))
+    with pytest.raises(EngineError, match=message):
         export(component, component.module, tmp_path)
 
 
@@ -168,41 +160,22 @@ def test_steps_of_the_loop_are_the_component(kind: Any, padded: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_padded_and_the_plain_prefix_export(tmp_path: Path, padded: bool) -> None:
-    model = random_model(tiny_config("pi05"))
-    component = kv_cache_component(model, 1, 2, 9, padded)
+@pytest.mark.parametrize("part", ["prefix", "padded prefix", "step"])
+def test_parts_of_a_policy_export(tmp_path: Path, part: str) -> None:
+    if part == "step":
+        loop = denoise_component(random_model(tiny_config("pi0")), 1, 17, 3, False).loop
+        assert loop is not None
+        component = loop().body
+    else:
+        component = kv_cache_component(random_model(tiny_config("pi05")), 1, 2, 9, part == "padded prefix")
     graph = export(component, component.module, tmp_path)
     assert graph.similarity is not None and graph.similarity > 0.999999
 
 
 @pytest.mark.slow
-def test_a_pi0_step_exports(tmp_path: Path) -> None:
-    model = random_model(tiny_config("pi0"))
-    loop = denoise_component(model, 1, 17, 3, False).loop
-    assert loop is not None
-    graph = export(loop().body, loop().body.module, tmp_path)
-    assert graph.similarity is not None and graph.similarity > 0.999999
-
-
-def exported(name: str, model: Any, observation: dict[str, Any], policy: OptimizedPolicy, folder: Path) -> set[str]:
-    """Operators of all components of a policy's shape, each as near its module as exports are."""
-    family = family_named(name)
-    inputs = [policy.processor.prepare(observation)]
-    shape = dataclasses.replace(family.shape(model.config, inputs, 2, policy.specs), padded=True)
-    found: set[str] = set()
-    for component in family.components(model, shape):
-        body = component.loop().body if component.loop else component
-        graph = export(body, body.module, folder)
-        assert graph.similarity is not None and graph.similarity > 0.99999, component.name
-        found |= set(graph.operators)
-    return found
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["auto", "fp16"])
 def test_a_tower_with_pixel_maps_exports(tmp_path: Path, precision: EnginePrecision) -> None:
-    """Run with maps as cameras have them: random ones leave hardly a pixel inside."""
+    """Run with the maps of cameras: random ones leave hardly a pixel inside."""
     onnxruntime = pytest.importorskip("onnxruntime")
     component = vision_component(random_model(tiny_config("pi05")), 1, 2, mapped=True)
     module = onnx.module_at(component, precision)
@@ -222,19 +195,24 @@ def test_a_tower_with_pixel_maps_exports(tmp_path: Path, precision: EnginePrecis
 
 
 @pytest.mark.slow
-def test_a_smolvla_exports(tmp_path: Path) -> None:
-    """Where actions only cross, a row without a real token would attend to nothing."""
-    tiny_smolvla.write_lerobot(tmp_path / "smolvla", libero=True)
-    policy = OptimizedPolicy.from_pretrained(tmp_path / "smolvla", device="cpu")
-    exported("smolvla", policy.model.whole(), tiny_smolvla.observation(libero=True), policy, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_groot_exports_without_scattering(groot_folder: Path, tmp_path: Path) -> None:
-    """TensorRT-RTX has no ScatterND."""
-    policy = OptimizedPolicy.from_pretrained(groot_folder, device="cpu")
-    found = exported("groot", policy.model.whole(), groot_folders.observation(), policy, tmp_path)
-    assert not any("Scatter" in name for name in found)
+@pytest.mark.parametrize("name", ["smolvla", "groot"])
+def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name == "smolvla":
+        # Where actions only cross, a row without a real token would attend to nothing.
+        folder, observation = tmp_path / "smolvla", tiny_smolvla.observation(libero=True)
+        tiny_smolvla.write_lerobot(folder, libero=True)
+    else:
+        folder, observation = request.getfixturevalue("groot_folder"), groot_folders.observation()
+    policy = OptimizedPolicy.from_pretrained(folder, device="cpu")
+    family, model = family_named(name), policy.model.whole()
+    inputs = [policy.processor.prepare(observation)]
+    shape = dataclasses.replace(family.shape(model.config, inputs, 2, policy.specs), padded=True)
+    for component in family.components(model, shape):
+        body = component.loop().body if component.loop else component
+        graph = export(body, body.module, tmp_path)
+        assert graph.similarity is not None and graph.similarity > 0.99999, component.name
+        # TensorRT-RTX has no ScatterND.
+        assert name == "smolvla" or not any("Scatter" in operator for operator in graph.operators)
 
 
 def test_the_narrow_tower_is_the_component(tmp_path: Path) -> None:

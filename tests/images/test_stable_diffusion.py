@@ -96,16 +96,16 @@ def test_text_to_image_takes_every_multiple_of_8(deep: Any, size: tuple[int, int
 
 
 @pytest.mark.parametrize("scheduler", ["EulerDiscrete", "EulerAncestralDiscrete"])
-def test_schedulers_that_scale_and_draw_are_served(scheduler: str) -> None:
+def test_schedulers_that_scale_and_draw(scheduler: str) -> None:
     parts = make_parts()
-    # Another class takes over only what the configuration sets, not the defaults of its own class.
+    # Another class reads what the configuration sets, but not the defaults of its class.
     config = {k: v for k, v in parts.scheduler.config.items() if k != "_use_default_values"}
     parts.scheduler = type(parts.scheduler).from_config(config)
     request = wanted(steps=3, scheduler=scheduler)
     assert_same_picture(accelerated(parts).generate(request).pixels, diffusers_picture(parts, request))
 
 
-def test_seed_prompt_and_negative_prompt_all_count(parts: Any) -> None:
+def test_seed_prompt_and_negative_prompt_change_the_picture(parts: Any) -> None:
     pipeline = accelerated(parts)
     base = {"prompt": "a red bowl", "negative_prompt": "blue", "steps": 2}
     first = pipeline.generate(wanted(**base)).pixels
@@ -152,9 +152,6 @@ def test_a_deep_copy_is_a_pipeline_of_its_own(pipeline: StableDiffusion) -> None
     assert (pipeline.generate(request).pixels == want.pixels).all()
 
 
-# -- requests ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -199,10 +196,8 @@ def test_a_call_names_what_does_not_fit(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         pipeline.generate(Request("x", **options), image)
-
-
-def test_a_scheduler_without_noise_for_images_still_makes_pictures(pipeline: StableDiffusion) -> None:
-    assert pipeline.generate(wanted(steps=2, scheduler="DDIMInverse")).pixels.shape == (64, 72, 3)
+    if "DDIMInverse" in message:  # still makes pictures from prompts
+        assert pipeline.generate(wanted(steps=2, scheduler="DDIMInverse")).pixels.shape == (64, 72, 3)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +234,10 @@ def test_a_saved_pipeline_loads(parts: Any, tmp_path: Path, monkeypatch: pytest.
         load_parts(tmp_path, device=CPU, dtype=torch.float32)
 
 
-# -- picture files ----------------------------------------------------------------------------------------------------
+def test_picture_files_keep_pixels_and_parameters_and_are_reduced_as_by_diffusers(tmp_path: Path) -> None:
+    from diffusers.image_processor import VaeImageProcessor
+    from PIL import Image
 
-
-def test_pictures_keep_pixels_and_parameters(tmp_path: Path) -> None:
     image = picture(16, 24)
     pixels = to_uint8(image[0])
     save_png(tmp_path / "a" / "b.png", pixels, {"prompt": "π", "seed": 3})
@@ -256,17 +251,11 @@ def test_pictures_keep_pixels_and_parameters(tmp_path: Path) -> None:
     for name in ("text.png", "missing.png"):
         with pytest.raises(ConfigError, match="expected a readable picture"):
             load_image(tmp_path / name)
-
-
-def test_a_picture_file_of_an_odd_size_is_reduced_as_diffusers_does(tmp_path: Path) -> None:
-    from diffusers.image_processor import VaeImageProcessor
-    from PIL import Image
-
-    pixels = np.random.default_rng(0).integers(0, 256, (75, 100, 3), dtype=np.uint8)
-    save_png(tmp_path / "a.png", pixels, {})
-    got = load_image(tmp_path / "a.png", multiple=8)
-    assert got.shape == (1, 3, 72, 96) and load_image(tmp_path / "a.png").shape == (1, 3, 75, 100)
-    torch.testing.assert_close(got, VaeImageProcessor(vae_scale_factor=8).preprocess(Image.fromarray(pixels)))
-    save_png(tmp_path / "b.png", pixels[:7], {})
+    odd = np.random.default_rng(0).integers(0, 256, (75, 100, 3), dtype=np.uint8)
+    save_png(tmp_path / "odd.png", odd, {})
+    got = load_image(tmp_path / "odd.png", multiple=8)
+    assert got.shape == (1, 3, 72, 96) and load_image(tmp_path / "odd.png").shape == (1, 3, 75, 100)
+    torch.testing.assert_close(got, VaeImageProcessor(vae_scale_factor=8).preprocess(Image.fromarray(odd)))
+    save_png(tmp_path / "low.png", odd[:7], {})
     with pytest.raises(ConfigError, match="expected at least 8 pixels a side, got 100x7"):
-        load_image(tmp_path / "b.png", multiple=8)
+        load_image(tmp_path / "low.png", multiple=8)

@@ -58,28 +58,13 @@ def main(options: BenchQwen, words: list[str]) -> int:
     memory = {n: bench.peak_gib(system) for n, system in systems.items()}
     timings = bench.timings(systems, options.rounds, warm_up=1)
     base = timings["baseline"]["p50_ms"]
-    rows = [
-        {
-            "system": n,
-            **t,
-            "speedup": base / t["p50_ms"],
-            "saved_ms": base - t["p50_ms"],
-            "peak_gib": memory[n],
-            "parity": agreement[n].as_dict(),
-        }
-        for n, t in timings.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for name, t in timings.items():
+        row = {"system": name, **t, "speedup": base / t["p50_ms"], "saved_ms": base - t["p50_ms"]}
+        rows.append({**row, "peak_gib": memory[name], "parity": agreement[name].as_dict()})
     passed = all(a.cosine > COSINE for a in agreement.values()) and not bench.errors
-    content = {
-        "size": options.size,
-        "steps": options.steps,
-        "layers": layers,
-        "tiny": options.tiny,
-        "edit": options.edit,
-        "engines": ledger.as_list(),
-        "results": rows,
-        "errors": bench.errors,
-    }
+    content = {name: getattr(options, name) for name in ("size", "steps", "tiny", "edit")}
+    content |= {"layers": layers, "engines": ledger.as_list(), "results": rows, "errors": bench.errors}
     name = "Qwen-Image Edit" if options.edit else "Qwen-Image"
     print_table(
         f"{name}, {options.size}², {options.steps} steps, {layers} layers; agreement with the baseline",

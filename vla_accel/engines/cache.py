@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vla_accel.errors import EngineError
 from vla_accel.files import cache_folder, content_hash, replacing_privately, require_private, why_not_private
@@ -37,7 +37,7 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """One engine on disk. `about`: its description; `problem`: why it cannot be used, or empty."""
+    """An engine on disk. `about`: its description; `problem`: why it cannot be used, or empty."""
 
     path: Path
     about: Mapping[str, Any]
@@ -63,7 +63,6 @@ class EngineCache:
         self.limit = int(limit_gb * 2**30)
 
     def path(self, name: str, key: str) -> Path:
-        """The path of a key's engine."""
         return self.folder / f"{name}-{key[:20]}.engine"
 
     def get(self, name: str, key: str) -> Entry | None:
@@ -90,28 +89,8 @@ class EngineCache:
         Raises EngineError if the disk is full, or other users may write to the folder.
         """
         self._require_private()
-        path = self.path(name, key)
-        view = memoryview(content)
-        described = {
-            **about,
-            "schema": SCHEMA,
-            "name": name,
-            "key": key,
-            "bytes": view.nbytes,
-            "sha256": hashlib.sha256(view).hexdigest(),
-            "written": time.time(),
-        }
-        try:
-            # If this process ends between the two writes, the old description must not describe the new content.
-            path.with_suffix(".json").unlink(missing_ok=True)
-            with replacing_privately(path) as temporary, open(temporary, "wb") as file:
-                file.write(view)
-            with replacing_privately(path.with_suffix(".json")) as temporary:
-                temporary.write_text(json.dumps(described, indent=1))
-        except OSError as error:
-            raise EngineError(f"engine cache {self.folder}: cannot write {view.nbytes} bytes: {error}") from error
-        entry = Entry(path, described)
-        self.evict(keep=path)
+        entry = write_entry(self.path(name, key), content, {**about, "name": name, "key": key})
+        self.evict(keep=entry.path)
         return entry
 
     def entries(self) -> list[Entry]:
@@ -134,7 +113,6 @@ class EngineCache:
         return len(entries), total
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry's files."""
         for path in (entry.path.with_suffix(".json"), entry.path):
             path.unlink(missing_ok=True)
 
@@ -179,6 +157,29 @@ def _is_ours(path: Path) -> bool:
     return isinstance(about, dict) and about.get("schema") == SCHEMA
 
 
+def write_entry(path: Path, content: Any, about: Mapping[str, Any]) -> Entry:
+    """Write an engine file and its description. Raises EngineError if it cannot be written."""
+    view = memoryview(content)
+    about = {
+        **about,
+        "schema": SCHEMA,
+        "bytes": view.nbytes,
+        "sha256": hashlib.sha256(view).hexdigest(),
+        "written": time.time(),
+    }
+    described = path.with_suffix(".json")
+    try:
+        # If this process ends between the two writes, the old description must not describe the new content.
+        described.unlink(missing_ok=True)
+        with replacing_privately(path) as temporary, open(temporary, "wb") as file:
+            file.write(view)
+        with replacing_privately(described) as temporary:
+            temporary.write_text(json.dumps(about, indent=1))
+    except OSError as error:
+        raise EngineError(f"engine {path}: cannot write {view.nbytes} bytes: {error}") from error
+    return Entry(path, about)
+
+
 def clear_compiled() -> None:
     """Remove the native kernels compiled on this machine; the next start compiles them again."""
     shutil.rmtree(compiled_folder(), ignore_errors=True)
@@ -211,9 +212,6 @@ def examine(path: Path, key: str | None = None, *, whole: bool = True) -> Entry:
     return Entry(path, about)
 
 
-# -- keys ---------------------------------------------------------------------------------------------------------
-
-
 def key_of(parts: Mapping[str, Any]) -> str:
     """One hash of plain data."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
@@ -224,14 +222,10 @@ def weights_hash(module: nn.Module) -> str:
     digest = hashlib.sha256()
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor_hash(tensor)}".encode())
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        content_sha = hashlib.sha256(memoryview(content.numpy())).hexdigest()  # pyright: ignore[reportArgumentType]
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {content_sha}".encode())
     return digest.hexdigest()
-
-
-def tensor_hash(tensor: Tensor) -> str:
-    """A hash of a tensor's content. Not cached: a write through `.data` would go unnoticed."""
-    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(memoryview(content.numpy())).hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def code_hash(module: nn.Module, *more: Path) -> str:

@@ -46,7 +46,7 @@ class Session:
         device: torch.device,
         scratch: Scratch | None = None,
     ) -> None:
-        """`scratch`: memory that contexts share if they never run at the same time; by default the device's."""
+        """`scratch`: memory of contexts that never run at the same time; by default the device's."""
         self.library, self.engine, self.what = library, engine, component.name
         trt = library.trt
         shapes = {s.name: tuple(s.shape) for s in component.inputs}
@@ -61,8 +61,7 @@ class Session:
         self._check_tensors(component, shapes)
         (scratch or scratch_of(device)).add(self, int(self.engine.device_memory_size_v2))
         # TensorRT-RTX reports contexts that cannot be captured: it compiles on their first run.
-        capturable = getattr(self.context, "is_stream_capturable", None)
-        self.capturable = True if capturable is None else bool(capturable(stream))
+        self.capturable = bool(getattr(self.context, "is_stream_capturable", lambda _: True)(stream))
 
     def _check_tensors(self, component: Component, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
@@ -144,8 +143,7 @@ def shared_engine(library: Library, path: Path, device: torch.device, streaming:
     Raises EngineError for a file that others than its owner may write to, or that the library cannot load.
     """
     key = (str(path), str(device), path.stat().st_mtime)
-    found = _engines.get(key)
-    if found is not None:
+    if (found := _engines.get(key)) is not None:
         return found
     require_private(path)
     init_plugins(library)
@@ -163,6 +161,5 @@ def shared_engine(library: Library, path: Path, device: torch.device, streaming:
 @functools.cache
 def init_plugins(library: Library) -> None:
     """Register the library's plugins, once a process: an engine that uses one cannot be loaded before."""
-    start = getattr(library.trt, "init_libnvinfer_plugins", None)
-    if start is not None:
+    if start := getattr(library.trt, "init_libnvinfer_plugins", None):
         start(library.logger, "")

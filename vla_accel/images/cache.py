@@ -20,8 +20,7 @@ _LORA = ("merged_adapters", "scaling", "_active_adapter", "_disable_adapters")
 class Exclusive:
     """A lock for static buffers that also orders the CUDA streams which use them. One thread may enter repeatedly.
 
-    A lock alone is not enough: the GPU may still run one thread's work when another thread, on another stream, writes
-    the same buffers.
+    With a lock alone, the GPU may still run one thread's work when another, on another stream, writes the buffers.
     """
 
     def __init__(self) -> None:
@@ -137,7 +136,7 @@ class Cache(Generic[K, T]):
         return self.made[key]
 
     def share(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return the shared value `name`, made now if there is none."""
+        """As `get`, for values that all keys share."""
         if name not in self.shared:
             self.shared[name] = make()
         return self.shared[name]

@@ -52,11 +52,7 @@ def parity(result: Tensor, reference: Tensor) -> Parity:
 
 
 class Bench:
-    """Systems that take turns on a device: their errors, and the seconds of their first calls.
-
-    Args:
-        progress: receives lines about what begins and how far it is.
-    """
+    """Systems that take turns on a device: their errors, and the seconds of their first calls."""
 
     def __init__(self, device: torch.device, progress: Callable[[str], None]) -> None:
         self.device, self.progress = device, progress
@@ -66,11 +62,7 @@ class Bench:
     def first_calls(self, part: str, systems: Mapping[str, Callable[[], Tensor]], key: str = "{}") -> dict[str, Tensor]:
         """Call every system twice, as some record a CUDA graph in their second call; return the first results.
 
-        A system that fails is reported in `errors` and left out: a benchmark with errors has failed.
-
-        Args:
-            part: what the systems compute, for `progress`.
-            key: the format of a system's name in `errors` and `seconds`.
+        A system that fails is left out, and its error kept; `key`: the format of its name in `errors` and `seconds`.
         """
         results: dict[str, Tensor] = {}
         for name, run in systems.items():
@@ -111,7 +103,6 @@ class Bench:
         }
 
     def synchronise(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel.config import EngineSpec
 from vla_accel.errors import CheckpointError, ConfigError, nearest
 from vla_accel.images.models import diffusers_module, from_folder, random_stable_diffusion
 from vla_accel.images.native_unet import TRAIN_TIMESTEPS
@@ -28,22 +29,24 @@ def unet_engine_file(folder: str | Path) -> Path:
     return Path(folder) / "unet" / "trt" / "unet.trt"
 
 
+def found_unet_file(folder: str | Path, spec: EngineSpec) -> Path | None:
+    """Return the UNet's engine file in a folder, if there is one and `spec` names TensorRT."""
+    path = unet_engine_file(folder)
+    return path if spec.engine.startswith("tensorrt") and path.is_file() else None
+
+
 def make_scheduler(own: Any, name: str | None) -> Any:
     """Make a scheduler of the checkpoint's class, or of another diffusers class with the checkpoint's settings.
 
-    Raises:
-        ConfigError: diffusers has no such class, or the class does not suit Stable Diffusion or these settings.
+    Raises ConfigError if diffusers has no such class, or it does not suit Stable Diffusion or these settings.
     """
     kind = type(own) if name is None else scheduler_class(name)
     try:
         made = kind.from_config(own.config)
     except (TypeError, ValueError, KeyError, NotImplementedError, ImportError) as error:
-        raise ConfigError(
-            f"scheduler {kind.__name__}: expected a class that the checkpoint's settings suit, got: "
-            f"{' '.join(str(error).split())}"
-        ) from error
-    lacking = [part for part in _SCHEDULER_PARTS if not hasattr(made, part)]
-    if lacking:
+        expected = f"scheduler {kind.__name__}: expected a class that the checkpoint's settings suit"
+        raise ConfigError(f"{expected}, got: {' '.join(str(error).split())}") from error
+    if lacking := [part for part in _SCHEDULER_PARTS if not hasattr(made, part)]:
         raise ConfigError(f"scheduler {kind.__name__}: {_SUITABLE}, got one without {', '.join(lacking)}")
     try:
         inspect.signature(made.step).bind(None, None, None, return_dict=False)
@@ -55,8 +58,7 @@ def make_scheduler(own: Any, name: str | None) -> Any:
 def set_timesteps(scheduler: Any, steps: int, strength: float | None) -> Tensor:
     """Set a scheduler to `steps` steps and return its timesteps, with an input image the last share `strength`.
 
-    Raises:
-        ConfigError: the scheduler does not run so many steps, takes no input image, or has fractional timesteps.
+    Raises ConfigError if the scheduler does not run so many steps, takes no input image, or has fractional timesteps.
     """
     name = f"scheduler {type(scheduler).__name__}"
     # On the CPU: schedulers look up their tables by timestep, which would wait for the GPU at every step.
@@ -67,9 +69,7 @@ def set_timesteps(scheduler: Any, steps: int, strength: float | None) -> Tensor:
     timesteps = scheduler.timesteps
     if strength is not None:
         if not hasattr(scheduler, "add_noise"):
-            raise ConfigError(
-                f"{name}: expected one with add_noise for an input image, such as DDIMScheduler, got one without"
-            )
+            raise ConfigError(f"{name}: expected one with add_noise for an input image, as DDIMScheduler, got none")
         skipped = (steps - int(steps * strength)) * scheduler.order
         timesteps = timesteps[skipped:]
         if hasattr(scheduler, "set_begin_index"):
@@ -91,9 +91,8 @@ def tokenize(tokenizer: Any, prompts: list[str]) -> Tensor:
     for prompt in prompts:
         whole = tokenizer(prompt, verbose=False).input_ids
         if len(whole) > most:
-            ignored = tokenizer.decode(whole[most - 1 : -1])
             text = "prompt: expected at most %d tokens, got %d; this part is ignored: %r"
-            _log.warning(text, most, len(whole), ignored)
+            _log.warning(text, most, len(whole), tokenizer.decode(whole[most - 1 : -1]))
     return tokenizer(prompts, padding="max_length", max_length=most, truncation=True, return_tensors="pt").input_ids
 
 
@@ -112,11 +111,7 @@ def scheduler_class(name: str) -> Any:
 
 
 def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """Load a diffusers `StableDiffusionPipeline` without its safety checker. Raises CheckpointError.
-
-    Args:
-        folder: a folder, a hub name, or a name of `RANDOM`.
-    """
+    """Load a diffusers `StableDiffusionPipeline` without its safety checker; `folder` may be a name of `RANDOM`."""
     if folder in RANDOM:
         return random_stable_diffusion(tiny=RANDOM[str(folder)], dtype=dtype, device=device)
     path = Path(folder)
@@ -132,12 +127,9 @@ def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) 
 
 
 def diffusers_call(parts: Any, request: Any, image: Tensor | None, **components: Any) -> Callable[..., np.ndarray]:
-    """Return a call of diffusers' own pipeline, which returns pixels (H, W, 3) in 0..1.
+    """Return a call of diffusers' own pipeline for a `stable.Request`, which returns pixels (H, W, 3) in 0..1.
 
-    Args:
-        request: a `stable.Request`.
-        image: as for `StableDiffusion.generate`.
-        components: parts to use instead of those in `parts`.
+    `components` replace those of `parts`.
     """
     package = diffusers_module()
     kind = package.StableDiffusionPipeline if image is None else package.StableDiffusionImg2ImgPipeline

@@ -18,13 +18,8 @@ _LAYERS = "_vla_accel_layers"
 def plug_in(vae: Any, accelerated: AcceleratedVae) -> Callable[[], None]:
     """Make a diffusers autoencoder's `encode` and `decode` run the engines, slicing and tiling included.
 
-    A deep copy of the autoencoder gets engines of its own.
-
-    Returns:
-        A function that undoes it. Several may be undone in any order.
-
-    Raises:
-        EngineError: `accelerated` was made from another autoencoder.
+    A deep copy of the autoencoder gets engines of its own. Returns a function that undoes it; several may be undone in
+    any order.
     """
     if accelerated.vae is not vae:
         raise EngineError("plug_in: expected an AcceleratedVae made from this autoencoder, got one of another")
@@ -42,25 +37,24 @@ class Plugged:
         self.vae, self.accelerated = vae, accelerated
 
     def encode(self, x: Tensor, *options: Any, **named: Any) -> Any:
-        return type(self.vae).encode(_OnEngines(self.vae, self.accelerated), self._one_frame(x), *options, **named)
+        return self._call("encode", x, *options, **named)
 
     def decode(self, z: Tensor, *options: Any, **named: Any) -> Any:
-        return type(self.vae).decode(_OnEngines(self.vae, self.accelerated), self._one_frame(z), *options, **named)
+        return self._call("decode", z, *options, **named)
 
-    @staticmethod
-    def _one_frame(value: Tensor) -> Tensor:
+    def _call(self, method: str, value: Tensor, *options: Any, **named: Any) -> Any:
         if not isinstance(value, Tensor):
             raise EngineError(f"vae: expected a tensor, got {type(value).__name__}")
         if value.dim() == 5 and value.shape[2] != 1:
             raise EngineError(f"vae: expected one frame, (B, C, 1, H, W), got {tuple(value.shape)}; undo() runs videos")
-        return value
+        return getattr(type(self.vae), method)(_OnEngines(self.vae, self.accelerated), value, *options, **named)
 
 
 class _OnEngines:
     """An autoencoder whose two networks are engines, for diffusers' methods during one call.
 
-    The engines contain the quantisation convolutions. What diffusers writes while it runs stays in this object, so any
-    number of threads may call.
+    The engines contain the quantisation convolutions. diffusers writes to this object, so any number of threads may
+    call.
     """
 
     def __init__(self, vae: Any, accelerated: AcceleratedVae) -> None:
