@@ -145,10 +145,7 @@ class Loop:
 
 
 class Island(nn.Module):
-    """A part of a module that some engines build on its own; in eager it is just the part.
-
-    `name`: for messages and cache entries; `inner`: the part, whose inputs and output are tensors.
-    """
+    """A part of a module that some engines build on its own. `name`: for messages and cache entries."""
 
     def __init__(self, name: str, inner: nn.Module) -> None:
         super().__init__()

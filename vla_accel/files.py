@@ -69,10 +69,7 @@ def lock(descriptor: int, otherwise: str) -> None:
 
 
 class LineFile:
-    """A file of lines with one writing process. Each line is on the disk before `append` returns. `close` it.
-
-    Raises ConfigError if another process writes the file.
-    """
+    """A file of lines with one writing process, else ConfigError. `append` returns when the line is on the disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

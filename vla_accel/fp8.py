@@ -104,10 +104,7 @@ class Products:
 
 
 def can_quantise(quantised: Mapping[str, Products], engine: str, precision: str) -> bool:
-    """Return whether an engine can compute a component in FP8 or INT8, on a GPU that has the format.
-
-    `quantised`: the component's products by engine.
-    """
+    """Return whether an engine can compute a component of these products by engine in FP8 or INT8."""
     return precision in FORMATS and engine in quantised and precision in quantised[engine].precisions
 
 

@@ -1,7 +1,4 @@
-"""Component timings and the breakdown JSON.
-
-A section is timed by CUDA events on a GPU, read after the call's one synchronisation, and by the wall clock on a CPU.
-"""
+"""Component timings, by CUDA events on a GPU and the wall clock on a CPU, and the breakdown JSON."""
 
 from __future__ import annotations
 

@@ -17,10 +17,7 @@ from vla_accel.kernels.gpu import Gpu
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that a configuration or a command names; "auto" is the GPU if there is one.
-
-    Raises ConfigError if the name is unknown, or torch finds no GPU.
-    """
+    """Return the device that a configuration or a command names. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -39,8 +39,7 @@ def choose(
 ) -> dict[str, Choice]:
     """Choose the engine of every component with engine "auto", for a model whose large products are in `dtype`.
 
-    `shown` counts only if all components are "auto", because it was measured for all of them together. Raises
-    ConfigError for an option or a precision next to "auto" that the chosen engine lacks.
+    `shown` counts only if all components are "auto", because it was measured for all of them together.
     """
     free = all(spec.engine == "auto" and spec.precision == "auto" for spec in specs.values())
     choices = {

@@ -64,10 +64,7 @@ class Engine(ABC):
         self._checked(name, value).copy_(value, non_blocking=True)
 
     def bind(self, name: str, source: Tensor) -> None:
-        """Read an input from `source`, such as another engine's output, without a copy.
-
-        Raises EngineError unless shape, dtype and device fit.
-        """
+        """Read an input from `source`, such as another engine's output, without a copy. Raises EngineError."""
         buffer = self._checked(name, source)
         if source.device != buffer.device:
             raise EngineError(f"{self.component.name}.{name}: expected device {buffer.device}, got {source.device}")

@@ -1,8 +1,7 @@
 """Built engines on disk, by a hash of what they were built from.
 
-An entry is NAME-KEY.engine, the library's own file, and NAME-KEY.json, its description with the content's SHA-256. The
-description is written last: an entry without one, or with a wrong one, was interrupted, truncated or written by someone
-else. It is reported, removed and built again. A folder or file that other users may write to is refused.
+An entry is NAME-KEY.engine, the library's own file, and NAME-KEY.json, its description with the content's SHA-256,
+which is written last. A file that others may write to is refused; any other damaged entry is removed and built again.
 """
 
 from __future__ import annotations
@@ -66,9 +65,7 @@ class EngineCache:
         return self.folder / f"{name}-{key[:20]}.engine"
 
     def get(self, name: str, key: str) -> Entry | None:
-        """Return the entry of a key, or None. An entry with a `problem` has been removed from disk.
-
-        Raises EngineError if other users may write to the folder or the files."""
+        """Return the entry of a key, or None. An entry with a `problem` has been removed. Raises EngineError."""
         self._require_private()
         path = self.path(name, key)
         files = [p for p in (path, path.with_suffix(".json")) if p.exists()]
@@ -84,10 +81,7 @@ class EngineCache:
         return entry
 
     def put(self, name: str, key: str, content: Any, about: Mapping[str, Any]) -> Entry:
-        """Store an engine (anything with a buffer), then evict down to the limit; the new entry stays.
-
-        Raises EngineError if the disk is full, or other users may write to the folder.
-        """
+        """Store an engine (anything with a buffer), then evict down to the limit; the new entry stays."""
         self._require_private()
         entry = write_entry(self.path(name, key), content, {**about, "name": name, "key": key})
         self.evict(keep=entry.path)

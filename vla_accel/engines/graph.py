@@ -144,10 +144,8 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def warmed_up(device: torch.device, work: Callable[[], object]) -> torch.cuda.Stream:
-    """Run `work` twice on the stream that records it, which is returned, and wait for it.
-
-    It compiles kernels, picks algorithms and makes library handles, none of which may happen during capture.
-    """
+    """Run `work` twice on the stream that records it, which is returned: capture may not compile kernels or pick
+    algorithms."""
     side = side_stream(device)
     with _ONE_AT_A_TIME:
         side.wait_stream(torch.cuda.current_stream())

@@ -159,10 +159,7 @@ def examples(component: Component, shape_of: Any = largest) -> tuple[Tensor, ...
 
 
 def compare(component: Component, module: nn.Module, path: Path, least: float = SIMILARITY) -> float:
-    """Return the least cosine between graph and module in float32, over outputs and both ends of the ranges.
-
-    Raises EngineError below `least`, or for a value that is not finite.
-    """
+    """Return the least cosine between graph and module in float32, over outputs and both ends of the ranges."""
     runtime = _need("onnxruntime")
     worst = 1.0
     with tempfile.TemporaryDirectory(prefix="vla_accel-onnx-") as scratch:

@@ -1,7 +1,4 @@
-"""An ONNX file to a serialized TensorRT engine (a plan), with either library, for this GPU or for others.
-
-Networks are strongly typed: every precision is the one in the graph.
-"""
+"""An ONNX file to a serialized, strongly typed TensorRT engine, with either library, for this GPU or for others."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ class Plan:
 
 
 def profiles_of(component: Component, options: TensorrtOptions) -> tuple[Profile, ...]:
-    """Return the profiles in `options.profiles`, or one over the component's whole ranges.
-
-    Raises ConfigError for an unknown input or dimension, or bounds out of order or outside the component's range.
-    """
+    """Return the profiles in `options.profiles`, or one over the component's whole ranges. Raises ConfigError."""
     return tuple(_profile(component, text) for text in options.profiles or ("",))
 
 
@@ -178,10 +172,7 @@ def build_plan(
 
 
 def check_memory(name: str, weight_bytes: int) -> None:
-    """Raise EngineError if this machine has clearly too little memory to build an engine of so many weights.
-
-    Graph, network and engine each hold the weights once; measured peaks are just under that and half a gigabyte.
-    """
+    """Raise EngineError if there is less memory than measured peaks: three times the weights and half a gigabyte."""
     needed, free = 3 * weight_bytes + 512 * 2**20, available_memory()
     if free is not None and needed > free:
         raise EngineError(

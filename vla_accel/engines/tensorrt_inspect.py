@@ -21,10 +21,7 @@ from vla_accel.errors import EngineError
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Return an engine file's contents as plain data.
-
-    Raises EngineError for a file that is missing or damaged, or has neither a description nor a GPU to load it.
-    """
+    """Return an engine file's contents as plain data. Raises EngineError."""
     if not path.is_file():
         raise EngineError(f"engine {path}: expected a file, {'got a folder' if path.is_dir() else 'there is none'}")
     entry = examine(path)

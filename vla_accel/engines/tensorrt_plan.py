@@ -1,7 +1,4 @@
-"""A component's TensorRT engine from the cache, or built now and stored there.
-
-`vla-accel build` and the engines share this path, so that an engine built ahead of time is the one that a policy loads.
-"""
+"""A component's TensorRT engine from the cache, or built now and stored there."""
 
 from __future__ import annotations
 
@@ -104,12 +101,9 @@ def find_or_build(
     identity: Mapping[str, str],
     build: Callable[[], Built],
 ) -> Obtained:
-    """Return the cached engine of `body`, or build and store it.
+    """Return the cached engine of `body`, a part of the component `owner`, or build and store it.
 
-    Args:
-        owner: The component that `body` belongs to.
-        identity: What tells the engine from others of the library: "content" (`content_key`), "target", and the very
-            GPU and driver or further versions.
+    `identity` tells it from other engines of the library: "content" (`content_key`), "target", GPU, driver, versions.
     """
     name = owner if body.name == owner else f"{owner}-{body.name}"
     store, key = cache_of(spec.tensorrt), cache.key_of({"library": library.title, **identity})
@@ -143,17 +137,9 @@ def obtain(
     cancel: threading.Event | None = None,
     exports: Exports | None = None,
 ) -> Obtained:
-    """Return the engine of a component for compute capabilities, from the cache or built now.
+    """Return the engine of a component (`body_of`), from the cache or built now.
 
-    TensorRT-RTX builds ahead of time, so its engines do not depend on the machine that builds them; TensorRT builds for
-    the GPU of `device`.
-
-    Args:
-        component: See `body_of`.
-        exports: Has ONNX files of earlier targets.
-
-    Raises:
-        EngineError, DependencyError: As `onnx.export` and `build_plan` do.
+    TensorRT-RTX builds for any `targets`, TensorRT for the GPU of `device`. `exports` keeps ONNX files.
     """
     module = onnx.module_at(component, spec.precision)
     content = content_key(component, module, spec, "onnx")

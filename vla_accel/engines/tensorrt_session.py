@@ -1,7 +1,4 @@
-"""Deserialized engines and their execution contexts, which share one engine and one scratch memory.
-
-Addresses and the stream come with every `enqueue`. Needs a GPU.
-"""
+"""Deserialized engines and their execution contexts, which share one engine and one scratch memory."""
 
 from __future__ import annotations
 
@@ -98,10 +95,7 @@ class Scratch:
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def add(self, session: Session, size: int) -> None:
-        """Give a session's context `size` bytes; a larger block replaces the current one for all sessions.
-
-        Raises EngineError if the GPU has too little memory.
-        """
+        """Set a context's scratch memory; a larger block replaces the current one for all. Raises EngineError."""
         memory = self.memory
         if memory is None or size > memory.numel():
             free = tensorrt_library.free_memory(self.device)
@@ -138,10 +132,7 @@ _engines: weakref.WeakValueDictionary[tuple[str, str, float], _Shared] = weakref
 
 
 def shared_engine(library: Library, path: Path, device: torch.device, streaming: bool) -> Any:
-    """Return the engine of a plan file, deserialized once, its weights on the GPU once, for any number of contexts.
-
-    Raises EngineError for a file that others than its owner may write to, or that the library cannot load.
-    """
+    """Return the engine of a plan file, deserialized once for any number of contexts. Raises EngineError."""
     key = (str(path), str(device), path.stat().st_mtime)
     if (found := _engines.get(key)) is not None:
         return found

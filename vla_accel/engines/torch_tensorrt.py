@@ -48,11 +48,7 @@ class Flavour:
 
 
 def find_flavour(versions: Mapping[str, str | None] | None = None) -> Flavour:
-    """Return the installed Torch-TensorRT, without importing it. Raises DependencyError unless its versions match.
-
-    Args:
-        versions: By distribution; those installed by default.
-    """
+    """Return the installed Torch-TensorRT, without importing it. Raises DependencyError unless `versions` match."""
     found = _installed() if versions is None else dict(versions)
     torch_version = major_minor(str(found["torch"]))
     rtx = found.get("torch-tensorrt") is None and found.get("torch-tensorrt-rtx") is not None
@@ -114,11 +110,8 @@ def load_torch_tensorrt() -> tuple[Any, Flavour]:
 
 
 def conversion_options(version: Version, options: TensorrtOptions) -> dict[str, Any]:
-    """The options of Torch-TensorRT's conversion.
-
-    Precision comes from the module's dtypes: 2.11 and 2.12 need an option for that; from 2.13 on nothing else exists,
-    and the old option would be ignored in `**kwargs`.
-    """
+    """The options of Torch-TensorRT's conversion. Precision comes from the module's dtypes, which 2.11 and 2.12 need an
+    option for; later versions would ignore it."""
     chosen: dict[str, Any] = {
         "require_full_compilation": True,
         "min_block_size": 1,
@@ -142,10 +135,7 @@ def conversion_options(version: Version, options: TensorrtOptions) -> dict[str, 
 def convert(
     torch_tensorrt: Any, version: str, name: str, module: nn.Module, inputs: tuple[Tensor, ...], spec: EngineSpec
 ) -> Built:
-    """Convert a module with all its operators.
-
-    Raises EngineError naming what cannot be converted; DependencyError for an option that this version would ignore.
-    """
+    """Convert a module with all its operators. Raises EngineError or DependencyError, which name the problem."""
     began = time.perf_counter()
     function = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine
     options = conversion_options(major_minor(version), spec.tensorrt)
@@ -192,10 +182,7 @@ def _problems() -> Iterator[list[BaseException]]:
 def build_islands(
     component: Component, spec: EngineSpec, device: torch.device, module: nn.Module | None = None
 ) -> list[tuple[Island, Obtained, Component]]:
-    """Return every marked part of a component as an engine, from the cache or built now.
-
-    A part's engine has fixed shapes: those of the component's examples.
-    """
+    """Return every marked part of a component as an engine of fixed shapes, from the cache or built now."""
     torch_tensorrt, flavour = load_torch_tensorrt()
     module = island_module(component, spec) if module is None else module
     library, results = load_library(flavour.library), []
@@ -221,10 +208,7 @@ def _specs(prefix: str, tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
 
 
 def island_module(component: Component, spec: EngineSpec) -> nn.Module:
-    """The component's module at the requested precision, with at least one part marked to be built.
-
-    Raises EngineError for a component without marked parts, unless `whole` is set.
-    """
+    """The component's module with its marked parts. Raises EngineError if there are none, unless `whole` is set."""
     module = onnx.module_at(component, spec.precision)
     if spec.tensorrt.whole:
         return Island(component.name, module)

@@ -1,8 +1,7 @@
 """diffusers' image autoencoders as plain encoder and decoder modules for engines and export.
 
-Reads `AutoencoderKLQwenImage` (RMS norms, causal 3-D convolutions) and `AutoencoderKL` (group norms). For one image
-all temporal padding of a causal convolution is zero, so it equals a 2-D convolution with the last temporal slice of
-its kernel: a third of the arithmetic. The quantisation convolutions are part of the halves.
+For one image all temporal padding of a causal 3-D convolution is zero, so it equals a 2-D convolution with the last
+temporal slice of its kernel: a third of the arithmetic.
 """
 
 from __future__ import annotations
@@ -144,10 +143,7 @@ def autoencoder_kind(vae: Any) -> Kind:
 
 
 def split_autoencoder(vae: Any) -> tuple[Half, Half]:
-    """Return (encoder, decoder) of a diffusers autoencoder. Raises CheckpointError for an unknown part.
-
-    Weights are shared where the shape stays.
-    """
+    """Return (encoder, decoder) of a diffusers autoencoder, with shared weights. Raises CheckpointError."""
     frames = autoencoder_kind(vae) == "qwen"
     encoder, decoder = vae.encoder, vae.decoder
     down = [b for stage in encoder.down_blocks for b in _parts(stage, "downsamplers")] + _middle(encoder)

@@ -18,10 +18,7 @@ _LORA = ("merged_adapters", "scaling", "_active_adapter", "_disable_adapters")
 
 
 class Exclusive:
-    """A lock for static buffers that also orders the CUDA streams which use them. One thread may enter repeatedly.
-
-    With a lock alone, the GPU may still run one thread's work when another, on another stream, writes the buffers.
-    """
+    """A lock for static buffers that also orders the CUDA streams which use them. One thread may enter repeatedly."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -44,10 +41,9 @@ class Exclusive:
 
 
 class WeightState:
-    """The weights of modules at one moment.
+    """The weights of modules at one moment: address and version of every tensor, modules, processors, LoRA adapters.
 
-    Compares the address and version of every tensor, the modules, their attention processors and LoRA adapters. With
-    `values` also norm and maximum of every tensor: a write through `tensor.data`, as in peft's `fuse_lora`, changes
+    With `values` also norm and maximum of every tensor: a write through `tensor.data` (peft's `fuse_lora`) changes
     neither address nor version.
     """
 
@@ -99,11 +95,7 @@ def _norms(tensors: list[Tensor]) -> Tensor:
 
 
 class Cache(Generic[K, T]):
-    """Values made from a model's weights, least recently used first. A deep copy is empty.
-
-    Args:
-        full: whether values must go. The newest stays in any case, as its caller needs it.
-    """
+    """Values made from a model's weights, dropped least recently used first while `full`. A deep copy is empty."""
 
     def __init__(self, full: Callable[[Iterable[T]], bool] = lambda _: False) -> None:
         self.made: OrderedDict[K, T] = OrderedDict()

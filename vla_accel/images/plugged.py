@@ -51,11 +51,7 @@ class Plugged:
 
 
 class _OnEngines:
-    """An autoencoder whose two networks are engines, for diffusers' methods during one call.
-
-    The engines contain the quantisation convolutions. diffusers writes to this object, so any number of threads may
-    call.
-    """
+    """An autoencoder whose two networks, quantisation convolutions included, are engines, for one call of diffusers."""
 
     def __init__(self, vae: Any, accelerated: AcceleratedVae) -> None:
         self._vae, self._accelerated = vae, accelerated
@@ -83,10 +79,7 @@ class _OnEngines:
 
 
 def exchanged(module: nn.Module, **functions: Callable[..., Any]) -> Callable[[], None]:
-    """Replace functions of a module. Returns a function that undoes it, and may be called repeatedly.
-
-    Several exchanges of one module may be undone in any order: the newest one left runs.
-    """
+    """Replace functions of a module. Returns a function that undoes it; the newest exchange that is left runs."""
     own = vars(module)
     # The module's own functions, then those of every exchange, the newest last.
     layers: list[dict[str, Any]] = own.setdefault(_LAYERS, [{}])

@@ -134,12 +134,9 @@ class StableDiffusion:
     def __init__(
         self, parts: Any, engines: Engines | None = None, *, strict: bool = False, unet_file: Path | None = None
     ) -> None:
-        """Read a diffusers `StableDiffusionPipeline` on its device and in its dtype.
+        """Read a diffusers `StableDiffusionPipeline`.
 
-        Args:
-            engines: the engine of each component; eager if not given.
-            strict: a component that falls back to another engine is an error.
-            unet_file: the UNet's engine file from `build-unet`, of the library that `engines.unet` names.
+        `strict`: a fallback to another engine is an error; `unet_file`: the UNet's engine file from `build-unet`.
         """
         engines = engines or Engines()
         check_spec("text_encoder", engines.text_encoder)
@@ -178,10 +175,7 @@ class StableDiffusion:
         dtype: torch.dtype,
         strict: bool = False,
     ) -> StableDiffusion:
-        """Load a diffusers folder or hub name: safetensors only. Raises CheckpointError.
-
-        The engine file of `build-unet` in the folder is used if `engines.unet` is its library.
-        """
+        """Load a diffusers folder or hub name, and the engine file of `build-unet` in it. Raises CheckpointError."""
         file = found_unet_file(folder, (engines or Engines()).unet)
         return cls(load_parts(folder, device=device, dtype=dtype), engines, strict=strict, unet_file=file)
 

@@ -1,8 +1,4 @@
-"""Errors for switches of a diffusers pipeline that engines would ignore; docs/images.md has the table of all switches.
-
-Engines compute with copies of the weights and without the modules' own `forward`, so they would ignore a hook, an
-adapter or an attention processor.
-"""
+"""Errors for switches of a diffusers pipeline that engines would ignore; docs/images.md has the table of all."""
 
 from __future__ import annotations
 

@@ -25,9 +25,7 @@ MOST_IMAGES = 4
 class Unet(nn.Module):
     """diffusers' UNet: sample (2 B, 4, H/8, W/8), timestep () int64, encoder_hidden_states (2 B, 77, D) to noise.
 
-    Args:
-        paired: the last B samples equal the first B (classifier-free guidance), so that the native program may compute
-            once what both share.
+    `paired`: the last B samples equal the first B (classifier-free guidance), so the native program computes once.
     """
 
     def __init__(self, unet: nn.Module, *, paired: bool = True) -> None:

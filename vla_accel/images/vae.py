@@ -1,7 +1,4 @@
-"""An autoencoder for images of any size: one engine for each size, made on first use.
-
-`plugged.plug_in` puts it into a diffusers pipeline.
-"""
+"""An autoencoder for images of any size: one engine for each size, made on first use."""
 
 from __future__ import annotations
 
@@ -45,12 +42,7 @@ class AcceleratedVae:
         specs: Mapping[Side, EngineSpec] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """Read an `AutoencoderKL` or `AutoencoderKLQwenImage`.
-
-        Args:
-            config: the configuration, or its file.
-            specs: an engine for each side instead of the configuration's.
-        """
+        """Read an `AutoencoderKL` or `AutoencoderKLQwenImage`; `specs` replace the configuration's engines."""
         self.vae, self.config = vae, load_vae_config(config or VaeConfig())
         own = EngineSpec(engine=self.config.vae_type, precision=self.config.precision)
         self.specs: dict[Side, EngineSpec] = {"encoder": own, "decoder": own, **(specs or {})}

@@ -1,7 +1,4 @@
-"""Autoencoder components: an encoder or decoder for one size, or for all sizes of an engine file.
-
-Sizes are (height, width) in pixels. Sizes, profiles and folder names follow LightX2V's TensorRT guide.
-"""
+"""Autoencoder components for one size, or for all sizes of an engine file; a size is (height, width) in pixels."""
 
 from __future__ import annotations
 
