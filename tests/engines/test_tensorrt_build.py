@@ -113,6 +113,8 @@ def test_profiles_are_the_whole_range_or_those_requested(library: Library, expor
     assert (low[1], best[1], high[1]) == (1, 4, 4)
     plan = build(library, graph, component, options={"profiles": ("images.1=1:1:2", "images.1=3:3:4")})
     assert [p["images"][1][1] for p in plan.profiles] == [1, 3]
+    both = build_plan(library, graph, component, TensorrtOptions(), targets=TARGETS, ahead=True)
+    assert both.target == "sm89+sm120" and both.size > 1e6
 
 
 @pytest.mark.parametrize(
@@ -150,12 +152,6 @@ def test_a_foreign_timing_cache_is_replaced(library: Library, tmp_path: Path) ->
     timing.unlink()
     assert build(library, graph, component, timing_cache=timing, options={"timing_cache": False}).size > 0
     assert not timing.exists()
-
-
-def test_one_engine_for_two_targets(library: Library, exported: Any) -> None:
-    component, graph = exported["vision"]
-    plan = build_plan(library, graph, component, TensorrtOptions(), targets=TARGETS, ahead=True)
-    assert plan.target == "sm89+sm120" and plan.size > 1e6
 
 
 class Watcher:
@@ -353,8 +349,8 @@ def test_a_library_without_cross_builds_says_so(library: Library, exported: Any,
         build_plan(plain, graph, component, TensorrtOptions(), targets=[(8, 9)], ahead=True)
 
 
-def views(low: int = 1, high: int = 4) -> Component:
-    spec = TensorSpec("images", (1, 2, 8), torch.float32, {1: (low, high)})
+def views() -> Component:
+    spec = TensorSpec("images", (1, 2, 8), torch.float32, {1: (1, 4)})
     return Component("vision", nn.Identity(), (spec,), (spec,))
 
 
@@ -374,19 +370,13 @@ def test_a_wrong_profile_is_refused(text: str, message: str) -> None:
         profiles_of(views(), TensorrtOptions(profiles=(text,)))
 
 
-def test_a_shape_that_no_profile_covers_is_refused() -> None:
-    profiles = profiles_of(views(), TensorrtOptions(profiles=("images.1=1:1:1", "images.1=3:3:4")))
-    with pytest.raises(
-        EngineError, match=r"vision: no optimization profile covers images \(1, 2, 8\); the engine has: "
-    ):
-        pick_profile(profiles, {"images": (1, 2, 8)}, "vision")
-    with pytest.raises(EngineError, match="no optimization profile covers"):
-        pick_profile(profiles, {"images": (1, 3)}, "vision")
-
-
-def test_of_several_profiles_the_nearest_optimum_is_taken() -> None:
+def test_the_profile_of_a_shape_has_the_nearest_optimum() -> None:
     profiles = profiles_of(views(), TensorrtOptions(profiles=("", "images.1=1:2:4", "images.1=1:1:4")))
     assert [pick_profile(profiles, {"images": (1, n, 8)}, "vision") for n in (1, 2, 3, 4)] == [2, 1, 0, 0]
+    profiles = profiles_of(views(), TensorrtOptions(profiles=("images.1=1:1:1", "images.1=3:3:4")))
+    for shape in ((1, 2, 8), (1, 3)):
+        with pytest.raises(EngineError, match=r"vision: no optimization profile covers images .*; the engine has: "):
+            pick_profile(profiles, {"images": shape}, "vision")
 
 
 def test_a_profile_that_does_not_fit_the_graph_is_refused(library: Library, exported: Any) -> None:
@@ -396,7 +386,7 @@ def test_a_profile_that_does_not_fit_the_graph_is_refused(library: Library, expo
         build(library, graph, dataclasses.replace(component, inputs=(spec,)))
 
 
-def test_the_variants_of_the_prefix(demo: Pi0) -> None:
+def test_a_precision_without_a_variant_or_scales_is_refused(demo: Pi0) -> None:
     component = kv_cache_component(demo, 1, 2, 20, False)
     with pytest.raises(EngineError, match="kv_cache: FP8 needs calibrated scales"):
         module_at(component, "fp8")

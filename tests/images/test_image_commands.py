@@ -67,7 +67,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library: None) -> 
         ("precision tiny-qwen-text-encoder --size 64", "size: expected an image model with it"),
         ("precision tiny-sd-vae --size 3", "size: expected at least 8, got 3"),
         ("txt2img --sd-dir tiny-random --out-img-path a.jpg", "expected a file name ending in .png, got 'a.jpg'"),
-        ("txt2img --sd-dir tiny-random --height 64", "expected both --height and --width"),
+        ("txt2img --sd-dir tiny-random --height 64", "expected both height and width"),
         ("txt2img --sd-dir random --scheduler DDMI", "a diffusers class like DDIMScheduler, got DDMI: did you mean DD"),
         ("txt2img --sd-dir tiny-random --height 70 --width 64", "multiples of 8, got 64x70; the smallest that holds"),
         ("img2img --sd-dir x --in-img-path low.png --height 64 --width 4", "multiples of 8, got 4x64"),
@@ -170,8 +170,9 @@ def test_bench_qwen(tmp_path: Path, capsys: Capture) -> None:
     assert json.loads((tmp_path / "a.json").read_text()) == report
     names = ["baseline", "VAE only", "transformer only (native)", "both (native)"]
     assert printed.err.startswith("making Qwen-Image with 1 layers\n")
-    calls = [line.partition(" took")[0] for line in printed.err.splitlines() if "first call" in line and "so far" not in line]
-    assert calls == [f"Qwen-Image, {name}: {what}" for name in names for what in ("first call", "the first call")]
+    lines = [line for line in printed.err.splitlines() if "first call" in line and "so far" not in line]
+    first = [f"Qwen-Image, {name}: {what}" for name in names for what in ("first call", "the first call")]
+    assert [line.partition(" took")[0] for line in lines] == first
     assert [r["system"] for r in report["results"]] == names and report["layers"] == 1
     assert all(r["parity"]["cosine"] > 0.9999 for r in report["results"])
     lines = qwen_images(report).splitlines()
@@ -232,37 +233,35 @@ def test_bench_vae_fails_if_a_system_disagrees_or_fails(
 UNETS = "bench-unet --sd-dir tiny-random --size 64 --rounds 1 --unet-rounds 1"
 
 
-def test_bench_unet_compares_with_both_eagers(capsys: Capture) -> None:
-    cli.main(f"{UNETS} --systems eager-fp32,eager,native --dtype bf16 --steps 2".split())
-    report = last_json(capsys.readouterr().out)
-    assert report["errors"] == {}
-    names = ("parity", "parity_eager")
-    for part, agreements in (("unet", names), ("txt2img", (*names, "latents", "latents_eager"))):
-        wide, eager, _ = report[part]
-        for name in agreements:
-            own, other = (eager, wide) if name.endswith("eager") else (wide, eager)
-            assert own[name]["mse"] == 0 and other[name]["mse"] > 0
-    assert report["agreement_with"]["parity_eager"] == "eager in bf16"
-    text = unets(report)
-    assert "| txt2img, 2 steps | native |" in text and "cosine with eager BF16" in text and "img2img" not in text
-
-
-def test_bench_unet_compares_and_counts(tmp_path: Path, capsys: Capture) -> None:
+def test_bench_unet_compares_with_both_eagers(tmp_path: Path, capsys: Capture) -> None:
     picture, output = tmp_path / "both.png", tmp_path / "bench.json"
-    extra = f"--systems eager-fp32,native --device cpu --steps 2 --img2img --picture {picture} --output {output}"
-    assert cli.main(f"{UNETS} {extra}".split()) == 0
+    words = f"{UNETS} --systems eager-fp32,eager,native --dtype bf16 --steps 2 --img2img"
+    cli.main([*words.split(), "--picture", str(picture), "--output", str(output)])
     printed = capsys.readouterr()
     report = last_json(printed.out)
     said = "loading tiny-random\nunet: the systems, and the reference, eager in float32\nunet, eager-fp32: first call\n"
-    assert printed.err.startswith(said) and report["dtype"] == "fp32", "fp16 is for GPUs"
-    assert json.loads(output.read_text()) == report and report["passed"]
-    for part in ("unet", "txt2img", "img2img"):
-        first, second = report[part]
-        assert (first["system"], second["system"]) == ("eager-fp32", "native")
-        assert first["speedup"] == 1.0 and second["parity"]["cosine"] > 0.9999 and "parity_eager" not in first
-        assert part == "unet" or all(row["latents"]["cosine"] > 0.9999 for row in (first, second))
-    assert load_image(picture).shape == (1, 3, 64, 128)
+    assert printed.err.startswith(said) and json.loads(output.read_text()) == report and report["errors"] == {}
+    names = ("parity", "parity_eager")
+    for part, agreements in (("unet", names), ("txt2img", (*names, "latents", "latents_eager"))):
+        wide, eager, _ = report[part]
+        assert wide["speedup"] == 1.0
+        for name in agreements:
+            own, other = (eager, wide) if name.endswith("eager") else (wide, eager)
+            assert own[name]["mse"] == 0 and other[name]["mse"] > 0
+    assert report["agreement_with"]["parity_eager"] == "eager in bf16" and load_image(picture).shape == (1, 3, 64, 128)
     assert {"unet", "vae_decode", "total"} <= set(report["breakdown"]["native"])
+    text = unets(report)
+    assert "| txt2img, 2 steps | native |" in text and "cosine with eager BF16" in text and "img2img" in text
+
+
+def test_bench_unet_in_float32_agrees_and_needs_no_eager(capsys: Capture) -> None:
+    assert cli.main(f"{UNETS} --systems eager-fp32,native --device cpu --steps 2".split()) == 0
+    report = last_json(capsys.readouterr().out)
+    assert report["passed"] and report["dtype"] == "fp32", "fp16 is for GPUs"
+    for part in ("unet", "txt2img"):
+        assert [row["system"] for row in report[part]] == ["eager-fp32", "native"]
+        assert all(row["parity"]["cosine"] > 0.9999 and "parity_eager" not in row for row in report[part])
+        assert part == "unet" or all(row["latents"]["cosine"] > 0.9999 for row in report[part])
 
 
 class NarrowDrawsDiffer(TorchFunctionMode):

@@ -19,7 +19,7 @@ from vla_accel.cli.image_options import BenchUnet
 from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.autoencoder import SCALE
-from vla_accel.images.measure import Bench, parity
+from vla_accel.images.measure import Bench
 from vla_accel.images.parts import diffusers_call, found_unet_file, load_parts
 from vla_accel.images.picture import side_by_side
 from vla_accel.images.stable import Engines, Request, StableDiffusion
@@ -209,19 +209,12 @@ class _UnetBench(Bench):
 
     def _rows(self, timings: Any, compared: dict[str, tuple[dict[str, Tensor], Tensor | None]]) -> list[dict[str, Any]]:
         """Return the rows of results; `compared`: name of an agreement to the results and their reference."""
-        names = list(timings)
-        compiled = [timings[n]["p50_ms"] for n in ("compile", "compile-graphs") if n in timings]
-        return [
-            {
-                "system": n,
-                **timings[n],
-                "speedup": timings[names[0]]["p50_ms"] / timings[n]["p50_ms"],
-                # The faster of torch.compile's two modes.
-                "speedup_over_compile": min(compiled) / timings[n]["p50_ms"] if compiled else None,
-                **{k: parity(r[n], want).as_dict() for k, (r, want) in compared.items() if want is not None},
-            }
-            for n in names
-        ]
+        # The faster of torch.compile's two modes.
+        compiled = min((timings[n]["p50_ms"] for n in ("compile", "compile-graphs") if n in timings), default=None)
+        rows = self.rows(timings, compared, next(iter(timings), ""))
+        for row in rows:
+            row["speedup_over_compile"] = compiled / row["p50_ms"] if compiled else None
+        return rows
 
 
 class _Drawn(TorchFunctionMode):

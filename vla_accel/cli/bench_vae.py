@@ -111,12 +111,11 @@ class _VaeBench(Bench):
             runs, name_of = {name: system[side] for name, system in systems.items()}, f"{{}} {side} {key}"
             done = self.first_calls(f"{key} {side}", runs, name_of)
             timings = self.timings({name: runs[name] for name in done}, self.options.rounds)
-            for name, timing in timings.items():
-                agreement = parity(done[name], want[side])
-                row = {"size": size_text(size), "key": key, "side": side, "system": name, **timing}
-                row["speedup"] = timings["eager"]["p50_ms"] / timing["p50_ms"] if "eager" in timings else None
-                row["first_call_s"] = round(self.seconds[name_of.format(name)], 2)
-                rows.append({**row, "parity": agreement.as_dict(), "passed": agreement.passes(MSE, COSINE)})
+            for row in self.rows(timings, {"parity": (done, want[side])}, "eager"):
+                name = row["system"]
+                first_s, passed = self.seconds[name_of.format(name)], parity(done[name], want[side]).passes(MSE, COSINE)
+                here = {"size": size_text(size), "key": key, "side": side}
+                rows.append({**here, **row, "first_call_s": round(first_s, 2), "passed": passed})
         if self.device.type == "cuda":
             torch.compiler.reset()
         return rows

@@ -14,7 +14,6 @@ from vla_accel import machine
 from vla_accel.cli.common import print_json, print_table, say, write_if
 from vla_accel.cli.image_options import Dtype, ImageToImage, TextToImage
 from vla_accel.config import EngineSpec
-from vla_accel.errors import ConfigError
 from vla_accel.images.autoencoder import SCALE
 from vla_accel.images.measure import parity
 from vla_accel.images.parts import diffusers_call, make_scheduler, scheduler_class
@@ -79,8 +78,6 @@ def dtype_on(device: torch.device, requested: Dtype | None) -> Dtype:
 def _request(options: TextToImage) -> tuple[Request, Tensor | None]:
     if options.scheduler is not None:
         scheduler_class(options.scheduler)  # before the model is loaded
-    if (options.height is None) != (options.width is None):
-        raise ConfigError("size: expected both --height and --width, or neither")
     names = {field.name for field in dataclasses.fields(Request)} & set(vars(options))
     request = Request(negative_prompt=options.negative_prompts, **{name: vars(options)[name] for name in names})
     if not isinstance(options, ImageToImage):

@@ -102,6 +102,25 @@ class Bench:
             for n, t in taken.items()
         }
 
+    @staticmethod
+    def rows(
+        timings: Mapping[str, dict[str, Any]], compared: Mapping[str, tuple[Any, Tensor | None]], base: str
+    ) -> list[dict[str, Any]]:
+        """Return each system's row of a report, sped up over `base`, if that was timed.
+
+        `compared`: the name of an agreement to the systems' results and their reference; None leaves it out.
+        """
+        base_ms = timings.get(base, {}).get("p50_ms")
+        return [
+            {
+                "system": name,
+                **timing,
+                "speedup": None if base_ms is None else base_ms / timing["p50_ms"],
+                **{k: parity(r[name], want).as_dict() for k, (r, want) in compared.items() if want is not None},
+            }
+            for name, timing in timings.items()
+        ]
+
     def synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
