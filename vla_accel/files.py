@@ -173,11 +173,11 @@ def why_not_private(path: Path) -> str | None:
         return None
     found, user = path.stat(), os.geteuid()
     if found.st_uid not in (user, 0):
-        problem = f"belongs to user {found.st_uid}, and built engines are code: expected user {user} or root"
-        return f"{path} {problem}. If you trust its content: sudo chown -R {user} {path}"
+        problem = f"belongs to user {found.st_uid}, and built engines are code: expected user {user} or root."
+        return f"{path} {problem} If you trust its content: sudo chown -R {user} {path}"
     if found.st_mode & _OTHERS_WRITE:
-        problem = f"may be written to by others (mode {found.st_mode & 0o777:o}), and built engines are code"
-        return f"{path} {problem}. If you trust its content: chmod -R go-w {path}"
+        problem = f"may be written to by others (mode {found.st_mode & 0o777:o}), and built engines are code."
+        return f"{path} {problem} If you trust its content: chmod -R go-w {path}"
     return None
 
 

@@ -72,8 +72,8 @@ def named(dtype: torch.dtype) -> str:
 
 def no_scales(precision: str) -> str:
     """Return the error of a precision of `FORMATS` without calibrated scales."""
-    made = "make them with `vla-accel calibrate`"
-    return f"{precision.upper()} needs calibrated scales beside the checkpoint ({FILE}); {made}"
+    text = f"FP8 needs calibrated scales beside the checkpoint ({FILE}); make them with `vla-accel calibrate`"
+    return text.replace("FP8", precision.upper(), 1)
 
 
 @dataclass(frozen=True)

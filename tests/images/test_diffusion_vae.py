@@ -81,18 +81,18 @@ def test_a_size_that_no_engine_file_has_is_refused(text: str, message: str) -> N
         sizes.parse_size(text)
 
 
-def test_components_and_profiles(vae: Any) -> None:
-    encoder, decoder = split_autoencoder(vae)
-    component = sizes.vae_component(encoder, "encoder", (512, 768), dynamic=True)
-    assert component.inputs[0].shape == (1, 3, 1, 512, 768) and component.outputs[0].shape == (1, 8, 1, 64, 96)
-    assert component.inputs[0].ranges == {3: (64, 1920), 4: (64, 1920)}
-    assert component.outputs[0].ranges == {3: (8, 240), 4: (8, 240)}
-    texts = sizes.profile_texts(component)
-    assert len(texts) == 9 and texts[2] == "image.3=64:480:1920, image.4=64:848:1920"
-    component = sizes.vae_component(decoder, "decoder", (512, 768), dynamic=True)
-    assert component.inputs[0].shape == (1, 4, 1, 64, 96)
-    assert sizes.profile_texts(component)[2] == "latents.3=8:60:240, latents.4=8:106:240"
-    assert not sizes.vae_component(decoder, "decoder", (512, 768)).inputs[0].ranges
+def test_ranges_and_profiles_of_an_engine_file(vae: Any) -> None:
+    for side, half, text in zip(
+        ("encoder", "decoder"),
+        split_autoencoder(vae),
+        ("image.3=64:480:1920, image.4=64:848:1920", "latents.3=8:60:240, latents.4=8:106:240"),
+        strict=True,
+    ):
+        component = sizes.vae_component(half, side, (512, 768), dynamic=True)
+        pixels, latents = (component.inputs[0], component.outputs[0])[:: 1 if side == "encoder" else -1]
+        assert pixels.shape == (1, 3, 1, 512, 768) and latents.shape == (1, 8 if side == "encoder" else 4, 1, 64, 96)
+        assert pixels.ranges == {3: (64, 1920), 4: (64, 1920)} and latents.ranges == {3: (8, 240), 4: (8, 240)}
+        assert len(sizes.profile_texts(component)) == 9 and sizes.profile_texts(component)[2] == text
 
 
 def test_the_json_of_the_guide(tmp_path: Path) -> None:

@@ -91,18 +91,6 @@ def test_slices_run_one_image_at_a_time(name: str) -> None:
         assert {batch for _, batch, _ in fast.cache.made} == batches
 
 
-def test_tiles_count_in_our_own_pipeline() -> None:
-    parts = make_parts()
-    tile(parts.vae, 64)
-    request = Request("a bowl", height=72, width=136, steps=2)
-    pipeline = accelerated(parts)
-    tiled = pipeline.generate(request).pixels
-    assert_same_picture(tiled, diffusers_picture(parts, request))
-    assert "decoder 136x72" not in pipeline.vae.sizes
-    parts.vae.disable_tiling()
-    assert abs(pipeline.generate(request).pixels - tiled.astype(float)).max() > 1
-
-
 def loaded(vae: Any) -> None:
     vae.load_state_dict({k: v * 1.1 for k, v in vae.state_dict().items()})
 
@@ -395,16 +383,6 @@ def test_a_pipeline_of_another_autoencoder_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"\.vae: expected AutoencoderKLQwenImage or AutoencoderKL, got the class"):
         accelerate(pipeline, {"vae_type": "native"}, "native")
     assert "forward" not in vars(pipeline.transformer)
-
-
-def test_without_a_gpu_the_ledger_has_no_graph(caplog: pytest.LogCaptureFixture) -> None:
-    pipeline = make_qwen()
-    ledger = Ledger()
-    with caplog.at_level(logging.WARNING, "vla_accel"):
-        accelerate(pipeline, None, "native", ledger=ledger)
-    entry = ledger.entries["transformer"]
-    assert (entry.requested, entry.used) == ("native", "eager") and entry.fell_back
-    assert "CUDA graph" not in entry.detail and "a CUDA graph needs a GPU, got cpu" in caplog.text
 
 
 def transformer_inputs() -> dict[str, Any]:

@@ -23,13 +23,11 @@ from tests.support.images import (
     read_parameters,
 )
 from vla_accel import latency
-from vla_accel.config import EngineSpec
 from vla_accel.errors import CheckpointError, ConfigError, EngineError
-from vla_accel.images import AcceleratedVae, plug_in
 from vla_accel.images.models import filled, load_model
 from vla_accel.images.parts import load_parts
 from vla_accel.images.picture import load_image, save_png, to_uint8
-from vla_accel.images.stable import Engines, Request, StableDiffusion
+from vla_accel.images.stable import Request, StableDiffusion
 
 
 @pytest.fixture(scope="module")
@@ -129,17 +127,6 @@ def test_the_breakdown_names_every_part(parts: Any) -> None:
     json.dumps(report)
 
 
-def test_a_plugged_in_autoencoder_keeps_the_sizes_of_diffusers(parts: Any) -> None:
-    request, image = wanted(height=None, width=None, strength=0.5), picture(75, 100)
-    want = diffusers_picture(parts, request, image)
-    undo = plug_in(parts.vae, AcceleratedVae(parts.vae))
-    try:
-        got = diffusers_picture(parts, request, image)
-    finally:
-        undo()
-    assert got.shape == want.shape == (72, 96, 3) and np.abs(got - want).max() < 1e-3
-
-
 def test_a_deep_copy_is_a_pipeline_of_its_own(pipeline: StableDiffusion) -> None:
     request = wanted(steps=2)
     want = pipeline.generate(request)
@@ -214,12 +201,6 @@ def test_a_non_finite_picture_names_component_and_module(part: str, broken: str,
     next(m for n, m in modules if n.endswith(broken)).bias.data.fill_(torch.nan)
     with pytest.raises(EngineError, match=rf"^{where}: \d+ of \d+ output values are not finite, first in module \S+"):
         accelerated(parts, "eager").generate(wanted(steps=2))
-
-
-def test_an_engine_that_cannot_be_built_is_an_error(parts: Any) -> None:
-    pipeline = StableDiffusion(parts, Engines(unet=EngineSpec("tensorrt_rtx")))
-    with pytest.raises(EngineError, match="unet: no engine could be built"):
-        pipeline.generate(wanted())
 
 
 def test_a_saved_pipeline_loads(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

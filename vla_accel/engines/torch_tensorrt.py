@@ -55,19 +55,20 @@ def find_flavour(versions: Mapping[str, str | None] | None = None) -> Flavour:
     package = "torch-tensorrt-rtx" if rtx else "torch-tensorrt"
     library: LibraryName = "tensorrt_rtx" if rtx else "tensorrt"
     version, library_version = found.get(package), found.get(library.replace("_", "-"))
-    problem, pair = "torch-tensorrt is not installed", None if version is None else PAIRS.get(major_minor(version))
-    if version is not None and pair is None:
+    name, hint = f"{package} {version}", _install(torch_version, rtx)
+    if version is None:
+        raise DependencyError(f"engine torch_tensorrt: torch-tensorrt is not installed; {hint}")
+    if (pair := PAIRS.get(major_minor(version))) is None:
         known = ", ".join(map(_dotted, PAIRS))
         raise DependencyError(f"engine torch_tensorrt: expected {package} {known}, got {version}")
-    if version is not None and pair is not None:
-        wanted = pair[2] if rtx else pair[1]
-        if torch_version == pair[0] and library_version is not None and major_minor(library_version) == wanted:
-            return Flavour(version, library)
-        problem = f"{package} {version} works with torch {_dotted(pair[0])}, got torch {found['torch']}"
-        if torch_version == pair[0]:
-            got = "none is installed" if library_version is None else f"got {library_version}"
-            problem = f"{package} {version} works with {TITLES[library]} {_dotted(wanted)}, {got}"
-    raise DependencyError(f"engine torch_tensorrt: {problem}; {_install(torch_version, rtx)}")
+    wanted, needed = _dotted(pair[0]), _dotted(pair[2] if rtx else pair[1])
+    if _dotted(torch_version) != wanted:
+        got = f"{found['torch']}; {hint}"
+        raise DependencyError(f"engine torch_tensorrt: {name} works with torch {wanted}, got torch {got}")
+    if library_version is None or _dotted(major_minor(library_version)) != needed:
+        got = "none is installed" if library_version is None else f"got {library_version}"
+        raise DependencyError(f"engine torch_tensorrt: {name} works with {TITLES[library]} {needed}, {got}; {hint}")
+    return Flavour(version, library)
 
 
 def _installed() -> dict[str, str | None]:
