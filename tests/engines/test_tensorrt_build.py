@@ -155,12 +155,12 @@ def test_a_foreign_timing_cache_is_replaced(library: Library, tmp_path: Path) ->
 
 
 class Watcher:
-    """Records a build's progress, and stops it once `at` steps are done."""
+    """Records a build's progress."""
 
-    def __init__(self, stop: threading.Event, at: int = 0) -> None:
+    def __init__(self) -> None:
         self.phases: list[str] = []
         self.open: set[str] = set()
-        self.steps, self.stop, self.at = 0, stop, at
+        self.steps = 0
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
         assert parent is None or parent in self.open
@@ -169,39 +169,27 @@ class Watcher:
 
     def step(self, phase: str, step: int) -> None:
         self.steps += 1
-        if self.steps == self.at:
-            self.stop.set()
 
     def finish(self, phase: str) -> None:
         self.open.discard(phase)
 
 
-def test_a_build_reports_its_progress_and_can_be_cancelled(library: Library, exported: Any) -> None:
+def test_a_build_reports_its_progress_and_stops_on_ctrl_c(library: Library, exported: Any, monkeypatch: Any) -> None:
     component, graph = exported["vision"]
-    whole = Watcher(threading.Event())
+    whole, stopped, join = Watcher(), Watcher(), threading.Thread.join
     build(library, graph, component, progress=whole)
     assert whole.phases[0] == "Building engine" and len(whole.phases) > 3 and not whole.open
-    stop = threading.Event()
-    cancelled = Watcher(stop, at=20)
-    with pytest.raises(EngineError, match=r"vision: build for 8\.9 with TensorRT-RTX .*: cancelled"):
-        build(library, graph, component, progress=cancelled, cancel=stop)
-    assert 20 <= cancelled.steps < 40 < whole.steps
-
-
-def test_ctrl_c_stops_the_builder_and_propagates(library: Library, exported: Any, monkeypatch: Any) -> None:
-    component, graph = exported["vision"]
-    stop = threading.Event()
-    real = threading.Thread.join
 
     def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
         if timeout is not None and self.name == "tensorrt-build":
             raise KeyboardInterrupt
-        real(self, timeout)
+        join(self, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        build(library, graph, component, cancel=stop)
-    assert stop.is_set() and not [t for t in threading.enumerate() if t.name == "tensorrt-build"]
+        build(library, graph, component, progress=stopped)
+    assert stopped.steps < whole.steps / 2
+    assert not [t for t in threading.enumerate() if t.name == "tensorrt-build"]
 
 
 # -- full size ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from vla_accel.config import EngineSpec, TensorrtOptions
 from vla_accel.engines import onnx
 from vla_accel.engines.tensorrt_library import Library, load_library
 from vla_accel.engines.tensorrt_plan import Exports, Obtained, content_key, obtain
-from vla_accel.errors import EngineError
 
 CPU = torch.device("cpu")
 
@@ -112,14 +110,6 @@ def test_an_unusable_engine_is_rebuilt_with_the_reason(
     again = found(tmp_path, library, exports=exports)
     assert again.built and reason in again.note and reason in again.detail and "rebuilt" in again.detail
     assert not found(tmp_path, library).built
-
-
-def test_a_cancelled_build_leaves_nothing(library: Library, tmp_path: Path) -> None:
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(EngineError, match="cancelled"):
-        found(tmp_path, library, cancel=stop)
-    assert not list(tmp_path.glob("*.engine")) and not list(tmp_path.glob("*.json"))
 
 
 def test_one_export_serves_all_targets(library: Library, tmp_path: Path, monkeypatch: Any) -> None:

@@ -318,6 +318,9 @@ def test_parity_of_known_differences() -> None:
     assert off.psnr_db == pytest.approx(26.0206, abs=1e-3)
     assert off.cosine == pytest.approx(0.99741, abs=1e-4) and not off.passes(0.001, 0.9)
     assert not bad.passes(1e9, -1.0) and set(bad.as_dict().values()) == {None}
+    timings = {"slow": {"p50_ms": 2.0}, "fast": {"p50_ms": 1.0}}
+    rows = Bench.rows(timings, {"parity": (dict.fromkeys(timings, a), a), "none": ({}, None)}, "slow")
+    assert [row["speedup"] for row in rows] == [1.0, 2.0] and "none" not in rows[0] and rows[0]["parity"]["mse"] == 0
 
 
 def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

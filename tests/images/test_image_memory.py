@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.images import CPU, ENGINES, VAES, accelerated, make_parts, make_vae
+from tests.support.images import CPU, ENGINES, VAES, accelerated, engine_sizes, make_parts, make_vae
 from vla_accel.errors import DeviceMemoryError
 from vla_accel.images import AcceleratedVae, memory, plug_in
 from vla_accel.images.autoencoder import split_autoencoder
@@ -97,7 +97,7 @@ def test_engines_of_other_sizes_are_dropped_first(vae: Any, monkeypatch: pytest.
     # Each dropped engine frees the memory that the next one needs.
     monkeypatch.setattr(memory, "free_bytes", lambda _: (enough - len(fast.cache.made), 2 * enough))
     fast.decode(torch.zeros(1, 4, 1, 8, 16))
-    assert fast.sizes == ["decoder 128x64"]
+    assert engine_sizes(fast) == ["decoder 128x64"]
 
 
 def test_our_own_pipeline_checks_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from tests.support.images import (
     both_sides,
     diffusers,
     diffusers_picture,
+    engine_sizes,
     make_parts,
     make_vae,
     vae_inputs,
@@ -71,7 +72,7 @@ def test_tiles_are_those_of_diffusers(name: str, engine: str) -> None:
     plug_in(vae, fast)
     tile(vae, 64)
     assert_near(both_sides(vae, image, latents), tiled)
-    assert not any("136" in key for key in fast.sizes), "no engine has the size of the whole picture"
+    assert not any("136" in key for key in engine_sizes(fast)), "no engine has the size of the whole picture"
     tile(vae, 96)
     assert_near(both_sides(vae, image, latents), larger)
     vae.disable_tiling()
@@ -333,7 +334,7 @@ def test_several_are_undone_in_any_order(order: tuple[int, ...]) -> None:
         left.discard(index)
         if left:
             vae.decode(vae_inputs("tiny-sd-vae", 8 * (8 + len(left)))[1])
-            assert engines[max(left)].sizes, "the newest that is left runs"
+            assert engines[max(left)].cache.made, "the newest that is left runs"
     assert vars(vae) == there
 
 

@@ -110,18 +110,14 @@ class EngineCache:
         for path in (entry.path.with_suffix(".json"), entry.path):
             path.unlink(missing_ok=True)
 
-    def evict(self, keep: Path | None = None) -> list[Entry]:
-        """Remove the least recently used entries until the rest fits the limit; return those removed."""
-        entries, removed = self.entries(), []
+    def evict(self, keep: Path) -> None:
+        """Remove the least recently used entries but `keep` until the rest fits the limit."""
+        entries = self.entries()
         total = sum(e.size for e in entries)
         for entry in reversed(entries):
-            if total <= self.limit:
-                break
-            if entry.path != keep:
+            if total > self.limit and entry.path != keep:
                 total -= entry.size
                 self.remove(entry)
-                removed.append(entry)
-        return removed
 
     def targets(self, name: str, content: str) -> list[str]:
         """Targets for which the cache has an engine of this content key."""

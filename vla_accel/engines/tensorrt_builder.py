@@ -114,7 +114,6 @@ def build_plan(
     ahead: bool,
     timing_cache: Path | None = None,
     progress: Progress | None = None,
-    cancel: threading.Event | None = None,
 ) -> Plan:
     """Parse and build. KeyboardInterrupt stops the builder, then propagates.
 
@@ -122,7 +121,6 @@ def build_plan(
         targets: Compute capabilities of the engine.
         ahead: Build for other GPUs than this machine's (TensorRT-RTX only).
         timing_cache: File to read and update.
-        cancel: Set it, from any thread, to stop the build.
     """
     for capability in targets:
         check_target(library.name, capability, graph.dtypes)
@@ -157,11 +155,11 @@ def build_plan(
             config.set_compute_capability(member, index)
     _add_profiles(builder, config, network, profiles, component.name, library)
     cached = _load_timing_cache(config, timing_cache) if options.timing_cache else None
-    stop = cancel or threading.Event()
+    stop = threading.Event()
     config.progress_monitor = _monitor(trt, progress, stop)
     content = _build(builder, network, config, stop)
     if content is None:
-        reason = "cancelled" if stop.is_set() else library.take_errors() or "the library gave no reason"
+        reason = library.take_errors() or "the library gave no reason"
         raise EngineError(f"{component.name}: build for {dotted(targets)} with {library.title}: {reason}")
     if cached is not None and timing_cache is not None and (timings := config.get_timing_cache()) is not None:
         with replacing_privately(timing_cache) as temporary:
@@ -251,7 +249,7 @@ def _build(builder: Any, network: Any, config: Any, stop: threading.Event) -> An
         stop.set()
         thread.join()
         raise
-    return result[0] if result and not stop.is_set() else None
+    return result[0] if result else None
 
 
 def _monitor(trt: Any, progress: Progress | None, stop: threading.Event) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +133,6 @@ def obtain(
     *,
     device: torch.device,
     progress: Progress | None = None,
-    cancel: threading.Event | None = None,
     exports: Exports | None = None,
 ) -> Obtained:
     """Return the engine of a component (`body_of`), from the cache or built now.
@@ -160,7 +158,6 @@ def obtain(
                 ahead=ahead,
                 timing_cache=cache_of(spec.tensorrt).folder / f"{library.name}-{target}.timing",
                 progress=progress,
-                cancel=cancel,
             )
         seconds = {**graph.seconds, **plan.seconds}
         return plan.content, {

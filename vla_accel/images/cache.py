@@ -17,29 +17,6 @@ _LORA = ("merged_adapters", "scaling", "_active_adapter", "_disable_adapters")
 """What peft's layers compute with besides tensors."""
 
 
-class Exclusive:
-    """A lock for static buffers that also orders the CUDA streams which use them. One thread may enter repeatedly."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._done: dict[torch.device, torch.cuda.Event] = {}
-
-    @contextlib.contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        """Hold the buffers on `device`. The current stream first waits for the previous holder's work."""
-        with self._lock:
-            if device.type != "cuda":
-                yield
-                return
-            stream = torch.cuda.current_stream(device)
-            if device in self._done:
-                stream.wait_event(self._done[device])
-            try:
-                yield
-            finally:
-                self._done.setdefault(device, torch.cuda.Event()).record(stream)
-
-
 class WeightState:
     """The weights of modules at one moment: address and version of every tensor, modules, processors, LoRA adapters.
 
@@ -101,15 +78,27 @@ class Cache(Generic[K, T]):
         self.made: OrderedDict[K, T] = OrderedDict()
         self.shared: dict[str, Any] = {}
         """What all keys share; dropped with them."""
-        self._full, self._exclusive = full, Exclusive()
+        self._full, self._lock = full, threading.RLock()
+        self._done: dict[torch.device, torch.cuda.Event] = {}
         self._weights: WeightState | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache[K, T]:
         return Cache(self._full)
 
-    def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Exclude other callers from everything in the cache: see `Exclusive`."""
-        return self._exclusive.on(device)
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Exclude other threads; the current stream waits for the previous caller's work on the GPU."""
+        with self._lock:
+            if device.type != "cuda":
+                yield
+                return
+            stream = torch.cuda.current_stream(device)
+            if device in self._done:
+                stream.wait_event(self._done[device])
+            try:
+                yield
+            finally:
+                self._done.setdefault(device, torch.cuda.Event()).record(stream)
 
     def follow(self, *modules: nn.Module, values: bool = True) -> None:
         """Drop everything if the weights have changed since the previous call: see `WeightState`."""

@@ -21,7 +21,6 @@ RANDOM = {"random": False, "tiny-random": True}
 """Names instead of a folder, to whether tiny: version 1.4's configuration with random weights."""
 _log = logging.getLogger("vla_accel")
 _SCHEDULER_PARTS = ("init_noise_sigma", "scale_model_input", "order")
-_SUITABLE = "expected one of Stable Diffusion's, like DDIMScheduler"
 
 
 def unet_engine_file(folder: str | Path) -> Path:
@@ -46,12 +45,15 @@ def make_scheduler(own: Any, name: str | None) -> Any:
     except (TypeError, ValueError, KeyError, NotImplementedError, ImportError) as error:
         expected = f"scheduler {kind.__name__}: expected a class that the checkpoint's settings suit"
         raise ConfigError(f"{expected}, got: {' '.join(str(error).split())}") from error
-    if lacking := [part for part in _SCHEDULER_PARTS if not hasattr(made, part)]:
-        raise ConfigError(f"scheduler {kind.__name__}: {_SUITABLE}, got one without {', '.join(lacking)}")
+    problem = ", ".join(f"one without {part}" for part in _SCHEDULER_PARTS if not hasattr(made, part))
     try:
         inspect.signature(made.step).bind(None, None, None, return_dict=False)
     except TypeError as error:
-        raise ConfigError(f"scheduler {kind.__name__}: {_SUITABLE}, got one whose step has {error}") from error
+        problem = problem or f"one whose step has {error}"
+    if problem:
+        raise ConfigError(
+            f"scheduler {kind.__name__}: expected one of Stable Diffusion's, like DDIMScheduler, got {problem}"
+        )
     return made
 
 
@@ -154,15 +156,12 @@ def diffusers_call(parts: Any, request: Any, image: Tensor | None, **components:
 def check_parts(parts: Any) -> None:
     """Raise CheckpointError for models that need inputs which Stable Diffusion 1 lacks."""
     unet, text = parts.unet.config, parts.text_encoder.config
-    for key in ("time_cond_proj_dim", "encoder_hid_dim_type", "addition_embed_type", "class_embed_type"):
-        if unet.get(key) is not None:
-            raise CheckpointError(
-                f"unet: expected {key} None, as in Stable Diffusion 1, got {unet[key]!r}; use diffusers' own pipeline"
-            )
-    if unet.in_channels != parts.vae.config.latent_channels:
-        raise CheckpointError(
-            f"unet: expected {parts.vae.config.latent_channels} input channels, as the latents have, got "
-            f"{unet.in_channels}; use diffusers' own pipeline"
-        )
-    if getattr(text, "use_attention_mask", False):
-        raise CheckpointError("text_encoder: expected use_attention_mask false, got true; use diffusers' own pipeline")
+    keys = "time_cond_proj_dim", "encoder_hid_dim_type", "addition_embed_type", "class_embed_type"
+    for part, key, expected, got in (
+        *(("unet", key, None, unet.get(key)) for key in keys),
+        ("unet", "in_channels", parts.vae.config.latent_channels, unet.in_channels),
+        ("text_encoder", "use_attention_mask", False, bool(getattr(text, "use_attention_mask", False))),
+    ):
+        if got != expected:
+            lacking = f"{part}: expected {key} {expected}, as in Stable Diffusion 1, got {got!r}"
+            raise CheckpointError(f"{lacking}; use diffusers' own pipeline")

@@ -102,11 +102,10 @@ class Engines:
 
 @dataclass(frozen=True)
 class Generated:
-    """A picture, uint8 (H, W, 3), its latents before decoding, and the call's timings."""
+    """A picture, uint8 (H, W, 3), and its latents before decoding."""
 
     pixels: np.ndarray
     latents: Tensor
-    sample: latency.Sample
 
 
 class _Stages(NamedTuple):
@@ -227,9 +226,8 @@ class StableDiffusion:
             picture = self._decode(stages, latents)
         with watch.section("postprocess", host=True):
             pixels = to_uint8(picture)
-        sample = watch.finish()
-        self.latency.add(sample)
-        return Generated(pixels, latents, sample)
+        self.latency.add(watch.finish())
+        return Generated(pixels, latents)
 
     def latency_report(self, steps: int) -> dict[str, Any]:
         """Return the breakdown JSON of all calls so far."""

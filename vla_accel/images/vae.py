@@ -69,18 +69,6 @@ class AcceleratedVae:
         image = self.run("decoder", latents)
         return image.clamp_(-1.0, 1.0) if self._clamp else image
 
-    @property
-    def sizes(self) -> list[str]:
-        """Keys of the engines in memory, least recently used first."""
-        with self.cache.on(torch.device("cpu")):
-            return [f"{side} {key}" for side, _, key in self.cache.made]
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the engines of all sizes."""
-        with self.cache.on(torch.device("cpu")):
-            return sum(stage.bytes for stage in self.cache.made.values())
-
     def run(self, side: Side, value: Tensor) -> Tensor:
         """Run one side. Unlike `decode`, this does not clamp Qwen-Image's picture to -1..1.
 
