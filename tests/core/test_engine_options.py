@@ -144,6 +144,10 @@ def targets(given: EngineSpec) -> Any:
     return None
 
 
+def profiles(given: EngineSpec) -> Any:
+    return profiles_of(vision_component(MODEL, 1, 2), given.tensorrt)
+
+
 def is_whole(given: EngineSpec) -> bool:
     return isinstance(island_module(vision_component(MODEL, 1, 2), given), Island)
 
@@ -157,11 +161,7 @@ OPTIONS: dict[str, tuple[Any, set[str], tuple[Callable[[EngineSpec], Any], ...]]
     "native.kernels": ("portable", NATIVE, ()),  # test_portable_kernels_are_those_of_another_gpu
     "native.embeddings": ("host", NATIVE, (computed,)),
     "tensorrt.targets": (("sm90",), RTX, (targets,)),
-    "tensorrt.profiles": (
-        ("images.1=1:2:2",),
-        ONNX,
-        (lambda given: profiles_of(vision_component(MODEL, 1, 2), given.tensorrt),),
-    ),
+    "tensorrt.profiles": (("images.1=1:2:2",), ONNX, (profiles,)),
     "tensorrt.optimization_level": (1, ONNX | TORCH, BUILDER),
     "tensorrt.workspace_mb": (64, ONNX | TORCH, BUILDER),
     "tensorrt.weight_streaming": (True, ONNX | TORCH, BUILDER),

@@ -240,15 +240,10 @@ def test_gemma_layers_with_fp8_weights(library: Library, tmp_path: Path, width: 
     assert isinstance(model, Pi0)
     module = QuantisedKvCache(model, scales_of_any(8.0))
     shape = (2, 1, 24, 1, 256)
-    component = Component(
-        "kv_cache",
-        module.requires_grad_(False),
-        (
-            TensorSpec("image_tokens", (1, 16, width), torch.bfloat16),
-            TensorSpec("tokens", (1, 8), torch.int64, {1: (1, 8)}),
-        ),
-        (TensorSpec("keys", shape, torch.bfloat16), TensorSpec("values", shape, torch.bfloat16)),
-    )
+    images = TensorSpec("image_tokens", (1, 16, width), torch.bfloat16)
+    tokens = TensorSpec("tokens", (1, 8), torch.int64, {1: (1, 8)})
+    outputs = (TensorSpec("keys", shape, torch.bfloat16), TensorSpec("values", shape, torch.bfloat16))
+    component = Component("kv_cache", module.requires_grad_(False), (images, tokens), outputs)
     graph = export(component, module, tmp_path)
     assert graph.similarity is not None and graph.similarity > 0.9999
     # Input and weight of both products of the MLP.

@@ -72,10 +72,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library: None) -> 
         ("txt2img --sd-dir tiny-random --height 70 --width 64", "multiples of 8, got 64x70; the smallest that holds"),
         ("img2img --sd-dir x --in-img-path low.png --height 64 --width 4", "multiples of 8, got 4x64"),
         ("img2img --sd-dir x --in-img-path low.png", "expected at least 8 pixels a side, got 100x7"),
-        (
-            "build-vae --vae tiny-qwen-vae --output-dir x --targets sm89 --static --sizes 64x64 --only 72x64",
-            "--only rep",
-        ),
+        ("build-vae --vae tiny-sd-vae --output-dir x --targets sm89 --static --sizes 64x64 --only 72x64", "--only rep"),
         ("build-vae --vae tiny-qwen-vae --output-dir x --targets sm89 --sizes 64x64", "belong to --static"),
         ("build-unet --sd-dir tiny-random --targets sm89", "expected a folder for the files of tiny-random, got none"),
         ("doctor --count 3", "count: expected --observations with it, got 3"),

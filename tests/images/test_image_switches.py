@@ -357,12 +357,7 @@ def test_engines_of_another_autoencoder_are_refused() -> None:
     ("make", "transformer", "strict", "message"),
     [
         (make_parts, "native", False, r"Pipeline\.transformer: expected QwenImageTransformer2DModel, got no such part"),
-        (
-            make_parts,
-            "compile",
-            False,
-            r"Pipeline\.transformer: expected QwenImageTransformer2DModel, got no such part",
-        ),
+        (make_parts, "compile", False, r"Pipeline\.transformer: expected .*, got no such part"),
         (make_qwen, "nativ", False, r"transformer: expected one of eager, .*, got 'nativ': did you mean native"),
         (make_qwen, "native", True, r"strict mode: transformer: .*a CUDA graph needs a GPU"),
     ],
