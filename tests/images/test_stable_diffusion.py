@@ -203,6 +203,16 @@ def test_a_non_finite_picture_names_component_and_module(part: str, broken: str,
         accelerated(parts, "eager").generate(wanted(steps=2))
 
 
+def test_models_that_need_other_inputs_are_refused() -> None:
+    parts = make_parts()
+    parts.text_encoder.config.use_attention_mask = True
+    with pytest.raises(CheckpointError, match=r"text_encoder: expected use_attention_mask False, .* got True"):
+        accelerated(parts)
+    parts.unet.register_to_config(in_channels=9)
+    with pytest.raises(CheckpointError, match=r"unet: expected in_channels 4, .* got 9; use diffusers' own pipeline"):
+        accelerated(parts)
+
+
 def test_a_saved_pipeline_loads(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts.save_pretrained(tmp_path)
     for module in (diffusers.pipelines.pipeline_utils, diffusers.models.modeling_utils):
