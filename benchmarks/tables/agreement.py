@@ -6,7 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.tables.success import stress_of
-from benchmarks.tables.table import MODELS, Row, Table, blocks, doubts, filled, machine, machines, of, with_interval
+from benchmarks.tables.table import (
+    MODELS,
+    Row,
+    Table,
+    blocks,
+    columns,
+    doubts,
+    filled,
+    machine,
+    machines,
+    of,
+    with_interval,
+)
 from vla_accel.measure.proportion import wilson
 from vla_accel.report.conditions import fell_back
 
@@ -68,15 +80,9 @@ def _quality_note(results: Sequence[Any]) -> str:
 
 
 quality = Table(
-    {
-        "configuration": "`{name}`",
-        "cosine of the final actions": "{cosine}",
-        "flips": "{flips}",
-        "success (95 %)": "{rate0}",
-        "lost / gained": "{pairs0}",
-        "under stress (95 %)": "{rate1}",
-        "lost / gained under stress": "{pairs1}",
-    },
+    "configuration = `{name}` | cosine of the final actions = {cosine} | flips = {flips} | "
+    "success (95 %) = {rate0} | lost / gained = {pairs0} | under stress (95 %) = {rate1} | "
+    "lost / gained under stress = {pairs1}",
     _quality,
     _quality_note,
 )
@@ -111,22 +117,11 @@ def _parity_note(results: Sequence[Row]) -> str:
 
 
 parity = Table(
-    {
-        "configuration": "{name}",
-        "weights": "{weights}",
-        "observations": "{count}",
-        "steps": "{num_steps}",
-        "cosine": "{rest_cosine:.6f}",
-        "needed": "{threshold:g}",
-        "with flips": "{actions[cosine]:.6f}",
-        "median": "{actions[median_cosine]:.6f}",
-        "worst": "{actions[worst_cosine]:.6f}",
-        "max error": "{robot_actions[max_error]:.1e}",
-        "sensitivity": "{sensitivity:.1%}",
-        "error": "{relative_error:.1%}",
-        "flipped": "{flips}",
-        "agrees": "{agrees}",
-    },
+    "configuration = {name} | weights = {weights} | observations = {count} | steps = {num_steps} | "
+    "cosine = {rest_cosine:.6f} | needed = {threshold:g} | with flips = {actions[cosine]:.6f} | "
+    "median = {actions[median_cosine]:.6f} | worst = {actions[worst_cosine]:.6f} | "
+    "max error = {robot_actions[max_error]:.1e} | sensitivity = {sensitivity:.1%} | "
+    "error = {relative_error:.1%} | flipped = {flips} | agrees = {agrees}",
     _parity,
     _parity_note,
 )
@@ -134,14 +129,9 @@ parity = Table(
 # -- the code of others -------------------------------------------------------------------------------------------
 
 openpi_agreement = Table(
-    {
-        "model": "{kind}",
-        "batch": "{batch}",
-        "rms of the actions": "{actions_rms:.2f}",
-        "FP32, largest difference": "{float32_max:.1e}",
-        "our BF16": "{bfloat16_rms_to_float32:.1e}",
-        "openpi's BF16": "{openpi_bfloat16_rms_to_float32:.1e}",
-    },
+    "model = {kind} | batch = {batch} | rms of the actions = {actions_rms:.2f} | "
+    "FP32, largest difference = {float32_max:.1e} | our BF16 = {bfloat16_rms_to_float32:.1e} | "
+    "openpi's BF16 = {openpi_bfloat16_rms_to_float32:.1e}",
     lambda result: [
         {"kind": kind, "batch": batch, **result[kind][f"batch{batch}"]} for kind in ("pi0", "pi05") for batch in (1, 3)
     ],
@@ -162,11 +152,11 @@ lerobot_agreement = Table(
     {
         "model": "{model}",
         **of(("case", "batch", "views", "steps"), "{@}"),
-        "rms of the actions": "{actions_rms:.2f}",
-        "FP32, largest difference": "{float32_max:.1e}",
-        "our BF16": "{bfloat16_rms_to_float32:.1e}",
-        "lerobot's BF16": "{lerobot_bfloat16_rms_to_float32:.1e}",
-        "lerobot's autocast": "{lerobot_autocast_rms_to_float32:.1e}",
+        **columns(
+            "rms of the actions = {actions_rms:.2f} | FP32, largest difference = {float32_max:.1e} | "
+            "our BF16 = {bfloat16_rms_to_float32:.1e} | lerobot's BF16 = {lerobot_bfloat16_rms_to_float32:.1e} | "
+            "lerobot's autocast = {lerobot_autocast_rms_to_float32:.1e}"
+        ),
     },
     lambda result: [
         {"model": MODELS[kind] + (", small" if model.get("size") == "small" else ""), **case}
@@ -202,9 +192,10 @@ fp8_sums = blocks(
     Table(
         {
             "in FP8": lambda row: ", ".join(row["fp8"]),
-            "accumulation": "{way}",
-            "cosine of the final actions": "{judged_cosine:.5f}",
-            "flips": "{flipped} of {chunks}",
+            **columns(
+                "accumulation = {way} | cosine of the final actions = {judged_cosine:.5f} | "
+                "flips = {flipped} of {chunks}"
+            ),
         },
         lambda result: result["actions"],
         lambda result: f"The bundled checkpoint compared with FP32 on images of {result['images']}. {machine(result)}.",

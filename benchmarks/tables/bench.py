@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.tables.table import Cell, Row, Table, blocks, command, machine, of, steps_of
+from benchmarks.tables.table import Cell, Row, Table, blocks, columns, command, machine, of, steps_of
 from vla_accel.measure.host import beside
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
 from vla_accel.report.bench import ran
@@ -125,17 +125,14 @@ def batched(result: Row) -> list[dict[str, Any]]:
 
 
 def _batch_columns(result: Row) -> dict[str, Cell]:
-    columns: dict[str, Cell] = {
-        "system": "{system}",
-        "steps": "{steps}",
-        "batch": "{batch}",
-        "median ms": "{median_ms:.2f}",
-        "observations/s": "{per_second:.0f}",
-    }
+    first = columns(
+        "system = {system} | steps = {steps} | batch = {batch} | median ms = {median_ms:.2f} | "
+        "observations/s = {per_second:.0f}"
+    )
     found = batched(result)
     if any(row.get("parts_ms") for row in found):
-        return {**columns, **component_columns(_parts(result))}
-    return {**columns, **({"floor ms": FLOOR["floor"]} if any("floors_ms" in row for row in found) else {})}
+        return first | component_columns(_parts(result))
+    return first | ({"floor ms": FLOOR["floor"]} if any("floors_ms" in row for row in found) else {})
 
 
 def _batch_note(result: Row) -> str:
@@ -155,14 +152,8 @@ _spans = Table(
     "profiler makes the replayed graph slower. Sum: the durations of all kernels, which is busy plus overlapped.",
 )
 _kernels = Table(
-    {
-        "system": "{system}",
-        "kernel": "`{name:.48}`",
-        "times": "{count}",
-        "sum": "{sum_us:.0f}",
-        "overlapped": "{overlapped_us:.0f}",
-        "idle before": "{idle_before_us:.0f}",
-    },
+    "system = {system} | kernel = `{name:.48}` | times = {count} | sum = {sum_us:.0f} | "
+    "overlapped = {overlapped_us:.0f} | idle before = {idle_before_us:.0f}",
     lambda result: [
         {"system": system, **kernel}
         for system, found in (result.get("kernels") or {}).items()
@@ -209,14 +200,12 @@ batches = blocks(_batches, conditions)
 def _paced_columns(result: Row) -> Mapping[str, Cell]:
     rates = " or ".join(dict.fromkeys(f"{row['paced']['hz']:g}" for row in result["rows"] if "paced" in row))
     return {
-        "system": "{system}",
-        "steps": "{steps}",
-        "without pauses": "{median_ms:.2f}",
+        **columns("system = {system} | steps = {steps} | without pauses = {median_ms:.2f}"),
         f"at {rates} Hz": "{paced[median_ms]:.2f}",
-        "90 % within": "{paced[p90_ms]:.2f}",
-        "longest": "{paced[max_ms]:.2f}",
-        "late": "{paced[late]} of {paced[calls]}",
-        "W": "{paced[power_w]:.0f}",
+        **columns(
+            "90 % within = {paced[p90_ms]:.2f} | longest = {paced[max_ms]:.2f} | "
+            "late = {paced[late]} of {paced[calls]} | W = {paced[power_w]:.0f}"
+        ),
     }
 
 

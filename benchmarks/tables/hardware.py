@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.tables.table import MODELS, Row, Table, command, commit, filled, machine, machines, plural
+from benchmarks.tables.table import MODELS, Row, Table, columns, command, commit, filled, machine, machines, plural
 
 # -- GPUs and the memory of weights -------------------------------------------------------------------------------
 
@@ -61,14 +61,9 @@ def _total(one: Row) -> float:
 
 
 gpus = Table(
-    {
-        "GPU": "{name}",
-        "compute capability": "{capability}",
-        "memory GB": "{memory}",
-        "start with": "`native` ({bf16:.2f} GB)",
-        "then, with calibrated scales": "`native_{lower}` ({low:.2f} GB)",
-        "stored runs": "{runs}",
-    },
+    "GPU = {name} | compute capability = {capability} | memory GB = {memory} | "
+    "start with = `native` ({bf16:.2f} GB) | "
+    "then, with calibrated scales = `native_{lower}` ({low:.2f} GB) | stored runs = {runs}",
     _recipes,
     "In brackets: the size of the weights of π0.5; buffers take some hundred MB more.",
 )
@@ -95,10 +90,7 @@ memory = Table(
     {
         "weights, GB": "{model}",
         "": "{precision}",
-        "vision": "{vision:.2f}",
-        "prefix": "{prefix:.2f}",
-        "denoise": "{denoise:.2f}",
-        "together": "{total:.2f}",
+        **columns("vision = {vision:.2f} | prefix = {prefix:.2f} | denoise = {denoise:.2f} | together = {total:.2f}"),
     },
     _weights,
 )
@@ -138,16 +130,8 @@ def _built_on(result: Row) -> str:
 
 
 builds = Table(
-    {
-        "component": "{name}",
-        "for": "{targets}",
-        "precision": "{precision}",
-        "operators": "{inside}/{operators}",
-        "ONNX cosine": "{cosine:.6f}",
-        "engines": "{count}",
-        "MB each": "{size}",
-        "s in all": "{seconds:.0f}",
-    },
+    "component = {name} | for = {targets} | precision = {precision} | operators = {inside}/{operators} | "
+    "ONNX cosine = {cosine:.6f} | engines = {count} | MB each = {size} | s in all = {seconds:.0f}",
     _engines,
     _built_on,
 )
@@ -205,15 +189,12 @@ def _episodes(row: Row) -> str:
 throughput = Table(
     {
         "simulators": lambda row: f"{row['simulators']}, {_processes(row)}",
-        "GPUs": "{gpus}",
-        "cores": "{cores}",
-        "steps": "{steps}",
+        **columns("GPUs = {gpus} | cores = {cores} | steps = {steps}"),
         "episodes": _episodes,
-        "an hour": "**{per_hour}**",
-        "waiting for answers": "{waiting:.0%}",
-        "an answer ms": "{call_ms:.1f}",
-        "policy ms": "{policy_ms:.1f}",
-        "cores busy": "{cores_busy:.1f}",
+        **columns(
+            "an hour = **{per_hour}** | waiting for answers = {waiting:.0%} | an answer ms = {call_ms:.1f} | "
+            "policy ms = {policy_ms:.1f} | cores busy = {cores_busy:.1f}"
+        ),
         "GPUs busy": lambda row: ", ".join(f"{100 * share:.0f} %" for share in row.get("gpu_busy", ())) or "-",
         "policy's process": "{policy_core:.0%}",
     },

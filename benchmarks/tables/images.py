@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.tables.table import Cell, Row, Table, filled, machine, machines, of
+from benchmarks.tables.table import Cell, Row, Table, columns, filled, machine, machines, of
 
 COSINE = "{parity[cosine]:.6f}"
 
@@ -33,16 +33,9 @@ def _sides(result: Row) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 autoencoders = Table(
-    {
-        "size": "{size}",
-        "system": "{system}",
-        "encoder ms": "{encoder[p50_ms]:.2f}",
-        "decoder ms": "{decoder[p50_ms]:.2f}",
-        "both ms": "{both:.2f}",
-        "speed-up": "{speedup:.1f}×",
-        "encoder cosine": "{encoder[parity][cosine]:.6f}",
-        "decoder cosine": "{decoder[parity][cosine]:.6f}",
-    },
+    "size = {size} | system = {system} | encoder ms = {encoder[p50_ms]:.2f} | "
+    "decoder ms = {decoder[p50_ms]:.2f} | both ms = {both:.2f} | speed-up = {speedup:.1f}× | "
+    "encoder cosine = {encoder[parity][cosine]:.6f} | decoder cosine = {decoder[parity][cosine]:.6f}",
     lambda result: _sides(result).values(),
     lambda result: (
         f"Median ms of a call, in turns; eager in {_dtype(result)}; cosine with FP32 eager. {machine(result)}; "
@@ -91,11 +84,10 @@ def _unets(result: Row) -> Iterator[dict[str, Any]]:
 
 unets = Table(
     lambda result: {
-        "what": "{title}",
-        "system": "{system}",
-        "median ms": "{p50_ms:.1f}",
-        "speed-up": "{speedup:.1f}×",
-        "over torch.compile": "{speedup_over_compile:.2f}×",
+        **columns(
+            "what = {title} | system = {system} | median ms = {p50_ms:.1f} | speed-up = {speedup:.1f}× | "
+            "over torch.compile = {speedup_over_compile:.2f}×"
+        ),
         "cosine with eager FP32": COSINE,
         f"cosine with eager {_dtype(result)}": "{parity_eager[cosine]:.6f}",
     },
@@ -110,10 +102,9 @@ unets = Table(
 
 qwen_images = Table(
     {
-        "Qwen-Image": "{system}",
-        "median ms": "{p50_ms:.0f}",
-        "speed-up": "{speedup:.2f}×",
-        "saved ms": "{saved_ms:.0f}",
+        **columns(
+            "Qwen-Image = {system} | median ms = {p50_ms:.0f} | speed-up = {speedup:.2f}× | saved ms = {saved_ms:.0f}"
+        ),
         "cosine with baseline": COSINE,
     },
     lambda result: result["results"],
@@ -126,13 +117,12 @@ qwen_images = Table(
 PEAK = "{before[peak_mib]:.0f} → {after[peak_mib]:.0f}"
 precisions = Table(
     {
-        "model": "{model}",
-        "dtype": "{kind}",
-        "weights MiB": "{before[weights_mib]:.0f} → {after[weights_mib]:.0f}",
-        "peak MiB": "{peak}",
-        "peak ratio": "{ratio:.2f}",
-        "median ms": "{before[latency_ms]:.1f} → {after[latency_ms]:.1f}",
-        "speed-up": "{speedup:.2f}×",
+        **columns(
+            "model = {model} | dtype = {kind} | "
+            "weights MiB = {before[weights_mib]:.0f} → {after[weights_mib]:.0f} | peak MiB = {peak} | "
+            "peak ratio = {ratio:.2f} | median ms = {before[latency_ms]:.1f} → {after[latency_ms]:.1f} | "
+            "speed-up = {speedup:.2f}×"
+        ),
         "cosine": COSINE,
         "kept in FP32": "{kept}",
         "overflow": "{overflowed}",

@@ -41,15 +41,9 @@ def _goal(one: Row) -> str:
 
 
 server = Table(
-    {
-        "clients": "{clients}",
-        "requests/s": "{per_second:.0f}",
-        "round trip": "{round_trip_ms[p50]:.2f}",
-        "its p99": "{round_trip_ms[p99]:.2f}",
-        "in the queue": "{queue_ms[p50]:.2f}",
-        "added": "{added_ms[p50]:.2f}",
-        "added, p99": "{added_ms[p99]:.2f}",
-    },
+    "clients = {clients} | requests/s = {per_second:.0f} | round trip = {round_trip_ms[p50]:.2f} | "
+    "its p99 = {round_trip_ms[p99]:.2f} | in the queue = {queue_ms[p50]:.2f} | "
+    "added = {added_ms[p50]:.2f} | added, p99 = {added_ms[p99]:.2f}",
     lambda result: result["rows"],
     _server_note,
 )
@@ -83,16 +77,9 @@ def _gpu_note(results: Sequence[Row]) -> str:
 
 server_gpus = blocks(
     Table(
-        {
-            "policy": "{policy}",
-            "GPUs": "{gpus}",
-            "clients": "{clients}",
-            "requests/s": "{per_second:.0f}",
-            "over one GPU": "{gain:.2f}×",
-            "round trip": "{round_trip_ms[p50]:.2f}",
-            "p99": "{round_trip_ms[p99]:.2f}",
-            "policy ms": "{infer_ms[p50]:.2f}",
-        },
+        "policy = {policy} | GPUs = {gpus} | clients = {clients} | requests/s = {per_second:.0f} | "
+        "over one GPU = {gain:.2f}× | round trip = {round_trip_ms[p50]:.2f} | "
+        "p99 = {round_trip_ms[p99]:.2f} | policy ms = {infer_ms[p50]:.2f}",
         _gpu_rows,
         _gpu_note,
     ),

@@ -220,17 +220,9 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
 
 
 models = Table(
-    {
-        "model": "{model}",
-        "parameters": "{size}",
-        "a call": "{call}",
-        "reference": "{reference}",
-        "native, BF16": "{bf16}",
-        "FP8": "{fp8}",
-        "GPU memory": "{memory:.1f} GB",
-        "difference in FP32": "{difference}",
-        "success": "{success}",
-    },
+    "model = {model} | parameters = {size} | a call = {call} | reference = {reference} | "
+    "native, BF16 = {bf16} | FP8 = {fp8} | GPU memory = {memory:.1f} GB | "
+    "difference in FP32 = {difference} | success = {success}",
     _models,
     lambda results: (
         "Median ms of a whole call at the published size with random weights, NumPy in to NumPy out, and the speed-up "

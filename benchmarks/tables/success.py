@@ -11,6 +11,7 @@ from benchmarks.tables.table import (
     Row,
     Table,
     blocks,
+    columns,
     command,
     doubts,
     machine,
@@ -53,10 +54,10 @@ def _conditions(result: Row) -> str:
 
 success = Table(
     {
-        "suite": "{suite}",
-        "steps": "{steps}",
-        "success": "**{success[rate]:.1%}**",
-        "episodes": "{success[successes]}/{success[episodes]}",
+        **columns(
+            "suite = {suite} | steps = {steps} | success = **{success[rate]:.1%}** | "
+            "episodes = {success[successes]}/{success[episodes]}"
+        ),
         "Wilson 95 %": lambda row: "{} to {} %".format(
             *(f"{100 * row['success'][f'wilson_95_{end}']:.1f}" for end in ("low", "high"))
         ),
@@ -91,10 +92,10 @@ def tasks(results: Sequence[Row]) -> str:
 _PARTS = {"vision ms": "vision", "KV cache ms": "kv_cache", "denoise ms": "denoise"}
 latency = Table(
     {
-        "steps": "{steps}",
-        "mean ms": "{parts[total][mean_ms]:.1f}",
-        "median ms": "{parts[total][p50_ms]:.1f}",
-        "Hz": "{hz:.1f}",
+        **columns(
+            "steps = {steps} | mean ms = {parts[total][mean_ms]:.1f} | median ms = {parts[total][p50_ms]:.1f} | "
+            "Hz = {hz:.1f}"
+        ),
         **{header: f"{{parts[{name}][mean_ms]:.1f}} ({{parts[{name}][share]:.0%}})" for header, name in _PARTS.items()},
     },
     lambda result: [

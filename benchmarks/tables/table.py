@@ -23,12 +23,12 @@ class Table:
     """A Markdown table of a stored result; call it with the loaded JSON.
 
     Attributes:
-        columns: header to cell, in order; or a function of the result that returns them.
+        columns: header to cell, in order, or as text (`columns`); or a function of the result that returns them.
         rows: a function of the result that returns the rows. Without rows there is no table.
         note: the paragraph below the table; or a function of the result that returns it.
     """
 
-    columns: Mapping[str, Cell] | Callable[[Any], Mapping[str, Cell]]
+    columns: str | Mapping[str, Cell] | Callable[[Any], Mapping[str, Cell]]
     rows: Callable[[Any], Iterable[Any]]
     note: str | Callable[[Any], str] = ""
 
@@ -36,9 +36,10 @@ class Table:
         body = list(self.rows(result))
         if not body:
             return ""
-        columns = self.columns(result) if callable(self.columns) else self.columns
+        made = self.columns(result) if callable(self.columns) else self.columns
+        cells = columns(made) if isinstance(made, str) else made
         note = self.note(result) if callable(self.note) else self.note
-        text = markdown(list(columns), [[filled(cell, row) for cell in columns.values()] for row in body])
+        text = markdown(list(cells), [[filled(cell, row) for cell in cells.values()] for row in body])
         return f"{text}\n{note}\n" if note else text
 
 
@@ -78,6 +79,11 @@ def filled(cell: Cell, row: Any) -> str:
         return cell(row) if callable(cell) else _Formatter().vformat(cell, (), row)
     except _Missing:
         return "-"
+
+
+def columns(text: str) -> dict[str, Cell]:
+    """Columns written as `header = cell | header = cell`."""
+    return dict(part.split(" = ", 1) for part in text.split(" | "))
 
 
 def of(names: Iterable[str], template: str) -> dict[str, str]:

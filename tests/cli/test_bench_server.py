@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -64,14 +63,6 @@ def test_a_checkpoints_policy_is_timed_with_what_its_robot_sends(tmp_path: Path,
     assert main(["bench-server", *words, "--seconds", "0.5", "--output", str(file)]) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert row["problems"] == [] and 0 < row["infer_ms"]["p50"] < row["round_trip_ms"]["p50"]
-
-
-def test_a_missing_package_is_said_before_the_checkpoint_is_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "websockets.asyncio.server", None)
-    assert main(["bench-server", "no-such-checkpoint"]) == 1
-    assert "pip install 'vla_accel[serve]'" in capsys.readouterr().err
 
 
 def test_a_server_whose_starter_was_interrupted_ends_quietly() -> None:

@@ -21,12 +21,9 @@ import pytest
 
 from tests.support.pages import ROOT
 from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpoint
-from vla_accel.cli import COMMANDS, calibrate, ended, main, options_of
-from vla_accel.cli.build import Build
-from vla_accel.cli.options import PolicySource, descriptions, read
-from vla_accel.cli.parity import Parity
-from vla_accel.cli.serve import Serve
-from vla_accel.errors import ObservationError, VlaAccelError
+from vla_accel.cli import COMMANDS, ended, main, options_of
+from vla_accel.cli.options import descriptions
+from vla_accel.errors import ObservationError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
 from vla_accel.fp8 import FILE, Scales
@@ -49,41 +46,8 @@ def recorded(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", (None, None)),
-        ("demo", ("demo", None)),
-        ("folder --config native_fp8", ("folder", "native_fp8")),
-        ("--config mine.yaml folder", ("folder", "mine.yaml")),
-    ],
-)
-@pytest.mark.parametrize("kind", [Serve, Parity, Build])
-def test_a_checkpoint_and_how_it_runs(kind: type[PolicySource], words: str, expected: tuple[Any, Any]) -> None:
-    given = read(kind, words.split(), "vla-accel")
-    assert (given.checkpoint, given.config) == expected
-
-
 def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-
-
-def test_parity(checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [checkpoint, "--config", "native", "--observations", recorded, "--device", "cpu", "--num-steps", "2"]
-    assert main(["parity", *words]) == 0
-    report = last_line(capsys)
-    assert (report["name"], report["weights"], report["num_steps"]) == ("native", checkpoint, 2)
-    assert report["observations"] == 3 and {e["used"] for e in report["engines"]} == {"native"}
-
-
-def test_parity_of_the_default_configuration_on_random_observations(
-    checkpoint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["parity", checkpoint, "--count", "2", "--device", "cpu", "--num-steps", "1"]) == 0
-    out = capsys.readouterr().out
-    report = json.loads(out.splitlines()[-1])
-    assert report["name"] == "auto" and {e["requested"] for e in report["engines"]} == {"auto"}
-    assert "2 random observations, 1 steps" in out
 
 
 def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
@@ -125,6 +89,7 @@ def test_parity_where_no_chunk_is_left_to_judge(
         ("matplotlib.figure", "bench no/such/folder --report report.html", "pictures need matplotlib"),
         ("matplotlib.figure", "tune no/such/folder --quick", "pictures need matplotlib"),
         ("websockets.asyncio.server", "serve no/such/folder", "the server needs websockets"),
+        ("websockets.asyncio.server", "bench-server no/such/folder", "the server needs websockets"),
     ],
 )
 def test_what_is_not_installed_is_said_before_the_work(
@@ -205,23 +170,6 @@ def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixtu
         for one in (told["cold"], told["warm"]):
             assert one["first_action"] > one["import"] > 0 and one["read"] > 0
             assert (one["prepare"] > 0) == (row["system"] == "native")
-
-
-def test_calibrate(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
-    asked: list[Any] = []
-
-    class Found(VlaAccelError):
-        pass
-
-    def load(checkpoint: str, *_: Any, **__: Any) -> Any:
-        asked.append(checkpoint)
-        raise Found
-
-    # A file that is none is found before anything is loaded.
-    monkeypatch.setattr("vla_accel.families.loading.load", load)
-    monkeypatch.setattr(calibrate, "load_observations", lambda path, limit: asked.append((str(path), limit)))
-    assert main(["calibrate", "folder", "--observations", recorded, "--count", "7", "--device", "cpu"]) == 1
-    assert asked == [(recorded, 7), "folder"]
 
 
 def test_calibrate_says_where_its_file_is(
@@ -491,21 +439,6 @@ def test_a_file_in_place_of_a_checkpoint_is_named(
         assert capsys.readouterr().err == f"vla-accel parity: {error}\n"
     assert main(["parity", checkpoint, "--lora", "nope", "--device", "cpu"]) == 1
     assert "lora: expected an adapter's folder, or its name on the hub, got 'nope'" in capsys.readouterr().err
-
-
-def test_weights_that_may_not_be_read_are_not_called_damaged(
-    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = Path.open
-
-    def refused(self: Path, *words: Any, **options: Any) -> Any:
-        if self.suffix == ".safetensors":
-            raise PermissionError(13, "Permission denied", str(self))
-        return opened(self, *words, **options)
-
-    monkeypatch.setattr(Path, "open", refused)
-    assert main(["parity", checkpoint, "--device", "cpu"]) == 1
-    assert "model.safetensors: cannot be read: Permission denied" in capsys.readouterr().err
 
 
 def test_a_busy_port_is_known_before_a_policy_is_loaded(

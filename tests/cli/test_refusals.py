@@ -33,6 +33,7 @@ REFUSED = [
     ("bench demo --horizon 2", "horizon: expected none beside checkpoint demo"),
     ("bench demo --realtime-vla .", "realtime_vla: expected none beside checkpoint demo"),
     ("parity demo --seed -1", "seed: expected 0 to"),
+    ("parity demo --draws 0", "draws: expected at least 1, got 0"),
     ("parity demo --threshold nan", "threshold: expected -1 to 1, got nan"),
     ("parity demo --report /proc/a.html", "report: /proc/a.html cannot be written"),
     ("parity demo --model pi05", "model: expected no checkpoint beside it, got demo"),

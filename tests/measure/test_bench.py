@@ -192,15 +192,6 @@ def test_power_comes_from_nvml_or_nvidia_smi(monkeypatch: pytest.MonkeyPatch) ->
 # -- what is timed ------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_in_every_row(folder: Path) -> None:
-    policy = OptimizedPolicy.from_pretrained(folder, {"device": "cpu", "num_steps": 1})
-    system = System("ours", policy.infer, 1, memory=policy.memory())
-    other = System("theirs", lambda _: {}, 1)
-    example = policy.processor.example()
-    rows = bench.run([system, other], lambda _: example, calls=1, turn=1, warmup=1)
-    assert rows[0]["memory"]["total"] == policy.memory()["total"] > 0 and rows[1]["memory"] is None
-
-
 def test_other_processes_are_heard_while_calls_are_timed_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """First calls compile, in processes of their own."""
     calls: list[int] = []

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.tables.bench import bench as table
-from tests.support.reports import shape_report as report
-from vla_accel import cli
 from vla_accel.errors import EngineError
 from vla_accel.measure import overlap
 from vla_accel.measure.overlap import Interval, figures, intervals, median_call, split
@@ -118,17 +115,3 @@ def test_the_median_call_is_told(raw_events: bool, monkeypatch: pytest.MonkeyPat
     assert [one["name"] for one in found["kernels"]] == ["first", "second"]
     with pytest.raises(EngineError, match=r"profile: expected kernels of 9 calls, torch's profiler saw 0"):
         overlap.recorded(lambda: None)
-
-
-def test_a_profile_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "demo", "--profile", "--device", "cpu"]) == 1
-    assert "profile: expected a GPU, whose kernels it lists, got cpu" in capsys.readouterr().err
-
-
-def test_the_table_has_the_kernels_of_a_call() -> None:
-    found = {"native-bf16": {"steps": 10, "graph": True, "calls": 9, "spans_us": [1, 2], **figures(CALL)}}
-    text = table(report(2, 10, 9.0, kernels=found))
-    assert "| native-bf16 | 5 | 0.02 | 0.02 | 0.00 | 0.02 | 0.00 |" in text
-    assert "| native-bf16 | `norm` | 2 | 6 | 1 | 0 |" in text
-    # A list of an earlier kind, of kernels that were run one by one, says nothing of a call.
-    assert "`norm`" not in table(report(2, 10, 9.0, profile={"native-bf16": [{"kernel": "norm", "count": 2, "us": 6}]}))

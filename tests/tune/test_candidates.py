@@ -31,12 +31,6 @@ FOUND = [tried("eager_fp32", "eager", 1.0), tried("eager", "eager", 9.0), tried(
          tried("tensorrt", "tensorrt", 2.0, "gate one")]  # fmt: skip
 
 
-def test_the_reference_is_fp32_eager() -> None:
-    config = candidates.reference(BASE, PARTS).config
-    assert config.precision == "fp32" and config.num_steps == 4
-    assert {spec.engine for spec in config.specs(PARTS).values()} == {"eager"}
-
-
 def test_engines_that_cannot_run_here_are_left_out_with_a_reason() -> None:
     found, left_out = candidates.engines(BASE, PARTS, torch.device("cpu"))
     able = [name for name, engine in ENGINES.items() if engine.why_not(torch.device("cpu")) is None]

@@ -110,14 +110,6 @@ def search(
     return chosen.candidate.name, {t.candidate.name: t for t in found.tried}, machine
 
 
-def test_what_is_done_is_told_without_what_is_begun(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    with Journal(tmp_path / "journal.jsonl", {}) as journal:
-        Search(candidate("eager_fp32"), [lambda _: [candidate(n) for n in ALL[:2]]], Machine(), journal, Settings(),
-               progress=lambda done, total, _: told.append((done, total))).run()  # fmt: skip
-    assert told == [(0, 1), (1, 1), (1, 3), (2, 3), (2, 3), (3, 3), (3, 4), (4, 4)]
-
-
 def test_every_episode_that_was_played_is_told(tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
     machine = Machine()

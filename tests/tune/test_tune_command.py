@@ -169,18 +169,6 @@ def test_time_left_is_told_once_something_took_some(capsys: pytest.CaptureFixtur
     assert re.match(r"\[1/5\] measured \(1\d{3} s so far, about 4\d{3} s left\)$", capsys.readouterr().err)
 
 
-def test_what_refuses_to_begin_shows_no_bar(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with Teller():
-        pass
-    assert "0/" not in capsys.readouterr().err
-    with Teller() as teller:
-        teller(0, 1, "eager: the reference")
-    assert "eager: the reference" in (shown := capsys.readouterr().err) and "0/1" in shown
-
-
 def test_libero_is_found_by_its_name() -> None:
     from eval.libero.tune import episodes
 
