@@ -197,8 +197,6 @@ def test_systems_that_were_timed_in_turns_come_from_one_run() -> None:
     assert row[3:] == ["9.00 (2.00)", "7.50 (2.00)", "21.00 (2.00)", "7.00 (2.00)"]
 
 
-
-
 def lerobot_report() -> dict[str, Any]:
     """What `tests/parity/compare_with_lerobot.py` stores."""
     case = {"case": "batch 3", "batch": 3, "views": 2, "steps": 10, "actions_rms": 1.25}

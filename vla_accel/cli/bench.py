@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from vla_accel.cli.common import print_json, print_table, say, write_if
-from vla_accel.cli.options import Argument, Checkpoint, Count, Folder, Number, OutputFile, Within, check_checkpoint
+from vla_accel.cli.options import Argument, Checkpoint, Count, Folder, Number, OutputFile, Within
 from vla_accel.config import AUTO, PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import without_folders
@@ -73,10 +73,6 @@ class Bench:
     """JSON file."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, engines, conditions."""
-
-    def check(self) -> None:
-        """Raise ConfigError for what stands in the checkpoint's place and is none."""
-        check_checkpoint(self)
 
 
 def main(options: Bench, words: list[str]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from vla_accel.cli.options import Checkpoint, Count, Number, OutputFile, Seconds, Within, check_checkpoint
+from vla_accel.cli.options import Checkpoint, Count, Number, OutputFile, Seconds, Within
 from vla_accel.errors import ConfigError
 from vla_accel.server.connection import websockets_server
 
@@ -41,10 +41,6 @@ class BenchServer:
     """Denoising steps instead of the configuration's."""
     output: OutputFile = None
     """JSON file."""
-
-    def check(self) -> None:
-        """Raise ConfigError if the checkpoint is a file of another option."""
-        check_checkpoint(self)
 
 
 def main(options: BenchServer, words: list[str]) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vla_accel.cli.options import Checkpoint, CheckpointSource, Count
+from vla_accel.cli.options import Checkpoint, Count
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
 from vla_accel.measure.recording import load_observations, named
@@ -22,7 +22,7 @@ STATISTICS_SCHEMA = "vla_accel.statistics/1"
 
 
 @dataclass(frozen=True)
-class Doctor(CheckpointSource):
+class Doctor:
     """Say what this machine can run, and test it with the bundled checkpoint: one call in the default engine and one
     in FP32 eager must agree. The exit status is the test's. On a GPU the very first test compiles kernels.
 

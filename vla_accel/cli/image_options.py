@@ -10,7 +10,6 @@ from vla_accel.cli.options import Argument, Count, Number, OutputFile, OutputFol
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DtypeOfDevice = Annotated[Dtype | None, Argument("{fp32,bf16,fp16}")]
-Library = Literal["tensorrt", "tensorrt_rtx"]
 ImageEngine = Literal["eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
 
 
@@ -29,7 +28,21 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class BuildVae:
+class BuildOptions:
+    """Options of every build of image models."""
+
+    library: Literal["tensorrt", "tensorrt_rtx"] = "tensorrt_rtx"
+    """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
+    targets: tuple[str, ...] = ()
+    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
+    dtype: Dtype = "fp16"
+    """Of the engine."""
+    force_engine: bool = False
+    """Build again what is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildVae(BuildOptions):
     """Build TensorRT engine files of an autoencoder: OUTPUT/vae_encoder_multi_profile.trt and
     vae_decoder_multi_profile.trt, which take every size; with --static a folder for each, OUTPUT/16_9/vae_encoder.trt
     and vae_decoder.trt, OUTPUT/9_16/…"""
@@ -46,20 +59,12 @@ class BuildVae:
     """With --static: these sizes alone, not all five ratios."""
     sides: tuple[Literal["encoder", "decoder"], ...] = ("encoder", "decoder")
     """Which halves of the autoencoder."""
-    library: Library = "tensorrt_rtx"
-    """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
-    targets: tuple[str, ...] = ()
-    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
-    dtype: Dtype = "fp16"
-    """Of the engine."""
-    force_engine: bool = False
-    """Build again what is there."""
     optimization_level: Annotated[int | None, Within(0, 5)] = None
     """The builder's effort, 0 to 5."""
 
 
-@dataclass(frozen=True)
-class BuildUnet:
+@dataclass(frozen=True, kw_only=True)
+class BuildUnet(BuildOptions):
     """Build a TensorRT engine file of Stable Diffusion's UNet: one for every batch and size, for text and image.
 
         SD_DIR/unet/onnx/unet.onnx, SD_DIR/unet/trt/unet.trt
@@ -73,14 +78,6 @@ class BuildUnet:
     """Instead of SD_DIR: the files go to unet/onnx and unet/trt in it."""
     force_onnx: bool = False
     """Export again (and build again) what is there."""
-    force_engine: bool = False
-    """Build again what is there."""
-    library: Library = "tensorrt_rtx"
-    """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
-    targets: tuple[str, ...] = ()
-    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
-    dtype: Dtype = "fp16"
-    """Of the engine."""
     no_verify: bool = False
     """Do not compare the exported graph with the module."""
 

@@ -220,8 +220,8 @@ def _reader(item: Any, commas: bool) -> tuple[Callable[[str], Any], str]:
 
 
 def check(options: Any) -> None:
-    """Raise ConfigError or OutputError for what a field's marks or the class's own `check` refuse, for a file that two
-    options would write, and for one that an option reads and another writes."""
+    """Raise ConfigError or OutputError for what a field's marks refuse, for a file that two options would write or that
+    one reads and another writes, and for a checkpoint that is empty or a file of another option."""
     hints, written, others = typing.get_type_hints(type(options), include_extras=True), {}, []
     for field, hint in hints.items():
         name, value = field.replace("_", "-"), getattr(options, field)
@@ -235,17 +235,7 @@ def check(options: Any) -> None:
     for name, path in others:
         if path.is_file() and (other := written.get(path.resolve())) is not None:
             raise ConfigError(f"{other}: expected another file than those that are read, got {path} of {name}")
-    if callable(own := getattr(options, "check", None)):  # not an option of that name
-        own()
-
-
-Checkpoint = Annotated[str | None, Argument("[CHECKPOINT]", positional=True)]
-"""For a command that does something else without a checkpoint."""
-
-
-def check_checkpoint(options: Any) -> None:
-    """Raise ConfigError if the checkpoint is empty, or a file of another option."""
-    checkpoint = options.checkpoint
+    checkpoint = getattr(options, "checkpoint", None)
     if checkpoint == "":  # an unset variable of the shell
         raise ConfigError("checkpoint: expected a folder or a name, got ''")
     option = {".yaml": "config", ".yml": "config", ".npz": "observations"}.get(Path(checkpoint or "").suffix)
@@ -253,22 +243,16 @@ def check_checkpoint(options: Any) -> None:
         raise ConfigError(f"checkpoint: expected a folder or a name, got {checkpoint}: type --{option} {checkpoint}")
 
 
+Checkpoint = Annotated[str | None, Argument("[CHECKPOINT]", positional=True)]
+"""For a command that does something else without a checkpoint."""
+
+
 @dataclass(frozen=True)
-class CheckpointSource:
-    """The checkpoint that a command works on."""
+class PolicySource:
+    """The policy that a command works on."""
 
     checkpoint: Annotated[str | None, Argument("[CHECKPOINT]", default="demo", positional=True)] = None
     """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
-
-    def check(self) -> None:
-        """Raise ConfigError if the checkpoint is a file of another option."""
-        check_checkpoint(self)
-
-
-@dataclass(frozen=True)
-class PolicySource(CheckpointSource):
-    """The policy that a command works on."""
-
     config: Annotated[str | None, Argument("CONFIG", default="auto")] = None
     """How it runs: a shipped configuration's name (native_fp8), or a YAML or JSON file. auto takes the fastest engines
     that lose nothing on this machine."""

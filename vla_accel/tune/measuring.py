@@ -17,12 +17,9 @@ from vla_accel.measure.systems import free, timed
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.tune.search import Candidate
 
-SAMPLED = 65_536
-"""Values kept of each tensor inside the reference, at most, as in `measure.parity`."""
-
 
 class PolicyBench:
-    """The `Bench` of one checkpoint: `draws` noises of each observation, `calls` timed calls."""
+    """Measures the candidates of one checkpoint: `draws` noises of each observation, `calls` timed calls."""
 
     def __init__(
         self, checkpoint: str, reference: Candidate, observations: Sequence[Mapping[str, Any]], *, draws: int = 1,
@@ -129,7 +126,7 @@ class Remembered:
         key = digest.digest()
         if key not in self._answers:
             result, raw = self._policy.infer_with_internals(observation, noise=noise)
-            few = {n: v if n == "actions" else v.reshape(-1)[:: max(1, v.size // SAMPLED)] for n, v in raw.items()}
+            few = {name: parity.sampled(name, value) for name, value in raw.items()}
             self._answers[key] = ({"actions": result["actions"]}, few)
         return self._answers[key]
 

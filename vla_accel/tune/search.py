@@ -6,7 +6,7 @@ than FP32 eager, also when timed in turns with it, play in order of latency; the
 At most `finalists` play, each with its share of the error rate, so that the whole search calls a worse candidate "not
 worse" with probability alpha at most.
 
-The search does not know how to measure (`Bench`) or what an episode is (`Episodes`), so that tests can give it
+The search does not know how to measure (`bench`) or what an episode is (`Episodes`), so that tests can give it
 candidates whose truth is known.
 """
 
@@ -70,19 +70,6 @@ class Tried:
         return about | {name: value for name, value in vars(self).items() if name != "candidate"}
 
 
-class Bench(Protocol):
-    """Measures candidates on this machine; raises VlaAccelError for one that cannot run here.
-
-    `agreement` returns at least `passed`, `reasons` and `cosine`; `latency` at least `median_ms` of a whole call;
-    `in_turns` has `median_ms` and `reference_ms`. `release` frees the loaded policies before episodes are played.
-    """
-
-    def agreement(self, candidate: Candidate) -> dict[str, Any]: ...
-    def latency(self, candidate: Candidate) -> dict[str, Any]: ...
-    def in_turns(self, candidate: Candidate) -> dict[str, Any]: ...
-    def release(self) -> None: ...
-
-
 class Episodes(Protocol):
     """A benchmark's episodes; `keys` has all of them in random order.
 
@@ -125,11 +112,12 @@ class Settings:
 
 @dataclass
 class Search:
-    """One search; `run` measures only what the journal lacks."""
+    """One search; `run` measures only what the journal lacks. `bench`: a `measuring.PolicyBench`, whose methods raise
+    VlaAccelError for a candidate that cannot run here."""
 
     reference: Candidate
     stages: Sequence[Stage]
-    bench: Bench
+    bench: Any
     journal: Journal
     settings: Settings
     episodes: Episodes | None = None
