@@ -136,19 +136,10 @@ def test_configurations_name_the_engines_that_there_are() -> None:
 
 
 def test_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = [
-        Requirement(text)
-        for text in (
-            "numpy>=1.26",
-            "there>=2; extra == 'one'",
-            "old>=3,<4; extra == 'one'",
-            "absent>=1; extra == 'one'",
-            "opencv-python-headless>=4.9; extra == 'one'",
-            "windows>=1; platform_system == 'Windows' and extra == 'one'",
-            "also-absent; extra == 'two'",
-            "vla_accel[one]; extra == 'two'",
-        )
-    ]
+    one = ("there>=2", "old>=3,<4", "absent>=1", "opencv-python-headless>=4.9")
+    texts = ["numpy>=1.26", *(f"{text}; extra == 'one'" for text in one), "also-absent; extra == 'two'"]
+    texts += ["windows>=1; platform_system == 'Windows' and extra == 'one'", "vla_accel[one]; extra == 'two'"]
+    needed = [*map(Requirement, texts)]
     versions = {"there": "2.0.1", "old": "2.9", "opencv-python": "4.14"}
     monkeypatch.setattr(diagnosis, "installed_version", versions.get)
     assert diagnosis.missing("one", needed) == ["old <4,>=3 (there is 2.9)", "absent"]

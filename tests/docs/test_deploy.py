@@ -128,7 +128,7 @@ def test_hadolint_finds_nothing() -> None:
 
 
 # The fields of `Args` and `Checkpoint` in openpi's scripts/serve_policy.py, and the two kinds of policy.
-OPENPI = (
+OPENPI = [
     "env",
     "default_prompt",
     "port",
@@ -137,7 +137,7 @@ OPENPI = (
     "policy.dir",
     "policy:checkpoint",
     "policy:default",
-)
+]
 
 
 def test_every_option_of_openpis_server_has_its_row() -> None:

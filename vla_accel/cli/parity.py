@@ -15,7 +15,7 @@ from vla_accel.measure.recording import load_observations, named
 from vla_accel.measure.statistics import fits
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
-from vla_accel.report.parity import page
+from vla_accel.report.parity import page, summary
 
 
 @dataclass(frozen=True)
@@ -95,25 +95,6 @@ def main(options: Parity, words: list[str]) -> int:
     kind = "observations" if recorded else "random observations"
     title = f"{report.name} against FP32 eager, {report.observations} {kind}, {report.num_steps} steps"
     print_table(title, ["", "cosine", "median", "worst", "max error", "mean error"], rows)
-    if report.flipped:
-        chunks, rest = report.observations * report.draws, report.rest_cosine
-        share = f"{100 * report.flipped_low:.2f} to {100 * report.flipped_high:.2f} % of them, 95 %"
-        print(f"a command fell the other way in {report.flipped} of {chunks} chunks ({share})"
-              + ("" if rest is None else f"; cosine of the rest {rest:.6f}"))  # fmt: skip
-    if report.sensitivity is None:
-        print("one observation: what another would change, and the error beside it, cannot be told")
-    else:
-        error = "" if report.relative_error is None else f"; the error is {100 * report.relative_error:.2f} % of that"
-        print(f"another observation changes the actions by {100 * report.sensitivity:.1f} % of their norm{error}")
-    for one in fit:
-        print("\n".join(one.lines()))
-    if report.passed:
-        print(f"agrees: cosine {report.rest_cosine:.6f}, at least {report.threshold} wanted")
-    else:
-        print(f"does NOT agree: {'; '.join(report.reasons)}")
-    for entry in policy.ledger.entries.values():
-        if entry.fell_back:
-            print(f"that is not {name}: {entry.component} ran in {entry.used}, not in {entry.requested}")
     content = {
         **report.as_dict(), "model": policy.metadata["model"], "weights": options.model or checkpoint,
         "recorded": options.observations.name if options.observations else None,
@@ -121,6 +102,9 @@ def main(options: Parity, words: list[str]) -> int:
         "fingerprint": agreement.weights_of(policy.model),
         "hardware": hardware(policy.device), "software": software(),
     }  # fmt: skip
+    for one in fit:
+        print("\n".join(one.lines()))
+    print(summary(content))
     write_if(options.output, content)
     if options.report is not None:
         say(f"report: {write(page(content, ['vla-accel', 'parity', *words]), options.report)}")

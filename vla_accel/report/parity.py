@@ -14,18 +14,6 @@ FIGURES = ("cosine", "median_cosine", "worst_cosine", "max_error", "mean_error")
 
 def page(report: Mapping[str, Any], command: Sequence[str]) -> Page:
     """The page of a report of schema `vla_accel.parity/1`."""
-    verdict = "agrees" if report["passed"] else "does NOT agree"
-    chunks = report["observations"] * report["draws"]
-    rest = "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.6f}"
-    summary = (
-        f"{report['name']}{fell_back(report['engines'])} {verdict} with FP32 eager over {chunks} chunks of "
-        f"{report['observations']} observations; in {report['flipped']} of them a command fell the other way. Cosine "
-        f"of the final actions of the others {rest}, at least {report['threshold']} wanted."
-    )
-    if report.get("relative_error") is not None:
-        summary += f" The error is {report['relative_error']:.1%} of what another observation changes."
-    if report.get("reasons"):  # older reports have none
-        summary += f" Why not: {'; '.join(report['reasons'])}."
     actions = {"actions (normalised)": report["actions"], "actions (robot)": report["robot_actions"]}
     parts = {**report["components"], **actions}
     # A cosine of equal vectors may round to more than one, and a bar has no negative length.
@@ -45,7 +33,24 @@ def page(report: Mapping[str, Any], command: Sequence[str]) -> Page:
         ledger([(report["name"], report["engines"])]),
         conditions(command, report["hardware"], report["software"], **more),
     ]
-    return Page(f"Agreement of {report['name']}", summary, sections)
+    return Page(f"Agreement of {report['name']}", summary(report), sections)
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """The verdict, and the figures that it is based on."""
+    verdict = "agrees" if report["passed"] else "does NOT agree"
+    chunks = report["observations"] * report["draws"]
+    rest = "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.6f}"
+    text = (
+        f"{report['name']}{fell_back(report['engines'])} {verdict} with FP32 eager over {chunks} chunks of "
+        f"{report['observations']} observations; in {report['flipped']} of them a command fell the other way. Cosine "
+        f"of the final actions of the others {rest}, at least {report['threshold']} wanted."
+    )
+    if report.get("relative_error") is not None:
+        text += f" The error is {report['relative_error']:.1%} of what another observation changes."
+    if report.get("reasons"):  # older reports have none
+        text += f" Why not: {'; '.join(report['reasons'])}."
+    return text
 
 
 def _table(title: str, first: str, names: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> Table:
