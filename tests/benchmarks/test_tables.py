@@ -15,7 +15,7 @@ from benchmarks import pictures, store
 from benchmarks.svg import PUBLISHED, draw_models, sources
 from benchmarks.tables import agreement, hardware, registry, shapes, success
 from benchmarks.tables import bench as benches
-from benchmarks.tables.table import OLD, UNKNOWN, Table, doubt, machine
+from benchmarks.tables.table import OLD, UNKNOWN, doubt, machine, table
 from eval import paired
 from eval.harness.statistics import smallest_difference
 from tests.support.reports import (
@@ -111,13 +111,10 @@ def test_a_stored_run_drops_timings_and_paths() -> None:
 
 
 def test_a_cell_without_a_value_is_a_dash() -> None:
-    table = Table({"a": "{a:.1f} ms", "b": "{b[c]:.0%}"}, lambda rows: rows, "Note.")
-    assert cells(table([{"a": 1.25, "b": {"c": 0.5}}, {"a": None, "b": {}}, {"b": None}])) == [
-        ["1.2 ms", "50 %"],
-        ["-", "-"],
-        ["-", "-"],
-    ]
-    assert table([]) == "" and table([{"a": 1}]).endswith("\nNote.\n")
+    columns, rows = "a = {a:.1f} ms | b = {b[c]:.0%}", [{"a": 1.25, "b": {"c": 0.5}}, {"a": None, "b": {}}, {"b": None}]
+    text = table(columns, rows, "Note.")
+    assert cells(text) == [["1.2 ms", "50 %"], ["-", "-"], ["-", "-"]] and text.endswith("\nNote.\n")
+    assert table(columns, []) == ""
 
 
 # -- bench --------------------------------------------------------------------------------------------------------
