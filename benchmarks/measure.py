@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -400,10 +401,8 @@ def report(outcomes: Mapping[str, Outcome]) -> None:
         raise EngineError(f"not done: {len(left)} of {len(outcomes)} jobs")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 all requested jobs are done, 1 some are not."""
-    return run_script("benchmarks.measure", Arguments, run, argv)
+main = partial(run_script, "benchmarks.measure", Arguments, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -46,10 +45,5 @@ def run(arguments: Arguments) -> None:
     print(json.dumps({"stored": arguments.output.name, "families": list(found)}))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 counted, 1 a family is not there."""
-    return run_script("benchmarks.memory", Arguments, run, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script("benchmarks.memory", Arguments, run, None))

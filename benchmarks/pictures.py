@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,10 +111,8 @@ def run(arguments: Arguments) -> None:
     print(json.dumps({"drawn": drawn, "absent": absent}))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 drawn, 1 something is missing."""
-    return run_script("benchmarks.pictures", Arguments, run, argv)
+main = partial(run_script, "benchmarks.pictures", Arguments, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,10 +65,8 @@ def run(arguments: Arguments) -> None:
     print(json.dumps({"stored": target.name, "bytes": target.stat().st_size}))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 stored, 1 there is no result to store."""
-    return run_script("benchmarks.store", Arguments, run, argv)
+main = partial(run_script, "benchmarks.store", Arguments, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

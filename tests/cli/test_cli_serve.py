@@ -24,32 +24,23 @@ from vla_accel.server import ServerConfig
 CONFIG = "configs/eager_fp32.yaml"
 
 
-def frame(prompt: str = "pick up the black bowl on the stove and place it on the plate") -> dict:
-    image = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
-    return {
-        "observation/image": image,
-        "observation/wrist_image": image[::-1],
-        "observation/state": np.linspace(0.0, 0.3, 8),
-        "prompt": prompt,
-    }
-
-
 def test_the_bundled_checkpoint_is_served_and_answers_as_in_process(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("a secret\n")
     words = ("--config", CONFIG, "--num-steps", "2", "--device", "cpu", "--api-key-file", str(key))
     local = OptimizedPolicy.from_pretrained("demo", CONFIG, device="cpu", num_steps=2)
-    expected = [local.infer(frame())["actions"] for _ in range(2)]
+    frame = dict(local.processor.example())
+    expected = [local.infer(frame)["actions"] for _ in range(2)]
     with serve_command(*words) as address:
         with pytest.raises(ServerError, match="HTTP 401"):
             PolicyClient(address)
         with PolicyClient(address, api_key="a secret") as client:
             assert client.metadata["policy"] == "demo" and client.metadata["num_steps"] == 2
             for actions in expected:  # the noise of both begins with the configured seed
-                np.testing.assert_allclose(client.infer(frame())["actions"], actions, rtol=0, atol=1e-5)
+                np.testing.assert_allclose(client.infer(frame)["actions"], actions, rtol=0, atol=1e-5)
             with pytest.raises(ServerError, match="reported: ObservationError: observation/state: expected shape"):
-                client.infer({**frame(), "observation/state": np.zeros(7)})
-            result = client.infer(frame())
+                client.infer({**frame, "observation/state": np.zeros(7)})
+            result = client.infer(frame)
             assert result["engines"][0]["component"] == "vision"
         page = get(address, "/metrics", {"Authorization": "Api-Key a secret"})[2]
     for component in ("preprocess", "vision", "kv_cache", "denoise", "postprocess", "total"):
