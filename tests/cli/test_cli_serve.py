@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.support.server_support import get, metric, serve_command
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
-from vla_accel.cli import main
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ServerError
 from vla_accel.server import ServerConfig
@@ -102,26 +101,6 @@ def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: 
             with PolicyClient(f"{address}/{name}") as client:
                 got = client.infer(tiny_observation())["actions"]
                 np.testing.assert_allclose(got, actions, rtol=0, atol=1e-5)
-
-
-def test_what_is_loaded_is_said_before_it_takes_its_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("vla_accel.cli.serve.serve", lambda *_: None)
-    monkeypatch.setattr("vla_accel.cli.serve.Load.__call__", lambda *_: None)
-    caplog.set_level("INFO", "vla_accel.server")
-    for words in ([], ["hub/folder"], ["--policy", "a=auto:hub/folder", "--policy", "b=auto:demo"]):
-        assert main(["serve", *words, "--port", "0"]) == 0
-    for words in (["dmeo"], ["--policy", "a=auto:demo", "--policy", "b=auto:dmeo", "--devices", "cpu,cpu"]):
-        assert main(["serve", *words, "--port", "0"]) == 1
-        assert "checkpoint: expected a folder or one of demo" in capsys.readouterr().err
-    assert main(["serve", "demo", "--config", "native_fp9", "--port", "0"]) == 1
-    assert "config: expected a file or one of auto" in capsys.readouterr().err
-    assert main(["serve", "demo", "--devices", "cuda:99", "--port", "0"]) == 1
-    assert main(["serve", "folder", "--ray", "local", "--port", "0"]) == 0, "a folder of the cluster's machines"
-    assert [r.getMessage() for r in caplog.records] == [
-        "loading demo", "loading hub/folder", "loading a=auto:hub/folder, b=auto:demo", "loading folder",
-    ]  # fmt: skip
 
 
 def test_who_can_reach_an_address() -> None:
