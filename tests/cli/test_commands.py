@@ -24,12 +24,9 @@ from tests.support.tiny import tiny_observation, write_robot, write_tiny_checkpo
 from vla_accel.cli import COMMANDS, ended, main, options_of
 from vla_accel.cli.options import descriptions
 from vla_accel.errors import ObservationError
-from vla_accel.families.bench import bench_card
-from vla_accel.families.family import family_named
 from vla_accel.fp8 import FILE, Scales
 from vla_accel.measure import parity
 from vla_accel.measure.recording import load_observations, save_observations
-from vla_accel.measure.systems import system_name
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +114,6 @@ def test_what_auto_chose_is_said_once(
     assert (package.level, package.handlers) == before
 
 
-def test_what_a_server_tells_is_not_a_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
-    monkeypatch.setattr(logging.root, "handlers", [])
-    server = logging.getLogger("vla_accel.server")
-    assert ended(lambda: server.info("serving") or server.warning("no key") or 0) == (0, None)
-    assert capsys.readouterr().err == "no key\n"
-
-
 def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", "auto,native", "--steps", "2,1", "--calls", "2", "--device", "cpu", "--batch", "2"]
     words += ["--hz", "200", "--prompt-tokens", "31", "--camera", "48x64"]
@@ -207,13 +195,6 @@ def test_every_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> N
     said = capsys.readouterr().out
     assert stopped.value.code == 0 and f"vla-accel {name}" in said
     assert not [text for text in ("None", "(default: True)", "(default: )", "(default: '')") if text in said]
-
-
-def test_the_help_of_bench_names_the_systems_that_one_family_alone_has(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "--help"])
-    said = re.findall(r"native-[a-z0-9-]*[a-z0-9]", capsys.readouterr().out)
-    assert {*map(system_name, bench_card(family_named("pi0_fast")).quantised)} <= {*said}
 
 
 MODULES = sorted([*ROOT.glob("eval/**/*.py"), *ROOT.glob("benchmarks/**/*.py")])
@@ -406,15 +387,6 @@ def test_weights_that_are_a_link_to_nothing_or_a_folder_are_told_as_such(
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != weights)
     assert main(["parity", str(tmp_path), "--device", "cpu"]) == 1
     assert "found config.json, model.safetensors/ (no right to read it), " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["serve", ""], ["parity", ""], ["calibrate", ""], ["bench", ""]])
-def test_an_empty_name_is_neither_the_demo_nor_the_current_folder(
-    words: list[str], checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(checkpoint)
-    assert main([*words, "--device", "cpu"]) == 1
-    assert re.search("checkpoint: expected a folder or .*, got ''\n", capsys.readouterr().err)
 
 
 def test_a_file_in_place_of_a_checkpoint_is_named(

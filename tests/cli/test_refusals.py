@@ -25,6 +25,7 @@ REFUSED = [
     ("bench demo --output /proc/a.json", "output: /proc/a.json cannot be written"),
     ("bench demo --camera 480", "camera: expected height and width such as 480x640, got '480'"),
     ("bench --model pi05 --systems eager,openpi-eager --camera 48x64", "camera: expected .*, got openpi-eager"),
+    *((f"{command} ''", "checkpoint: expected a folder or .*, got ''$") for command in ("serve", "parity", "bench")),
     ("bench ./no/such/folder", "checkpoint: expected a folder or one of demo"),
     ("bench a.yaml", "checkpoint: expected a folder or a name, got a.yaml: type --config a.yaml"),
     ("bench demo --model pi05", "model: expected none beside checkpoint demo, got pi05"),
