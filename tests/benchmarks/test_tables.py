@@ -23,11 +23,8 @@ from tests.support.reports import (
     CEILINGS,
     CPU,
     GPU,
-    PAIRED,
-    TUNED,
     bench_report,
     cells,
-    late_grid,
     ledger,
     libero_result,
     shape_report,
@@ -118,10 +115,6 @@ def test_a_cell_without_a_value_is_a_dash() -> None:
 
 
 # -- bench --------------------------------------------------------------------------------------------------------
-
-
-def lines_of(text: str, start: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith(start)]
 
 
 def test_a_step_that_overlaps_the_prefix_is_not_in_the_rate_of_the_loop() -> None:
@@ -359,17 +352,8 @@ def test_the_models_picture_has_our_fastest_and_the_fastest_published() -> None:
 def test_pictures_are_drawn_where_there_are_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    servers = registry.load("bench_server_*_h200")
-    monkeypatch.setattr(registry, "RESULTS", tmp_path)
-    stored = {
-        "tune_demo_h100": TUNED, "libero_late_plain": late_grid(("plain", "rtc"), (0, 8), 80), "libero_stress": PAIRED,
-        "bench_record_h200": shape_report(2, 10, 9.0, throughput=BATCHES), "bench_server_demo_1_h200": servers[0],
-    }  # fmt: skip
-    for name, result in stored.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(result))
     assert pictures.main(["--output", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.glob("*.png")} == set(pictures.PICTURES)
-    for path in tmp_path.iterdir():
-        path.unlink()
+    monkeypatch.setattr(registry, "RESULTS", tmp_path)
     assert pictures.main(["--output", str(tmp_path)]) == 0, "a missing run is no error"
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"drawn": [], "absent": list(pictures.PICTURES)}
