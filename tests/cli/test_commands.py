@@ -122,7 +122,12 @@ def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[st
     timed = [(row["system"], row["steps"]) for row in report["rows"]]
     assert timed == [(name, steps) for steps in (2, 1) for name in ("auto", "native", "eager")]
     for row in report["rows"]:
-        assert row["memory"]["total"] > 0 and row["paced"]["hz"] == 200 and row["paced"]["calls"] == 2
+        assert (
+            row["calls"] == 2
+            and row["memory"]["total"] > 0
+            and row["paced"]["hz"] == 200
+            and row["paced"]["calls"] == 2
+        )
     assert report["prompt_tokens"] == 31 and report["camera"] == [48, 64]
     assert report["model"]["name"] == checkpoint and report["model"]["kind"] == "pi05"
     assert all(row["speedup"] == 1.0 for row in report["rows"] if row["system"] == "eager")

@@ -16,6 +16,7 @@ from vla_accel.cli import build, build_images, main
 VAE = "build-vae --vae tiny-sd-vae --output-dir"
 REFUSED = [
     ("bench demo --calls 0", "calls: expected at least 1, got 0"),
+    ("bench demo --profile", "profile: expected a GPU"),
     ("bench demo --hz 0", "hz: expected more than 0, got 0.0"),
     ("bench demo --prompt-tokens 0", "prompt-tokens: expected at least 1"),
     ("bench --model pi05 --views 0", "views: expected at least 1"),

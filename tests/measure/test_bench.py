@@ -319,6 +319,8 @@ def test_the_floor_is_of_the_prompt_that_is_timed(folder: Path) -> None:
         assert len(prepared.tokens) == tokens
     factory = CheckpointFactory(str(folder), ["eager"], device="cpu", ceilings=None, tokens=30)
     assert factory.make("eager", 1).notes["work"] == system.notes["work"], "its factory hands the length on"
+    made = observer(policy.family, policy.processor, 30, (48, 64))(rng)
+    assert {value.shape for value in made.values() if np.ndim(value) == 3} == {(48, 64, 3)}
     for tokens, error in ((1, "got 1$"), (1000, "expected at most [0-9]+, got 1000$")):
         with pytest.raises(ConfigError, match=f"prompt_tokens: .*{error}"):
             observer(policy.family, policy.processor, tokens)

@@ -15,6 +15,7 @@ from vla_accel.measure.recording import load_observations, named
 from vla_accel.measure.statistics import fits
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
+from vla_accel.report.parity import agreement as figures
 from vla_accel.report.parity import page, summary
 
 
@@ -87,14 +88,6 @@ def main(options: Parity, words: list[str]) -> int:
         fit = [one for one in fits(policy.processor, recorded or ()) if one.rows]
         report = compare(policy, reference, observations, name=name, seed=options.seed, threshold=options.threshold,
                          draws=options.draws, progress=say)  # fmt: skip
-    actions = {"actions (normalised)": report.actions, "actions (robot)": report.robot_actions}
-    rows = []
-    for label, a in {**report.components, **actions}.items():
-        cosines = (f"{value:.6f}" for value in (a.cosine, a.median_cosine, a.worst_cosine))
-        rows.append([label, *cosines, f"{a.max_error:.2e}", f"{a.mean_error:.2e}"])
-    kind = "observations" if recorded else "random observations"
-    title = f"{report.name} against FP32 eager, {report.observations} {kind}, {report.num_steps} steps"
-    print_table(title, ["", "cosine", "median", "worst", "max error", "mean error"], rows)
     content = {
         **report.as_dict(), "model": policy.metadata["model"], "weights": options.model or checkpoint,
         "recorded": options.observations.name if options.observations else None,
@@ -102,6 +95,10 @@ def main(options: Parity, words: list[str]) -> int:
         "fingerprint": agreement.weights_of(policy.model),
         "hardware": hardware(policy.device), "software": software(),
     }  # fmt: skip
+    kind = "observations" if recorded else "random observations"
+    title = f"{report.name} against FP32 eager, {report.observations} {kind}, {report.num_steps} steps"
+    table = figures(content)
+    print_table(title, table.header, [[*map(str, row)] for row in table.rows])
     for one in fit:
         print("\n".join(one.lines()))
     print(summary(content))

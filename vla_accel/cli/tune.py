@@ -26,7 +26,7 @@ from vla_accel.measure.host import beside
 from vla_accel.measure.recording import RECORDED, load_observations, named
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
-from vla_accel.report.tune import page, times_as_fast, verdict
+from vla_accel.report.tune import page, times_as_fast, tried
 from vla_accel.transforms.robots import load_preset
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Rule
@@ -289,17 +289,8 @@ def _about(options: Tune, checkpoint: str, base: PolicyConfig, recorded: str | N
 
 
 def _print(result: dict[str, Any]) -> None:
-    body = []
-    for row in result["tried"]:
-        agreement, latency, success = row["agreement"], row["latency"], row["success"]
-        body.append([
-            row["name"],
-            f"{latency['median_ms']:.2f}" if latency else "-",
-            f"{agreement['cosine']:.6f}" if agreement else "-",
-            f"{success['lost']} / {success['gained']} of {success['pairs']}" if success else "-",
-            verdict(row),
-        ])  # fmt: skip
-    print_table("what was tried", ["configuration", "median ms", "cosine", "lost / gained", "verdict"], body)
+    table = tried(result["tried"])
+    print_table(table.title, table.header, [[*map(str, row)] for row in table.rows])
     # Candidates are timed one after the other: a changing load affects their order.
     busy = (row["latency"].get("others_busy") or 0.0 for row in result["tried"] if row["latency"])
     if warning := beside({"cores": os.cpu_count(), "others_busy": max(busy, default=0.0)}):

@@ -14,15 +14,14 @@ FIGURES = ("cosine", "median_cosine", "worst_cosine", "max_error", "mean_error")
 
 def page(report: Mapping[str, Any], command: Sequence[str]) -> Page:
     """The page of a report of schema `vla_accel.parity/1`."""
-    actions = {"actions (normalised)": report["actions"], "actions (robot)": report["robot_actions"]}
-    parts = {**report["components"], **actions}
+    parts = _parts(report)
     # A cosine of equal vectors may round to more than one, and a bar has no negative length.
     apart = {name: max(0.0, 1 - found["cosine"]) for name, found in parts.items()}
     picture = bars_picture(
         "Disagreement with FP32 eager, one minus the cosine: components in the order they run, then the final actions",
         [Bar(name, {"1 - cosine": value}, f"{value:.2e}") for name, value in apart.items()],
         "1 - cosine",
-        _table("Agreement with FP32 eager", "what", FIGURES, parts),
+        agreement(report),
     )
     dimensions = {str(i): found for i, found in enumerate(report["dimensions"])}
     names = ("cosine", "max_error", "mean_error")
@@ -51,6 +50,16 @@ def summary(report: Mapping[str, Any]) -> str:
     if report.get("reasons"):  # older reports have none
         text += f" Why not: {'; '.join(report['reasons'])}."
     return text
+
+
+def _parts(report: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+    actions = {"actions (normalised)": report["actions"], "actions (robot)": report["robot_actions"]}
+    return {**report["components"], **actions}
+
+
+def agreement(report: Mapping[str, Any]) -> Table:
+    """A row for each component, and for the final actions."""
+    return _table("Agreement with FP32 eager", "what", FIGURES, _parts(report))
 
 
 def _table(title: str, first: str, names: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> Table:
