@@ -97,9 +97,8 @@ class BenchVae(BenchOptions):
         Literal["eager", "compile", "native", "native-fp16", "native-measured", "inductor", "tensorrt", "tensorrt_rtx"],
         ...,
     ] = ("eager", "compile", "native")
-    """eager: diffusers as it is. compile: torch.compile of that. inductor: torch.compile of our channels-last 2-D
-    form. native-fp16: computes in float16 whatever --dtype says. native-measured: the quicker of native and inductor.
-    tensorrt: engine files of --engine-path."""
+    """eager: diffusers; compile: torch.compile of it; inductor: torch.compile of our channels-last 2-D form;
+    native-fp16: float16 regardless of --dtype; native-measured: the faster of native and inductor."""
     compile_sizes: tuple[str, ...] = ("1024x1024",)
     """Sizes at which compile and inductor take part: each compiles anew, which takes minutes."""
     engine_path: str | None = None
@@ -109,20 +108,17 @@ class BenchVae(BenchOptions):
     rounds: Count = 10
     """Calls timed of each system; the systems take turns."""
     picture: Picture = None
-    """Write a PNG: a drawn scene, encoded by eager, what eager and the first accelerated system decode from that, and
-    their difference, magnified. With random weights it looks like nothing; pixels can be compared all the same."""
+    """Write a PNG: a drawn scene, its decoding by eager and by the first accelerated system, and their difference."""
 
 
 @dataclass(frozen=True)
 class BenchUnet(BenchOptions):
     """Time Stable Diffusion: systems in turns, wall clock of whole pictures and of single UNet calls.
 
-    Every system starts from the same weights (rounded to the dtype asked for), prompt and noise: eager-fp32 draws in
-    that dtype, too, since a generator's float16 values can be others than its float32 values. Not so for a scheduler
-    that draws in float32 at every step whatever the model's dtype (diffusers' SDE solvers of DPM++): its noise differs.
+    Every system starts from the same weights (rounded to --dtype), prompt and noise, except with schedulers that draw
+    in float32 at every step (diffusers' SDE solvers of DPM++). Agreement is reported with eager in float32, which shows
+    the effect of the dtype, and with eager in that dtype, which shows the effect of the system.
 
-    Agreement is reported twice: with eager in float32, and with eager in that dtype, of the latents and of the picture.
-    Over many steps the first says what the dtype costs, the second what a system adds to that.
     Exit status 1 if a system's UNet disagrees with the float32 one beyond the threshold.
     """
 
@@ -162,8 +158,7 @@ class BenchQwen(BenchOptions):
     steps: Count = 4
     """Denoising steps of a picture."""
     layers: Number = None
-    """Of the transformer, if not given all of them (of a tiny one 2); fewer, where memory is short. The report says how
-    many."""
+    """Layers of the transformer; all if not given (2 of a tiny one)."""
     tiny: bool = False
     """A tiny pipeline, for machines without a GPU."""
     transformer: tuple[Literal["compile", "native"], ...] = ("compile", "native")
@@ -216,7 +211,7 @@ class TextToImage:
     latency_json: OutputFile = None
     """Write the latency breakdown here."""
     calls: Count = 1
-    """Generate so often, for the latency; the first call, which warms up, does not count if there are more."""
+    """Number of calls; the first one warms up and does not count if there are more."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,14 +30,13 @@ class Parity(PolicySource):
     count: Count = 64
     """Observations at most."""
     draws: Count = 1
-    """Noises of each observation. Where noise decides a command, one draw of few observations says little."""
+    """Noise draws of each observation."""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     threshold: Annotated[float | None, Argument("COSINE"), Within(-1, 1)] = None
-    """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998). What else is asked
-    stays: the error beside what another observation changes, and commands that fell the other way."""
+    """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998)."""
     seed: Seed = 0
     """Of noise and random observations."""
     output: OutputFile = None
@@ -45,8 +44,7 @@ class Parity(PolicySource):
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, engines, conditions."""
     keep: bool = False
-    """Keep the report beside the checkpoint, where engine auto believes it. Needs recorded observations and the usual
-    threshold."""
+    """Keep the report next to the checkpoint, where engine auto reads it. Needs --observations and no --threshold."""
 
 
 def main(options: Parity, words: list[str]) -> int:

@@ -52,11 +52,10 @@ class Tune(PolicySource):
     succeeds as often. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
 
     config: Annotated[str | None, Argument("CONFIG")] = None
-    """What the search starts from: a shipped configuration's name, or a YAML or JSON file. Its engines and
-    precision are what is searched; the rest (steps, prompt, robot, real-time chunking) holds for every candidate."""
+    """A shipped configuration's name, or a YAML or JSON file. The search replaces its engines and precision; every
+    candidate keeps the rest (steps, prompt, robot, real-time chunking)."""
     observations: Path | None = None
-    """Observations that vla_accel.measure.recording.save_observations wrote, for gate one, agreement. With --quick,
-    random ones if not given."""
+    """Observations that vla_accel.measure.recording.save_observations wrote; with --quick random ones if not given."""
     benchmark: str | None = None
     """Benchmark for gate two, success on paired episodes: libero, or MODULE:FUNCTION of your own."""
     suite: str | None = None
@@ -66,8 +65,7 @@ class Tune(PolicySource):
     margin: Annotated[float, Within(0, 99, above=True)] = 2.0
     """Points of success within which a candidate counts as not worse."""
     confidence: Annotated[float, Within(50, 99.99)] = 95.0
-    """Of the two-sided interval of the difference, in percent: 95 means that the whole search calls a worse candidate
-    "not worse" with a probability of 2.5 percent at most."""
+    """Of the two-sided interval, in percent: with 95 the search accepts a worse candidate in 2.5 percent at most."""
     finalists: Count = 3
     """Candidates, the fastest first, that may play episodes until one passes; they share the error rate."""
     episodes: Count = 1000
@@ -75,11 +73,11 @@ class Tune(PolicySource):
     workers: Count = 1
     """Simulator processes."""
     no_films: bool = False
-    """Do not film episodes: the report has no films of lost ones then, and each episode takes a second or so less."""
+    """Do not film episodes, which saves about a second each; the report then has no films."""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
     allow_steps: Annotated[tuple[int, ...], Within(1)] = ()
-    """Also try these numbers of denoising steps. That is another policy: needs a benchmark, success alone judges it."""
+    """Also try these numbers of denoising steps. Needs --benchmark: only success can judge another policy."""
     count: Count = 64
     """Observations at most."""
     draws: Count = 4
