@@ -15,11 +15,8 @@ from vla_accel.server.connection import websockets_server
 
 @dataclass(frozen=True)
 class BenchServer:
-    """Time calls over a server on this machine, with one client and many, next to the policy's own time.
-
-    The policy is a checkpoint's, one with random weights, or one that costs nothing. Server and clients run in
-    processes of their own.
-    """
+    """Time calls over a server on this machine, with one client and many, next to the policy's own time. Server and
+    clients run in processes of their own."""
 
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub; default: a policy that costs nothing."""

@@ -19,11 +19,8 @@ from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, o
 
 @dataclass(frozen=True)
 class Convert:
-    """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics.
-
-    Runs on the CPU, one parameter at a time; needs pip install 'vla_accel[jax]'. conversion.json in the output lists
-    every parameter, and a JSON line ends the command.
-    """
+    """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics, on
+    the CPU; needs pip install 'vla_accel[jax]'. conversion.json in the output lists every parameter."""
 
     checkpoint: Annotated[Path, Argument("CHECKPOINT", positional=True)]
     """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself."""

@@ -1,7 +1,4 @@
-"""`vla-accel doctor`: what this machine can run, with a self-test of about five seconds; or a checkpoint's statistics.
-
-The exit status is the self-test's: an engine that cannot run here, or a missing extra, is no failure.
-"""
+"""`vla-accel doctor`: what this machine can run, with a short self-test; or the statistics of a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,11 +29,9 @@ class Doctor:
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub."""
     config: str | None = None
-    """Of a checkpoint: a YAML or JSON file with what the checkpoint does not say of itself: preset, tokenizer,
-    embodiment."""
+    """With a checkpoint: a YAML or JSON file with the settings that it lacks: preset, tokenizer, embodiment."""
     observations: Path | None = None
-    """Of a checkpoint: observations that vla_accel.measure.recording.save_observations wrote; a key `actions` holds
-    the robot's actions."""
+    """With a checkpoint: observations of vla_accel.measure.recording.save_observations; `actions` holds actions."""
     count: Count = 256
     """Observations at most, spread over the file."""
     json: bool = False

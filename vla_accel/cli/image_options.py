@@ -43,9 +43,8 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildVae(BuildOptions):
-    """Build TensorRT engine files of an autoencoder: OUTPUT/vae_encoder_multi_profile.trt and
-    vae_decoder_multi_profile.trt, which take every size; with --static a folder for each, OUTPUT/16_9/vae_encoder.trt
-    and vae_decoder.trt, OUTPUT/9_16/…"""
+    """Build TensorRT engine files of an autoencoder: OUTPUT/vae_encoder_multi_profile.trt and vae_decoder_…, which take
+    every size; with --static OUTPUT/16_9/vae_encoder.trt and so on, a folder for each size."""
 
     vae: str
     """A folder, or qwen-vae / sd-vae / tiny-… with random weights."""
@@ -84,10 +83,8 @@ class BuildUnet(BuildOptions):
 
 @dataclass(frozen=True)
 class BenchVae(BenchOptions):
-    """Time an autoencoder's encoder and decoder: systems in turns, wall clock of whole calls, with agreement.
-
-    Exit status 1 if a system disagrees with the float32 reference beyond the thresholds.
-    """
+    """Time an autoencoder's encoder and decoder: systems in turns, wall clock of whole calls, with agreement. Exit
+    status 1 if a system disagrees with the float32 reference beyond the thresholds."""
 
     vae: str = "qwen-vae"
     """A folder, or qwen-vae / sd-vae / tiny-qwen-vae / tiny-sd-vae with random weights."""
@@ -147,11 +144,8 @@ class BenchUnet(BenchOptions):
 
 @dataclass(frozen=True)
 class BenchQwen(BenchOptions):
-    """Time Qwen-Image end to end: baseline, faster transformer, faster autoencoder, both; in turns.
-
-    Random weights of the published sizes and random prompt embeddings (the text encoder is not part of it). Exit
-    status 1 if a picture disagrees with the baseline's.
-    """
+    """Time Qwen-Image end to end with random weights, without its text encoder: baseline, faster transformer, faster
+    autoencoder, both; in turns. Exit status 1 if a picture disagrees with the baseline's."""
 
     size: Count = 1024
     """Pixels a side."""
@@ -196,8 +190,7 @@ class TextToImage:
     seed: Seed = 0
     """Of the noise."""
     height: Number = None
-    """Pixels, a multiple of 8, with --width. Default: the checkpoint's size; in img2img the picture's, reduced to
-    multiples of 8."""
+    """Pixels, a multiple of 8, with --width. Default: the checkpoint's size; in img2img about the picture's."""
     width: Number = None
     """Pixels, a multiple of 8, with --height."""
     scheduler: str | None = None
@@ -226,10 +219,8 @@ class ImageToImage(TextToImage):
 
 @dataclass(frozen=True)
 class Precision:
-    """Compare a model in float32 with the same model in BF16 or FP16: dtypes, ranges, memory, latency, agreement.
-
-    Exit status 1 if a module overflows that is not kept in float32.
-    """
+    """Compare a model in float32 with the same model in BF16 or FP16: dtypes, ranges, memory, latency, agreement. Exit
+    status 1 if a module overflows that is not kept in float32."""
 
     model: Annotated[str, Argument("MODEL", positional=True)]
     """A diffusers folder, or a configuration with random weights: qwen-vae, sd-vae, sd-unet, qwen-text-encoder, or

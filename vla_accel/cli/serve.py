@@ -51,8 +51,7 @@ class Serve(PolicySource):
     grace_s: Annotated[float, Within(0)] = _DEFAULTS.grace_s
     """At shutdown, how long requests under way may still take."""
     max_batch: Count = _DEFAULTS.max_batch
-    """Observations of different clients that run together: 1, 2, 4, 8, …; each batch size builds engines of its own. A
-    larger request lets other clients run after each MAX_BATCH observations."""
+    """Observations of different clients that run together: 1, 2, 4, 8, …; each batch size builds its own engines."""
     max_observations: Count = _DEFAULTS.max_observations
     """Most observations of one request."""
     rate_limit: Annotated[float | None, Argument("PER_SECOND"), Within(0, above=True)] = None

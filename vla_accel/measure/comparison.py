@@ -17,11 +17,8 @@ AnyFactory = Factory | CheckpointFactory
 
 
 def choose_systems(factory: AnyFactory, named: tuple[str, ...], *, fitted: bool) -> tuple[str, ...]:
-    """Return the named systems, or the default ones with the first baseline.
-
-    Systems of a realtime-vla checkout are added unless some are named. `fitted`: images have the model's size; other
-    sizes exclude the baselines.
-    """
+    """Return the named systems, or the default ones with the first baseline, and those of a realtime-vla checkout
+    unless some are named. `fitted`: images have the model's size; other sizes exclude the baselines."""
     if not isinstance(factory, Factory):
         return factory.names
     named = tuple(map(system_name, named))

@@ -1,5 +1,4 @@
-"""How many bytes a published model's weights take on a GPU, by configuration: counted from sizes, without a GPU and
-without weights."""
+"""The bytes of a published model's weights on a GPU by configuration, counted without a GPU and without weights."""
 
 from __future__ import annotations
 
@@ -53,11 +52,8 @@ def parameters(name: str) -> int:
 
 
 def counted(name: str) -> dict[str, Count]:
-    """By what `bench` calls the system, and `SMALLEST` where that is smaller.
-
-    Of the native engine, for an ordinary observation of a family's published size; the module is made on the meta
-    device. Raises ConfigError for a family that is not there.
-    """
+    """Bytes of each native system of `bench`, and of `SMALLEST` if that is smaller, for an ordinary observation of a
+    family's published size. Raises ConfigError for an unknown family."""
     family = family_named(name)
     card = bench_card(family)
     config = card.published()

@@ -22,8 +22,8 @@ RECORDED = "recorded ones as vla_accel.measure.recording.save_observations write
 
 
 def save_observations(observations: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Write observations of the same keys and shapes; what is nested gets keys with slashes, and what is None is left
-    out. Raises ObservationError for one unlike the first, and for what is neither numbers nor text."""
+    """Write observations of the same keys and shapes. Nested values get keys with slashes; None is left out. Raises
+    ObservationError for one unlike the first, and for values that are neither numbers nor text."""
     if isinstance(observations, Mapping) or not observations:
         got = "one that is in no list" if observations else "none"
         raise ObservationError(f"recording {path}: expected a list of at least one observation, got {got}")
