@@ -1,8 +1,7 @@
 """Make the stored runs again on the GPUs of this machine, within a given time: `python -m benchmarks.measure`.
 
-`benchmarks.jobs` lists the command of each run. Each job gets GPUs of its own with their share of the cores, and runs
-in the order of the names on the command line, or of the list. The result of a command that succeeded is copied to
-benchmarks/results, and the job is skipped as long as the work folder has it. At the deadline running commands are
+Each job of `benchmarks.jobs` gets GPUs of its own with their share of the cores. The result of a command that succeeded
+is copied to benchmarks/results, and the job is skipped as long as the work folder has it. At the deadline commands are
 interrupted like by Ctrl-C. The same command continues: evaluations from their episode log, other jobs from their start.
 """
 
@@ -99,12 +98,8 @@ class Running:
 
 @dataclass
 class Runner:
-    """Runs jobs on the slots of a machine.
-
-    Attributes:
-        inputs: values of the options that commands read, by name; None where the option is missing.
-        models: names of the machine's GPUs.
-    """
+    """Runs jobs on the slots of a machine. `inputs`: values of the options that commands read, None if missing;
+    `models`: names of the machine's GPUs."""
 
     jobs: Sequence[Job]
     slots: Sequence[Slot]

@@ -1,8 +1,5 @@
-"""Store a run: `python -m benchmarks.store runs/x.json --name NAME` writes benchmarks/results/NAME.json.
-
-It keeps protocol, policy, hardware, software, command, the outcome of every episode and the summary, and drops the
-timings of each call (the episode log has them) and the paths of the machine.
-"""
+"""Store a run: `python -m benchmarks.store runs/x.json --name NAME` writes benchmarks/results/NAME.json, without the
+timings of each call and the paths of the machine."""
 
 from __future__ import annotations
 

@@ -65,11 +65,8 @@ class _UnetBench(Bench):
         self._rows_of: dict[str, list[dict[str, Any]]] = {}
 
     def measure(self, part: str, title: str, run: Callable[[], list[dict[str, Any]]]) -> None:
-        """Measure one part and print its table.
-
-        The report is written after each step: a process that dies, as after an illegal access on a GPU, leaves the
-        results so far and the part in which it died.
-        """
+        """Measure one part and print its table. The report is written after each step, so that a process that dies
+        leaves the results so far and the part in which it died."""
         self.errors[part] = "not finished"
         self._rows_of[part] = run()
         del self.errors[part]

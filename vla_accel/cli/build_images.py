@@ -77,12 +77,8 @@ def main(options: BuildVae | BuildUnet, words: list[str]) -> int:
 
 
 def _targets(options: BuildVae | BuildUnet) -> list[tuple[int, int]]:
-    """Return the compute capabilities to build for: those requested, or this machine's GPU's.
-
-    Raises:
-        ConfigError: there are neither, or the library builds for this machine's GPU only.
-        EngineError: the library does not run on a target, or the target lacks the dtype.
-    """
+    """The compute capabilities to build for: those requested, or this machine's GPU's. Raises ConfigError if there are
+    none, EngineError if the library does not run on a target or the target lacks the dtype."""
     library = options.library
     if options.targets and library != "tensorrt_rtx":
         raise ConfigError(f"targets: only --library tensorrt_rtx builds for other GPUs, got targets for {library}")

@@ -27,11 +27,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Argument:
-    """How `--help` shows an option, and how it is typed.
-
-    `default`: the default that `--help` names (None: the field's); `repeat`: the option may be typed several times;
-    `hidden`: a field that is not an option.
-    """
+    """How `--help` shows an option, and how it is typed. `default`: the default that `--help` names (None: the
+    field's); `repeat`: the option may be typed several times; `hidden`: a field that is not an option."""
 
     metavar: str | None = None
     default: str | None = None
@@ -93,11 +90,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
-    """Read the options of a program, a dataclass, from its words (None: the process's own).
-
-    Wrong usage ends the program with status 2 and one line. Raises ConfigError or OutputError for a value that the
-    field's type refuses.
-    """
+    """Read the options of a program, a dataclass, from its words (None: the process's own). Wrong usage ends the
+    program with status 2 and one line. Raises ConfigError or OutputError for a value that the field's type refuses."""
     words = list(sys.argv[1:] if words is None else words)
     parser, names = _parser(kind, program)
     if {"-h", "--help"} & {*words}:

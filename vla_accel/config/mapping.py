@@ -71,14 +71,8 @@ def _duplicate_key(node: Any) -> str | None:
 
 
 def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> T:
-    """Make a dataclass from a mapping, recursively. Lists become tuples.
-
-    Args:
-        where: prefix of the keys in errors.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value has the wrong type.
-    """
+    """Make a dataclass from a mapping, recursively; lists become tuples. `where`: prefix of the keys in errors. Raises
+    ConfigError for an unknown or missing key, and for a value of the wrong type."""
     hints = _hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = [f.name for f in fields]

@@ -1,8 +1,5 @@
-"""The candidates of `vla-accel tune`: engines, precisions, products kept in BF16, attention, steps.
-
-Each stage takes what has been tried and returns more candidates. It knows a family by its component names and by what
-its engines compute in low precision.
-"""
+"""The candidates of `vla-accel tune`: engines, precisions, products kept in BF16, attention, steps. Each stage takes
+what has been tried and returns more candidates."""
 
 from __future__ import annotations
 
@@ -69,11 +66,8 @@ def precisions(tried: Sequence[Tried], lower_of: Callable[[], Lower]) -> list[Ca
 
 
 def products(tried: Sequence[Tried], lower_of: Callable[[], Lower], count: int) -> list[Candidate]:
-    """Where a low precision in one component failed gate one: keep each set of `count` of its products in BF16.
-
-    Sets that contain one that already passed are skipped: keeping more is slower. Components that quantise only weights
-    do so for all products or none.
-    """
+    """Where a low precision in one component failed gate one: keep each set of `count` of its products in BF16, except
+    sets that contain one that passed, which are slower. Weights alone are quantised in all products or none."""
     found = []
     for failed in tried:
         if failed.agreement is None or failed.agreement["passed"] or failed.candidate.other_policy:

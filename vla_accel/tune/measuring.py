@@ -1,7 +1,4 @@
-"""Measure candidates on this machine: agreement by `measure.parity`, latency by `measure.bench`.
-
-The reference's answers are kept, because every candidate is compared with the same ones.
-"""
+"""Measure candidates on this machine: agreement by `measure.parity`, latency by `measure.bench`."""
 
 from __future__ import annotations
 
@@ -81,10 +78,8 @@ class PolicyBench:
         return self._lower
 
     def _timed(self, *policies: OptimizedPolicy) -> tuple[list[dict[str, Any]], float | None]:
-        """Rows of figures, and the cores that others kept busy.
-
-        At least two turns, and long ones: the first call of a turn finds the other policy's weights in the caches.
-        """
+        """Rows of figures, and the cores that others kept busy. Turns are long, because the first call of a turn
+        finds the other policy's weights in the caches."""
         systems = [timed(str(place), policy, 0.0, None) for place, policy in enumerate(policies)]
         cores: list[float | None] = []
         turn = max(1, min(10, self.calls // 2))

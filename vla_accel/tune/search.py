@@ -1,13 +1,9 @@
 """The search: stages propose candidates, gates drop them, and the fastest that no gate dropped is chosen.
 
-Gate one is agreement with FP32 eager on recorded observations. Gate two, if a benchmark is given, is success on paired
+Gate one is agreement with FP32 eager on recorded observations. Gate two, with a benchmark, is success on paired
 episodes, not worse than FP32 eager's by the margin (`noninferiority`). Candidates that passed gate one and are faster
 than FP32 eager, also when timed in turns with it, play in order of latency; the first that passes gate two is chosen.
-At most `finalists` play, each with its share of the error rate, so that the whole search calls a worse candidate "not
-worse" with probability alpha at most.
-
-The search does not know how to measure (`bench`) or what an episode is (`Episodes`), so that tests can give it
-candidates whose truth is known.
+At most `finalists` play, each with its share of the error rate alpha of the whole search.
 """
 
 from __future__ import annotations
@@ -71,11 +67,8 @@ class Tried:
 
 
 class Episodes(Protocol):
-    """A benchmark's episodes; `keys` has all of them in random order.
-
-    `play` yields each episode's key and whether it was won (None: it crashed), in any order. `film` returns the film of
-    an episode that was played, or None.
-    """
+    """A benchmark's episodes; `keys`: all of them in random order. `play` yields each episode's key and whether it
+    was won (None: it crashed), in any order. `film` returns the film of an episode that was played, or None."""
 
     name: str
     keys: Sequence[str]
@@ -92,8 +85,8 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """`rule`: gate two's margin and error rate for the whole search; `finalists`: candidates that may play;
-    `most_pairs`: episodes of each; `block`: pairs between two verdicts."""
+    """`rule`: of gate two for the whole search; `finalists`: candidates that may play; `most_pairs`: episodes of each;
+    `block`: pairs between two verdicts."""
 
     rule: Rule = field(default_factory=Rule)
     finalists: int = 3
