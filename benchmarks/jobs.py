@@ -69,8 +69,7 @@ def synthetic(family: str, config: str) -> Job:
 
 
 def serving(name: str, policy: str, devices: str) -> Job:
-    """Calls over a server with a process for each device. Runs of one GPU and of two are compared, so both use a
-    machine with two."""
+    """Calls over a server with a process for each device. Runs of one GPU and of two use the same machine."""
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
     return Job(f"{name}_h200", f"vla-accel bench-server {options} --output {{json}}", gpus=2, whole_machine=True)
 

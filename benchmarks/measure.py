@@ -164,10 +164,8 @@ class Runner:
                 self.outcomes.setdefault(job.name, Outcome(CONTINUED, "not begun"))
 
     def _start(self) -> bool:
-        """Start the jobs for which slots are free; returns whether any job waits.
-
-        A job that waits for slots is not overtaken, so that large jobs get their turn.
-        """
+        """Start the jobs with free slots, in order, so that large jobs get their turn; returns whether any job
+        waits."""
         waiting = False
         for job in self.jobs:
             if job.name in self.outcomes or any(job is running.job for running in self.running):

@@ -1,7 +1,5 @@
-"""Count the weights of the published models on a GPU: `python -m benchmarks.memory --output memory_counted.json`.
-
-Nothing is measured, and no GPU is needed: the engines are built on tensors that have sizes and no values.
-"""
+"""Count the weights of the published models, without a GPU: `python -m benchmarks.memory --output
+memory_counted.json`."""
 
 from __future__ import annotations
 

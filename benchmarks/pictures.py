@@ -1,7 +1,5 @@
-"""Draw the PNG pictures of docs/ from the stored runs: `python -m benchmarks.pictures`.
-
-Versions of matplotlib differ in bytes, so no test compares these pictures. `benchmarks.tables` draws the SVG pictures.
-"""
+"""Draw the PNG pictures of docs/ from the stored runs: `python -m benchmarks.pictures`. Their bytes depend on
+matplotlib's version, so no test compares them."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from benchmarks.tables.table import MODELS, Row, command, commit, filled, machin
 
 @dataclass(frozen=True)
 class Recipe:
-    """A GPU by its data sheet. `memory`: GB, of each variant; `lower`: its 8-bit precision; `shared`: the host uses
-    the same memory."""
+    """A GPU. `memory`: GB, of each variant; `lower`: its 8-bit precision; `shared`: with the host."""
 
     name: str
     capability: str

@@ -17,8 +17,7 @@ OURS = ("native-", "portable-", "realtime-vla")
 
 
 def published(results: Sequence[Row]) -> list[Row]:
-    """The reports of published sizes, those with the most batches first; without π0-FAST, which has no loop over
-    rows of actions."""
+    """The reports of published sizes, those with the most batches first; without π0-FAST, which has no loop."""
     found = [r for r in results if r.get("schema") == SCHEMA and r["model"].get("kind") != "pi0_fast"]
     return sorted((r for r in found if "views" in r["model"]), key=lambda r: -len(r["throughput"]))
 

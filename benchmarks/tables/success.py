@@ -167,8 +167,7 @@ def stressed(result: Row) -> str:
 
 
 def late(results: Sequence[Any]) -> str:
-    """A row for each latency that was played or that a system has. `results`: grids of `eval.libero.late`, and a
-    `vla-accel bench`."""
+    """A row for each latency of a run or a system. `results`: grids of `eval.libero.late`, and a `vla-accel bench`."""
     grids, bench = results
     hz, points = grids[0]["control_hz"], [row for grid in grids for row in grid["rows"]]
     systems: dict[int, list[str]] = {}

@@ -15,8 +15,7 @@ from vla_accel.server.connection import websockets_server
 
 @dataclass(frozen=True)
 class BenchServer:
-    """Time calls over a server on this machine, with one client and many, next to the policy's own time. Server and
-    clients run in processes of their own."""
+    """Time calls over a server on this machine, with one client and many, next to the policy's own time."""
 
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub; default: a policy that costs nothing."""

@@ -223,8 +223,8 @@ class Precision:
     status 1 if a module overflows that is not kept in float32."""
 
     model: Annotated[str, Argument("MODEL", positional=True)]
-    """A diffusers folder, or a configuration with random weights: qwen-vae, sd-vae, sd-unet, qwen-text-encoder, or
-    tiny- and one of these."""
+    """A diffusers folder, or random weights of qwen-vae, sd-vae, sd-unet, qwen-text-encoder, or tiny- and one of
+    these."""
     dtype: Literal["bf16", "fp16"] = "bf16"
     """What float32 is compared with."""
     keep_fp32: tuple[str, ...] = ()

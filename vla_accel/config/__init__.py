@@ -391,9 +391,8 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(name_or_path: str | Path) -> Path:
-    """Return the file of a shipped configuration, or the path itself. Raises ConfigError for an unknown name.
-
-    Does not check that a path with a suffix exists."""
+    """Return the file of a shipped configuration, or the path itself, unchecked. Raises ConfigError for an unknown
+    name."""
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"config: expected a name, a file, a mapping or a PolicyConfig, got {name_or_path!r:.60}")
     shipped, name = shipped_configs(), str(name_or_path)

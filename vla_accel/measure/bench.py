@@ -79,8 +79,8 @@ def run(
 
 @contextlib.contextmanager
 def peak() -> Iterator[list[int]]:
-    """How many bytes more than before were allocated on the GPU at most while the block ran: one number at its end;
-    none without a GPU."""
+    """Most bytes allocated on the GPU in the block beyond those before it: one number at its end; none without a
+    GPU."""
     found: list[int] = []
     if not torch.cuda.is_available():
         yield found

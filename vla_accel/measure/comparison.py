@@ -33,10 +33,8 @@ def choose_systems(factory: AnyFactory, named: tuple[str, ...], *, fitted: bool)
 
 
 def timed_once(factory: AnyFactory, names: Sequence[str], sweep: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Return the number of steps, and the reason, for systems that are timed at one of several numbers.
-
-    Raises ConfigError if that number is not in the sweep.
-    """
+    """The number of steps, and the reason, for systems that are timed at one of several. Raises ConfigError if it is
+    not in the sweep."""
     card = bench_card(factory.family)
     found = dict.fromkeys(card.baselines[1:], (sweep[0], "torch.compile takes minutes for each number"))
     found |= dict.fromkeys(card.realtime_vla, (REALTIME_VLA_STEPS, "its kernels are written for so many"))

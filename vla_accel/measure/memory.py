@@ -37,8 +37,7 @@ class _Same(dict[str, float]):
 
 @dataclass(frozen=True)
 class Count:
-    """`bytes` by component; `low`: the precisions of those that are not in BF16; `on_host`: the embeddings are in host
-    memory, which does not count."""
+    """`bytes` by component; `low`: precisions other than BF16; `on_host`: embeddings in host memory do not count."""
 
     low: Mapping[str, EnginePrecision]
     on_host: bool

@@ -1,7 +1,5 @@
-"""Recorded observations: one compressed NumPy file, for calibration and agreement on what a policy really sees.
-
-Each key of an observation is one array with the observations along its first axis; prompts are strings. No pickle.
-"""
+"""Recorded observations: one compressed NumPy file of arrays with the observations along the first axis, and prompts
+as strings."""
 
 from __future__ import annotations
 

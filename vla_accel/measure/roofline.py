@@ -15,8 +15,8 @@ from vla_accel.kernels.gpu import Gpu
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of one GPU, measured: products in BF16, FP8 and INT8 (FLOP/s; BF16's where it lacks a type), and a device
-    copy, read plus write (bytes/s)."""
+    """Measured rates of a GPU: FLOP/s (those of BF16 for a type that it lacks), and bytes/s of a copy, read plus
+    write."""
 
     bf16_flops: float
     fp8_flops: float

@@ -28,8 +28,7 @@ from vla_accel.policy import OptimizedPolicy
 
 
 def system_name(name: str) -> str:
-    """Return the name of a system as reports have it: with hyphens, where the names of configuration files have
-    underscores."""
+    """The name of a system in reports: with hyphens instead of the underscores of configuration files."""
     return name.replace("_", "-")
 
 
@@ -194,10 +193,8 @@ class CheckpointFactory(_Policies):
 def timed(
     name: str, policy: OptimizedPolicy, started: float, ceilings: Ceilings | None, tokens: int | None = None
 ) -> System:
-    """Return a warm policy as a system. `started`: `time.perf_counter()` before its making; `tokens`: as in `observer`.
-
-    Raises ConfigError if the model does not take a prompt of this length.
-    """
+    """Return a warm policy as a system. `started`: `time.perf_counter()` before its making; `tokens`: as in
+    `observer`. Raises ConfigError for a length of the prompt that the model does not take."""
     policy.warm_up()
     system = System(name, policy.infer, policy.num_steps, time.perf_counter() - started)
     system.memory = policy.memory()

@@ -31,10 +31,8 @@ def reference(base: PolicyConfig, parts: Sequence[str]) -> Candidate:
 
 
 def engines(base: PolicyConfig, parts: Sequence[str], device: torch.device) -> tuple[list[Candidate], dict[str, str]]:
-    """Each engine that this machine can run, for all components; and why the others are left out.
-
-    On a GPU newer than Ada the native engine is also tried with portable kernels, which can be faster for small models.
-    """
+    """Each engine that this machine can run, for all components, and why the others are left out; on a GPU newer
+    than Ada also the native engine with portable kernels, which can be faster for small models."""
     reasons = {name: engine.why_not(device) for name, engine in ENGINES.items()}
     gpu, found = Gpu.of(device), []
     for name in cast(list[EngineName], [name for name, reason in reasons.items() if reason is None]):

@@ -105,10 +105,8 @@ def money(pairs: Pairs, mean: float, *, better: bool) -> float:
 
 
 def tango(pairs: Pairs) -> tuple[float, float]:
-    """Tango's score interval (95 %) of the difference (candidate minus reference); (-1, 1) without pairs.
-
-    It holds for a fixed number of pairs. After an early stop it only describes; `lower_bound` is the proof.
-    """
+    """Tango's score interval (95 %) of the difference (candidate minus reference); (-1, 1) without pairs. After an
+    early stop it only describes; `lower_bound` is the proof."""
     n, lost, gained = pairs.count, pairs.lost, pairs.gained
     if not n:
         return -1.0, 1.0

@@ -15,8 +15,7 @@ SCHEMA = "vla_accel.tune/1"
 
 
 def outcome(search: Search, chosen: Tried, left_out: Mapping[str, str], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The search as JSON types (schema `vla_accel.tune/1`). `left_out`: why engines were not tried; `about`: command,
-    machine, settings."""
+    """The search as JSON types (schema `vla_accel.tune/1`). `about`: command, machine, settings."""
     best, s = front(search.tried), chosen.success
     if chosen is search.tried[0]:
         why = "nothing faster passed the gates"

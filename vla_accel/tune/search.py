@@ -28,8 +28,7 @@ MOST_CRASHED = 0.05
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration to try. `other_policy`: it computes something else, as with another number of steps, so that only
-    success can judge it."""
+    """A configuration to try. `other_policy`: it has another number of steps, so only success can judge it."""
 
     name: str
     config: PolicyConfig
