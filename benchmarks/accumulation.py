@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.script import options_parser, reason, report_head, write_report
+from benchmarks.script import options_parser, reason, report_head
 from eval.script import concluded
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import NativeOptions
 from vla_accel.families.loading import load
+from vla_accel.files import write_json
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import milliseconds, unfit
@@ -241,7 +242,7 @@ def main() -> int:
     }  # fmt: skip
 
     def keep() -> None:
-        write_report(options.output, report)
+        write_json(options.output, report)
 
     with torch.inference_mode():
         for name, sizes in (TINY if options.tiny else PRODUCTS).items():

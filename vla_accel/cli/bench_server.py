@@ -86,14 +86,8 @@ COLUMNS = ("clients", "requests/s", "round trip", "p99", "policy", "waits", "add
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    times = [
-        row["round_trip_ms"]["p50"],
-        row["round_trip_ms"]["p99"],
-        row["infer_ms"]["p50"],
-        row["queue_ms"]["p50"],
-        row["added_ms"]["p50"],
-        row["added_ms"]["p99"],
-    ]
+    shown = ("round_trip p50", "round_trip p99", "infer p50", "queue p50", "added p50", "added p99")
+    times = [row[f"{name}_ms"][quantile] for name, quantile in map(str.split, shown)]
     return [str(row["clients"]), f"{row['per_second']:.0f}", *(f"{value:.3f}" for value in times)]
 
 
