@@ -10,10 +10,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from tests.support.gpus import H200, ORIN, RTX_4090, assumed
+from tests.support.gpus import H200, RTX_4090, assumed
 from vla_accel.cli import doctor, main
 from vla_accel.engines import ENGINES, tensorrt_library
-from vla_accel.engines.native import NativeEngine
 from vla_accel.engines.tensorrt import TensorrtEngine, TensorrtRtxEngine
 from vla_accel.errors import EngineError
 from vla_accel.kernels.gpu import Gpu
@@ -92,19 +91,6 @@ def test_an_error_is_the_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 # -- engines ------------------------------------------------------------------------------------------------------
-
-
-def test_the_native_engine_says_which_gpu_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    for gpu in (H200, ORIN, RTX_4090):
-        with assumed(gpu):
-            assert NativeEngine.why_not(GPU) is None
-    with assumed(OLD):
-        assert "needs compute capability 8.0 or newer, this GPU (Tesla T4) has 7.5" in str(NativeEngine.why_not(GPU))
-    assert "it needs a GPU" in str(NativeEngine.why_not(torch.device("cpu")))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with assumed(H200):
-        assert NativeEngine.why_not(GPU) == "the native engine needs triton: pip install triton"
 
 
 def test_tensorrt_says_which_gpu_and_which_library_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,12 +95,9 @@ def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> 
 
 
 def as_mapping(content: Any) -> dict[str, Any]:
-    """Return the inverse of `from_mapping`: the fields that differ from their defaults, as JSON types."""
-    return {
-        f.name: _plain(getattr(content, f.name))
-        for f in dataclasses.fields(content)
-        if getattr(content, f.name) != _default(f)
-    }
+    """The inverse of `from_mapping` for a dataclass with defaults: the fields that differ from them, as JSON types."""
+    usual, values = vars(type(content)()), vars(content)
+    return {name: _plain(value) for name, value in values.items() if value != usual[name]}
 
 
 def _plain(value: Any) -> Any:
@@ -109,11 +106,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    made = field.default_factory
-    return field.default if isinstance(made, dataclasses._MISSING_TYPE) else made()
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
