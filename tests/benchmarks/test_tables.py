@@ -334,6 +334,26 @@ def test_attention_marks_what_is_wrong_or_missing() -> None:
     assert cells(hardware.attention(report)) == [row]
 
 
+def test_engines_whose_names_differ_in_a_number_are_one_row() -> None:
+    common: dict[str, Any] = {
+        "target": "sm89+sm120",
+        "precision": "fp8",
+        "library": "TensorRT-RTX 1.4",
+        "torch_tensorrt": "2.11.0",
+    }
+    common["seconds"] = {"export": 1.0, "verify": 50.0, "build": 2.0}
+    parts = (("mlp0", 10, 101e6, None), ("mlp11", 9, 105e6, None), ("vision", 10, 831.4e6, 0.99995))
+    engines = [
+        {**common, "name": name, "coverage": {"operators": 10, "in_engine": n}, "bytes": size, "similarity": cosine}
+        for name, n, size, cosine in parts
+    ]
+    about = {"machine": {"gpu": "NVIDIA X"}, "software": {"torch": "2.11.0"}, "checkpoint": "random pi05"}
+    assert cells(hardware.builds({"engines": engines, **about})) == [
+        ["mlps", "8.9, 12.0", "fp8", "19/20", "-", "2", "101 to 105", "6"],
+        ["vision", "8.9, 12.0", "fp8", "10/10", "0.999950", "1", "831", "3"],
+    ]
+
+
 # -- pictures -----------------------------------------------------------------------------------------------------
 
 

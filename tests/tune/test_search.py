@@ -238,7 +238,7 @@ def test_the_outcome_has_everything_tried(tmp_path: Path) -> None:
     assert all(row["dropped"] or row["chosen"] or row["name"] == "eager_fp32" for row in made["tried"])
 
 
-@pytest.mark.parametrize("name", ["eager_fp32", "native_fp8_vision", "tensorrt_rtx_fp8", "auto"])
+@pytest.mark.parametrize("name", ["eager_fp32", "native_fp8_vision", "native_fp8_decode", "tensorrt_rtx_fp8", "auto"])
 def test_a_written_configuration_loads_as_the_same(tmp_path: Path, name: str) -> None:
     config = load_config(name)
     path = write_config(config, tmp_path / "tuned.yaml", "made by\ntwo lines")
