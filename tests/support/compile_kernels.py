@@ -271,7 +271,7 @@ def print_compiled(words: list[str], launches_of: Callable[[Gpu, str, int], Iter
                 "products": sorted(set(re.findall(r"(?:wg)?mma[\w.:]*\.[su]8[\w.:]*", made.asm["ptx"]))),
                 "int8": "*i8" in types_of(launch),
             }  # fmt: skip
-            print(json.dumps(row), flush=True)
+            print(json.dumps(row, default=vars), flush=True)
     return gpu
 
 
@@ -309,7 +309,7 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) 
             "tma": ptx.count("cp.async.bulk.tensor"), "single": ptx.count("ld.global.b16"), "fp8": "e4m3" in ptx,
             "int8": "*i8" in types_of(launch),
         }  # fmt: skip
-        print(json.dumps(row), flush=True)
+        print(json.dumps(row, default=vars), flush=True)
 
 
 def main(versions: list[str], *wanted: bool) -> None:
