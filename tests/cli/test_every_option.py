@@ -22,7 +22,7 @@ from vla_accel.cli.options import REMOVED, read
 from vla_accel.cli.parity import Parity
 from vla_accel.cli.serve import Serve
 from vla_accel.errors import ConfigError
-from vla_accel.measure import comparison, systems
+from vla_accel.measure import systems
 from vla_accel.server import PolicyRegistry, RayReplicas, Replicas, ServerConfig
 
 
@@ -147,7 +147,7 @@ def planned(words: str) -> Any:
     chosen = read(Bench, shlex.split(words), "vla-accel bench")
     factory = bench.make_factory(chosen, "cpu", None)
     told = {name: getattr(factory, name, None) for name in ("views", "horizon", "checkout", "baselines", "tokens")}
-    return type(factory), factory.family.name, told, comparison.choose_systems(factory, chosen.systems, fitted=True)
+    return type(factory), factory.family.name, told, systems.choose_systems(factory, chosen.systems, fitted=True)
 
 
 @pytest.mark.parametrize("option", PLANNED)

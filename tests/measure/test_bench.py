@@ -25,7 +25,7 @@ from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.pi0.family import PI0, PI05
 from vla_accel.kernels import phases
-from vla_accel.measure import bench, comparison, paced, start, systems
+from vla_accel.measure import bench, paced, start, systems
 from vla_accel.measure import random_policy as random_policy_module
 from vla_accel.measure.bench import System
 from vla_accel.measure.random_policy import random_policy
@@ -408,7 +408,7 @@ def test_a_run_that_is_cut_off_leaves_its_rows(folder: Path, tmp_path: Path, mon
 def test_which_systems_take_turns(tmp_path: Path) -> None:
     def chosen(*named: str, checkout: Path | None = tmp_path, fitted: bool = True) -> tuple[str, ...]:
         factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None, checkout=checkout)
-        return comparison.choose_systems(factory, named, fitted=fitted)
+        return systems.choose_systems(factory, named, fitted=fitted)
 
     ours, both = ("native-bf16", "native-fp8", "native-fp8-vision", "eager"), ("realtime-vla", "realtime-vla-autotune")
     assert chosen() == (*ours, "openpi-eager", *both) and chosen(checkout=None) == (*ours, "openpi-eager")
@@ -434,7 +434,7 @@ def test_a_baseline_is_made_once_and_a_slow_system_timed_once(
         return real(self, name, steps)
 
     monkeypatch.setattr(CheckpointFactory, "make", make)
-    monkeypatch.setattr(comparison, "choose_systems", lambda factory, named, fitted: ("native", "eager", "native_fp8"))
+    monkeypatch.setattr(systems, "choose_systems", lambda factory, named, fitted: ("native", "eager", "native_fp8"))
     initial = CheckpointFactory.__init__
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
@@ -443,7 +443,7 @@ def test_a_baseline_is_made_once_and_a_slow_system_timed_once(
 
     monkeypatch.setattr(CheckpointFactory, "__init__", init)
     once = {"native": {"steps": 2, "why": "it is slow"}}
-    monkeypatch.setattr(comparison, "timed_once", lambda factory, names, sweep: once)
+    monkeypatch.setattr(systems, "timed_once", lambda factory, names, sweep: once)
     words = f"bench {folder} --config native,native_fp8 --steps 2,1 --calls 1 --device cpu --prompt-tokens 19"
     assert cli.main(words.split()) == 0
     out, err = capsys.readouterr()
@@ -457,9 +457,9 @@ def test_a_baseline_is_made_once_and_a_slow_system_timed_once(
 def test_what_compiles_for_minutes_is_timed_once(tmp_path: Path) -> None:
     factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None, checkout=tmp_path)
     names = ("native-bf16", "openpi-eager", "openpi-max-autotune", "realtime-vla")
-    found = comparison.timed_once(factory, names, (3, 10, 1))
+    found = systems.timed_once(factory, names, (3, 10, 1))
     assert {name: told["steps"] for name, told in found.items()} == {"openpi-max-autotune": 3, "realtime-vla": 10}
     assert "torch.compile takes minutes" in found["openpi-max-autotune"]["why"]
-    assert comparison.timed_once(factory, names, (10,)) == comparison.timed_once(factory, names[:2], (3, 1)) == {}
+    assert systems.timed_once(factory, names, (10,)) == systems.timed_once(factory, names[:2], (3, 1)) == {}
     with pytest.raises(ConfigError, match="steps: expected 10 among them for realtime-vla, got 3,1"):
-        comparison.timed_once(factory, names, (3, 1))
+        systems.timed_once(factory, names, (3, 1))

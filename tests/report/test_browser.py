@@ -19,8 +19,7 @@ from tests.tune.test_search import ALL, Machine, candidate
 from vla_accel.report import bench, parity, tune
 from vla_accel.report.page import Page, write
 from vla_accel.tune.journal import Journal
-from vla_accel.tune.outcome import outcome
-from vla_accel.tune.search import Search, Settings
+from vla_accel.tune.search import Search, Settings, outcome
 
 pytestmark = pytest.mark.slow
 WIDTHS = (400, 1600)

@@ -15,8 +15,7 @@ from vla_accel.errors import ConfigError, EngineError, OutputError
 from vla_accel.report.tune import times_as_fast, verdict
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Rule
-from vla_accel.tune.outcome import outcome, write_config
-from vla_accel.tune.search import Candidate, Search, Settings, Tried, front
+from vla_accel.tune.search import Candidate, Search, Settings, Tried, front, outcome, write_config
 
 # Milliseconds, cosine with the reference, and the probability of losing an episode that the reference wins.
 TRUTH = {

@@ -74,10 +74,19 @@ def main(options: Bench, words: list[str]) -> int:
     from vla_accel.families.bench import bench_card
     from vla_accel.machine import hardware, resolve_device, software
     from vla_accel.measure.bench import SCHEMA, add_speedups, run
-    from vla_accel.measure.comparison import choose_systems, make_baselines, profile, throughput, timed_once
     from vla_accel.measure.paced import paced
     from vla_accel.measure.roofline import add_batch_floors, measure_ceilings, rates, steps_timed
-    from vla_accel.measure.systems import Factory, camera_size, free, observer
+    from vla_accel.measure.systems import (
+        Factory,
+        camera_size,
+        choose_systems,
+        free,
+        make_baselines,
+        observer,
+        profile,
+        throughput,
+        timed_once,
+    )
     from vla_accel.nn.calibration import load_modelopt
 
     if options.report is not None:

@@ -30,8 +30,7 @@ from vla_accel.report.tune import page, times_as_fast, tried
 from vla_accel.transforms.robots import load_preset
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Rule
-from vla_accel.tune.outcome import outcome, write_config
-from vla_accel.tune.search import Episodes, Search, Settings, Stage
+from vla_accel.tune.search import Episodes, Search, Settings, Stage, outcome, write_config
 
 MOST_KEPT = 3
 """Products of a component that are kept at once, at most: a layer has four."""
