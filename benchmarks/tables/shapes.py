@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.memory import parameters
 from benchmarks.tables.bench import PI0_PARTS, batched, call, component_columns
 from benchmarks.tables.table import MODELS, Cell, Row, blocks, doubt, machine, machines, picture, steps_of, table
 from vla_accel.measure.bench import SCHEMA
-from vla_accel.measure.memory import parameters
 from vla_accel.measure.systems import ORDINARY_TOKENS
 
 SHAPES, BATCHES = "bench_shapes_h200.png", "bench_batches_h200.png"
