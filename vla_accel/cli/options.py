@@ -7,7 +7,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import math
 import shutil
 import sys
 import textwrap
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from vla_accel.config import PolicyConfig, load_config
+from vla_accel.config.mapping import Within
 from vla_accel.errors import ConfigError, nearest
 from vla_accel.files import require_writable, require_writable_folder
 
@@ -35,26 +35,6 @@ class Argument:
     positional: bool = False
     repeat: bool = False
     hidden: bool = False
-
-
-@dataclass(frozen=True)
-class Within:
-    """Marks a number, or several: `least` to `most`; with `above`, `least` itself is refused."""
-
-    least: float
-    most: float = math.inf
-    above: bool = False
-
-    def check(self, name: str, value: float) -> None:
-        """Raise ConfigError for a number outside the range, and for NaN."""
-        if self.least <= value <= self.most and math.isfinite(value) and not (self.above and value == self.least):
-            return
-        if self.most < math.inf and not self.above:
-            expected = f"{self.least} to {self.most}"
-        else:
-            expected = f"more than {self.least}" if self.above else f"at least {self.least}"
-            expected += f", at most {self.most}" if self.most < math.inf else ""
-        raise ConfigError(f"{name}: expected {expected}, got {value}")
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from vla_accel.config.mapping import Checked, from_mapping, read_mapping
+from vla_accel.config.mapping import Checked, Within, from_mapping, read_mapping
 from vla_accel.errors import ConfigError, unknown
 from vla_accel.files import user_path
 
@@ -63,8 +63,8 @@ class TensorrtOptions(Checked):
 
     targets: tuple[str, ...] = field(default=(), metadata=_read_by("tensorrt_rtx"))
     profiles: tuple[str, ...] = field(default=(), metadata=_read_by("tensorrt", "tensorrt_rtx"))
-    optimization_level: int | None = field(default=None, metadata=_read_by(*TENSORRT))
-    workspace_mb: int | None = field(default=None, metadata=_read_by(*TENSORRT))
+    optimization_level: Annotated[int | None, Within(0, 5)] = field(default=None, metadata=_read_by(*TENSORRT))
+    workspace_mb: Annotated[int | None, Within(1)] = field(default=None, metadata=_read_by(*TENSORRT))
     weight_streaming: bool = field(default=False, metadata=_read_by(*TENSORRT))
     refit: bool = field(default=False, metadata=_read_by(*TENSORRT))
     version_compatible: bool = field(default=False, metadata=_read_by(*TENSORRT))
@@ -73,17 +73,7 @@ class TensorrtOptions(Checked):
     whole: bool = field(default=False, metadata=_read_by("torch_tensorrt"))
     verify: bool = field(default=True, metadata=_read_by(*TENSORRT))
     cache: str | None = field(default=None, metadata=_read_by(*TENSORRT))
-    cache_gb: float = field(default=20.0, metadata=_read_by(*TENSORRT))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        level = self.optimization_level
-        if level is not None and not 0 <= level <= 5:
-            raise ConfigError(f"tensorrt.optimization_level: expected 0 to 5, got {level}")
-        if self.workspace_mb is not None and self.workspace_mb < 1:
-            raise ConfigError(f"tensorrt.workspace_mb: expected at least 1, got {self.workspace_mb}")
-        if not self.cache_gb > 0:
-            raise ConfigError(f"tensorrt.cache_gb: expected more than 0, got {self.cache_gb}")
+    cache_gb: Annotated[float, Within(0, above=True)] = field(default=20.0, metadata=_read_by(*TENSORRT))
 
 
 @dataclass(frozen=True)
@@ -192,20 +182,13 @@ class CheckpointSpec(Checked):
 
     asset_id: str | None = None
     tokenizer: str | None = None
-    action_horizon: int | None = None
-    max_token_len: int | None = None
+    action_horizon: Annotated[int | None, Within(1, LARGEST)] = None
+    max_token_len: Annotated[int | None, Within(1, LARGEST)] = None
     discrete_state_input: bool | None = None
     embodiment: str | None = None
     lora: str | None = None
     action_tokenizer: str | None = None
     relaxed_actions: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("action_horizon", "max_token_len"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= LARGEST:
-                raise ConfigError(f"checkpoint.{name}: expected 1 to {LARGEST}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -227,10 +210,10 @@ class RtcConfig(Checked):
     where = "rtc."
 
     schedule: Schedule = "linear"
-    max_guidance_weight: float | None = None
-    execution_horizon: int | None = None
+    max_guidance_weight: Annotated[float | None, Within(0)] = None
+    execution_horizon: Annotated[int | None, Within(1)] = None
     trained: bool = False
-    max_delay: int | None = None
+    max_delay: Annotated[int | None, Within(1)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,13 +221,8 @@ class RtcConfig(Checked):
         guided["schedule"] = None if self.schedule == type(self).schedule else self.schedule
         if self.trained and any(value is not None for value in guided.values()):
             raise ConfigError(f"rtc.trained: expected no guidance beside it, got {guided}")
-        if self.max_delay is not None and (self.max_delay < 1 or not self.trained):
-            raise ConfigError(f"rtc.max_delay: expected at least 1, beside trained: true, got {self.max_delay}")
-        most = self.max_guidance_weight
-        if most is not None and not 0 <= most < float("inf"):
-            raise ConfigError(f"rtc.max_guidance_weight: expected a number of 0 or more, got {most}")
-        if self.execution_horizon is not None and self.execution_horizon < 1:
-            raise ConfigError(f"rtc.execution_horizon: expected at least 1, got {self.execution_horizon}")
+        if self.max_delay is not None and not self.trained:
+            raise ConfigError(f"rtc.max_delay: expected trained: true with it, got {self.max_delay} alone")
 
     def longest_delay(self, horizon: int) -> int | None:
         """Return the largest valid `inference_delay` for a chunk of `horizon` actions; None if there is no limit."""
@@ -281,15 +259,15 @@ class PolicyConfig(Checked):
         native: options of all native engines.
     """
 
-    num_steps: int | None = None
+    num_steps: Annotated[int | None, Within(1, 1000)] = None
     precision: Precision = "auto"
     device: str = "auto"
     strict: bool = False
-    seed: int = 0
+    seed: Annotated[int, Within(0, 2**63 - 1)] = 0
     deterministic: bool = False
     default_prompt: str | None = None
     cuda_graph: bool = True
-    pipeline_memory_gib: float = 8.0
+    pipeline_memory_gib: Annotated[float, Within(0)] = 8.0
     preset: str | None = None
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     rtc: RtcConfig = field(default_factory=RtcConfig)
@@ -302,13 +280,6 @@ class PolicyConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed: expected 0 to 2**63 - 1, got {self.seed}")
-        if not 0 <= self.pipeline_memory_gib < float("inf"):
-            raise ConfigError(f"pipeline_memory_gib: expected 0 or more, got {self.pipeline_memory_gib}")
-        # Each step's conditions are computed beforehand and kept.
-        if self.num_steps is not None and not 1 <= self.num_steps <= 1000:
-            raise ConfigError(f"num_steps: expected 1 to 1000, got {self.num_steps}")
         given = {name: getattr(self, name) for name in _FIELDS} | dict(self.engines)
         if self.deterministic and (timed := [name for name, spec in given.items() if spec.attention == "fastest"]):
             raise ConfigError(f"deterministic: expected an attention of {timed[0]} that is not measured, got fastest")
