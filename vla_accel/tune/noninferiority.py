@@ -19,7 +19,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vla_accel.errors import ConfigError
 from vla_accel.measure.proportion import Z_95
 
 Verdict = Literal["not worse", "worse", "open"]
@@ -58,12 +57,6 @@ class Rule:
 
     margin: float = 0.02
     alpha: float = 0.025
-
-    def __post_init__(self) -> None:
-        if not 0 < self.margin < 1:
-            raise ConfigError(f"margin: expected a share of episodes between 0 and 1, got {self.margin}")
-        if not 0 < self.alpha < 0.5:
-            raise ConfigError(f"alpha: expected a probability between 0 and 0.5, got {self.alpha}")
 
     def verdict(self, pairs: Pairs) -> Verdict:
         """What is proven so far. Stop at the first verdict that is not open."""

@@ -94,11 +94,6 @@ class Settings:
     most_pairs: int = 1000
     block: int = 20
 
-    def __post_init__(self) -> None:
-        for name in ("finalists", "most_pairs", "block"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
-
     def each(self) -> Rule:
         """The rule of one finalist; the error rates of all add up to that of the search."""
         return Rule(self.rule.margin, self.rule.alpha / self.finalists)
