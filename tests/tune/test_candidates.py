@@ -40,12 +40,6 @@ def test_engines_that_cannot_run_here_are_left_out_with_a_reason() -> None:
     assert found[0].config.strict, "what falls back would be measured under a wrong name"
 
 
-def test_an_engine_that_is_new_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENGINES, "newest", ENGINES["eager"])
-    found, _ = candidates.engines(BASE, PARTS, torch.device("cpu"))
-    assert [c.name for c in found][-1] == "newest bf16"
-
-
 def test_low_precisions_are_tried_in_every_set_of_components_of_the_fastest_engine() -> None:
     lower = {**LOWER, "denoise": {"native": Products(("o_proj",), activations=False)}}
     found = candidates.precisions(FOUND, lambda: lower)
