@@ -27,8 +27,7 @@ from tests.support.images import (
     make_vae,
     vae_inputs,
 )
-from vla_accel.config import EngineSpec
-from vla_accel.config.policy import NativeOptions
+from vla_accel.config import EngineSpec, NativeOptions
 from vla_accel.errors import CheckpointError, ConfigError, EngineError
 from vla_accel.images import AcceleratedVae, plug_in
 from vla_accel.images.cache import WeightState
