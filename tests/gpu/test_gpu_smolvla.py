@@ -10,21 +10,14 @@ import pytest
 import torch
 
 from tests.support.agreement import assert_as_near
-from tests.support.runtimes import steered
-from tests.support.smolvla_loops import EXPERTS, Loops
 from tests.support.tiny_smolvla import observation, write_lerobot
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.families.smolvla.family import SMOLVLA
-from vla_accel.families.smolvla.native_loop import expert_spec
-from vla_accel.kernels import nvrtc
-from vla_accel.kernels.gpu import Gpu
-from vla_accel.kernels.loop import StreamedLoop, schedule, why_not
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_observations, random_policy
 
 pytestmark = pytest.mark.gpu
-DEVICE = "cuda"
 
 
 def settings(precision: str, engine: str, **parts: str) -> PolicyConfig:
@@ -81,56 +74,3 @@ def test_published_size(low: dict[str, str]) -> None:
     plain, _ = random_policy(SMOLVLA, settings("bf16", "eager"))
     eager = compare(plain, exact, given, name="eager")
     assert 1 - report.actions.cosine <= 4 * (1 - eager.actions.cosine)
-
-
-# -- the streamed loop ------------------------------------------------------------------------------------------------
-
-
-def hopper() -> Gpu:
-    gpu = Gpu.of(torch.device(DEVICE))
-    assert gpu is not None
-    why = why_not(gpu, expert_spec(EXPERTS["full"].config), 1, "bf16")
-    if why is not None:
-        assert why.startswith("it needs compute capability 9.0")
-        pytest.skip(f"NOT RUN: {why}")
-    return gpu
-
-
-def as_near_as_fused(loops: Loops, loop: StreamedLoop) -> None:
-    """The streamed loop is as near to float32 as that of fused ops in the same precision, and does not change its mind,
-    whatever is behind the lengths."""
-    with steered("reference"):
-        exact = loops.moved(loops.fused("fp32", "cpu"), loops.placed("cpu", torch.float32, beyond=0.0))
-    plain = loops.moved(loops.fused("bf16", DEVICE), loops.placed(DEVICE, beyond=0.0))
-    got = loops.moved(loop, loops.placed(DEVICE))
-    assert_as_near(got, plain, exact)
-    for beyond in (0.0, float("inf"), float("nan")):
-        assert torch.equal(loops.moved(loop, loops.placed(DEVICE, beyond=beyond)), got)
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_the_streamed_loop_is_as_near_as_the_fused(name: str) -> None:
-    gpu, loops = hopper(), Loops(EXPERTS[name])
-    loop = loops.streamed(gpu, DEVICE)
-    assert (loop.schedule.fused is None) == (len(loops.case.lengths) > 1 or "large heads" in name)
-    as_near_as_fused(loops, loop)
-
-
-@pytest.mark.parametrize("name", ["16 actions", "three sequences", "full"])
-def test_no_kernel_reads_ahead_of_its_predecessor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(nvrtc.MACROS, "INJECT_DELAY", 20)
-    gpu, loops = hopper(), Loops(EXPERTS[name])
-    as_near_as_fused(loops, loops.streamed(gpu, DEVICE))
-
-
-@pytest.mark.parametrize(("kernel", "cluster"), [("grouped", 8), ("attention", 8)])
-def test_a_device_of_fewer_places(kernel: str, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In small clusters, and where no warp holds the keys, which makes two kernels of q/k/v and attention."""
-    gpu, loops = hopper(), Loops(EXPERTS["full"])
-    if kernel == "grouped":
-        monkeypatch.setattr(nvrtc.Module, "clusters_at_once", lambda *_: 0)
-    else:
-        monkeypatch.setattr(schedule, "MOST_ROUNDS", 0)
-    loop = loops.streamed(gpu, DEVICE)
-    assert loop.schedule.clusters[kernel] == cluster
-    as_near_as_fused(loops, loop)

@@ -20,8 +20,7 @@ import torch
 from tests.kernels.test_gemm import TABLE, TILINGS
 from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import ARCHITECTURES, H200
-from tests.support.smolvla_loops import EXPERTS
-from tests.support.streamed_support import LOOPS, recorded_loop
+from tests.support.streamed_support import EXPERTS, LOOPS, recorded_loop
 from vla_accel.errors import EngineError
 from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.kernels import nvrtc
