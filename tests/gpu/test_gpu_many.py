@@ -3,7 +3,7 @@ by every tiling of the own GEMM that a build would measure, alone and in whole l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,17 +19,18 @@ from tests.support.kernel_calls import Call, Draw
 from tests.support.streamed_support import FULL, LoopCase, Loops, streamable
 from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.config import SuffixShape
-from vla_accel.kernels.autotune import Fastest, compile_all
-from vla_accel.kernels.gemm import suffix_tilings
-from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Product, Tiling
+from vla_accel.kernels.autotune import compile_all
+from vla_accel.kernels.config import Choice
+from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library, without_triton
+from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn import kernel_choices
 from vla_accel.nn.loop import SuffixLoop
 from vla_accel.runtime import Runtime
 
 pytestmark = pytest.mark.gpu
 
-WORST = {Library: 0.03, Own: 0.02}
+WORST = {Library: 0.03, HopperTile: 0.02}
 """The library rounds a product to BF16 before the norm's factor and the gate, the own GEMM does not: of 655,360
 elements the worst is 0.024 off in the same arithmetic on a CPU, and 0.016."""
 MEAN = 0.003
@@ -37,14 +38,14 @@ SUFFIXES = ((16, 10), (32, 10), (4, 50), (5, 7))
 """Sequences, and tokens of each."""
 
 
-def product_of(name: str, rows: int) -> Product:
+def product_of(name: str, rows: int) -> GemmSizes:
     return {
-        "qkv": Product(rows, 1024, 128, 10, 2), "gate_up": Product(rows, 1024, 4096, 1, 2),
-        "o": Product(rows, 2048, 1024), "down": Product(rows, 4096, 1024),
+        "qkv": GemmSizes(rows, 1024, 128, 10, 2), "gate_up": GemmSizes(rows, 1024, 4096, 1, 2),
+        "o": GemmSizes(rows, 2048, 1024), "down": GemmSizes(rows, 4096, 1024),
     }[name]  # fmt: skip
 
 
-def call_of(name: str, batch: int, tokens: int, adaptive: bool, cut: Tiling) -> Call:
+def call_of(name: str, batch: int, tokens: int, adaptive: bool, cut: GemmConfig) -> Call:
     """With a name's own weights and rows, the same for every cut."""
     rows = batch * tokens
     if name == "qkv":
@@ -61,7 +62,7 @@ def call_of(name: str, batch: int, tokens: int, adaptive: bool, cut: Tiling) -> 
 @pytest.mark.parametrize("name", ["qkv", "gate_up", "o", "down"])
 def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adaptive: bool) -> None:
     device, gpu = torch.device(DEVICE), Gpu.of(torch.device(DEVICE))
-    ways = suffix_tilings.beside(gpu, product_of(name, batch * tokens))
+    ways = without_triton(gpu, product_of(name, batch * tokens))
     assert isinstance(ways[0], Library)
     wrong = []
     # The library's moments are of other tiles than the own GEMM's, which are alike.
@@ -70,7 +71,7 @@ def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adapti
     runs = {}
     for cut in ways:
         call = called[type(cut)]
-        call = replace(call, arguments={**call.arguments, "cut": cut})
+        call = replace(call, arguments={**call.arguments, "config": cut})
         runs[cut] = partial(calls.outputs_of, call, device, kernel=True, early=True)
     compile_all(runs.values(), Runtime.of(device))
     for cut, run in runs.items():
@@ -97,7 +98,7 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
         want = want or calls.outputs_of(call, torch.device("cpu"), kernel=False)
         got = calls.outputs_of(call, device, kernel=True, early=True, repeat=3)
         found = calls.difference(got[0], want[0])
-        if not (found.worst <= WORST[Own] and found.mean <= MEAN):
+        if not (found.worst <= WORST[HopperTile] and found.mean <= MEAN):
             wrong.append((cut, found))
     assert not wrong
 
@@ -105,7 +106,7 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
 def between(loop: SuffixLoop) -> Iterator[Tensor]:
     """What products leave for those behind them."""
     for taken in loop.choices.chosen.values():
-        if isinstance(taken.tile_config, Library):
+        if isinstance(taken.config, Library):
             yield from taken.workspace
         if taken.moments is not None:
             yield from (taken.moments.sums, taken.moments.squares)
@@ -119,21 +120,21 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("begins", ["cuBLAS", "own GEMM"])
+@pytest.mark.parametrize("begins", ["cuBLAS", "Hopper GEMM"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_of_them_agrees_and_repeats_itself(name: str, begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replayed in a graph with dependent launches, every buffer that it must write first filled with NaN."""
 
-    def preferred(what: str, ways: Mapping[str, Callable[[], object]], *_: Any) -> Fastest:
-        return Fastest(next((way for way in ways if way.startswith(begins)), next(iter(ways))))
+    def preferred(what: str, configs: Sequence[Any], *_: Any) -> Choice:
+        return Choice(next((config for config in configs if str(config).startswith(begins)), configs[0]), {})
 
-    monkeypatch.setattr(cuts, "remembered", preferred)
+    monkeypatch.setattr(kernel_choices, "measure", preferred)
     loops = Loops(LOOPS[name], beyond=1e3)
     want = loops.moved(loops.fused("fp32"), loops.placed("cpu", torch.float32))
-    loop, kind = loops.fused("bf16", DEVICE), Library if begins == "cuBLAS" else Own
-    if begins == "own GEMM" and Gpu.of(torch.device(DEVICE)).architecture != "sm_90a":  # type: ignore[union-attr]
+    loop, kind = loops.fused("bf16", DEVICE), Library if begins == "cuBLAS" else HopperTile
+    if begins == "Hopper GEMM" and Gpu.of(torch.device(DEVICE)).architecture != "sm_90a":  # type: ignore[union-attr]
         pytest.skip("NOT RUN: the own GEMM is for Hopper")
-    assert {type(loop.choices[name].tile_config) for name in loop.products()} == {kind}
+    assert {type(loop.choices[name].config) for name in loop.products()} == {kind}
     inputs = loops.placed(DEVICE)
     got = loops.moved(loop, inputs)
     assert cosines(got.numpy(), want.numpy()).min() >= BF16_COSINE

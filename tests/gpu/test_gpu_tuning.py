@@ -12,8 +12,9 @@ from tests.support.gpu_policies import BF16_COSINE, DEVICE, cosines
 from tests.support.gpus import assumed
 from tests.support.streamed_support import LOOPS, Loops
 from vla_accel.kernels import autotune
+from vla_accel.kernels import config as configs
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn import kernel_choices
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +25,7 @@ def test_a_measured_loop_agrees_and_is_found_again(
     name: str, portable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cuts, "remembered", autotune.remembered)
+    monkeypatch.setattr(kernel_choices, "measure", configs.measure)
     knobs = pytest.importorskip("triton").knobs
     late: list[str] = []
     milliseconds = autotune.milliseconds
@@ -46,6 +47,6 @@ def test_a_measured_loop_agrees_and_is_found_again(
         got = loops.moved(loop, loops.placed(DEVICE))
         monkeypatch.setattr(autotune, "fastest", lambda *_: pytest.fail("measured again"))
         again = loops.fused("bf16", DEVICE)
-    cut_of = [{kind: taken.tile_config for kind, taken in made.choices.chosen.items()} for made in (loop, again)]
+    cut_of = [{kind: taken.config for kind, taken in made.choices.chosen.items()} for made in (loop, again)]
     assert again.choices.detail == loop.choices.detail and cut_of[0] == cut_of[1]
     assert cosines(got.numpy(), want.numpy()).min() >= BF16_COSINE

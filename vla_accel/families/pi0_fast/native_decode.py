@@ -18,11 +18,14 @@ from torch import Tensor
 
 from vla_accel.component import TurnedProgram
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig, last_tokens
+from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import SuffixShape
+from vla_accel.kernels.attention.suffix import suffix_attention
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import suffix
+from vla_accel.kernels.gemm.config import gemm_sizes
+from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments, measure
-from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import add_norm, rope_tables
 from vla_accel.nn.kernel_choices import KernelChoices
@@ -125,10 +128,10 @@ class NativeDecode(TurnedProgram):
                 op(index)
 
         products = {
-            "o": suffix.project_product(self.context, layers[0].out),
-            "down": suffix.project_product(self.active, layers[0].down),
-            "qkv": suffix.qkv_product(self.x, layers[0].qkv, self.q, self.k[0]),
-            "gate_up": suffix.gate_up_product(self.x, layers[0].up),
+            "o": gemm_sizes(self.context, layers[0].out),
+            "down": gemm_sizes(self.active, layers[0].down),
+            "qkv": gemm_sizes(self.x, layers[0].qkv, Heads(self.q, self.k[0], self.v[0])),
+            "gate_up": gemm_sizes(self.x, layers[0].up, gated=True),
         }
         ops = {"o": self._o, "down": self._down, "qkv": self._qkv, "gate_up": self._gate_up}
         # What writes moments comes before what reads them.
@@ -136,7 +139,7 @@ class NativeDecode(TurnedProgram):
             moments = partial(Moments.like, self.x, scaled=False) if name in ("o", "down") else None
             self.choices.product(name, product, partial(every, ops[name]), moments=moments)
         self.choices.attention("attention", sizes, lambda: self._attend(0))
-        self.choices.product("head", suffix.project_product(self.h, head), self._head)
+        self.choices.product("head", gemm_sizes(self.h, head), self._head)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> None:
         first, lengths = last_tokens(inputs["tokens"], self.prefix_tokens, inputs["lengths"])
@@ -184,39 +187,31 @@ class NativeDecode(TurnedProgram):
 
     def _qkv(self, index: int) -> None:
         written = self.choices["down"].moments
-        moments = self.first if index == 0 and written is not None else written
-        suffix.qkv_rope(
-            self.x, self.weights.layers[index].qkv, None, None,
-            Rotation(self.cos, self.sin, self.positions), Heads(self.q, self.k[index], self.v[index]),
-            eps=self.config.prefix.eps, **self.choices["qkv"].options, moments=moments,
-        )  # fmt: skip
+        norm = Norm(self.config.prefix.eps, self.first if index == 0 and written is not None else written)
+        heads, rope = Heads(self.q, self.k[index], self.v[index]), Rotation(self.cos, self.sin, self.positions)
+        gemm(self.x, self.weights.layers[index].qkv, heads, Epilogue(rope=rope), norm, **self.choices["qkv"].options)
 
     def _attend(self, index: int) -> None:
         """Attend to the `positions` keys before each token, and to the token itself."""
-        suffix.suffix_attention(
+        suffix_attention(
             self.q, self.keys[index], self.values[index], self.k[index], self.v[index], self.positions, self.context,
             state_first=False, **self.choices["attention"].options,
         )  # fmt: skip
 
     def _o(self, index: int) -> None:
-        suffix.project(
-            self.context, self.weights.layers[index].out, None, self.x, **self.choices["o"].options,
-            moments=self.choices["o"].moments,
-        )  # fmt: skip
+        epilogue, choice = Epilogue(residual=True, moments=self.choices["o"].moments), self.choices["o"]
+        gemm(self.context, self.weights.layers[index].out, self.x, epilogue, **choice.options)
 
     def _gate_up(self, index: int) -> None:
-        suffix.gate_up_geglu(
-            self.x, self.weights.layers[index].up, None, None, self.active, eps=self.config.prefix.eps,
-            **self.choices["gate_up"].options, moments=self.choices["o"].moments,
-        )  # fmt: skip
+        norm = Norm(self.config.prefix.eps, self.choices["o"].moments)
+        epilogue, weights = Epilogue(activation=Activation.GEGLU), self.weights.layers[index].up
+        gemm(self.x, weights, self.active, epilogue, norm, **self.choices["gate_up"].options)
 
     def _down(self, index: int) -> None:
-        last = index + 1 == len(self.weights.layers)
-        suffix.project(
-            self.active, self.weights.layers[index].down, None, self.x, **self.choices["down"].options,
-            moments=None if last else self.choices["down"].moments,
-        )  # fmt: skip
+        last, choice = index + 1 == len(self.weights.layers), self.choices["down"]
+        epilogue = Epilogue(residual=True, moments=None if last else choice.moments)
+        gemm(self.active, self.weights.layers[index].down, self.x, epilogue, **choice.options)
 
     def _head(self) -> None:
         self.chain.restart()
-        suffix.project(self.h, self.weights.head, None, self.logits, residual=False, **self.choices["head"].options)
+        gemm(self.h, self.weights.head, self.logits, **self.choices["head"].options)

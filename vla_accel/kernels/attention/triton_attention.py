@@ -305,7 +305,7 @@ def suffix_attention(
     workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, causal: bool,
     cut: KeySplit,
 ) -> None:  # fmt: skip
-    """See `vla_accel.kernels.gemm.suffix.suffix_attention`."""
+    """See `vla_accel.kernels.attention.suffix.suffix_attention`."""
     batch, tokens, heads, head_dim = q.shape
     prefix_tokens, kv_heads = prefix_k.shape[1:3]
     sizes = SuffixShape(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())

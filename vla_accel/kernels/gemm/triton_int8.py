@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import launch
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.int8 import Int8Tile
+from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.triton_common import activated, let_next_start, quantised, wait_for_previous
-
-if TYPE_CHECKING:
-    from vla_accel.kernels.gemm.int8 import Tile
 
 GROUP = 8
 """Row tiles that take turns at the same columns of weights, which stay in L2 meanwhile."""
@@ -113,18 +110,17 @@ def _int8_gated(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, inverse
     _store(out_ptr, activated(g, GATE) * u, row, n, rows, inverse_scale, HIDDEN, QUANT)
 
 
-def int8_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: float, bias: Tensor | None, out: Tensor, *,
-    tile: Tile, activation: Activation, paired: bool, inverse_scale: float | None,
-) -> None:  # fmt: skip
-    """See `vla_accel.kernels.gemm.int8.product`."""
-    (rows, k), n = x.shape, out.shape[1]
-    gated = activation.gated
+def product(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue, tile: Int8Tile) -> None:
+    """See `vla_accel.kernels.gemm.gemm`."""
+    (rows, k), n, activation = x.shape, out.shape[1], epilogue.activation
+    gated, scale, inverse = activation.gated, weights.weight_scale, epilogue.quantize
     columns = tile.columns // 2 if gated else tile.columns
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, columns),)
-    kernel, kind = (_int8_gated, (paired, activation.gate.code)) if gated else (_int8_linear, (activation.code,))
+    kernel, kind = (
+        (_int8_gated, (weights.paired, activation.gate.code)) if gated else (_int8_linear, (activation.code,))
+    )
     launch(
-        kernel, grid, x, weight, weight_scale, weight_scale if bias is None else bias, out, input_scale,
-        inverse_scale or 1.0, rows, n, k, tile.rows, columns, tile.depth, GROUP, bias is not None, *kind,
-        inverse_scale is not None, num_warps=tile.warps, num_stages=tile.stages,
+        kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(n, columns),),
+        x, weights.weight, scale, scale if weights.bias is None else weights.bias, out, weights.input_scale_value,
+        inverse or 1.0, rows, n, k, tile.rows, columns, tile.depth, GROUP, weights.bias is not None, *kind,
+        inverse is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
