@@ -6,10 +6,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +18,7 @@ import torch
 from tests.kernels.test_gemm import BF16, FP8, GEGLU, GELU, NONE, NORMED, RESIDUAL, SWIGLU, TABLE, TILES, why_not
 from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import ARCHITECTURES, H200
+from tests.support.scripts import lines_of
 from tests.support.streamed_support import EXPERTS, LOOPS, recorded_loop
 from vla_accel.errors import EngineError
 from vla_accel.families.smolvla import native_loop as smolvla_expert
@@ -56,22 +54,11 @@ SPILLED = 256
 """Bytes a thread may keep in local memory: some around a loop, of sums that fill all 255 registers."""
 
 
-def compiled_for(
-    version: str, folder: Path, *options: str, script: str = "compile_kernels.py"
-) -> list[dict[str, Any]]:  # fmt: skip
+def compiled_for(version: str, folder: Path, *options: str) -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)")
-    # The same Triton as here, which may lie beside the installed one (`make test-triton`).
-    cache, path = str(folder), os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script), version, *options],
-        cwd=ROOT,
-        env={"PYTHONPATH": path, "PATH": "", "TRITON_CACHE_DIR": cache, "HOME": cache, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    script = ("compile_each", "each") if "each" in options else ("compile_kernels", *options)
+    return [json.loads(line) for line in lines_of(*script, version, cache=folder)]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +126,7 @@ def test_each_kernel_compiles_for_each_capability(version: str, tmp_path: Path) 
     """SmolVLA's, GR00T's, π0-FAST's, the image models' and loops with INT8 weights, where the models above do not
     have them: once each, in an ordinary tile."""
     gpu = ARCHITECTURES[version]
-    rows = compiled_for(version, tmp_path, script="compile_each.py")
+    rows = compiled_for(version, tmp_path, "each")
     # Of the ways to attend with very wide heads this one is out where a block has 99 KB.
     tight = {"_wide_attention"} if gpu.shared_per_block < 100 << 10 else set()
     for row in rows:
