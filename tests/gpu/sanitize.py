@@ -28,6 +28,7 @@ from torch import Tensor
 
 from eval.script import concluded
 from tests.kernels.test_gemm import TILES
+from tests.support import interpret_image
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
@@ -152,55 +153,19 @@ def triton() -> Cases:
 
 def image() -> Cases:
     """The kernels of the autoencoders and UNets, against their references on the CPU."""
-    from vla_accel.kernels.image import ops
-    from vla_accel.kernels.image.ops import GroupNorm, Sum
-
-    def draw(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
 
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(DEVICE)
-        if isinstance(value, (Sum, GroupNorm)):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return replace(value, **{f.name: placed(getattr(value, f.name)) for f in dataclasses.fields(value)})
         return value
 
-    def check(op: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        want = op(*arguments, **options)
-        got = op(*map(placed, arguments), **{name: placed(value) for name, value in options.items()})
-        for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (want, got)), strict=True):
-            found = float((a.float() - b.float().cpu()).abs().max() / a.float().abs().max())
-            assert found <= 0.01, found
+    def check(op: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        found = interpret_image.difference(op(*map(placed, arguments)), op(*arguments))
+        assert found <= 0.01, found
 
-    generator, wide = torch.Generator().manual_seed(0), torch.float32
-    summed = Sum(draw(2, 6, 4, 24), draw(2, 6, 4, 24), draw(2, 24, dtype=wide))
-    phased = Sum(draw(2, 4, 3, 96), None, draw(24, dtype=wide), True)
-    norm = GroupNorm(8, 1 + draw(24, dtype=wide), draw(24, dtype=wide), 1e-5)
-    large = Sum(draw(2, 10, 14, 320), draw(2, 10, 14, 320), draw(2, 320, dtype=wide))
-    groups, skip = GroupNorm(8, 1 + draw(336, dtype=wide), draw(336, dtype=wide), 1e-5), draw(2, 10, 14, 16)
-    gamma, rows, columns = draw(24, dtype=wide), draw(10, 40), [draw(40, dtype=wide) for _ in range(3)]
-    found: Cases = {
-        "group_act large": lambda: check(
-            ops.group_act, large, groups, activation=Activation.SILU, keep=True, skip=skip
-        ),
-        "add_layer_norm": lambda: check(ops.add_layer_norm, rows, rows, *columns, 1e-5),
-        "geglu_erf": lambda: check(ops.geglu_erf, rows),
-        "softmax": lambda: check(ops.softmax, draw(6, 500, dtype=wide), torch.float16),
-    }  # fmt: skip
-    for name, x in (("summed", summed), ("phased", phased)):
-        found |= {
-            f"add_up {name}": lambda x=x: check(ops.add_up, x),
-            f"rms_act {name}": lambda x=x: check(ops.rms_act, x, gamma, activation=Activation.SILU, keep=True),
-            f"group_act {name}": lambda x=x: check(ops.group_act, x, norm, activation=Activation.SILU, keep=True),
-        }
-    for width, how in ((48, "products"), (384, "flash"), (512, "flash-64")):
-        parts = tuple(draw(1, 150, width) for _ in range(3))
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, how: str = how) -> Tensor:
-            return ops.attend(q, k, v, how=how) if q.is_cuda else ops.attend(q.float(), k.float(), v.float())
-
-        found[f"attend {how}"] = lambda p=parts, f=attend: check(f, *p)
-    return found
+    return {name: lambda c=case: check(*c) for name, case in interpret_image.cases(few=True).items()}
 
 
 GROUPS: dict[str, Callable[[], Cases]] = {
