@@ -82,7 +82,7 @@ def decode(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
         spec = EngineSpec("native", precision=precision)  # type: ignore[arg-type]
         program = Pi0FastStore(model).decode(batch, model.config.prefix_tokens(2, 96), 64, spec)
         assert isinstance(program, NativeDecode)
-        return {"token": recorded(program._next)}
+        return {"token": recorded(program.decode_next)}
 
 
 def integers(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:

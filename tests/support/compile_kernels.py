@@ -262,7 +262,7 @@ def print_row(gpu: Gpu, launch: Launch, models: Iterable[str] = ()) -> None:
         "tma": ptx.count("cp.async.bulk.tensor"), "single": ptx.count("ld.global.b16"), "fp8": "e4m3" in ptx,
         "int8": "*i8" in types_of(launch),
     }  # fmt: skip
-    print(json.dumps(row), flush=True)
+    print(json.dumps(row, default=vars), flush=True)
 
 
 def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) -> None:

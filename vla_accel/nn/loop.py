@@ -93,9 +93,10 @@ class LayerLoop(ABC):
 
     # -- what a loop defines --------------------------------------------------------------------------------------
 
-    @abstractmethod
     def tables_of(self, step: int, index: int) -> LayerTables:
         """The constants of a layer in a step; with index `depth`, the scale of the last norm."""
+        del step, index
+        return LayerTables()
 
     @abstractmethod
     def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:
@@ -186,53 +187,45 @@ class LayerLoop(ABC):
             self.choices.product(name, product.sizes, run, moments=moments, every_backend=every_backend)
 
 
-class SuffixLoop(LayerLoop):
-    """The loop of an expert that reads a prefix (π0, π0.5, SmolVLA). A layer is four or five kernels.
+class CachedLoop(LayerLoop):
+    """The loop of layers that attend to cached keys and values, and to new ones. A layer is four or five kernels.
 
-    More buffers: `hidden` (R, W), the first layer of the action MLP; `q`, `k`, `v` (B, T, heads, d).
+    More buffers: `q` (B, T, heads, d), `k`, `v` (kept, B, T, kv_heads, d). `heads` are those of each layer.
     """
 
-    weights: ExpertWeights
-
     def __init__(
-        self, weights: ExpertWeights, spec: ExpertSpec, tables: StepTables, batch: int, prefix_tokens: int
+        self, weights: Layers, spec: ExpertSpec, steps: int, x: Tensor, prefix_tokens: int, *, kept: int = 1
     ) -> None:
-        rows, device = batch * spec.tokens, weights.w_out.device
-        x = torch.zeros(rows, spec.model_width, dtype=weights.dtype, device=device)
-        super().__init__(
-            weights, tables.steps, x, spec.heads * spec.head_dim, spec.mlp_dim, scaled=tables.adaptive,
-            mlp_scaled=tables.adaptive,
-        )  # fmt: skip
-        self.spec, self.tables = spec, tables
-        self.hidden = torch.zeros_like(x)
+        """`kept`: the new keys and values of how many layers are in memory, 1 or all."""
+        attended = spec.heads * spec.head_dim
+        super().__init__(weights, steps, x, attended, spec.mlp_dim, scaled=spec.adaptive, mlp_scaled=spec.adaptive)
+        self.spec, batch = spec, len(x) // spec.tokens
         self.q = x.new_zeros(batch, spec.tokens, spec.heads, spec.head_dim)
-        self.k = x.new_zeros(batch, spec.tokens, spec.kv_heads, spec.head_dim)
+        self.k = x.new_zeros(kept, batch, spec.tokens, spec.kv_heads, spec.head_dim)
         self.v = torch.zeros_like(self.k)
-        self.heads = Heads(self.q, self.k, self.v)
-        self.cos, self.sin = rope_tables(prefix_tokens + spec.tokens, spec.head_dim, device)
-        if tables.trained and tables.adaptive:
-            self.pinned = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.heads = [Heads(self.q, self.k[index % kept], self.v[index % kept]) for index in range(self.depth)]
+        self.cos, self.sin = rope_tables(prefix_tokens + spec.tokens, spec.head_dim, x.device)
         self.attention = SuffixShape(
             batch, spec.tokens, prefix_tokens, spec.heads, spec.kv_heads, spec.head_dim, x.element_size()
         )
-        self._choose_kernels()
 
     def products(self) -> dict[str, LayerProduct]:
         layers, whole = self.weights.layers, self.layers_of(crosses=False)
         found = super().products()
         found["up"] = LayerProduct(gemm_sizes(self.x, layers[0].up, gated=True), self._up, range(self.depth))
         if whole:
-            found["qkv"] = LayerProduct(gemm_sizes(self.x, layers[whole[0]].qkv, self.heads), self._qkv, whole)
+            sizes = gemm_sizes(self.x, layers[whole[0]].qkv, self.heads[0])
+            found["qkv"] = LayerProduct(sizes, self._qkv, whole)
         return found
 
     def layers_of(self, *, crosses: bool) -> list[int]:
         """The layers that attend to the prefix only, or those that attend to the suffix as well."""
         return [index for index in range(self.depth) if self.spec.crosses(index) == crosses]
 
-    def _choose_kernels(self) -> None:
+    def choose_kernels(self) -> None:
         """Choose the tile configs of the products and of attention."""
         sizes, whole, crosses = self.attention, self.layers_of(crosses=False), self.layers_of(crosses=True)
-        cache = self.k.new_zeros(1, sizes.batch, sizes.prefix_tokens, *self.k.shape[2:]).expand(self.depth, *[-1] * 4)
+        cache = self.k.new_zeros(1, sizes.batch, sizes.prefix_tokens, *self.k.shape[3:]).expand(self.depth, *[-1] * 4)
         lengths = torch.zeros(sizes.batch, dtype=torch.int32, device=self.x.device)
         empty = {"keys": cache, "values": cache, "lengths": lengths}
         full = {**empty, "lengths": lengths + sizes.prefix_tokens}
@@ -242,8 +235,64 @@ class SuffixLoop(LayerLoop):
         if crosses:
             shape = crossing(self.x, self.weights.layers[crosses[0]].qkv, cache[0])
             self.choices.crossing("cross", shape, lambda: [self._cross(0, index, full) for index in crosses])
-        if self.weights.mix is not None:
-            self.choices.product("mix", gemm_sizes(self.hidden, self.weights.mix), self._mix)
+
+    def _attend(self, step: int, index: int, inputs: Inputs) -> None:
+        if self.spec.crosses(index):
+            self._cross(step, index, inputs)
+        else:
+            self._qkv(step, index, inputs)
+            self._attention(step, index, inputs)
+
+    def _qkv(self, step: int, index: int, inputs: Inputs) -> None:
+        tables, rope = self.tables_of(step, index), Rotation(self.cos, self.sin, inputs["lengths"])
+        norm = Norm(self.spec.eps, self.moments_before(index), tables.scale)
+        epilogue, weights = Epilogue(tables.shift, rope=rope, pinned=self.pinned), self.weights.layers[index].qkv
+        gemm(self.x, weights, self.heads[index], epilogue, norm, **self.choices["qkv"].options)
+
+    def _attention(self, step: int, index: int, inputs: Inputs) -> None:
+        del step
+        keys, values, new = inputs["keys"][index], inputs["values"][index], self.heads[index]
+        suffix_attention(
+            self.q, keys, values, new.k, new.v, inputs["lengths"], self.context, state_first=self.spec.has_state,
+            causal=self.spec.causal, **self.choices["attention"].options,
+        )  # fmt: skip
+
+    def _cross(self, step: int, index: int, inputs: Inputs) -> None:
+        del step
+        cross_attention(
+            self.x, self.weights.layers[index].qkv, self.cos, self.sin, inputs["keys"][index], inputs["values"][index],
+            inputs["lengths"], self.context, norm=Norm(self.spec.eps, self.moments_before(index)),
+            config=self.choices["cross"].config,
+        )  # fmt: skip
+
+    def _up(self, step: int, index: int, inputs: Inputs) -> None:
+        del inputs
+        tables = self.tables_of(step, index)
+        norm = Norm(self.spec.eps, self.choices["out"].moments, tables.mlp_scale)
+        epilogue = Epilogue(tables.mlp_shift, self.spec.activation, pinned=self.pinned)
+        gemm(self.x, self.weights.layers[index].up, self.active, epilogue, norm, **self.choices["up"].options)
+
+
+class SuffixLoop(CachedLoop):
+    """The loop of an expert that reads a prefix (π0, π0.5, SmolVLA).
+
+    More buffers: `hidden` (R, W), the first layer of the action MLP.
+    """
+
+    weights: ExpertWeights
+
+    def __init__(
+        self, weights: ExpertWeights, spec: ExpertSpec, tables: StepTables, batch: int, prefix_tokens: int
+    ) -> None:
+        rows, device = batch * spec.tokens, weights.w_out.device
+        x = torch.zeros(rows, spec.model_width, dtype=weights.dtype, device=device)
+        super().__init__(weights, spec, tables.steps, x, prefix_tokens)
+        self.tables, self.hidden = tables, torch.zeros_like(x)
+        if tables.trained and tables.adaptive:
+            self.pinned = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.choose_kernels()
+        if weights.mix is not None:
+            self.choices.product("mix", gemm_sizes(self.hidden, weights.mix), self._mix)
 
     @property
     def kernels_a_step(self) -> int:
@@ -282,41 +331,6 @@ class SuffixLoop(LayerLoop):
         assert self.weights.mix is not None
         skip = self.spec.tokens if self.spec.has_state else 0
         gemm(self.hidden, self.weights.mix, self.x, Epilogue(skip_every=skip), **self.choices["mix"].options)
-
-    def _attend(self, step: int, index: int, inputs: Inputs) -> None:
-        if self.spec.crosses(index):
-            self._cross(step, index, inputs)
-        else:
-            self._qkv(step, index, inputs)
-            self._attention(step, index, inputs)
-
-    def _qkv(self, step: int, index: int, inputs: Inputs) -> None:
-        tables, rope = self.tables_of(step, index), Rotation(self.cos, self.sin, inputs["lengths"])
-        norm = Norm(self.spec.eps, self.moments_before(index), tables.scale)
-        epilogue, weights = Epilogue(tables.shift, rope=rope, pinned=self.pinned), self.weights.layers[index].qkv
-        gemm(self.x, weights, self.heads, epilogue, norm, **self.choices["qkv"].options)
-
-    def _attention(self, step: int, index: int, inputs: Inputs) -> None:
-        del step
-        suffix_attention(
-            self.q, inputs["keys"][index], inputs["values"][index], self.k, self.v, inputs["lengths"], self.context,
-            state_first=self.spec.has_state, causal=self.spec.causal, **self.choices["attention"].options,
-        )  # fmt: skip
-
-    def _cross(self, step: int, index: int, inputs: Inputs) -> None:
-        del step
-        cross_attention(
-            self.x, self.weights.layers[index].qkv, self.cos, self.sin, inputs["keys"][index], inputs["values"][index],
-            inputs["lengths"], self.context, norm=Norm(self.spec.eps, self.moments_before(index)),
-            config=self.choices["cross"].config,
-        )  # fmt: skip
-
-    def _up(self, step: int, index: int, inputs: Inputs) -> None:
-        del inputs
-        tables = self.tables_of(step, index)
-        norm = Norm(self.spec.eps, self.choices["out"].moments, tables.mlp_scale)
-        epilogue = Epilogue(tables.mlp_shift, self.spec.activation, pinned=self.pinned)
-        gemm(self.x, self.weights.layers[index].up, self.active, epilogue, norm, **self.choices["up"].options)
 
 
 def streamed_loop(
