@@ -19,16 +19,15 @@ from tests.kernels.test_gemm import BF16, FP8, GEGLU, GELU, NONE, NORMED, RESIDU
 from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import ARCHITECTURES, H200
 from tests.support.scripts import lines_of
-from tests.support.streamed_support import EXPERTS, LOOPS, recorded_loop
+from tests.support.streamed_support import EXPERTS, LOOPS, LoopCase, recorded_loop
 from vla_accel.errors import EngineError
-from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm.config import GemmSizes, Skinny
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm, Rotation
 from vla_accel.kernels.gemm.hopper import HopperTile, launch, searched
 from vla_accel.kernels.gemm.hopper.config import ARCHITECTURE, few_rows
-from vla_accel.kernels.loop.schedule import THREADS, Schedule
+from vla_accel.kernels.loop.schedule import THREADS
 
 ROOT = Path(__file__).parents[2]
 FITTING = {"_filtered", "_sampled"}
@@ -47,7 +46,12 @@ BY_MODEL = {
     "demo": ROWS | FEW | {"_suffix_attention"},
     "demo x 8": ROWS | MANY | {"_suffix_attention"},
 }
-PRODUCTS = {"_attention", "_suffix_attention", "_suffix_attention_split"} | INT8 | FEW | MANY - {"_measure"}
+PRODUCTS = (
+    {"_attention", "_cross_attention", "_suffix_attention", "_suffix_attention_split"}
+    | INT8
+    | FEW
+    | MANY - {"_measure"}
+)
 # All but the first of each program's chain.
 CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"} - FITTING
 SPILLED = 256
@@ -68,11 +72,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def check_it_fits(row: dict[str, Any]) -> None:
-    """Within what a block can have there."""
+    """It needs no more than a block can have; products are on the tensor cores; dependent launches wait and release."""
     gpu = ARCHITECTURES[row["gpu"]]
     assert row["bytes"] > 1000 and row["shared"] <= gpu.shared_per_block, row
     threads = 32 * row["options"].get("num_warps", 4)
     assert row["registers"] * threads <= gpu.registers and row["spilled"] <= SPILLED, row
+    assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
+    pdl = bool(row["constants"].get("PDL"))
+    assert (row["waits"] > 0) == (row["releases"] > 0) == pdl == bool(row["options"].get("launch_pdl")), row
+    assert not pdl or gpu.dependent_launch
     check_its_cut(row)
 
 
@@ -91,8 +99,10 @@ def test_every_models_kernels_compile_and_fit(compiled: list[dict[str, Any]]) ->
         check_it_fits(row)
     for model, kernels in BY_MODEL.items():
         assert {row["kernel"] for row in compiled if model in row["models"]} == kernels, model
-    products = [row for row in compiled if row["models"] == ["pi05 int8"] and row["kernel"] in FEW]
-    assert {row["kernel"] for row in products} == FEW and all(row["int8"] for row in products)
+    for model, products in (("pi05 int8", FEW), ("pi0 int8", MANY - {"_measure"})):
+        own = [row for row in compiled if row["models"] == [model] and row["kernel"] in products]
+        assert {row["kernel"] for row in own} == products and all(row["int8"] for row in own)
+    assert not any(row["int8"] for row in compiled if not any("int8" in model for model in row["models"]))
 
 
 @pytest.mark.slow
@@ -104,9 +114,6 @@ def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) 
     for row in rows:
         assert row["gpu"] == version
         check_it_fits(row)
-        assert (row["waits"] > 0) == bool(row["constants"].get("PDL"))
-        assert not row["constants"].get("PDL") or gpu.dependent_launch
-        assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
     for model in ("pi05", "pi05 int8", "pi0", "pi0 int8", *(["pi05 fp8"] if gpu.fp8 else [])):
         assert {row["kernel"] for row in rows if model in row["models"]} >= BY_MODEL[model], model
     if version == "8.6":
@@ -155,14 +162,6 @@ def test_smolvlas_kernels_compile_and_fit(tmp_path: Path) -> None:
         assert found - {"_suffix_attention", "_suffix_attention_split"} == kernels - inside | more, model
     for row in rows:
         check_it_fits(row)
-        assert (row["products"] > 0) == (row["kernel"] in {*PRODUCTS, "_cross_attention"}), row
-        assert (row["waits"] > 0) == (row["releases"] > 0) == bool(row["constants"].get("PDL")), row
-
-
-@pytest.mark.slow
-def test_products_run_on_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:
-    for row in compiled:
-        assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
 
 
 @pytest.mark.slow
@@ -173,11 +172,7 @@ def test_heads_of_72_are_loaded_sixteen_bytes_at_once(compiled: list[dict[str, A
 
 
 @pytest.mark.slow
-def test_dependent_launches_wait_and_release(compiled: list[dict[str, Any]]) -> None:
-    for row in compiled:
-        pdl = bool(row["constants"].get("PDL"))
-        assert pdl == bool(row["options"].get("launch_pdl")), row
-        assert (row["waits"] > 0) == (row["releases"] > 0) == pdl, row
+def test_launches_inside_a_chain_are_dependent(compiled: list[dict[str, Any]]) -> None:
     # A chain's first kernel waits for all before it: the prefix may then be read ahead of any wait.
     firsts = [row for row in compiled if row["kernel"] == "_step" and row["constants"]["S"][4]]
     assert firsts and not any(row["constants"]["PDL"] for row in firsts)
@@ -191,14 +186,6 @@ def test_fp8_models_convert_to_fp8_and_others_do_not(compiled: list[dict[str, An
         assert not row["fp8"] or row["models"] == ["pi05 fp8"], row
     narrow = {row["kernel"] for row in compiled if row["fp8"]}
     assert {"_skinny_pair", "_skinny_columns", "_add_norm", "_geglu", "_gelu", "_attention"} <= narrow
-
-
-@pytest.mark.slow
-def test_int8_weights_reach_every_product_of_the_loop(compiled: list[dict[str, Any]]) -> None:
-    products = MANY - {"_measure"}
-    own = [row for row in compiled if row["models"] == ["pi0 int8"] and row["kernel"] in products]
-    assert {row["kernel"] for row in own} == products and all(row["int8"] for row in own)
-    assert not any(row["int8"] for row in compiled if not any("int8" in model for model in row["models"]))
 
 
 # -- CUDA C++ ---------------------------------------------------------------------------------------------------------
@@ -220,9 +207,11 @@ def nvrtc_library() -> ctypes.CDLL:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOOPS)
-def test_the_streamed_kernels_compile(name: str, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, module = recorded_loop(LOOPS[name], monkeypatch)
+@pytest.mark.parametrize("case", [*LOOPS.values(), *(EXPERTS[n] for n in ("full", "17 actions", "three sequences"))])
+def test_the_streamed_kernels_compile(
+    case: LoopCase, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, module = recorded_loop(case, monkeypatch)
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
     code = nvrtc.compile_source(module.source, module.architecture)
     assert code.startswith(b"\x7fELF")
@@ -230,21 +219,6 @@ def test_the_streamed_kernels_compile(name: str, nvrtc_library: ctypes.CDLL, mon
         assert b".text." + kernel.encode() + b"\0" in code, kernel
     assert max(registers_of(code)) * THREADS <= H200.registers and max(module.shared.values()) <= H200.shared_per_block
     assert max(stack_of(code)) <= SPILLED
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["full", "17 actions", "three sequences"])
-def test_smolvla_s_streamed_kernels_compile(
-    name: str, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = EXPERTS[name]
-    schedule = Schedule.of(smolvla_expert.expert_spec(case.config), len(case.lengths), case.prefix_tokens, H200)
-    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
-    code = nvrtc.compile_source(schedule.source, "sm_90a")
-    for kernel in schedule.blocks:
-        assert b".text." + kernel.encode() + b"\0" in code, kernel
-    assert max(schedule.shared.values()) <= H200.shared_per_block and max(stack_of(code)) <= SPILLED
-    assert max(registers_of(code)) * THREADS <= H200.registers
 
 
 @pytest.fixture
