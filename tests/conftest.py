@@ -20,8 +20,9 @@ LONGEST = ("test_kernels_compile.py", "test_image_engine_files.py", "test_kernel
 
 
 INTERPRETERS = {
-    "openpi": "openpi", "openpi-client": "openpi-client", "lerobot": "lerobot", "lerobot-051": "lerobot 0.5.1",
-    "lerobot-main": "lerobot's main branch", "groot": "lerobot's GR00T",
+    "--openpi-python": "openpi", "--openpi-client-python": "openpi-client", "--lerobot-python": "lerobot",
+    "--lerobot-051-python": "lerobot 0.5.1", "--lerobot-main-python": "lerobot's main branch",
+    "--groot-python": "lerobot's GR00T",
 }  # fmt: skip
 
 
@@ -49,9 +50,8 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    for name, project in INTERPRETERS.items():
-        text = f"interpreter of an environment with {project} (see CONTRIBUTING)"
-        parser.addoption(f"--{name}-python", default=None, help=text)
+    for option, project in INTERPRETERS.items():
+        parser.addoption(option, default=None, help=f"interpreter of an environment with {project} (see CONTRIBUTING)")
     parser.addoption(
         "--full-size", action="store_true", help="also build Stable Diffusion's UNet at its full size, for minutes"
     )
