@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.gpus import RTX_4090
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, Workspace, eight_bit
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import CrossTile, FlashTile, KeySplit, SuffixShape, key_splits
@@ -298,7 +299,7 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: GemmConfig 
             pinned=draw.integers(2, rows, dtype=torch.int32) if two else None,
         )  # fmt: skip
         if config is None:
-            config = default(None, dataclasses.replace(sizes, row_bytes=draw.dtype.itemsize))
+            config = default(RTX_4090, dataclasses.replace(sizes, row_bytes=draw.dtype.itemsize))  # fits any GPU
         arguments = {
             "x": draw(rows, k), "weights": draw.linear(n, k, weights=eight_bit(what), bias="b" in what),
             "out": draw(rows, n), "epilogue": epilogue, "config": config,
