@@ -24,7 +24,11 @@ from vla_accel.numeric import cosine
 
 pytestmark = pytest.mark.gpu
 
-PROMPTS = ("pick up the bowl", "pick it", "place it in the bowl on the plate")
+PROMPTS = {
+    "smolvla": ("pick up the bowl", "pick it", "place it"),
+    "groot": ("open it", "pick up the black bowl", "put it on the task " * 6),
+    "pi0_fast": ("pick up the bowl", "pick it", "pick up the bowl : pick it up"),
+}
 
 
 def settings(family: Any, precision: str, engine: str, **parts: str) -> PolicyConfig:
@@ -69,7 +73,7 @@ def test_published_size(family: Any, low: dict[str, str]) -> None:
 def test_smolvla_is_as_near_as_eager(libero: bool, tmp_path: Path) -> None:
     """Batches of several lengths in one graph, guided and not, in BF16."""
     tiny_smolvla.write_lerobot(tmp_path, libero=libero)
-    given = [tiny_smolvla.observation(i, libero=libero, prompt=prompt) for i, prompt in enumerate(PROMPTS)]
+    given = [tiny_smolvla.observation(i, libero=libero, prompt=prompt) for i, prompt in enumerate(PROMPTS["smolvla"])]
     noise = np.random.default_rng(2).standard_normal((3, 5, 9)).astype(np.float32)
     chunk = np.full((4, 7 if libero else 6), 0.3)
     for guided in ({}, {"prev_chunks": [chunk, None, chunk[:2]], "inference_delays": [2, None, 1]}):
@@ -107,7 +111,7 @@ def test_groot_is_as_near_as_eager(groot_folder: Path, batch: int, denoise: Any)
     )  # fmt: skip
     policies = [OptimizedPolicy.from_pretrained(groot_folder, config) for config in configs]
     assert policies[0].pipelines.newest.captured is not None, "a whole call in graphs"
-    given = [groot_folders.observation(i, PROMPTS[i]) for i in range(batch)]
+    given = [groot_folders.observation(i, PROMPTS["groot"][i]) for i in range(batch)]
     rows = []
     for policy in policies:
         policy.infer_batch(given, noise=groot_noise(batch))
@@ -145,7 +149,7 @@ def tokens_of(policy: OptimizedPolicy) -> torch.Tensor:
 def test_captured_turns_of_pi0_fast_write_what_launches_do(tmp_path: Path) -> None:
     """In BF16, bit for bit: as one call of graphs, and launched one by one."""
     tiny_pi0_fast.write_lerobot(tmp_path, change=unchecked)
-    given = [tiny_pi0_fast.observation(i, prompt) for i, prompt in enumerate(PROMPTS)]
+    given = [tiny_pi0_fast.observation(i, prompt) for i, prompt in enumerate(PROMPTS["pi0_fast"])]
     found = []
     for captured in (True, False):
         config = replace(settings(PI0_FAST, "bf16", "native"), cuda_graph=captured)
