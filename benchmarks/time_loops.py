@@ -32,9 +32,7 @@ from eval.script import concluded
 from tests.support import kernel_calls as calls
 from tests.support.gpus import assumed
 from tests.support.runtimes import steered
-from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
-from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
-from tests.support.streamed_support import FULL, LoopCase, streamable
+from tests.support.streamed_support import FULL, SMOLVLA_FULL, LoopCase, Loops, smolvla_case, streamable
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of, why_not_streamed
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.smolvla import native_loop as smolvla_expert
@@ -68,8 +66,7 @@ LOOPS = {
     "pi05 H=50 batch 8": LoopCase(streamable("pi05", **DEEP, horizon=50), 8, 800),
 }
 SMOLVLA = {
-    f"smolvla {keys} keys": ExpertCase(expert_of(**SMOLVLA_FULL, depth=16), keys, (keys - 12,), steps=1)
-    for keys in (177, 145)
+    f"smolvla {keys} keys": smolvla_case(keys, keys - 12, steps=1, **SMOLVLA_FULL, depth=16) for keys in (177, 145)
 }
 MANY = {
     **{f"pi05 H=10 batch {n}": LoopCase(streamable("pi05", **DEEP), n, 554, steps=10) for n in (16, 32, 8)},

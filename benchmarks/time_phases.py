@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.script import options_parser
 from benchmarks.time_loops import LOOPS, SMOLVLA, inputs_of
 from eval.script import concluded
-from tests.support.smolvla_loops import Loops
+from tests.support.streamed_support import Loops
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.files import write_json

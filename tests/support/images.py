@@ -97,13 +97,15 @@ def last_json(text: str) -> dict[str, Any]:
 
 
 def wrong_answers(
-    call: Callable[[int], Tensor], expected: Sequence[Tensor], calls: int, within: Callable[[], Any] = nullcontext
-) -> int:
+    call: Callable[[int], Tensor], expected: Sequence[Tensor], calls: int, within: Callable[[], Any] = nullcontext,
+    *, tolerance: float | None = None,
+) -> int:  # fmt: skip
     """How often one of several threads, each calling with its own index inside `within`, gets another's answer."""
     wrong: list[int] = []
     errors: list[BaseException] = []
     start = threading.Barrier(len(expected))
-    rtol, atol = (1e-2, 1e-2) if expected[0].dtype == torch.bfloat16 else (1e-3, 1e-4)
+    atol = tolerance or (1e-2 if expected[0].dtype == torch.bfloat16 else 1e-4)
+    rtol = max(atol, 1e-3)
 
     def repeat(index: int) -> None:
         try:
