@@ -18,7 +18,7 @@ from eval.harness.benchmark import Benchmark, schema
 from eval.harness.evaluation import evaluate
 from eval.harness.pairs import described
 from eval.harness.policies import Chunking
-from eval.harness.tables import stderr_console
+from eval.harness.progress import stderr_console
 from eval.script import concluded, write_png
 from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Argument, Within, read

@@ -46,6 +46,11 @@ class EpisodeKey:
         """Suite and task, which an environment is built for."""
         return self.suite, self.task_id
 
+    @classmethod
+    def from_json(cls, episode: Mapping[str, Any]) -> EpisodeKey:
+        """The key of a recorded episode; a missing field raises `KeyError`."""
+        return cls(episode["steps"], episode["task_id"], episode["trial"], episode.get("suite", ""))
+
 
 @dataclass(frozen=True)
 class Protocol:

@@ -107,7 +107,7 @@ class EpisodeResult:
     def from_json(cls, data: Mapping[str, Any]) -> EpisodeResult:
         """The inverse of `to_json`; a missing field raises `KeyError`."""
         return cls(
-            key=EpisodeKey(data["steps"], data["task_id"], data["trial"], data.get("suite", "")),
+            key=EpisodeKey.from_json(data),
             success=data["success"],
             env_steps=data["env_steps"],
             error=data["error"],

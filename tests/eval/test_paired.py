@@ -83,7 +83,7 @@ def test_mcnemar_of_many_pairs() -> None:
 
 def test_an_unpaired_episode_is_an_error_on_either_side() -> None:
     few, many = result({3: [WON] * 4}), result({3: [WON] * 6})
-    message = "few: expected the episodes of many, lacks 2 of them, the first task 4, trial 4, steps 3"
+    message = "few: expected the episodes of many, lacks 2 of them, the first task 4, trial 4, 3 steps"
     for reference, other, names in ((few, many, ("few", "many")), (many, few, ("many", "few"))):
         with pytest.raises(ConfigError, match=message):
             pairs.compare(reference, {names[1]: other}, names[0])
@@ -115,7 +115,7 @@ def test_another_protocol_is_an_error(field: str) -> None:
 def test_an_episode_there_twice_is_an_error() -> None:
     one = result({3: [WON]})
     one["episodes"] *= 2
-    with pytest.raises(ConfigError, match="one: expected every episode once, got task 4, trial 0, steps 3 twice"):
+    with pytest.raises(ConfigError, match="one: expected every episode once, got task 4, trial 0, 3 steps twice"):
         pairs.compare(one, {"two": result({3: [WON]})}, "one")
     with pytest.raises(ConfigError, match="two: expected at least one episode, got none"):
         pairs.compare(result({3: [WON]}), {"two": result({})}, "one")
