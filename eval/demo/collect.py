@@ -35,12 +35,12 @@ def privileged(env: Any, expert: Any) -> np.ndarray:
 
 def expert_chunk(env: Any, expert: Any) -> np.ndarray:
     """The expert's next `HORIZON` actions from here, float32 (HORIZON, 7); the simulation is put back."""
-    saved = env.save_state()
+    restore = env.save_state()
     actions = np.empty((HORIZON, 7), np.float32)
     for i in range(HORIZON):
         actions[i] = expert.act(env)
         env.step(actions[i])
-    env.restore_state(saved)
+    restore()
     return actions
 
 

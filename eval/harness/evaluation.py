@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 
@@ -21,12 +21,17 @@ from eval.harness.policies import PolicySource, check_chunks
 from eval.harness.progress import EpisodeProgress
 from eval.harness.protocol import EpisodeKey, Protocol, Shard, fingerprint
 from eval.harness.runner import VIDEO_EVERY, Setup
-from eval.harness.workers import LocalWorkers, Workers
+from eval.harness.workers import LocalWorkers
 from vla_accel import latency
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.progress import going_on
 from vla_accel.report import page
+
+if TYPE_CHECKING:
+    from eval.harness.cluster import RayWorkers
+
+Workers: TypeAlias = "LocalWorkers | RayWorkers"
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ LET_GO = 0.11
 TALLEST = 0.17
 """Height over the table at which the open hand's fingers pass over every thing."""
 YAWS = {task: np.deg2rad(-20) for task in (1, 3, 5)}
-"""By task of libero_object, how far the hand turns from its rest pose, so that it does not hit a neighbouring object."""
+"""By task of libero_object, how far the hand turns from its rest pose, so that it does not hit its neighbour."""
 
 
 @dataclasses.dataclass(frozen=True)
