@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.harness.actors import PolicyActor
-from eval.harness.policies import PolicyBySteps
+from eval.harness.policies import PolicyActor, PolicyBySteps
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import run_episode
 from eval.libero.benchmark import LIBERO

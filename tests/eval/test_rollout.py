@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.harness.actors import ExpertActor, PolicyActor
-from eval.harness.policies import PolicyBySteps
+from eval.harness.policies import ExpertActor, PolicyActor, PolicyBySteps
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult, run_episode
 from eval.libero.benchmark import LIBERO

@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 
 from eval.harness import late, pairs
-from eval.harness.actors import PolicyActor
-from eval.harness.chunks import Chunks
-from eval.harness.policies import PolicyBySteps, PolicySource, check_chunks
+from eval.harness.policies import PolicyActor, PolicyBySteps, PolicySource, check_chunks
 from eval.harness.protocol import EpisodeKey, Protocol
-from eval.harness.rollout import run_episode
+from eval.harness.rollout import Chunks, run_episode
 from eval.harness.runner import Setup
 from eval.harness.sharing import batch_options
 from eval.harness.stress import GREY, disturb, parse_stress
@@ -134,8 +132,8 @@ def test_each_tick_has_the_action_of_its_row(
         if chunks.due(tick):
             chunks.put([np.array([len(called), row]) for row in range(horizon)], tick)
             called.append(tick)
-        action = chunks.at(tick)
-        found.append(None if action is None else (int(action[0]), int(action[1])))
+        left = chunks.left(tick)
+        found.append(None if left is None else (int(left[0][0]), int(left[0][1])))
     assert (called, found) == (calls, done)
 
 
