@@ -61,7 +61,7 @@ EVAL_IMPORTS = {
     "benchmarks": {"harness"},
 }
 EVAL_ALLOWED = {
-    "scripts": {"checkpoints", "cli", "measure", "progress", "report"},
+    "scripts": {"checkpoints", "cli", "latency", "measure", "progress", "report"},
     "harness": {"cli", "client", "latency", "machine", "measure", "policy", "progress", "remote", "report", "tune"},
     "libero": {"cli"},
     "demo": {
