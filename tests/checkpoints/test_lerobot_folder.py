@@ -22,7 +22,7 @@ from vla_accel.checkpoints.paligemma import DEAD
 from vla_accel.checkpoints.weights import read_arrays
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.loading import load
-from vla_accel.families.pi0.checkpoint import check_weights
+from vla_accel.families.pi0.checkpoint import load_weights
 from vla_accel.families.pi0.network import Kind
 from vla_accel.transforms.robots import PRESETS
 
@@ -332,6 +332,6 @@ def test_every_single_lerobot_key_is_needed(tmp_path: Path, kind: Kind) -> None:
     names = {f"model.{k}" for k in to_openpi(random_state(made), made)}
     for name in names - {f"model.{d}" for d in DEAD}:
         with pytest.raises(CheckpointError, match="1 missing"):
-            check_weights(shapes_of(made, "model.", without=name), made, "x")
+            load_weights(shapes_of(made, "model.", without=name), made, "x")
     with pytest.raises(CheckpointError, match=r"1 left over: model\.stray$"):
-        check_weights(shapes_of(made, "model.", extra="model.stray"), made, "x")
+        load_weights(shapes_of(made, "model.", extra="model.stray"), made, "x")

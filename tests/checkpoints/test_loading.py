@@ -18,7 +18,7 @@ from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import CheckpointSpec
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.loading import find, load
-from vla_accel.families.pi0.checkpoint import Stated, check_weights, infer_config
+from vla_accel.families.pi0.checkpoint import Stated, infer_config, load_weights
 from vla_accel.families.pi0.network import SIZES, Kind
 from vla_accel.transforms.robots import PRESETS
 
@@ -32,13 +32,13 @@ def test_the_published_size(kind: Kind, prefix: str) -> None:
     weights = shapes_of(config, prefix)
     stated = Stated(kind=kind, action_dim=32, action_horizon=10, image_size=224, variants=("gemma_2b", "gemma_300m"))
     assert infer_config(weights.shapes, prefix, stated, "x") == config
-    recipe = check_weights(weights, config, "x")
-    used = [p.name for parts in recipe.values() for p in parts]
+    origin: Any = load_weights(weights, config, "x").origin
+    used = [p.name for parts in origin.recipe.values() for p in parts]
     assert len(used) == len(set(used)) == len(weights.shapes) - 2
     assert sum(int(np.prod(weights.shapes[n])) for n in used) == {"pi0": 3_238_046_480, "pi05": 3_353_431_824}[kind]
     other: Kind = "pi0" if kind == "pi05" else "pi05"
     with pytest.raises(CheckpointError, match=rf"does not fit {other}: \d+ missing: .*left over: "):
-        check_weights(weights, SIZES[other](action_horizon=10), "x")
+        load_weights(weights, SIZES[other](action_horizon=10), "x")
 
 
 def test_weights_of_both_kinds_are_neither() -> None:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vla_accel.checkpoints.lerobot import is_lerobot, read_settings
 from vla_accel.checkpoints.lerobot_settings import AFTER, BATCH, BEFORE, DEVICE, RENAME
 from vla_accel.checkpoints.lerobot_statistics import STATE, statistics_file
@@ -51,10 +49,8 @@ PUBLISHED_IDS = {
 _log = logging.getLogger("vla_accel.checkpoints")
 
 
-def load_folder(
-    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-) -> tuple[Groot, GrootProcessor]:
-    """Return one embodiment's network, whose weights are read later, and its transforms (`Family.load`)."""
+def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Groot, GrootProcessor]:
+    """Return one embodiment's network and its transforms (`Family.load`)."""
     overrides, weights = settings.checkpoint, SafetensorsWeights(folder)
     lora, described = adapter_of(folder, settings)
     content = read_json(described / "config.json")
@@ -89,8 +85,7 @@ def load_folder(
         exclude_state=robot.exclude_state,
         default_prompt=settings.default_prompt,
     )
-    model = load_groot(weights, config, robot.embodiment, str(folder), lora=lora, device=device, dtype=dtype)
-    return model, processor
+    return load_groot(weights, config, robot.embodiment, str(folder), lora), processor
 
 
 def _preset(robot: Robot) -> Preset:
