@@ -77,7 +77,7 @@ def tokenize_prompt(
     else:
         values = " ".join(map(str, discretise_state(state).tolist()))
         ids = tokenizer.encode(f"Task: {cleaned}, State: {values};\nAction: ", add_bos=True)
-    return _checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
+    return checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
 
 
 def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_len: int, name: str) -> np.ndarray:
@@ -87,7 +87,7 @@ def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_l
     """
     line = _instruction(prompt, name)
     ids = tokenizer.encode(line if line.endswith("\n") else f"{line}\n", add_bos=True)
-    return _checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
+    return checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
 
 
 def tokenize_fast(tokenizer: Tokenizer, prompt: object, state: np.ndarray, max_token_len: int, name: str) -> np.ndarray:
@@ -95,10 +95,11 @@ def tokenize_fast(tokenizer: Tokenizer, prompt: object, state: np.ndarray, max_t
     after which the model decodes. As lerobot's `pi0_fast`, which truncates a longer prompt."""
     values = " ".join(map(str, discretise_state(state).tolist()))
     ids = tokenizer.encode(f"Task: {clean_prompt(prompt, name)}, State: {values};\n", add_bos=True)
-    return _checked_length([*tokenizer.finish(ids), *tokenizer.encode("", add_bos=True)], prompt, max_token_len, name)
+    return checked_length([*tokenizer.finish(ids), *tokenizer.encode("", add_bos=True)], prompt, max_token_len, name)
 
 
-def _checked_length(ids: list[int], prompt: object, max_token_len: int, name: str) -> np.ndarray:
+def checked_length(ids: list[int], prompt: object, max_token_len: int, name: str) -> np.ndarray:
+    """Return ids as int64 (L,). Raises ObservationError that names the prompt if there are too many."""
     if len(ids) > max_token_len:
         raise ObservationError(
             f"{name}: expected at most {max_token_len} tokens (max_token_len), got {len(ids)} from {str(prompt)[:60]!r}"

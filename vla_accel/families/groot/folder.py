@@ -16,7 +16,6 @@ from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arra
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
 from vla_accel.families.groot.checkpoint import OTHERS, infer_config, load_groot, other_generation
-from vla_accel.families.groot.language import LEAD
 from vla_accel.families.groot.network import Groot
 from vla_accel.families.groot.robot import LIBERO_TAG, Robot, isaac_cropping, lerobot_cropping, mapping, read_robot
 from vla_accel.families.groot.settings import DECODE, ENCODE, PACK, UNPACK, check_processor, check_step
@@ -78,7 +77,6 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Groot, GrootProce
         action_dim=config.action_dim,
         max_token_len=config.max_token_len,
         rows=min(robot.rows, config.action_horizon),
-        lead=LEAD,
         frames=robot.frames,
         formal=robot.formal,
         gripper=robot.gripper,
