@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.lerobot_folders import KINDS, OBSERVATIONS, Spy, cameras, edit_statistics, write
+from tests.support.lerobot_folders import KINDS, OBSERVATIONS, cameras, edit_statistics, write
 from tests.support.lerobot_saved import configure, step
 from tests.support.published_folders import write_openpi
+from tests.support.spy_tokenizer import Spy
 from tests.support.tiny import tiny_observation, write_robot
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config

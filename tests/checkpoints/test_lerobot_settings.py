@@ -252,12 +252,13 @@ def test_a_preset_keeps_the_relative_actions_of_the_training(tmp_path: Path) -> 
     "change",
     [
         lambda files: step(files, "normalizer_processor")["config"]["features"].pop("observation.state"),
+        lambda files: step(files, "normalizer_processor")["config"]["features"]["observation.state"].update(type="ENV"),
         edit("normalizer_processor", features={}),
         edit("normalizer_processor", normalize_observation_keys=["observation.images.front"]),
         edit("normalizer_processor", norm_map={"ACTION": "MEAN_STD"}),
         edit("normalizer_processor", norm_map={}),
     ],
-    ids=["not a feature", "no features", "not among the keys", "no mode", "no modes"],
+    ids=["not a feature", "another kind", "no features", "not among the keys", "no mode", "no modes"],
 )
 def test_a_state_that_lerobot_leaves_raw_stays_raw(kind: str, change: Change, tmp_path: Path) -> None:
     plain, processor = made(tmp_path / "plain", kind).processor, made(tmp_path / "raw", kind, change).processor
@@ -272,15 +273,6 @@ def test_a_state_that_lerobot_leaves_raw_stays_raw(kind: str, change: Change, tm
     assert np.array_equal(processor.unnormalize_actions(actions, inputs), plain.unnormalize_actions(actions, inputs)), (
         "the actions are scaled"
     )
-
-
-def test_the_kind_of_a_feature_decides_its_mode(tmp_path: Path) -> None:
-    def change(files: dict[str, Any]) -> None:
-        step(files, "normalizer_processor")["config"]["features"]["observation.state"]["type"] = "ENV"
-
-    processor = made(tmp_path, "pi0", change).processor
-    state = state_of(tiny_observation())
-    np.testing.assert_allclose(processor.prepare(tiny_observation()).state[: len(state)], np.float32(state), atol=0)
 
 
 def test_quantiles_of_ten_percent(tmp_path: Path) -> None:

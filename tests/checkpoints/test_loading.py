@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.openpi_dialect import to_openpi
 from tests.support.published_folders import KINDS, real_config, shapes_of, write_openpi
-from tests.support.tiny import statistics, write_tiny_checkpoint
+from tests.support.tiny import random_state, statistics, write_tiny_checkpoint
 from vla_accel import PolicyConfig
 from vla_accel.checkpoints.bundled import NAMED, bundled
+from vla_accel.checkpoints.paligemma import DEAD
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.config import CheckpointSpec
 from vla_accel.errors import CheckpointError, ConfigError
@@ -39,6 +41,18 @@ def test_the_published_size(kind: Kind, prefix: str) -> None:
     other: Kind = "pi0" if kind == "pi05" else "pi05"
     with pytest.raises(CheckpointError, match=rf"does not fit {other}: \d+ missing: .*left over: "):
         load_weights(weights, SIZES[other](action_horizon=10), "x")
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_single_key_is_needed_and_no_other_is_accepted(kind: Kind, prefix: str) -> None:
+    made = real_config(kind)
+    names = {prefix + name for name in to_openpi(random_state(made), made)}
+    for name in names - {prefix + dead for dead in DEAD}:
+        with pytest.raises(CheckpointError, match=rf"does not fit {kind}: 1 missing: {name}$"):
+            load_weights(shapes_of(made, prefix, without=name), made, "x")
+    with pytest.raises(CheckpointError, match=r"1 left over: model\.stray$"):
+        load_weights(shapes_of(made, prefix, extra="model.stray"), made, "x")
 
 
 def test_weights_of_both_kinds_are_neither() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.published_folders import stored_shapes
 from tests.support.tiny_pi0_fast import HORIZON, STOP, VOCABULARY, observation, tiny_config, write_fast, write_lerobot
 from tests.support.tiny_smolvla import statistics
 from vla_accel.config import CheckpointSpec, PolicyConfig
@@ -24,13 +25,7 @@ TABLE, HEAD = ROOT + "model.language_model.embed_tokens.weight", ROOT + "lm_head
 
 def test_keys_and_shapes_are_lerobots() -> None:
     """Of the published size."""
-    config = pi0_fast(tied=False)
-    with torch.device("meta"):
-        model = Pi0Fast(config)
-    shapes = {}
-    for name, value in model.state_dict().items():
-        for part in pieces(name, config):
-            shapes[part.name] = (part.rows or len(value), *value.shape[1:])
+    shapes = stored_shapes(Pi0Fast, pi0_fast(tied=False), pieces)
     layer = ROOT + "model.language_model.layers.17."
     tower = ROOT + "model.vision_tower.vision_model."
     expected = {

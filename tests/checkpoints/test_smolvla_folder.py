@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.lerobot_saved import step
+from tests.support.published_folders import stored_shapes
 from tests.support.tiny import TOKENIZER
 from tests.support.tiny import statistics as own_statistics
 from tests.support.tiny_smolvla import (
@@ -40,13 +41,7 @@ FP32 = load_config("eager_fp32")
 
 def test_keys_and_shapes_are_lerobots() -> None:
     """Of the published size, as `lerobot/smolvla_base` has them."""
-    config, root = smolvla(), "model.vlm_with_expert."
-    with torch.device("meta"):
-        model = SmolVla(config)
-    shapes = {}
-    for name, value in model.state_dict().items():
-        for part in pieces(name, config):
-            shapes[part.name] = (part.rows or len(value), *value.shape[1:])
+    root, shapes = "model.vlm_with_expert.", stored_shapes(SmolVla, smolvla(), pieces)
     layer = root + "vlm.model.text_model.layers.15."
     expert = root + "lm_expert.layers."
     expected = {

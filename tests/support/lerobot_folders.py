@@ -57,19 +57,3 @@ def edit_statistics(folder: Path, changes: Mapping[str, Any], *, both: bool = Tr
 def state_of(observation: Mapping[str, Any]) -> np.ndarray:
     (state,) = (v for v in observation.values() if isinstance(v, np.ndarray) and v.ndim == 1)
     return np.asarray(state, np.float64)
-
-
-class Spy:
-    """A tokenizer that keeps the texts."""
-
-    vocab_size = 99
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        self.texts.append(text)
-        return [7, len(text)]
-
-    def finish(self, ids: list[int]) -> list[int]:
-        return ids

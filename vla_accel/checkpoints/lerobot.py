@@ -15,11 +15,14 @@ from vla_accel.checkpoints.lerobot_settings import (
     ABSOLUTE,
     AFTER,
     ALIASES,
+    BATCH,
     BEFORE,
+    DEVICE,
     FIELDS,
     KNOWN,
     NEUTRAL,
     NORMALIZE,
+    OPTIONAL,
     POSTPROCESSOR,
     PREPROCESSORS,
     RELATIVE,
@@ -27,7 +30,7 @@ from vla_accel.checkpoints.lerobot_settings import (
     STEPS,
     TOKENIZE,
     UNNORMALIZE,
-    PipelineForm,
+    Orders,
 )
 from vla_accel.checkpoints.lerobot_statistics import (
     ACTION,
@@ -278,7 +281,7 @@ class _Pipeline:
         return step_statistics(self.path.parent, name, self.config(name), self.steps[name].get("state_file"))
 
 
-def _read_pipeline(path: Path, form: PipelineForm) -> _Pipeline:
+def _read_pipeline(path: Path, orders: Orders) -> _Pipeline:
     """Raise CheckpointError if the file is missing, if a step or setting is not known, or if a step is missing, doubled
     or in another order than lerobot's."""
     if not path.is_file():
@@ -288,27 +291,27 @@ def _read_pipeline(path: Path, form: PipelineForm) -> _Pipeline:
         raise CheckpointError(f"{path}: expected steps with settings, got {steps!r:.200}")
     saved = [str(step.get("registry_name", step.get("class"))) for step in steps]
     names = [ALIASES.get(name, name) for name in saved]
-    _check_steps(path, names, form)
+    _check_steps(path, names, orders)
     for name, step in zip(names, steps, strict=True):
         check(step.get("config") or {}, STEPS[name], f"{path}: {name}", KNOWN)
     return _Pipeline(path, {n: step for n, step in zip(names, steps, strict=True) if n not in NEUTRAL})
 
 
-def _check_steps(path: Path, names: Sequence[str], form: PipelineForm) -> None:
-    if others := [name for name in names if name not in form.known]:
-        known = ", ".join(form.known)
-        raise CheckpointError(f"{path}: expected steps among {known} ({KNOWN}), got {', '.join(others)}")
-    for name in form.required:
-        if name not in names:
+def _check_steps(path: Path, names: Sequence[str], orders: Orders) -> None:
+    expected = [*dict.fromkeys(name for order in orders for name in order)]
+    known = [*expected, BATCH, DEVICE]
+    if others := [name for name in names if name not in known]:
+        raise CheckpointError(f"{path}: expected steps among {', '.join(known)} ({KNOWN}), got {', '.join(others)}")
+    for name in expected:
+        if name not in OPTIONAL and name not in names:
             raise CheckpointError(f"{path}: expected a {name} step, as lerobot saves it, found {', '.join(names)}")
-    for name in names:
         if name not in NEUTRAL and names.count(name) > 1:
             raise CheckpointError(f"{path}: expected one {name} step, got {names.count(name)}")
-    for order in form.orders:
-        found = [name for name in names if name in order]
-        expected = [name for name in order if name in found]
-        if found != expected:
-            raise CheckpointError(f"{path}: expected {' before '.join(expected)}, got {', '.join(found)}")
+    for order in orders:
+        found = [name for name in names if name in order and name not in NEUTRAL]
+        if found != sorted(found, key=order.index):
+            right = " before ".join(name for name in order if name in found)
+            raise CheckpointError(f"{path}: expected {right}, got {', '.join(found)}")
 
 
 def _is_step(step: Any) -> bool:
