@@ -38,7 +38,9 @@ from vla_accel.families.loading import load
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import milliseconds, unfit
-from vla_accel.kernels.gemm import hopper as gemm
+from vla_accel.kernels.gemm import hopper
+from vla_accel.kernels.gemm.epilogue import PLAIN
+from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
 from vla_accel.measure.parity import compare, reference_of
@@ -102,15 +104,15 @@ def own(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
     if gpu is None:
         return {}
     sizes = len(x), len(weight), x.shape[1]
-    planned = gemm.planned(gpu, E4M3.dtype, Activation.NONE, *sizes)
-    first = planned or next(iter(gemm.searched(gpu, E4M3.dtype, Activation.NONE, *sizes)), None)
+    planned = hopper.planned(gpu, E4M3.dtype, Activation.NONE, *sizes)
+    first = planned or next(iter(hopper.searched(gpu, E4M3.dtype, Activation.NONE, *sizes)), None)
     if first is None:
         return {}
     tilings = [first, *(replace(first, split=split, persistent=False) for split in (1, 2, 3))]
     out = torch.empty(sizes[0], sizes[1], dtype=torch.bfloat16, device=x.device)
 
-    def call(tiling: gemm.Tiling) -> Tensor:
-        gemm.gemm(x, weight, None, out, gpu=gpu, tiling=tiling)
+    def call(tiling: hopper.HopperTile) -> Tensor:
+        hopper.gemm(x, Linear(weight), out, PLAIN, None, tiling, gpu)
         return out
 
     return {f"own, {tiling}, bfloat16 out": functools.partial(call, tiling) for tiling in dict.fromkeys(tilings)}

@@ -30,12 +30,14 @@ from tests.support import kernel_calls as calls
 from tests.support.gpus import assumed
 from tests.support.kernel_calls import Draw
 from tests.support.runtimes import steered
+from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.config import KeySplit, SuffixShape
+from vla_accel.kernels.attention.suffix import AttentionWorkspace, suffix_attention, suffix_workspace
 from vla_accel.kernels.autotune import milliseconds, unfit
-from vla_accel.kernels.gemm import suffix, suffix_tilings
-from vla_accel.kernels.gemm.suffix_tilings import Product, Skinny, Tiling
-from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
+from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Skinny, candidates, gemm_sizes, skinny
+from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation, Workspace
+from vla_accel.kernels.gemm.ops import gemm, gemm_workspace
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import rope_tables
@@ -92,37 +94,27 @@ class Bench:
         self.lengths = torch.tensor([size.prefix_tokens - 12], dtype=torch.int32, device=device)
         self.cos, self.sin = rope_tables(size.prefix_tokens + rows, size.head_dim, device)
 
-    def product(self, name: str) -> Product:
-        """The product of an op."""
+    def product(self, name: str) -> GemmSizes:
+        """What kind of product an op makes."""
         layer = self.layers[name][0]
-        if name == "qkv":
-            return suffix.qkv_product(self.x, layer, self.q, self.k)
-        if name == "gate_up":
-            return suffix.gate_up_product(self.x, layer)
-        return suffix.project_product(self.context if name == "o" else self.active, layer)
+        heads = Heads(self.q, self.k, self.v) if name == "qkv" else None
+        rows = {"o": self.context, "down": self.active}.get(name, self.x)
+        return gemm_sizes(rows, layer, heads, gated=name == "gate_up")
 
-    def run(self, name: str, index: int, cut: Tiling | None, workspace: suffix.ProductWorkspace | None) -> None:
-        """Run an op of one layer; it writes `out`."""
-        layer, out = self.layers[name][index], self.out[name]
+    def run(self, name: str, index: int, cut: GemmConfig | None, workspace: Workspace | None) -> None:
+        """An op in one layer, into `out`."""
+        layer, out, norm = self.layers[name][index], self.out[name], Norm(EPS, None, self.scale)
         if name == "qkv":
-            suffix.qkv_rope(
-                self.x,
-                layer,
-                self.scale,
-                self.shifts[name],
-                Rotation(self.cos, self.sin, self.lengths),
-                Heads(*out),
-                eps=EPS,
-                cut=cut,
-            )
+            epilogue = Epilogue(self.shifts[name], rope=Rotation(self.cos, self.sin, self.lengths))
+            gemm(self.x, layer, Heads(*out), epilogue, norm, cut)
         elif name == "gate_up":
-            suffix.gate_up_geglu(self.x, layer, self.scale, self.shifts[name], out[0], eps=EPS, cut=cut)
+            gemm(self.x, layer, out[0], Epilogue(self.shifts[name], Activation.GEGLU), norm, cut)
         else:
             a = self.context if name == "o" else self.active
-            suffix.project(a, layer, self.gate, out[0], cut=cut, workspace=workspace)
+            gemm(a, layer, out[0], Epilogue(gate=self.gate, residual=True), None, cut, workspace)
 
-    def result(self, name: str, cut: Tiling | None, workspace: suffix.ProductWorkspace | None) -> Tensor:
-        """All outputs of an op in the first layer, concatenated."""
+    def result(self, name: str, cut: GemmConfig | None, workspace: Workspace | None) -> Tensor:
+        """What an op gives in the first layer, all its outputs in one row."""
         for out in self.out[name]:
             out.copy_(self.x if name in ("o", "down") else torch.full_like(out, float("nan")))
         self.run(name, 0, cut, workspace)
@@ -151,11 +143,11 @@ def _kernels(device: torch.device) -> Iterator[None]:
         yield
 
 
-def until_now(product: Product) -> Skinny:
-    """The fixed config of earlier versions."""
+def until_now(product: GemmSizes) -> Skinny:
+    """The cut that ran for more than 16 rows before there were others, whatever shared memory a GPU has."""
     if product.rows <= 16:
-        return Skinny.of(product, None)
-    cut = Skinny.of(replace(product, rows=16), None)
+        return skinny(product, None)
+    cut = skinny(replace(product, rows=16), None)
     block_k = min(1 << (product.k - 1).bit_length(), 256)
     return Skinny(cut.columns, max(1, min(8, block_k // 16)), block_k, 32 if product.rows <= 32 else 64, 1)
 
@@ -165,9 +157,9 @@ def products(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
     for name, layers in bench.layers.items():
         product = bench.product(name)
         want = bench.in_float32(name)
-        for cut in dict.fromkeys((until_now(product), *suffix_tilings.candidates(gpu, product))):
+        for cut in dict.fromkeys((until_now(product), *candidates(gpu, product))):
             with _kernels(bench.device):
-                workspace = suffix.product_workspace(product, bench.device, cut)
+                workspace = gemm_workspace(product, bench.device, cut)
                 one = functools.partial(bench.result, name, cut, workspace)
                 layer = functools.partial(bench.run, name, cut=cut, workspace=workspace)
                 row = {"op": name, "rows": bench.rows, "cut": str(cut), "until_now": cut == until_now(product)}
@@ -185,18 +177,18 @@ def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
 
     out = bench.x.new_empty(bench.rows, size.heads * size.head_dim)
 
-    def run(cut: KeySplit | None, workspace: suffix.AttentionWorkspace, wide: bool = False) -> Tensor:
+    def run(cut: KeySplit | None, workspace: AttentionWorkspace, wide: bool = False) -> Tensor:
         tensors = (bench.q, bench.keys, bench.values, bench.k, bench.v)
         q, keys, values, k, v = (x.float() for x in tensors) if wide else tensors
         into = out.float() if wide else out
-        suffix.suffix_attention(q, keys, values, k, v, bench.lengths, into, workspace, state_first=True, cut=cut)
+        suffix_attention(q, keys, values, k, v, bench.lengths, into, workspace, state_first=True, config=cut)
         return into
 
     with steered("reference", bench.device):
-        want = run(None, suffix.suffix_workspace(sizes, bench.device), wide=True)
+        want = run(None, suffix_workspace(sizes, bench.device), wide=True)
     for cut in dict.fromkeys((before, *attention_config.key_splits(gpu, sizes))):
         with _kernels(bench.device):
-            one = functools.partial(run, cut, suffix.suffix_workspace(sizes, bench.device, cut))
+            one = functools.partial(run, cut, suffix_workspace(sizes, bench.device, cut))
             row = {"op": "attention", "rows": bench.rows, "cut": str(cut), "until_now": cut == before}
             yield row | _measured(one, want, [one] * size.depth, bench)
 

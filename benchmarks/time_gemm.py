@@ -38,15 +38,14 @@ from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import milliseconds, unfit
 from vla_accel.kernels.chain import Chain as LaunchChain
-from vla_accel.kernels.gemm import choice as gemm_choice
-from vla_accel.kernels.gemm import hopper as gemm
-from vla_accel.kernels.gemm.hopper import Tiling, launch
-from vla_accel.kernels.gemm.linear import library_product
+from vla_accel.kernels.gemm import config, hopper
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.hopper import HopperTile, launch
+from vla_accel.kernels.gemm.moments import Moments, write
+from vla_accel.kernels.gemm.ops import by_library
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.nvrtc import compiled
-from vla_accel.kernels.reference import MOMENTS_OF
-from vla_accel.kernels.rows.rows import geglu, gelu
 from vla_accel.machine import resolve_device
 from vla_accel.numeric import round_up
 
@@ -61,8 +60,8 @@ TOGETHER, GAIN = 6, 0.998
 """Tilings of each product that are tried together; largest remaining share of the chain's time."""
 
 
-def cycles(gpu: Gpu, product: Product, tiling: Tiling) -> float:
-    """Estimated cycles of a product, good enough to exclude hopeless tilings."""
+def cycles(gpu: Gpu, product: Product, tiling: HopperTile) -> float:
+    """What a product takes by estimate; good enough to leave out what cannot win."""
     blocks = -(-product.n // (tiling.weight_rows * tiling.across)) * tiling.across
     blocks *= -(-product.rows // (tiling.tokens * tiling.along)) * tiling.along * tiling.split
     at_once = min(tiling.resident, -(-blocks // gpu.multiprocessors))
@@ -76,10 +75,10 @@ def cycles(gpu: Gpu, product: Product, tiling: Tiling) -> float:
     return waves * max(multiplied, fetched / CYCLES_FETCHED) + START * starts + EXCHANGE * (tiling.split - 1)
 
 
-def candidates(gpu: Gpu, product: Product, each: int) -> list[Tiling]:
-    """The `each` tilings of every kind with the best estimates. A kind: blocks per multiprocessor, parts of K, blocks
-    that share weights and tokens, persistence."""
-    kinds: dict[tuple[Any, ...], dict[Tiling, float]] = {}
+def candidates(gpu: Gpu, product: Product, each: int) -> list[HopperTile]:
+    """Tilings of every kind, `each` of a kind: those that the estimate likes best. A kind is: blocks a multiprocessor,
+    parts of K, blocks that share weights and tokens, persistence."""
+    kinds: dict[tuple[Any, ...], dict[HopperTile, float]] = {}
     shapes = itertools.product(
         (1, 2, 3), (1, 2), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)),
         (False, True),
@@ -95,7 +94,7 @@ def candidates(gpu: Gpu, product: Product, each: int) -> list[Tiling]:
             if persistent and tiles * along * -(-product.n // (64 * groups * blocks)) <= gpu.multiprocessors * resident:
                 continue  # Each block has one tile in any case.
             for stages in range(8, 2, -1):
-                tiling = Tiling(groups, blocks, parts, width, stages, across, along, split, resident, persistent)
+                tiling = HopperTile(groups, blocks, parts, width, stages, across, along, split, resident, persistent)
                 if product.fits(tiling):
                     kind = (resident, split, across, along, persistent)
                     kinds.setdefault(kind, {})[tiling] = cycles(gpu, product, tiling)
@@ -105,7 +104,7 @@ def candidates(gpu: Gpu, product: Product, each: int) -> list[Tiling]:
     for found in kinds.values():
         kept += [(found[tiling], tiling) for tiling in sorted(found, key=lambda t: found[t])[:each]]
     order = [tiling for cost, tiling in sorted(kept, key=lambda pair: pair[0]) if cost <= WORTH * best]
-    today = gemm.planned(gpu, product.kind, product.activation, product.rows, product.n, product.k)
+    today = hopper.planned(gpu, product.kind, product.activation, product.rows, product.n, product.k)
     first = [today] if today is not None else []
     # Fewer stages leave room for the next kernel's block beside this one.
     lean = [replace(tiling, stages=3) for tiling in (*first, *order[:2]) if tiling.stages > 3]
@@ -115,24 +114,23 @@ def candidates(gpu: Gpu, product: Product, each: int) -> list[Tiling]:
 # -- right and quick --------------------------------------------------------------------------------------------------
 
 
-def error_of(product: Product, layer: Linear, tiling: Tiling, gpu: Gpu) -> float:
+def error_of(product: Product, layer: Linear, tiling: HopperTile, gpu: Gpu) -> float:
     """Relative error against float32, as the chain launches it."""
     draw = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randn(product.rows, product.k, device=DEVICE, generator=draw)
     x = (x if product.norm == "none" else 2 * x + 1).to(product.kind)
     columns = product.n // 2 if product.activation.gated else product.n
     out = torch.zeros(product.rows, columns, dtype=FP8 if product.narrow else DTYPE, device=DEVICE)
-    options: dict[str, Any] = {"scale": layer.weight_scale_value, "inverse_scale": 20.0 if product.narrow else None}
-    wide = x.float()
-    if product.residual:
-        options["moments"] = torch.zeros(columns // MOMENTS_OF, product.rows, 2, device=DEVICE)
+    wide, moments, norm = x.float(), Moments.like(out) if product.residual else None, None
     if product.norm != "none":
-        parts = wide.unflatten(1, (-1, MOMENTS_OF)).transpose(0, 1)
-        moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * MOMENTS_OF), 2)
-        options["norm"] = gemm.Norm(moments, layer.sums if product.norm == "layer" else None, 1e-6)
+        norm = Norm(1e-6, Moments.like(x), sums=layer.sums if product.norm == "layer" else None)
+        assert norm.moments is not None
+        write(x, None, norm.moments)
         wide = (F.layer_norm if product.norm == "layer" else F.rms_norm)(wide, (product.k,), eps=1e-6)
+    quantize = 20.0 if product.narrow else None
+    epilogue = Epilogue(activation=product.activation, residual=product.residual, moments=moments, quantize=quantize)
     with LaunchChain(gpu).resumed():
-        gemm.gemm(x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation, **options)
+        hopper.gemm(x, replace(layer, input_scale_value=1.0), out, epilogue, norm, tiling, gpu)
     want = wide @ layer.weight.float().T * layer.weight_scale_value
     if layer.bias is not None:
         want = want + layer.bias.float()
@@ -143,10 +141,11 @@ def error_of(product: Product, layer: Linear, tiling: Tiling, gpu: Gpu) -> float
         want = (F.gelu(gate, approximate="tanh") * up).flatten(1)
     if product.narrow:
         want = (want * 20.0).clamp(-E4M3.largest, E4M3.largest)
-    if product.residual and not torch.allclose(
-        options["moments"][..., 0].T, out.float().unflatten(1, (-1, MOMENTS_OF)).mean(2), atol=1e-4
-    ):
-        return float("inf")
+    if moments is not None:
+        written = Moments.like(out)
+        write(out, None, written)
+        if not torch.allclose(moments.sums, written.sums, atol=1e-2):
+            return float("inf")
     return float((out.float() - want).norm() / want.norm())
 
 
@@ -172,46 +171,35 @@ def in_turns(graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = ROUNDS) -
     return {name: median(found) for name, found in times.items()}
 
 
-def alone(chain: Chain, product: Product, tiling: Tiling | None, gpu: Gpu) -> float:
+def alone(chain: Chain, product: Product, tiling: HopperTile | None, gpu: Gpu) -> float:
     """Microseconds of one product without its chain, every layer's weight in turn; by the library for None, with what
     it needs beside it for the activation, but no norm and no residual."""
     x = chains.normal(product.rows, product.k).to(product.kind)
     columns = product.n // 2 if product.activation.gated else product.n
     whole = torch.empty(product.rows, product.n, dtype=DTYPE, device=DEVICE)
     out = torch.empty(product.rows, columns, dtype=FP8 if product.narrow else DTYPE, device=DEVICE)
-    inverse = 1.0 if product.narrow else None
+    epilogue = Epilogue(activation=product.activation, quantize=1.0 if product.narrow else None)
 
     def call() -> None:
         for layer in chain.weights[product.name]:
-            if tiling is not None:
-                with LaunchChain(gpu).resumed():
-                    gemm.gemm(
-                        x, layer.weight, layer.bias, out, gpu=gpu, tiling=tiling, activation=product.activation,
-                        scale=layer.weight_scale_value, inverse_scale=inverse,
-                    )  # fmt: skip
-            elif product.activation is Activation.NONE:
-                library_product(x, layer, out)
-            elif product.activation is Activation.GELU and not product.narrow:
-                library_product(x, layer, out, Activation.GELU)
+            if tiling is None:
+                by_library(x, layer, out, epilogue, (whole,))
             else:
-                library_product(x, layer, whole)
-                if product.activation is Activation.GELU:
-                    gelu(whole, out, inverse_scale=inverse)
-                else:
-                    geglu(whole, out, inverse_scale=inverse, paired=layer.paired)
+                with LaunchChain(gpu).resumed():
+                    hopper.gemm(x, layer, out, epilogue, None, tiling, gpu)
 
     return 1e3 * milliseconds(call, DEVICE, 3) / chain.layers
 
 
 def sweep(
-    chain: Chain, product: Product, tried: Iterator[Tiling], gpu: Gpu, until: float
-) -> tuple[dict[str, Any], list[Tiling]]:  # fmt: skip
+    chain: Chain, product: Product, tried: Iterator[HopperTile], gpu: Gpu, until: float
+) -> tuple[dict[str, Any], list[HopperTile]]:  # fmt: skip
     """Every candidate of one product in the chain, the others as today: what was found, and the best first."""
     kept = chain.graph({})
     kept.replay()
     want, layer = chain.out.float().clone(), chain.weights[product.name][0]
-    today = gemm_choice.known(want.device, product.kind, product.activation, product.rows, product.n, product.k)
-    rows: dict[Tiling, dict[str, Any]] = {}
+    today = config.known(want.device, product.kind, product.activation, product.rows, product.n, product.k)
+    rows: dict[HopperTile, dict[str, Any]] = {}
     wrong, out = [], []
     for tiling in tried:
         try:
@@ -247,9 +235,9 @@ def saving(ms: Mapping[str, float], chain: Chain) -> dict[str, float]:
     }  # fmt: skip
 
 
-def together(chain: Chain, best: list[list[Tiling]], until: float) -> dict[str, Any]:
+def together(chain: Chain, best: list[list[HopperTile]], until: float) -> dict[str, Any]:
     """The best of every product, one product after the other beside what was taken for the others; twice over."""
-    taken: dict[tuple[torch.dtype, str, int, int], Tiling] = {}
+    taken: dict[tuple[torch.dtype, str, int, int], HopperTile] = {}
     graph = kept = chain.graph({})
     for _, (product, tilings) in itertools.product(range(2), zip(chain.products, best, strict=True)):
         for tiling in tilings[:TOGETHER]:
@@ -264,15 +252,15 @@ def together(chain: Chain, best: list[list[Tiling]], until: float) -> dict[str, 
     return {"taken": names, **saving(in_turns({"mine": graph, "kept": kept}, 4 * ROUNDS), chain)}
 
 
-def said(tiling: Tiling) -> str:
+def said(tiling: HopperTile) -> str:
     """As the table has it."""
     words = []
     for name, value in asdict(tiling).items():
         if name in ("groups", "blocks", "parts", "width", "stages"):
             words.append(str(value))
-        elif value != getattr(Tiling, name):
+        elif value != getattr(HopperTile, name):
             words.append(f"{name}={value}")
-    return f"Tiling({', '.join(words)})"
+    return f"HopperTile({', '.join(words)})"
 
 
 # -- compiling --------------------------------------------------------------------------------------------------------
@@ -283,7 +271,7 @@ def compile_one(source: str) -> None:
     compiled(source, launch.ARCHITECTURE)
 
 
-def as_compiled(tilings: list[Tiling], jobs: list[Future[None]], until: float) -> Iterator[Tiling]:
+def as_compiled(tilings: list[HopperTile], jobs: list[Future[None]], until: float) -> Iterator[HopperTile]:
     """Those that are compiled in time, in their order; one that does not compile says so where it is launched."""
     for tiling, job in zip(tilings, jobs, strict=True):
         wait([job], max(0.0, until - time.monotonic()))
@@ -312,7 +300,7 @@ def measure(options: argparse.Namespace, report: dict[str, Any], pool: ProcessPo
         ]
         row: dict[str, Any] = {"chain": name, "program": chain.program.detail, "products": []}
         report["chains"].append(row)
-        best: list[list[Tiling]] = []
+        best: list[list[HopperTile]] = []
         for place, product in enumerate(chain.products):
             now = time.monotonic()
             mine = now + (until - now) / (len(chain.products) + 1 - place)

@@ -40,16 +40,18 @@ from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import autotune, nvrtc
+from vla_accel.kernels import config as configs
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import milliseconds, unfit
-from vla_accel.kernels.gemm import hopper as gemm
-from vla_accel.kernels.gemm import linear
-from vla_accel.kernels.gemm.hopper import Tiling, launch
+from vla_accel.kernels.gemm import hopper
+from vla_accel.kernels.gemm.choice import trial
+from vla_accel.kernels.gemm.config import Library
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.hopper import HopperTile, launch
 from vla_accel.kernels.gemm.weights import make_linear, pair
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import why_not
 from vla_accel.machine import resolve_device
-from vla_accel.nn import kernel_choices as cuts
 from vla_accel.nn.expert import ExpertWeights
 from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
@@ -75,9 +77,9 @@ MANY = {
     **{f"pi05 H=50 batch {n}": LoopCase(streamable("pi05", **DEEP, horizon=50), n, 554, steps=10) for n in (4, 1)},
     "pi05 H=10 batch 4": LoopCase(streamable("pi05", **DEEP), 4, 554, steps=10),
 }
-"""Up to 64 rows there are streamed kernels on Hopper, too."""
-PREFERRED = {"triton": "pipelined", "library": "cuBLAS", "own": "own GEMM", "chosen": ""}
-"""Prefix of the preferred choices of a product, for each way to build a loop."""
+"""Those of up to 64 rows have streamed kernels on Hopper, too."""
+PREFERRED = {"triton": "pipelined", "library": "cuBLAS", "own": "Hopper GEMM", "chosen": ""}
+"""How the names begin of what is taken of a product in each way to build a loop, where any is among its choices."""
 TINY_MANY = {"pi05": LoopCase(streamable("pi05", width=64, mlp=128, heads=2, horizon=17), 2, 40, steps=1)}
 TINY = {
     "pi05": LoopCase(streamable("pi05", width=64, mlp=128, heads=2, horizon=18), 1, 40),
@@ -166,11 +168,11 @@ def preferring(name: str, seen: Callable[[str, autotune.Fastest], None]) -> Iter
         seen(what, found)
         return found
 
-    before, cuts.remembered = cuts.remembered, among
+    before, configs.remembered = configs.remembered, among
     try:
         yield
     finally:
-        cuts.remembered = before
+        configs.remembered = before
 
 
 def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -258,25 +260,25 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         )
 
 
-def tilings(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> list[Tiling]:
-    """The tiling of the table and the searched ones."""
+def tilings(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> list[HopperTile]:
+    """The table's and those that are searched for."""
     sizes = (E4M3.dtype if kind == "fp8" else torch.bfloat16, activation, rows, n, k)
-    table = gemm.planned(gpu, *sizes)
-    return list(dict.fromkeys(([] if table is None else [table]) + gemm.searched(gpu, *sizes)))
+    table = hopper.planned(gpu, *sizes)
+    return list(dict.fromkeys(([] if table is None else [table]) + hopper.searched(gpu, *sizes)))
 
 
 def sources(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> Iterator[str]:
     """Their CUDA C++ sources."""
     dtype, narrow = (E4M3.dtype, activation is not Activation.NONE) if kind == "fp8" else (torch.bfloat16, False)
     for tiling in tilings(gpu, kind, rows, activation, n, k):
-        yield launch.source(dtype, narrow, activation, tiling)
+        yield launch.source(dtype, tiling, Epilogue(activation=activation), fp8_out=narrow)
 
 
 def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each product, number of rows and way."""
     gpu = Gpu.of(device)
     assert gpu is not None
-    products = list(itertools.product(sorted(gemm.TABLES[launch.ARCHITECTURE]), ROWS))
+    products = list(itertools.product(sorted(hopper.TABLES[launch.ARCHITECTURE]), ROWS))
     with ThreadPoolExecutor() as pool:
         # Only the compiler takes long, and it needs no GPU.
         texts = {text for (kind, act, n, k), rows in products for text in sources(gpu, kind, rows, act, n, k)}
@@ -287,10 +289,10 @@ def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
         layer = make_linear(
             draw.wide(n, k, scale=k**-0.5).to(device), bias, torch.bfloat16, 4.0 if kind == "fp8" else None
         )
-        call = linear._trial(pair(layer) if activation is Activation.GEGLU else layer, activation, rows, gpu)
-        want = call(None).float().clone()
-        for tiling in (None, *tilings(gpu, kind, rows, activation, n, k)):
-            way = "library" if tiling is None else str(tiling)
+        call = trial(pair(layer) if activation is Activation.GEGLU else layer, activation, rows, gpu)
+        want = call(Library()).float().clone()
+        for tiling in (Library(), *tilings(gpu, kind, rows, activation, n, k)):
+            way = str(tiling)
             row: dict[str, Any] = {"gemm": f"{kind} {activation} {rows}x{n}x{k}", "rows": rows, "way": way}
             try:
                 worst = calls.difference(call(tiling).float(), want).worst

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm import choice as gemm_choice
-from vla_accel.kernels.gemm.hopper import Tiling, launch
-from vla_accel.kernels.gemm.norms import with_sums
-from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
+from vla_accel.kernels.gemm import config, ops
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.hopper import HopperTile, launch
+from vla_accel.kernels.gemm.hopper.config import HopperSizes, Use
+from vla_accel.kernels.gemm.weights import Linear, make_linear, pair, with_sums
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.native_prefix import NativePrefix, PrefixWeights
 from vla_accel.nn.native_vision import NativeVision, VisionWeights
@@ -55,17 +56,15 @@ class Product:
         """Whether it writes FP8."""
         return self.kind == FP8 and self.activation is not Activation.NONE
 
-    def source(self, tiling: Tiling) -> str:
-        width = self.k if self.norm != "none" else 0
-        options = {"residual": self.residual, "norm": self.norm, "k": width}
-        return launch.source(self.kind, self.narrow, self.activation, tiling, **options)
+    def source(self, tiling: HopperTile) -> str:
+        norm = None if self.norm == "none" else Norm(1e-6, sums=torch.zeros(1) if self.norm == "layer" else None)
+        epilogue = Epilogue(activation=self.activation, residual=self.residual)
+        return launch.source(self.kind, tiling, epilogue, norm, fp8_out=self.narrow)
 
-    def fits(self, tiling: Tiling) -> bool:
+    def fits(self, tiling: HopperTile) -> bool:
         """Whether the kernel takes it."""
-        if -(-self.chunks // tiling.split) * (tiling.split - 1) >= self.chunks:
-            return False
-        options = {"residual": self.residual, "normed": self.norm != "none"}
-        return tiling.why_not(self.activation, **options) is None
+        use = Use(self.activation.gated, self.residual, self.norm != "none")
+        return tiling.why_not(None, HopperSizes(self.rows, self.n, self.k, self.kind.itemsize, (use,))) is None
 
 
 @dataclass
@@ -80,9 +79,9 @@ class Chain:
     depth: int
     layers: int
     program: NativeVision | NativePrefix
-    taken: dict[tuple[torch.dtype, str, int, int], Tiling] = field(default_factory=dict)
+    taken: dict[tuple[torch.dtype, str, int, int], HopperTile] = field(default_factory=dict)
 
-    def graph(self, taken: Mapping[tuple[torch.dtype, str, int, int], Tiling]) -> torch.cuda.CUDAGraph:
+    def graph(self, taken: Mapping[tuple[torch.dtype, str, int, int], HopperTile]) -> torch.cuda.CUDAGraph:
         """The program with these tilings, run once and captured."""
         self.taken.clear()
         self.taken.update(taken)
@@ -97,7 +96,7 @@ class Chain:
 
 def steer(at_hand: list[Chain]) -> None:
     """From now on the GEMM takes what the last of these chains says, or else what it takes today."""
-    known = gemm_choice.known
+    known = config.known
 
     def taken(
         device: torch.device,
@@ -108,11 +107,11 @@ def steer(at_hand: list[Chain]) -> None:
         k: int,
         *,
         inside: bool = False,
-    ) -> Tiling | None:
+    ) -> HopperTile | None:
         mine = at_hand[-1].taken.get((kind, activation, n, k)) if at_hand else None
         return mine or known(device, kind, activation, rows, n, k, inside=inside)
 
-    gemm_choice.known = taken
+    ops.known = taken
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:

@@ -1,5 +1,5 @@
-"""What tests on a GPU share: neither cuts nor ways of attention are measured, which would compile some thirty kernels a
-model, and let two policies that are compared bit for bit choose differently."""
+"""Fixtures of the tests on a GPU. The configs of loops and attention are not measured: that would compile some thirty
+kernels a model, and two policies that are compared bit for bit could differ."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from tests.support.gpu_policies import NATIVE, SMALL, save
 from vla_accel import OptimizedPolicy
 from vla_accel.kernels.attention import choice
 from vla_accel.kernels.autotune import Fastest
-from vla_accel.nn import kernel_choices as cuts
+from vla_accel.kernels.config import Choice
+from vla_accel.nn import kernel_choices
 
 
 @pytest.fixture(scope="session", autouse=True)
 def untuned() -> Iterator[None]:
-    """The first cut is taken; `time_cuts.py` runs all of them."""
+    """Choose the first config; `time_cuts.py` runs all of them."""
 
     def first(what: str, ways: Mapping[str, Any], device: object, repeats: int) -> Fastest:
         return Fastest(next(iter(ways)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuts, "remembered", first)
+        patch.setattr(kernel_choices, "measure", lambda what, configs, *_: Choice(configs[0], {}))
         patch.setattr(choice, "remembered", first)
         yield
 

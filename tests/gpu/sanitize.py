@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from eval.script import concluded
-from tests.kernels.test_gemm import TILINGS
+from tests.kernels.test_gemm import TILES
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
@@ -38,7 +38,8 @@ from vla_accel.families.pi0.network import Pi0
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm.suffix_tilings import Own, Product, beside
+from vla_accel.kernels.gemm.config import GemmSizes, without_triton
+from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
 from vla_accel.nn.random_weights import random_model
@@ -52,10 +53,10 @@ def gemm() -> Cases:
     from tests.gpu import test_gpu_gemm as gpu
 
     found: Cases = {}
-    for i, tiling in enumerate(TILINGS):
+    for i, tiling in enumerate(TILES):
         kind = (torch.bfloat16, torch.float16, E4M3.dtype)[i % 3]
         found[f"tiling {i}"] = lambda t=tiling, k=kind: gpu.check(t, k, 100, 320, 1536, Activation.NONE, False)
-    for i, tiling in [(i, TILINGS[i]) for i in (0, 6, 4, 10)]:
+    for i, tiling in [(i, TILES[i]) for i in (0, 6, 4, 10)]:
         found[f"gelu {i}"] = lambda t=tiling: gpu.check(t, torch.bfloat16, 100, 320, 1536, Activation.GELU, False)
         found[f"geglu fp8 {i}"] = lambda t=tiling: gpu.check(t, E4M3.dtype, 100, 320, 1536, Activation.GEGLU, True)
         found[f"norms {i}"] = lambda t=tiling: gpu.check_norms_inside(t, torch.bfloat16, 100, 320, 1536)
@@ -78,16 +79,16 @@ def suffix() -> Cases:
     for batch, tokens in ((1, 33), (2, 40)):
         rows = batch * tokens
         made = {
-            "qkv_rope": (Product(rows, 512, 128, 6, 2), lambda c, b=batch, t=tokens: cases._qkv_rope(
+            "qkv_rope": (GemmSizes(rows, 512, 128, 6, 2), lambda c, b=batch, t=tokens: cases._qkv_rope(
                 b, t, 512, 4, 1, 256, True, "", c, moments=64)),
-            "gate_up_geglu": (Product(rows, 512, 1024, 1, 2), lambda c, r=rows: cases._gate_up(
+            "gate_up_geglu": (GemmSizes(rows, 512, 1024, 1, 2), lambda c, r=rows: cases._gate_up(
                 r, 512, 1024, True, "", c, moments=64)),
-            "project": (Product(rows, 1024, 512), lambda c, r=rows, t=tokens: cases._project(
+            "project": (GemmSizes(rows, 1024, 512), lambda c, r=rows, t=tokens: cases._project(
                 r, 512, 1024, t, "grmn", c)),
         }  # fmt: skip
         for op, (product, make) in made.items():
-            for cut in beside(Gpu.of(DEVICE), product):
-                if isinstance(cut, Own):
+            for cut in without_triton(Gpu.of(DEVICE), product):
+                if isinstance(cut, HopperTile):
                     name = f"{op} {rows} {cut}"
                     found[name] = lambda n=name, m=make, c=cut: both_ways(n, m(c))
     return found

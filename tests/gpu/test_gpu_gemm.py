@@ -1,5 +1,4 @@
-"""The Hopper GEMM (`ops/cuda/gemm/`) on a GPU against float32: every kind of tiling over awkward sizes, and
-chains of dependent launches."""
+"""The Hopper GEMM on a GPU against float32: every kind of tile over awkward sizes, chains of dependent launches."""
 
 from __future__ import annotations
 
@@ -11,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.kernels.test_gemm import TILINGS
-from tests.support.gemm_reference import product
+from tests.kernels.test_gemm import TILES
+from tests.support.emulated_gemm import moments_of
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import hopper as gemm
-from vla_accel.kernels.gemm.hopper import TABLES, Tiling
+from vla_accel.kernels.gemm import hopper as kernels
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.hopper import TABLES, HopperTile
+from vla_accel.kernels.gemm.hopper.config import HopperSizes, Use
+from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, geglu
@@ -38,27 +40,42 @@ def hopper() -> None:
         pytest.skip("NOT RUN: these kernels are for Hopper")
 
 
-def times(*operands: Tensor | None, **options: Any) -> None:
+def times(x: Tensor, weights: Linear, out: Tensor, tile: HopperTile, norm: Norm | None = None, **epilogue: Any) -> None:
     gpu = Gpu.of(DEVICE)
     assert gpu is not None
     with Chain(gpu).resumed():
-        gemm.gemm(*operands, gpu=gpu, **options)  # type: ignore[arg-type]
+        kernels.gemm(x, weights, out, Epilogue(**epilogue), norm, tile, gpu)
 
 
-def check(tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: Activation, narrow: bool) -> None:
+def runs(tile: HopperTile, kind: torch.dtype, k: int, **use: bool) -> bool:
+    return tile.why_not(None, HopperSizes(1, 64, k, kind.itemsize, (Use(**use),))) is None
+
+
+def product(x: Tensor, weights: Linear, activation: Activation) -> Tensor:
+    """In float32 by torch."""
+    y = x.float() @ weights.weight.float().T * weights.weight_scale_value
+    y = y if weights.bias is None else y + weights.bias.float()
+    if activation is Activation.GELU:
+        return F.gelu(y, approximate="tanh")
+    if activation.gated:
+        gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
+        return ((F.silu(gate) if activation is Activation.SWIGLU else F.gelu(gate, approximate="tanh")) * up).flatten(1)
+    return y
+
+
+def check(tile: HopperTile, kind: torch.dtype, rows: int, n: int, k: int, activation: Activation, narrow: bool) -> None:
     draw = torch.Generator(device=DEVICE).manual_seed(rows)
     x = torch.randn(rows, k, device=DEVICE, generator=draw).to(kind)
     weight = torch.randn(n, k, device=DEVICE, generator=draw).to(kind)
     wide = torch.bfloat16 if kind == FP8 else kind
     bias = None if activation.gated else torch.randn(n, device=DEVICE, generator=draw).to(wide)
-    columns = n // 2 if activation.gated else n
+    weights = Linear(weight, bias, weight_scale_value=k**-0.5, paired=activation.gated)
     # Rows of NaN before and after: what writes too far shows.
-    whole = torch.full((rows + 16, columns), float("nan"), device=DEVICE).to(FP8 if narrow else wide)
-    out = whole[8:-8]
-    inverse = 30.0 if narrow else None
-    options = {"activation": activation, "scale": k**-0.5, "inverse_scale": inverse}
-    times(x, weight, bias, out, tiling=tiling, **options)
-    want = product(x, weight, bias, k**-0.5, activation) * (inverse or 1.0)
+    whole = torch.full((rows + 16, n // 2 if activation.gated else n), float("nan"), device=DEVICE)
+    whole = whole.to(FP8 if narrow else wide)
+    out, inverse = whole[8:-8], 30.0 if narrow else None
+    times(x, weights, out, tile, activation=activation, quantize=inverse)
+    want = product(x, weights, activation) * (inverse or 1.0)
     want = want.clamp(-448, 448) if narrow else want
     error = (out.float() - want).norm() / want.norm()
     assert error < (0.04 if narrow else 0.006), (error, rows, n, k)
@@ -72,26 +89,24 @@ def exact() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("tiling", TILES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tilings_compute_the_product(tiling: Tiling, kind: torch.dtype) -> None:
+def test_tilings_compute_the_product(tiling: HopperTile, kind: torch.dtype) -> None:
     for rows, (n, k) in itertools.product(ROWS, SIZES):
-        chunks = -(-k * (1 if kind == FP8 else 2) // 128)
-        if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
-            continue
-        check(tiling, kind, rows, n, k, Activation.NONE, False)
+        if runs(tiling, kind, k):
+            check(tiling, kind, rows, n, k, Activation.NONE, False)
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("tiling", TILES)
 @pytest.mark.parametrize("activation", [Activation.GELU, Activation.GEGLU, Activation.SWIGLU])
 @pytest.mark.parametrize("narrow", [False, True])
-def test_tilings_compute_the_epilogues(tiling: Tiling, activation: Activation, narrow: bool) -> None:
+def test_tilings_compute_the_epilogues(tiling: HopperTile, activation: Activation, narrow: bool) -> None:
     for rows, kind in itertools.product((17, 544), (torch.bfloat16, FP8)):
         check(tiling, kind, rows, 4352, 1152, activation, narrow)
 
 
 def check_norms_inside(
-    tiling: Tiling, kind: torch.dtype, rows: int, n: int, k: int, activation: Activation = Activation.NONE
+    tiling: HopperTile, kind: torch.dtype, rows: int, n: int, k: int, activation: Activation = Activation.NONE
 ) -> None:
     """The product added to a residual, with the moments of its rows, and the product of normed rows."""
     draw = torch.Generator(device=DEVICE).manual_seed(rows)
@@ -101,50 +116,45 @@ def check_norms_inside(
 
     wide = torch.bfloat16 if kind == FP8 else kind
     gated = activation.gated
-    x, weight, bias = normal(rows, k).to(kind), normal(n, k).to(kind), None if gated else normal(n).to(wide)
-    options = {"tiling": tiling, "scale": k**-0.5}
-    if activation == Activation.NONE and tiling.why_not(residual=True) is None and n % 64 == 0:
+    x, bias = normal(rows, k).to(kind), None if gated else normal(n).to(wide)
+    weights = Linear(normal(n, k).to(kind), bias, weight_scale_value=k**-0.5, paired=gated)
+    if activation == Activation.NONE and runs(tiling, kind, k, residual=True) and n % 64 == 0:
         whole = (3 * normal(rows + 16, n) + 1).to(wide)
         before, onto = whole.clone(), whole[8:-8]
-        moments = torch.full((n // 64 + 2, rows, 2), float("nan"), device=DEVICE)
-        times(x, weight, bias, onto, moments=moments[1:-1], **options)
-        y = product(x, weight, bias, k**-0.5, Activation.NONE).to(wide).float()
+        moments = Moments.like(onto)
+        times(x, weights, onto, tiling, residual=True, moments=moments)
+        y = product(x, weights, Activation.NONE).to(wide).float()
         want = before[8:-8].float() + y
         # The product is rounded, and so is the sum; the tensor cores add up FP8 products in fewer bits than float32.
         slack = 0.03 * (y.abs() + 1) if kind == FP8 else 1e-3
         assert ((onto.float() - want).abs() <= 2 * torch.finfo(wide).eps * (y.abs() + want.abs()) + slack).all()
         assert torch.equal(whole[:8], before[:8]) and torch.equal(whole[-8:], before[-8:])
-        parts = onto.float().view(rows, -1, 64)
-        torch.testing.assert_close(moments[1:-1, :, 0].T, parts.mean(2), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(moments[1:-1, :, 1].T, parts.var(2, unbiased=False) * 64, atol=1e-3, rtol=1e-5)
-        assert moments[0].isnan().all() and moments[-1].isnan().all()
-    if kind != FP8 and tiling.why_not(activation, normed=True) is None:
+        real = moments_of(onto, None, 64)
+        torch.testing.assert_close(moments.sums, real.sums, atol=1e-3, rtol=1e-5)
+        torch.testing.assert_close(moments.squares, real.squares, atol=1e-3, rtol=1e-5)
+    if kind != FP8 and runs(tiling, kind, k, normed=True, gated=gated):
         x = (x.float() * 2 + 3 * normal(rows, 1)).to(kind)
-        parts = x.float().view(rows, -1, 64).transpose(0, 1)
-        moments = torch.stack((parts.mean(2), parts.var(2, unbiased=False) * 64), 2)
-        sums = weight.float().sum(1)
+        sums = weights.weight.float().sum(1)
         for kept in (None,) if gated else (None, sums):
             out = torch.full((rows, n // 2 if gated else n), float("nan"), device=DEVICE, dtype=kind)
-            norm = gemm.Norm(moments, kept, 1e-6)
-            times(x, weight, bias, out, norm=norm, activation=activation, **options)
+            times(x, weights, out, tiling, Norm(1e-6, moments_of(x, None, 64), sums=kept), activation=activation)
             normed = F.layer_norm if kept is not None else F.rms_norm
-            want = product(normed(x.float(), (k,), eps=1e-6), weight, bias, k**-0.5, activation)
+            want = product(normed(x.float(), (k,), eps=1e-6), weights, activation)
             assert (out.float() - want).norm() / want.norm() < 0.006, (rows, n, k, kept is None)
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("tiling", TILES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tilings_take_norms_in(tiling: Tiling, kind: torch.dtype) -> None:
+def test_tilings_take_norms_in(tiling: HopperTile, kind: torch.dtype) -> None:
     for rows, (n, k) in itertools.product((1, 100, 531, 800), ((1152, 4352), (2048, 2048), (64, 1152))):
-        chunks = -(-k * (1 if kind == FP8 else 2) // 128)
-        if -(-chunks // tiling.split) * (tiling.split - 1) < chunks:
+        if runs(tiling, kind, k):
             check_norms_inside(tiling, kind, rows, n, k)
 
 
 @pytest.mark.parametrize("activation", [Activation.GEGLU, Activation.SWIGLU])
 def test_gated_products_take_an_rms_norm_in(activation: Activation) -> None:
-    for tiling in TILINGS:
-        if -(-18 // tiling.split) * (tiling.split - 1) < 18:
+    for tiling in TILES:
+        if runs(tiling, torch.bfloat16, 1152):
             for rows in (1, 177, 531):
                 check_norms_inside(tiling, torch.bfloat16, rows, 640, 1152, activation)
 
@@ -167,7 +177,7 @@ SEARCHED = (
 
 @pytest.mark.parametrize(("rows", "n", "k", "activation"), SEARCHED)
 def test_tilings_that_are_searched_for_compute_the_product(rows: int, n: int, k: int, activation: Activation) -> None:
-    for tiling in gemm.searched(Gpu.of(DEVICE), torch.bfloat16, activation, rows, n, k):
+    for tiling in kernels.searched(Gpu.of(DEVICE), torch.bfloat16, activation, rows, n, k):
         check(tiling, torch.bfloat16, rows, n, k, activation, False)
         check_norms_inside(tiling, torch.bfloat16, rows, n, k, activation)
 
@@ -181,7 +191,7 @@ def test_tilings_for_a_batch_compute_the_product(
     rows: int, n: int, k: int, activation: Activation, kind: torch.dtype
 ) -> None:  # fmt: skip
     """Of π0.5, two views each: clusters that share tokens, and persistent blocks."""
-    for tiling in gemm.searched(Gpu.of(DEVICE), kind, activation, rows, n, k):
+    for tiling in kernels.searched(Gpu.of(DEVICE), kind, activation, rows, n, k):
         check(tiling, kind, rows, n, k, activation, kind == FP8 and activation != Activation.NONE)
 
 
@@ -210,15 +220,15 @@ def test_a_chain_of_dependent_launches_is_ordered() -> None:
     x, y, h = (torch.empty_like(start) for _ in range(3))
     scratch = torch.empty(rows, 2 * hidden, device=DEVICE, dtype=torch.bfloat16)
     active = torch.empty(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
-    tilings = {2 * hidden: Tiling(2, 1, 1, 128, 4), width: Tiling(1, 1, 1, 128, 6, 1, 2)}
+    tilings = {2 * hidden: HopperTile(2, 1, 1, 128, 4), width: HopperTile(1, 1, 1, 128, 6, 1, 2)}
 
     def run(own: bool) -> Tensor:
         x.copy_(start)
         add_norm(x, None, x, h, layer=True, eps=1e-6, inverse_scale=None)
         for wide, back in layers:
             if own:
-                times(h, wide.weight, None, active, tiling=tilings[2 * hidden], activation=Activation.GEGLU)
-                times(active, back.weight, None, y, tiling=tilings[width])
+                times(h, wide, active, tilings[2 * hidden], activation=Activation.GEGLU)
+                times(active, back, y, tilings[width])
             else:
                 torch.mm(h, wide.weight.t(), out=scratch)
                 geglu(scratch, active, inverse_scale=None, paired=True)

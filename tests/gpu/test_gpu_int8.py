@@ -12,6 +12,8 @@ from tests.support.gpu_policies import DEVICE, NAN
 from vla_accel.fp8 import INT8
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm import int8
+from vla_accel.kernels.gemm.epilogue import PLAIN, Epilogue
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 
@@ -32,10 +34,10 @@ def on_gpu(layer: Linear) -> Linear:
     return replace(layer, **{name: getattr(layer, name).to(DEVICE) for name in names})
 
 
-def tiles(rows: int) -> list[int8.Tile]:
+def tiles(rows: int) -> list[int8.Int8Tile]:
     gpu = Gpu.of(torch.device(DEVICE))
     assert gpu is not None
-    return int8.searched(gpu, rows)
+    return int8.candidates(gpu, rows)
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
@@ -43,11 +45,11 @@ def test_every_tile_sums_exactly(rows: int, n: int, k: int) -> None:
     """To the last bit of float32, so an integer that is off by one is seen."""
     x, layer = operands(rows, n, k)
     want = torch.empty(rows, n)
-    int8.product(x, layer, want)
+    gemm(x, layer, want)
     there, x = on_gpu(layer), x.to(DEVICE)
     for tile in tiles(rows):
         got = torch.full((rows, n), NAN, device=DEVICE)
-        int8._launch(x, there, got, tile, Activation.NONE, None)
+        int8.launch(x, there, got, PLAIN, tile)
         # The bias may be added by a fused instruction.
         torch.testing.assert_close(got.cpu(), want, rtol=3e-7, atol=3e-7, msg=str(tile))
 
@@ -58,12 +60,13 @@ def test_every_tile_has_the_activation_inside(rows: int, n: int, k: int, activat
     for paired in (False, True) if activation.gated else (False,):
         x, layer = operands(rows, n, k, paired=paired)
         want = torch.empty(rows, n // 2 if activation.gated else n, dtype=torch.int8)
-        int8.product(x, layer, want, activation=activation, inverse_scale=20.0)
+        epilogue = Epilogue(activation=activation, quantize=20.0)
+        gemm(x, layer, want, epilogue)
         assert want.float().abs().mean() > 1
         there, on_device = on_gpu(layer), x.to(DEVICE)
         for tile in tiles(rows):
             got = torch.full_like(want, 99, device=DEVICE)
-            int8._launch(on_device, there, got, tile, activation, 20.0)
+            int8.launch(on_device, there, got, epilogue, tile)
             apart = (got.cpu().int() - want.int()).abs()
             # A value that lies half-way between two integers may go either way.
             assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) <= 0.002, (tile, paired)
@@ -73,7 +76,7 @@ def test_a_measured_product_is_the_usual_ones() -> None:
     x, layer = operands(544, 1024, 512)
     there, x = on_gpu(layer), x.to(DEVICE)
     before, after = torch.empty(544, 1024, device=DEVICE), torch.empty(544, 1024, device=DEVICE)
-    int8.product(x, there, before)
-    int8.measure(there, Activation.NONE, 544)
-    int8.product(x, there, after)
+    gemm(x, there, before)
+    int8.tune(there, Activation.NONE, 544)
+    gemm(x, there, after)
     assert torch.equal(before, after)

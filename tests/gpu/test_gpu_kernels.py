@@ -29,8 +29,8 @@ def test_a_product_of_cublas(rows: int, k: int, n: int, fp8: bool, what: str) ->
     generator = torch.Generator().manual_seed(rows)
     weight, bias = torch.randn(n, k, generator=generator) / k**0.5, torch.randn(n, generator=generator)
     x = torch.randn(rows, k, generator=generator).bfloat16()
-    from vla_accel.kernels.gemm import linear as ops
-    from vla_accel.kernels.gemm import weights
+    from vla_accel.kernels.gemm import ops, weights
+    from vla_accel.kernels.gemm.epilogue import Epilogue
 
     def layer(device: str) -> weights.Linear:
         return weights.make_linear(
@@ -41,15 +41,16 @@ def test_a_product_of_cublas(rows: int, k: int, n: int, fp8: bool, what: str) ->
     if fp8:
         x = (x.float() * (host.inverse_scale or 1.0)).clamp(-448, 448).to(E4M3.dtype)
     want, got = torch.full((rows, n), NAN), torch.full((rows, n), NAN, dtype=torch.bfloat16, device=DEVICE)
-    ops.linear(x, host, want, Activation.GELU if what == "gelu" else Activation.NONE)
+    epilogue = Epilogue(activation=Activation.GELU if what == "gelu" else Activation.NONE)
+    ops.gemm(x, host, want, epilogue)
     with torch.inference_mode():
-        ops.linear(x.to(DEVICE), layer(DEVICE), got, Activation.GELU if what == "gelu" else Activation.NONE)
+        ops.gemm(x.to(DEVICE), layer(DEVICE), got, epilogue)
     found = calls.difference(got, want)
     assert found.worst <= 0.03 and found.mean <= 0.004, found
 
 
 def test_the_patch_product_is_exact_to_float32() -> None:
-    from vla_accel.kernels.gemm import linear as ops
+    from vla_accel.kernels.gemm import ops
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 256, (37, 1184), generator=generator).bfloat16()

@@ -3,7 +3,7 @@ by every tiling of the own GEMM that a build would measure, alone and in whole l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,18 +21,19 @@ from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, step
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.config import SuffixShape
-from vla_accel.kernels.autotune import Fastest, compile_all
-from vla_accel.kernels.gemm import suffix_tilings
-from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Product, Tiling
+from vla_accel.kernels.autotune import compile_all
+from vla_accel.kernels.config import Choice
+from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library, without_triton
+from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn import kernel_choices
 from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.random_weights import random_model
 from vla_accel.runtime import Runtime
 
 pytestmark = pytest.mark.gpu
 
-WORST = {Library: 0.03, Own: 0.02}
+WORST = {Library: 0.03, HopperTile: 0.02}
 """The library rounds a product to BF16 before the norm's factor and the gate, the own GEMM does not: of 655,360
 elements the worst is 0.024 off in the same arithmetic on a CPU, and 0.016."""
 MEAN = 0.003
@@ -40,14 +41,14 @@ SUFFIXES = ((16, 10), (32, 10), (4, 50), (5, 7))
 """Sequences, and tokens of each."""
 
 
-def product_of(name: str, rows: int) -> Product:
+def product_of(name: str, rows: int) -> GemmSizes:
     return {
-        "qkv": Product(rows, 1024, 128, 10, 2), "gate_up": Product(rows, 1024, 4096, 1, 2),
-        "o": Product(rows, 2048, 1024), "down": Product(rows, 4096, 1024),
+        "qkv": GemmSizes(rows, 1024, 128, 10, 2), "gate_up": GemmSizes(rows, 1024, 4096, 1, 2),
+        "o": GemmSizes(rows, 2048, 1024), "down": GemmSizes(rows, 4096, 1024),
     }[name]  # fmt: skip
 
 
-def call_of(name: str, batch: int, tokens: int, adaptive: bool, cut: Tiling) -> Call:
+def call_of(name: str, batch: int, tokens: int, adaptive: bool, cut: GemmConfig) -> Call:
     """With a name's own weights and rows, the same for every cut."""
     rows = batch * tokens
     if name == "qkv":
@@ -64,7 +65,7 @@ def call_of(name: str, batch: int, tokens: int, adaptive: bool, cut: Tiling) -> 
 @pytest.mark.parametrize("name", ["qkv", "gate_up", "o", "down"])
 def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adaptive: bool) -> None:
     device, gpu = torch.device(DEVICE), Gpu.of(torch.device(DEVICE))
-    ways = suffix_tilings.beside(gpu, product_of(name, batch * tokens))
+    ways = without_triton(gpu, product_of(name, batch * tokens))
     assert isinstance(ways[0], Library)
     wrong = []
     # The library's moments are of other tiles than the own GEMM's, which are alike.
@@ -73,7 +74,7 @@ def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adapti
     runs = {}
     for cut in ways:
         call = called[type(cut)]
-        call = replace(call, arguments={**call.arguments, "cut": cut})
+        call = replace(call, arguments={**call.arguments, "config": cut})
         runs[cut] = partial(calls.outputs_of, call, device, kernel=True, early=True)
     compile_all(runs.values(), Runtime.of(device))
     for cut, run in runs.items():
@@ -100,7 +101,7 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
         want = want or calls.outputs_of(call, torch.device("cpu"), kernel=False)
         got = calls.outputs_of(call, device, kernel=True, early=True, repeat=3)
         found = calls.difference(got[0], want[0])
-        if not (found.worst <= WORST[Own] and found.mean <= MEAN):
+        if not (found.worst <= WORST[HopperTile] and found.mean <= MEAN):
             wrong.append((cut, found))
     assert not wrong
 
@@ -108,7 +109,7 @@ def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> Non
 def between(loop: SuffixLoop) -> Iterator[Tensor]:
     """What products leave for those behind them."""
     for taken in loop.choices.chosen.values():
-        if isinstance(taken.tile_config, Library):
+        if isinstance(taken.config, Library):
             yield from taken.workspace
         if taken.moments is not None:
             yield from (taken.moments.sums, taken.moments.squares)
@@ -122,16 +123,16 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("begins", ["cuBLAS", "own GEMM"])
+@pytest.mark.parametrize("begins", ["cuBLAS", "Hopper GEMM"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_of_them_agrees_and_repeats_itself(name: str, begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replayed in a graph with dependent launches, every buffer that it must write first filled with NaN."""
     case = LOOPS[name]
 
-    def preferred(what: str, ways: Mapping[str, Callable[[], object]], *_: Any) -> Fastest:
-        return Fastest(next((way for way in ways if way.startswith(begins)), next(iter(ways))))
+    def preferred(what: str, configs: Sequence[Any], *_: Any) -> Choice:
+        return Choice(next((config for config in configs if str(config).startswith(begins)), configs[0]), {})
 
-    monkeypatch.setattr(cuts, "remembered", preferred)
+    monkeypatch.setattr(kernel_choices, "measure", preferred)
     model = random_model(Pi0, case.config)
     inputs, state, noise = loops_inputs(case)
 
@@ -145,9 +146,9 @@ def test_a_loop_of_them_agrees_and_repeats_itself(name: str, begins: str, monkey
     with torch.inference_mode():
         want = run_loop(loop_of(model, "fp32"), wide, state, noise, "cpu")
         loop = loop_of(on_gpu(model), "bf16")
-        kind = Library if begins == "cuBLAS" else Own
-        taken = {name: type(loop.choices[name].tile_config) for name in loop.products()}
-        if begins == "own GEMM" and Gpu.of(torch.device(DEVICE)).architecture != "sm_90a":  # type: ignore[union-attr]
+        kind = Library if begins == "cuBLAS" else HopperTile
+        taken = {name: type(loop.choices[name].config) for name in loop.products()}
+        if begins == "Hopper GEMM" and Gpu.of(torch.device(DEVICE)).architecture != "sm_90a":  # type: ignore[union-attr]
             pytest.skip("NOT RUN: the own GEMM is for Hopper")
         assert set(taken.values()) == {kind}
         got = run_loop(loop, inputs, state, noise, DEVICE)

@@ -14,8 +14,9 @@ from tests.support.streamed_support import LOOPS, loops_inputs, run_loop
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.kernels import autotune
+from vla_accel.kernels import config as configs
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.nn import kernel_choices as cuts
+from vla_accel.nn import kernel_choices
 from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.random_weights import random_model
 
@@ -28,7 +29,7 @@ def test_a_measured_loop_agrees_and_is_found_again(
     name: str, portable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cuts, "remembered", autotune.remembered)
+    monkeypatch.setattr(kernel_choices, "measure", configs.measure)
     knobs = pytest.importorskip("triton").knobs
     late: list[str] = []
     milliseconds = autotune.milliseconds
@@ -61,7 +62,7 @@ def test_a_measured_loop_agrees_and_is_found_again(
             got = run_loop(loop, inputs, state, noise, DEVICE)
             monkeypatch.setattr(autotune, "fastest", lambda *_: pytest.fail("measured again"))
             again = loop_of(moved, "bf16")
-    cut_of = [{kind: taken.tile_config for kind, taken in made.choices.chosen.items()} for made in (loop, again)]
+    cut_of = [{kind: taken.config for kind, taken in made.choices.chosen.items()} for made in (loop, again)]
     assert again.choices.detail == loop.choices.detail and cut_of[0] == cut_of[1]
     start = noise.numpy()
     assert cosines(got - start, want - start).min() >= BF16_COSINE

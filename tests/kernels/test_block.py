@@ -20,7 +20,6 @@ BLOCKS: dict[str, tuple[type[Block], ...]] = {
     "denoise model": (denoise.Model,),
     "denoise call": (denoise.Call,),
     "gemm": (gemm.Call,),
-    "gemm of a suffix": (gemm.Suffix, gemm.SuffixCall),
     "attention of a tower": (attention.Output, attention.Whole),
     "maps of a tower": (attention.WholeMaps,),
     "attention of a prefix": (attention.Output, attention.SharedKeys),

@@ -15,8 +15,9 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.choice import choose
 from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.dispatch import path
-from vla_accel.kernels.gemm import hopper as gemm
-from vla_accel.kernels.gemm import linear, weights
+from vla_accel.kernels.gemm import choice, hopper, ops, weights
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.image import ops as image
 from vla_accel.kernels.rows import rows
 from vla_accel.runtime import current
@@ -62,7 +63,7 @@ class Noted:
 def test_ops_ask_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted()
     monkeypatch.setattr(dispatch, "kernels", lambda _: noted)
-    monkeypatch.setattr(linear, "launched_own_gemm", lambda *_, **__: noted.calls.append("launched_own_gemm") or True)
+    monkeypatch.setattr(ops, "kernels", lambda _: noted)
     x, out, half = torch.ones(2, 16), torch.empty(2, 8), torch.ones(1, 2, 2, 4, dtype=torch.float16)
     layer = weights.make_linear(torch.ones(8, 16), torch.zeros(8), torch.float32)
 
@@ -71,24 +72,23 @@ def test_ops_ask_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
         rows.geglu(x, out, inverse_scale=None)
         image.geglu_erf(half)
         image.geglu_erf(half.float())  # a reference on any backend
-        linear.linear(x, layer, out)
-        linear.linear_gelu(x, layer, out, out, inverse_scale=None)
+        ops.gemm(x, layer, out)
+        ops.gemm(x, layer, out, Epilogue(residual=True))
         return noted.calls
 
     assert calls() == []
-    with steered("triton"):
-        # Products have no Triton kernel: they are the library's, or the reference's.
-        assert calls() == ["geglu", "geglu_erf"]
-    with steered("cuda"):
-        assert calls() == ["geglu", "geglu_erf", "launched_own_gemm"], "linear's own products need a GPU's tensor"
+    for backend in ("triton", "cuda"):
+        with steered(backend):
+            # A plain product is cuBLAS's, which is torch.
+            assert calls() == ["geglu", "geglu_erf", "product"]
 
 
 def test_own_kernels_are_taken_on_the_cuda_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = weights.make_linear(torch.zeros(128, 64), None, torch.bfloat16)
-    monkeypatch.setattr(gemm, "planned", lambda *_: object())
+    monkeypatch.setattr(hopper, "planned", lambda *_: HopperTile(1, 1, 1, 64, 4))
     for to, taken in (("cuda", True), ("triton", False), ("reference", False)):
         with steered(to):  # type: ignore[arg-type]
-            assert linear.has_own_gemm(8, layer, Activation.NONE) == taken
+            assert choice.has_hopper_gemm(8, layer, Activation.NONE) == taken
     sizes = AttentionShape(1, 4, 4, 2, 2, 16, torch.float32, padded=False, quantised=False)
     assert choose("own", sizes, current(CPU)).detail == "attention own (reference)"
     with steered("triton"):

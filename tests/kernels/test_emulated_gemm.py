@@ -1,5 +1,4 @@
-"""The Hopper GEMM (`ops/cuda/gemm/`) itself, in the emulator, against float32: what blocks fetch for each other, what
-they add up, and every epilogue."""
+"""The Hopper GEMM in the emulator, against float32: what blocks fetch for each other and add up, every epilogue."""
 
 from __future__ import annotations
 
@@ -13,102 +12,188 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.emulated_gemm import BF16, FP8, FP16, EmulatedGemm, drawn, is_close, room
-from tests.support.gemm_reference import product
+from tests.support.emulated_gemm import BF16, FP8, FP16, EmulatedGemm, buffer, drawn, is_close, moments_of
 from tests.support.gpus import H200, MIG_SLICE
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import hopper as gemm
-from vla_accel.kernels.gemm.hopper import Tiling
-from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.gemm import hopper
+from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
+from vla_accel.kernels.gemm.hopper import HopperTile
+from vla_accel.kernels.gemm.hopper.config import few_rows
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.ops import gemm
+from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.kernels.rows.rows import rope_tables
 
-TILINGS = (
-    Tiling(1, 1, 1, 64, 4), Tiling(2, 1, 1, 40, 3), Tiling(1, 2, 1, 56, 3), Tiling(2, 1, 2, 24, 3),
-    Tiling(1, 1, 1, 64, 3, 2, 1), Tiling(2, 1, 1, 32, 3, 1, 2), Tiling(1, 1, 1, 40, 3, 2, 2),
-    Tiling(2, 1, 1, 40, 3, split=2), Tiling(1, 1, 1, 48, 3, 2, 1, 3), Tiling(1, 1, 1, 40, 3, resident=2),
-    Tiling(2, 1, 1, 32, 3, persistent=True), Tiling(1, 1, 2, 24, 3, 2, 1, persistent=True),
+TILES = (
+    HopperTile(1, 1, 1, 64, 4), HopperTile(2, 1, 1, 40, 3), HopperTile(1, 2, 1, 56, 3), HopperTile(2, 1, 2, 24, 3),
+    HopperTile(1, 1, 1, 64, 3, 2, 1), HopperTile(2, 1, 1, 32, 3, 1, 2), HopperTile(1, 1, 1, 40, 3, 2, 2),
+    HopperTile(2, 1, 1, 40, 3, split=2), HopperTile(1, 1, 1, 48, 3, 2, 1, 3), HopperTile(1, 1, 1, 40, 3, resident=2),
+    HopperTile(2, 1, 1, 32, 3, persistent=True), HopperTile(1, 1, 2, 24, 3, 2, 1, persistent=True),
 )  # fmt: skip
 QUICK = (1, 6, 7, 10)
-SOME = [t if i in QUICK else pytest.param(t, marks=pytest.mark.slow) for i, t in enumerate(TILINGS)]
-FEW = replace(MIG_SLICE, multiprocessors=6)
-"""Of these fewer are there than tiles."""
+SOME = [t if i in QUICK else pytest.param(t, marks=pytest.mark.slow) for i, t in enumerate(TILES)]
+FEWER = replace(MIG_SLICE, multiprocessors=6)
+"""A GPU with fewer multiprocessors than there are tiles."""
+EPS, HEAD, SEQUENCES = 1e-3, 128, {33: 3, 40: 2, 80: 2, 160: 4}
 Multiply = Callable[..., None]
 
 
 @pytest.fixture
 def multiply(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Multiply:
-    """`gemm.gemm` by an emulated kernel."""
+    """`hopper.gemm` by an emulated kernel, as a dependent launch that may touch its operands alone."""
     gemms = EmulatedGemm(monkeypatch, emulated)
 
-    def call(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gpu: Gpu = H200, **options: Any) -> None:
-        norm = options.get("norm")
-        constant, produced = [weight, bias], [x, out, options.get("moments")]
-        if norm is not None:
-            constant, produced = [*constant, norm.weight_sums], [*produced, norm.moments]
-        gemms.touch(constant, produced)
+    def call(
+        x: Tensor, weights: Linear, out: Tensor | Heads, tile: HopperTile, epilogue: Epilogue | None = None,
+        norm: Norm | None = None, gpu: Any = H200,
+    ) -> None:  # fmt: skip
+        epilogue = epilogue or Epilogue()
+        gemms.touch(x, weights, out, epilogue, norm)
         with Chain(gpu).resumed():
-            gemm.gemm(x, weight, bias, out, gpu=gpu, **options)
+            hopper.gemm(x, weights, out, epilogue, norm, tile, gpu)
 
     return call
 
 
-def moments_of(x: Tensor) -> Tensor:
-    parts = x.float().unflatten(1, (-1, 64)).transpose(0, 1)
-    return torch.stack((parts.mean(2), parts.var(2, unbiased=False) * 64), 2)
+def wide(weights: Linear) -> Linear:
+    """Weights for the reference in float32."""
+    return replace(weights, weight=weights.weight.float(), weight_scale=None)
 
 
-@pytest.mark.parametrize("tiling", SOME)
+def scaled(kind: torch.dtype, *shape: int, bias: bool = False) -> Linear:
+    """Weights whose products have a unit's size: with a scale if they are FP8."""
+    if kind != FP8:
+        return Linear((drawn(*shape, seed=1) * 0.05).to(kind), drawn(shape[0], seed=2).to(kind) if bias else None)
+    one = torch.ones(())
+    added = drawn(shape[0], seed=2).to(BF16) if bias else None
+    return Linear(drawn(*shape, seed=1).to(FP8), added, one, one, 0.05)
+
+
+@pytest.mark.parametrize("tile", SOME)
 @pytest.mark.parametrize("kind", [BF16, pytest.param(FP16, marks=pytest.mark.slow), FP8])
-def test_tilings_compute_the_product(tiling: Tiling, kind: torch.dtype, multiply: Multiply) -> None:
+def test_tiles_compute_the_product(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
     rows, n, k = 101, 176, 528 if kind == FP8 else 272
-    x, weight = drawn(rows, k).to(kind), drawn(n, k, seed=1).to(kind)
-    wide = BF16 if kind == FP8 else kind
-    bias = drawn(n, seed=2).to(wide)
-    out, whole = room(rows, n, wide)
-    for gpu in (H200, FEW):
-        multiply(x, weight, bias, out, gpu=gpu, tiling=tiling, scale=0.05)
-        is_close(out, product(x, weight, bias, 0.05, Activation.NONE), wide)
+    x, weights = drawn(rows, k).to(kind), scaled(kind, n, k, bias=True)
+    out, whole = buffer(rows, n, BF16 if kind == FP8 else kind)
+    want = torch.empty(rows, n)
+    gemm(x.float(), wide(weights), want)
+    for gpu in (H200, FEWER):
+        multiply(x, weights, out, tile, gpu=gpu)
+        is_close(out, want, out.dtype)
         assert whole[0].isnan().all() and whole[-1].isnan().all()
 
 
 @pytest.mark.parametrize("activation", [Activation.GELU, Activation.GEGLU, Activation.SWIGLU])
-@pytest.mark.parametrize(("kind", "narrow"), [(BF16, False), (FP8, True)])
-def test_epilogues(activation: Activation, kind: torch.dtype, narrow: bool, multiply: Multiply) -> None:
+@pytest.mark.parametrize(("kind", "quantize"), [(BF16, None), (FP8, 40.0)])
+def test_activations(activation: Activation, kind: torch.dtype, quantize: float | None, multiply: Multiply) -> None:
     rows, n, k = 75, 192, 256
-    x, weight = drawn(rows, k).to(kind), drawn(n, k, seed=1).to(kind)
-    bias = None if activation.gated else drawn(n, seed=2).bfloat16()
-    out, _ = room(rows, n // 2 if activation.gated else n, FP8 if narrow else BF16)
-    for tiling in (TILINGS[0], TILINGS[2], TILINGS[7]):
-        multiply(
-            x, weight, bias, out, tiling=tiling, activation=activation, scale=k**-0.5,
-            inverse_scale=40.0 if narrow else None,
-        )  # fmt: skip
-        want = product(x, weight, bias, k**-0.5, activation)
-        is_close(out, (want * 40).clamp(-448, 448) if narrow else want, out.dtype)
+    weights = replace(scaled(kind, n, k, bias=not activation.gated), paired=activation.gated)
+    x, columns = drawn(rows, k).to(kind), n // 2 if activation.gated else n
+    out, _ = buffer(rows, columns, FP8 if quantize else BF16)
+    want = torch.empty(rows, columns)
+    gemm(x.float(), wide(weights), want, Epilogue(activation=activation), workspace=(torch.empty(rows, n),))
+    for tile in (TILES[0], TILES[2], TILES[7]):
+        multiply(x, weights, out, tile, Epilogue(activation=activation, quantize=quantize))
+        is_close(out, want if quantize is None else (want * quantize).clamp(-448, 448), out.dtype)
 
 
-@pytest.mark.parametrize("tiling", [*SOME[:4], *SOME[5:9]])
-def test_a_residual_and_its_moments(tiling: Tiling, multiply: Multiply) -> None:
-    rows, n, k = 101, 192, 320
-    x, weight, bias = drawn(rows, k).bfloat16(), drawn(n, k, seed=1).bfloat16(), drawn(n, seed=2).bfloat16()
-    onto, whole = room(rows, n, BF16)
-    before = drawn(rows, n, seed=3).bfloat16()
-    onto.copy_(before)
-    moments = torch.full((n // 64, rows, 2), float("nan"))
-    multiply(x, weight, bias, onto, tiling=tiling, scale=0.05, moments=moments)
-    is_close(onto, before.float() + product(x, weight, bias, 0.05, Activation.NONE), BF16)
-    torch.testing.assert_close(moments, moments_of(onto), atol=1e-4, rtol=1e-4)
-    assert whole[0].isnan().all() and whole[-1].isnan().all()
+def few(n: int, k: int, paired: int = 0) -> Any:
+    """Rows, each with a tile whose blocks share no K and with all that are tried by a weight (n, k) of π0's expert; the
+    best three for few rows are quick."""
+    found = []
+    for rows in SEQUENCES:
+        for i, tile in enumerate((HopperTile(1, 1, 1, 24, 4), *few_rows(H200, rows, n, k, paired))):
+            short = f"{tile.groups}x{tile.width} {tile.stages} {tile.split} {tile.resident}"
+            marks = pytest.mark.slow if i > 3 or rows > 80 else ()
+            found.append(pytest.param(rows, tile, id=f"{rows} {short}", marks=marks))
+    return found
 
 
-@pytest.mark.parametrize("tiling", SOME[:10])
+def width_for(tile: HopperTile) -> int:
+    """The columns of x with which stages are used again, and the last block has a chunk less and 8 columns of its
+    last."""
+    return 64 * (tile.split * (tile.stages + 2) - 2) + 8
+
+
+PREFIX = [pytest.param(101, *t.values, marks=t.marks) if hasattr(t, "values") else (101, t) for t in SOME]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("rows", "tile"), [*PREFIX[:4], *PREFIX[5:9], *few(1024, 2048)])
+def test_a_gated_residual_and_its_moments(rows: int, tile: HopperTile, multiply: Multiply) -> None:
+    n, k = 192 if rows == 101 else 3 * tile.weight_rows, 320 if rows == 101 else width_for(tile)
+    gate, scale = drawn(n, seed=2), drawn(n, seed=3) / 4
+    for kind, gated, written in ((BF16, True, "scaled"), (BF16, False, "plain"), (FP16, True, "none")):
+        x, weights = drawn(rows, k).to(kind), scaled(kind, n, k, bias=not gated)
+        out, whole = buffer(rows, n, kind)
+        want = out.copy_(drawn(rows, n, seed=5)).float()
+        moments = None if written == "none" else Moments.like(out, 64, written == "scaled")
+        epilogue = Epilogue(gate=gate if gated else None, residual=True, moments=moments, next_scale=scale)
+        gemm(x.float(), wide(weights), want, replace(epilogue, moments=None))
+        multiply(x, weights, out, tile, epilogue)
+        is_close(out, want, kind)
+        assert whole[0].isnan().all() and whole[-1].isnan().all()
+        if moments is not None:
+            # They are moments of the rounded rows, so the product's own roundings do not matter.
+            real = moments_of(out, scale if written == "scaled" else None, 64)
+            torch.testing.assert_close(moments.sums, real.sums, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(moments.squares, real.squares, atol=1e-4, rtol=1e-4)
+            assert moments.scaled is None or (real.scaled is not None and torch.equal(moments.scaled, real.scaled))
+
+
+@pytest.mark.parametrize("tile", SOME[:10])
 @pytest.mark.parametrize("norm", [pytest.param("rms", marks=pytest.mark.slow), "layer", "gated"])
-def test_norms_of_the_rows(tiling: Tiling, norm: str, multiply: Multiply) -> None:
+def test_norms_of_the_rows(tile: HopperTile, norm: str, multiply: Multiply) -> None:
     rows, n, k, activation = 101, 192, 192, Activation.GEGLU if norm == "gated" else Activation.NONE
-    x, weight = (2 * drawn(rows, k) + 1).bfloat16(), drawn(n, k, seed=1).bfloat16()
-    out, _ = room(rows, n // 2 if activation.gated else n, BF16)
-    sums = weight.float().sum(1) if norm == "layer" else None
-    given = gemm.Norm(moments_of(x), sums, 1e-6)
-    multiply(x, weight, None, out, tiling=tiling, activation=activation, scale=0.07, norm=given)
-    normed = (F.layer_norm if norm == "layer" else F.rms_norm)(x.float(), (k,), eps=1e-6)
-    is_close(out, product(normed, weight, None, 0.07, activation), BF16)
+    x, weights = (2 * drawn(rows, k) + 1).bfloat16(), replace(scaled(BF16, n, k), paired=norm == "gated")
+    out, _ = buffer(rows, n // 2 if activation.gated else n, BF16)
+    sums = weights.weight.float().sum(1) if norm == "layer" else None
+    multiply(x, weights, out, tile, Epilogue(activation=activation), Norm(1e-6, moments_of(x, None, 64), sums=sums))
+    normed, want = (F.layer_norm if norm == "layer" else F.rms_norm)(x.float(), (k,), eps=1e-6), torch.empty(out.shape)
+    gemm(normed, wide(weights), want, Epilogue(activation=activation), workspace=(torch.empty(rows, n),))
+    is_close(out, want, BF16)
+
+
+def modulated(rows: int, k: int, kind: torch.dtype) -> tuple[Tensor, Norm]:
+    """Rows of any size, and their norm with moments of 32 columns each."""
+    x, scale = (drawn(rows, k) * (1 + torch.arange(rows)[:, None] % 5)).to(kind), drawn(k, seed=1) / 4
+    return x, Norm(EPS, moments_of(x, scale, 32), scale)
+
+
+@pytest.mark.parametrize(("rows", "tile"), few(8192, 1024, 8192))
+def test_gate_and_up_of_normed_rows(rows: int, tile: HopperTile, multiply: Multiply) -> None:
+    half, k = 3 * tile.weight_rows // 2, width_for(tile)
+    for kind, activation, shifted in (
+        (BF16, Activation.GEGLU, True),
+        (BF16, Activation.SWIGLU, False),
+        (FP16, Activation.SWIGLU, True),
+    ):
+        x, norm = modulated(rows, k, kind)
+        weights = Linear(drawn(2 * half, k, seed=2).to(kind) * k**-0.5)
+        epilogue = Epilogue(shift=drawn(2 * half, seed=3) if shifted else None, activation=activation)
+        (out, whole), want = buffer(rows, half, kind), torch.empty(rows, half)
+        gemm(x, weights, want, epilogue, norm)
+        multiply(x, weights, out, tile, epilogue, norm)
+        is_close(out, want, kind)
+        assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
+@pytest.mark.parametrize(("rows", "tile"), few(2560, 1024, 256))
+def test_rotated_heads_of_normed_rows(rows: int, tile: HopperTile, multiply: Multiply) -> None:
+    """Sequences begin after prefixes of different lengths."""
+    batch, k, heads, kv_heads = SEQUENCES[rows], width_for(tile), 3, 2
+    tokens, n = rows // batch, (heads + 2 * kv_heads) * HEAD
+    cos, sin = rope_tables(90 + tokens, HEAD, torch.device("cpu"))
+    rope = Rotation(cos, sin, torch.tensor([90, 5, 31, 64][:batch], dtype=torch.int32))
+    for kind, shifted in ((BF16, True), (FP16, False)):
+        x, norm = modulated(rows, k, kind)
+        weights = Linear(drawn(n, k, seed=2).to(kind) * k**-0.5)
+        made = [buffer(rows, count * HEAD, kind) for count in (heads, kv_heads, kv_heads)]
+        out = Heads(*(one.view(batch, tokens, -1, HEAD) for one, _ in made))
+        want = Heads(*(torch.empty(one.shape) for one in (out.q, out.k, out.v)))
+        epilogue = Epilogue(shift=drawn(n, seed=3) if shifted else None, rope=rope)
+        gemm(x, weights, want, epilogue, norm)
+        multiply(x, weights, out, tile, epilogue, norm)
+        for name in "qkv":
+            is_close(getattr(out, name), getattr(want, name), kind)
+        assert all(whole[0].isnan().all() and whole[-1].isnan().all() for _, whole in made)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tests.support.cuda_emulator import EmulatedDriver, EmulatedModule, EmulationError
 from vla_accel.kernels import nvrtc
-from vla_accel.kernels.gemm.hopper import launch, suffix
-from vla_accel.kernels.gemm.hopper.arguments import Suffix
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.hopper import HopperTile, launch
 
 HALF, WIDTH, ROWS = 16, 80, 32
 CALLS = {
@@ -42,7 +43,7 @@ extern "C" __global__ void {name}(const __grid_constant__ TensorMap map, int x, 
 @pytest.fixture
 def module(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedModule:
     monkeypatch.setattr(nvrtc, "driver", EmulatedDriver)
-    text = nvrtc.source_of({"SUFFIX": 2}, "gemm/hopper/suffix", generated=Suffix.cpp)
+    text = launch.source(torch.bfloat16, HopperTile(1, 1, 1, 64, 4), Epilogue(activation=Activation.GEGLU), half=64)
     text += "".join(KERNEL.format(name=name, call=call) for name, call in CALLS.items())
     return EmulatedModule(text, dict.fromkeys(CALLS, 4112), "sm_90a", torch.device("cpu"), folder=emulated)
 
@@ -54,7 +55,7 @@ def matrix(rows: int) -> Tensor:
 
 def copied(module: EmulatedModule, name: str, of: Tensor, x: int, y: int, z: int = 0) -> Tensor:
     """A box of 32 rows by 64 columns, as it lies behind the swizzle."""
-    box = suffix.paired_map(of, HALF, ROWS) if name == "five" else launch.rows_map(of, ROWS)
+    box = launch.paired_map(of, HALF, ROWS) if name == "five" else launch.rows_map(of, ROWS)
     out = torch.zeros(ROWS, 8, 8, dtype=torch.bfloat16)
     module.allow(of, out)
     places = (ctypes.c_int(place) for place in (x, y, z))
@@ -108,7 +109,7 @@ def test_what_a_copy_must_not_do(module: EmulatedModule) -> None:
     with pytest.raises(EmulationError, match="tma_load_5d: expected a map of 5 dimensions, got one of 2"):
         module.launch("five", 1, 32, (launch.rows_map(of, ROWS), *arguments))
     with pytest.raises(EmulationError, match="tma_load_5d reads 128 bytes outside of every tensor"):
-        module.launch("five", 1, 32, (suffix.paired_map(of, HALF, ROWS), *arguments))
+        module.launch("five", 1, 32, (launch.paired_map(of, HALF, ROWS), *arguments))
 
 
 def test_what_the_driver_refuses(module: EmulatedModule) -> None:

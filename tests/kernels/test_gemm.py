@@ -1,158 +1,212 @@
-"""The Hopper GEMM (`ops/cuda/gemm/`) against what its source expects, without a GPU: tilings, what
-blocks fetch for each other, tensor maps, launches."""
+"""The Hopper GEMM without a GPU: tile configs, the table, the search, tensor maps and the arguments of launches."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.gpus import GPUS, H200, assumed
+from tests.support.gpus import A100, GPUS, H200, assumed
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm import choice as gemm_choice
-from vla_accel.kernels.gemm import hopper as gemm
-from vla_accel.kernels.gemm.hopper import TABLES, Tiling, search
-from vla_accel.kernels.gemm.hopper.tiling import SHARED_LIMIT
+from vla_accel.kernels.gemm import hopper
+from vla_accel.kernels.gemm.config import known
+from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
+from vla_accel.kernels.gemm.hopper import TABLES, HopperTile
+from vla_accel.kernels.gemm.hopper.config import SHARED_LIMIT, HopperSizes, Use, few_rows
+from vla_accel.kernels.gemm.hopper.launch import why_not_tile
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 
-SOURCE = nvrtc.source_of({}, "gemm/hopper/epilogue", "gemm/hopper/gemm")
 BF16, FP8 = torch.bfloat16, E4M3.dtype
+NONE, GELU, GEGLU, SWIGLU = Activation.NONE, Activation.GELU, Activation.GEGLU, Activation.SWIGLU
 # One of every kind: plain, several blocks and parts, sharing either operand or both, split, persistent.
-TILINGS = (
-    Tiling(1, 1, 1, 64, 4), Tiling(2, 2, 1, 128, 3), Tiling(2, 1, 2, 136, 4), Tiling(1, 1, 1, 136, 4, 2, 1),
-    Tiling(1, 1, 1, 104, 4, 2, 2), Tiling(2, 1, 1, 88, 3, 1, 3), Tiling(2, 1, 1, 136, 4, 1, 1, 2),
-    Tiling(1, 1, 1, 128, 3, 1, 2, 3), Tiling(1, 1, 1, 128, 3, resident=2), Tiling(3, 1, 1, 104, 4),
-    Tiling(2, 1, 2, 136, 3, persistent=True), Tiling(2, 1, 1, 72, 4, 2, 1, persistent=True),
-    Tiling(2, 1, 1, 128, 6, 1, 1, 3),
+TILES = (
+    HopperTile(1, 1, 1, 64, 4), HopperTile(2, 2, 1, 128, 3), HopperTile(2, 1, 2, 136, 4),
+    HopperTile(1, 1, 1, 136, 4, 2, 1), HopperTile(1, 1, 1, 104, 4, 2, 2), HopperTile(2, 1, 1, 88, 3, 1, 3),
+    HopperTile(2, 1, 1, 136, 4, 1, 1, 2), HopperTile(1, 1, 1, 128, 3, 1, 2, 3), HopperTile(1, 1, 1, 128, 3, resident=2),
+    HopperTile(3, 1, 1, 104, 4), HopperTile(2, 1, 2, 136, 3, persistent=True),
+    HopperTile(2, 1, 1, 72, 4, 2, 1, persistent=True), HopperTile(2, 1, 1, 128, 6, 1, 1, 3),
 )  # fmt: skip
 TABLE = [(key, *row) for key, rows in TABLES["sm_90a"].items() for row in rows]
+NORMED, RESIDUAL = Use(normed=True), Use(residual=True)
 
 
-def macro(name: str) -> str:
-    """A macro's text, its lines joined."""
-    found = re.search(rf"#define {name}(?:\([^)]*\))? (.*)", SOURCE)
-    assert found, name
-    return found[1]
+def why_not(tile: HopperTile, *uses: Use, k: int = 4096) -> str | None:
+    return tile.why_not(H200, HopperSizes(544, 2048, k, uses=uses or (Use(),)))
 
 
-def share(rows: int, count: int) -> int:
-    """SHARE of the source."""
-    text = macro("SHARE").replace("ROWS", str(rows)).replace("COUNT", str(count)).replace("/", "//")
-    return eval(text)
+# -- tile configs ------------------------------------------------------------------------------------------------------
 
 
-def start(rows: int, count: int, i: int) -> int:
-    """START of the source for one of several."""
-    text = macro("START").split(":", 1)[1].rsplit(")", 1)[0].replace("SHARE(ROWS, COUNT)", str(share(rows, count)))
-    text = text.replace("(COUNT > 1 ? COUNT - 1 : 1)", str(count - 1)).replace("ROWS", str(rows)).replace("/", "//")
-    return eval(re.sub(r"\bi\b", str(i), text))
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
-def test_blocks_fetch_every_row_for_each_other(count: int) -> None:
-    for rows in range(64, 513, 8):
-        size = share(rows, count)
-        places = [start(rows, count, i) for i in range(count)]
-        assert size % 8 == 0 and all(place % 8 == 0 for place in places)
-        assert {row for place in places for row in range(place, place + size)} == set(range(rows))
-        tiling = Tiling(1, 1, 1, 64, 2, 1, count)
-        if rows == tiling.weight_rows:
-            assert tiling.shares[0] == size
-
-
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("activation", [Activation.NONE, Activation.GELU, Activation.GEGLU, Activation.SWIGLU])
-def test_shared_memory_holds_all(tiling: Tiling, activation: Activation) -> None:
-    assert tiling.why_not(activation) is None
-    ring = tiling.stages * (tiling.weight_rows + tiling.tokens) * 128
-    pitch = (32 if activation.gated else 64) * 2 + 16
-    share = -(-tiling.tokens // 8 // tiling.split) * 8
-    tokens = tiling.width if tiling.split == 1 else share
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_memory_holds_everything(tile: HopperTile, gated: bool) -> None:
+    assert why_not(tile, Use(gated)) is None
+    ring = tile.stages * (tile.weight_rows + tile.tokens) * 128
+    pitch = (32 if gated else 64) * 2 + 16
+    share = -(-tile.tokens // 8 // tile.split) * 8
     for normed in (False, True):
-        staging, exchange, barriers, size = tiling.memory(activation, normed)
-        staged = staging + tiling.groups * tokens * pitch
+        staging, exchange, barriers, size = tile.memory(gated, normed)
+        staged = staging + tile.groups * (tile.width if tile.split == 1 else share) * pitch
         assert barriers >= max(ring, staged) and staging % 16 == exchange % 16 == barriers % 16 == 0
-        assert barriers + 16 * tiling.stages + (8 * tiling.tokens if normed else 0) + 1024 <= size
-        assert size <= SHARED_LIMIT or (normed and tiling.why_not(activation, normed=True))
-        if tiling.persistent:
-            # The next tile's stages arrive while the output is staged.
-            assert staging >= ring
-        if tiling.split > 1:
-            sums = tiling.weight_rows * share * (tiling.split - 1) * 4
+        assert barriers + 16 * tile.stages + (8 * tile.tokens if normed else 0) + 1024 <= size
+        assert size <= SHARED_LIMIT or (normed and why_not(tile, Use(gated, normed=True)))
+        # The next tile's stages arrive while a persistent block stages its output.
+        assert not tile.persistent or staging >= ring
+        if tile.split > 1:
+            sums = tile.weight_rows * share * (tile.split - 1) * 4
             assert exchange + sums <= barriers
             # The staging is written while sums are read; sums arrive while stages are read, or after all are.
             assert staging >= exchange + sums or staged <= exchange
             assert exchange == 0 or exchange >= ring
-    begin, fetching, multiplying = tiling.registers
-    assert begin * tiling.threads * tiling.resident <= 65_536
-    assert fetching + tiling.groups * multiplying <= begin * (tiling.groups + 1)
+    begin, fetching, multiplying = tile.registers
+    assert begin * tile.threads * tile.resident <= 65_536
+    assert fetching + tile.groups * multiplying <= begin * (tile.groups + 1)
     assert not (begin % 8 or fetching % 8 or multiplying % 8)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
+def test_blocks_of_a_cluster_fetch_every_row(count: int) -> None:
+    """As `share_start` of gemm.cu places the shares."""
+    for width in range(64, 257, 8):
+        share = HopperTile(1, 1, 1, width, 2, across=count).shares[1]
+        starts = [i * (width - share) // max(count - 1, 1) // 8 * 8 for i in range(count)]
+        assert share % 8 == 0 and all(start % 8 == 0 for start in starts)
+        assert {row for start in starts for row in range(start, start + share)} == set(range(width))
+
+
 @pytest.mark.parametrize(
-    ("tiling", "text"),
+    ("tile", "uses", "text"),
     [
-        (Tiling(1, 1, 1, 60, 4), "multiple of 8"),
-        (Tiling(1, 1, 1, 264, 4), "multiple of 8"),
-        (Tiling(1, 1, 1, 128, 4, 1, 1, 2, persistent=True), "split"),
-        (Tiling(1, 1, 1, 128, 4, 8, 3), "cluster"),
-        (Tiling(1, 1, 1, 128, 12), "shared memory"),
-        (Tiling(1, 1, 1, 128, 6, resident=2), "shared memory"),
-        (Tiling(2, 2, 1, 208, 3), "registers"),
-        (Tiling(1, 1, 1, 128, 2, resident=3), "registers"),
+        (HopperTile(1, 1, 1, 60, 4), (), "multiple of 8"),
+        (HopperTile(1, 1, 1, 264, 4), (), "multiple of 8"),
+        (HopperTile(1, 1, 1, 128, 4, 1, 1, 2, persistent=True), (), "split"),
+        (HopperTile(1, 1, 1, 128, 4, 8, 3), (), "cluster"),
+        (HopperTile(1, 1, 1, 128, 12), (), "shared memory"),
+        (HopperTile(1, 1, 1, 128, 6, resident=2), (), "shared memory"),
+        (HopperTile(2, 2, 1, 208, 3), (), "registers"),
+        (HopperTile(1, 1, 1, 128, 2, resident=3), (), "registers"),
+        (HopperTile(3, 1, 1, 200, 3), (RESIDUAL,), "registers"),
+        (HopperTile(2, 1, 2, 136, 3, persistent=True), (NORMED,), "norms of one"),
     ],
 )
-def test_what_a_kernel_cannot_hold_is_refused(tiling: Tiling, text: str) -> None:
-    assert text in (tiling.why_not() or "")
+def test_configs_that_do_not_fit_are_refused(tile: HopperTile, uses: tuple[Use, ...], text: str) -> None:
+    assert text in (why_not(tile, *uses) or "")
+    assert not uses or why_not(tile) is None
 
 
-def test_a_residual_and_norms_take_room() -> None:
-    wide = Tiling(3, 1, 1, 200, 3)
-    assert wide.why_not() is None and "registers" in (wide.why_not(residual=True) or "")
+def test_norms_take_shared_memory_and_parts_of_k_are_not_empty() -> None:
     sizes = itertools.product(range(2, 13), range(8, 257, 8))
-    many = (Tiling(1, 1, 1, width, stages) for stages, width in sizes)
-    full = next(t for t in many if t.memory(Activation.NONE).size <= 232_448 < t.memory(Activation.NONE, True).size)
-    assert full.why_not() is None and "shared memory" in (full.why_not(normed=True) or "")
-    assert "norms of one" in (Tiling(2, 1, 2, 136, 3, persistent=True).why_not(normed=True) or "")
+    many = (HopperTile(1, 1, 1, width, stages) for stages, width in sizes)
+    full = next(t for t in many if t.memory(False).size <= SHARED_LIMIT < t.memory(False, True).size)
+    assert why_not(full) is None and "shared memory" in (why_not(full, NORMED) or "")
+    assert "part of 2 empty" in (why_not(HopperTile(1, 1, 1, 64, 4, 1, 1, 2), k=64) or "")
 
 
-@pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
-def test_the_table_is_of_tilings_that_run(
-    key: tuple[str, Activation, int, int], least: int, most: int, tiling: Tiling
+# -- the table and the search ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("key", "least", "most", "tile"), TABLE)
+def test_configs_of_the_table_run(
+    key: tuple[str, Activation, int, int], least: int, most: int, tile: HopperTile
 ) -> None:
     kind, activation, n, k = key
-    chunks = -(-k * (1 if kind == "fp8" else 2) // 128)
-    assert kind in ("fp8", "half") and tiling.why_not(activation) is None
+    uses = [Use(activation.gated)]
     if (n, k) in ((1152, 1152), (1152, 4352), (2048, 16_384)):
-        assert tiling.why_not(activation, residual=True) is None
-    elif kind == "half" and activation is not Activation.GEGLU:
-        assert tiling.why_not(activation, normed=True) is None
-    assert -(-chunks // tiling.split) * (tiling.split - 1) < chunks
+        uses.append(RESIDUAL)
+    elif kind == "half" and not activation.gated:
+        uses.append(NORMED)
+    assert tile.why_not(H200, HopperSizes(most, n, k, 1 if kind == "fp8" else 2, tuple(uses))) is None
     # No tile is all padding, and little of the tiles is.
-    whole = -(-most // (tiling.tokens * tiling.along)) * tiling.tokens * tiling.along
-    assert n % 64 == 0 and 0 < least <= most and whole < 1.2 * least
+    whole = -(-most // (tile.tokens * tile.along)) * tile.tokens * tile.along
+    assert kind in ("fp8", "half") and n % 64 == 0 and 0 < least <= most and whole < 1.2 * least
     assert [row[:2] for row in TABLES["sm_90a"][key]] == sorted(row[:2] for row in TABLES["sm_90a"][key])
 
 
-def misaligned(like: Tensor) -> Tensor:
-    """As large, eight bytes after a multiple of sixteen."""
-    step = 8 // like.element_size()
-    return torch.empty(like.numel() + step, dtype=like.dtype)[step:].view(like.shape)
+def test_the_table_is_for_its_architecture_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = ("half", NONE, 128, 64)
+    monkeypatch.setitem(TABLES["sm_90a"], key, ((9, 16, TILES[0]), (20, 64, TILES[1])))
+    assert known(torch.device("cpu"), BF16, NONE, 9, 128, 64) is None
+    for gpu in GPUS.values():
+        with assumed(gpu):
+            of_device = Gpu.of(torch.device("cuda"))
+            found = [hopper.planned(of_device, BF16, NONE, rows, 128, 64) for rows in (8, 9, 16, 17, 20, 64, 65)]
+        hit = gpu.capability == (9, 0)
+        assert found == ([None, *[TILES[0]] * 2, None, *[TILES[1]] * 2, None] if hit else [None] * 7)
+    assert hopper.planned(H200, FP8, NONE, 8, 128, 64) is None
+    assert hopper.planned(H200, BF16, GELU, 8, 128, 64) is None
 
 
-# -- launches ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rows", [129, 576, 1024, 1025, 2176, 8704])
+def test_searched_configs_run_and_waste_little(rows: int) -> None:
+    for kind, activation, n, k in sorted({key for key, *_ in TABLE}):
+        found = hopper.searched(H200, FP8 if kind == "fp8" else BF16, activation, rows, n, k)
+        assert 1 <= len(found) <= (8 if rows > 1024 else 3) and len(set(found)) == len(found)
+        # Configs that run norms are not persistent.
+        kinds = {(tile.across, tile.persistent) for tile in found}
+        assert rows <= 1024 or kinds == {(1, False), (2, False)} | (
+            {(1, True), (2, True)} if activation.gated else set()
+        )
+        uses = (Use(gated=True),) if activation.gated else (Use(), RESIDUAL, NORMED)
+        for tile in found:
+            assert tile.why_not(H200, HopperSizes(rows, n, k, 1 if kind == "fp8" else 2, uses)) is None
+            tiles = -(-rows // tile.tokens)
+            assert rows <= tiles * tile.tokens < rows + 8 * tiles * tile.parts
+
+
+def test_small_products_give_most_multiprocessors_a_tile() -> None:
+    """SmolVLA's prefix: 177 rows by 960 columns are 15 tiles of weights."""
+    found = hopper.searched(H200, BF16, NONE, 177, 960, 960)
+    assert len(found) == 3
+    assert all(75 <= -(-177 // t.tokens) * -(-960 // t.weight_rows) * t.split <= 132 for t in found), found
+
+
+def test_nothing_is_searched_where_the_kernel_cannot_run_or_gains_nothing() -> None:
+    for gpu in (None, H200.portable, GPUS["B200"]):
+        assert hopper.searched(gpu, BF16, NONE, 576, 2048, 2048) == []
+    for rows, n, k in ((1, 2048, 2048), (128, 2048, 2048), (32_769, 2048, 2048), (576, 2048, 2049), (576, 256, 256)):
+        assert hopper.searched(H200, BF16, NONE, rows, n, k) == [], (rows, n, k)
+    assert hopper.searched(H200, BF16, NONE, 576, 2048, 2048) != []
+
+
+@pytest.mark.parametrize("rows", [33, 50, 80, 200, 512, 1000])
+def test_configs_for_few_rows_run_and_keep_the_gpu_busy(rows: int) -> None:
+    """Weight rows, K, and rows of a group of pairs, of π0's and π0.5's expert."""
+    for n, k, paired in ((2560, 1024, 256), (1024, 2048, 0), (8192, 1024, 8192), (1024, 4096, 0)):
+        found = few_rows(H200, rows, n, k, paired)
+        assert {t.resident for t in found} == {1, 2} and len(set(found)) == len(found) <= 8
+        weights = Linear(torch.empty(n, k, dtype=BF16, device="meta"))
+        for tile in found:
+            epilogue, norm = Epilogue(residual=not paired), Norm(0.0) if paired else None
+            x = torch.empty(rows, k, dtype=BF16, device="meta")
+            assert why_not_tile(x, weights, epilogue, norm, tile, paired // 2) is None
+            blocks = -(-rows // tile.tokens) * (n // tile.weight_rows) * tile.split
+            assert blocks >= 0.6 * 132 * -(-blocks // 132), (rows, n, tile)
+            assert tile.tokens * -(-rows // tile.tokens) < rows + 8 * -(-rows // tile.tokens)
+
+
+def test_elsewhere_there_are_no_configs_for_few_rows() -> None:
+    for gpu in (None, A100, GPUS["B200"], H200.portable):
+        assert few_rows(gpu, 160, 1024, 2048) == []
+    assert few_rows(H200, 32, 1024, 2048) == [] != few_rows(H200, 33, 1024, 2048)
+    for n, k, paired in ((720, 1024, 0), (1024, 1020, 0), (2400, 1024, 48)):
+        assert few_rows(H200, 160, n, k, paired) == []
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
 
 
 class Recorder:
-    """Stands for a loaded module and for the driver that makes tensor maps."""
+    """Replaces a loaded module and the driver that makes tensor maps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[dict[str, Any]] = []
@@ -167,178 +221,190 @@ class Recorder:
         return self
 
     def launch(self, name: str, blocks: int, threads: int, arguments: tuple[Any, ...], **options: Any) -> None:
-        call = arguments[2]
-        values = {field: getattr(call, field) for field, *_ in call._fields_}
+        values = {field: getattr(arguments[2], field) for field, *_ in arguments[2]._fields_}
         self.launches.append({"name": name, "blocks": blocks, "threads": threads, **values, **options})
 
     def cuTensorMapEncodeTiled(self, *arguments: Any) -> int:
-        at, kind, rank, address, sizes, strides, box, steps, interleave, swizzle, _, fill = arguments
-        assert (
-            at.value % 64 == 0
-            and rank.value == 2
-            and list(steps) == [1, 1]
-            and (interleave, swizzle, fill) == (0, 3, 0)
-        )
+        at, kind, _, address, sizes, strides, box, steps, interleave, swizzle, _, fill = arguments
+        assert at.value % 64 == 0 and set(steps) == {1} and (interleave, swizzle, fill) == (0, 3, 0)
         ctypes.memset(at, 0x5A, 128)
         self.maps.append((kind, address.value, list(sizes), list(strides), list(box)))
         return 0
 
-
-def operands(
-    rows: int, n: int, k: int, kind: torch.dtype, activation: Activation = Activation.NONE
-) -> tuple[Tensor, Tensor, Tensor]:
-    out = torch.zeros(rows, n // 2 if activation.gated else n, dtype=BF16)
-    return torch.zeros(rows, k).to(kind), torch.zeros(n, k).to(kind), out
+    def macros(self, **values: int) -> bool:
+        return all(f"#define {name} {value}\n" in self.source for name, value in values.items())
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def launch(
+    x: Tensor, weights: Linear, out: Tensor | Heads, tile: HopperTile = TILES[0], norm: Norm | None = None,
+    **epilogue: Any,
+) -> None:  # fmt: skip
+    hopper.gemm(x, weights, out, Epilogue(**epilogue), norm, tile, H200)
+
+
+def operands(rows: int, n: int, k: int, kind: torch.dtype = BF16) -> tuple[Tensor, Linear, Tensor]:
+    return torch.zeros(rows, k).to(kind), Linear(torch.zeros(n, k).to(kind)), torch.zeros(rows, n, dtype=BF16)
+
+
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("rows", [1, 100, 544])
-def test_a_launch_covers_the_output(tiling: Tiling, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
+def test_a_launch_covers_the_output(tile: HopperTile, rows: int, recorder: Recorder) -> None:
     for (n, k), kind in itertools.product(((1152, 4352), (64, 1152)), (BF16, FP8)):
-        x, weight, out = operands(rows, n, k, kind)
-        gemm.gemm(x, weight, None, out, gpu=H200, tiling=tiling, scale=0.5)
+        x, weights, out = operands(rows, n, k, kind)
+        launch(x, replace(weights, weight_scale_value=0.5), out, tile)
         got, maps = recorder.launches[-1], recorder.maps[-2:]
-        assert got["blocks"] % tiling.cluster == 0 and got["cluster"] == tiling.cluster and not got["dependent"]
-        assert got["threads"] == tiling.threads and got["scale"] == 0.5 and got["bias"] is None
+        assert got["blocks"] % tile.cluster == 0 and got["cluster"] == tile.cluster and not got["dependent"]
+        assert got["threads"] == tile.threads and got["scale"] == 0.5 and got["bias"] is None
         assert got["rows"] == rows and got["columns"] == n and got["chunks"] * 128 >= k * x.element_size()
-        across = tiling.weight_rows * tiling.across
-        assert (
-            (got["token_tiles"] - 1) * tiling.tokens * tiling.along
-            < rows
-            <= got["token_tiles"] * tiling.tokens * tiling.along
-        )
-        assert got["tiles"] % got["token_tiles"] == 0
-        assert got["tiles"] // got["token_tiles"] * across >= n > (got["tiles"] // got["token_tiles"] - 1) * across
-        if tiling.persistent:
-            assert got["blocks"] <= 132 * tiling.resident
-        else:
-            assert got["blocks"] == got["tiles"] * tiling.cluster
-        for (code, address, sizes, strides, box), matrix, share in zip(maps, (weight, x), tiling.shares, strict=True):
+        along, across = tile.tokens * tile.along, tile.weight_rows * tile.across
+        weight_tiles, rest = divmod(got["tiles"], got["token_tiles"])
+        assert (got["token_tiles"] - 1) * along < rows <= got["token_tiles"] * along
+        assert rest == 0 and weight_tiles * across >= n > (weight_tiles - 1) * across
+        most = 132 * tile.resident if tile.persistent else got["blocks"]
+        assert got["blocks"] == min(got["tiles"] * tile.cluster, most // tile.cluster * tile.cluster)
+        for (code, address, sizes, strides, box), matrix, share in zip(
+            maps, (weights.weight, x), tile.shares, strict=True
+        ):
             assert code == (0 if kind == FP8 else 9) and address == matrix.data_ptr()
             assert sizes == [k, matrix.shape[0]] and strides == [k * matrix.element_size()]
             assert box[0] * matrix.element_size() == 128 and box[1] <= 256 and share % box[1] == 0
 
 
-def test_a_launch_takes_moments_and_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
-    x, weight, out = operands(100, 128, 192, BF16)
-    gemm.gemm(x, weight, None, out, gpu=H200, tiling=TILINGS[0])
+def test_a_launch_gets_the_residual_and_the_moments_to_write(recorder: Recorder) -> None:
+    x, weights, out = operands(34, 256, 512)
+    gate, scale, moments = torch.ones(256), torch.ones(256), Moments.like(out, 64, True)
+    tile = HopperTile(2, 1, 1, 40, 4, split=2)
+    launch(x, weights, out, tile, gate=gate, residual=True, moments=moments, next_scale=scale)
     got = recorder.launches[-1]
-    plain = recorder.shared
-    assert got["moments_out"] is None and got["moments"] is None and got["weight_sums"] is None
-    for macro_of in ("#define RESIDUAL 0\n", "#define NORM 0\n"):
-        assert macro_of in recorder.source
-    moments, sums = torch.zeros(2, 100, 2), torch.zeros(128)
-    gemm.gemm(x, weight, None, out, gpu=H200, tiling=TILINGS[0], moments=moments)
-    assert recorder.launches[-1]["moments_out"] == moments.data_ptr() and "#define RESIDUAL 1\n" in recorder.source
-    of_x = torch.zeros(3, 100, 2)
+    assert moments.scaled is not None and got["scaled"] == moments.scaled.data_ptr() and got["out"] == out.data_ptr()
+    assert (got["sums_out"], got["squares_out"]) == (moments.sums.data_ptr(), moments.squares.data_ptr())
+    assert (got["gate"], got["next_scale"]) == (gate.data_ptr(), scale.data_ptr())
+    assert (got["rows"], got["columns"], got["chunks"], got["tiles"], got["blocks"]) == (34, 256, 8, 2, 4)
+    assert recorder.macros(RESIDUAL=1, NORM=0, PAIRS=0, ROPE=0)
+    # The last layer writes no moments.
+    launch(x, weights, out, tile, residual=True)
+    got = recorder.launches[-1]
+    assert got["gate"] is got["scaled"] is got["squares_out"] is got["next_scale"] is None
+
+
+def test_a_launch_gets_the_moments_of_its_rows(recorder: Recorder) -> None:
+    x, weights, out = operands(100, 128, 192)
+    launch(x, weights, out)
+    plain, got = recorder.shared, recorder.launches[-1]
+    assert got["squares"] is got["weight_sums"] is None and recorder.macros(RESIDUAL=0, NORM=0)
+    moments, sums = Moments.like(x), torch.zeros(128)
     for weight_sums, number in ((None, 1), (sums, 2)):
-        gemm.gemm(x, weight, None, out, gpu=H200, tiling=TILINGS[0], norm=gemm.Norm(of_x, weight_sums, 1e-3))
+        launch(x, weights, out, norm=Norm(1e-3, moments, sums=weight_sums))
         got = recorder.launches[-1]
-        assert got["moments"] == of_x.data_ptr() and abs(got["eps"] - 1e-3) < 1e-9
+        assert (got["sums"], got["squares"]) == (moments.sums.data_ptr(), moments.squares.data_ptr())
+        assert abs(got["eps"] - 1e-3) < 1e-9 and (got["moment_tiles"], got["width"]) == (3, 192)
         assert got["weight_sums"] == (None if weight_sums is None else sums.data_ptr())
-        assert f"#define NORM {number}\n" in recorder.source and "#define MOMENTS 3\n" in recorder.source
-        assert recorder.shared == plain + 8 * TILINGS[0].tokens
+        assert recorder.macros(NORM=number) and recorder.shared == plain + 8 * TILES[0].tokens
 
 
-def test_moments_and_norms_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    Recorder(monkeypatch)
-    x, weight, out = operands(100, 128, 192, BF16)
-    good, norm = torch.zeros(2, 100, 2), gemm.Norm(torch.zeros(3, 100, 2), torch.zeros(128), 1e-6)
-    narrow, quantised = out.to(FP8), (x.to(FP8), weight.to(FP8))
-    wrong = [
-        ((x, weight, None, out), {"moments": torch.zeros(100, 2, 2)}, r"\(2, 100, 2\), got torch.float32 \(100"),
-        ((x, weight, None, out), {"moments": good.double()}, "got torch.float64"),
-        ((x, weight, None, out), {"moments": good.transpose(0, 1).contiguous().transpose(0, 1)}, "whole"),
-        ((x, weight, None, out), {"moments": good, "activation": Activation.GELU}, "plain product"),
-        ((x, weight, None, narrow), {"moments": good, "inverse_scale": 1.0}, "plain product"),
-        ((x, weight, None, out), {"norm": gemm.Norm(good, None, 1e-6)}, r"\(3, 100, 2\)"),
-        ((x, weight, None, out), {"norm": gemm.Norm(norm.moments, torch.zeros(64), 1e-6)}, "128 weight rows"),
-        ((x, weight, None, out[:, :64].contiguous()), {"norm": norm, "activation": Activation.SWIGLU}, "before swiglu"),
-        ((*quantised, None, out), {"norm": norm}, "only BF16"),
-        ((x, weight, None, out), {"norm": norm, "tiling": Tiling(2, 1, 2, 136, 3, persistent=True)}, "norms of one"),
+def test_pairs_come_by_a_tensor_map_of_their_own(recorder: Recorder) -> None:
+    rows, width, tile = 34, 256, HopperTile(2, 1, 1, 40, 4, split=2)
+    x, weights, out = torch.zeros(rows, width, dtype=BF16), Linear(torch.zeros(1024, width, dtype=BF16)), None
+    norm, shift = Norm(1e-3, Moments.like(x, 64, True)), torch.ones(1024)
+    assert norm.moments is not None and norm.moments.scaled is not None
+    out = torch.zeros(rows, 512, dtype=BF16)
+    launch(x, weights, out, tile, norm, shift=shift, activation=SWIGLU)
+    got = recorder.launches[-1]
+    assert (got["half"], got["columns"], got["shift"]) == (512, 512, shift.data_ptr())
+    assert recorder.macros(PAIRS=1, ROPE=0, NORM=1, ACTIVATION=SWIGLU.code)
+    weight_map, row_map = recorder.maps[-2:]
+    assert weight_map[2:] == ([256, 8, 2, 64, 1], [512, 512 * 512, 8 * 512, 1024 * 512], [64, 8, 2, 8, 1])
+    assert row_map[1] == norm.moments.scaled.data_ptr(), "the product reads the scaled rows"
+    rope = Rotation(torch.ones(90, 64), torch.zeros(90, 64), torch.tensor([3, 9], dtype=torch.int32))
+    heads = Heads(*(torch.zeros(2, 17, count, 128, dtype=BF16) for count in (4, 2, 2)))
+    launch(x, weights, heads, tile, norm, rope=rope)
+    got = recorder.launches[-1]
+    assert [got[name] for name in ("out", "k", "v", "cos", "sin", "starts")] == [
+        tensor.data_ptr() for tensor in (heads.q, heads.k, heads.v, rope.cos, rope.sin, rope.starts)
+    ]
+    assert [got[n] for n in ("half", "tokens", "heads", "kv_heads", "columns")] == [64, 17, 4, 2, 1024]
+    assert recorder.macros(PAIRS=1, ROPE=1) and got["shift"] is None
+    assert recorder.maps[-1][2:] == ([256, 8, 2, 8, 8], [512, 64 * 512, 8 * 512, 128 * 512], [64, 8, 2, 8, 1])
+
+
+def misaligned(like: Tensor) -> Tensor:
+    """A tensor as large, eight bytes after a multiple of sixteen."""
+    step = 8 // like.element_size()
+    return torch.empty(like.numel() + step, dtype=like.dtype)[step:].view(like.shape)
+
+
+def test_operands_and_epilogues_that_do_not_fit_are_refused(recorder: Recorder) -> None:
+    x, weights, out = operands(100, 128, 192)
+    half, quantised = out[:, :64].contiguous(), (x.to(FP8), Linear(weights.weight.to(FP8)))
+    of_out, of_x = Moments.like(out), Norm(1e-6, Moments.like(x), sums=torch.zeros(128))
+    paired, biased = replace(weights, paired=True), replace(weights, bias=out[0], paired=True)
+    onto: dict[str, Any] = {"residual": True, "moments": of_out}
+    persistent, wide_pairs = HopperTile(2, 1, 2, 136, 3, persistent=True), HopperTile(1, 1, 1, 64, 4, across=2)
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((x.float(), weights, out), {}, "x is torch.float32"),
+        ((x, weights, out.half()), {}, "out is torch.float16"),
+        ((x, Linear(weights.weight[:, :32]), out), {}, "the weight"),
+        ((x, weights, out[:, :64]), {}, "out"),
+        ((x[:, :60], Linear(weights.weight[:, :60]), out), {}, "16 bytes"),
+        ((x, weights, out.t().contiguous().t()), {}, "contiguous"),
+        ((x, weights, misaligned(out)), {}, "multiples of 16 bytes"),
+        ((misaligned(x), weights, out), {}, "multiples of 16 bytes"),
+        ((x, weights, out), {"tile": HopperTile(1, 1, 1, 60, 4)}, "multiple of 8"),
+        ((x, biased, half), {"activation": GEGLU}, "no bias"),
+        ((x, weights, half), {"activation": GEGLU, "norm": of_x, "tile": wide_pairs}, "shares what it fetches"),
+        ((x, weights, out), {**onto, "moments": Moments.like(x)}, r"moments of 128 columns .* got .* \(3, 100\)"),
+        ((x, weights, out), {**onto, "moments": replace(of_out, sums=of_out.sums.double())}, "got torch.float64"),
+        ((x, weights, out), {**onto, "moments": Moments.like(out, 32)}, "moments are of 64 columns, got 32"),
+        ((x, weights, out), {**onto, "activation": GELU}, "plain product"),
+        ((x, weights, out.to(FP8)), {**onto, "quantize": 1.0}, "plain product"),
+        ((x, weights, out), {"moments": of_out}, "come with a residual"),
+        ((x, weights, out), {"residual": True, "skip_every": 2}, "rows with constants"),
+        ((x, weights, out), {"norm": Norm(1e-6)}, "come with moments"),
+        ((x, weights, out), {"norm": Norm(1e-6, of_out)}, "moments of 192 columns"),
+        ((x, weights, out), {"norm": replace(of_x, sums=torch.zeros(64))}, "128 weight rows"),
+        ((x, paired, half), {"norm": of_x, "activation": SWIGLU}, "before swiglu"),
+        ((*quantised, out), {"norm": of_x}, "only BF16"),
+        ((x, weights, out), {"norm": of_x, "tile": persistent}, "norms of one"),
     ]  # fmt: skip
     for arguments, options, text in wrong:
         with pytest.raises(EngineError, match=text):
-            gemm.gemm(*arguments, gpu=H200, **{"tiling": TILINGS[0], **options})
+            launch(*arguments, **options)
+    assert not recorder.launches
 
 
-def test_a_product_says_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    Recorder(monkeypatch)
-    tiling = TILINGS[0]
-    x, weight, out = operands(8, 128, 64, BF16)
-    wrong = [
-        ((x.float(), weight, None, out), {}, "x is torch.float32"),
-        ((x, weight, None, out.half()), {}, "out is torch.float16"),
-        ((x, weight[:, :32], None, out), {}, "the weight"),
-        ((x, weight, None, out[:, :64]), {}, "out"),
-        ((x[:, :60], weight[:, :60], None, out), {}, "16 bytes"),
-        ((x, weight, None, out.t().contiguous().t()), {}, "contiguous"),
-        ((x, weight, out[0], out[:, :64].contiguous()), {"activation": Activation.GEGLU}, "no bias"),
-        ((x, weight, None, out), {"tiling": Tiling(1, 1, 1, 64, 4, 1, 1, 2)}, "part of 2 empty"),
-        ((x, weight, None, out), {"tiling": Tiling(1, 1, 1, 60, 4)}, "multiple of 8"),
-        ((x, weight, None, misaligned(out)), {}, "multiples of 16 bytes"),
-        ((misaligned(x), weight, None, out), {}, "multiples of 16 bytes"),
-    ]  # fmt: skip
-    for arguments, options, text in wrong:
-        with pytest.raises(EngineError, match=text):
-            gemm.gemm(*arguments, gpu=H200, **{"tiling": tiling, **options})
+# -- pairs of weight rows ----------------------------------------------------------------------------------------------
 
 
-def test_elsewhere_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = ("half", Activation.NONE, 128, 64)
-    monkeypatch.setitem(TABLES["sm_90a"], key, ((9, 16, TILINGS[0]), (20, 64, TILINGS[1])))
-    assert gemm_choice.known(torch.device("cpu"), BF16, Activation.NONE, 9, 128, 64) is None
-    cuda = torch.device("cuda")
-    for gpu in GPUS.values():
-        hopper = gpu.capability == (9, 0)
-        with assumed(gpu):
-            found = [
-                gemm.planned(Gpu.of(cuda), BF16, Activation.NONE, rows, 128, 64) for rows in (8, 9, 16, 17, 20, 64, 65)
-            ]
-        assert found == ([None, *[TILINGS[0]] * 2, None, *[TILINGS[1]] * 2, None] if hopper else [None] * 7)
-    assert gemm.planned(H200, FP8, Activation.NONE, 8, 128, 64) is None
-    assert gemm.planned(H200, BF16, Activation.GELU, 8, 128, 64) is None
+def rows_of_tiles(half: int, rows: int, weight_rows: int) -> list[int]:
+    """The weight row in each row of all tiles, by the sizes, strides and coordinates of the tensor map."""
+    sizes, strides = (8, 2, half // 8, weight_rows // (2 * half)), (1, half, 8, 2 * half)
+    found = []
+    for row in range(0, weight_rows, rows):
+        corner = (0, 0, row % (2 * half) // 16, row // (2 * half))  # as gemm.cu fetches a tile
+        for inside in range(rows):
+            at, left = [], inside
+            for size, start in zip((8, 2, rows // 16, 1), corner, strict=True):
+                at.append(start + left % size)
+                left //= size
+            assert all(a < size for a, size in zip(at, sizes, strict=True))
+            found.append(sum(a * stride for a, stride in zip(at, strides, strict=True)))
+    return found
 
 
-KNOWN_WEIGHTS = sorted({key for key, *_ in TABLE})
-
-
-@pytest.mark.parametrize("rows", [129, 288, 576, 1024, 1025, 1088, 2176, 4352, 8704, 17_408])
-def test_tilings_that_are_searched_for_run_and_waste_little(rows: int) -> None:
-    for kind, activation, n, k in KNOWN_WEIGHTS:
-        dtype = FP8 if kind == "fp8" else BF16
-        found = gemm.searched(H200, dtype, activation, rows, n, k)
-        many = rows > search.MANY
-        most = search.BEST * len(search.KINDS_OF_MANY) if many else search.MEASURED
-        assert 1 <= len(found) <= most and len(set(found)) == len(found)
-        # What a norm is taken into is not persistent.
-        kinds = {(tiling.across, tiling.persistent) for tiling in found}
-        assert not many or kinds == {(1, False), (2, False)} | ({(1, True), (2, True)} if activation.gated else set())
-        chunks = -(-k * (1 if kind == "fp8" else 2) // 128)
-        for tiling in found:
-            assert tiling.why_not(activation) is None
-            if not activation.gated:
-                assert tiling.why_not(activation, residual=True) is None
-                assert tiling.why_not(activation, normed=True) is None
-            assert -(-chunks // tiling.split) * (tiling.split - 1) < chunks
-            tiles = -(-rows // tiling.tokens)
-            assert rows <= tiles * tiling.tokens < rows + 8 * tiles * tiling.parts
-
-
-def test_small_products_are_cut_so_that_most_multiprocessors_have_a_tile() -> None:
-    """SmolVLA's prefix: 177 rows by 960 columns are 15 tiles of weights."""
-    found = gemm.searched(H200, BF16, Activation.NONE, 177, 960, 960)
-    assert len(found) == search.MEASURED
-    assert all(75 <= -(-177 // t.tokens) * -(-960 // t.weight_rows) * t.split <= 132 for t in found), found
-
-
-def test_nothing_is_searched_for_where_the_kernel_cannot_run_or_gains_nothing() -> None:
-    for gpu in (None, H200.portable, GPUS["B200"]):
-        assert gemm.searched(gpu, BF16, Activation.NONE, 576, 2048, 2048) == []
-    for rows in (1, 128, 32_769):
-        assert gemm.searched(H200, BF16, Activation.NONE, rows, 2048, 2048) == []
-    for n, k in ((2048, 2049), (2040, 2048), (256, 256)):
-        assert gemm.searched(H200, BF16, Activation.NONE, 576, n, k) == [], (n, k)
-    assert gemm.searched(H200, BF16, Activation.NONE, 576, 2048, 2048) != []
+@pytest.mark.parametrize(("half", "rows", "weight_rows"), [(128, 64, 2560), (128, 128, 2560), (4096, 128, 8192)])
+def test_pairs_of_weight_rows_meet_in_a_thread(half: int, rows: int, weight_rows: int) -> None:
+    """Eight rows of a side, then the eight that are `half` further: a lane has a row and the one eight below it."""
+    found = rows_of_tiles(half, rows, weight_rows)
+    assert sorted(found) == list(range(weight_rows))
+    for row, g in itertools.product(range(0, weight_rows, 16), range(8)):
+        group, inside = row // (2 * half), row % (2 * half)
+        # load_rows and head_columns of epilogue.cu.
+        assert found[row + g] == group * 2 * half + inside // 16 * 8 + g and found[row + 8 + g] == found[row + g] + half
+        for eight in (0, 8):
+            column = inside // 16 * 8 + ((inside + eight) // 8 % 2) * half
+            assert found[row + eight + g] % (2 * half) == column + g

@@ -24,12 +24,15 @@ from vla_accel.engines.native import why_not
 from vla_accel.errors import CheckpointError, ConfigError, EngineError
 from vla_accel.families.loading import load
 from vla_accel.fp8 import E4M3, FORMATS, INT8, no_scales
+from vla_accel.kernels import config as configs
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import Fastest
 from vla_accel.kernels.gemm import int8
+from vla_accel.kernels.gemm.choice import has_hopper_gemm, products_by
+from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.hopper import planned
-from vla_accel.kernels.gemm.int8 import searched, usual
-from vla_accel.kernels.gemm.linear import has_own_gemm, linear, products_by
+from vla_accel.kernels.gemm.int8 import candidates, default
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import make_linear, pair
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.measure.parity import LIMITS, compare, reference_of
@@ -92,7 +95,7 @@ def test_sums_are_exact(bias: bool) -> None:
     layer = replace(layer, weight=torch.randint(100, 128, (8, 16_384), generator=generator, dtype=torch.int8))
     assert layer.weight_scale is not None
     out = torch.empty(3, 8, dtype=torch.float64)
-    linear(x, layer, out)
+    gemm(x, layer, out)
     sums = x.long() @ layer.weight.long().T
     assert int(sums.max()) > 1 << 24
     want = sums.float() * layer.weight_scale
@@ -105,21 +108,21 @@ def test_paired_rows_keep_their_scales() -> None:
     paired = pair(whole)
     x = torch.randint(-127, 128, (5, 24), dtype=torch.int8)
     plain, mixed = torch.empty(5, 32), torch.empty(5, 32)
-    linear(x, whole, plain)
-    linear(x, paired, mixed)
+    gemm(x, whole, plain)
+    gemm(x, paired, mixed)
     assert torch.equal(mixed.unflatten(1, (2, 2, 8)).transpose(1, 2).flatten(1), plain)
 
 
 def test_no_hopper_kernel_is_taken_for_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tables know BF16, FP16 and FP8, and would take an unknown one for BF16."""
-    monkeypatch.setattr("vla_accel.kernels.gemm.linear.path", lambda _: "cuda")
-    monkeypatch.setattr("vla_accel.kernels.gpu.Gpu.of", lambda _: H200)
+    monkeypatch.setattr(Gpu, "of", lambda _: H200)
     weight = torch.empty(2048, 2048, device="meta")
     assert planned(H200, torch.bfloat16, Activation.NONE, 544, 2048, 2048) is not None
-    for inside in (True, False):
-        quantised = make_linear(weight, None, torch.bfloat16, 1.0, form=INT8)
-        assert not has_own_gemm(544, quantised, Activation.NONE, inside=inside)
-    assert has_own_gemm(544, make_linear(weight, None, torch.bfloat16), Activation.NONE, inside=True)
+    with steered("cuda", torch.device("meta")):
+        for inside in (True, False):
+            quantised = make_linear(weight, None, torch.bfloat16, 1.0, form=INT8)
+            assert not has_hopper_gemm(544, quantised, Activation.NONE, inside=inside)
+        assert has_hopper_gemm(544, make_linear(weight, None, torch.bfloat16), Activation.NONE, inside=True)
 
 
 # -- kernels ------------------------------------------------------------------------------------------------------
@@ -158,7 +161,7 @@ def test_every_tile_compiles_into_integer_tensor_cores(version: str, tmp_path: P
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 3 * len(searched(ARCHITECTURES[version], 544)) and len(rows) >= 24
+    assert len(rows) == 3 * len(candidates(ARCHITECTURES[version], 544)) and len(rows) >= 24
     for row in rows:
         assert row["fits"] and row["spilled"] <= 512, row
         assert row["products"] and all(".s8.s8" in name for name in row["products"]), row
@@ -167,19 +170,19 @@ def test_every_tile_compiles_into_integer_tensor_cores(version: str, tmp_path: P
 def test_tiles_fit_the_gpu_and_the_rows() -> None:
     for gpu in ARCHITECTURES.values():
         for rows in (1, 33, 65, 129, 968):
-            first, *others = searched(gpu, rows)
-            assert first == usual(rows) and first not in others and first.shared <= 99 << 10
+            first, *others = candidates(gpu, rows)
+            assert first == default(rows) and first not in others and first.shared <= 99 << 10
             assert len({str(tile) for tile in (first, *others)}) == 1 + len(others) >= 2
             assert all(tile.shared <= gpu.shared_per_block and tile.rows < 2 * max(rows, 64) for tile in others)
-    assert max(t.shared for t in searched(RTX_4090, 968)) <= 99 << 10 < max(t.shared for t in searched(A100, 968))
+    assert max(t.shared for t in candidates(RTX_4090, 968)) <= 99 << 10 < max(t.shared for t in candidates(A100, 968))
 
 
 def test_a_measured_tile_is_the_one_that_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with nothing computed: what is the quickest is said."""
     launched: list[Any] = []
-    monkeypatch.setattr(int8, "_KNOWN", {})
+    monkeypatch.setattr(configs, "_MEASURED", {})
     monkeypatch.setattr(Gpu, "of", lambda _: RTX_4090)
-    monkeypatch.setattr(int8, "_launch", lambda *words: launched.append(words[3]))
+    monkeypatch.setattr(int8, "launch", lambda *words: launched.append(words[4]))
     layer = make_linear(torch.randn(64, 48), None, torch.bfloat16, 1.0, form=INT8)
     asked = []
 
@@ -187,22 +190,23 @@ def test_a_measured_tile_is_the_one_that_is_launched(monkeypatch: pytest.MonkeyP
         asked.append(what)
         return Fastest(sorted(ways)[-1])
 
-    monkeypatch.setattr(int8, "remembered", quickest)
+    monkeypatch.setattr(configs, "remembered", quickest)
     x, out = torch.zeros(200, 48, dtype=torch.int8), torch.zeros(200, 32)
+    geglu, swiglu = Epilogue(activation=Activation.GEGLU), Epilogue(activation=Activation.SWIGLU)
     with steered("triton"):
-        int8.product(x, layer, out, activation=Activation.GEGLU)
-        int8.measure(layer, Activation.GEGLU, 200)
-        int8.measure(layer, Activation.GEGLU, 200)
+        gemm(x, layer, out, geglu)
+        int8.tune(layer, Activation.GEGLU, 200)
+        int8.tune(layer, Activation.GEGLU, 200)
         assert asked == ["INT8 geglu 200x64x48"]
-        int8.product(x, layer, out, activation=Activation.GEGLU)
-        int8.product(x, layer, out, activation=Activation.SWIGLU)
-        int8.product(x[:100], layer, out[:100], activation=Activation.GEGLU)
+        gemm(x, layer, out, geglu)
+        gemm(x, layer, out, swiglu)
+        gemm(x[:100], layer, out[:100], geglu)
         with replace(current(x), deterministic=True).open():
-            int8.measure(layer, Activation.SWIGLU, 200)
-            int8.product(x, layer, out, activation=Activation.GEGLU)
+            int8.tune(layer, Activation.SWIGLU, 200)
+            gemm(x, layer, out, geglu)
     assert asked == ["INT8 geglu 200x64x48"]
-    best = max(searched(RTX_4090, 200), key=str)
-    assert best != usual(200) and launched == [usual(200), best, usual(200), usual(100), usual(200)]
+    best = max(candidates(RTX_4090, 200), key=str)
+    assert best != default(200) and launched == [default(200), best, default(200), default(100), default(200)]
     # The ledger names it, and calls nothing of ours the library's.
     plain = make_linear(torch.randn(64, 48), None, torch.bfloat16)
     products = {"gate_up": (layer, Activation.GEGLU), "o": (layer, Activation.NONE), "qkv": (plain, Activation.NONE)}

@@ -11,13 +11,14 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.test_gemm import TABLE, TILINGS
+from tests.kernels.test_gemm import BF16, FP8, GEGLU, GELU, NONE, NORMED, RESIDUAL, SWIGLU, TABLE, TILES, why_not
 from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import ARCHITECTURES, H200
 from tests.support.smolvla_loops import EXPERTS
@@ -26,18 +27,19 @@ from vla_accel.errors import EngineError
 from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm.hopper import Tiling, launch, searched, suffix
-from vla_accel.kernels.gemm.hopper.few import few
-from vla_accel.kernels.gemm.suffix_tilings import Product, Skinny
+from vla_accel.kernels.gemm.config import GemmSizes, Skinny
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm, Rotation
+from vla_accel.kernels.gemm.hopper import HopperTile, launch, searched
+from vla_accel.kernels.gemm.hopper.config import ARCHITECTURE, few_rows
 from vla_accel.kernels.loop.schedule import THREADS, Schedule
 
 ROOT = Path(__file__).parents[2]
 FITTING = {"_filtered", "_sampled"}
 ROWS = {"_patchify", "_add_norm", "_embed_norm", "_geglu", "_rope_cache", "_attention", "_step"} | FITTING
 # What takes the denoise loop's products and attention: of up to 16 rows, and of more.
-FEW = {"_qkv_rope", "_gate_up_geglu", "_project"}
-MANY = {"_measure", "_qkv_rope_pipelined", "_gate_up_pipelined", "_project_pipelined"}
-AROUND = {"_heads_around", "_geglu_around", "_residual_around"}
+FEW = {"_skinny_pair", "_skinny_columns"}
+MANY = {"_measure", "_pipelined_pair", "_pipelined_columns"}
+AROUND = {"_library_pair", "_library_columns"}
 INT8 = {"_int8_linear", "_int8_gated"}
 BY_MODEL = {
     "pi05": ROWS | FEW | {"_suffix_attention"},
@@ -92,9 +94,9 @@ def check_its_cut(row: dict[str, Any]) -> None:
     """Within what its cut says that it has at most, by which cuts are chosen."""
     if row["kernel"] in FEW:
         c = row["constants"]
-        cut = Skinny(c["BLOCK_N"], c["PARTS"], c["PARTS"] * c["PIECE"], c["BLOCK_M"], c["AHEAD"])
-        sides, weight = 1 if row["kernel"] == "_project" else 2, 1 if row["int8"] else 2
-        assert row["shared"] <= cut.shared(Product(1, c["K"], cut.columns, sides=sides, weight=weight)), row
+        config = Skinny(c["BLOCK_N"], c["PARTS"], c["PARTS"] * c["PIECE"], c["BLOCK_M"], c["EARLY"])
+        sides, weight = 1 if row["kernel"] == "_skinny_columns" else 2, 1 if row["int8"] else 2
+        assert row["shared"] <= config.shared(GemmSizes(1, c["K"], config.columns, 1, sides, weight)), row
 
 
 @pytest.mark.slow
@@ -180,7 +182,7 @@ def test_products_run_on_the_tensor_cores(compiled: list[dict[str, Any]]) -> Non
 @pytest.mark.slow
 def test_heads_of_72_are_loaded_sixteen_bytes_at_once(compiled: list[dict[str, Any]]) -> None:
     """They begin at a multiple of 8 values, not of 16, which is all that Triton asks of a number that it is given."""
-    heads = {row["constants"]["HEAD_DIM"]: row["single"] for row in compiled if row["kernel"] == "_attention"}
+    heads = {row["constants"]["H"][2]: row["single"] for row in compiled if row["kernel"] == "_attention"}
     assert heads.keys() >= {72, 256} and not any(heads.values())
 
 
@@ -191,7 +193,7 @@ def test_dependent_launches_wait_and_release(compiled: list[dict[str, Any]]) -> 
         assert pdl == bool(row["options"].get("launch_pdl")), row
         assert (row["waits"] > 0) == (row["releases"] > 0) == pdl, row
     # A chain's first kernel waits for all before it: the prefix may then be read ahead of any wait.
-    firsts = [row for row in compiled if row["kernel"] == "_step" and row["constants"]["FIRST"]]
+    firsts = [row for row in compiled if row["kernel"] == "_step" and row["constants"]["S"][4]]
     assert firsts and not any(row["constants"]["PDL"] for row in firsts)
     chained = {row["kernel"] for row in compiled if row["constants"].get("PDL")}
     assert chained == CHAINED
@@ -200,12 +202,9 @@ def test_dependent_launches_wait_and_release(compiled: list[dict[str, Any]]) -> 
 @pytest.mark.slow
 def test_fp8_models_convert_to_fp8_and_others_do_not(compiled: list[dict[str, Any]]) -> None:
     for row in compiled:
-        quantises = bool(row["constants"].get("QUANT"))
-        if quantises:
-            assert row["fp8"] or all("int8" in model for model in row["models"]), row
         assert not row["fp8"] or row["models"] == ["pi05 fp8"], row
     narrow = {row["kernel"] for row in compiled if row["fp8"]}
-    assert {"_qkv_rope", "_gate_up_geglu", "_project", "_add_norm", "_geglu", "_gelu", "_attention"} <= narrow
+    assert {"_skinny_pair", "_skinny_columns", "_add_norm", "_geglu", "_gelu", "_attention"} <= narrow
 
 
 @pytest.mark.slow
@@ -262,99 +261,85 @@ def test_smolvla_s_streamed_kernels_compile(
     assert max(registers_of(code)) * THREADS <= H200.registers
 
 
-def check_it_fits_a_hopper(code: bytes, tiling: Tiling) -> None:
-    """No sum leaves the registers while there are products to add. Behind them, where a tile fills all registers, a
-    compiler (NVRTC 13.0) may set values aside: an eighth of what a thread's sums take, 64 x width of four warps."""
-    assert code.startswith(b"\x7fELF") and max(stack_of(code)) <= 64 * tiling.width * 4 // 128 // 8
-    assert stack_of(code) == {0} or not local_between(code, "HGMMA")
-    assert max(registers_of(code)) * tiling.threads * tiling.resident <= H200.registers
+@pytest.fixture
+def compile_and_check(nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Compile a kernel of the GEMM, and check that it fits a Hopper GPU.
 
-
-@pytest.mark.parametrize(
-    "tiling", [TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.slow) for tiling in TILINGS[1:])]
-)
-def test_the_products_compile(tiling: Tiling, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    No sum leaves the registers while there are products to add. Behind them, where a tile fills all registers, a
+    compiler (NVRTC 13.0) may set values aside: an eighth of what a thread's sums take, 64 x width of four warps.
+    """
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
-    cases = [
-        (torch.bfloat16, False, Activation.NONE),
-        (torch.float8_e4m3fn, True, Activation.GEGLU),
-        (torch.float16, True, Activation.GELU),
-    ]
-    for kind, narrow, activation in cases:
-        text = launch.source(kind, narrow, activation, tiling)
-        check_it_fits_a_hopper(nvrtc.compile_source(text, launch.ARCHITECTURE), tiling)
+
+    def check(kind: torch.dtype, tile: HopperTile, epilogue: Epilogue, *norm: Norm, **options: Any) -> None:
+        code = nvrtc.compile_source(launch.source(kind, tile, epilogue, *norm, **options), ARCHITECTURE)
+        assert code.startswith(b"\x7fELF") and max(stack_of(code)) <= 64 * tile.width * 4 // 128 // 8
+        assert stack_of(code) == {0} or not local_between(code, "GMMA")
+        assert max(registers_of(code)) * tile.threads * tile.resident <= H200.registers
+
+    return check
+
+
+RMS, LAYER = Norm(1e-6), Norm(1e-6, sums=torch.zeros(1))
+
+
+@pytest.mark.parametrize("tile", [TILES[0], *(pytest.param(tile, marks=pytest.mark.slow) for tile in TILES[1:])])
+def test_tiles_compile(tile: HopperTile, compile_and_check: Callable[..., None]) -> None:
+    for kind, narrow, activation in ((BF16, False, NONE), (FP8, True, GEGLU), (torch.float16, True, GELU)):
+        compile_and_check(kind, tile, Epilogue(activation=activation), fp8_out=narrow)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("key", "least", "most", "tiling"), TABLE)
-def test_the_products_in_use_compile(
-    key: tuple[str, Activation, int, int], least: int, most: int, tiling: Tiling, nvrtc_library: ctypes.CDLL,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("key", "least", "most", "tile"), TABLE)
+def test_the_tiles_of_the_table_compile(
+    key: tuple[str, Activation, int, int], least: int, most: int, tile: HopperTile,
+    compile_and_check: Callable[..., None],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
-    for text in sources_in_use(key, tiling):
-        check_it_fits_a_hopper(nvrtc.compile_source(text, launch.ARCHITECTURE), tiling)
-
-
-def sources_in_use(key: tuple[str, Activation, int, int], tiling: Tiling) -> list[str]:
-    """Of a product as the programs launch it: plain, onto a residual, after a norm."""
-    dtype = torch.float8_e4m3fn if key[0] == "fp8" else torch.bfloat16
-    narrow = key[0] == "fp8" and key[1] is not Activation.NONE
-    texts = [launch.source(dtype, narrow, key[1], tiling)]
-    if key[1] is Activation.NONE and tiling.why_not(residual=True) is None:
-        texts.append(launch.source(dtype, False, Activation.NONE, tiling, residual=True))
-    if key[0] == "half" and tiling.why_not(key[1], normed=True) is None:
-        texts += [launch.source(dtype, False, key[1], tiling, norm=norm, k=key[3]) for norm in ("rms", "layer")]
-    return texts
+    """Products as the programs launch them: plain, added to a residual, after a norm."""
+    name, activation, _, k = key
+    kind, epilogue = FP8 if name == "fp8" else BF16, Epilogue(activation=activation)
+    compile_and_check(kind, tile, epilogue, fp8_out=name == "fp8" and activation is not NONE)
+    if activation is NONE and why_not(tile, RESIDUAL, k=k) is None:
+        compile_and_check(kind, tile, Epilogue(residual=True))
+    if name == "half" and why_not(tile, NORMED._replace(gated=activation.gated), k=k) is None:
+        for norm in (RMS, LAYER):
+            compile_and_check(kind, tile, epilogue, norm)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [288, 576, 2176])
-def test_the_products_that_are_searched_for_compile(
-    rows: int, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searched_tiles_compile(rows: int, compile_and_check: Callable[..., None]) -> None:
     """The first choices for one view, a longer prompt and a batch."""
-    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
-    for key in sorted({key for key, *_ in TABLE}):
-        tiling = searched(H200, torch.float8_e4m3fn if key[0] == "fp8" else torch.bfloat16, key[1], rows, *key[2:])[0]
-        for text in sources_in_use(key, tiling)[:1]:
-            check_it_fits_a_hopper(nvrtc.compile_source(text, launch.ARCHITECTURE), tiling)
+    for name, activation, n, k in sorted({key for key, *_ in TABLE}):
+        kind = FP8 if name == "fp8" else BF16
+        narrow = name == "fp8" and activation is not NONE
+        tile = searched(H200, kind, activation, rows, n, k)[0]
+        compile_and_check(kind, tile, Epilogue(activation=activation), fp8_out=narrow)
 
 
 @pytest.mark.slow
-def test_a_batchs_products_compile(nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every choice for gate and up of 16 sequences."""
-    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
-    for kind in (torch.bfloat16, torch.float8_e4m3fn):
-        for tiling in searched(H200, kind, Activation.GEGLU, 8704, 32_768, 2048):
-            text = launch.source(kind, kind != torch.bfloat16, Activation.GEGLU, tiling)
-            check_it_fits_a_hopper(nvrtc.compile_source(text, launch.ARCHITECTURE), tiling)
-
-
-@pytest.mark.slow
-def test_gated_products_with_a_norm_compile(nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first choices for SmolVLA's and GR00T's language models."""
-    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
+def test_the_gate_and_up_of_batches_and_of_other_families_compile(compile_and_check: Callable[..., None]) -> None:
+    """Every choice for 16 sequences; the first choices, with a norm, for SmolVLA's and GR00T's language models."""
+    for kind in (BF16, FP8):
+        for tile in searched(H200, kind, GEGLU, 8704, 32_768, 2048):
+            compile_and_check(kind, tile, Epilogue(activation=GEGLU), fp8_out=kind == FP8)
     for rows, n, k in ((177, 5120, 960), (151, 12_288, 2048)):
-        tiling = searched(H200, torch.bfloat16, Activation.SWIGLU, rows, n, k)[0]
-        assert tiling.why_not(Activation.SWIGLU, normed=True) is None
-        text = launch.source(torch.bfloat16, False, Activation.SWIGLU, tiling, norm="rms", k=k)
-        check_it_fits_a_hopper(nvrtc.compile_source(text, launch.ARCHITECTURE), tiling)
+        tile = searched(H200, BF16, SWIGLU, rows, n, k)[0]
+        assert why_not(tile, NORMED._replace(gated=True), k=k) is None
+        compile_and_check(BF16, tile, Epilogue(activation=SWIGLU), RMS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [80, 160, 200, 320])
-def test_products_of_a_suffix_compile(rows: int, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
-    kinds = (
-        (suffix.HEADS, 2560, 1024, 256, Activation.NONE), (suffix.ONTO, 1024, 2048, 0, Activation.NONE),
-        (suffix.GATED, 8192, 1024, 8192, Activation.GEGLU), (suffix.GATED, 8192, 1024, 8192, Activation.SWIGLU),
-        (suffix.ONTO, 1024, 4096, 0, Activation.NONE),
-    )  # fmt: skip
-    for kind, n, k, paired, activation in kinds:
-        for tiling in few(H200, rows, n, k, paired):
-            text = suffix.source(torch.bfloat16, kind, activation, tiling)
-            check_it_fits_a_hopper(nvrtc.compile_source(text, launch.ARCHITECTURE), tiling)
+@pytest.mark.parametrize("rows", [33, 80, 160, 320])
+def test_the_products_of_a_suffix_compile(rows: int, compile_and_check: Callable[..., None]) -> None:
+    """Every choice for the heads, the gate and up, and the residuals of π0's expert."""
+    nothing = torch.zeros(1)
+    rope, onto = Epilogue(rope=Rotation(nothing, nothing, nothing)), Epilogue(gate=nothing, residual=True)
+    for epilogue, n, k, paired in (
+        (rope, 2560, 1024, 256), (onto, 1024, 2048, 0), (Epilogue(activation=GEGLU), 8192, 1024, 8192),
+        (Epilogue(activation=SWIGLU), 8192, 1024, 8192), (onto, 1024, 4096, 0),
+    ):  # fmt: skip
+        for tile in few_rows(H200, rows, n, k, paired):
+            compile_and_check(BF16, tile, epilogue, *([RMS] if paired else []), half=paired // 2)
 
 
 def test_a_source_that_does_not_compile_says_where(nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +358,7 @@ def test_tiles_by_tma_compile(version: str, tmp_path: Path) -> None:
     for row in rows:
         check_it_fits(row)
         assert row["tma"] > 0 and row["products"] > 0, row
-        assert row["kernel"] != "_project_pipelined" or not row["spilled"], row
+        assert row["kernel"] != "_pipelined_columns" or not row["spilled"], row
 
 
 @pytest.mark.slow

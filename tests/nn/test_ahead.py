@@ -4,7 +4,9 @@ are compared on a GPU."""
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +19,6 @@ from tests.support.streamed_support import LOOPS
 from tests.support.tiny_smolvla import tiny_config, tiny_model
 from vla_accel.engines.native import NativeEngine
 from vla_accel.families.smolvla.native import SmolVlaPrefix, SmolVlaPrefixWeights
-from vla_accel.kernels.gemm import suffix
 from vla_accel.ledger import Ledger, LedgerEntry
 from vla_accel.nn import native_prefix as prefixes
 from vla_accel.nn import overlap as module
@@ -158,8 +159,8 @@ def test_a_layer_reads_nothing_before_its_turn(made: Any, name: str, monkeypatch
         for key in ("keys", "values"):
             late[key][layer] = inputs[key][layer]
 
-    def noted(name: str) -> Any:
-        run = getattr(suffix, name)
+    def noted(module: ModuleType, name: str) -> Any:
+        run = getattr(module, name)
 
         def op(*given: Any, **options: Any) -> Any:
             told.append((name, loop.chain.advance()))  # As a launch does.
@@ -167,8 +168,10 @@ def test_a_layer_reads_nothing_before_its_turn(made: Any, name: str, monkeypatch
 
         return op
 
-    for one in ("qkv_rope", "cross_attention", "suffix_attention", "project", "gate_up_geglu", "step"):
-        monkeypatch.setattr(suffix, one, noted(one))
+    module = sys.modules[type(loop).__module__]
+    for one in ("gemm", "cross_attention", "suffix_attention", "flow_step"):
+        if hasattr(module, one):
+            monkeypatch.setattr(module, one, noted(module, one))
     loop.chain.early = True
     with torch.inference_mode():
         loop.run(inputs, state, want)
@@ -182,11 +185,11 @@ def test_a_layer_reads_nothing_before_its_turn(made: Any, name: str, monkeypatch
     assert torch.equal(got, want) and torch.isfinite(want).all() and not torch.equal(want, noise)
     waits = [index for index, one in enumerate(told) if isinstance(one, int)]
     assert [told[index] for index in waits] == list(range(len(inputs["keys"])))
-    assert all(told[index + 1][0] in ("qkv_rope", "cross_attention") for index in waits)
+    assert all(told[index + 1][0] in ("gemm", "cross_attention") for index in waits)
 
     def mixes(launches: list[Any]) -> set[int]:
         """The products after a step of π0, whose first row torch writes."""
-        after = {i + 1 for i, one in enumerate(launches) if isinstance(one, tuple) and one[0] == "step"}
+        after = {i + 1 for i, one in enumerate(launches) if isinstance(one, tuple) and one[0] == "flow_step"}
         return after - {len(launches)} if state is not None and loop.weights.mix is not None else set()
 
     def late_of(launches: list[Any]) -> set[int]:

@@ -27,7 +27,7 @@ from vla_accel.families.groot import native_loop as groot_denoise
 from vla_accel.families.pi0 import native_loop as expert
 from vla_accel.families.smolvla import native_loop as smolvla_loop
 from vla_accel.fp8 import INT8
-from vla_accel.kernels.gemm import suffix
+from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.loop import described
@@ -99,7 +99,7 @@ def test_no_calibration_enters() -> None:
 def test_a_measured_cut_is_of_one_kind_of_weights() -> None:
     """FP8 and INT8 take as many bytes, and other instructions."""
     x, weight = torch.empty(10, 64, dtype=torch.bfloat16), torch.randn(32, 64)
-    names = {str(suffix.project_product(x, plain_input(kind, weight))) for kind in ("bf16", "fp8", "int8")}
+    names = {str(gemm_sizes(x, plain_input(kind, weight))) for kind in ("bf16", "fp8", "int8")}
     assert len(names) == 3
 
 

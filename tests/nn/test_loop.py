@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from tests.support.smolvla_loops import EXPERTS, Loops
 from tests.support.streamed_support import LOOPS
 from vla_accel.families.groot.checkpoint import infer_config, load_groot
 from vla_accel.families.groot.native_loop import NativeTransformer, TransformerWeights, step_tables
-from vla_accel.kernels.autotune import Fastest
+from vla_accel.kernels.config import Choice
 from vla_accel.nn import kernel_choices
 from vla_accel.nn.loop import LayerLoop
 
@@ -44,13 +44,13 @@ def test_a_build_measures_every_op_with_each_of_its_configs(name: str, monkeypat
     """Each candidate runs, whatever was chosen before; products that write moments come before those that read them."""
     measured: list[str] = []
 
-    def run_all(what: str, candidates: Mapping[str, Callable[[], object]], *_: Any) -> Fastest:
+    def run_all(what: str, configs: Sequence[Any], run: Callable[[Any], object], *_: Any) -> Choice:
         measured.append(what.split()[0])
-        for run in candidates.values():
-            run()
-        return Fastest(list(candidates)[-1], dict.fromkeys(candidates, 1.0))
+        for config in configs:
+            run(config)
+        return Choice(configs[-1], dict.fromkeys(map(str, configs), 1.0))
 
-    monkeypatch.setattr(kernel_choices, "remembered", run_all)
+    monkeypatch.setattr(kernel_choices, "measure", run_all)
     build, kinds = BUILDS[name]
     with torch.inference_mode():
         loop = build()

@@ -18,8 +18,8 @@ from vla_accel.component import Component
 from vla_accel.config import load_config
 from vla_accel.engines.native import NativeEngine
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.kernels.gemm import norms
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.nn import plan
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.padding import padded_prompt
 from vla_accel.nn.siglip import SiglipConfig
@@ -73,7 +73,7 @@ def test_norms_inside_the_products_agree_with_eager(
     write_tiny_checkpoint(
         tmp_path, "pi05", vision=vision, prefix=prefix, expert=replace(tiny_config("pi05").expert, depth=4)
     )
-    monkeypatch.setattr(norms, "can_be_inside", lambda *_: True)
+    monkeypatch.setattr(plan, "can_be_inside", lambda *_: True)
     eager, native = (OptimizedPolicy.from_pretrained(tmp_path, c) for c in (EAGER, NATIVE))
     observations = [tiny_observation(seed, PROMPTS[seed % 2]) for seed in range(batch)]
     start = noise(eager, batch)

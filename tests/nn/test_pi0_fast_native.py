@@ -159,7 +159,7 @@ def test_logits_of_weights_of_one_byte_are_close() -> None:
         assert isinstance(program, NativeDecode)
         with torch.inference_mode():
             program.begin(buffers)
-            program._next()
+            program.decode_next()
         logits.append(program.logits.clone())
     for other in logits[1:]:
         error = (other - logits[0]).square().mean().sqrt() / logits[0].square().mean().sqrt()

@@ -18,7 +18,7 @@ from vla_accel.config import RtcConfig, load_config
 from vla_accel.families.prompted import PromptShape
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.native import SmolVlaStore
-from vla_accel.kernels.gemm import norms
+from vla_accel.nn import plan
 from vla_accel.nn.gemma import SmolLmConfig
 from vla_accel.nn.native_vision import VisionWeights
 
@@ -117,7 +117,7 @@ def test_fp8_is_what_the_ledger_says(part: str) -> None:
 
 def test_norms_inside_the_products_agree_with_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does where all products are own kernels, deep enough that every product follows every other."""
-    monkeypatch.setattr(norms, "can_be_inside", lambda *_: True)
+    monkeypatch.setattr(plan, "can_be_inside", lambda *_: True)
     prefix = SmolLmConfig(width=128, mlp_dim=40, depth=4, heads=4, kv_heads=2)
     config = tiny_config()
     config = replace(config, prefix=prefix, expert=replace(config.expert, depth=4))

@@ -34,8 +34,8 @@ from vla_accel.families.loading import Checkpoint
 from vla_accel.families.pi0.family import PI0
 from vla_accel.families.pi0.network import Kind
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm import suffix
-from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance
+from vla_accel.kernels.rows import flow
+from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Guidance
 from vla_accel.remote.metadata import batches_prev_chunks
 from vla_accel.transforms.normalisation import Normaliser, Statistics
 from vla_accel.transforms.processing import Processor
@@ -208,7 +208,7 @@ def test_the_ops_step_with_weights_of_zero_is_the_plain_step() -> None:
         got = actions.clone()
         output, into = ActionOutput(scale, None, w_out, b_out, 1e-6), ActionInput(w_in, b_in, Activation.NONE)
         at = EulerStep(-0.1, 0.7, 3.0, first=False, last=True)
-        suffix.step(x, output, got, Guidance(target, weights), into, torch.zeros(10, 12), at, tokens=5)
+        flow.step(x, output, got, Guidance(target, weights), into, torch.zeros(10, 12), at, tokens=5)
         return got
 
     assert torch.equal(step(torch.zeros(2, 5)), want)

@@ -27,7 +27,7 @@ def launches_of(gpu: Gpu, precision: str, batch: int) -> list[Launch]:
         spec = EngineSpec("native", precision=precision)  # type: ignore[arg-type]
         program = Pi0FastStore(model).decode(batch, model.config.prefix_tokens(2, 96), 64, spec)
         assert isinstance(program, NativeDecode)
-        return recorded(program._next)
+        return recorded(program.decode_next)
 
 
 def main(words: list[str]) -> None:

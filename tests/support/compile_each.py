@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from tests.support import compile_decode, compile_groot, compile_int8, compile_kernels
-from tests.support.compile_kernels import META, MODELS, Launch, print_compiled, recorded, source_of
+from tests.support.compile_kernels import META, MODELS, Launch, print_compiled, recorded, types_of
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm import triton_around as around
+from vla_accel.kernels.gemm import triton_library
+from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
+from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import triton_image as image
 from vla_accel.kernels.image.ops import GroupNorm, Sum
@@ -41,8 +42,7 @@ def once(gpu: Gpu, precision: str, batch: int) -> Iterator[Launch]:
 
 def kind(launch: Launch) -> tuple[str, ...]:
     """A kernel's name, and the types of what it reads and writes."""
-    signature = source_of(launch)[0].signature.values()
-    return (launch[0].__name__, *sorted({word for word in signature if word.startswith(("*", "tensordesc"))}))
+    return (launch[0].__name__, *sorted({word for word in types_of(launch) if word.startswith(("*", "tensordesc"))}))
 
 
 def of_model(gpu: Gpu, name: str, *, everywhere: bool = False) -> list[Launch]:
@@ -77,19 +77,18 @@ def around_products() -> Iterator[Callable[[], Any]]:
         return torch.empty(shape, dtype=torch.float32, device=META)
 
     x, q, k = half(rows, width), half(8, tokens, heads, head_dim), half(8, tokens, 1, head_dim)
-    moments, angles = Moments.like(x, width, True), wide(600, head_dim // 2)
+    norm, angles = Norm(1e-6, Moments.like(x, width, True)), wide(600, head_dim // 2)
     lengths = torch.empty(8, dtype=torch.int32, device=META)
-    made = half(rows, (heads + 2) * head_dim)
-    yield lambda: around.heads(
-        made, moments, width, wide(made.shape[1]), Rotation(angles, angles, lengths), Heads(q, k, k), eps=1e-6
-    )
-    out = half(rows, hidden)
-    yield lambda: around.geglu(
-        half(rows, 2 * hidden), moments, width, wide(2 * hidden), out, activation=Activation.GEGLU, eps=1e-6
-    )
-    yield lambda: around.onto(
-        x, wide(width), x, residual=True, skip_every=0, moments=moments, next_scale=wide(width),
-    )  # fmt: skip
+
+    def finish(out: Tensor | Heads, columns: int, norm: Norm | None, **epilogue: Any) -> Callable[[], Any]:
+        weights, y = Linear(half(columns, width)), half(rows, columns)
+        return lambda: triton_library.finish(y, weights, out, Epilogue(**epilogue), norm, width)
+
+    columns = (heads + 2) * head_dim
+    yield finish(Heads(q, k, k), columns, norm, shift=wide(columns), rope=Rotation(angles, angles, lengths))
+    yield finish(half(rows, hidden), 2 * hidden, norm, shift=wide(2 * hidden), activation=Activation.GEGLU)
+    residual = {"gate": wide(width), "residual": True, "moments": norm.moments, "next_scale": wide(width)}
+    yield finish(x, width, None, **residual)
 
 
 def images() -> Iterator[Callable[[], Any]]:

@@ -18,6 +18,7 @@ from tests.support.compile_kernels import META, Launch, print_compiled, recorded
 from vla_accel.fp8 import INT8
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm import int8
+from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 
@@ -34,12 +35,13 @@ def launches_of(gpu: Gpu, precision: str, batch: int) -> Iterator[Launch]:
 
     layer: Linear = make_linear(empty(HIDDEN, WIDTH), None, torch.bfloat16, 1.0, form=INT8)
     x = empty(ROWS, WIDTH)
-    for tile in int8.searched(gpu, ROWS):
+    for tile in int8.candidates(gpu, ROWS):
         for activation in (Activation.NONE, Activation.GELU, Activation.GEGLU):
             columns = HIDDEN // 2 if activation.gated else HIDDEN
             scale, dtype = (None, torch.bfloat16) if activation is Activation.NONE else (1.0, torch.int8)
             out = empty(ROWS, columns, dtype=dtype)
-            yield from recorded(functools.partial(int8._launch, x, layer, out, tile, activation, scale))
+            epilogue = Epilogue(activation=activation, quantize=scale)
+            yield from recorded(functools.partial(int8.launch, x, layer, out, epilogue, tile))
 
 
 if __name__ == "__main__":

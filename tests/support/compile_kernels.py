@@ -44,9 +44,10 @@ from vla_accel.families.smolvla import native as smolvla_programs
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.kernels.attention import config as attention_config
-from vla_accel.kernels.gemm import suffix, suffix_tilings
+from vla_accel.kernels.attention.suffix import suffix_workspace
+from vla_accel.kernels.gemm.config import Library, candidates, moments_columns, variants, without_triton
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.gemm.suffix_tilings import Library
+from vla_accel.kernels.gemm.ops import gemm_workspace
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import resize
 from vla_accel.nn.kernel_choices import Choice
@@ -155,23 +156,22 @@ def try_cuts(gpu: Gpu, loop: SuffixLoop, tensors: dict[str, Tensor]) -> None:
     library's products."""
     products = loop.products()
     for name, found in products.items():
-        product = found.sizes
-        first, *others = suffix_tilings.candidates(gpu, product)
-        for cut in (*suffix_tilings.variants(gpu, product, first), *others):
-            loop.choices.chosen[name] = Choice(cut, suffix.product_workspace(product, META, cut))
+        first, *others = candidates(gpu, found.sizes)
+        for config in (*variants(gpu, found.sizes, first), *others):
+            loop.choices.chosen[name] = Choice(config, gemm_workspace(found.sizes, META, config))
             found.run(tensors)
-    if loop.pinned is None and all(Library() in suffix_tilings.beside(gpu, p.sizes) for p in products.values()):
-        for name, product in ((name, found.sizes) for name, found in products.items()):
+    if loop.pinned is None and all(Library() in without_triton(gpu, p.sizes) for p in products.values()):
+        for name, sizes in ((name, found.sizes) for name, found in products.items()):
             of = loop.x if name in ("out", "down") else None
-            moments = None if of is None else Moments.like(of, product.columns, loop.tables.adaptive)
-            workspace = suffix.product_workspace(product, META, Library())
-            loop.choices.chosen[name] = Choice(Library(), workspace, moments)
+            columns = moments_columns(sizes, Library())
+            moments = None if of is None else Moments.like(of, columns, loop.tables.adaptive)
+            loop.choices.chosen[name] = Choice(Library(), gemm_workspace(sizes, META, Library()), moments)
         for found in products.values():
             found.run(tensors)
     # The cuts of a batch, of which what is compiled here does not know.
     several = attention_config.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
     for cut in dict.fromkeys((*attention_config.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
-        loop.choices.chosen["attention"] = Choice(cut, suffix.suffix_workspace(loop.attention, META, cut))
+        loop.choices.chosen["attention"] = Choice(cut, suffix_workspace(loop.attention, META, cut))
         loop._attention(0, 0, tensors)
 
 
@@ -186,24 +186,43 @@ def _kind(value: Any) -> str:
 def source_of(launch: Launch) -> tuple[ASTSource, tuple[Any, ...]]:
     """The source with the specialisation that Triton's launcher would choose, and what tells it from others."""
     kernel, args, options = launch
-    signature: dict[str, str] = {}
+    signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     divisible: dict[tuple[int, ...], Any] = {}
-    for place, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
-            signature[parameter.name], constants[(place,)] = "constexpr", value
-            continue
-        signature[parameter.name] = _kind(value)
+
+    def kind_of(place: tuple[int, ...], value: Any, constant: bool) -> Any:
+        if isinstance(value, tuple) and not constant:
+            kinds = [kind_of((*place, index), one, False) for index, one in enumerate(value)]
+            return type(value)(*kinds) if hasattr(value, "_fields") else tuple(kinds)
+        if constant or value is None or (isinstance(value, int) and value == 1):
+            constants[place] = value
+            return "constexpr"
         if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-            divisible[(place,)] = [["tt.divisibility", 16]]
+            divisible[place] = [["tt.divisibility", 16]]
+        return _kind(value)
+
+    for place, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
+        signature[parameter.name] = kind_of((place,), value, parameter.is_constexpr)
     key = (kernel, *signature.items(), *constants.items(), *divisible, *options.items())
     return ASTSource(kernel, signature, constants, divisible), key
 
 
 def constants_of(launch: Launch) -> dict[str, Any]:
-    """What a launch fixes at compile time."""
+    """What a launch fixes at compile time. PINNED: rows have constants of their own; TMA: tiles come by TMA."""
     kernel, args, _ = launch
-    return {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
+    named = dict(zip(kernel.arg_names, args, strict=True))
+    found = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
+    found["PINNED"] = found.get("PINNED") or getattr(named.get("e"), "pinned", None) is not None
+    return {**found, "TMA": named.get("x_tma") is not None}
+
+
+def types_of(launch: Launch) -> list[str]:
+    """The types of all arguments, those in tuples, too."""
+
+    def flat(kind: Any) -> list[str]:
+        return [one for part in kind for one in flat(part)] if isinstance(kind, tuple) else [kind]
+
+    return flat(tuple(source_of(launch)[0].signature.values()))
 
 
 @functools.cache
@@ -250,9 +269,9 @@ def print_compiled(words: list[str], launches_of: Callable[[Gpu, str, int], Iter
                 "shared": made.metadata.shared, "registers": registers, "spilled": spilled,
                 "fits": made.metadata.shared <= gpu.shared_per_block,
                 "products": sorted(set(re.findall(r"(?:wg)?mma[\w.:]*\.[su]8[\w.:]*", made.asm["ptx"]))),
-                "int8": "*i8" in source_of(launch)[0].signature.values(),
+                "int8": "*i8" in types_of(launch),
             }  # fmt: skip
-            print(json.dumps(row), flush=True)
+            print(json.dumps(row, default=vars), flush=True)
     return gpu
 
 
@@ -288,9 +307,9 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) 
             "registers": registers, "spilled": spilled, "waits": ptx.count("griddepcontrol.wait"),
             "releases": ptx.count("griddepcontrol.launch_dependents"), "products": ptx.count("mma"),
             "tma": ptx.count("cp.async.bulk.tensor"), "single": ptx.count("ld.global.b16"), "fp8": "e4m3" in ptx,
-            "int8": "*i8" in source_of(launch)[0].signature.values(),
+            "int8": "*i8" in types_of(launch),
         }  # fmt: skip
-        print(json.dumps(row), flush=True)
+        print(json.dumps(row, default=vars), flush=True)
 
 
 def main(versions: list[str], *wanted: bool) -> None:

@@ -1,9 +1,9 @@
-"""The Hopper GEMM's launches (`ops/cuda/gemm/`) in the emulator, and what its tests compare."""
+"""The launches of the Hopper GEMM in the emulator, and what its tests compare."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.support.cuda_emulator import EmulatedDriver, EmulatedModule
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import nvrtc
+from vla_accel.kernels.gemm.moments import Moments, write
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, E4M3.dtype
 _BEFORE = """
@@ -36,9 +37,13 @@ class EmulatedGemm:
         patch.setattr(nvrtc, "load_module", self._load)
         patch.setattr(nvrtc, "driver", EmulatedDriver)
 
-    def touch(self, constant: Iterable[Tensor | None], produced: Iterable[Tensor | None]) -> None:
-        """What the next launch may touch; `produced`: what a kernel before it writes."""
-        self.constant, self.produced = ([one for one in some if one is not None] for some in (constant, produced))
+    def touch(self, *arguments: Any) -> None:
+        """Set what the next launch may touch: the tensors in its arguments. A kernel before it writes the rows, the
+        outputs and the moments, so that the launch must not read them before it has waited."""
+        x, weights, out, epilogue, norm = arguments
+        produced = _tensors([x, out, epilogue.moments, norm and norm.moments])
+        self.produced, addresses = produced, {tensor.data_ptr() for tensor in produced}
+        self.constant = [one for one in _tensors([weights, epilogue, norm]) if one.data_ptr() not in addresses]
 
     def _load(self, source: str, shared: dict[str, int], *rest: Any) -> EmulatedModule:
         module = EmulatedModule(source + _BEFORE, {**shared, "before": 0}, *rest, folder=self.folder)
@@ -49,12 +54,28 @@ class EmulatedGemm:
         return module
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a value, in lists and dataclasses, too."""
+    if isinstance(value, Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return [tensor for one in value for tensor in _tensors(one)] if isinstance(value, list) else []
+
+
+def moments_of(x: Tensor, scale: Tensor | None, columns: int) -> Moments:
+    """The moments of rows in tiles of `columns`."""
+    moments = Moments.like(x, columns, scale is not None)
+    write(x, scale, moments)
+    return moments
+
+
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     """Normal numbers in float32."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def room(rows: int, columns: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def buffer(rows: int, columns: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows to write, and these between rows of NaN that stay so."""
     whole = torch.full((rows + 2, columns), float("nan")).to(kind)
     return whole[1:-1], whole

@@ -43,7 +43,7 @@ def main() -> None:
             assert isinstance(program, NativeDecode)
             written = {"action_tokens": torch.zeros(len(LENGTHS), STEPS, dtype=torch.int64)}
             program.begin(inputs)
-            program._next()
+            program.decode_next()
             logits.append(program.logits.clone())
             program(inputs, written)
         found[way] = written["action_tokens"].tolist()

@@ -22,7 +22,8 @@ from tests.support.runtimes import steered
 from vla_accel.fp8 import INT8
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention import ops as attention_ops
-from vla_accel.kernels.gemm import int8, linear
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.rows import rows
 
@@ -47,7 +48,7 @@ def product(rows_: int, n: int, k: int, bias: bool) -> Callable[[Tensor], None]:
 
     x, weight, one = whole(rows_, k), whole(n, k), torch.ones(n)
     layer = Linear(weight, whole(n).float() if bias else None, one, torch.ones(()))
-    return lambda out: linear.linear(x, layer, out)
+    return lambda out: gemm(x, layer, out)
 
 
 def with_activation(activation: Activation, paired: bool, quantised: bool) -> Callable[[Tensor], None]:
@@ -59,7 +60,7 @@ def with_activation(activation: Activation, paired: bool, quantised: bool) -> Ca
     layer = Linear(weight, torch.randn(272, generator=generator), scale, torch.ones(()), paired=paired)
 
     def call(out: Tensor) -> None:
-        int8.product(x, layer, out, activation=activation, inverse_scale=40.0 if quantised else None)
+        gemm(x, layer, out, Epilogue(activation=activation, quantize=40.0 if quantised else None))
 
     return call
 

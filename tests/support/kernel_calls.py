@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,18 +15,20 @@ from torch import Tensor
 
 from vla_accel.fp8 import E4M3, FORMATS
 from vla_accel.kernels.attention import ops as attention_ops
+from vla_accel.kernels.attention import suffix as suffix_attention
 from vla_accel.kernels.attention.config import KeySplit, SuffixShape
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import dit, linear, suffix
 from vla_accel.kernels.gemm import moments as moment_ops
-from vla_accel.kernels.gemm.suffix_tilings import Library, Pipelined, Product
+from vla_accel.kernels.gemm import ops
+from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.rows import flow
 from vla_accel.kernels.rows import rows as row_ops
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
 FP8 = E4M3.dtype
-MODULES = (row_ops, linear, attention_ops, suffix, dit, moment_ops)
+MODULES = (row_ops, ops, attention_ops, suffix_attention, flow, moment_ops)
 # Where an op is defined.
 MODULE_OF = {n: m for m in MODULES for n, f in vars(m).items() if getattr(f, "__module__", "") == m.__name__}
 EPS = 1e-6
@@ -58,8 +61,8 @@ class Same:
 class Workspace:
     """What programs of these sizes keep between them, in this cut."""
 
-    sizes: SuffixShape | Product
-    cut: KeySplit | Pipelined | Library
+    sizes: SuffixShape | GemmSizes
+    config: KeySplit | GemmConfig
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,8 @@ def outputs_of(call: Call, device: torch.device, *, kernel: bool, early: bool = 
 
 def _part(arguments: dict[str, Any], name: str) -> Tensor:
     """An argument, or a tensor in one."""
-    owner, _, field_name = name.partition(".")
-    return getattr(arguments[owner], field_name) if field_name else arguments[owner]
+    owner, *fields = name.split(".")
+    return functools.reduce(getattr, fields, arguments[owner])
 
 
 class Placed:
@@ -155,9 +158,7 @@ class Placed:
             value = _fill_nan(torch.empty(value.shape, dtype=value.dtype or torch.float32))
         elif dataclasses.is_dataclass(value):
             parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return type(value)(
-                **{n: self._place(n, v) if isinstance(v, (Tensor, Empty)) else v for n, v in parts.items()}
-            )
+            return type(value)(**{n: self._place(n, v) for n, v in parts.items()})
         if not isinstance(value, Tensor):
             return value
         if name in self.call.hidden:
@@ -174,11 +175,11 @@ class Placed:
         return inside
 
     def _workspace(self, value: Workspace) -> tuple[Tensor, ...] | None:
-        if isinstance(value.cut, Library):
-            assert isinstance(value.sizes, Product)
-            shape, kind = (value.sizes.rows, value.sizes.columns), self.call.arguments["layer"].weight.dtype
+        if isinstance(value.config, Library):
+            assert isinstance(value.sizes, GemmSizes)
+            shape, kind = (value.sizes.rows, value.sizes.n), self.call.arguments["weights"].weight.dtype
             return (self._guarded(_fill_nan(torch.empty(shape, dtype=kind))),) if self.kernel else None
-        *parts, counters = value.cut.workspace(value.sizes)  # type: ignore[arg-type]
+        *parts, counters = value.config.workspace(value.sizes)  # type: ignore[arg-type]
         if not self.kernel or not counters:
             return None if len(parts) == 1 else tuple(torch.empty(0) for _ in range(3))
         self.counters = self._guarded(torch.zeros(counters, dtype=torch.int32))

@@ -8,6 +8,7 @@ interpreter, `test_gpu_kernels.py` on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,10 +20,12 @@ from torch import Tensor
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, Workspace, eight_bit
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import CrossTile, FlashTile, KeySplit, SuffixShape, key_splits
+from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library, Pipelined, Skinny, default, moments_columns
+from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.moments import write as write_moments
-from vla_accel.kernels.gemm.suffix_tilings import Library, Own, Pipelined, Product, Tiling, moments_columns
-from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance, Heads, Rotation
+from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Guidance
 from vla_accel.kernels.rows.rows import rope_tables
 from vla_accel.pictures import ChannelScale, PixelValues
 
@@ -177,7 +180,7 @@ def _suffix_attention(
             "q": draw(batch, tokens, heads, head_dim, scale=2.0), "prefix_k": caches[0], "prefix_v": caches[1],
             "k": caches[2], "v": caches[3], "lengths": real,
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
-            "workspace": Workspace(sizes, taken), "state_first": state_first, "cut": taken,
+            "workspace": Workspace(sizes, taken), "state_first": state_first, "config": taken,
         }  # fmt: skip
         arguments |= {"causal": True} if causal else {}
         beyond = _beyond(real, prefix, kv_heads, head_dim)
@@ -196,31 +199,42 @@ def _qkv_rope(
     head_dim: int,
     adaptive: bool,
     weights: str = "",
-    cut: Tiling | None = None,
+    cut: GemmConfig | None = None,
     moments: int = 0,
     pinned: bool = False,
 ) -> Callable:
-    """`moments`: columns of their tiles, 0 where the rows come without."""
+    """`moments`: columns of their tiles, 0 for rows without moments."""
 
     def call(draw: Draw) -> Call:
-        columns, two = (heads + 2 * kv_heads) * head_dim, (2,) if pinned else ()
+        columns = (heads + 2 * kv_heads) * head_dim
         lengths = torch.arange(7, 7 + 20 * batch, 20, dtype=torch.int32)
         cos, sin = rope_tables(int(lengths[-1]) + tokens, head_dim, torch.device("cpu"))
-        arguments = {
-            "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(columns, width, weights=weights),
-            "scale": draw.wide(*two, width, scale=0.3) if adaptive else None,
-            "shift": draw.wide(*two, columns) if adaptive else None, "rotation": Rotation(cos, sin, lengths),
-            "out": Heads(*(Empty((batch, tokens, n, head_dim), draw.dtype) for n in (heads, kv_heads, kv_heads))),  # type: ignore
-            "eps": EPS, "cut": cut,
-        }  # fmt: skip
-        if isinstance(cut, Library):
-            arguments["workspace"] = Workspace(Product(batch * tokens, width, columns), cut)
-        if moments:
-            arguments["moments"] = _moments_of(arguments["x"], arguments["scale"], moments)
-        arguments |= {"pinned": draw.integers(2, batch * tokens, dtype=torch.int32)} if pinned else {}
-        return Call("qkv_rope", arguments, ("out.q", "out.k", "out.v"))
+        out = Heads(*(Empty((batch, tokens, n, head_dim), draw.dtype) for n in (heads, kv_heads, kv_heads)))  # type: ignore
+        layer = draw.linear(columns, width, weights=weights)
+        return _pair_call(
+            draw, layer, (batch * tokens, width), out, adaptive, cut, moments, pinned, rope=Rotation(cos, sin, lengths)
+        )
 
     return call
+
+
+def _pair_call(
+    draw: Draw, layer: Linear, shape: tuple[int, int], out: Any, adaptive: bool, config: GemmConfig | None,
+    moments: int, pinned: bool, **epilogue: Any,
+) -> Call:  # fmt: skip
+    """A product of pairs of normed rows."""
+    (rows, width), n, two = shape, len(layer.weight), (2,) if pinned else ()
+    x = draw(rows, width, scale=2.0)
+    scale = draw.wide(*two, width, scale=0.3) if adaptive else None
+    epilogue |= {"shift": draw.wide(*two, n) if adaptive else None}
+    epilogue |= {"pinned": draw.integers(2, rows, dtype=torch.int32) if pinned else None}
+    arguments = {
+        "x": x, "weights": layer, "out": out, "epilogue": Epilogue(**epilogue),
+        "norm": Norm(EPS, _moments_of(x, scale, moments) if moments else None, scale), "config": config,
+    }  # fmt: skip
+    if isinstance(config, Library):
+        arguments["workspace"] = Workspace(GemmSizes(rows, width, n), config)
+    return Call("gemm", arguments, ("out.q", "out.k", "out.v") if isinstance(out, Heads) else ("out",))
 
 
 def _cross_attention(
@@ -234,12 +248,11 @@ def _cross_attention(
         arguments: dict[str, Any] = {
             "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(heads * head_dim, width, weights=weights),
             "cos": cos, "sin": sin, "keys": keys, "values": values, "lengths": real,
-            "out": Empty((batch * tokens, heads * head_dim), draw.dtype), "eps": EPS,
+            "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
         }  # fmt: skip
         if cut is not None:
-            arguments["cut"] = cut
-        if moments:
-            arguments["moments"] = _moments_of(arguments["x"], None, moments)
+            arguments["config"] = cut
+        arguments["norm"] = Norm(EPS, _moments_of(arguments["x"], None, moments) if moments else None)
         beyond = _beyond(real, source, kv_heads, head_dim)
         return Call("cross_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
 
@@ -247,25 +260,13 @@ def _cross_attention(
 
 
 def _gate_up(
-    rows: int, width: int, hidden: int, adaptive: bool, weights: str = "", cut: Tiling | None = None,
+    rows: int, width: int, hidden: int, adaptive: bool, weights: str = "", cut: GemmConfig | None = None,
     silu: bool = False, moments: int = 0, pinned: bool = False,
 ) -> Callable:  # fmt: skip
-    two = (2,) if pinned else ()
-
     def call(draw: Draw) -> Call:
-        arguments = {
-            "x": draw(rows, width, scale=2.0), "layer": draw.linear(2 * hidden, width, weights=weights),
-            "scale": draw.wide(*two, width, scale=0.3) if adaptive else None,
-            "shift": draw.wide(*two, 2 * hidden) if adaptive else None, "out": Empty((rows, hidden), draw.dtype),
-            "eps": EPS, "cut": cut,
-        }  # fmt: skip
-        arguments |= {"activation": Activation.SWIGLU} if silu else {}
-        if isinstance(cut, Library):
-            arguments["workspace"] = Workspace(Product(rows, width, 2 * hidden), cut)
-        if moments:
-            arguments["moments"] = _moments_of(arguments["x"], arguments["scale"], moments)
-        arguments |= {"pinned": draw.integers(2, rows, dtype=torch.int32)} if pinned else {}
-        return Call("gate_up_geglu", arguments, ("out",))
+        layer, out = draw.linear(2 * hidden, width, weights=weights), Empty((rows, hidden), draw.dtype)
+        activation = Activation.SWIGLU if silu else Activation.GEGLU
+        return _pair_call(draw, layer, (rows, width), out, adaptive, cut, moments, pinned, activation=activation)
 
     return call
 
@@ -276,30 +277,34 @@ def _moments_of(x: Tensor, scale: Tensor | None, columns: int) -> Moments:
     return moments
 
 
-def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: Tiling | None = None) -> Callable:
+def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: GemmConfig | None = None) -> Callable:
     """`what`: letters of gate, bias, residual, skip the first, 8-bit (FP8) or integers, pinned; moments of what it
     writes, next norm's scale."""
-    two = (2,) if "p" in what else ()
+    two, sizes = (2,) if "p" in what else (), GemmSizes(rows, k, n)
 
     def call(draw: Draw) -> Call:
+        config, outputs, moments = cut, ["out"], None
+        next_scale = draw.wide(n, scale=0.3) if "n" in what else None
+        if "m" in what:
+            assert config is not None and not isinstance(config, Skinny)
+            columns = moments_columns(sizes, config)
+            sums, squares = (Empty((-(-n // columns), rows), torch.float32) for _ in range(2))
+            scaled = Empty((rows, n), draw.dtype) if "n" in what else None
+            moments = Moments(sums, squares, scaled, columns)  # type: ignore[arg-type]
+            outputs += [f"epilogue.moments.{name}" for name in ("sums", "squares", *(["scaled"] if scaled else []))]
+        epilogue = Epilogue(
+            gate=draw.wide(*two, n) if "g" in what else None, residual="r" in what,
+            skip_every=tokens if "s" in what else 0, moments=moments, next_scale=next_scale,
+            pinned=draw.integers(2, rows, dtype=torch.int32) if two else None,
+        )  # fmt: skip
+        if config is None:
+            config = default(None, dataclasses.replace(sizes, row_bytes=draw.dtype.itemsize))
         arguments = {
-            "a": draw(rows, k), "layer": draw.linear(n, k, weights=eight_bit(what), bias="b" in what),
-            "gate": draw.wide(*two, n) if "g" in what else None, "x": draw(rows, n), "residual": "r" in what,
-            "skip_every": tokens if "s" in what else 0, "cut": cut,
-            "workspace": Workspace(Product(rows, k, n), cut) if isinstance(cut, (Pipelined, Library)) else None,
+            "x": draw(rows, k), "weights": draw.linear(n, k, weights=eight_bit(what), bias="b" in what),
+            "out": draw(rows, n), "epilogue": epilogue, "config": config,
+            "workspace": Workspace(sizes, config) if isinstance(config, (Pipelined, Library)) else None,
         }  # fmt: skip
-        arguments |= {"pinned": draw.integers(2, rows, dtype=torch.int32)} if two else {}
-        if "m" not in what:
-            return Call("project", arguments, ("x",))
-        assert isinstance(cut, (Pipelined, Library, Own))
-        columns = moments_columns(Product(rows, k, n), cut)
-        tiles = -(-n // columns)
-        scaled = Empty((rows, n), draw.dtype) if "n" in what else None
-        sums, squares = Empty((tiles, rows), torch.float32), Empty((tiles, rows), torch.float32)
-        arguments["moments"] = Moments(sums, squares, scaled, columns)  # type: ignore[arg-type]
-        arguments["next_scale"] = draw.wide(n, scale=0.3) if scaled else None
-        names = ("sums", "squares", "scaled") if scaled else ("sums", "squares")
-        return Call("project", arguments, ("x", *(f"moments.{name}" for name in names)))
+        return Call("gemm", arguments, tuple(outputs))
 
     return call
 

@@ -27,7 +27,7 @@ from tests.support.kernel_cases import (
     _suffix_attention,
 )
 from vla_accel.kernels.attention.config import KeySplit
-from vla_accel.kernels.gemm.suffix_tilings import Pipelined
+from vla_accel.kernels.gemm.config import Pipelined
 
 Cases = Iterator[tuple[str, Callable[[Draw], Call]]]
 # Around every size of tile, and up to four views of 256 tokens.

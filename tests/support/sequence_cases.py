@@ -9,10 +9,10 @@ import torch
 from tests.support.kernel_calls import EPS, Call, Draw, Empty, Part, eight_bit
 from tests.support.kernel_cases import _moments_of
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm.dit import NormTables
+from vla_accel.kernels.gemm.config import Pipelined
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.gemm.suffix_tilings import Pipelined
-from vla_accel.kernels.gemm.suffix_types import Guidance
+from vla_accel.kernels.rows.flow import Guidance
 
 
 def _patchify(images: int, rows: int, columns: int, patch: int, merge: int, stride: int) -> Callable:
@@ -84,16 +84,14 @@ def _product(rows: int, n: int, k: int, what: str, cut: Pipelined | None = None)
         layer, scale = draw.linear(n, k, weights=eight_bit(what)), draw.wide(k, scale=0.3) if "s" in what else None
         stored = layer.true_weight(torch.float32)
         sums = (stored if scale is None else stored * (1.0 + scale)).sum(1)
+        x, shift = draw(rows, k) + 0.5, draw.wide(n)
+        activation = Activation.GELU if "g" in what else Activation.RELU if "r" in what else Activation.NONE
+        moments = _moments_of(x, scale, 32) if "m" in what else None
         arguments = {
-            "x": draw(rows, k) + 0.5, "layer": layer, "shift": draw.wide(n), "out": Empty((rows, n), draw.dtype),
-            "norm": NormTables(scale, sums, EPS) if "n" in what else None,
-            "activation": Activation.GELU if "g" in what else Activation.RELU if "r" in what else Activation.NONE,
+            "x": x, "weights": layer, "out": Empty((rows, n), draw.dtype), "epilogue": Epilogue(shift, activation),
+            "norm": Norm(EPS, moments, scale, sums) if "n" in what else None, "config": cut,
         }  # fmt: skip
-        if "m" in what:
-            arguments["moments"] = _moments_of(arguments["x"], scale, 32)
-        if cut is not None:
-            arguments["cut"] = cut
-        return Call("product", arguments, ("out",))
+        return Call("gemm", arguments, ("out",))
 
     return call
 

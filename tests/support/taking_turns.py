@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.kernels.test_gemm import TILINGS
+from tests.kernels.test_gemm import TILES
 from tests.support import kernel_calls as calls
 from tests.support import kernel_shapes as shapes
 from tests.support.smolvla_loops import EXPERTS, Loops
@@ -20,7 +20,9 @@ from vla_accel.families.pi0.native_loop import expert_weights
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import hopper as gemm
+from vla_accel.kernels.gemm import hopper
+from vla_accel.kernels.gemm.epilogue import PLAIN
+from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.random_weights import random_model
 
@@ -67,17 +69,18 @@ def products() -> dict[str, Run]:
     assert gpu is not None
     draw = torch.Generator(device=DEVICE).manual_seed(0)
     x, weight = (torch.randn(n, 2048, device=DEVICE, generator=draw).bfloat16() for n in (544, 2560))
+    weights = Linear(weight, weight_scale_value=2048**-0.5)
     out = torch.empty(544, 2560, dtype=torch.bfloat16, device=DEVICE)
 
-    def run(tiling: gemm.Tiling) -> Run:
+    def run(tile: hopper.HopperTile) -> Run:
         def call() -> Tensor:
             with Chain(gpu).resumed():
-                gemm.gemm(x, weight, None, out.fill_(float("nan")), tiling=tiling, scale=2048**-0.5, gpu=gpu)
+                hopper.gemm(x, weights, out.fill_(float("nan")), PLAIN, None, tile, gpu)
             return out.float().cpu()
 
         return call
 
-    return {f"product, {tiling}": run(tiling) for tiling in TILINGS}
+    return {f"product, {tile}": run(tile) for tile in TILES}
 
 
 def main(seed: int, rounds: int) -> None:

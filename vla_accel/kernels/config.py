@@ -82,7 +82,7 @@ _MEASURED: dict[tuple[str, torch.device, Gpu | None], Any] = {}
 def measure(what: str, configs: Sequence[T], run: Callable[[T], object], device: torch.device, calls: int) -> Choice:
     """Choose the fastest of some configs, and remember it for `measured` and for later starts of the process.
 
-    On a CPU, during graph capture and in a deterministic runtime the first one is chosen, and nothing is stored.
+    On a CPU and in a deterministic runtime the first one is chosen, and in the latter nothing is remembered.
 
     Args:
         what: names the kernel and the problem.
@@ -94,7 +94,7 @@ def measure(what: str, configs: Sequence[T], run: Callable[[T], object], device:
     by_name, runtime = {str(config): config for config in configs}, current(device)
     found = remembered(what, {name: functools.partial(run, c) for name, c in by_name.items()}, runtime, calls)
     choice = Choice(by_name[found.candidate], found.times)
-    if found.times:
+    if not runtime.deterministic:
         _MEASURED[what, device, runtime.gpu] = choice.config
     return choice
 

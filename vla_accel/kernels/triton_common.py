@@ -24,9 +24,9 @@ def quantised(x, inverse_scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store_rounded(target, x, mask, inverse_scale, QUANT: tl.constexpr):
-    """Store float32 values in the dtype of the buffer, quantised if QUANT."""
-    if QUANT:
+def store_rounded(target, x, mask, inverse_scale):
+    """Store float32 values in the dtype of the buffer, quantised with a scale that is not None."""
+    if inverse_scale is not None:
         tl.store(target, quantised(x, inverse_scale, target.dtype.element_ty), mask=mask)
     else:
         tl.store(target, x.to(target.dtype.element_ty), mask=mask)

@@ -8,37 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from vla_accel.kernels.attention import config as attention_config
-from vla_accel.kernels.attention.config import CrossShape, CrossTile, KeySplit, SuffixShape
-from vla_accel.kernels.autotune import remembered
+from vla_accel.kernels.attention.config import CrossShape, SuffixShape
+from vla_accel.kernels.attention.suffix import suffix_workspace
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import suffix, suffix_tilings
+from vla_accel.kernels.config import measure
+from vla_accel.kernels.gemm import config as gemm_config
+from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Skinny
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.gemm.suffix_tilings import Product, Skinny, Tiling
+from vla_accel.kernels.gemm.ops import gemm_workspace
 from vla_accel.runtime import current
-
-TileConfig = Tiling | KeySplit | CrossTile
-Backends = Literal["triton", "whole k", "all"]
-"""Kernels to try for a product: Triton's; those of them whose programs do not share K; Triton's, cuBLAS and the own
-GEMM, for many rows, if the product reads or writes moments."""
 
 
 @dataclass(frozen=True)
 class Choice:
     """A tile config, the workspace of its programs, and the moments that they write for the next norm."""
 
-    tile_config: TileConfig
+    config: Any
     workspace: Any = None
     moments: Moments | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of the op."""
-        return {"cut": self.tile_config, "workspace": self.workspace}
+        return {"config": self.config, "workspace": self.workspace}
 
 
 class KernelChoices:
@@ -59,37 +56,39 @@ class KernelChoices:
         return "".join(f"; {kind} {config}" for kind, config in self._measured.items())
 
     def product(
-        self, kind: str, product: Product, run: Callable[[], object], *, backends: Backends = "triton",
+        self, kind: str, sizes: GemmSizes, run: Callable[[], object], *, every_backend: bool = False,
         moments: Callable[[int], Moments] | None = None,
     ) -> None:  # fmt: skip
         """Choose the config of a product.
 
         Args:
             run: runs the product in all layers with the current choices.
+            every_backend: whether to measure cuBLAS and the Hopper GEMM as well, for many rows. The product must read
+                or write moments.
             moments: allocates the moments that the product writes, in tiles of so many columns. Products of `Skinny`
                 write none.
         """
         gpu = current(self.device).gpu
 
-        def among(what: str, configs: Sequence[Tiling]) -> Tiling:
+        def among(what: str, configs: Sequence[GemmConfig]) -> Any:
             choices = []
             for config in configs:
-                writes = moments is not None and not isinstance(config, Skinny)
-                written = moments(suffix_tilings.moments_columns(product, config)) if writes else None  # type: ignore[arg-type, misc]
-                choices.append(Choice(config, suffix.product_workspace(product, self.device, config), written))
-            return self._choose(kind, what, choices, run, 1).tile_config  # type: ignore[return-value]
+                written = None
+                if moments is not None and not isinstance(config, Skinny):
+                    written = moments(gemm_config.moments_columns(sizes, config))
+                choices.append(Choice(config, gemm_workspace(sizes, self.device, config), written))
+            return self._choose(kind, what, choices, run, 1)
 
-        candidates = suffix_tilings.unshared if backends == "whole k" else suffix_tilings.candidates
-        best = among(str(product), candidates(gpu, product))
-        best = among(f"{product}, {best}", suffix_tilings.variants(gpu, product, best))  # type: ignore[arg-type]
-        others = suffix_tilings.beside(gpu, product) if backends == "all" else []
+        best = among(str(sizes), gemm_config.candidates(gpu, sizes))
+        best = among(f"{sizes}, {best}", gemm_config.variants(gpu, sizes, best))
+        others = gemm_config.without_triton(gpu, sizes) if every_backend else []
         if others:
-            among(f"{product}, {best}, without Triton", [best, *others])
+            among(f"{sizes}, {best}, without Triton", [best, *others])
 
     def attention(self, kind: str, sizes: SuffixShape, run: Callable[[], object]) -> None:
         """Choose the config of `suffix_attention`. `run`: as of `product`."""
         configs = attention_config.key_splits(current(self.device).gpu, sizes)
-        choices = [Choice(config, suffix.suffix_workspace(sizes, self.device, config)) for config in configs]
+        choices = [Choice(config, suffix_workspace(sizes, self.device, config)) for config in configs]
         self._choose(kind, str(sizes), choices, run, 20)
 
     def crossing(self, kind: str, sizes: CrossShape, run: Callable[[], object]) -> None:
@@ -97,22 +96,16 @@ class KernelChoices:
         choices = [Choice(config) for config in attention_config.cross_tiles(current(self.device).gpu, sizes)]
         self._choose(kind, str(sizes), choices, run, 1)
 
-    def _choose(
-        self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int
-    ) -> Choice:
-        by_name = {str(choice.tile_config): choice for choice in choices}
+    def _choose(self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int) -> Any:
+        by_config = {choice.config: choice for choice in choices}
 
-        def call(choice: Choice) -> Callable[[], None]:
-            def run_with() -> None:
-                self.chosen[kind] = choice
-                run()
-
-            return run_with
+        def run_with(config: Any) -> None:
+            self.chosen[kind] = by_config[config]
+            run()
 
         with self.chain.resumed():
-            ways = {name: call(choice) for name, choice in by_name.items()}
-            found = remembered(f"{kind} of {what}", ways, current(self.device), repeats)
-        self.chosen[kind] = by_name[found.candidate]
+            found = measure(f"{kind} of {what}", list(by_config), run_with, self.device, repeats)
+        self.chosen[kind] = by_config[found.config]
         if found.times:
-            self._measured[kind] = found.candidate
-        return self.chosen[kind]
+            self._measured[kind] = str(found.config)
+        return found.config

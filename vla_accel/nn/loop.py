@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -19,17 +19,20 @@ from torch import Tensor
 from vla_accel.component import BESIDE, FollowingProgram, Program
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import SuffixShape
+from vla_accel.kernels.attention.suffix import cross_attention, crossing, suffix_attention
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import suffix
+from vla_accel.kernels.gemm.config import GemmSizes, gemm_sizes
+from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments, measure
-from vla_accel.kernels.gemm.suffix_tilings import Product
-from vla_accel.kernels.gemm.suffix_types import ActionInput, ActionOutput, EulerStep, Guidance, Heads, Rotation
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import ExpertSpec, StepTables, StreamedLoop
 from vla_accel.kernels.loop.tables import LayerTables
+from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Guidance
+from vla_accel.kernels.rows.flow import step as flow_step
 from vla_accel.kernels.rows.rows import rope_tables
 from vla_accel.nn.expert import ExpertWeights
-from vla_accel.nn.kernel_choices import Backends, KernelChoices
+from vla_accel.nn.kernel_choices import KernelChoices
 from vla_accel.nn.native_prefix import NativePrefix
 from vla_accel.nn.overlap import Ahead
 from vla_accel.nn.weights import BlockWeights, weights_in
@@ -53,7 +56,7 @@ class Layers(Protocol):
 class LayerProduct:
     """A product of some layers, and the op that runs it."""
 
-    sizes: Product
+    sizes: GemmSizes
     op: LayerOp
     layers: Sequence[int]
 
@@ -90,9 +93,10 @@ class LayerLoop(ABC):
 
     # -- what a loop defines --------------------------------------------------------------------------------------
 
-    @abstractmethod
     def tables_of(self, step: int, index: int) -> LayerTables:
         """The constants of a layer in a step; with index `depth`, the scale of the last norm."""
+        del step, index
+        return LayerTables()
 
     @abstractmethod
     def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:
@@ -145,19 +149,19 @@ class LayerLoop(ABC):
     def _out(self, step: int, index: int, inputs: Inputs) -> None:
         del inputs
         tables, choice = self.tables_of(step, index), self.choices["out"]
-        suffix.project(
-            self.context, self.weights.layers[index].out, tables.gate, self.x, pinned=self.pinned, **choice.options,
-            moments=choice.moments, next_scale=tables.mlp_scale,
-        )  # fmt: skip
+        epilogue = Epilogue(
+            gate=tables.gate, residual=True, moments=choice.moments, next_scale=tables.mlp_scale, pinned=self.pinned
+        )
+        gemm(self.context, self.weights.layers[index].out, self.x, epilogue, **choice.options)
 
     def _down(self, step: int, index: int, inputs: Inputs) -> None:
         del inputs
-        choice, read = self.choices["down"], index + 1 < self.depth or self.final_norm_reads_moments
-        suffix.project(
-            self.active, self.weights.layers[index].down, self.tables_of(step, index).mlp_gate, self.x,
-            pinned=self.pinned, **choice.options, moments=choice.moments if read else None,
-            next_scale=self.tables_of(step, index + 1).scale if read else None,
-        )  # fmt: skip
+        choice, gate = self.choices["down"], self.tables_of(step, index).mlp_gate
+        epilogue = Epilogue(gate=gate, residual=True, pinned=self.pinned)
+        if index + 1 < self.depth or self.final_norm_reads_moments:
+            scale = self.tables_of(step, index + 1).scale
+            epilogue = replace(epilogue, moments=choice.moments, next_scale=scale)
+        gemm(self.active, self.weights.layers[index].down, self.x, epilogue, **choice.options)
 
     def moments_before(self, index: int) -> Moments | None:
         """The moments of the rows that a layer reads; None if no product writes them."""
@@ -170,25 +174,109 @@ class LayerLoop(ABC):
         """The products of a layer. Those that write moments come first."""
         layer, every = self.weights.layers[0], range(self.depth)
         return {
-            "out": LayerProduct(suffix.project_product(self.context, layer.out), self._out, every),
-            "down": LayerProduct(suffix.project_product(self.active, layer.down), self._down, every),
+            "out": LayerProduct(gemm_sizes(self.context, layer.out), self._out, every),
+            "down": LayerProduct(gemm_sizes(self.active, layer.down), self._down, every),
         }
 
-    def choose_products(self, inputs: Inputs, backends: Mapping[str, Backends]) -> None:
-        """Choose the kernels of the products; `backends`: by product, "triton" if it is not named."""
+    def choose_products(self, inputs: Inputs, *, every_backend: bool) -> None:
+        """Choose the kernels of the products. `every_backend`: as of `KernelChoices.product`."""
         for name, product in self.products().items():
             scaled = None if self.pinned is not None else self.next_scaled.get(name)
             moments = None if scaled is None else partial(Moments.like, self.x, scaled=scaled)
-            self.choices.product(
-                name, product.sizes, partial(product.run, inputs), backends=backends.get(name, "triton"),
-                moments=moments,
-            )  # fmt: skip
+            run = partial(product.run, inputs)
+            self.choices.product(name, product.sizes, run, moments=moments, every_backend=every_backend)
 
 
-class SuffixLoop(LayerLoop):
-    """The loop of an expert that reads a prefix (π0, π0.5, SmolVLA). A layer is four or five kernels.
+class CachedLoop(LayerLoop):
+    """The loop of layers that attend to cached keys and values, and to new ones. A layer is four or five kernels.
 
-    More buffers: `hidden` (R, W), the first layer of the action MLP; `q`, `k`, `v` (B, T, heads, d).
+    More buffers: `q` (B, T, heads, d), `k`, `v` (kept, B, T, kv_heads, d). `heads` are those of each layer.
+    """
+
+    def __init__(
+        self, weights: Layers, spec: ExpertSpec, steps: int, x: Tensor, prefix_tokens: int, *, kept: int = 1
+    ) -> None:
+        """`kept`: the new keys and values of how many layers are in memory, 1 or all."""
+        attended = spec.heads * spec.head_dim
+        super().__init__(weights, steps, x, attended, spec.mlp_dim, scaled=spec.adaptive, mlp_scaled=spec.adaptive)
+        self.spec, batch = spec, len(x) // spec.tokens
+        self.q = x.new_zeros(batch, spec.tokens, spec.heads, spec.head_dim)
+        self.k = x.new_zeros(kept, batch, spec.tokens, spec.kv_heads, spec.head_dim)
+        self.v = torch.zeros_like(self.k)
+        self.heads = [Heads(self.q, self.k[index % kept], self.v[index % kept]) for index in range(self.depth)]
+        self.cos, self.sin = rope_tables(prefix_tokens + spec.tokens, spec.head_dim, x.device)
+        self.attention = SuffixShape(
+            batch, spec.tokens, prefix_tokens, spec.heads, spec.kv_heads, spec.head_dim, x.element_size()
+        )
+
+    def products(self) -> dict[str, LayerProduct]:
+        layers, whole = self.weights.layers, self.layers_of(crosses=False)
+        found = super().products()
+        found["up"] = LayerProduct(gemm_sizes(self.x, layers[0].up, gated=True), self._up, range(self.depth))
+        if whole:
+            sizes = gemm_sizes(self.x, layers[whole[0]].qkv, self.heads[0])
+            found["qkv"] = LayerProduct(sizes, self._qkv, whole)
+        return found
+
+    def layers_of(self, *, crosses: bool) -> list[int]:
+        """The layers that attend to the prefix only, or those that attend to the suffix as well."""
+        return [index for index in range(self.depth) if self.spec.crosses(index) == crosses]
+
+    def choose_kernels(self) -> None:
+        """Choose the tile configs of the products and of attention."""
+        sizes, whole, crosses = self.attention, self.layers_of(crosses=False), self.layers_of(crosses=True)
+        cache = self.k.new_zeros(1, sizes.batch, sizes.prefix_tokens, *self.k.shape[3:]).expand(self.depth, *[-1] * 4)
+        lengths = torch.zeros(sizes.batch, dtype=torch.int32, device=self.x.device)
+        empty = {"keys": cache, "values": cache, "lengths": lengths}
+        full = {**empty, "lengths": lengths + sizes.prefix_tokens}
+        self.choose_products(empty, every_backend=self.pinned is None)
+        if whole:
+            self.choices.attention("attention", sizes, lambda: self._attention(0, whole[0], full))
+        if crosses:
+            shape = crossing(self.x, self.weights.layers[crosses[0]].qkv, cache[0])
+            self.choices.crossing("cross", shape, lambda: [self._cross(0, index, full) for index in crosses])
+
+    def _attend(self, step: int, index: int, inputs: Inputs) -> None:
+        if self.spec.crosses(index):
+            self._cross(step, index, inputs)
+        else:
+            self._qkv(step, index, inputs)
+            self._attention(step, index, inputs)
+
+    def _qkv(self, step: int, index: int, inputs: Inputs) -> None:
+        tables, rope = self.tables_of(step, index), Rotation(self.cos, self.sin, inputs["lengths"])
+        norm = Norm(self.spec.eps, self.moments_before(index), tables.scale)
+        epilogue, weights = Epilogue(tables.shift, rope=rope, pinned=self.pinned), self.weights.layers[index].qkv
+        gemm(self.x, weights, self.heads[index], epilogue, norm, **self.choices["qkv"].options)
+
+    def _attention(self, step: int, index: int, inputs: Inputs) -> None:
+        del step
+        keys, values, new = inputs["keys"][index], inputs["values"][index], self.heads[index]
+        suffix_attention(
+            self.q, keys, values, new.k, new.v, inputs["lengths"], self.context, state_first=self.spec.has_state,
+            causal=self.spec.causal, **self.choices["attention"].options,
+        )  # fmt: skip
+
+    def _cross(self, step: int, index: int, inputs: Inputs) -> None:
+        del step
+        cross_attention(
+            self.x, self.weights.layers[index].qkv, self.cos, self.sin, inputs["keys"][index], inputs["values"][index],
+            inputs["lengths"], self.context, norm=Norm(self.spec.eps, self.moments_before(index)),
+            config=self.choices["cross"].config,
+        )  # fmt: skip
+
+    def _up(self, step: int, index: int, inputs: Inputs) -> None:
+        del inputs
+        tables = self.tables_of(step, index)
+        norm = Norm(self.spec.eps, self.choices["out"].moments, tables.mlp_scale)
+        epilogue = Epilogue(tables.mlp_shift, self.spec.activation, pinned=self.pinned)
+        gemm(self.x, self.weights.layers[index].up, self.active, epilogue, norm, **self.choices["up"].options)
+
+
+class SuffixLoop(CachedLoop):
+    """The loop of an expert that reads a prefix (π0, π0.5, SmolVLA).
+
+    More buffers: `hidden` (R, W), the first layer of the action MLP.
     """
 
     weights: ExpertWeights
@@ -198,52 +286,13 @@ class SuffixLoop(LayerLoop):
     ) -> None:
         rows, device = batch * spec.tokens, weights.w_out.device
         x = torch.zeros(rows, spec.model_width, dtype=weights.dtype, device=device)
-        super().__init__(
-            weights, tables.steps, x, spec.heads * spec.head_dim, spec.mlp_dim, scaled=tables.adaptive,
-            mlp_scaled=tables.adaptive,
-        )  # fmt: skip
-        self.spec, self.tables = spec, tables
-        self.hidden = torch.zeros_like(x)
-        self.q = x.new_zeros(batch, spec.tokens, spec.heads, spec.head_dim)
-        self.k = x.new_zeros(batch, spec.tokens, spec.kv_heads, spec.head_dim)
-        self.v = torch.zeros_like(self.k)
-        self.heads = Heads(self.q, self.k, self.v)
-        self.cos, self.sin = rope_tables(prefix_tokens + spec.tokens, spec.head_dim, device)
+        super().__init__(weights, spec, tables.steps, x, prefix_tokens)
+        self.tables, self.hidden = tables, torch.zeros_like(x)
         if tables.trained and tables.adaptive:
             self.pinned = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.attention = SuffixShape(
-            batch, spec.tokens, prefix_tokens, spec.heads, spec.kv_heads, spec.head_dim, x.element_size()
-        )
-        self._choose_kernels()
-
-    def products(self) -> dict[str, LayerProduct]:
-        layers, whole = self.weights.layers, self.layers_of(crosses=False)
-        found = super().products()
-        found["up"] = LayerProduct(suffix.gate_up_product(self.x, layers[0].up), self._up, range(self.depth))
-        if whole:
-            sizes = suffix.qkv_product(self.x, layers[whole[0]].qkv, self.q, self.k)
-            found["qkv"] = LayerProduct(sizes, self._qkv, whole)
-        return found
-
-    def layers_of(self, *, crosses: bool) -> list[int]:
-        """The layers that attend to the prefix only, or those that attend to the suffix as well."""
-        return [index for index in range(self.depth) if self.spec.crosses(index) == crosses]
-
-    def _choose_kernels(self) -> None:
-        """Choose the tile configs of the products and of attention."""
-        sizes, whole, crossing = self.attention, self.layers_of(crosses=False), self.layers_of(crosses=True)
-        cache = self.k.new_zeros(1, sizes.batch, sizes.prefix_tokens, *self.k.shape[2:]).expand(self.depth, *[-1] * 4)
-        lengths = torch.zeros(sizes.batch, dtype=torch.int32, device=self.x.device)
-        empty = {"keys": cache, "values": cache, "lengths": lengths}
-        full = {**empty, "lengths": lengths + sizes.prefix_tokens}
-        self.choose_products(empty, {} if self.pinned is not None else dict.fromkeys(self.products(), "all"))
-        if whole:
-            self.choices.attention("attention", sizes, lambda: self._attention(0, whole[0], full))
-        if crossing:
-            shape = suffix.crossing(self.x, self.weights.layers[crossing[0]].qkv, cache[0])
-            self.choices.crossing("cross", shape, lambda: [self._cross(0, index, full) for index in crossing])
-        if self.weights.mix is not None:
-            self.choices.product("mix", suffix.project_product(self.hidden, self.weights.mix), self._mix)
+        self.choose_kernels()
+        if weights.mix is not None:
+            self.choices.product("mix", gemm_sizes(self.hidden, weights.mix), self._mix)
 
     @property
     def kernels_a_step(self) -> int:
@@ -270,7 +319,7 @@ class SuffixLoop(LayerLoop):
         into = ActionInput(tables.w_in, tables.input_bias(min(step, self.steps - 1)), activation)
         guidance = Guidance(inputs["target"], inputs["weights"], tables.trained)
         following = self.x if w.mix is None else self.hidden
-        suffix.step(self.x, output, actions, guidance, into, following, at, tokens=self.spec.tokens)
+        flow_step(self.x, output, actions, guidance, into, following, at, tokens=self.spec.tokens)
         if w.mix is None or at.last:
             return
         if state_token is not None:
@@ -281,47 +330,7 @@ class SuffixLoop(LayerLoop):
     def _mix(self) -> None:
         assert self.weights.mix is not None
         skip = self.spec.tokens if self.spec.has_state else 0
-        suffix.project(
-            self.hidden, self.weights.mix, None, self.x, residual=False, skip_every=skip, **self.choices["mix"].options
-        )
-
-    def _attend(self, step: int, index: int, inputs: Inputs) -> None:
-        if self.spec.crosses(index):
-            self._cross(step, index, inputs)
-        else:
-            self._qkv(step, index, inputs)
-            self._attention(step, index, inputs)
-
-    def _qkv(self, step: int, index: int, inputs: Inputs) -> None:
-        tables, rotation = self.tables_of(step, index), Rotation(self.cos, self.sin, inputs["lengths"])
-        suffix.qkv_rope(
-            self.x, self.weights.layers[index].qkv, tables.scale, tables.shift, rotation, self.heads, eps=self.spec.eps,
-            pinned=self.pinned, **self.choices["qkv"].options, moments=self.moments_before(index),
-        )  # fmt: skip
-
-    def _attention(self, step: int, index: int, inputs: Inputs) -> None:
-        del step
-        suffix.suffix_attention(
-            self.q, inputs["keys"][index], inputs["values"][index], self.k, self.v, inputs["lengths"], self.context,
-            state_first=self.spec.has_state, causal=self.spec.causal, **self.choices["attention"].options,
-        )  # fmt: skip
-
-    def _cross(self, step: int, index: int, inputs: Inputs) -> None:
-        del step
-        suffix.cross_attention(
-            self.x, self.weights.layers[index].qkv, self.cos, self.sin, inputs["keys"][index], inputs["values"][index],
-            inputs["lengths"], self.context, eps=self.spec.eps, cut=self.choices["cross"].tile_config,  # type: ignore[arg-type]
-            moments=self.moments_before(index),
-        )  # fmt: skip
-
-    def _up(self, step: int, index: int, inputs: Inputs) -> None:
-        del inputs
-        tables = self.tables_of(step, index)
-        suffix.gate_up_geglu(
-            self.x, self.weights.layers[index].up, tables.mlp_scale, tables.mlp_shift, self.active, eps=self.spec.eps,
-            activation=self.spec.activation, pinned=self.pinned, **self.choices["up"].options,
-            moments=self.choices["out"].moments,
-        )  # fmt: skip
+        gemm(self.hidden, self.weights.mix, self.x, Epilogue(skip_every=skip), **self.choices["mix"].options)
 
 
 def streamed_loop(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.fp8 import Scales
-from vla_accel.kernels.gemm.linear import linear, patch_product
+from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import by_squares, patchify
 from vla_accel.nn.plan import Rows, StackPlan
@@ -111,7 +111,7 @@ class NativeVision:
         tokens = outputs["image_tokens"].flatten(0, 1)
         features = features.view(len(tokens), -1)
         if tokens.dtype == features.dtype:
-            linear(features, w.projector, tokens)
+            gemm(features, w.projector, tokens)
         else:
             # The cast bridge: an FP16 tower before a BF16 prefix.
             tokens.copy_(torch.addmm(w.projector.bias, features, w.projector.weight.t()))  # type: ignore[arg-type]

@@ -20,8 +20,10 @@ from vla_accel.kernels.attention.choice import Choice, choose
 from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.attention.ops import attend, causal_attention
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import norms
-from vla_accel.kernels.gemm.linear import gate_up, linear, linear_gelu, products_by
+from vla_accel.kernels.gemm.choice import can_be_inside, products_by
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.rows.rows import add_norm, norm_rope, rope_cache
 from vla_accel.nn.block import Attention
@@ -55,7 +57,7 @@ def why_norm_apart(weights: StackWeights, rows: int, before: Product, after: Pro
         return "the rows of gate and up do not alternate"
     if weights.block.layer_norm and any(p.weight_scale is not None for p in weights.products):
         return "rows are quantised after their LayerNorm"
-    if not norms.can_be_inside(rows, weights.block.width, before, after):
+    if not can_be_inside(rows, weights.block.width, before, after):
         return "no kernel takes both products"
     return None
 
@@ -98,9 +100,9 @@ class StackPlan:
         if first is not None:
             early = self._fuse(first, count)
         self.chain = Chain(current(device).gpu, early)
-        self.moments = norms.moments_buffer(count, block.width, device)
-        self.normed = norms.moments_buffer(count, block.width, device, block.eps)
         self.x, self.y, self.h = buffer(block.width), buffer(block.width), buffer(block.width, first and first.qkv)
+        self.moments, self.normed = Moments.like(self.x), Moments.of_normed(self.x, block.eps)
+        self.residual = Epilogue(residual=True, moments=self.moments)
         self.qkv = buffer(block.qkv_dim)
         self.last, self.h_mlp = self.h, self.h
         if weights.last_kv is not None:
@@ -178,7 +180,7 @@ class StackPlan:
             assert cache is not None and self.rope is not None
             if self.attention_norm_inside:
                 self._norm(self.x, None, self.h, None)
-            linear(self.h, self.weights.last_kv, self.last_kv)
+            gemm(self.h, self.weights.last_kv, self.last_kv)
             rope_cache(self.last_kv, *self.rope, *cache(len(blocks)), 0)
             cached(len(blocks))
 
@@ -190,11 +192,10 @@ class StackPlan:
 
     def _qkv(self, index: int, weights: BlockWeights) -> None:
         if not self.attention_norm_inside or index in self.normed_outside:
-            return linear(self.h, weights.qkv, self.qkv)
+            return gemm(self.h, weights.qkv, self.qkv)
         # The first block's rows are normed already: their moments are those of normed rows.
         x, moments = (self.x, self.moments) if index else (self.h, self.normed)
-        block = self.weights.block
-        norms.normed_linear(x, moments, weights.qkv, self.qkv, layer_norm=block.layer_norm, eps=block.eps)
+        gemm(x, weights.qkv, self.qkv, norm=self._norm_inside(moments, weights.qkv))
 
     def _attend(
         self, index: int, weights: BlockWeights, lengths: Tensor | None, cache: Callable[[int], Pair] | None,
@@ -221,33 +222,26 @@ class StackPlan:
 
     def _mlp(self, weights: BlockWeights) -> None:
         """Output projection, residual, norm, and the first product of the MLP with its activation."""
-        block, activation, inverse = self.weights.block, self.weights.block.activation, weights.down.inverse_scale
-        if not self.mlp_norm_inside:
-            linear(self.context, weights.out, self.y)
-            self._norm(self.x, self.y, self.h_mlp, weights.up)
-            if activation.gated:
-                gate_up(self.h_mlp, weights.up, self.hidden, self.active, inverse_scale=inverse, activation=activation)
-            else:
-                linear_gelu(self.h_mlp, weights.up, self.hidden, self.active, inverse_scale=inverse)
-            return
-        norms.residual_linear(self.context, weights.out, self.x, self.moments)
-        if activation.gated:
-            norms.normed_gate_up(
-                self.x, self.moments, weights.up, self.active, eps=block.eps, activation=activation,
-                inverse_scale=inverse,
-            )  # fmt: skip
+        active = Epilogue(activation=self.weights.block.activation, quantize=weights.down.inverse_scale)
+        if self.mlp_norm_inside:
+            gemm(self.context, weights.out, self.x, self.residual)
+            gemm(self.x, weights.up, self.active, active, self._norm_inside(self.moments, weights.up))
         else:
-            norms.normed_linear(
-                self.x, self.moments, weights.up, self.active, layer_norm=block.layer_norm, eps=block.eps,
-                activation=activation,
-            )  # fmt: skip
+            gemm(self.context, weights.out, self.y)
+            self._norm(self.x, self.y, self.h_mlp, weights.up)
+            gemm(self.h_mlp, weights.up, self.active, active, workspace=(self.hidden,))
 
     def _down(self, weights: BlockWeights, following: Linear | None) -> None:
         """The second product of the MLP, residual, and the norm before the product `following`."""
         if self.attention_norm_inside:
-            return norms.residual_linear(self.active, weights.down, self.x, self.moments)
-        linear(self.active, weights.down, self.y)
+            return gemm(self.active, weights.down, self.x, self.residual)
+        gemm(self.active, weights.down, self.y)
         self._norm(self.x, self.y, self.last if following is None else self.h, following)
+
+    def _norm_inside(self, moments: Moments, product: Linear) -> Norm:
+        """The norm of rows with these moments, inside a product."""
+        block = self.weights.block
+        return Norm(block.eps, moments, sums=product.sums if block.layer_norm else None)
 
     def _norm(self, x: Tensor, y: Tensor | None, out: Tensor, product: Linear | None) -> None:
         """`self.x` = x + y, and its norm as the input of a product."""

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from vla_accel.errors import EngineError
 from vla_accel.fp8 import E4M3, FORMATS, Format, Products, Scales, no_scales
-from vla_accel.kernels.gemm.norms import with_sums
-from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
+from vla_accel.kernels.gemm.weights import Linear, make_linear, pair, with_sums
 from vla_accel.nn.block import Block, Norm
 from vla_accel.nn.network import Network
 from vla_accel.numeric import DTYPES, round_up

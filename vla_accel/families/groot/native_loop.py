@@ -8,7 +8,7 @@ one, and keys and values of blocks with cross-attention are read where the prefi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from vla_accel.families.groot.head import DitLayer, Source
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.ops import attention
-from vla_accel.kernels.gemm import suffix
-from vla_accel.kernels.gemm.dit import NormTables, flow_step, product
-from vla_accel.kernels.gemm.suffix_types import Guidance
+from vla_accel.kernels.gemm.config import gemm_sizes
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop.tables import LayerTables
+from vla_accel.kernels.rows.flow import Guidance, flow_step
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
 from vla_accel.nn.weights import BlockWeights, compute_dtype, plain_input, weights_in
 
@@ -92,7 +93,7 @@ class StepRow:
     `shifts`: of the products after these norms; `b_in`: the bias of the first product.
     """
 
-    norms: tuple[NormTables, ...]
+    norms: tuple[Norm, ...]
     shifts: tuple[Tensor, ...]
     b_in: Tensor
 
@@ -102,7 +103,7 @@ class TransformerTables:
     """The constants of each step, and for each layer the norm before its MLP."""
 
     rows: tuple[StepRow, ...]
-    mlp_norms: tuple[NormTables, ...]
+    mlp_norms: tuple[Norm, ...]
 
 
 @torch.inference_mode()
@@ -116,18 +117,18 @@ def step_tables(model: Groot, weights: TransformerWeights, steps: int) -> Transf
         for i, (layer, (bias, _)) in enumerate(layers)
     ]
     normed.append((last.weight.float(), last_bias, constants.final_scale, constants.final_shift, head.final_eps))
-    norms: list[list[NormTables]] = [[] for _ in range(steps)]
+    norms: list[list[Norm]] = [[] for _ in range(steps)]
     moved: list[list[Tensor]] = [[] for _ in range(steps)]
     for weight, bias, scales, shifts, eps in normed:
         sums, products = (1.0 + scales.float()) @ weight.T, shifts.float() @ weight.T + bias
         for step in range(steps):
-            norms[step].append(NormTables(scales[step].float().contiguous(), sums[step], eps))
+            norms[step].append(Norm(eps, None, scales[step].float().contiguous(), sums[step]))
             moved[step].append(products[step])
     rows = tuple(
         StepRow(tuple(norms[s]), tuple(moved[s]), (constants.time[s].float() + weights.b_mix).contiguous())
         for s in range(steps)
     )
-    mlp_norms = (NormTables(None, w.up.weight.float().sum(1) * w.up.sums_scale, head.eps) for w in weights.layers)
+    mlp_norms = (Norm(head.eps, sums=w.up.weight.float().sum(1) * w.up.sums_scale) for w in weights.layers)
     return TransformerTables(rows, tuple(mlp_norms))
 
 
@@ -148,7 +149,7 @@ class NativeTransformer(LayerLoop):
         self.out, self.decoded = x.new_zeros(rows, head.hidden), x.new_zeros(rows, head.hidden)
         self.velocity = torch.zeros(rows, config.action_dim, device=x.device)
         self.flow = [torch.zeros(batch, horizon, config.action_dim, device=x.device) for _ in range(2)]
-        self.choose_products({}, {"qkv": "whole k", "q": "whole k", "up": "whole k"})
+        self.choose_products({}, every_backend=False)
         kind, launches = weights_in(weights.precision), 4 + 5 * head.depth + 3
         self.detail = f"fused ops, {kind}, {launches} launches a step{self.choices.detail}"
 
@@ -158,9 +159,10 @@ class NativeTransformer(LayerLoop):
         for name, own in (("qkv", True), ("q", False)):
             chosen = [index for index, source in enumerate(sources) if (source == "self") == own]
             if chosen:
-                sizes = suffix.project_product(self.x, layers[chosen[0]].qkv)
+                sizes = gemm_sizes(self.x, layers[chosen[0]].qkv, layer_norm=True)
                 found[name] = LayerProduct(sizes, self._first, chosen)
-        found["up"] = LayerProduct(suffix.project_product(self.x, layers[0].up), self._up, range(self.depth))
+        sizes = gemm_sizes(self.x, layers[0].up, layer_norm=True)
+        found["up"] = LayerProduct(sizes, self._up, range(self.depth))
         return found
 
     def tables_of(self, step: int, index: int) -> LayerTables:
@@ -188,15 +190,16 @@ class NativeTransformer(LayerLoop):
         if not last:
             self.x.copy_(self.start)
             self.chain.restart()
-            suffix.project(self.hidden, self.weights.action_out, None, self.x, skip_every=self.tokens)
+            gemm(self.hidden, self.weights.action_out, self.x, Epilogue(residual=True, skip_every=self.tokens))
 
     def _decode(self, step: int) -> None:
         """The output of the transformer: `x` to `velocity`."""
         (last, _), (decode_in, b_in), (decode_out, b_out) = self.weights.ends
         row = self.tables.rows[step]
-        product(self.x, last, row.shifts[-1], self.out, norm=row.norms[-1], moments=self.choices["down"].moments)
-        product(self.out, decode_in, b_in, self.decoded, activation=Activation.RELU)
-        product(self.decoded, decode_out, b_out, self.velocity)
+        norm = replace(row.norms[-1], moments=self.choices["down"].moments)
+        gemm(self.x, last, self.out, Epilogue(row.shifts[-1]), norm)
+        gemm(self.out, decode_in, self.decoded, Epilogue(b_in, Activation.RELU))
+        gemm(self.decoded, decode_out, self.velocity, Epilogue(b_out))
 
     def _attend(self, step: int, index: int, inputs: Inputs) -> None:
         head, source = self.config.head, self.weights.sources[index]
@@ -213,17 +216,13 @@ class NativeTransformer(LayerLoop):
         """Norm, then q, or q, k and v of a layer. Returns their buffer."""
         del inputs
         row, own = self.tables.rows[step], self.weights.sources[index] == "self"
-        out = self.qkv if own else self.q
-        product(
-            self.x, self.weights.layers[index].qkv, row.shifts[index], out, norm=row.norms[index],
-            cut=self.choices["qkv" if own else "q"].tile_config, moments=self.moments_before(index),  # type: ignore[arg-type]
-        )  # fmt: skip
+        name, out = ("qkv", self.qkv) if own else ("q", self.q)
+        norm, epilogue = replace(row.norms[index], moments=self.moments_before(index)), Epilogue(row.shifts[index])
+        gemm(self.x, self.weights.layers[index].qkv, out, epilogue, norm, **self.choices[name].options)
         return out
 
     def _up(self, step: int, index: int, inputs: Inputs) -> None:
         del step, inputs
-        product(
-            self.x, self.weights.layers[index].up, self.weights.biases[index][1], self.active,
-            norm=self.tables.mlp_norms[index], activation=Activation.GELU,
-            cut=self.choices["up"].tile_config, moments=self.choices["out"].moments,  # type: ignore[arg-type]
-        )  # fmt: skip
+        norm = replace(self.tables.mlp_norms[index], moments=self.choices["out"].moments)
+        epilogue = Epilogue(self.weights.biases[index][1], Activation.GELU)
+        gemm(self.x, self.weights.layers[index].up, self.active, epilogue, norm, **self.choices["up"].options)

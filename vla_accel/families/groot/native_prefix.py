@@ -16,7 +16,7 @@ from torch import Tensor
 from vla_accel.families.groot.head import Source
 from vla_accel.families.groot.language import Layout, language_rope
 from vla_accel.families.groot.network import Groot, GrootConfig
-from vla_accel.kernels.gemm.linear import linear
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.rows.rows import add_at, add_norm, place_tokens
 from vla_accel.nn.plan import Rows, StackPlan
@@ -116,7 +116,7 @@ class NativeReader:
     def _keys_values(self, source: Source, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         taken, joined = self.taken[source], self.joined[source]
         torch.index_select(self.stack.x.view(self.batch, self.layout.tokens, -1), 1, rows, out=taken)
-        linear(taken.flatten(0, 1), self.weights.keys_values[source], joined)
+        gemm(taken.flatten(0, 1), self.weights.keys_values[source], joined)
         split = joined.view(self.batch, len(rows), -1, *self.shape).permute(3, 2, 0, 1, 4, 5)
         keys.copy_(split[0])
         values.copy_(split[1])

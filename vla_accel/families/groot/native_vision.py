@@ -15,7 +15,7 @@ from torch import Tensor
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.network import Groot
 from vla_accel.families.groot.vision import PatchMerger, QwenVisionConfig, patch_rope, place_embedding
-from vla_accel.kernels.gemm.linear import linear, patch_product
+from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import add_norm, exact_gelu, patchify_blocks
 from vla_accel.nn.native_vision import patch_embedding
@@ -116,6 +116,6 @@ class NativeTower:
         else:
             normed = normed.view(x.shape)
         add_norm(x, None, x, normed, layer=True, eps=self.config.eps, inverse_scale=None)
-        linear(self.normed, merger.fc1, self.hidden)
+        gemm(self.normed, merger.fc1, self.hidden)
         exact_gelu(self.hidden)
-        linear(self.hidden, merger.fc2, out.flatten(0, 1))
+        gemm(self.hidden, merger.fc2, out.flatten(0, 1))

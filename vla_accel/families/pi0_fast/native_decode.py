@@ -1,39 +1,35 @@
 """Decoding of tokens in fused ops, one token of each row at a time. Every token reads all weights.
 
-A layer is five kernels, as in the denoise loop of few rows (`native.expert`); then follow the head, the largest logit
-and a few counters. All of it runs on the GPU: tokens do not pass through the host. After `TURN` tokens the program
-reports whether every row has its stop token. Exact savings: norm weights are folded into q/k/v and gate/up, and the
+A layer is five kernels, as in the denoise loop; then follow the head, the largest logit and a few counters. All of it
+runs on the GPU: tokens do not pass through the host. After `TURN` tokens the program reports whether every row has its
+stop token. Exact savings: norm weights are folded into q/k/v and gate/up, and the
 weights are those of the prefix if it computes in the same precision.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from vla_accel.component import TurnedProgram
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig, last_tokens
-from vla_accel.kernels.attention.config import SuffixShape
-from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm import suffix
-from vla_accel.kernels.gemm.moments import Moments, measure
-from vla_accel.kernels.gemm.suffix_types import Heads, Rotation
+from vla_accel.kernels.gemm.config import gemm_sizes
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.rows.rows import add_norm, rope_tables
-from vla_accel.nn.kernel_choices import KernelChoices
+from vla_accel.kernels.loop import ExpertSpec
+from vla_accel.kernels.rows.rows import add_norm
+from vla_accel.nn.loop import CachedLoop, Inputs
 from vla_accel.nn.native_prefix import PrefixWeights
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.weights import BlockWeights, Precision, block_weights, weights_in
-from vla_accel.runtime import current
 
 TURN = 4
-"""Tokens of a turn. Another turn is always on its way while one is asked whether all is done, so that up to twice as
-many are decoded for nothing."""
+"""Tokens of a turn. The next turn is enqueued before the host knows whether the last one was the end, so up to twice as
+many tokens are decoded and ignored."""
 
 
 @dataclass(frozen=True)
@@ -73,70 +69,42 @@ class DecodeWeights:
         return cls(layers, table, head, norm, stored.dtype, precision)
 
 
-class NativeDecode(TurnedProgram):
-    """The decode program.
+class NativeDecode(CachedLoop, TurnedProgram):
+    """The decode program: the loop of one step for the next token of each row.
 
     Inputs `tokens` (B, L) int64, `keys`, `values` (depth, B, S, kv_heads, d), `lengths` (B,) int32; output
     `action_tokens` (B, steps) int64, 0 after the turn in which the last row had its stop token.
     """
 
+    weights: DecodeWeights
+
     def __init__(
-        self, weights: DecodeWeights, config: Pi0FastConfig, batch: int, prefix_tokens: int, steps: int
+        self, weights: DecodeWeights, config: Pi0FastConfig, batch: int, prefix_tokens: int, tokens: int
     ) -> None:
-        self.weights, self.config = weights, config
-        self.prefix_tokens, self.steps, self.turns = prefix_tokens, steps, -(-steps // TURN)
-        stack, device, dtype = config.prefix, weights.table.device, weights.dtype
-        self.chain = Chain(current(device).gpu)
-        capacity = prefix_tokens + self.turns * TURN
-
-        def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=kind, device=device)
-
-        self.x, self.normed = buffer(batch, stack.width), buffer(batch, stack.width, kind=torch.float32)
-        self.h = buffer(batch, stack.width)
-        self.q = buffer(batch, 1, stack.heads, stack.head_dim)
-        # Of all layers: they go to the cache together, after the last one.
-        self.k = buffer(stack.depth, batch, 1, stack.kv_heads, stack.head_dim)
-        self.v = torch.zeros_like(self.k)
-        self.keys = buffer(stack.depth, batch, capacity, stack.kv_heads, stack.head_dim)
+        """`tokens`: to decode, the most."""
+        self.config, self.prefix_tokens, self.tokens, self.turns = config, prefix_tokens, tokens, -(-tokens // TURN)
+        stack, capacity = config.prefix, prefix_tokens + self.turns * TURN
+        spec = ExpertSpec(
+            stack.width, stack.mlp_dim, stack.heads, stack.kv_heads, stack.head_dim, stack.depth, 1, 1, 0, False,
+            stack.eps, stack.width,
+        )  # fmt: skip
+        x = torch.zeros(batch, stack.width, dtype=weights.dtype, device=weights.table.device)
+        # The keys and values of all layers go to the cache together, after the last one.
+        super().__init__(weights, spec, 1, x, capacity, kept=stack.depth)
+        self.normed, self.h = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(x)
+        self.keys = x.new_zeros(stack.depth, batch, capacity, stack.kv_heads, stack.head_dim)
         self.values = torch.zeros_like(self.keys)
-        self.context = buffer(batch, stack.heads * stack.head_dim)
-        self.active = buffer(batch, stack.mlp_dim)
-        self.logits = buffer(batch, config.vocab_size, kind=torch.float32)
-        self.token, self.places = buffer(batch, kind=torch.int64), buffer(batch, kind=torch.int64)
-        self.positions = buffer(batch, kind=torch.int32)
-        self.step = buffer(1, kind=torch.int64)
-        self.written = buffer(batch, self.turns * TURN, kind=torch.int64)
-        self.done, self.finished = buffer(batch, kind=torch.bool), buffer(1, kind=torch.bool)
-        self.rows = torch.arange(batch, device=device)
-        self.cos, self.sin = rope_tables(capacity, stack.head_dim, device)
-        self.choices = KernelChoices(device, self.chain)
-        self.first = Moments.like(self.x, stack.width, False)
-        self._cut(SuffixShape(batch, 1, capacity, stack.heads, stack.kv_heads, stack.head_dim, dtype.itemsize))
-        kind = weights_in(weights.precision)
-        self.detail = f"fused ops, {kind}, {TURN} tokens a turn{self.choices.detail}"
-
-    def _cut(self, sizes: SuffixShape) -> None:
-        """Choose the tile configs of the products and of attention."""
-        layers, head = self.weights.layers, self.weights.head
-
-        def every(op: Callable[[int], None]) -> None:
-            for index in range(len(layers)):
-                op(index)
-
-        products = {
-            "o": suffix.project_product(self.context, layers[0].out),
-            "down": suffix.project_product(self.active, layers[0].down),
-            "qkv": suffix.qkv_product(self.x, layers[0].qkv, self.q, self.k[0]),
-            "gate_up": suffix.gate_up_product(self.x, layers[0].up),
-        }
-        ops = {"o": self._o, "down": self._down, "qkv": self._qkv, "gate_up": self._gate_up}
-        # What writes moments comes before what reads them.
-        for name, product in products.items():
-            moments = partial(Moments.like, self.x, scaled=False) if name in ("o", "down") else None
-            self.choices.product(name, product, partial(every, ops[name]), moments=moments)
-        self.choices.attention("attention", sizes, lambda: self._attend(0))
-        self.choices.product("head", suffix.project_product(self.h, head), self._head)
+        self.logits = torch.zeros(batch, config.vocab_size, device=x.device)
+        self.token, self.places, self.step = (
+            torch.zeros(n, dtype=torch.int64, device=x.device) for n in (batch, batch, 1)
+        )
+        self.positions = torch.zeros(batch, dtype=torch.int32, device=x.device)
+        self.written = torch.zeros(batch, self.turns * TURN, dtype=torch.int64, device=x.device)
+        self.done, self.finished = (torch.zeros(n, dtype=torch.bool, device=x.device) for n in (batch, 1))
+        self.rows = torch.arange(batch, device=x.device)
+        self.choose_kernels()
+        self.choices.product("head", gemm_sizes(self.h, weights.head), self._head)
+        self.detail = f"fused ops, {weights_in(weights.precision)}, {TURN} tokens a turn{self.choices.detail}"
 
     def begin(self, inputs: Mapping[str, Tensor]) -> None:
         first, lengths = last_tokens(inputs["tokens"], self.prefix_tokens, inputs["lengths"])
@@ -149,74 +117,38 @@ class NativeDecode(TurnedProgram):
 
     def advance(self) -> None:
         for _ in range(TURN):
-            self._next()
+            self.decode_next()
         if self.config.stop_token is not None:
             self.finished.copy_(self.done.all())
 
     def end(self, outputs: Mapping[str, Tensor]) -> None:
-        outputs["action_tokens"].copy_(self.written[:, : self.steps])
+        outputs["action_tokens"].copy_(self.written[:, : self.tokens])
 
-    def _next(self) -> None:
+    def decode_next(self) -> None:
         """Decode the next token of every row."""
+        # Each token attends to the `positions` keys before it, and to itself.
+        self.run({"keys": self.keys, "values": self.values, "lengths": self.positions}, None, self.written)
+
+    def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:
+        del inputs, state_token
         w = self.weights
-        self.positions.copy_(self.places)
-        self.x.copy_(w.table[self.token] * math.sqrt(w.table.shape[1]))
-        with self.chain:
-            if self.choices["down"].moments is not None:
-                measure(self.x, None, self.first)
-            for index in range(len(w.layers)):
-                self._qkv(index)
-                self._attend(index)
-                self._o(index)
-                self._gate_up(index)
-                self._down(index)
+        if step == 0:
+            self.positions.copy_(self.places)
+            self.x.copy_(w.table[self.token] * math.sqrt(w.table.shape[1]))
+            return
         self.keys[:, self.rows, self.places] = self.k[:, :, 0]
         self.values[:, self.rows, self.places] = self.v[:, :, 0]
+        self.chain.restart()
         add_norm(self.x, None, self.x, self.normed, layer=False, eps=self.config.prefix.eps, inverse_scale=None)
         self.h.copy_(self.normed * w.norm)
+        self.chain.restart()
         self._head()
         self.token.copy_(self.logits.argmax(-1))
-        self.written.index_copy_(1, self.step, self.token[:, None])
+        actions.index_copy_(1, self.step, self.token[:, None])
         if self.config.stop_token is not None:
             self.done |= self.token == self.config.stop_token
         self.places += 1
         self.step += 1
 
-    def _qkv(self, index: int) -> None:
-        written = self.choices["down"].moments
-        moments = self.first if index == 0 and written is not None else written
-        suffix.qkv_rope(
-            self.x, self.weights.layers[index].qkv, None, None,
-            Rotation(self.cos, self.sin, self.positions), Heads(self.q, self.k[index], self.v[index]),
-            eps=self.config.prefix.eps, **self.choices["qkv"].options, moments=moments,
-        )  # fmt: skip
-
-    def _attend(self, index: int) -> None:
-        """Attend to the `positions` keys before each token, and to the token itself."""
-        suffix.suffix_attention(
-            self.q, self.keys[index], self.values[index], self.k[index], self.v[index], self.positions, self.context,
-            state_first=False, **self.choices["attention"].options,
-        )  # fmt: skip
-
-    def _o(self, index: int) -> None:
-        suffix.project(
-            self.context, self.weights.layers[index].out, None, self.x, **self.choices["o"].options,
-            moments=self.choices["o"].moments,
-        )  # fmt: skip
-
-    def _gate_up(self, index: int) -> None:
-        suffix.gate_up_geglu(
-            self.x, self.weights.layers[index].up, None, None, self.active, eps=self.config.prefix.eps,
-            **self.choices["gate_up"].options, moments=self.choices["o"].moments,
-        )  # fmt: skip
-
-    def _down(self, index: int) -> None:
-        last = index + 1 == len(self.weights.layers)
-        suffix.project(
-            self.active, self.weights.layers[index].down, None, self.x, **self.choices["down"].options,
-            moments=None if last else self.choices["down"].moments,
-        )  # fmt: skip
-
     def _head(self) -> None:
-        self.chain.restart()
-        suffix.project(self.h, self.weights.head, None, self.logits, residual=False, **self.choices["head"].options)
+        gemm(self.h, self.weights.head, self.logits, **self.choices["head"].options)

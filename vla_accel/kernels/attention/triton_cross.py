@@ -13,8 +13,8 @@ from torch import Tensor
 from vla_accel.kernels.attention.config import CrossTile
 from vla_accel.kernels.attention.triton_attention import LOG2E
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.gemm.triton_moments import tiles_of
+from vla_accel.kernels.gemm.epilogue import Norm
+from vla_accel.kernels.gemm.triton_epilogues import norm_arguments, tiles_of
 from vla_accel.kernels.gemm.triton_pipelined import normed_pair
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.triton_common import (
@@ -35,10 +35,10 @@ def _keys_of(ptr, at, i, mask, HALF: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, length_ptr, out_ptr, rows,
-                     tokens, eps, scale, SOURCE: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr,
+def _cross_attention(x_ptr, w_ptr, wscale, norm, cos_ptr, sin_ptr, k_ptr, v_ptr, length_ptr, out_ptr, rows,
+                     tokens, scale, SOURCE: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr,
                      KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr,
-                     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+                     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
                      TILES: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     first, end = tl.program_id(1) * BLOCK_M, (batch + 1) * tokens
@@ -65,9 +65,8 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
         k_low, k_high = _keys_of(k_ptr, at, i, real[None, :] & in_half[:, None], HALF, 0)
         v_low, v_high = _keys_of(v_ptr, at, i, real[:, None] & in_half[None, :], HALF, 1)
     wait_for_previous(PDL)
-    a, b = normed_pair(x_ptr, x_ptr, w_ptr, w_ptr, scale_a, scale_b, x_ptr, x_ptr, squares_ptr, row0, end, rows, low,
-                       low + HALF, low + HALF, low + 2 * HALF, eps, K, BLOCK_M, BLOCK_HALF, BLOCK_K, EVEN, False, False,
-                       TILES, BLOCK_T, False, False)  # fmt: skip
+    a, b = normed_pair(x_ptr, None, w_ptr, None, scale_a, scale_b, norm, None, row0, end, rows, low, low + HALF,
+                       low + HALF, low + 2 * HALF, K, BLOCK_M, BLOCK_HALF, BLOCK_K, TILES, BLOCK_T, False)  # fmt: skip
     kind = k_ptr.dtype.element_ty
     q_low = tl.where(keep, a * cos - b * sin, 0.0).to(kind)
     q_high = tl.where(keep, b * cos + a * sin, 0.0).to(kind)
@@ -99,16 +98,15 @@ def _cross_attention(x_ptr, w_ptr, wscale, squares_ptr, cos_ptr, sin_ptr, k_ptr,
 
 def cross_attention(
     x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    lengths: Tensor, out: Tensor, *, eps: float, cut: CrossTile, moments: Moments | None,
+    lengths: Tensor, out: Tensor, *, norm: Norm, cut: CrossTile,
 ) -> None:  # fmt: skip
-    """See `vla_accel.kernels.gemm.suffix.cross_attention`."""
+    """See `vla_accel.kernels.attention.suffix.cross_attention`."""
     batch, source, kv_heads, head_dim = keys.shape
     tokens, width, half = len(x) // batch, x.shape[1], head_dim // 2
     heads = layer.weight.shape[0] // head_dim
     launch(
         _cross_attention, (heads, triton.cdiv(tokens, cut.rows), batch),
-        x, layer.weight, layer.sums_scale, x if moments is None else moments.squares, cos, sin, keys, values, lengths,
-        out, len(x), tokens, eps, head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, cut.rows,
-        max(16, power_of_two(half)), cut.keys, cut.block_k, width % cut.block_k == 0, can_fetch_ahead(layer.weight),
-        *tiles_of(moments), num_warps=8, num_stages=cut.stages,
+        x, layer.weight, layer.sums_scale, norm_arguments(norm), cos, sin, keys, values, lengths, out, len(x), tokens,
+        head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, cut.rows, max(16, power_of_two(half)), cut.keys,
+        cut.block_k, can_fetch_ahead(layer.weight), *tiles_of(norm), num_warps=8, num_stages=cut.stages,
     )  # fmt: skip

@@ -1,76 +1,156 @@
-"""The choice between the own GEMM and cuBLAS, measured when a program is built, and remembered.
+"""Which kernel runs a product of many rows: the Hopper GEMM or cuBLAS, measured while a program is built.
 
-Candidates are cuBLAS and the tiling of the table, or, without one, a few that are searched for. Nothing is measured
-during graph capture or inside a deterministic runtime; then, and for products that no program has measured, the table
-decides. It also decides for a product that norms its input or adds to the residual: cuBLAS cannot do this, and the
-tilings of the table were timed in such chains.
+Candidates are cuBLAS and the config of the table, or, without one, those of the search. Nothing is measured during
+graph capture or in a deterministic runtime; then, and for products that no program has measured, the table decides. It
+also decides for a product that norms its input or adds to the residual: cuBLAS cannot do this, and the configs of the
+table were timed in such chains.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import torch
+from torch import Tensor
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.autotune import remembered
-from vla_accel.kernels.gemm import hopper as gemm
+from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.config import measure, measured
+from vla_accel.kernels.gemm import hopper, int8
+from vla_accel.kernels.gemm.config import Library, known, measurement
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.hopper import HopperTile
+from vla_accel.kernels.gemm.hopper.config import HopperSizes, Use
+from vla_accel.kernels.gemm.ops import by_library
+from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.reference import MOMENTS_OF
 from vla_accel.runtime import current
 
-Trial = Callable[[Gpu], Callable[[gemm.Tiling | None], object]]
-"""Makes operands for a GPU, and a call of the product with them: by a tiling, by the library for None."""
-
-LIBRARY = "library"
 CALLS = 10
 """Calls in a row that are measured together."""
-_KNOWN: dict[tuple[torch.device, Gpu | None, torch.dtype, Activation, int, int, int], gemm.Tiling | None] = {}
+HOPPER = "in CUDA C++"
+"""The ledger's name of the Hopper GEMM."""
 
 
-def known(
-    device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, *, inside: bool = False
-) -> gemm.Tiling | None:
-    """Return the tiling that is faster than cuBLAS, as measured or else by the table; None if none is known.
+def tune(weights: Linear, activation: Activation, rows: int, *, inside: bool = False) -> None:
+    """Measure the Hopper GEMM and cuBLAS on a product, if that is necessary and possible. Arguments as `known`."""
+    (n, k), kind, device = weights.weight.shape, weights.weight.dtype, weights.weight.device
+    runtime = current(device)
+    gpu, name = runtime.gpu, measurement(kind, activation, rows, n, k)
+    table = hopper.planned(gpu, kind, activation, rows, n, k)
+    decided = (
+        measured(name, weights.weight.device) is not None or runtime.deterministic or (inside and table is not None)
+    )
+    if gpu is None or decided or torch.cuda.is_current_stream_capturing():
+        return
+    tiles = hopper.searched(gpu, kind, activation, rows, n, k) if table is None else [table]
+    if tiles:
+        measure(name, [Library(), *tiles], trial(weights, activation, rows, gpu), device, CALLS)
 
-    Arguments as `gemm.planned`. `inside`: the product norms its input or adds to the residual, so the table comes
-    first.
+
+def trial(weights: Linear, activation: Activation, rows: int, gpu: Gpu) -> Callable[[Library | HopperTile], Tensor]:
+    """Return a call of the product on random rows by a config, which returns its output."""
+    (n, k), device, kind = weights.weight.shape, weights.weight.device, weights.weight.dtype
+    plain, fp8 = activation is Activation.NONE, weights.weight_scale is not None
+    x = torch.randn(rows, k, generator=torch.Generator(device).manual_seed(0), device=device).to(kind)
+    sums = out = torch.empty(rows, n, dtype=torch.bfloat16 if fp8 else kind, device=device)
+    if not plain:
+        out = torch.empty(rows, n // 2 if activation.gated else n, dtype=kind, device=device)
+    epilogue = Epilogue(activation=activation, quantize=1.0 if fp8 and not plain else None)
+    chain = Chain(gpu)
+
+    def call(config: Library | HopperTile) -> Tensor:
+        if isinstance(config, Library):
+            by_library(x, weights, out, epilogue, (sums,))
+        else:
+            with chain.resumed():
+                hopper.gemm(x, weights, out, epilogue, None, config, gpu)
+        return out
+
+    return call
+
+
+def has_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, inside: bool = False) -> bool:
+    """Return whether the Hopper GEMM runs a product. Arguments as `why_no_hopper_gemm`."""
+    return why_no_hopper_gemm(rows, weights, activation, inside=inside) is None
+
+
+def why_no_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, inside: bool = False) -> str | None:
+    """Explain why the Hopper GEMM does not run a product; None if it does.
+
+    Call it while a program is built: if no measurement exists yet, it measures the GEMM and cuBLAS.
+
+    Args:
+        rows: rows of x.
+        activation: NONE, GELU, GEGLU or SWIGLU.
+        inside: whether the product norms its input or adds to the residual.
     """
-    runtime = current(device)
+    runtime = current(weights.weight)
+    if runtime.backend != "cuda":
+        return "it runs on a GPU"
+    if weights.integers:
+        return "INT8 has a kernel of its own"
+    device, kind, (n, k) = weights.weight.device, weights.weight.dtype, weights.weight.shape
     gpu = runtime.gpu
-    table = gemm.planned(gpu, kind, activation, rows, n, k)
-    if gpu is None or runtime.deterministic or (inside and table is not None):
-        return table
-    return _KNOWN.get((device, gpu, kind, activation, rows, n, k), table)
-
-
-def why_library(device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int) -> str:
-    """Explain for the ledger why `measured` found no tiling."""
-    runtime = current(device)
-    gpu = runtime.gpu
+    if gpu is not None and (reason := hopper.why_not_on(gpu)):
+        return reason
+    if activation.gated and weights.bias is not None:
+        return "its gated products have no bias"
+    if activation.gated and not weights.paired:
+        return "the rows of gate and up do not alternate by eights"
+    tune(weights, activation, rows, inside=inside)
+    tile = known(device, kind, activation, rows, n, k, inside=inside)
+    if tile is not None:
+        use = Use(gated=activation.gated, normed=inside and activation.gated)
+        return tile.why_not(gpu, HopperSizes(rows, n, k, kind.itemsize, (use,)))
     if gpu is None:
         return "there is no GPU"
-    if not runtime.deterministic and (device, gpu, kind, activation, rows, n, k) in _KNOWN:
+    if measured(measurement(kind, activation, rows, n, k), device) is not None:
         return "it was measured to be slower"
-    return gemm.why_not_searched(gpu, rows, n, k) or "no tiling of it is known for this size"
+    return hopper.why_not_searched(gpu, rows, n, k) or "no tile config is known for this size"
 
 
-def measured(
-    device: torch.device, kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, trial: Trial, *,
-    inside: bool = False,
-) -> gemm.Tiling | None:  # fmt: skip
-    """`known`, after measuring if that is necessary and possible. Call it while a program is built."""
-    runtime, sizes = current(device), (kind, activation, rows, n, k)
-    gpu = runtime.gpu
-    table = gemm.planned(gpu, *sizes)
-    key = (device, gpu, *sizes)
-    asked = key in _KNOWN or runtime.deterministic or (inside and table is not None)
-    if gpu is not None and not asked and not torch.cuda.is_current_stream_capturing():
-        found = gemm.searched(gpu, *sizes) if table is None else [table]
-        tilings = {str(tiling): tiling for tiling in found}
-        if tilings:
-            call = trial(gpu)
-            ways = {text: functools.partial(call, tilings.get(text)) for text in (LIBRARY, *tilings)}
-            found = remembered(f"GEMM {kind} {activation} {rows}x{n}x{k}", ways, runtime, CALLS)
-            _KNOWN[key] = tilings.get(found.candidate)
-    return known(device, *sizes, inside=inside)
+def can_be_inside(rows: int, width: int, *products: tuple[Linear, Activation]) -> bool:
+    """Return whether these products can norm their input and add to the residual on this GPU.
+
+    Args:
+        rows, width: shape of the rows that are normed.
+        products: each with its activation.
+    """
+    # The rows of a quantised product are quantised after their norm.
+    quantised = any(kind.gated and weights.weight_scale is not None for weights, kind in products)
+    if quantised or width % MOMENTS_OF:
+        return False
+    return all(has_hopper_gemm(rows, weights, kind, inside=True) for weights, kind in products)
+
+
+def products_by(
+    rows: int, products: Mapping[str, tuple[Linear, Activation]], inside: Collection[str] = ()
+) -> tuple[str, bool]:
+    """Describe which kernels run a program's products.
+
+    Args:
+        rows: rows of every product.
+        products: each product by name, with its activation.
+        inside: names of the products that norm their input or add to the residual (`can_be_inside`).
+
+    Returns:
+        The text for the program's ledger entry, with the reasons for cuBLAS, empty without a GPU; and whether dependent
+        launches pay off. They do not if cuBLAS runs every product, because its kernels wait for all their predecessors.
+    """
+    backends: dict[str, list[str]] = {}
+    for name, (weights, activation) in products.items():
+        if current(weights.weight).backend == "reference":
+            return "", False
+        backends.setdefault(_backend(rows, weights, activation, name in inside), []).append(name)
+    return ", products " + "; ".join(f"{by}: {', '.join(names)}" for by, names in backends.items()), HOPPER in backends
+
+
+def _backend(rows: int, weights: Linear, activation: Activation, inside: bool) -> str:
+    """Describe for the ledger which kernel runs a product."""
+    if weights.integers:
+        int8.tune(weights, activation, rows)
+        return f"in INT8 by Triton ({int8.tile(weights, activation, rows)})"
+    reason = why_no_hopper_gemm(rows, weights, activation, inside=inside)
+    return HOPPER if reason is None else f"by cuBLAS (CUDA C++ out: {reason})"

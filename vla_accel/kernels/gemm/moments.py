@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.kernels.dispatch import kernels, path
+from vla_accel.kernels.reference import MOMENTS_OF
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Moments:
 
     `sums`, `squares` (T, R) float32: of x and of x²; `scaled` (R, W): x ∘ (1 + scale) in the dtype of x, or None if the
     norm has no scale.
+
+    RMSNorm reads `squares` alone. A LayerNorm's variance, squares / W - (sums / W)², loses about (mean / std)² of
+    float32's 2⁻²⁴ to cancellation. Rounding the rows to BF16 or FP16, which all kernels with moments take, loses
+    mean / std of 2⁻⁹ or 2⁻¹², which is more for every mean below 4000 std. So deviations from a mean are not stored.
     """
 
     sums: Tensor
@@ -28,11 +33,18 @@ class Moments:
     columns: int
 
     @classmethod
-    def like(cls, x: Tensor, columns: int, scaled: bool) -> Moments:
+    def like(cls, x: Tensor, columns: int = MOMENTS_OF, scaled: bool = False) -> Moments:
         """Allocate moments for x (R, W)."""
         rows, width = x.shape
         sums = torch.zeros(-(-width // columns), rows, device=x.device)
         return cls(sums, torch.zeros_like(sums), torch.zeros_like(x) if scaled else None, columns)
+
+    @classmethod
+    def of_normed(cls, x: Tensor, eps: float) -> Moments:
+        """Return moments with which a norm does not change rows x (R, W) that are normed already."""
+        made = cls.like(x)
+        made.squares.fill_((1.0 - eps) * x.shape[1] / len(made.squares))
+        return made
 
 
 def measure(x: Tensor, scale: Tensor | None, out: Moments) -> None:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.triton_common import activated, let_next_start, quantised, wait_for_previous
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.int8 import Int8Tile
+from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.kernels.triton_common import activated, let_next_start, store_rounded, wait_for_previous
 
-if TYPE_CHECKING:
-    from vla_accel.kernels.gemm.int8 import Tile
-
-GROUP = 8
+TURNS = tl.constexpr(8)
 """Row tiles that take turns at the same columns of weights, which stay in L2 meanwhile."""
 
 
 @triton.jit
-def _own_tile(rows, column_tiles, ROWS: tl.constexpr, TURNS: tl.constexpr):
+def _own_tile(rows, column_tiles, ROWS: tl.constexpr):
     """A program's rows (ROWS,) and which of the column tiles is its own."""
     program = tl.program_id(0)
     first = program // (TURNS * column_tiles) * TURNS
@@ -39,30 +36,28 @@ def _fetched(at, real, k, K: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _in_units(total, n, real, scale_ptr, bias_ptr, input_scale, HAS_BIAS: tl.constexpr):
+def _in_units(total, n, real, scale_ptr, bias_ptr, input_scale):
     """Sums of the weight's rows n times their scales, and the bias."""
     y = total.to(tl.float32) * (tl.load(scale_ptr + n, mask=real, other=0.0) * input_scale)[None, :]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)[None, :]
     return y
 
 
 @triton.jit
-def _store(out_ptr, y, row, n, rows, inverse_scale, N: tl.constexpr, QUANT: tl.constexpr):
-    place = out_ptr + row.to(tl.int64)[:, None] * N + n[None, :]
+def _store(out_ptr, y, row, n, rows, inverse_scale, N: tl.constexpr):
     keep = (row < rows)[:, None] & (n < N)[None, :]
-    if QUANT:
-        tl.store(place, quantised(y, inverse_scale, out_ptr.dtype.element_ty), mask=keep)
-    else:
-        tl.store(place, y.to(out_ptr.dtype.element_ty), mask=keep)
+    store_rounded(out_ptr + row.to(tl.int64)[:, None] * N + n[None, :], y, keep, inverse_scale)
 
 
 @triton.jit
-def _int8_linear(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, inverse_scale, rows, N: tl.constexpr,
-                 K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNS: tl.constexpr,
-                 HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _int8_linear(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, scales, rows, N: tl.constexpr, K: tl.constexpr,
+                 TILE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
-    row, tile = _own_tile(rows, tl.cdiv(N, COLUMNS), ROWS, TURNS)
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
+    DEPTH: tl.constexpr = TILE.depth
+    row, tile = _own_tile(rows, tl.cdiv(N, COLUMNS), ROWS)
     n = tile * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     x_at = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
@@ -75,19 +70,21 @@ def _int8_linear(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, invers
         total = tl.dot(x, w, total, out_dtype=tl.int32)
         x_at += DEPTH
         w_at += DEPTH
-    y = _in_units(total, n, n < N, scale_ptr, bias_ptr, input_scale, HAS_BIAS)
-    _store(out_ptr, activated(y, ACTIVATION), row, n, rows, inverse_scale, N, QUANT)
+    y = _in_units(total, n, n < N, scale_ptr, bias_ptr, scales[0])
+    _store(out_ptr, activated(y, ACTIVATION), row, n, rows, scales[1], N)
 
 
 @triton.jit
-def _int8_gated(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, inverse_scale, rows, HIDDEN: tl.constexpr,
-                K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNS: tl.constexpr,
-                HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, GATE: tl.constexpr, QUANT: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
-    """COLUMNS of the gate and as many of up, which lie eight by eight in turns where PAIRED, else one half behind the
-    other."""
+def _int8_gated(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, scales, rows, HIDDEN: tl.constexpr, K: tl.constexpr,
+                TILE: tl.constexpr, GATE: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Half of the tile's columns are of the gate and half of up. PAIRED: eight columns of each in turns, otherwise all
+    of the gate first.
+    """
     let_next_start(PDL)
-    row, tile = _own_tile(rows, tl.cdiv(HIDDEN, COLUMNS), ROWS, TURNS)
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns // 2
+    DEPTH: tl.constexpr = TILE.depth
+    row, tile = _own_tile(rows, tl.cdiv(HIDDEN, COLUMNS), ROWS)
     n = tile * COLUMNS + tl.arange(0, COLUMNS)
     gate_row, up_row = n, n + HIDDEN
     if PAIRED:
@@ -108,23 +105,20 @@ def _int8_gated(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, input_scale, inverse
         x_at += DEPTH
         gate_at += DEPTH
         up_at += DEPTH
-    g = _in_units(gates, gate_row, n < HIDDEN, scale_ptr, bias_ptr, input_scale, HAS_BIAS)
-    u = _in_units(ups, up_row, n < HIDDEN, scale_ptr, bias_ptr, input_scale, HAS_BIAS)
-    _store(out_ptr, activated(g, GATE) * u, row, n, rows, inverse_scale, HIDDEN, QUANT)
+    g = _in_units(gates, gate_row, n < HIDDEN, scale_ptr, bias_ptr, scales[0])
+    u = _in_units(ups, up_row, n < HIDDEN, scale_ptr, bias_ptr, scales[0])
+    _store(out_ptr, activated(g, GATE) * u, row, n, rows, scales[1], HIDDEN)
 
 
-def int8_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: float, bias: Tensor | None, out: Tensor, *,
-    tile: Tile, activation: Activation, paired: bool, inverse_scale: float | None,
-) -> None:  # fmt: skip
-    """See `vla_accel.kernels.gemm.int8.product`."""
-    (rows, k), n = x.shape, out.shape[1]
-    gated = activation.gated
-    columns = tile.columns // 2 if gated else tile.columns
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, columns),)
-    kernel, kind = (_int8_gated, (paired, activation.gate.code)) if gated else (_int8_linear, (activation.code,))
+def product(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue, tile: Int8Tile) -> None:
+    """See `vla_accel.kernels.gemm.gemm`."""
+    (rows, k), n, activation = x.shape, out.shape[1], epilogue.activation
+    if activation.gated:
+        kernel, columns, kind = _int8_gated, tile.columns // 2, (activation.gate.code, weights.paired)
+    else:
+        kernel, columns, kind = _int8_linear, tile.columns, (activation.code,)
     launch(
-        kernel, grid, x, weight, weight_scale, weight_scale if bias is None else bias, out, input_scale,
-        inverse_scale or 1.0, rows, n, k, tile.rows, columns, tile.depth, GROUP, bias is not None, *kind,
-        inverse_scale is not None, num_warps=tile.warps, num_stages=tile.stages,
+        kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(n, columns),), x, weights.weight, weights.weight_scale,
+        weights.bias, out, (weights.input_scale_value, epilogue.quantize), rows, n, k, tile, *kind,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -13,50 +13,44 @@ from vla_accel.numeric import power_of_two
 
 
 @triton.jit
-def store_moments(
-    y, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, tile, rows, N: tl.constexpr, HAS_SCALE: tl.constexpr
-):
-    """Of a tile y (BLOCK_M, BLOCK_N) float32 of rows as they were stored; `keep`: what of it is in the tensor."""
+def store_moments(y, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, tile, rows, N: tl.constexpr):
+    """Store the moments of a tile y (BLOCK_M, BLOCK_N) float32 of rows as they were stored, and the scaled rows.
+
+    `keep`: which elements of the tile are in the tensor.
+    """
     y = tl.where(keep, y, 0.0)
-    place = tile * rows + row
-    tl.store(sums_ptr + place, tl.sum(y, 1), mask=row < rows)
-    tl.store(squares_ptr + place, tl.sum(y * y, 1), mask=row < rows)
-    if HAS_SCALE:
+    at = tile * rows + row
+    tl.store(sums_ptr + at, tl.sum(y, 1), mask=row < rows)
+    tl.store(squares_ptr + at, tl.sum(y * y, 1), mask=row < rows)
+    if scaled_ptr is not None:
         scaled = y * (1.0 + tl.load(scale_ptr + n, mask=n < N, other=0.0))[None, :]
         tl.store(scaled_ptr + row[:, None] * N + n[None, :], scaled.to(scaled_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
 def of_tiles(moment_ptr, row, rows, TILES: tl.constexpr, BLOCK_T: tl.constexpr):
-    """(BLOCK_T, BLOCK_M) of rows that are all in the tensor: a moment of every tile. Fetched before a product and added
-    up behind it, they come while the product waits for its own operands."""
+    """One moment (BLOCK_T, BLOCK_M) of every tile of rows that are all in the tensor.
+
+    Loaded before a product and added up after it, they arrive while the product waits for its own operands.
+    """
     tile = tl.arange(0, BLOCK_T)[:, None]
     return tl.load(moment_ptr + tile * rows + row[None, :], mask=tile < TILES, other=0.0)
 
 
 @triton.jit
 def _measure(x_ptr, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, rows, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
-             HAS_SCALE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+             PDL: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) + tl.arange(0, 1)
     n = tl.arange(0, BLOCK_W)
     keep = (row < rows)[:, None] & (n < WIDTH)[None, :]
     wait_for_previous(PDL)
     x = tl.load(x_ptr + row[:, None] * WIDTH + n[None, :], mask=keep, other=0.0).to(tl.float32)
-    store_moments(x, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, 0, rows, WIDTH, HAS_SCALE)
+    store_moments(x, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, 0, rows, WIDTH)
 
 
 def measure(x: Tensor, scale: Tensor | None, out: Moments) -> None:
     """See `vla_accel.kernels.gemm.moments.measure`."""
     rows, width = x.shape
-    scaled = x if out.scaled is None else out.scaled
     launch(
-        _measure, (rows,),
-        x, x if scale is None else scale, out.sums, out.squares, scaled, rows, width, power_of_two(width),
-        out.scaled is not None, num_warps=4,
-    )  # fmt: skip
-
-
-def tiles_of(moments: Moments | None) -> tuple[int, int]:
-    """Tiles, and the power of two that holds them; 0 and 1 without moments."""
-    tiles = 0 if moments is None else len(moments.sums)
-    return tiles, power_of_two(max(tiles, 1))
+        _measure, (rows,), x, scale, out.sums, out.squares, out.scaled, rows, width, power_of_two(width), num_warps=4
+    )

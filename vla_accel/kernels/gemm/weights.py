@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_accel.fp8 import E4M3, Format
+from vla_accel.fp8 import E4M3, INT8, Format
 
 _ROWS = 2048
 """Rows of a weight that are cast at a time: copies of all of a large one would take more memory than a layer."""
@@ -50,6 +50,11 @@ class Linear:
         """The weight (N, K) that is computed with, in a wide dtype."""
         scale = self.sums_scale
         return self.weight.to(dtype) * (scale.to(dtype)[:, None] if isinstance(scale, Tensor) else scale)
+
+    @property
+    def integers(self) -> bool:
+        """Whether the weight is INT8."""
+        return self.weight.dtype == INT8.dtype
 
     @property
     def bytes(self) -> int:
@@ -110,3 +115,10 @@ def pair(layer: Linear) -> Linear:
     scale = layer.weight_scale
     scale = mixed(scale) if scale is not None and scale.ndim else scale
     return replace(layer, weight=mixed(layer.weight), bias=mixed(layer.bias), weight_scale=scale, paired=True)
+
+
+def with_sums(weights: Linear) -> Linear:
+    """Add the sums of the weight's rows, which a LayerNorm inside needs. FP8 layers stay unchanged."""
+    if weights.weight_scale is not None:
+        return weights
+    return replace(weights, sums=weights.weight.sum(1, dtype=torch.float64).float())

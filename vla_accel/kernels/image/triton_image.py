@@ -7,6 +7,8 @@ launches: partial sums over stretches of pixels (in a fixed order, so that resul
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,54 +24,81 @@ TILE = 4096
 """Elements that one program holds at a time: 32 a thread with 4 warps."""
 
 
+class SumKind(NamedTuple):
+    """Constants of a `Sum` in a kernel: its channels, the dimensions of its shift (2: one for each image), and whether
+    it is phased.
+    """
+
+    channels: int
+    shift: int
+    phased: bool
+
+    @classmethod
+    def of(cls, x: Sum) -> SumKind:
+        """Return the constants of x."""
+        return cls(x.shape[3], 0 if x.shift is None else x.shift.dim(), x.phased)
+
+
+class GroupShape(NamedTuple):
+    """Constants of a group norm in a kernel: groups, channels of a group, groups of a program, lanes and rows of its
+    tile.
+    """
+
+    groups: int
+    channels: int
+    taken: int
+    lanes: int
+    rows: int
+
+
 @triton.jit
-def _summed(x_ptr, residual_ptr, shift_ptr, row, column, keep, real, pixels, height, width, C: tl.constexpr,
-            HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr):  # fmt: skip
+def _summed(source, row, column, keep, real, size, X: tl.constexpr):
     # `row` counts pixels over the batch (int64), `column` counts channels, valid where `real`; the two broadcast.
+    x_ptr, residual_ptr, shift_ptr = source
+    height, width = size
+    pixels = height * width
     batch = row // pixels
-    if PHASED:
+    if X.phased:
         y, x = (row % pixels) // width, row % width
         base = (batch * (height // 2 + 1) + y // 2 + y % 2) * (width // 2 + 1) + x // 2 + x % 2
-        place = base * (4 * C) + ((y % 2) * 2 + x % 2) * C
+        place = base * (4 * X.channels) + ((y % 2) * 2 + x % 2) * X.channels
     else:
-        place = row * C
+        place = row * X.channels
     total = tl.load(x_ptr + place + column, mask=keep, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + row * C + column, mask=keep, other=0.0).to(tl.float32)
-    if SHIFT == 1:
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + row * X.channels + column, mask=keep, other=0.0).to(tl.float32)
+    if X.shift == 1:
         total += tl.load(shift_ptr + column, mask=real, other=0.0)
-    if SHIFT == 2:
-        total += tl.load(shift_ptr + batch * C + column, mask=keep, other=0.0)
+    if X.shift == 2:
+        total += tl.load(shift_ptr + batch * X.channels + column, mask=keep, other=0.0)
     return total
 
 
 @triton.jit
-def _rows(x_ptr, residual_ptr, shift_ptr, gamma_ptr, sum_ptr, out_ptr, rows, pixels, height, width,
-          C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-          SHIFT: tl.constexpr, PHASED: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr,
-          PAD: tl.constexpr):  # fmt: skip
+def _rows(source, gamma_ptr, sum_ptr, out_ptr, rows, size, X: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+          ACTIVATION: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
+    C: tl.constexpr = X.channels
+    height, width = size
     target = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_C)
     keep = (target < rows)[:, None] & (column < C)[None, :]
     if PAD:
         # The padded image has one row and one column more; its pixels there are zeros.
         padded = (height + 1) * (width + 1)
-        inside = target % padded
-        y, x = inside // (width + 1), inside % (width + 1)
+        y, x = target % padded // (width + 1), target % padded % (width + 1)
         real = (y < height) & (x < width)
-        row = (target // padded) * pixels + y * width + x
-        source = keep & real[:, None]
+        row = (target // padded) * (height * width) + y * width + x
+        inside = keep & real[:, None]
     else:
         row = target
-        source = keep
-    total = _summed(x_ptr, residual_ptr, shift_ptr, row[:, None], column[None, :], source,
-                    (column < C)[None, :], pixels, height, width, C, HAS_RESIDUAL, SHIFT, PHASED)  # fmt: skip
+        inside = keep
+    total = _summed(source, row[:, None], column[None, :], inside, (column < C)[None, :], size, X)
     if PAD:
-        total = tl.where(source, total, 0.0)
+        total = tl.where(inside, total, 0.0)
     place = target[:, None] * C + column[None, :]
-    if KEEP:
+    if sum_ptr is not None:
         tl.store(sum_ptr + place, total.to(sum_ptr.dtype.element_ty), mask=keep)
-    if NORM:
+    if gamma_ptr is not None:
         square = tl.sum(tl.where(keep, total * total, 0.0), 1)
         # x / max(|x|, 1e-12), as F.normalize has it.
         scale = tl.sqrt(float(C)) / tl.maximum(tl.sqrt(square), 1e-12)
@@ -92,82 +121,79 @@ def _launch_rows(
     batch, height, width, channels = x.shape
     size = (batch, height + pad, width + pad, channels)
     out = x.value.new_empty(size)
-    total = x.value.new_empty(size) if keep and gamma is not None else out
+    total = out if gamma is None else x.value.new_empty(size) if keep else None
     block = power_of_two(channels)
     tile = max(1, TILE // block)
     count = batch * size[1] * size[2]
     _rows[(triton.cdiv(count, tile),)](
-        x.value, _or(x.residual, x.value), _or(x.shift, x.value), _or(gamma, x.value), total, out, count,
-        height * width, height, width, channels, block, tile, x.residual is not None,
-        _shift_kind(x), x.phased, gamma is not None, activation.code, keep, pad, num_warps=4,
+        (x.value, x.residual, x.shift), gamma, total, out, count, (height, width), SumKind.of(x), block, tile,
+        activation.code, pad, num_warps=4,
     )  # fmt: skip
-    return total, out
+    return out if total is None else total, out
 
 
 @triton.jit
-def _group_sums(x_ptr, residual_ptr, shift_ptr, skip_ptr, sum_ptr, part_ptr, pixels, height, width,
-                C: tl.constexpr, SKIP: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr,
-                PASSES: tl.constexpr, BLOCK: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr,
-                HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
-    # A program has TAKEN whole groups side by side in BLOCK lanes, so that loads are long and aligned for any width
-    # of a group.
+def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: tl.constexpr, SKIP: tl.constexpr, PASSES: tl.constexpr,
+                G: tl.constexpr):  # fmt: skip
+    # A program has whole groups side by side in its lanes, so that loads are long and aligned for any width of a group.
+    C: tl.constexpr = X.channels
+    pixels = size[0] * size[1]
     piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    channel = (block * (TAKEN * PER_GROUP) + lane)[None, :]
-    real = (lane < TAKEN * PER_GROUP)[None, :] & (channel < C + SKIP)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    squares = tl.zeros((BLOCK,), tl.float32)
+    lane = tl.arange(0, G.lanes)
+    channel = (block * (G.taken * G.channels) + lane)[None, :]
+    real = (lane < G.taken * G.channels)[None, :] & (channel < C + SKIP)
+    sums = tl.full((G.lanes,), 0.0, tl.float32)
+    squares = tl.full((G.lanes,), 0.0, tl.float32)
     for turn in range(PASSES):
-        pixel = (piece * PASSES + turn) * ROWS + tl.arange(0, ROWS)
+        pixel = (piece * PASSES + turn) * G.rows + tl.arange(0, G.rows)
         row = (batch * pixels + pixel)[:, None]
         keep = (pixel < pixels)[:, None] & real
-        total = _summed(x_ptr, residual_ptr, shift_ptr, row, channel, keep & (channel < C), real & (channel < C),
-                        pixels, height, width, C, HAS_RESIDUAL, SHIFT, PHASED)  # fmt: skip
-        if SKIP > 0:
+        inside = channel < C
+        total = _summed(source, row, channel, keep & inside, real & inside, size, X)
+        if skip_ptr is not None:
             other = tl.load(skip_ptr + row * SKIP + (channel - C), mask=keep & (channel >= C), other=0.0)
             total += other.to(tl.float32)
-        if KEEP:
+        if sum_ptr is not None:
             tl.store(sum_ptr + row * (C + SKIP) + channel, total.to(sum_ptr.dtype.element_ty), mask=keep)
         # `_summed` gives pixels beyond the last their shift, which does not count.
         total = tl.where(keep, total, 0.0)
         sums += tl.sum(total, 0)
         squares += tl.sum(total * total, 0)
     # The channels' sums are added up to the groups', once.
-    member = _membership(BLOCK, TAKEN, PER_GROUP)
+    member = _membership(G)
     local = tl.arange(0, member.shape[0])
-    group = block * TAKEN + local
-    parts = part_ptr + ((batch * tl.num_programs(0) + piece) * 2) * GROUPS + group
-    mine = (local < TAKEN) & (group < GROUPS)
+    group = block * G.taken + local
+    parts = part_ptr + ((batch * tl.num_programs(0) + piece) * 2) * G.groups + group
+    mine = (local < G.taken) & (group < G.groups)
     tl.store(parts, tl.sum(tl.where(member, sums[None, :], 0.0), 1), mask=mine)
-    tl.store(parts + GROUPS, tl.sum(tl.where(member, squares[None, :], 0.0), 1), mask=mine)
+    tl.store(parts + G.groups, tl.sum(tl.where(member, squares[None, :], 0.0), 1), mask=mine)
 
 
 @triton.jit
-def _membership(BLOCK: tl.constexpr, TAKEN: tl.constexpr, PER_GROUP: tl.constexpr):
+def _membership(G: tl.constexpr):
     # (groups, lanes): true where the lane belongs to the group.
-    lane, local = tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(TAKEN))
-    return (lane // PER_GROUP)[None, :] == local[:, None]
+    lane, local = tl.arange(0, G.lanes), tl.arange(0, triton.next_power_of_2(G.taken))
+    return (lane // G.channels)[None, :] == local[:, None]
 
 
 @triton.jit
-def _group_apply(x_ptr, residual_ptr, shift_ptr, part_ptr, weight_ptr, bias_ptr, out_ptr, pixels, height, width,
-                 pieces, eps, C: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, PASSES: tl.constexpr,
-                 BLOCK: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
-                 HAS_RESIDUAL: tl.constexpr, SHIFT: tl.constexpr, PHASED: tl.constexpr,
-                 ACTIVATION: tl.constexpr):  # fmt: skip
+def _group_apply(source, part_ptr, weight_ptr, bias_ptr, out_ptr, size, pieces, eps, X: tl.constexpr, G: tl.constexpr,
+                 PASSES: tl.constexpr, PIECES: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    C: tl.constexpr = X.channels
+    pixels = size[0] * size[1]
     piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    channel = (block * (TAKEN * PER_GROUP) + lane)[None, :]
-    real = (lane < TAKEN * PER_GROUP)[None, :] & (channel < C)
-    member = _membership(BLOCK, TAKEN, PER_GROUP)
+    lane = tl.arange(0, G.lanes)
+    channel = (block * (G.taken * G.channels) + lane)[None, :]
+    real = (lane < G.taken * G.channels)[None, :] & (channel < C)
+    member = _membership(G)
     local = tl.arange(0, member.shape[0])
-    group = block * TAKEN + local
+    group = block * G.taken + local
     part = tl.arange(0, PIECES)
-    parts = part_ptr + (batch * pieces + part)[:, None] * (2 * GROUPS) + group[None, :]
-    have = (part < pieces)[:, None] & ((local < TAKEN) & (group < GROUPS))[None, :]
-    count = pixels * PER_GROUP * 1.0
+    parts = part_ptr + (batch * pieces + part)[:, None] * (2 * G.groups) + group[None, :]
+    have = (part < pieces)[:, None] & ((local < G.taken) & (group < G.groups))[None, :]
+    count = pixels * G.channels * 1.0
     mean = tl.sum(tl.load(parts, mask=have, other=0.0), 0) / count
-    square = tl.sum(tl.load(parts + GROUPS, mask=have, other=0.0), 0) / count
+    square = tl.sum(tl.load(parts + G.groups, mask=have, other=0.0), 0) / count
     scale = tl.rsqrt(tl.maximum(square - mean * mean, 0.0) + eps)
     # Each channel takes its group's values: a lane belongs to one group, so the sum has one term.
     means = tl.sum(tl.where(member, mean[:, None], 0.0), 0)[None, :]
@@ -175,11 +201,10 @@ def _group_apply(x_ptr, residual_ptr, shift_ptr, part_ptr, weight_ptr, bias_ptr,
     weight = tl.load(weight_ptr + channel, mask=real, other=0.0) * scales
     bias = tl.load(bias_ptr + channel, mask=real, other=0.0) - means * weight
     for turn in range(PASSES):
-        pixel = (piece * PASSES + turn) * ROWS + tl.arange(0, ROWS)
+        pixel = (piece * PASSES + turn) * G.rows + tl.arange(0, G.rows)
         row = (batch * pixels + pixel)[:, None]
         keep = (pixel < pixels)[:, None] & real
-        total = _summed(x_ptr, residual_ptr, shift_ptr, row, channel, keep, real, pixels, height, width, C,
-                        HAS_RESIDUAL, SHIFT, PHASED)  # fmt: skip
+        total = _summed(source, row, channel, keep, real, size, X)
         normed = activated(total * weight + bias, ACTIVATION)
         tl.store(out_ptr + row * C + channel, normed.to(out_ptr.dtype.element_ty), mask=keep)
 
@@ -203,42 +228,40 @@ def group_act(
     device, dtype = x.value.device, x.value.dtype
     # An input that is not stored as it will be read (it is added up or appended) is written on the way, once.
     written = (keep and not x.plain) or skip is not None
-    total = torch.empty((batch, height, width, wide), dtype=dtype, device=device) if written else x.value
+    total = torch.empty((batch, height, width, wide), dtype=dtype, device=device) if written else None
     out = torch.empty((batch, height, width, wide), dtype=dtype, device=device)
     parts = torch.empty((batch, pieces, 2, norm.groups), dtype=torch.float32, device=device)
-    shape = {"GROUPS": norm.groups, "PER_GROUP": per_group, "BLOCK": block, "TAKEN": taken}
+    shape = GroupShape(norm.groups, per_group, taken, block, tile)
     _group_sums[(pieces, blocks, batch)](
-        x.value, _or(x.residual, x.value), _or(x.shift, x.value), _or(skip, x.value), total, parts, pixels, height,
-        width, C=channels, SKIP=extra, **shape, PASSES=passes, ROWS=tile,
-        HAS_RESIDUAL=x.residual is not None, SHIFT=_shift_kind(x), PHASED=x.phased, KEEP=written, num_warps=4,
+        (x.value, x.residual, x.shift), skip, total, parts, (height, width), SumKind.of(x), extra, passes, shape,
+        num_warps=4,
     )  # fmt: skip
-    source = Sum(total) if written else x
+    source = x if total is None else Sum(total)
     # Large images get more programs than partial sums, with fewer passes each, for balance.
     passes = min(passes, 4)
     _group_apply[(triton.cdiv(pixels, passes * tile), blocks, batch)](
-        source.value, _or(source.residual, x.value), _or(source.shift, x.value), parts, norm.weight, norm.bias, out,
-        pixels, height, width, pieces, norm.eps, C=wide, **shape, PASSES=passes, ROWS=tile,
-        PIECES=power_of_two(pieces), HAS_RESIDUAL=source.residual is not None, SHIFT=_shift_kind(source),
-        PHASED=source.phased, ACTIVATION=activation.code, num_warps=4,
+        (source.value, source.residual, source.shift), parts, norm.weight, norm.bias, out, (height, width), pieces,
+        norm.eps, SumKind.of(source), shape, passes, power_of_two(pieces), activation.code, num_warps=4,
     )  # fmt: skip
-    return (total if keep else out), out
+    return (source.value if keep else out), out
 
 
 @triton.jit
-def _layer_norm(x_ptr, residual_ptr, shift_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, rows, eps, C: tl.constexpr,
-                BLOCK_C: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SHIFT: tl.constexpr,
-                KEEP: tl.constexpr):  # fmt: skip
+def _layer_norm(source, affine, sum_ptr, out_ptr, rows, eps, C: tl.constexpr, BLOCK_C: tl.constexpr,
+                ROWS: tl.constexpr):  # fmt: skip
+    x_ptr, residual_ptr, shift_ptr = source
+    weight_ptr, bias_ptr = affine
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_C)
     real = column < C
     keep = (row < rows)[:, None] & real[None, :]
     place = row[:, None] * C + column[None, :]
     total = tl.load(x_ptr + place, mask=keep, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         total += tl.load(residual_ptr + place, mask=keep, other=0.0).to(tl.float32)
-    if HAS_SHIFT:
+    if shift_ptr is not None:
         total += tl.load(shift_ptr + column, mask=real, other=0.0)[None, :]
-    if KEEP:
+    if sum_ptr is not None:
         tl.store(sum_ptr + place, total.to(sum_ptr.dtype.element_ty), mask=keep)
     mean = tl.sum(total, 1) / C
     centred = tl.where(keep, total - mean[:, None], 0.0)
@@ -255,15 +278,14 @@ def add_layer_norm(
     width = x.shape[-1]
     count = x.numel() // width
     keep = residual is not None or shift is not None
-    total = torch.empty_like(x) if keep else x
+    total = torch.empty_like(x) if keep else None
     out = torch.empty_like(x)
     block = power_of_two(width)
     tile = max(1, 2048 // block)
     _layer_norm[(triton.cdiv(count, tile),)](
-        x, _or(residual, x), _or(shift, x), weight, bias, total, out, count, eps, width, block, tile,
-        residual is not None, shift is not None, keep, num_warps=4,
-    )  # fmt: skip
-    return total, out
+        (x, residual, shift), (weight, bias), total, out, count, eps, width, block, tile, num_warps=4
+    )
+    return x if total is None else total, out
 
 
 @triton.jit
@@ -368,13 +390,3 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
         num_warps=8, num_stages=2,
     )  # fmt: skip
     return out
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    # A kernel needs some pointer; the flag beside it says that this one is not read.
-    return other if tensor is None else tensor
-
-
-def _shift_kind(x: Sum) -> int:
-    # SHIFT is 0 for none, 1 for one of all images, 2 for one of each image.
-    return 0 if x.shift is None else x.shift.dim()

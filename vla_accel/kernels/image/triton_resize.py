@@ -50,8 +50,9 @@ def filtered(image: Tensor, by: Filter, out: Tensor, *, axis: int) -> None:
 
 
 @triton.jit(do_not_specialize=("total", "width", "in_row", "out_row"))
-def _sampled(image_ptr, low_ptr, next_ptr, down_ptr, left_ptr, right_ptr, part_ptr, out_ptr, total, width, in_row,
-             out_row, BLOCK: tl.constexpr):  # fmt: skip
+def _sampled(image_ptr, rows, columns, out_ptr, total, width, in_row, out_row, BLOCK: tl.constexpr):
+    low_ptr, next_ptr, down_ptr = rows
+    left_ptr, right_ptr, part_ptr = columns
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = n < total
     y, x, channel = n // (width * 3), n // 3 % width, n % 3
@@ -74,6 +75,6 @@ def sampled(image: Tensor, rows: Sampling, columns: Sampling, out: Tensor) -> No
     height, width = out.shape[:2]
     total = height * width * 3
     _sampled[(triton.cdiv(total, BLOCK),)](
-        image, rows.low, rows.next, rows.part, columns.low, columns.next, columns.part, out, total, width,
+        image, (rows.low, rows.next, rows.part), (columns.low, columns.next, columns.part), out, total, width,
         image.shape[1] * 3, out.stride(0), BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -20,7 +20,7 @@ MAP_WIDTH = tl.constexpr(pictures.MAP_WIDTH)
 
 @triton.jit
 def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr,
-              SQUARE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MAPPED: tl.constexpr):  # fmt: skip
+              SQUARE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     image, cell = row // (SIDE * SIDE), row % (SIDE * SIDE)
     square, place = cell // (SQUARE * SQUARE), cell % (SQUARE * SQUARE)
@@ -33,7 +33,7 @@ def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constex
     real = k < 3 * PATCH * PATCH
     base = image_ptr + image.to(tl.int64) * SIZE * SIZE * 3
     pixel = tl.load(base + (y * SIZE + x) * 3 + channel, mask=real, other=0).to(tl.float32)
-    if MAPPED:
+    if map_ptr is not None:
         its = map_ptr + image * MAP_WIDTH
         inside = (y >= tl.load(its + TOP)) & (y < tl.load(its + BOTTOM))
         inside = inside & (x >= tl.load(its + LEFT)) & (x < tl.load(its + RIGHT))
@@ -52,27 +52,23 @@ def patchify(images: Tensor, out: Tensor, patch: int, square: int, pixel_maps: T
     size = images.shape[1]
     stride = out.shape[1] // 2
     side = size // patch
-    _patchify[(out.shape[0],)](
-        images, images if pixel_maps is None else pixel_maps, out, size, patch, side, square, stride,
-        power_of_two(stride), pixel_maps is not None, num_warps=4,
-    )  # fmt: skip
+    block = power_of_two(stride)
+    _patchify[(len(out),)](images, pixel_maps, out, size, patch, side, square, stride, block, num_warps=4)
 
 
 @triton.jit
-def _normed_store(
-    x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr, QUANT: tl.constexpr
-):
+def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr):
     if LAYER:
         centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
         h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
     else:
         h = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    store_rounded(h_ptr + offset, h, keep, inverse_scale, QUANT)
+    store_rounded(h_ptr + offset, h, keep, inverse_scale)
 
 
 @triton.jit
 def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-              LAYER: tl.constexpr, HAS_Y: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+              LAYER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
@@ -80,38 +76,35 @@ def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH:
     keep = column < WIDTH
     offset = row.to(tl.int64) * WIDTH + column
     x = tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32)
-    if HAS_Y:
+    if y_ptr is not None:
         x += tl.load(y_ptr + (row % y_rows) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
         rounded = x.to(x_out_ptr.dtype.element_ty)
         tl.store(x_out_ptr + offset, rounded, mask=keep)
         # The norm takes the rounded sum, to which the next residual will be added.
         x = rounded.to(tl.float32)
-    _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH, LAYER, QUANT)
+    _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH, LAYER)
 
 
 def add_norm(
     x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
 ) -> None:  # fmt: skip
     rows, width = x.shape
-    block = power_of_two(width)
-    launch(
-        _add_norm, (rows,),
-        x, y if y is not None else x, x_out, h, y.shape[0] if y is not None else 1, eps, inverse_scale or 1.0,
-        width, block, layer, y is not None, inverse_scale is not None, num_warps=4 if block <= 2048 else 8,
-    )  # fmt: skip
+    block, warps = power_of_two(width), 4 if width <= 2048 else 8
+    y_rows = 1 if y is None else len(y)
+    launch(_add_norm, (rows,), x, y, x_out, h, y_rows, eps, inverse_scale, width, block, layer, num_warps=warps)
 
 
 @triton.jit
-def _embed_norm(image_ptr, token_ptr, table_ptr, state_ptr, length_ptr, x_ptr, h_ptr, multiplier, eps, inverse_scale,
-                IMAGES: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                QUANT: tl.constexpr, HAS_STATE: tl.constexpr):  # fmt: skip
+def _embed_norm(sources, length_ptr, x_ptr, h_ptr, multiplier, eps, inverse_scale, IMAGES: tl.constexpr,
+                LENGTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
-    TOTAL: tl.constexpr = IMAGES + LENGTH + HAS_STATE
+    image_ptr, token_ptr, table_ptr, state_ptr = sources
+    TOTAL: tl.constexpr = IMAGES + LENGTH + (length_ptr is not None)  # lengths come with a state
     batch, place = row // TOTAL, row % TOTAL
     column = tl.arange(0, BLOCK)
     keep = column < WIDTH
     is_state = False
-    if HAS_STATE:
+    if length_ptr is not None:
         is_state = (place == tl.load(length_ptr + batch) - 1) | (place == TOTAL - 1)
     if is_state:
         x = tl.load(state_ptr + batch.to(tl.int64) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
@@ -125,7 +118,7 @@ def _embed_norm(image_ptr, token_ptr, table_ptr, state_ptr, length_ptr, x_ptr, h
         x = (embedded.to(tl.float32) * multiplier).to(x_ptr.dtype.element_ty).to(tl.float32)
     offset = row.to(tl.int64) * WIDTH + column
     tl.store(x_ptr + offset, x.to(x_ptr.dtype.element_ty), mask=keep)
-    _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH, False, QUANT)
+    _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH, False)
 
 
 def embed_norm(
@@ -133,18 +126,16 @@ def embed_norm(
     inverse_scale: float | None, state: Tensor | None, lengths: Tensor | None,
 ) -> None:  # fmt: skip
     rows, width = x.shape
-    block = power_of_two(width)
+    sources, block = (image_tokens, tokens, table, x if state is None else state), power_of_two(width)
     launch(
-        _embed_norm, (rows,),
-        image_tokens, tokens, table, x if state is None else state, tokens if lengths is None else lengths, x, h,
-        float(width) ** 0.5, eps, inverse_scale or 1.0, image_tokens.shape[1], tokens.shape[1], width, block,
-        inverse_scale is not None, int(state is not None), num_warps=4 if block <= 2048 else 8,
+        _embed_norm, (rows,), sources, lengths, x, h, float(width) ** 0.5, eps, inverse_scale, image_tokens.shape[1],
+        tokens.shape[1], width, block, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
 
 
 @triton.jit
-def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr,
-           PAIRED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr,
+           GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -154,34 +145,29 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
     gate = tl.load(source, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(source + (8 if PAIRED else HIDDEN), mask=keep, other=0.0).to(tl.float32)
     y = activated(gate, GATE) * up
-    store_rounded(out_ptr + row * HIDDEN + column, y, keep, inverse_scale, QUANT)
+    store_rounded(out_ptr + row * HIDDEN + column, y, keep, inverse_scale)
 
 
 def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, activation: Activation) -> None:
     rows, hidden = out.shape
     block = min(2048, power_of_two(hidden))
-    grid = (triton.cdiv(hidden, block), rows)
-    launch(
-        _geglu, grid,
-        gate_up, out, inverse_scale or 1.0, hidden, block, inverse_scale is not None, paired, activation.gate.code,
-        num_warps=8,
-    )  # fmt: skip
+    grid, gate = (triton.cdiv(hidden, block), rows), activation.gate.code
+    launch(_geglu, grid, gate_up, out, inverse_scale, hidden, block, paired, gate, num_warps=8)
 
 
 @triton.jit
-def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr):
+def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     wait_for_previous(PDL)
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = offset < total
     y = gelu_tanh(tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32))
-    store_rounded(out_ptr + offset, y, keep, inverse_scale, QUANT)
+    store_rounded(out_ptr + offset, y, keep, inverse_scale)
 
 
 def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
     total = x.numel()
-    grid, quantise = (triton.cdiv(total, 4096),), inverse_scale is not None
-    launch(_gelu, grid, x, out, total, inverse_scale or 1.0, 4096, quantise, num_warps=8)
+    launch(_gelu, (triton.cdiv(total, 4096),), x, out, total, inverse_scale, 4096, num_warps=8)
 
 
 @triton.jit
@@ -297,9 +283,9 @@ def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
 
 
 @triton.jit
-def _norm_rope(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, eps, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+def _norm_rope(qkv_ptr, norms, cos_ptr, sin_ptr, eps, TOKENS: tl.constexpr, HEADS: tl.constexpr,
                KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
-               NORM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+               PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
@@ -309,14 +295,12 @@ def _norm_rope(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, eps, TOKENS: t
     place = qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + head * (2 * HALF) + i
     a = tl.load(place, mask=keep, other=0.0).to(tl.float32)
     b = tl.load(place + HALF, mask=keep, other=0.0).to(tl.float32)
-    if NORM:
+    q_norm_ptr, k_norm_ptr = norms
+    if q_norm_ptr is not None:
         rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
-        is_q, in_half = head < HEADS, i < HALF
-        low = tl.where(
-            is_q, tl.load(q_norm_ptr + i, mask=in_half, other=0.0), tl.load(k_norm_ptr + i, mask=in_half, other=0.0)
-        )
-        high = tl.where(is_q, tl.load(q_norm_ptr + HALF + i, mask=in_half, other=0.0),
-                        tl.load(k_norm_ptr + HALF + i, mask=in_half, other=0.0))  # fmt: skip
+        is_q, at = head < HEADS, tl.minimum(i, HALF - 1)
+        low = tl.where(is_q, tl.load(q_norm_ptr + at), tl.load(k_norm_ptr + at))
+        high = tl.where(is_q, tl.load(q_norm_ptr + HALF + at), tl.load(k_norm_ptr + HALF + at))
         a, b = a * rstd * low, b * rstd * high
     angle = (row % TOKENS) * HALF + i
     cos = tl.load(cos_ptr + angle, mask=i < HALF, other=0.0)
@@ -333,8 +317,8 @@ def norm_rope(
     tokens, half = cos.shape
     launch(
         _norm_rope, (qkv.shape[0],),
-        qkv, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, cos, sin, eps, tokens, heads,
-        kv_heads, half, power_of_two(heads + kv_heads), power_of_two(half), q_norm is not None, num_warps=4,
+        qkv, (q_norm, k_norm), cos, sin, eps, tokens, heads, kv_heads, half, power_of_two(heads + kv_heads),
+        power_of_two(half), num_warps=4,
     )  # fmt: skip
 
 

@@ -1,36 +1,26 @@
-"""The argument blocks of the GEMM's kernels."""
+"""The argument block of the GEMM kernel."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from vla_accel.kernels.struct import block
 
-_FIELDS: tuple[Any, ...] = (
-    ("const u16*", "bias", ""),
-    ("void*", "out", ""),
-    ("float", "scale inverse", "scale multiplies the sums, inverse an FP8 output"),
+Call = block(
+    "Call",
+    ("const u16*", "bias", "(N,) or null"),
+    ("void*", "out", "with ROPE: q"),
+    ("float", "scale inverse eps", "scale multiplies the sums, inverse an FP8 output"),
     ("int", "rows columns", "of out"),
     ("int", "chunks", "of 128 bytes along K"),
-    ("int", "token_tiles tiles", "what a cluster computes is a tile"),
-    ("float2*", "moments_out", "mean and sum of squared deviations of every 64 columns: (columns / 64, rows) of out"),
-    ("const float2*", "moments", "the same of x: (MOMENTS, rows)"),
-    ("const float*", "weight_sums", "(N,): 1 W"),
-    ("float", "eps", ""),
-)
-Call = block("Call", *_FIELDS)
-Suffix = block(
-    "Suffix",
+    ("int", "token_tiles tiles", "a cluster computes one of the tiles at a time"),
+    ("const float*", "sums squares", "(moment_tiles, rows): of x and of its squares"),
+    ("const float*", "weight_sums", "(N,): the sum of each weight row, for a LayerNorm"),
+    ("int", "moment_tiles width", "width: columns of x"),
+    ("float*", "sums_out squares_out", "(columns / 64, rows) or null: of the new out and of its squares"),
     ("const float*", "shift", "(N,) or null: added to the normed product, in the order of the weight's rows in memory"),
-    ("const float*", "gate", "(columns,) or null"),
-    ("const float*", "next_scale", "(columns,) or null: scaled gets out * (1 + next_scale)"),
-    ("u16*", "scaled", "(rows, columns)"),
-    ("float*", "sums_out squares_out", "(columns / 64, rows) or null: of out and of its squares"),
-    ("const float*", "squares", "(tiles, rows): of x"),
+    ("const float*", "gate next_scale", "(columns,) or null: scaled gets out * (1 + next_scale)"),
+    ("u16*", "scaled", "(rows, columns) or null"),
     ("const float*", "cos sin", "(positions, half)"),
-    ("const int*", "lengths", "(rows / tokens,): the position of a sequence's first token"),
-    ("u16*", "k v", "q is out"),
-    ("int", "tiles width half tokens heads kv_heads", ""),
+    ("const int*", "starts", "(rows / tokens,): the position of a sequence's first token"),
+    ("u16*", "k v", ""),
+    ("int", "half tokens heads kv_heads", "half: distance of the two weight rows of a pair, with PAIRS"),
 )
-"""What a GEMM takes for the rows of a suffix (`suffix.cu`)."""
-SuffixCall = block("Call", *_FIELDS, (Suffix, "suffix", ""))

@@ -15,276 +15,339 @@
 // predecessor's data or not. Here the fetching thread waits, and the others write only after tokens have arrived that
 // it fetched.
 //
-// Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (a
-// code of `activation.py`; GeGLU and SwiGLU are of weight rows by turns, eight of gate, eight of up), GROUPS, BLOCKS,
-// PARTS, WIDTH, STAGES,
-// ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums
+// Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (a code of
+// `activation.py`; GeGLU and SwiGLU take weight rows in turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH,
+// STAGES, ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums
 // arrive and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either
-// kind). WGMMA, one product of WIDTH tokens, is generated (`wgmma.py`).
-#if KIND == 2
-#define WGMMA wgmma_e4m3
-#elif KIND == 1
-#define WGMMA wgmma_f16
-#else
-#define WGMMA wgmma_bf16
-#endif
+// kind), W_ROWS and T_ROWS (rows of weights and of tokens that a block fetches). WGMMA, one product of WIDTH tokens, is
+// generated (`wgmma.py`).
 
-// COUNT blocks fetch a tile for each other: each fetches a share of it, a multiple of eight rows. Where COUNT such
-// shares are more than the tile, they overlap and write the same rows twice.
-#define SHARE(ROWS, COUNT) ((ROWS + 8 * COUNT - 1) / (8 * COUNT) * 8)
-#define START(ROWS, COUNT, i) (COUNT == 1 ? 0 : i * (ROWS - SHARE(ROWS, COUNT)) / (COUNT > 1 ? COUNT - 1 : 1) / 8 * 8)
-#define W_ROWS SHARE(TILE_W, ALONG)
-#define T_ROWS SHARE(TILE_T, ACROSS)
-#define ARRIVING ((W_ROWS * ALONG + T_ROWS * ACROSS) * 128)
+// `count` blocks fetch a tile for each other, W_ROWS or T_ROWS rows each. This is the first row of block i's share. Where
+// the shares are more than the tile, they overlap and write the same rows twice.
+__device__ __forceinline__ int share_start(int rows, int share, int count, int i) {
+  return i * (rows - share) / (count > 1 ? count - 1 : 1) / 8 * 8;
+}
+constexpr int ARRIVING = (W_ROWS * ALONG + T_ROWS * ACROSS) * 128;
 // One copy brings so many rows: a box has at most 256.
-#define W_BOX (W_ROWS > 256 ? W_ROWS / 2 : W_ROWS)
-#define T_BOX (T_ROWS > 256 ? T_ROWS / 2 : T_ROWS)
-#define CHUNK (KIND == 2 ? 128 : 64)
+constexpr int W_BOX = W_ROWS > 256 ? W_ROWS / 2 : W_ROWS, T_BOX = T_ROWS > 256 ? T_ROWS / 2 : T_ROWS;
+constexpr int CHUNK = KIND == 2 ? 128 : 64;  // Elements of 128 bytes.
+constexpr int EIGHTS = (PARTS * WIDTH / 8 + SPLIT - 1) / SPLIT;  // With SPLIT a block finishes so many times 8 tokens.
+
+using Sums = float[BLOCKS][PARTS][WIDTH / 2];
 
 // This arrives at another block's barrier with the release of this block only: the others read nothing that it wrote,
 // and a release to the cluster would cost a memory barrier for each stage.
 __device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 rank) {
-#if CLUSTER > 1
+  if constexpr (CLUSTER > 1)
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+  else
+    mbarrier_arrive(barrier);
+}
+
+__device__ __forceinline__ void tma_load_5d(u32 to, const TensorMap& map, int x, int eights, int group, u32 barrier,
+                                            u64 policy) {
   asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
-#else
-  mbarrier_arrive(barrier);
-#endif
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(&map), "r"(x), "r"(0), "r"(eights), "r"(group),
+      "r"(barrier), "l"(policy) : "memory");
 }
 
 // Operands have swizzled rows of 128 bytes, so groups of eight rows are 1024 bytes apart.
 __device__ __forceinline__ u64 operand(u32 address) { return wgmma_descriptor(address, 16, 1024, true); }
 
-#if RESIDUAL
-#define HELD(m, n) held[m][n]
-#else
-#define HELD(m, n) nullptr
-#endif
+// What a block computes: its place in the cluster, and the chunks of K and the tiles that it takes.
+struct Block {
+  int across, along, part, first, last, tile, step;
+
+  __device__ __forceinline__ explicit Block(const Call& c) {
+    const int rank = blockIdx.x % CLUSTER, per_part = (c.chunks + SPLIT - 1) / SPLIT;
+    across = rank % ACROSS, along = rank / ACROSS % ALONG, part = rank / (ACROSS * ALONG);
+    first = part * per_part, last = min(first + per_part, c.chunks);
+    tile = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+  }
+  __device__ __forceinline__ int rank_of(int across_, int along_, int part_) const {
+    return across_ + ACROSS * (along_ + ALONG * part_);
+  }
+  // The first weight row and token of a tile.
+  __device__ __forceinline__ int row(int tile, const Call& c) const {
+    return (tile / c.token_tiles * ACROSS + across) * TILE_W;
+  }
+  __device__ __forceinline__ int token(int tile, const Call& c) const {
+    return (tile % c.token_tiles * ALONG + along) * TILE_T;
+  }
+};
+
+// The stages of operands in shared memory, with a barrier each for "it has arrived" and "it may be overwritten". A
+// count of chunks says which stage comes next, and in which phase its barriers are.
+struct Ring {
+  u32 base, full, empty, norms;
+
+  __device__ __forceinline__ explicit Ring(unsigned char* memory) {
+    base = (smem_of(memory) + 1023) & ~1023u;
+    full = base + BARRIERS, empty = full + STAGES * 8, norms = empty + STAGES * 8;
+  }
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(full + i * 8, 1);
+      mbarrier_init(empty + i * 8, 4 * GROUPS * (ACROSS + ALONG - 1));
+    }
+    fence_mbarrier_init();
+  }
+  __device__ __forceinline__ u32 weights(int stage) const { return base + stage * STAGE; }
+  __device__ __forceinline__ u32 tokens(int stage) const { return base + stage * STAGE + TILE_W * 128; }
+  __device__ __forceinline__ void wait_full(int count) const {
+    mbarrier_wait(full + count % STAGES * 8, (count / STAGES) & 1);
+  }
+  __device__ __forceinline__ void wait_empty(int count) const {
+    if (count >= STAGES) mbarrier_wait(empty + count % STAGES * 8, (count / STAGES - 1) & 1);
+  }
+  __device__ __forceinline__ void expect(int stage) const { mbarrier_arrive_expect_tx(full + stage * 8, ARRIVING); }
+  // This tells all blocks that send to this stage, those of the same row and column of the cluster; this block is in
+  // both and is told once.
+  __device__ __forceinline__ void release(int count, const Block& b) const {
+    const int lane = threadIdx.x & 31;
+    if (lane < ACROSS + ALONG - 1) {
+      const int other = lane - ACROSS;
+      const int to = lane < ACROSS ? b.rank_of(lane, b.along, b.part)
+                                   : b.rank_of(b.across, other + (other >= b.along), b.part);
+      mbarrier_arrive_remote(empty + count % STAGES * 8, to);
+    }
+  }
+};
+
+// -- the thread that fetches ------------------------------------------------------------------------------------------
+
+struct Fetch {
+  const TensorMap &weights, &tokens;
+  const Ring& ring;
+  const Block& b;
+  const Call& c;
+  u64 once, often;
+  u16 same_weights, same_tokens;  // Masks of the blocks that share an operand.
+
+  __device__ __forceinline__ Fetch(const TensorMap& weights, const TensorMap& tokens, const Ring& ring, const Block& b,
+                                   const Call& c)
+      : weights(weights), tokens(tokens), ring(ring), b(b), c(c), once(policy_evict_first()),
+        often(policy_evict_last()), same_weights(0), same_tokens(0) {
+    if (ALONG > 1)
+      for (int i = 0; i < ALONG; ++i) same_weights |= 1 << b.rank_of(b.across, i, b.part);
+    if (ACROSS > 1)
+      for (int i = 0; i < ACROSS; ++i) same_tokens |= 1 << b.rank_of(i, b.along, b.part);
+  }
+  __device__ __forceinline__ void weight_tile(int tile, int chunk, int stage) const {
+    const int begin = share_start(TILE_W, W_ROWS, ALONG, b.along), row = b.row(tile, c) + begin;
+    const u32 to = ring.weights(stage) + begin * 128, barrier = ring.full + stage * 8;
+    if constexpr (PAIRS) {
+      tma_load_5d(to, weights, chunk * CHUNK, row % (2 * c.half) / 16, row / (2 * c.half), barrier, once);
+    } else {
+#pragma unroll
+      for (int i = 0; i < W_ROWS; i += W_BOX)
+        tma_load_2d(to + i * 128, weights, chunk * CHUNK, row + i, barrier, same_weights, once);
+    }
+  }
+  __device__ __forceinline__ void token_tile(int tile, int chunk, int stage) const {
+    const int begin = share_start(TILE_T, T_ROWS, ACROSS, b.across), row = b.token(tile, c) + begin;
+    const u32 to = ring.tokens(stage) + begin * 128;
+#pragma unroll
+    for (int i = 0; i < T_ROWS; i += T_BOX)
+      tma_load_2d(to + i * 128, tokens, chunk * CHUNK, row + i, ring.full + stage * 8, same_tokens, often);
+  }
+  // This fetches all tiles of the block, the first stages of weights before the wait for the previous kernel.
+  __device__ __forceinline__ void run() const {
+    const int early = min(STAGES, b.last - b.first);
+    for (int i = 0; i < early; ++i) {
+      ring.expect(i);
+      weight_tile(b.tile, b.first + i, i);
+    }
+    griddepcontrol_wait();
+    for (int i = 0; i < early; ++i) token_tile(b.tile, b.first + i, i);
+    int count = early, begin = b.first + early;
+    for (int tile = b.tile; tile < c.tiles; tile += b.step) {
+      for (int chunk = begin; chunk < b.last; ++chunk, ++count) {
+        const int stage = count % STAGES;
+        ring.wait_empty(count);
+        ring.expect(stage);
+        weight_tile(tile, chunk, stage);
+        token_tile(tile, chunk, stage);
+      }
+      begin = b.first;
+    }
+  }
+};
+
+// -- the groups that multiply -----------------------------------------------------------------------------------------
+
+// This multiplies a tile's chunks, the last of which is still under way.
+__device__ __forceinline__ void multiply(Sums& sums, int& count, int group, const Ring& ring, const Block& b) {
+  for (int chunk = b.first; chunk < b.last; ++chunk, ++count) {
+    ring.wait_full(count);
+    const u32 w = ring.weights(count % STAGES) + group * BLOCKS * 64 * 128, t = ring.tokens(count % STAGES);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int m = 0; m < BLOCKS; ++m)
+#pragma unroll
+        for (int n = 0; n < PARTS; ++n)
+          WGMMA(sums[m][n], operand(w + m * 64 * 128 + k * 32), operand(t + n * WIDTH * 128 + k * 32),
+                chunk > b.first || k > 0);
+    wgmma_commit();
+    if (chunk > b.first) {
+      wgmma_wait<1>();
+      ring.release(count - 1, b);
+    }
+  }
+}
+
+// This ends a tile that a block computes alone.
+__device__ __forceinline__ void finish_tile(Sums& sums, int count, int tile, int group, const Ring& ring,
+                                            const Block& b, const Call& c) {
+  const int row = b.row(tile, c) + group * BLOCKS * 64, token = b.token(tile, c);
+  uint4 held[RESIDUAL ? BLOCKS : 1][RESIDUAL ? PARTS : 1][(WIDTH / 8 + 1) / 2];
+  if constexpr (RESIDUAL) {
+#pragma unroll
+    for (int m = 0; m < BLOCKS; ++m)
+#pragma unroll
+      for (int n = 0; n < PARTS; ++n)
+        load_residual<WIDTH / 8>(held[m][n], token + n * WIDTH, c.rows, row + m * 64, c);
+  }
+  wgmma_wait<0>();
+  ring.release(count - 1, b);
+  wait_for_norms();
+  // Without a place of its own the staging overwrites stages that other groups may still read.
+  if constexpr (STAGING == 0) bar_sync<CONSUMERS>(CONSUMERS_BARRIER);
+  const u32 staging = ring.base + STAGING + group * WIDTH * PITCH;
+#pragma unroll
+  for (int m = 0; m < BLOCKS; ++m) {
+    const int column = (row + m * 64) / (64 / COLUMNS);
+    const Rows rows = load_rows(c, column);
+#pragma unroll
+    for (int n = 0; n < PARTS; ++n)
+      store_tile<WIDTH / 8>(sums[m][n], staging, token + n * WIDTH, c.rows, column, group,
+                            RESIDUAL ? held[m][n] : nullptr, ring.norms + n * WIDTH * 8, rows, c);
+  }
+}
+
+// Each block of a SPLIT cluster finishes EIGHTS times eight tokens: this sends the others' sums to them, and keeps its
+// own in `total`.
+__device__ __forceinline__ void exchange(float (&total)[BLOCKS][EIGHTS * 4], const Sums& sums, const Ring& ring,
+                                         const Block& b) {
+  constexpr int ALL = PARTS * WIDTH / 8, PER = WIDTH / 8;
+#pragma unroll
+  for (int q = 0; q < SPLIT; ++q) {
+    const u32 there = mapa(ring.base + EXCHANGE + threadIdx.x * 16, b.rank_of(b.across, b.along, q));
+#pragma unroll
+    for (int i = 0; i < EIGHTS; ++i)
+#pragma unroll
+      for (int m = 0; m < BLOCKS; ++m) {
+        const int e = q * EIGHTS + i;
+        if (e >= ALL) continue;
+        const float* v = sums[m][e / PER] + e % PER * 4;
+        if (q == b.part) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) total[m][i * 4 + j] = v[j];
+        } else {
+          const u32 to = there + (((b.part - (b.part > q)) * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16;
+          st_cluster_f4(to, v[0], v[1], v[2], v[3]);
+        }
+      }
+  }
+}
+
+// This ends a tile whose K a cluster shares: each block adds up the parts of K for its share of the tokens.
+__device__ __forceinline__ void finish_share(Sums& sums, int count, int group, const Ring& ring, const Block& b,
+                                             const Call& c) {
+  wgmma_wait<0>();
+  ring.release(count - 1, b);
+  wait_for_norms();
+  const int row = b.row(b.tile, c) + group * BLOCKS * 64, begin = b.token(b.tile, c);
+  const int token = begin + b.part * EIGHTS * 8, end = min(c.rows, begin + TILE_T);
+  if constexpr (EXCHANGE == 0) cluster_arrive();
+  uint4 held[RESIDUAL ? BLOCKS : 1][(EIGHTS + 1) / 2];
+  if constexpr (RESIDUAL) {
+#pragma unroll
+    for (int m = 0; m < BLOCKS; ++m) load_residual<EIGHTS>(held[m], token, end, row + m * 64, c);
+  }
+  if constexpr (EXCHANGE == 0) cluster_wait();  // Now no block reads the stages any more, which the sums overwrite.
+  float total[BLOCKS][EIGHTS * 4];
+  exchange(total, sums, ring, b);
+  cluster_arrive();
+  cluster_wait();
+  const u32 staging = ring.base + STAGING + group * EIGHTS * 8 * PITCH;
+#pragma unroll
+  for (int m = 0; m < BLOCKS; ++m) {
+    const int column = (row + m * 64) / (64 / COLUMNS);
+    const Rows rows = load_rows(c, column);
+#pragma unroll
+    for (int q = 0; q < SPLIT - 1; ++q)
+#pragma unroll
+      for (int i = 0; i < EIGHTS; ++i) {
+        const float4 four = ld_shared_f4(ring.base + EXCHANGE + threadIdx.x * 16 +
+                                         ((q * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16);
+        const float v[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) total[m][i * 4 + j] += v[j];
+      }
+    store_tile<EIGHTS>(total[m], staging, token, end, column, group, RESIDUAL ? held[m] : nullptr,
+                       ring.norms + b.part * EIGHTS * 64, rows, c);
+  }
+}
 
 // -- the kernel -------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __maxnreg__(LIMIT)
     gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens, const Call c) {
   extern __shared__ unsigned char memory[];
-  const u32 base = (smem_of(memory) + 1023) & ~1023u;
-  const u32 full = base + BARRIERS, empty = full + STAGES * 8, norms = empty + STAGES * 8;
-  const int rank = blockIdx.x % CLUSTER, across = rank % ACROSS, along = rank / ACROSS % ALONG,
-            part = rank / (ACROSS * ALONG);
-  const int per_part = (c.chunks + SPLIT - 1) / SPLIT;
-  const int first = part * per_part, last = min(first + per_part, c.chunks);
-  const int step = gridDim.x / CLUSTER, mine = blockIdx.x / CLUSTER;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-
+  const Ring ring(memory);
+  const Block b(c);
+  const int warp = threadIdx.x >> 5;
   if (threadIdx.x == CONSUMERS) {
-    for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(full + i * 8, 1);
-      mbarrier_init(empty + i * 8, 4 * GROUPS * (ACROSS + ALONG - 1));
-    }
-    fence_mbarrier_init();
+    ring.init();
     prefetch_tensormap(weights);
     prefetch_tensormap(tokens);
   }
   griddepcontrol_launch_dependents();
-#if CLUSTER > 1
-  cluster_arrive();
-  cluster_wait();
-#else
-  __syncthreads();
-#endif
+  if constexpr (CLUSTER > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
 
   if (warp >= CONSUMERS / 32) {
     setmaxnreg_dec<FETCHING>();
-    if (threadIdx.x == CONSUMERS) {
-      const u64 once = policy_evict_first(), often = policy_evict_last();
-      u16 same_weights = 0, same_tokens = 0;
-      if (ALONG > 1)
-        for (int i = 0; i < ALONG; ++i) same_weights |= 1 << (across + ACROSS * (i + ALONG * part));
-      if (ACROSS > 1)
-        for (int i = 0; i < ACROSS; ++i) same_tokens |= 1 << (i + ACROSS * (along + ALONG * part));
-      const int w_start = START(TILE_W, ALONG, along), t_start = START(TILE_T, ACROSS, across);
-      const auto fetch_weights = [&](int tile, int chunk, int stage) {
-        const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + w_start;
-        const u32 to = base + stage * STAGE + w_start * 128;
-#if SUFFIX >= 2
-        tma_load_5d(to, weights, chunk * CHUNK, row % (2 * c.suffix.half) / 16, row / (2 * c.suffix.half), full + stage * 8,
-                    once);
-#else
-#pragma unroll
-        for (int i = 0; i < W_ROWS; i += W_BOX)
-          tma_load_2d(to + i * 128, weights, chunk * CHUNK, row + i, full + stage * 8, same_weights, once);
-#endif
-      };
-      const auto fetch_tokens = [&](int tile, int chunk, int stage) {
-        const int row = (tile % c.token_tiles * ALONG + along) * TILE_T + t_start;
-        const u32 to = base + stage * STAGE + (TILE_W + t_start) * 128;
-#pragma unroll
-        for (int i = 0; i < T_ROWS; i += T_BOX)
-          tma_load_2d(to + i * 128, tokens, chunk * CHUNK, row + i, full + stage * 8, same_tokens, often);
-      };
-      const int ahead = min(STAGES, last - first);
-      for (int i = 0; i < ahead; ++i) {
-        mbarrier_arrive_expect_tx(full + i * 8, ARRIVING);
-        fetch_weights(mine, first + i, i);
-      }
+    if (threadIdx.x == CONSUMERS) Fetch(weights, tokens, ring, b, c).run();
+    if (NORM && warp > CONSUMERS / 32) {
       griddepcontrol_wait();
-      for (int i = 0; i < ahead; ++i) fetch_tokens(mine, first + i, i);
-      int done = ahead, begin = first + ahead;
-      for (int tile = mine; tile < c.tiles; tile += step) {
-        for (int chunk = begin; chunk < last; ++chunk, ++done) {
-          const int stage = done % STAGES;
-          if (done >= STAGES) mbarrier_wait(empty + stage * 8, (done / STAGES - 1) & 1);
-          mbarrier_arrive_expect_tx(full + stage * 8, ARRIVING);
-          fetch_weights(tile, chunk, stage);
-          fetch_tokens(tile, chunk, stage);
-        }
-        begin = first;
-      }
+      load_norms(ring.norms, b.token(b.tile, c), c);
     }
-#if NORM
-    if (warp > CONSUMERS / 32) {
-      griddepcontrol_wait();
-      load_norms(norms, (mine % c.token_tiles * ALONG + along) * TILE_T, c);
-    }
-#endif
     __syncwarp();
     // These warps arrive as often as those that multiply: a cluster's barrier counts all threads.
     for (int i = 0; i < (CLUSTER > 1) + (SPLIT > 1 && EXCHANGE == 0); ++i) {
       cluster_arrive();
       cluster_wait();
     }
-  } else {
-    setmaxnreg_inc<MULTIPLYING>();
-    const int group = warp >> 2;
-#if RESIDUAL
-    griddepcontrol_wait();  // These threads, too, read what older kernels wrote.
-#endif
-    const auto release = [&](int stage) {
-      // This tells all blocks that send to this stage, those of the same row and column of the cluster; this block is
-      // in both and is told once.
-      if (lane < ACROSS + ALONG - 1) {
-        const int to = lane < ACROSS ? lane + ACROSS * (along + ALONG * part)
-                                     : across + ACROSS * (((lane - ACROSS) + (lane - ACROSS >= along)) + ALONG * part);
-        mbarrier_arrive_remote(empty + stage * 8, to);
-      }
-    };
-    float sums[BLOCKS][PARTS][WIDTH / 2];
-    int done = 0;
-    for (int tile = mine; tile < c.tiles; tile += step) {
-      for (int chunk = first; chunk < last; ++chunk, ++done) {
-        const int stage = done % STAGES;
-        mbarrier_wait(full + stage * 8, (done / STAGES) & 1);
-        const u32 a = base + stage * STAGE + group * BLOCKS * 64 * 128, b = base + stage * STAGE + TILE_W * 128;
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-#pragma unroll
-          for (int m = 0; m < BLOCKS; ++m)
-#pragma unroll
-            for (int n = 0; n < PARTS; ++n)
-              WGMMA(sums[m][n], operand(a + m * 64 * 128 + k * 32), operand(b + n * WIDTH * 128 + k * 32),
-                    chunk > first || k > 0);
-        wgmma_commit();
-        if (chunk > first) {
-          wgmma_wait<1>();
-          release((done - 1) % STAGES);
-        }
-      }
-#if SPLIT == 1
-      const int row = (tile / c.token_tiles * ACROSS + across) * TILE_W + group * BLOCKS * 64;
-      const int token = (tile % c.token_tiles * ALONG + along) * TILE_T;
-#if RESIDUAL
-      uint4 held[BLOCKS][PARTS][(WIDTH / 8 + 1) / 2];
-#pragma unroll
-      for (int m = 0; m < BLOCKS; ++m)
-#pragma unroll
-        for (int n = 0; n < PARTS; ++n)
-          load_residual<WIDTH / 8>(held[m][n], token + n * WIDTH, c.rows, row + m * 64, c);
-#endif
-#endif
-      wgmma_wait<0>();
-      release((done - 1) % STAGES);
-#if NORM
-      wait_for_norms();
-#endif
-#if SPLIT == 1
-#if STAGING == 0
-      // The staging takes the place of stages that others may still read.
-      bar_sync<CONSUMERS>(15);
-#endif
-      const u32 staging = base + STAGING + group * WIDTH * PITCH;
-#pragma unroll
-      for (int m = 0; m < BLOCKS; ++m) {
-        const int column = (row + m * 64) / (64 / COLUMNS);
-        const Rows rows = load_rows(c, column);
-#pragma unroll
-        for (int n = 0; n < PARTS; ++n)
-          store_tile<WIDTH / 8>(sums[m][n], staging, token + n * WIDTH, c.rows, column, rows, c, group, HELD(m, n),
-                          norms + n * WIDTH * 8);
-      }
-#endif
-    }
-#if SPLIT > 1
-    // Each block adds up the parts of K for its share of the tokens, which is EIGHTS times eight tokens.
-    constexpr int ALL = PARTS * WIDTH / 8, EIGHTS = (ALL + SPLIT - 1) / SPLIT;
-    const int row = (mine / c.token_tiles * ACROSS + across) * TILE_W + group * BLOCKS * 64;
-    const int start = (mine % c.token_tiles * ALONG + along) * TILE_T, token = start + part * EIGHTS * 8;
-    const int end = min(c.rows, start + TILE_T);
-#if EXCHANGE == 0
-    cluster_arrive();
-#endif
-#if RESIDUAL
-    uint4 held[BLOCKS][1][(EIGHTS + 1) / 2];
-#pragma unroll
-    for (int m = 0; m < BLOCKS; ++m) load_residual<EIGHTS>(held[m][0], token, end, row + m * 64, c);
-#endif
-#if EXCHANGE == 0
-    cluster_wait();  // Now nobody reads the stages any more, whose place the sums take.
-#endif
-    float total[BLOCKS][EIGHTS * 4];
-#pragma unroll
-    for (int q = 0; q < SPLIT; ++q) {
-      const u32 there = mapa(base + EXCHANGE + threadIdx.x * 16, across + ACROSS * (along + ALONG * q));
-#pragma unroll
-      for (int i = 0; i < EIGHTS; ++i)
-#pragma unroll
-        for (int m = 0; m < BLOCKS; ++m) {
-          constexpr int PER = WIDTH / 8;
-          const int e = q * EIGHTS + i;
-          if (e >= ALL) continue;
-          const float* v = sums[m][e / PER] + e % PER * 4;
-          if (q == part) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) total[m][i * 4 + j] = v[j];
-          } else {
-            const u32 to = there + (((part - (part > q)) * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16;
-            st_cluster_f4(to, v[0], v[1], v[2], v[3]);
-          }
-        }
-    }
-    cluster_arrive();
-    cluster_wait();
-    const u32 staging = base + STAGING + group * EIGHTS * 8 * PITCH;
-#pragma unroll
-    for (int m = 0; m < BLOCKS; ++m) {
-      const int column = (row + m * 64) / (64 / COLUMNS);
-      const Rows rows = load_rows(c, column);
-#pragma unroll
-      for (int q = 0; q < SPLIT - 1; ++q)
-#pragma unroll
-        for (int i = 0; i < EIGHTS; ++i) {
-          const float4 four =
-              ld_shared_f4(base + EXCHANGE + threadIdx.x * 16 + ((q * EIGHTS + i) * BLOCKS + m) * CONSUMERS * 16);
-          const float v[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-          for (int j = 0; j < 4; ++j) total[m][i * 4 + j] += v[j];
-        }
-      store_tile<EIGHTS>(total[m], staging, token, end, column, rows, c, group, HELD(m, 0), norms + part * EIGHTS * 64);
-    }
-#elif CLUSTER > 1
+    return;
+  }
+  setmaxnreg_inc<MULTIPLYING>();
+  if constexpr (RESIDUAL) griddepcontrol_wait();  // These threads, too, read what older kernels wrote.
+  const int group = warp >> 2;
+  Sums sums;
+  int count = 0;
+  if constexpr (SPLIT > 1) {
+    multiply(sums, count, group, ring, b);
+    finish_share(sums, count, group, ring, b, c);
+    return;
+  }
+  for (int tile = b.tile; tile < c.tiles; tile += b.step) {
+    multiply(sums, count, group, ring, b);
+    finish_tile(sums, count, tile, group, ring, b, c);
+  }
+  if constexpr (CLUSTER > 1) {
     // Other blocks may still arrive at this block's barriers, so it must not exit before them.
     cluster_arrive();
     cluster_wait();
-#endif
   }
 }

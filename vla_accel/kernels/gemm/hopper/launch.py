@@ -1,12 +1,9 @@
-"""Launches of Hopper's GEMM for many rows (`gemm.cu`, `epilogue.cu`): source, tensor maps and checks.
+"""Launches of the Hopper GEMM (`gemm.cu`, `epilogue.cu`): source, tensor maps, arguments and checks.
 
-Knows matrices and epilogues, not layers or models. `table.py` holds the fast tilings; every tiling that
-`Tiling.why_not` accepts is correct for every shape that `why_not` accepts.
+Every config that `HopperTile.why_not` accepts is correct for every product that `why_not` accepts.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,92 +11,66 @@ from torch import Tensor
 from vla_accel.errors import EngineError
 from vla_accel.kernels.activation import MACROS, Activation
 from vla_accel.kernels.chain import launch_cuda
-from vla_accel.kernels.gemm.hopper.arguments import Call, Suffix, SuffixCall
-from vla_accel.kernels.gemm.hopper.tiling import Tiling
+from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm
+from vla_accel.kernels.gemm.hopper.arguments import Call
+from vla_accel.kernels.gemm.hopper.config import ARCHITECTURE, HopperSizes, HopperTile, Use, why_not_on
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.nvrtc import source_of
 from vla_accel.kernels.reference import MOMENTS_OF
 from vla_accel.kernels.tensor_map import TensorMap, tensor_map
 from vla_accel.kernels.wgmma import wgmma
 
-ARCHITECTURE = "sm_90a"
-_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
-_WGMMA = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A norm without weights of the rows x (M, K): LayerNorm with `weight_sums`, otherwise RMSNorm.
-
-    `moments` (K / 64, M, 2) float32: mean and sum of squared deviations of every 64 columns of x, as a product that
-    adds to x writes them. `weight_sums` (N,) float32: the sum of each row of the weight.
-    """
-
-    moments: Tensor
-    weight_sums: Tensor | None
-    eps: float
+EIGHT = 8
+"""Rows of a side that are next to each other in a tile of pairs."""
+_KINDS = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "f16"), torch.float8_e4m3fn: (2, "e4m3")}
+_FP8 = torch.float8_e4m3fn
 
 
 def source(
-    kind: torch.dtype,
-    fp8_out: bool,
-    activation: Activation,
-    tiling: Tiling,
-    *,
-    residual: bool = False,
-    norm: str = "none",
-    k: int = 0,
-    suffix: int = 0,
-) -> str:
+    kind: torch.dtype, tile: HopperTile, epilogue: Epilogue, norm: Norm | None = None, *, fp8_out: bool = False,
+    half: int = 0,
+) -> str:  # fmt: skip
     """Return the CUDA C++ source of one kernel.
 
     Args:
         kind: dtype of both operands.
         fp8_out: whether the output is FP8.
-        residual: whether the product is added to `out`.
-        norm: of the rows of x: "none", "rms", "layer", or "squares" for the moments of a suffix.
-        k: columns of x, for a norm.
-        suffix: the macro SUFFIX (`suffix.cu`).
+        half: distance of the two weight rows of a pair, 0 without pairs.
     """
-    memory = tiling.memory(activation, norm != "none")
-    sizes = {
-        "KIND": _KINDS[kind], "NARROW": int(fp8_out), "ACTIVATION": activation.code, "GROUPS": tiling.groups,
-        "BLOCKS": tiling.blocks, "PARTS": tiling.parts, "WIDTH": tiling.width, "STAGES": tiling.stages,
-        "ACROSS": tiling.across, "ALONG": tiling.along, "SPLIT": tiling.split,
-        **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tiling.registers, strict=True)),
-        "RESIDUAL": int(residual), "NORM": ("none", "rms", "layer", "squares").index(norm), "MOMENTS": k // MOMENTS_OF,
+    activation = epilogue.activation
+    memory = tile.memory(activation.gated, norm is not None)
+    number, name = _KINDS[kind]
+    macros = {
+        "KIND": number, "NARROW": int(fp8_out), "ACTIVATION": activation.code, "GROUPS": tile.groups,
+        "BLOCKS": tile.blocks, "PARTS": tile.parts, "WIDTH": tile.width, "STAGES": tile.stages,
+        "ACROSS": tile.across, "ALONG": tile.along, "SPLIT": tile.split, "W_ROWS": tile.shares[0],
+        "T_ROWS": tile.shares[1],
+        **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tile.registers, strict=True)),
         "STAGING": memory.staging, "EXCHANGE": memory.exchange, "BARRIERS": memory.barriers,
-        "SUFFIX": suffix, **MACROS,
+        "RESIDUAL": int(epilogue.residual),
+        "ADAPTIVE": int(epilogue.gate is not None or epilogue.next_scale is not None),
+        "NORM": 0 if norm is None else 1 if norm.sums is None else 2,
+        "PAIRS": int(half > 0), "ROPE": int(epilogue.rope is not None), "WGMMA": f"wgmma_{name}", **MACROS,
     }  # fmt: skip
-    files = ("gemm/hopper/suffix", "gemm/hopper/epilogue", "gemm/hopper/gemm")
-    blocks = Suffix.cpp + SuffixCall.cpp if suffix else Call.cpp
-    return source_of(sizes, *files, generated=blocks + wgmma(f"wgmma_{_WGMMA[kind]}", tiling.width, _WGMMA[kind]))
+    generated = Call.cpp + wgmma(f"wgmma_{name}", tile.width, name)
+    return source_of(macros, "gemm/hopper/epilogue", "gemm/hopper/gemm", generated=generated)
 
 
-def rows_map(matrix: Tensor, rows: int) -> TensorMap:
-    """The tensor map of a row-major matrix for boxes of `rows` rows by 128 bytes."""
-    return tensor_map(matrix, (rows, 128 // matrix.element_size()))
-
-
-def why_not_on(gpu: Gpu) -> str | None:
-    """Explain why the kernel does not run on a GPU; None if it does."""
-    if gpu.architecture != ARCHITECTURE:
-        return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
-    return None
-
-
-def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: Activation) -> str | None:
-    """Explain why the kernel does not take these matrices on a GPU; None if it does. Arguments as `gemm`."""
+def why_not(gpu: Gpu, x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue) -> str | None:
+    """Explain why the kernel does not take these matrices on a GPU; None if it does."""
+    weight, activation = weights.weight, epilogue.activation
     if reason := why_not_on(gpu):
         return reason
     if x.dtype not in _KINDS or weight.dtype != x.dtype:
         return f"x is {x.dtype}, the weight {weight.dtype}; it takes two of BF16, FP16 or FP8"
-    wide = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
-    if out.dtype not in (wide, torch.float8_e4m3fn):
+    wide = torch.bfloat16 if x.dtype == _FP8 else x.dtype
+    if out.dtype not in (wide, _FP8):
         return f"out is {out.dtype}; for {x.dtype} it is {wide} or FP8"
     (rows, k), (n, k_weight) = x.shape, weight.shape
     columns = n // 2 if activation.gated else n
-    if k != k_weight or out.shape != (rows, columns) or (activation.gated and n % 16):
+    if k != k_weight or (epilogue.rope is None and out.shape != (rows, columns)) or (activation.gated and n % 16):
         return f"x is {tuple(x.shape)}, the weight {tuple(weight.shape)}, out {tuple(out.shape)}"
     if k * x.element_size() % 16 or columns * out.element_size() % 16 or not rows:
         return "rows of x and of out are whole pieces of 16 bytes"
@@ -107,98 +78,134 @@ def why_not(gpu: Gpu, x: Tensor, weight: Tensor, out: Tensor, activation: Activa
         return "its matrices are contiguous"
     if any(matrix.data_ptr() % 16 for matrix in (x, weight, out)):
         return "its matrices begin at multiples of 16 bytes"
+    if activation.gated and weights.bias is not None:
+        return "a gated product has no bias"
     return None
 
 
-def gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    gpu: Gpu,
-    tiling: Tiling,
-    activation: Activation = Activation.NONE,
-    scale: float = 1.0,
-    inverse_scale: float | None = None,
-    moments: Tensor | None = None,
-    norm: Norm | None = None,
-) -> None:
-    """out = activation(scale * x weightᵀ + bias), times `inverse_scale` and saturated if out is float8_e4m3fn.
+def why_not_tile(
+    x: Tensor, weights: Linear, epilogue: Epilogue, norm: Norm | None, tile: HopperTile, half: int
+) -> str | None:
+    """Explain why the kernel cannot run a product with a config; None if it can. `half`: as of `source`."""
+    (rows, k), n = x.shape, len(weights.weight)
+    if half and (tile.across * tile.along > 1 or tile.persistent or tile.parts * tile.blocks > 1):
+        return f"{tile} shares what it fetches, or takes several tiles"
+    if half and (n % tile.weight_rows or half % EIGHT or 2 * half % tile.weight_rows):
+        return f"tiles of {tile.weight_rows} weight rows do not fill {n}, by pairs {half} apart"
+    use = Use(epilogue.activation.gated, epilogue.residual, norm is not None)
+    return tile.why_not(None, HopperSizes(rows, n, k, x.element_size(), (use,)))
 
-    Args:
-        x: (M, K).
-        weight: (N, K). For GEGLU and SWIGLU its rows alternate: eight of gate, eight of up.
-        bias: (N,) or None.
-        out: (M, N), or (M, N / 2) for GEGLU and SWIGLU.
-        moments: (N / 64, M, 2) float32: the product is added to `out`, and the moments of the new rows are written.
-        norm: x is normed first, without rounding.
+
+def gemm(
+    x: Tensor, weights: Linear, out: Tensor | Heads, epilogue: Epilogue, norm: Norm | None, tile: HopperTile, gpu: Gpu
+) -> None:
+    """See `vla_accel.kernels.gemm.gemm`. The norm's moments are required, and a residual is of 16 bits.
 
     Raises:
         EngineError: the kernel does not take these arguments.
     """
     from vla_accel.kernels.nvrtc import load_module
 
-    chunks = -(-x.shape[1] * x.element_size() // 128)
-    options = {"residual": moments is not None, "normed": norm is not None}
-    reason = why_not(gpu, x, weight, out, activation) or tiling.why_not(activation, **options)
-    reason = reason or _why_no_norms(x, weight, out, activation, moments, norm)
-    if activation.gated and bias is not None:
-        reason = reason or "a gated product has no bias"
-    if -(-chunks // tiling.split) * (tiling.split - 1) >= chunks:
-        reason = reason or f"{chunks} chunks of K leave a part of {tiling.split} empty"
-    if reason:
+    first = out.q if isinstance(out, Heads) else out
+    x = x if norm is None else norm.rows(x)
+    half = _half(weights, out, epilogue)
+    reason = why_not(gpu, x, weights, first, epilogue) or why_not_tile(x, weights, epilogue, norm, tile, half)
+    if reason := reason or _why_no_epilogue(x, weights, first, epilogue, norm):
         raise EngineError(f"gemm: {reason}")
-    fp8_out = out.dtype == torch.float8_e4m3fn
-    kind = "none" if norm is None else "rms" if norm.weight_sums is None else "layer"
-    width = 0 if norm is None else x.shape[1]
-    text = source(x.dtype, fp8_out, activation, tiling, residual=moments is not None, norm=kind, k=width)
-    shared = tiling.memory(activation, norm is not None).size
+    text = source(x.dtype, tile, epilogue, norm, fp8_out=first.dtype == _FP8, half=half)
+    shared = tile.memory(epilogue.activation.gated, norm is not None).size
     module = load_module(text, {"gemm": shared}, ARCHITECTURE, x.device)
-    rows, n = x.shape[0], weight.shape[0]
-    boxes = [share // 2 if share > 256 else share for share in tiling.shares]
-    maps = (rows_map(weight, boxes[0]), rows_map(x, boxes[1]))
-    token_tiles = -(-rows // (tiling.tokens * tiling.along))
-    tiles = token_tiles * -(-n // (tiling.weight_rows * tiling.across))
+    rows, n = len(x), len(weights.weight)
+    boxes = [share // 2 if share > 256 else share for share in tile.shares]
+    of_weight = paired_map(weights.weight, half, boxes[0]) if half else rows_map(weights.weight, boxes[0])
+    token_tiles = -(-rows // (tile.tokens * tile.along))
+    tiles = token_tiles * -(-n // (tile.weight_rows * tile.across))
     call = Call(
-        _address(bias), out.data_ptr(), scale, inverse_scale or 1.0, rows, out.shape[1], chunks, token_tiles, tiles,
-        _address(moments), None if norm is None else _address(norm.moments),
-        None if norm is None else _address(norm.weight_sums), 0.0 if norm is None else norm.eps,
+        out=first.data_ptr(), scale=weights.input_scale_value * weights.weight_scale_value,
+        inverse=epilogue.quantize or 1.0, rows=rows, columns=n // 2 if epilogue.activation.gated else n,
+        chunks=-(-x.shape[1] * x.element_size() // 128), token_tiles=token_tiles, tiles=tiles,
+        **_fields(weights, out, epilogue, norm, half),
     )  # fmt: skip
-    clusters = tiles
-    if tiling.persistent:
-        clusters = min(tiles, gpu.multiprocessors * tiling.resident // tiling.cluster)
-    launch_cuda(module, "gemm", clusters * tiling.cluster, tiling.threads, (*maps, call), cluster=tiling.cluster)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _why_no_norms(
-    x: Tensor, weight: Tensor, out: Tensor, activation: Activation, moments: Tensor | None, norm: Norm | None
-) -> str | None:
-    """Explain why the kernel cannot add to `out` or norm x with these; None if it can."""
-
-    def wrong(given: Tensor, columns: int, rows: int) -> str | None:
-        expected, got = (columns // MOMENTS_OF, rows, 2), tuple(given.shape)
-        whole = given.is_contiguous() and columns % MOMENTS_OF == 0
-        if whole and got == expected and given.dtype == torch.float32:
-            return None
-        return f"moments of {columns} columns are a whole float32 {expected}, got {given.dtype} {got}"
-
-    reason = None
-    if moments is not None:
-        if activation is not Activation.NONE or out.dtype == torch.float8_e4m3fn:
-            reason = f"only a plain product is added to a residual, got {activation} into {out.dtype}"
-        reason = reason or wrong(moments, out.shape[1], len(out))
     if norm is not None:
-        sums = norm.weight_sums
-        if x.dtype == torch.float8_e4m3fn:
-            reason = reason or f"only BF16 and FP16 rows are normed, got {x.dtype}"
-        if sums is not None and activation.gated:
-            reason = reason or f"only an RMSNorm comes before a gated product, got a LayerNorm before {activation}"
-        reason = reason or wrong(norm.moments, x.shape[1], len(x))
-        if sums is not None and (sums.shape != (len(weight),) or sums.dtype != torch.float32):
-            reason = reason or f"sums of {len(weight)} weight rows, got {sums.dtype} {tuple(sums.shape)}"
-    return reason
+        call.width = x.shape[1]
+    clusters = min(tiles, gpu.multiprocessors * tile.resident // tile.cluster) if tile.persistent else tiles
+    arguments = (of_weight, rows_map(x, boxes[1]), call)
+    launch_cuda(module, "gemm", clusters * tile.cluster, tile.threads, arguments, cluster=tile.cluster)
+
+
+def rows_map(matrix: Tensor, rows: int) -> TensorMap:
+    """Return the tensor map of a row-major matrix for boxes of `rows` rows by 128 bytes."""
+    return tensor_map(matrix, (rows, 128 // matrix.element_size()))
+
+
+def paired_map(weight: Tensor, half: int, rows: int) -> TensorMap:
+    """Return the tensor map of a weight (N, K) of groups of two sides of `half` rows.
+
+    Boxes are `rows` rows by 128 bytes, eight of the first side and eight of the second in turns."""
+    n, k = weight.shape
+    pairs = weight.view(n // (2 * half), 2, half // EIGHT, EIGHT, k).transpose(1, 2)
+    return tensor_map(pairs, (1, rows // (2 * EIGHT), 2, EIGHT, 128 // weight.element_size()))
+
+
+def _half(weights: Linear, out: Tensor | Heads, epilogue: Epilogue) -> int:
+    """Return the distance of the two weight rows of a pair; 0 if there are none, or they are `paired` in memory."""
+    if isinstance(out, Heads):
+        return out.q.shape[3] // 2
+    return len(weights.weight) // 2 if epilogue.activation.gated and not weights.paired else 0
+
+
+def _fields(
+    weights: Linear, out: Tensor | Heads, epilogue: Epilogue, norm: Norm | None, half: int
+) -> dict[str, int | float | None]:
+    """Return the fields of the argument block for what surrounds the product."""
+    e, tensors = epilogue, {"bias": weights.bias, "shift": epilogue.shift, "gate": epilogue.gate}
+    fields: dict[str, int | float | None] = {"half": half}
+    if e.moments is not None:
+        tensors |= {"sums_out": e.moments.sums, "squares_out": e.moments.squares}
+        if e.moments.scaled is not None and e.next_scale is not None:
+            tensors |= {"scaled": e.moments.scaled, "next_scale": e.next_scale}
+    if norm is not None and norm.moments is not None:
+        tensors |= {"sums": norm.moments.sums, "squares": norm.moments.squares, "weight_sums": norm.sums}
+        fields |= {"eps": norm.eps, "moment_tiles": len(norm.moments.squares)}
+    if isinstance(out, Heads) and e.rope is not None:
+        tensors |= {"cos": e.rope.cos, "sin": e.rope.sin, "starts": e.rope.starts, "k": out.k, "v": out.v}
+        fields |= {"tokens": out.q.shape[1], "heads": out.q.shape[2], "kv_heads": out.k.shape[2]}
+    return fields | {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def _why_no_epilogue(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue, norm: Norm | None) -> str | None:
+    """Explain why the kernel cannot run this norm and this epilogue; None if it can."""
+    e = epilogue
+    if e.pinned is not None or e.skip_every:
+        return "it has no rows with constants of their own"
+    if not e.residual and (e.moments is not None or e.gate is not None):
+        return "a gate and moments come with a residual"
+    if e.residual and (e.activation is not Activation.NONE or out.dtype == _FP8 or norm is not None):
+        return f"only a plain product is added to a residual, got {e.activation} into {out.dtype}"
+    if e.moments is not None and (reason := _why_no_moments(e.moments, out)):
+        return reason
+    if e.moments is not None and e.moments.columns != MOMENTS_OF:
+        return f"moments are of {MOMENTS_OF} columns, got {e.moments.columns}"
+    if norm is None:
+        return None
+    if norm.moments is None:
+        return "rows that are normed come with moments"
+    if x.dtype == _FP8:
+        return f"only BF16 and FP16 rows are normed, got {x.dtype}"
+    if norm.sums is not None and e.activation.gated:
+        return f"only an RMSNorm comes before a gated product, got a LayerNorm before {e.activation}"
+    if norm.sums is not None and (norm.sums.shape != (len(weights.weight),) or norm.sums.dtype != torch.float32):
+        return f"sums of {len(weights.weight)} weight rows, got {norm.sums.dtype} {tuple(norm.sums.shape)}"
+    return _why_no_moments(norm.moments, x)
+
+
+def _why_no_moments(moments: Moments, rows: Tensor) -> str | None:
+    """Explain why these are no moments of the rows; None if they are."""
+    expected = (-(-rows.shape[1] // moments.columns), len(rows))
+    for got in (moments.sums, moments.squares):
+        if tuple(got.shape) != expected or got.dtype != torch.float32 or not got.is_contiguous():
+            columns = rows.shape[1]
+            return (
+                f"moments of {columns} columns are a contiguous float32 {expected}, got {got.dtype} {tuple(got.shape)}"
+            )
+    return None

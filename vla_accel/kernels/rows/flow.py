@@ -1,0 +1,129 @@
+"""The step of a flow between two evaluations: the velocity is integrated, and the next evaluation gets its input.
+
+Conventions as in `vla_accel.kernels.rows.rows`. B sequences of T tokens, of which the last H are actions of A numbers;
+W: the width of the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vla_accel.kernels import reference
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.dispatch import kernels, path
+from vla_accel.kernels.rows.rows import normed
+
+
+@dataclass(frozen=True)
+class ActionOutput:
+    """The last norm, x / rms(x) * (1 + scale) + shift, and the projection to a velocity.
+
+    `scale` (W,) float32, or None, where only the first step runs; `shift` (W,) float32 or None; `weight` (A, W), `bias`
+    (A,) float32.
+    """
+
+    scale: Tensor | None
+    shift: Tensor | None
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class ActionInput:
+    """The projection of actions to rows: activation(actions · weight + bias).
+
+    `weight` (A, W) float32; `bias` (W,) float32, or (2, W): the second row for actions that are pinned.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What pulls a flow towards `target` (B, H, A), float32, by `weights` (B, H), float32. Weights of zero change no
+    bit. `pinned`: actions whose weight is not zero stay as they are instead."""
+
+    target: Tensor
+    weights: Tensor
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class EulerStep:
+    """A step of size `dt` from the flow's time `time`, guided by `gain`. `first`: there is no velocity yet; `last`: no
+    evaluation follows."""
+
+    dt: float
+    time: float
+    gain: float
+    first: bool
+    last: bool
+
+
+def step(
+    x: Tensor, output: ActionOutput, actions: Tensor, guidance: Guidance, into: ActionInput, following: Tensor,
+    at: EulerStep, *, tokens: int,
+) -> None:  # fmt: skip
+    """Between two evaluations of a flow: final norm, output projection, Euler step, and the next evaluation's input.
+
+    Args:
+        x: (B * T, W), T = `tokens`, the output of the last evaluation. Not read if `at.first`.
+        actions: (B, H, A) float32, += dt * velocity. The guidance subtracts
+            gain * weights ∘ (target - (actions - time * velocity)) from the velocity.
+        following: (B * T, W); its last H rows of every T receive the next input. Not written if `at.last`.
+    """
+    if path(x) != "reference":
+        return kernels("rows.triton_flow").step(x, output, actions, guidance, into, following, at, tokens=tokens)
+    batch, horizon, _ = actions.shape
+    weights, stays = guidance.weights, guidance.weights > 0
+    if not at.first:
+        assert output.scale is not None
+        tail = x.view(batch, tokens, -1)[:, tokens - horizon :]
+        final = normed(tail, False, output.eps) * (1.0 + output.scale)
+        final = final if output.shift is None else final + output.shift
+        velocity = (final @ output.weight.T + output.bias).to(actions.dtype)
+        if guidance.pinned:
+            velocity = velocity.masked_fill(stays[..., None], 0)
+        else:
+            error = guidance.target - (actions - at.time * velocity)
+            velocity = velocity - at.gain * (weights[..., None] * error)
+        actions += at.dt * velocity
+    if not at.last:
+        bias = into.bias if into.bias.ndim == 1 else into.bias[stays.long()]
+        embedded = reference.activate(actions.to(into.weight.dtype) @ into.weight + bias, into.activation)
+        following.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(following.dtype)
+
+
+def flow_step(
+    velocity: Tensor, before: Tensor, guidance: Guidance, w_in: Tensor, b_in: Tensor, after: Tensor,
+    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool,
+) -> None:  # fmt: skip
+    """Euler step of a flow from noise to actions, and the input of the next evaluation.
+
+    Args:
+        velocity: (B * T, A) float32, T = `tokens`; its last H rows of every T are read, none if `first`.
+        before, after: (B, H, A) float32: after = before + dt (1 - weights) velocity. If `first`, after = target where a
+            weight is above zero, and before elsewhere.
+        w_in, b_in: (A, W), (W,) float32.
+        hidden: (B * T, W); its last H rows of every T receive silu(after · w_in + b_in), unless `last`.
+    """
+    if path(before) != "reference":
+        return kernels("rows.triton_flow").flow_step(
+            velocity, before, guidance, w_in, b_in, after, hidden, dt=dt, tokens=tokens, first=first, last=last,
+        )  # fmt: skip
+    batch, horizon, _ = before.shape
+    if first:
+        after.copy_(torch.where(guidance.weights[..., None] > 0, guidance.target, before))
+    else:
+        moved = velocity.view(batch, tokens, -1)[:, tokens - horizon :]
+        after.copy_(before + dt * (1.0 - guidance.weights[..., None]) * moved)
+    if not last:
+        embedded = F.silu(after.to(w_in.dtype) @ w_in + b_in)
+        hidden.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(hidden.dtype)
