@@ -130,7 +130,7 @@ def compare(family: str, sizes: Any, reference: Any, device: str, folder: Path, 
     answers: dict[str, dict[int, torch.Tensor]] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         clock = time.perf_counter()
-        ours = load_weights(weights, config, str(path), device=device, dtype=dtype).whole()
+        ours = load_weights(weights, config, str(path)).placed(torch.device(device), dtype).whole()
         found["load_seconds"][name] = round(time.perf_counter() - clock, 1)
         found["parameters"] = sum(p.numel() for p in ours.parameters())
         answers[name] = {

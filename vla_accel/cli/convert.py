@@ -77,22 +77,18 @@ def main(options: Convert, words: list[str]) -> int:
             lora_scale=options.lora_scale,
             advance=lambda name: advance(1, len(parameters.shapes)),
         )
-    made, folder = f"{report.parameters:,} parameters in {len(report.rows)} tensors", shlex.quote(str(options.output))
-    print(
-        f"{options.output}: {report.kind}, {made}; conversion.json there says which is which; vla-accel serve {folder}"
-    )
+    tensors, folder = len(report["rows"]), shlex.quote(str(options.output))
+    made = f"{report['kind']}, {report['parameters']:,} parameters in {tensors} tensors"
+    print(f"{options.output}: {made}; conversion.json there says which is which; vla-accel serve {folder}")
     if not statistics_by_asset(options.output / "assets"):
         say(
             "no assets/<asset_id>/norm_stats.json came with the checkpoint: name its folder with --assets, or put it "
             "there before loading"
         )
     line = {
-        "schema": report.schema,
-        "output": str(options.output),
-        "kind": report.kind,
-        "parameters": report.parameters,
-        "tensors": len(report.rows),
-        "adapters": report.adapters,
+        **{name: report[name] for name in ("schema", "output", "kind", "parameters")},
+        "tensors": tensors,
+        "adapters": report["adapters"],
         "bytes": (options.output / "model.safetensors").stat().st_size,
         "seconds": round(time.perf_counter() - started, 1),
     }
