@@ -22,9 +22,9 @@ from vla_accel.families.groot.head import QUANTISED
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, overlap_weights
-from vla_accel.families.groot.transforms import GrootInputs
 from vla_accel.families.groot.vision import Grid
 from vla_accel.families.prompted import TextFamily, TextShape
+from vla_accel.transforms.processing import Inputs
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class GrootChunking(Chunking[GrootConfig]):
         return {"target": target, "weights": weights.numpy()}
 
 
-class GrootFamily(TextFamily[GrootConfig, GrootInputs, GrootShape]):
+class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
     """One embodiment of a checkpoint."""
 
     name = "groot"
@@ -71,7 +71,7 @@ class GrootFamily(TextFamily[GrootConfig, GrootInputs, GrootShape]):
         return groot_components(model, shape.layout, shape.batch, shape.steps, shape.padded, store)
 
     def shape(
-        self, config: GrootConfig, inputs: Sequence[GrootInputs], steps: int, specs: Mapping[str, EngineSpec]
+        self, config: GrootConfig, inputs: Sequence[Inputs], steps: int, specs: Mapping[str, EngineSpec]
     ) -> GrootShape:
         sizes = {(len(i.images), *i.images[0].shape[:2]) for i in inputs}
         if len(sizes) > 1:
