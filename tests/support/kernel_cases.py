@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.gpus import RTX_4090
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, Workspace, eight_bit
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import CrossTile, FlashTile, KeySplit, SuffixShape, key_splits
@@ -230,7 +231,7 @@ def _pair_call(
     epilogue |= {"pinned": draw.integers(2, rows, dtype=torch.int32) if pinned else None}
     arguments = {
         "x": x, "weights": layer, "out": out, "epilogue": Epilogue(**epilogue),
-        "norm": Norm(EPS, _moments_of(x, scale, moments) if moments else None, scale), "config": config,
+        "norm": Norm(EPS, moments_of(x, scale, moments) if moments else None, scale), "config": config,
     }  # fmt: skip
     if isinstance(config, Library):
         arguments["workspace"] = Workspace(GemmSizes(rows, width, n), config)
@@ -252,7 +253,7 @@ def _cross_attention(
         }  # fmt: skip
         if cut is not None:
             arguments["config"] = cut
-        arguments["norm"] = Norm(EPS, _moments_of(arguments["x"], None, moments) if moments else None)
+        arguments["norm"] = Norm(EPS, moments_of(arguments["x"], None, moments) if moments else None)
         beyond = _beyond(real, source, kv_heads, head_dim)
         return Call("cross_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
 
@@ -271,7 +272,7 @@ def _gate_up(
     return call
 
 
-def _moments_of(x: Tensor, scale: Tensor | None, columns: int) -> Moments:
+def moments_of(x: Tensor, scale: Tensor | None, columns: int) -> Moments:
     moments = Moments.like(x, columns, scale is not None)
     write_moments(x, scale, moments)
     return moments
@@ -298,7 +299,7 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: GemmConfig 
             pinned=draw.integers(2, rows, dtype=torch.int32) if two else None,
         )  # fmt: skip
         if config is None:
-            config = default(None, dataclasses.replace(sizes, row_bytes=draw.dtype.itemsize))
+            config = default(RTX_4090, dataclasses.replace(sizes, row_bytes=draw.dtype.itemsize))  # fits any GPU
         arguments = {
             "x": draw(rows, k), "weights": draw.linear(n, k, weights=eight_bit(what), bias="b" in what),
             "out": draw(rows, n), "epilogue": epilogue, "config": config,

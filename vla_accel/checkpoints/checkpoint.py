@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, listing, some
 from vla_accel.checkpoints.writer import save_weights
+from vla_accel.config import LARGEST
 from vla_accel.config.mapping import from_mapping, read_mapping
-from vla_accel.config.policy import LARGEST
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.files import write_json
 from vla_accel.nn.network import Network

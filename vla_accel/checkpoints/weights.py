@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vla_accel.config import LARGEST
 from vla_accel.config.mapping import read_mapping
-from vla_accel.config.policy import LARGEST
 from vla_accel.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"

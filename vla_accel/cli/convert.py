@@ -19,11 +19,8 @@ from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, o
 
 @dataclass(frozen=True)
 class Convert:
-    """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics.
-
-    Runs on the CPU, one parameter at a time; needs pip install 'vla_accel[jax]'. conversion.json in the output lists
-    every parameter, and a JSON line ends the command.
-    """
+    """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics, on
+    the CPU; needs pip install 'vla_accel[jax]'. conversion.json in the output lists every parameter."""
 
     checkpoint: Annotated[Path, Argument("CHECKPOINT", positional=True)]
     """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself."""
@@ -100,10 +97,8 @@ def main(options: Convert, words: list[str]) -> int:
 
 
 def contradiction(name: str, known: OpenpiConfig, parameters: Any, assets: Path) -> str | None:
-    """Return what in the weights or the statistics contradicts openpi's config `name`, or None.
-
-    Statistics under a name that openpi does not use may be of any robot with so many numbers.
-    """
+    """What in the weights or the statistics contradicts openpi's config `name`, or None. Statistics under a name that
+    openpi does not use may be of any robot with so many numbers."""
     kind, stored = name.partition("_")[0], "pi05" if "time_mlp_in/kernel" in parameters.shapes else "pi0"
     if kind != stored:
         return f"expected weights of {kind}, found {stored}"
