@@ -17,8 +17,7 @@ from eval.harness.figures import check_video_packages
 from eval.harness.policies import PolicyBySteps, PolicySource
 from eval.harness.protocol import SEED, EpisodeKey, Protocol, parse_tasks
 from eval.harness.runner import Setup, video_name
-from vla_accel.tune.outcome import write_config
-from vla_accel.tune.search import Candidate
+from vla_accel.tune.search import Candidate, write_config
 
 SEEDS = (SEED, SEED + 1, SEED + 2, SEED + 3)
 """Of simulator and noise: each start state is played once with each, so that there are enough episodes."""
