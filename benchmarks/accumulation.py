@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.script import options_parser, reason, report_head, write_report
+from benchmarks.script import options_parser, reason, report_head
 from eval.script import concluded
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import NativeOptions
 from vla_accel.families.loading import load
+from vla_accel.files import write_json
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import milliseconds, unfit
@@ -46,6 +46,7 @@ from vla_accel.machine import resolve_device
 from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import load_observations
+from vla_accel.tune.measuring import Remembered
 
 WORST = 0.05
 """Largest error relative to the exact sum; a larger one is a bug."""
@@ -156,22 +157,6 @@ def product(name: str, sizes: tuple[int, int, int], kind: str, rows: int, device
 # -- a policy ---------------------------------------------------------------------------------------------------------
 
 
-class Once:
-    """A policy that caches its answers: every comparison calls the reference with the same inputs."""
-
-    def __init__(self, policy: OptimizedPolicy) -> None:
-        self._policy, self._answers = policy, dict[tuple[int, bytes], Any]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-    def infer_with_internals(self, observation: Any, *, noise: np.ndarray) -> Any:
-        key = (id(observation), noise.tobytes())
-        if key not in self._answers:
-            self._answers[key] = self._policy.infer_with_internals(observation, noise=noise)
-        return self._answers[key]
-
-
 @contextlib.contextmanager
 def by_library(way: str, watch: Callable[[Tensor, Tensor], None] = lambda x, weight: None) -> Iterator[list[int]]:
     """Sum cuBLAS's FP8 products in this block with a method; `watch` receives their operands. Yields their count."""
@@ -257,7 +242,7 @@ def main() -> int:
     }  # fmt: skip
 
     def keep() -> None:
-        write_report(options.output, report)
+        write_json(options.output, report)
 
     with torch.inference_mode():
         for name, sizes in (TINY if options.tiny else PRODUCTS).items():
@@ -266,7 +251,7 @@ def main() -> int:
                 report["products"].append(product(name, sizes, kind, 32 if options.tiny else ROWS, device))
                 keep()
     first = OptimizedPolicy.from_pretrained("demo", config_of((), SHIPPED, device))
-    reference = Once(reference_of(first.config, load("demo", first.config, device=device, dtype=torch.float32)))
+    reference = Remembered(reference_of(first.config, load("demo", first.config, device=device, dtype=torch.float32)))
     count, draws = (2, 1) if options.tiny else (options.count, options.draws)
     recorded = options.observations and load_observations(options.observations, count)
     observations = recorded or random_observations(first, count)

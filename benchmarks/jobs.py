@@ -12,14 +12,12 @@ STORED_GPU = "H200"
 
 @dataclass(frozen=True)
 class Job:
-    """A command that writes one JSON file, which is stored as NAME.json. A name with a folder is a step of other jobs,
-    and its JSON is not stored.
+    """A command that writes one JSON file, which is stored as NAME.json, or not stored if the name has a folder.
 
     Attributes:
         command: as typed, with placeholders: {json}, the file to write, or {folder}, a folder to write to;
             {work}/NAME.json, the result of job NAME, which then runs first; {workers}, simulators for the cores;
             {observations}, {realtime_vla}, {stress}, {starts}, options of `benchmarks.measure`.
-        gpus: how many it needs.
         whole_machine: nothing else may run at the same time.
         needs: packages to import, and options of `benchmarks.measure`.
         file: what it writes within {folder}.
@@ -71,8 +69,7 @@ def synthetic(family: str, config: str) -> Job:
 
 
 def serving(name: str, policy: str, devices: str) -> Job:
-    """Calls over a server with a process for each device. Runs of one GPU and of two are compared, so both use a
-    machine with two."""
+    """Calls over a server with a process for each device. Runs of one GPU and of two use the same machine."""
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
     return Job(f"{name}_h200", f"vla-accel bench-server {options} --output {{json}}", gpus=2, whole_machine=True)
 

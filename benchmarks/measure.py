@@ -1,8 +1,7 @@
 """Make the stored runs again on the GPUs of this machine, within a given time: `python -m benchmarks.measure`.
 
-`benchmarks.jobs` lists the command of each run. Each job gets GPUs of its own with their share of the cores, and runs
-in the order of the names on the command line, or of the list. The result of a command that succeeded is copied to
-benchmarks/results, and the job is skipped as long as the work folder has it. At the deadline running commands are
+Each job of `benchmarks.jobs` gets GPUs of its own with their share of the cores. The result of a command that succeeded
+is copied to benchmarks/results, and the job is skipped as long as the work folder has it. At the deadline commands are
 interrupted like by Ctrl-C. The same command continues: evaluations from their episode log, other jobs from their start.
 """
 
@@ -21,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,12 +98,8 @@ class Running:
 
 @dataclass
 class Runner:
-    """Runs jobs on the slots of a machine.
-
-    Attributes:
-        inputs: values of the options that commands read, by name; None where the option is missing.
-        models: names of the machine's GPUs.
-    """
+    """Runs jobs on the slots of a machine. `inputs`: values of the options that commands read, None if missing;
+    `models`: names of the machine's GPUs."""
 
     jobs: Sequence[Job]
     slots: Sequence[Slot]
@@ -168,10 +164,8 @@ class Runner:
                 self.outcomes.setdefault(job.name, Outcome(CONTINUED, "not begun"))
 
     def _start(self) -> bool:
-        """Start the jobs for which slots are free; returns whether any job waits.
-
-        A job that waits for slots is not overtaken, so that large jobs get their turn.
-        """
+        """Start the jobs with free slots, in order, so that large jobs get their turn; returns whether any job
+        waits."""
         waiting = False
         for job in self.jobs:
             if job.name in self.outcomes or any(job is running.job for running in self.running):
@@ -400,10 +394,8 @@ def report(outcomes: Mapping[str, Outcome]) -> None:
         raise EngineError(f"not done: {len(left)} of {len(outcomes)} jobs")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 all requested jobs are done, 1 some are not."""
-    return run_script("benchmarks.measure", Arguments, run, argv)
+main = partial(run_script, "benchmarks.measure", Arguments, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

@@ -1,7 +1,5 @@
-"""Draw the PNG pictures of docs/ from the stored runs: `python -m benchmarks.pictures`.
-
-Versions of matplotlib differ in bytes, so no test compares these pictures. `benchmarks.tables` draws the SVG pictures.
-"""
+"""Draw the PNG pictures of docs/ from the stored runs: `python -m benchmarks.pictures`. Their bytes depend on
+matplotlib's version, so no test compares them."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,10 +109,8 @@ def run(arguments: Arguments) -> None:
     print(json.dumps({"drawn": drawn, "absent": absent}))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 drawn, 1 something is missing."""
-    return run_script("benchmarks.pictures", Arguments, run, argv)
+main = partial(run_script, "benchmarks.pictures", Arguments, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,10 +50,5 @@ def run(arguments: Arguments) -> None:
     print(json.dumps({"stored": arguments.output.name, "bytes": len(picture)}))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 taken, 1 something is missing."""
-    return run_script("benchmarks.screenshot", Arguments, run, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script("benchmarks.screenshot", Arguments, run, None))

@@ -27,11 +27,6 @@ def report_head(module: str, device: torch.device) -> dict[str, Any]:
     return {"command": command, "hardware": hardware(device), "software": software()}
 
 
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-
-
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], gpu: str) -> tuple[int, int]:
     """Write each row as a JSON line once it is known. Returns the number of rows, and of those with a false `right`."""
     path.parent.mkdir(parents=True, exist_ok=True)

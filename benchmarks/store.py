@@ -1,15 +1,12 @@
-"""Store a run: `python -m benchmarks.store runs/x.json --name NAME` writes benchmarks/results/NAME.json.
-
-It keeps protocol, policy, hardware, software, command, the outcome of every episode and the summary, and drops the
-timings of each call (the episode log has them) and the paths of the machine.
-"""
+"""Store a run: `python -m benchmarks.store runs/x.json --name NAME` writes benchmarks/results/NAME.json, without the
+timings of each call and the paths of the machine."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,10 +62,8 @@ def run(arguments: Arguments) -> None:
     print(json.dumps({"stored": target.name, "bytes": target.stat().st_size}))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 stored, 1 there is no result to store."""
-    return run_script("benchmarks.store", Arguments, run, argv)
+main = partial(run_script, "benchmarks.store", Arguments, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

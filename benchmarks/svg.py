@@ -92,8 +92,7 @@ SYSTEMS = {
 
 
 def draw_latency(reports: Sequence[Report]) -> str:
-    """A group for each `vla-accel bench` report and step count, a stacked bar for each native system with its floor.
-    Returns the text of the SVG file."""
+    """A group for each `vla-accel bench` report and step count, a bar for each native system. Returns an SVG file."""
     legend, x = [], 180
     for name, colour in PARTS.items():
         legend += [bar(x, 10, 12, 12, colour), text(x + 17, 20, name.replace("kv_cache", "KV cache"))]

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.script import options_parser, reason, report_head, write_report
+from benchmarks.script import options_parser, reason, report_head
 from eval.script import concluded
 from tests.support import kernel_calls as calls
 from vla_accel.errors import VlaAccelError
+from vla_accel.files import write_json
 from vla_accel.kernels.attention import ops
 from vla_accel.kernels.attention.choice import CALLS, random_tensors
 from vla_accel.kernels.attention.config import AttentionShape
@@ -81,7 +82,7 @@ def main() -> int:
             described = {n: v for n, v in asdict(sizes).items() if isinstance(v, int) and not isinstance(v, bool)}
             ways = [row(way, sizes, device) for way in BACKENDS]
             report["shapes"].append({"name": name, **described, "ways": ways})
-            write_report(options.output, report)
+            write_json(options.output, report)
     wrong = [f"{s['name']}: {w['way']}" for s in report["shapes"] for w in s["ways"] if w.get("right") is False]
     print(json.dumps({"shapes": len(report["shapes"]), "wrong": wrong}))
     return 1 if wrong else 0

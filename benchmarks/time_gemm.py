@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.script import options_parser, report_head, write_report
+from benchmarks.script import options_parser, report_head
 from eval.script import concluded
 from tests.gpu import chains
 from tests.gpu.chains import CHAINS, DEVICE, DTYPE, FP8, Chain, Product
+from vla_accel.files import write_json
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import milliseconds, unfit
@@ -307,12 +308,12 @@ def measure(options: argparse.Namespace, report: dict[str, Any], pool: ProcessPo
             found, order = sweep(chain, product, as_compiled(tried[place], jobs[place], mine), gpu, mine)
             best.append(order)
             row["products"].append({**found, "of": len(tried[place])})
-            write_report(options.output, report)
+            write_json(options.output, report)
             short = {k: found[k] for k in ("product", "today", "tried", "alone_us")}
             first = {row["tiling"]: round(row["saved_us"], 1) for row in found["best_first"][:3]}
             print(json.dumps({"chain": name, **short, "saved_us": first, "wrong": len(found["wrong"])}), flush=True)
         row["together"] = together(chain, best, until)
-        write_report(options.output, report)
+        write_json(options.output, report)
         print(json.dumps({"chain": name, **row["together"]}), flush=True)
         for left in itertools.chain.from_iterable(jobs):
             left.cancel()

@@ -32,9 +32,7 @@ from eval.script import concluded
 from tests.support import kernel_calls as calls
 from tests.support.gpus import assumed
 from tests.support.runtimes import steered
-from tests.support.smolvla_loops import FULL as SMOLVLA_FULL
-from tests.support.smolvla_loops import ExpertCase, Loops, expert_of
-from tests.support.streamed_support import FULL, LoopCase, streamable
+from tests.support.streamed_support import FULL, SMOLVLA_FULL, LoopCase, Loops, smolvla_case, streamable
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of, why_not_streamed
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.smolvla import native_loop as smolvla_expert
@@ -52,7 +50,6 @@ from vla_accel.kernels.gemm.weights import make_linear, pair
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import why_not
 from vla_accel.machine import resolve_device
-from vla_accel.nn.expert import ExpertWeights
 from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
 from vla_accel.runtime import Runtime
@@ -69,8 +66,7 @@ LOOPS = {
     "pi05 H=50 batch 8": LoopCase(streamable("pi05", **DEEP, horizon=50), 8, 800),
 }
 SMOLVLA = {
-    f"smolvla {keys} keys": ExpertCase(expert_of(**SMOLVLA_FULL, depth=16), keys, (keys - 12,), steps=1)
-    for keys in (177, 145)
+    f"smolvla {keys} keys": smolvla_case(keys, keys - 12, steps=1, **SMOLVLA_FULL, depth=16) for keys in (177, 145)
 }
 MANY = {
     **{f"pi05 H=10 batch {n}": LoopCase(streamable("pi05", **DEEP), n, 554, steps=10) for n in (16, 32, 8)},
@@ -108,32 +104,45 @@ def velocity(loop: Any, inputs: dict[str, Tensor], state: Tensor | None) -> Tens
     return (actions - inputs["noise"]).flatten().double()
 
 
-def timed(
-    name: str, rows: int, depth: int, ways: dict[str, Callable[[], Any]], inputs: dict[str, Tensor],
-    state: Tensor | None, want: Tensor, least: float, repeats: int = 4,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A row for each of `ways` to build a loop, whose velocity must reach a cosine of `least` with `want`. `depth`:
-    layers of a run."""
-    device = want.device
+@dataclasses.dataclass
+class Judged:
+    """A loop's inputs, its result in float32, and the lowest cosine with it. `layers`: of a run."""
+
+    name: str
+    rows: int
+    layers: int
+    inputs: dict[str, Tensor]
+    state: Tensor | None
+    want: Tensor
+    least: float = COSINE
+
+
+def timed(loop: Judged, ways: Mapping[str, Callable[[], Any]], repeats: int = 4) -> Iterator[dict[str, Any]]:
+    """A row for each of `ways` to build a loop."""
+    device, inputs = loop.want.device, loop.inputs
     here = Gpu.of(device)
     gpus = {"triton": here, "portable": None if here is None else here.portable}
     for way, build in ways.items():
-        row: dict[str, Any] = {"loop": name, "rows": rows, "way": way}
+        row: dict[str, Any] = {"loop": loop.name, "rows": loop.rows, "way": way}
         try:
             with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton", device):
                 began = time.perf_counter()
-                loop = build()
+                made = build()
                 row["build_s"] = round(time.perf_counter() - began, 1)
-                cosine = float(torch.nn.functional.cosine_similarity(velocity(loop, inputs, state), want, dim=0))
-                row |= {"cosine": cosine, "least": least, "right": cosine >= least}
-                row["how"] = loop.choices.detail if isinstance(loop, SuffixLoop) else ""
+                cosine = cosine_of(velocity(made, inputs, loop.state), loop.want)
+                row |= {"cosine": cosine, "least": loop.least, "right": cosine >= loop.least}
+                row["how"] = made.choices.detail if isinstance(made, SuffixLoop) else ""
                 if here is not None:
                     actions = inputs["noise"].clone()
-                    ms = milliseconds(functools.partial(loop.run, inputs, state, actions), device, repeats)
-                    row |= {"us_a_layer": 1e3 * ms / depth, "ms": ms}
+                    ms = milliseconds(functools.partial(made.run, inputs, loop.state, actions), device, repeats)
+                    row |= {"us_a_layer": 1e3 * ms / loop.layers, "ms": ms}
         except unfit() as error:
             row["error"] = reason(error)
         yield row
+
+
+def cosine_of(a: Tensor, b: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
 
 
 def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
@@ -147,15 +156,37 @@ def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
         with steered("reference", device):
             exact = loops.placed(place, torch.float32, beyond=0.0) | {"noise": inputs["noise"]}
             want = velocity(loops.fused("fp32", place), exact, None)
-        ways: dict[str, Callable[[], Any]] = {
-            "triton": functools.partial(loops.fused, "bf16" if here is not None else "fp32", place)
-        }
+        fused = functools.partial(loops.fused, "bf16" if here is not None else "fp32", place)
+        ways: dict[str, Callable[[], Any]] = {"triton": fused}
         if here is not None:
-            ways["portable"] = ways["triton"]
-            ways["triton int8"] = functools.partial(loops.fused, "int8", place)
+            ways |= {"portable": fused, "triton int8": functools.partial(loops.fused, "int8", place)}
             if why_not(here, smolvla_expert.expert_spec(config), 1, "bf16") is None:
                 ways["streamed"] = functools.partial(loops.streamed, here, place)
-        yield from timed(name, config.action_horizon, config.expert.depth, ways, inputs, None, want, COSINE)
+        yield from timed(Judged(name, config.action_horizon, config.expert.depth, inputs, None, want), ways)
+
+
+def build_of(model: Pi0, case: LoopCase, precision: str, streamed: bool = False) -> Callable[[], Any]:
+    """Prepare the weights of a loop; the result builds it."""
+    weights = expert_weights(model, precision, streamed=streamed)
+    tables, sizes = steps_of(model, weights, case.steps), (case.batch, case.prefix_tokens)
+    arguments = (weights, expert_spec(case.config), tables, *sizes)
+    if streamed:
+        return functools.partial(streamed_loop, Gpu.of(next(model.parameters()).device), *arguments)
+    return functools.partial(SuffixLoop, *arguments)
+
+
+def judged(name: str, case: LoopCase, model: Pi0, device: torch.device) -> tuple[Judged, Callable[[], Any]]:
+    """The inputs and results of π0's or π0.5's loop, and what builds it in the device's precision."""
+    dtype = torch.bfloat16 if Gpu.of(device) is not None else torch.float32
+    inputs, state = inputs_of(case, device, dtype)
+    build = build_of(model, case, "bf16" if dtype == torch.bfloat16 else "fp32")
+    with steered("reference", device):
+        wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
+        want = velocity(build_of(model, case, "fp32")(), wide, state)
+        # Plain BF16 only rounds: a loop may lose twice as much.
+        lost = 1 - cosine_of(velocity(build(), inputs, state), want)
+    rows, layers = case.batch * case.config.suffix_tokens, case.config.expert.depth * case.steps
+    return Judged(name, rows, layers, inputs, state, want, min(COSINE, 1 - 2 * lost)), build
 
 
 @contextlib.contextmanager
@@ -177,87 +208,37 @@ def preferring(name: str, seen: Callable[[str, autotune.Fastest], None]) -> Iter
 
 def many(device: torch.device, chosen: dict[str, LoopCase], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Rows for each of `ways` to build a loop of many rows, and for all times that the choices were based on."""
-    here = Gpu.of(device)
-    dtype = torch.bfloat16 if here is not None else torch.float32
-    prepared: dict[Any, tuple[Any, ...]] = {}
     for name, case in chosen.items():
-        # Weights do not depend on the number of actions.
-        alike = dataclasses.replace(case.config, action_horizon=0)
-        if alike not in prepared:
-            prepared.clear()
-            model = random_model(Pi0, case.config).to(device)
-            made = (expert_weights(model, precision) for precision in ("fp32", "bf16" if here else "fp32"))
-            prepared[alike] = tuple((weights, steps_of(model, weights, case.steps)) for weights in made)
-            del model
-        (exact, wide_tables), (weights, tables) = prepared[alike]
-        sizes = (case.batch, case.prefix_tokens)
-        inputs, state = inputs_of(case, device, dtype)
-        with steered("reference", device):
-            wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
-            want = velocity(SuffixLoop(exact, expert_spec(case.config), wide_tables, *sizes), wide, state)
-            plainly = velocity(SuffixLoop(weights, expert_spec(case.config), tables, *sizes), inputs, state)
-        lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
-        rows, depth = case.batch * case.config.suffix_tokens, case.config.expert.depth
+        loop, build = judged(name, case, random_model(Pi0, case.config).to(device), device)
         listed: list[dict[str, Any]] = []
         for way in ways:
             measured: dict[str, dict[str, Any]] = {}
 
-            def note(what: str, found: autotune.Fastest, depth: int = depth, into: Any = measured) -> None:
-                layers = 1 if what.startswith("attention") else depth
+            def note(what: str, found: autotune.Fastest, case: LoopCase = case, into: Any = measured) -> None:
+                layers = 1 if what.startswith("attention") else case.config.expert.depth
                 us = {n: round(1e3 * ms / layers, 2) for n, ms in sorted(found.times.items(), key=lambda w: w[1])}
                 into[what] = {"us": us, "out": dict(found.rejected)}
 
-            build = functools.partial(SuffixLoop, weights, expert_spec(case.config), tables, *sizes)
             with preferring(PREFERRED[way], note):
-                yield from timed(
-                    name, rows, depth * case.steps, {way: build}, inputs, state, want, min(COSINE, 1 - 2 * lost), 1
-                )
+                yield from timed(loop, {way: build}, 1)
             for what, row in measured.items():
                 if row not in listed:
                     listed.append(row)
-                    yield {"measured": what, "rows": rows, **row}
+                    yield {"measured": what, "rows": loop.rows, **row}
 
 
 def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[str, Any]]:
-    """A row for each kind of loop that can run a case."""
-    here = Gpu.of(device)
-    dtype = torch.bfloat16 if here is not None else torch.float32
+    """A row for each kind of loop that can run one step of a case."""
     for name, case in chosen.items():
-        model = random_model(Pi0, case.config).to(device)
-        sizes = (case.batch, case.prefix_tokens)
-
-        def weights_in(precision: str, streamed: bool = False, model: Any = model) -> tuple[ExpertWeights, Any]:
-            weights = expert_weights(model, precision, streamed=streamed)
-            return weights, steps_of(model, weights, 1)
-
-        inputs, state = inputs_of(case, device, dtype)
-        with steered("reference", device):
-            exact, tables = weights_in("fp32")
-            wide = {n: v.float() if v.dtype == dtype else v for n, v in inputs.items()}
-            want = velocity(SuffixLoop(exact, expert_spec(case.config), tables, *sizes), wide, state)
-            plain, tables = weights_in("bf16" if here is not None else "fp32")
-            plainly = velocity(SuffixLoop(plain, expert_spec(case.config), tables, *sizes), inputs, state)
-        del exact, plain
-        # Plain BF16 only rounds: a loop may lose twice as much.
-        lost = 1 - float(torch.nn.functional.cosine_similarity(plainly, want, dim=0))
-        least = min(COSINE, 1 - 2 * lost)
-        weights, tables = weights_in("bf16" if here is not None else "fp32")
-        ways: dict[str, Callable[[], Any]] = {
-            "triton": functools.partial(SuffixLoop, weights, expert_spec(case.config), tables, *sizes)
-        }
-        if here is not None:
-            ways["portable"] = ways["triton"]
+        case, model = dataclasses.replace(case, steps=1), random_model(Pi0, case.config).to(device)
+        loop, build = judged(name, case, model, device)
+        ways = {"triton": build}
+        if Gpu.of(device) is not None:
             model = model.to_compute_dtype(torch.bfloat16)
-            narrow, own = weights_in("int8")
-            ways["triton int8"] = functools.partial(SuffixLoop, narrow, expert_spec(case.config), own, *sizes)
+            ways |= {"portable": build, "triton int8": build_of(model, case, "int8")}
             if why_not_streamed(model, "bf16", case.batch) is None:
-                packed, tables = weights_in("bf16", streamed=True)
-                ways["streamed"] = functools.partial(
-                    streamed_loop, here, packed, expert_spec(case.config), tables, *sizes
-                )
-        yield from timed(
-            name, case.batch * case.config.suffix_tokens, case.config.expert.depth, ways, inputs, state, want, least
-        )
+                ways["streamed"] = build_of(model, case, "bf16", streamed=True)
+        yield from timed(loop, ways)
 
 
 def tilings(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> list[HopperTile]:

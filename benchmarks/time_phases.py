@@ -10,22 +10,22 @@ phase. Stamps take time themselves: compare shares.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import itertools
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.script import options_parser
 from benchmarks.time_loops import LOOPS, SMOLVLA, inputs_of
 from eval.script import concluded
-from tests.support.smolvla_loops import Loops
+from tests.support.streamed_support import Loops
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.families.pi0.network import Pi0
+from vla_accel.files import write_json
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
@@ -180,8 +180,10 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
     return {"loop": name, "kernels": told(stamps.cpu(), loop.schedule.blocks)}
 
 
-def main(output: Path, only: str) -> int:
-    real = nvrtc.Module.__init__
+def main() -> int:
+    parser = options_parser(__doc__)
+    parser.add_argument("--only", default="", help="loops whose name contains this text")
+    options, real = parser.parse_args(), nvrtc.Module.__init__
 
     def loaded(self: Any, source: str, shared: dict[str, int], *rest: Any) -> None:
         for attention in LAST_EMIT.keys() & shared.keys():
@@ -191,16 +193,12 @@ def main(output: Path, only: str) -> int:
     nvrtc.Module.__init__ = loaded  # type: ignore[method-assign]
     rows = []
     with torch.inference_mode():
-        for name in (case for case in CASES if only in case):
+        for name in (case for case in CASES if options.only in case):
             rows.append(measure(name, resolve_device("cuda")))
             print(json.dumps(rows[-1]), flush=True)
-            output.write_text(json.dumps(rows, indent=1))
+            write_json(options.output, rows)
     return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", default="", help="loops whose name holds this text")
-    options = parser.parse_args()
-    sys.exit(concluded(lambda: main(options.output, options.only)))
+    sys.exit(concluded(main))

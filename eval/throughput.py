@@ -123,6 +123,17 @@ class Watch:
     policy_s: list[dict[int, float]] = field(default_factory=list)
     gpus: list[list[float]] = field(default_factory=list)
 
+    def look(self, began: float, pid: int, log: Path, gpus: Sequence[Any]) -> None:
+        """Add an item to each list."""
+        busy = busy_s()
+        assert busy is not None, "only Linux is supported"
+        lines = log.read_bytes().splitlines() if log.exists() else []
+        self.at.append(time.monotonic() - began)
+        self.episodes.append(sum(line.startswith(b'{"kind":"episode"') for line in lines))
+        self.busy_s.append(busy)
+        self.policy_s.append(_policies_s(pid))
+        self.gpus.append([_gpu_busy(handle) for handle in gpus])
+
 
 def figures(result: dict[str, Any], watch: Watch, simulators: int) -> dict[str, Any]:
     """A row of the report: the rate, and where time went, over the time in which all simulators played.
@@ -132,8 +143,7 @@ def figures(result: dict[str, Any], watch: Watch, simulators: int) -> dict[str, 
     `policy_core`: share of a core that the busiest process with a policy used; `gpu_busy`: of each GPU.
     """
     episodes = result["episodes"]
-    calls = [ms for e in episodes for ms in e["timings_ms"].get("wall", ())]
-    own = [ms for e in episodes for ms in e["timings_ms"].get("total", ())]
+    calls, own = ([ms for e in episodes for ms in e["timings_ms"].get(name, ())] for name in ("wall", "total"))
     first = next(i for i, count in enumerate(watch.episodes) if count > 0)
     last = next(i for i, count in enumerate(watch.episodes) if count >= len(episodes) - simulators)
     if last <= first:  # too few episodes for a time in which all play
@@ -154,7 +164,7 @@ def figures(result: dict[str, Any], watch: Watch, simulators: int) -> dict[str, 
         "policy_ms": _median(own),
         "cores_busy": round((watch.busy_s[last] - watch.busy_s[first]) / seconds, 2),
         "policy_core": round(max(used, default=0.0) / seconds, 3),
-        "gpu_busy": [round(float(share), 3) for share in gpus.mean(axis=0)] if gpus.size else [],
+        "gpu_busy": gpus.mean(axis=0).round(3).tolist() if gpus.size else [],
     }
 
 
@@ -168,28 +178,26 @@ def _play(case: Case, arguments: Arguments, output: Path) -> tuple[dict[str, Any
     words += ["--workers", str(case.simulators), "--output", str(output), "--overwrite", *arguments.options.split()]
     words += [*(("--ray", "local") if case.ray else ()), "--device", "cuda" if case.gpus else "cpu"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(case.gpus)))}
-    cores = by_core(os.sched_getaffinity(0))[: case.cores or None]
+    before = os.sched_getaffinity(0)
     with tempfile.TemporaryFile("w+") as log:
         # The new process inherits the cores of the thread that starts it.
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cores)
+        os.sched_setaffinity(0, by_core(before)[: case.cores or None])
         try:
             process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
         finally:
             os.sched_setaffinity(0, before)
         with watched(process.pid, log_path(output), case.gpus) as watch:
             try:
-                code = process.wait(arguments.limit_s)
+                why = f"ended with status {process.wait(arguments.limit_s)}"
             except subprocess.TimeoutExpired:
-                code = None
+                why = f"took longer than {arguments.limit_s:g} s"
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         log.seek(0)
         end = " ".join(log.read().split())[-600:]
-    if code != 0:
-        why = f"took longer than {arguments.limit_s:g} s" if code is None else f"ended with status {code}"
+    if process.returncode != 0:
         raise EngineError(f"{arguments.module} {why}: {end}")
     return json.loads(output.read_text()), watch
 
@@ -197,20 +205,12 @@ def _play(case: Case, arguments: Arguments, output: Path) -> tuple[dict[str, Any
 @contextlib.contextmanager
 def watched(pid: int, log: Path, gpus: int) -> Iterator[Watch]:
     """Watch a command, its episode log and the machine until the block ends."""
-    watch, over, began = Watch(), threading.Event(), time.monotonic()
-    handles = list(_gpu_handles(gpus))
+    watch, over, began, handles = Watch(), threading.Event(), time.monotonic(), _gpu_handles(gpus)
 
     def main() -> None:
-        while True:
-            watch.at.append(time.monotonic() - began)
-            watch.episodes.append(_episodes(log))
-            busy = busy_s()
-            assert busy is not None, "only Linux is supported"
-            watch.busy_s.append(busy)
-            watch.policy_s.append(_policies_s(pid))
-            watch.gpus.append([share() for share in handles])
-            if over.wait(_EVERY_S):
-                return
+        watch.look(began, pid, log, handles)
+        while not over.wait(_EVERY_S):
+            watch.look(began, pid, log, handles)
 
     thread = threading.Thread(target=main)
     thread.start()
@@ -234,25 +234,22 @@ def by_core(cores: Iterable[int], cpus: Path = CPUS) -> list[int]:
     return sorted(cores, key=lambda core: (first(core), core))
 
 
-def _gpu_handles(count: int) -> Iterator[Any]:
+def _gpu_handles(count: int) -> list[Any]:
     if not count:
-        return
+        return []
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise EngineError(f"gpus: expected {count}, found no NVIDIA driver ({error})") from error
-    for index in range(count):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        yield lambda handle=handle: int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
 
 
-def _episodes(log: Path) -> int:
-    try:
-        return sum(line.startswith(b'{"kind":"episode"') for line in log.read_bytes().splitlines())
-    except FileNotFoundError:
-        return 0
+def _gpu_busy(handle: Any) -> float:
+    import pynvml
+
+    return int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
 
 
 def _policies_s(pid: int) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Options, markers that skip loudly what this machine cannot run, and what tests of several folders start from."""
+"""Options, markers that skip what this machine cannot run, and fixtures of several folders."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ LONGEST = ("test_kernels_compile.py", "test_image_engine_files.py", "test_kernel
 """Files of several minutes begin first: one process would be left with the last of them."""
 
 
+INTERPRETERS = {
+    "--openpi-python": "openpi", "--openpi-client-python": "openpi-client", "--lerobot-python": "lerobot",
+    "--lerobot-051-python": "lerobot 0.5.1", "--lerobot-main-python": "lerobot's main branch",
+    "--groot-python": "lerobot's GR00T",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def small_images() -> Iterator[None]:
     """Qwen enlarges images below 256 x 256; four tokens a view are enough here."""
@@ -35,7 +42,7 @@ def groot_folder(small_images: None, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the emulator of CUDA kernels keeps compiled code: from one run to the next, where pytest has a cache."""
+    """The folder of the CUDA emulator's compiled code, kept from one run to the next if pytest has a cache."""
     if compiler() is None:
         pytest.skip("NOT RUN: needs a C++ compiler (g++ or clang++)")
     cache = getattr(request.config, "cache", None)
@@ -43,30 +50,8 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--openpi-python", default=None, help="interpreter of an environment with openpi (see CONTRIBUTING)"
-    )
-    parser.addoption(
-        "--openpi-client-python",
-        default=None,
-        help="interpreter of an environment with openpi-client (see CONTRIBUTING)",
-    )
-    parser.addoption(
-        "--lerobot-python", default=None, help="interpreter of an environment with lerobot (see CONTRIBUTING)"
-    )
-    parser.addoption(
-        "--lerobot-051-python",
-        default=None,
-        help="interpreter of an environment with lerobot 0.5.1 (see CONTRIBUTING)",
-    )
-    parser.addoption(
-        "--lerobot-main-python",
-        default=None,
-        help="interpreter of an environment with lerobot's main branch (see CONTRIBUTING)",
-    )
-    parser.addoption(
-        "--groot-python", default=None, help="interpreter of an environment with lerobot's GR00T (see CONTRIBUTING)"
-    )
+    for option, project in INTERPRETERS.items():
+        parser.addoption(option, default=None, help=f"interpreter of an environment with {project} (see CONTRIBUTING)")
     parser.addoption(
         "--full-size", action="store_true", help="also build Stable Diffusion's UNet at its full size, for minutes"
     )

@@ -32,11 +32,7 @@ class FollowingProgram(ABC):
 
     @abstractmethod
     def follow(self, earlier: Program, outputs: Mapping[str, Tensor]) -> str:
-        """Overlap `earlier`, which writes `outputs`, from now on, if that is possible.
-
-        Returns:
-            What overlaps, for the ledger; empty if nothing does.
-        """
+        """Overlap `earlier`, which writes `outputs`, if possible; return what overlaps, for the ledger."""
 
 
 class TurnedProgram(ABC):
@@ -73,10 +69,8 @@ class TurnedProgram(ABC):
 class TensorSpec:
     """One named input or output.
 
-    Attributes:
-        shape: shape of the example.
-        ranges: (minimum, maximum) of each dynamic dimension.
-        example: values along the last axis to try the component with, if random values are not valid.
+    `shape`: of the example; `ranges`: (minimum, maximum) of each dynamic dimension; `example`: values along the last
+    axis to try the component with, if random values are not valid.
     """
 
     name: str
@@ -88,12 +82,10 @@ class TensorSpec:
     def __post_init__(self) -> None:
         for dim, (low, high) in self.ranges.items():
             if not (0 <= dim < len(self.shape) and low <= self.shape[dim] <= high):
-                raise ConfigError(
-                    f"tensor {self.name}: range {low}..{high} of dimension {dim} does not hold shape {self.shape}"
-                )
+                problem = f"range {low}..{high} of dimension {dim} does not hold shape {self.shape}"
+                raise ConfigError(f"tensor {self.name}: {problem}")
 
     def empty(self, device: torch.device) -> Tensor:
-        """An uninitialised tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -153,10 +145,7 @@ class Loop:
 
 
 class Island(nn.Module):
-    """A part of a module that some engines build on its own; in eager it is just the part.
-
-    `name`: for messages and cache entries; `inner`: the part, whose inputs and output are tensors.
-    """
+    """A part of a module that some engines build on its own. `name`: for messages and cache entries."""
 
     def __init__(self, name: str, inner: nn.Module) -> None:
         super().__init__()

@@ -27,11 +27,8 @@ def user_path(name: str | Path) -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder, which replaces `path` atomically when the block ends.
 
-    The content is on the disk before it replaces `path`. If the block raises, the temporary file is removed and `path`
-    stays as it was. Creates missing folders.
-
-    Raises:
-        OutputError: the file cannot be written, or the disk is full, or `path` is a device or a pipe.
+    The content is on the disk before it replaces `path`. If the block raises, `path` stays as it was. Creates missing
+    folders. Raises OutputError if the file cannot be written, or `path` is a device or a pipe.
     """
     if _is_special(path):
         raise OutputError(f"{path}: cannot be written: not a regular file")
@@ -64,7 +61,7 @@ def _is_special(path: Path) -> bool:
 
 
 def lock(descriptor: int, otherwise: str) -> None:
-    """Lock an open file until it is closed. Raises ConfigError(otherwise) if another process has locked it."""
+    """Lock an open file until it is closed. Raises ConfigError(otherwise) if another process has the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -72,10 +69,7 @@ def lock(descriptor: int, otherwise: str) -> None:
 
 
 class LineFile:
-    """A file of lines with one writing process. Each line is on the disk before `append` returns. `close` it.
-
-    Raises ConfigError if another process writes the file.
-    """
+    """A file of lines with one writing process, else ConfigError. `append` returns when the line is on the disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,10 +108,8 @@ class LineFile:
             os.fsync(self._file.fileno())
         except OSError as error:
             self._file.truncate(before)
-            raise OutputError(
-                f"{self.path}: cannot be written: {error.strerror or error}; the same command goes on from what it "
-                "holds"
-            ) from error
+            reason = f"{error.strerror or error}; the same command goes on from what it holds"
+            raise OutputError(f"{self.path}: cannot be written: {reason}") from error
 
     def keep(self, lines: Iterable[bytes]) -> None:
         """Replace all lines atomically."""
@@ -128,8 +120,7 @@ class LineFile:
 
 
 def without_folders(words: Iterable[str]) -> list[str]:
-    """Return a command's words for a stored record: absolute paths are reduced to their names, also within lists and
-    after an option's `=`."""
+    """Return a command's words with absolute paths reduced to their names, also in lists and after `=`."""
 
     def shortened(word: str) -> str:
         option, equals, value = word.rpartition("=")
@@ -140,24 +131,17 @@ def without_folders(words: Iterable[str]) -> list[str]:
 
 
 def require_writable(path: Path, name: str) -> None:
-    """Raise OutputError unless a file can be written at `path`. Creates nothing. Call it before long work.
-
-    Args:
-        name: the option that has the path, for the error.
-    """
+    """Raise OutputError unless a file can be written at `path`, which `name` names. Creates nothing."""
     if os.path.isdir(path):
         raise OutputError(f"{name}: expected a file to write, got the folder {path}")
     if _is_special(path):
         raise OutputError(f"{name}: expected a regular file to write, got {path}, a device, a pipe or a socket")
-    _require_writable_in(path.parent, path, name)
+    require_writable_folder(path.parent, name, path)
 
 
-def require_writable_folder(path: Path, name: str) -> None:
-    """Raise OutputError unless files can be written into this folder, which need not exist yet."""
-    _require_writable_in(path, path, name)
-
-
-def _require_writable_in(folder: Path, path: Path, name: str) -> None:
+def require_writable_folder(folder: Path, name: str, path: Path | None = None) -> None:
+    """Raise OutputError unless files, such as `path`, can be written into this folder, which need not exist yet."""
+    path = path or folder
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     try:
@@ -183,34 +167,23 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vla_accel"
 
 
-# -- permissions of files that are run as code --------------------------------------------------------------------
-
-
 def why_not_private(path: Path) -> str | None:
-    """Explain why a file or folder cannot be trusted, and what to type.
-
-    Returns None if it belongs to this user or root and no other user may write to it, and on Windows.
-    """
+    """Explain why a file or folder may have been written by another user than this one or root; None if it was not."""
     if not hasattr(os, "geteuid"):
         return None
     found, user = path.stat(), os.geteuid()
     if found.st_uid not in (user, 0):
-        return (
-            f"{path} belongs to user {found.st_uid}, and built engines are code: expected user {user} or root. If you "
-            f"trust its content: sudo chown -R {user} {path}"
-        )
+        problem = f"belongs to user {found.st_uid}, and built engines are code: expected user {user} or root."
+        return f"{path} {problem} If you trust its content: sudo chown -R {user} {path}"
     if found.st_mode & _OTHERS_WRITE:
-        return (
-            f"{path} may be written to by others (mode {found.st_mode & 0o777:o}), and built engines are code. If you "
-            f"trust its content: chmod -R go-w {path}"
-        )
+        problem = f"may be written to by others (mode {found.st_mode & 0o777:o}), and built engines are code."
+        return f"{path} {problem} If you trust its content: chmod -R go-w {path}"
     return None
 
 
 def require_private(path: Path) -> None:
     """Raise EngineError with the reason of `why_not_private`, if there is one."""
-    reason = why_not_private(path)
-    if reason is not None:
+    if (reason := why_not_private(path)) is not None:
         raise EngineError(reason)
 
 

@@ -1,8 +1,5 @@
-"""FP8 and INT8: the formats, the rule for scales, and a checkpoint's calibrated scales, which carry a fingerprint of
-the weights that they were measured on.
-
-Every engine takes its scales from here. The model family names the products that it computes in FP8 (`Products`).
-"""
+"""FP8 and INT8: the formats, the rule for scales, and a checkpoint's calibrated scales with a fingerprint of their
+weights. The model family names the products that it computes in FP8 (`Products`)."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ from vla_accel.files import write_json
 
 FILE = "fp8_scales.json"
 FORMAT = "vla_accel.fp8_scales/2"
-NO_SCALES = f"FP8 needs calibrated scales beside the checkpoint ({FILE}); make them with `vla-accel calibrate`"
-"""As `no_scales("fp8")`."""
 SAMPLE = 4096
 """Values of each tensor that a fingerprint samples."""
 
@@ -50,9 +45,8 @@ class Format:
     def scale(self, amax: float, power_of_two: bool = False) -> float:
         """Return the scale of a tensor, true value / stored value: `amax` / `largest`.
 
-        `power_of_two`: round up to a power of two, for graphs that hold scales in BF16 (TensorRT's). Such a graph would
-        round other scales to another grid than the module that it is compared with: in tests a quantised layer then
-        agreed to 0.9995 instead of 0.9999. A floating-point format loses no precision by it.
+        `power_of_two`: round up to a power of two, for graphs that hold scales in BF16 (TensorRT's) and would round
+        others: a quantised layer then agreed to 0.9995 instead of 0.9999. A floating-point format loses no precision.
         """
         exact = max(amax, 1e-12) / self.largest
         return 2.0 ** math.ceil(math.log2(exact)) if power_of_two else exact
@@ -78,19 +72,15 @@ def named(dtype: torch.dtype) -> str:
 
 def no_scales(precision: str) -> str:
     """Return the error of a precision of `FORMATS` without calibrated scales."""
-    return NO_SCALES.replace("FP8", precision.upper(), 1)
+    text = f"FP8 needs calibrated scales beside the checkpoint ({FILE}); make them with `vla-accel calibrate`"
+    return text.replace("FP8", precision.upper(), 1)
 
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a component that an engine computes in FP8 or INT8.
+    """The products of a layer that an engine computes in FP8 or INT8.
 
-    Attributes:
-        names: Their names in a layer.
-        activations: Whether their inputs are quantized, too, which needs calibrated scales; otherwise only the weights
-            are stored in one byte.
-        power_of_two: How scales are rounded (`Format.scale`).
-        precisions: The formats that the engine has for them.
+    With `activations` their inputs are quantized, too, which needs calibrated scales; otherwise only the weights.
     """
 
     names: tuple[str, ...]
@@ -107,9 +97,6 @@ class Products:
             raise EngineError(f"keep: expected some of {', '.join(self.names)}, got all of them")
         return replace(self, names=left)
 
-    def __str__(self) -> str:
-        return self.described("fp8")
-
     def described(self, precision: str) -> str:
         """Return the ledger's text for a precision of `FORMATS`."""
         what = precision.upper() + ("" if self.activations else " weights only")
@@ -117,15 +104,7 @@ class Products:
 
 
 def can_quantise(quantised: Mapping[str, Products], engine: str, precision: str) -> bool:
-    """Return whether an engine can compute a component in FP8 or INT8, on a GPU that has the format.
-
-    Everything that offers, chooses or builds a precision asks this function.
-
-    Args:
-        quantised: The component's products by engine (`families.family.Capabilities`, `Component.quantised`).
-        engine: The engine's name.
-        precision: A precision of `EngineSpec`.
-    """
+    """Return whether an engine can compute a component of these products by engine in FP8 or INT8."""
     return precision in FORMATS and engine in quantised and precision in quantised[engine].precisions
 
 
@@ -133,11 +112,8 @@ def can_quantise(quantised: Mapping[str, Products], engine: str, precision: str)
 class Scales:
     """Calibrated scales of one checkpoint.
 
-    Attributes:
-        amax: largest absolute input by product name in the model, e.g. "prefix.layers.3.down_proj".
-        observations: the number of calibration observations, from `source`.
-        modelopt: the version that measured.
-        fingerprint: of the weights that were calibrated.
+    `amax`: largest absolute input by product name in the model, as "prefix.layers.3.down_proj"; `observations`: how
+    many were measured, from `source`; `fingerprint`: of the weights.
     """
 
     amax: Mapping[str, float]
@@ -154,7 +130,8 @@ class Scales:
 
     def why_not(self, model: nn.Module) -> str | None:
         """Explain why these scales do not belong to a model's weights; None if they do."""
-        if missing := parts_missing(model, self.amax):
+        modules = {name for name, _ in model.named_modules()}
+        if missing := [name for name in self.amax if name not in modules]:
             return f"they name products that the model lacks: {', '.join(missing[:4])}"
         found = fingerprint(model, self.amax)
         if found != self.fingerprint:
@@ -177,9 +154,7 @@ class Scales:
 
 
 def read_scales(folder: Path) -> Scales | None:
-    """Return the scales of a checkpoint folder, or None if it has none. Raises CheckpointError for a damaged file, and
-    for format 1, which has no fingerprint.
-    """
+    """Return the scales of a checkpoint folder, or None. Raises CheckpointError for a damaged file or format 1."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -193,8 +168,7 @@ def read_scales(folder: Path) -> Scales | None:
     if found != FORMAT or not isinstance(content.get("amax"), dict) or not content.get("fingerprint"):
         expected = f"format {FORMAT!r} with a fingerprint and a table of amax"
         raise CheckpointError(f"FP8 scales {path}: expected {expected}, got format {found!r}; {again(folder)}")
-    bad = [k for k, v in content["amax"].items() if not isinstance(v, (int, float)) or not 0 < v < math.inf]
-    if bad:
+    if bad := [k for k, v in content["amax"].items() if not isinstance(v, (int, float)) or not 0 < v < math.inf]:
         names = ", ".join(bad[:8])
         raise CheckpointError(f"FP8 scales {path}: expected positive numbers, got others at {names}; {again(folder)}")
     amax = {name: float(value) for name, value in content["amax"].items()}
@@ -203,9 +177,7 @@ def read_scales(folder: Path) -> Scales | None:
 
 
 def scales_for(model: nn.Module, folder: Path) -> Scales | None:
-    """Return the scales of a checkpoint folder, or None if it has none. Raises CheckpointError if they belong to other
-    weights than the model's.
-    """
+    """As `read_scales`. Raises CheckpointError also if they belong to other weights than the model's."""
     scales = read_scales(folder)
     if scales is not None and (reason := scales.why_not(model)):
         raise CheckpointError(f"FP8 scales {folder / FILE}: {reason}; {again(folder)}")
@@ -218,8 +190,8 @@ def fingerprint(model: nn.Module, products: Iterable[str]) -> str:
 
     Values are rounded to BF16 first, so that a checkpoint has one fingerprint in FP32, FP64 and BF16 (not in FP16,
     which rounds differently). At most 4096 values of a tensor are read, at an odd stride, so that they come from all
-    columns. The hash does not cover other values, changes below BF16's rounding, parts without a calibrated product
-    (in π0: token embedding, projector, expert), the tokenizer, and how observations are prepared.
+    columns. Not covered: parts without a calibrated product (in π0: token embedding, projector, expert), the tokenizer,
+    and how observations are prepared.
     """
     parts = {name.partition(".")[0] for name in products}
     tensors = sorted((n, t) for n, t in model.named_parameters() if n.partition(".")[0] in parts)
@@ -234,9 +206,3 @@ def fingerprint(model: nn.Module, products: Iterable[str]) -> str:
     if samples:
         digest.update(torch.cat(samples).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def parts_missing(model: nn.Module, products: Iterable[str]) -> list[str]:
-    """Return the `products` that the model has no module for."""
-    have = {name for name, _ in model.named_modules()}
-    return [name for name in products if name not in have]

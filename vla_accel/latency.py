@@ -1,7 +1,4 @@
-"""Component timings and the breakdown JSON.
-
-A section is timed by CUDA events on a GPU, read after the call's one synchronisation, and by the wall clock on a CPU.
-"""
+"""Component timings, by CUDA events on a GPU and the wall clock on a CPU, and the breakdown JSON."""
 
 from __future__ import annotations
 
@@ -68,8 +65,7 @@ class LatencyLog:
 
     def add(self, sample: Sample) -> None:
         self.samples.append(sample)
-        if len(self.samples) > self.limit:
-            del self.samples[: len(self.samples) - self.limit]
+        del self.samples[: -self.limit]
 
     def clear(self) -> None:
         self.samples.clear()
@@ -83,7 +79,7 @@ def summarise(sections: Sequence[dict[str, float]], totals: Sequence[float]) -> 
     """Return the `components` of a breakdown of calls, from their sections and totals in ms; empty without calls."""
     if not totals:
         return {}
-    names = list(dict.fromkeys(name for s in sections for name in s))
+    names = dict.fromkeys(name for s in sections for name in s)
     columns = {name: np.array([s.get(name, 0.0) for s in sections]) for name in names}
     columns["total"] = np.array(totals)
     mean_total = float(columns["total"].mean())
@@ -132,12 +128,8 @@ def in_turns(
 ) -> Iterator[tuple[str, float, Result]]:
     """Time `calls` calls of each system, `turn` at a time, in rotating order: drift of clocks affects all alike.
 
-    Args:
-        prepare: makes the argument of a call, before the clock starts.
-        settle: waits for the device, before and after a call.
-
-    Yields:
-        The system's name, wall-clock milliseconds and result of each call.
+    Yields the system's name, wall-clock milliseconds and result of each call. `prepare` makes the argument of a call,
+    before the clock starts; `settle` waits for the device, before and after a call.
     """
     names = list(systems)
     for number, done in enumerate(range(0, calls, turn)):

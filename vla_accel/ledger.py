@@ -13,12 +13,7 @@ _log = logging.getLogger("vla_accel")
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One component's engine.
-
-    Attributes:
-        reason: Why another engine than the requested one was built, or, for "auto", why this one; empty otherwise.
-        detail: What exactly runs inside.
-    """
+    """One component's engine. `reason`: why not the requested one, or why "auto" chose it; `detail`: what runs."""
 
     component: str
     requested: str

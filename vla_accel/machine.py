@@ -17,18 +17,15 @@ from vla_accel.kernels.gpu import Gpu
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that a configuration or a command names; "auto" is the GPU if there is one.
-
-    Raises:
-        ConfigError: the name is unknown, or torch finds no GPU.
-    """
+    """Return the device that a configuration or a command names. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
+        known = device.type in ("cpu", "cuda")
+    except RuntimeError:
+        known = False
+    if not known:
         raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -44,9 +41,7 @@ def devices() -> list[str]:
 
 
 def resolve_devices(names: str) -> tuple[str, ...]:
-    """Return the devices of a list like `cuda:0,cuda:1`, which may name one twice. `all`: every GPU, or the CPU if
-    there is none. Raises ConfigError that lists the devices of this machine.
-    """
+    """Return the devices of a list like `cuda:0,cuda:1`, or of `all`: every GPU, or the CPU. Raises ConfigError."""
     available = devices()
     if names == "all":
         return tuple(available[:-1] or available)
@@ -63,12 +58,8 @@ def hardware(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         gpu = Gpu.of(device)
         assert gpu is not None
-        info |= {
-            "gpu": gpu.name,
-            "compute_capability": gpu.version,
-            "memory_gib": round(gpu.memory / 2**30, 1),
-            "driver": driver(),
-        }
+        info |= {"gpu": gpu.name, "compute_capability": gpu.version, "memory_gib": round(gpu.memory / 2**30, 1)}
+        info["driver"] = driver()
     return info
 
 
@@ -96,20 +87,16 @@ def commit() -> dict[str, Any] | None:
 @functools.cache
 def _in_repository(folder: Path) -> dict[str, Any] | None:
     """`commit` of a tracked folder; an installed package may be inside another repository (`.venv`)."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        _, found, changes = (
-            subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for arguments in (
-                ("ls-files", "--error-unmatch", "__init__.py"),
-                ("rev-parse", "HEAD"),
-                ("status", "--porcelain", "-uno"),
-            )
-        )
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.CalledProcessError):
         return None
-    return {"commit": found, "modified": bool(changes)}
 
 
 def software() -> dict[str, str]:
@@ -126,11 +113,8 @@ def software() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()

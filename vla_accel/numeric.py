@@ -31,11 +31,9 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 @contextlib.contextmanager
 def matmul_precision(name: str | None = None) -> Iterator[None]:
-    """Set torch's precision of FP32 products within the block, and restore it afterwards.
+    """Set torch's precision of FP32 products within the block, and restore it afterwards, also what the block sets.
 
-    Args:
-        name: as in torch.set_float32_matmul_precision ("high" allows TF32); None keeps the current setting, which the
-            block may then change for itself.
+    `name`: as in torch.set_float32_matmul_precision ("high" allows TF32); None keeps the current setting.
     """
     before = torch.get_float32_matmul_precision()
     try:

@@ -1,8 +1,6 @@
 """Geometry and pixel values of camera images, shared by the host (`transforms.images`) and the GPU (`kernels.image`).
 
-Two things: where an image of any size lies in the square that a model takes, and how its bytes become pixels for
-checkpoints trained with other values than `byte / 127.5 - 1`. Level p is the pixel `p / 127.5 - 1`: 0 is black, 255 is
-white, -255 is the pixel -3.
+Level p is the pixel `p / 127.5 - 1`: 0 is black, 255 is white, -255 is the pixel -3.
 """
 
 from __future__ import annotations
@@ -28,12 +26,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Cameras:
-    """The sizes in which camera images arrive where the device resizes them to the model's size.
-
-    Attributes:
-        sizes: (height, width) of each view.
-        method: How images are resized.
-    """
+    """The (height, width) of each view, where the device resizes camera images to the model's size by `method`."""
 
     sizes: tuple[tuple[int, int], ...]
     method: Resize
@@ -89,15 +82,10 @@ class PixelValues:
     cameras: tuple[ChannelScale, ...] = ()
 
     def maps(self, sizes: Sequence[tuple[int, int, int]], size: int, method: Resize) -> np.ndarray:
-        """Return a pixel map for each view.
+        """Return a pixel map for each view, float32 (views, `MAP_WIDTH`).
 
-        Args:
-            sizes: For each view (index of its camera in the preset, image height, image width).
-            size: Side of the model's square, pixels.
-            method: How images are resized to that square.
-
-        Returns:
-            float32 (views, `MAP_WIDTH`).
+        `sizes`: for each view (index of its camera in the preset, image height, image width); `size`: side of the
+        model's square.
         """
         made = np.zeros((len(sizes), MAP_WIDTH), np.float32)
         for row, (camera, height, width) in zip(made, sizes, strict=True):

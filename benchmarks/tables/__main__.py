@@ -1,7 +1,5 @@
-"""Write the tables of README.md and docs/, and the SVG pictures: `python -m benchmarks.tables`.
-
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; no measured figure is typed by hand.
-"""
+"""Write the tables of README.md and docs/, between `<!-- table: NAME -->` and `<!-- end -->`, and the SVG pictures:
+`python -m benchmarks.tables`."""
 
 from __future__ import annotations
 

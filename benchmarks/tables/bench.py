@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.tables.table import Cell, Row, Table, blocks, command, machine, of, steps_of
+from benchmarks.tables.table import Cell, Row, blocks, command, machine, of, steps_of, table
 from vla_accel.measure.host import beside
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
 from vla_accel.report.bench import ran
@@ -15,10 +15,7 @@ PI0_PARTS = ("vision", "kv_cache", "denoise")
 """Components of reports that do not list their own."""
 MOST_KERNELS = 8
 """Kernels of a call that a table lists."""
-FLOOR = {
-    "floor": "{floors_ms[total]:.2f}",
-    "of the floor": lambda row: f"{100 * row['floors_ms']['total'] / row['median_ms']:.0f} %" if _floors(row) else "-",
-}
+SPANS = ("span", "busy", "idle", "sum", "overlapped")
 
 
 def call(row: Row | None) -> str:
@@ -31,11 +28,16 @@ def call(row: Row | None) -> str:
 
 def component_columns(parts: Sequence[str]) -> dict[str, Cell]:
     """Columns for the time, floor and rate of each component, the rest of the call, and its floor."""
-    return {
-        **{name.replace("kv_cache", "KV cache"): partial(_component, name) for name in parts},
-        "the rest": partial(_rest, parts),
-        **FLOOR,
-    }
+
+    def rest(row: Row) -> str:
+        found = row.get("parts_ms") or {}
+        return f"{row['median_ms'] - sum(found.get(name, 0.0) for name in parts):.2f}" if found else "-"
+
+    def share(row: Row) -> str:
+        return f"{100 * row['floors_ms']['total'] / row['median_ms']:.0f} %" if _floors(row) else "-"
+
+    each: dict[str, Cell] = {name.replace("kv_cache", "KV cache"): partial(_component, name) for name in parts}
+    return {**each, "the rest": rest, "floor": "{floors_ms[total]:.2f}", "of the floor": share}
 
 
 def _component(name: str, row: Row) -> str:
@@ -47,70 +49,38 @@ def _component(name: str, row: Row) -> str:
     return f"{row['parts_ms'][name]:.2f}{floor}{reached}"
 
 
-def _rest(parts: Sequence[str], row: Row) -> str:
-    found = row.get("parts_ms") or {}
-    return f"{row['median_ms'] - sum(found.get(name, 0.0) for name in parts):.2f}" if found else "-"
-
-
 def _floors(row: Row) -> Mapping[str, float]:
     return row.get("floors_ms") or {}
-
-
-def _parts(result: Row) -> Sequence[str]:
-    return result.get("parts", PI0_PARTS)
 
 
 # -- whole calls --------------------------------------------------------------------------------------------------
 
 
-def _systems(result: Row) -> list[dict[str, Any]]:
-    """A row for each system: its name, and its row at each step count."""
+def calls(result: Row) -> str:
+    """A row for each system, a column for each number of steps."""
     systems: dict[str, dict[str, Any]] = {}
     for row in result["rows"]:
         systems.setdefault(row["system"], {"name": ran(row)})[row["steps"]] = row
-    return list(systems.values())
-
-
-def _by_steps(result: Row) -> dict[str, Cell]:
     steps, kind = dict.fromkeys(row["steps"] for row in result["rows"]), result["model"].get("kind", "")
-    return {"system": "{name}", **{steps_of(kind, n): lambda row, n=n: call(row.get(n)) for n in steps}}
-
-
-def _baseline(result: Row) -> str:
-    systems = {row["system"] for row in result["rows"]}
     base = next((name for name in ("openpi-eager", "lerobot-eager", "eager") if name in systems), None)
-    return "Median ms of a whole call, NumPy in to NumPy out" + (f"; speed-up over {base}." if base else ".")
+    each: dict[str, Cell] = {steps_of(kind, n): lambda row, n=n: call(row.get(n)) for n in steps}
+    note = "Median ms of a whole call, NumPy in to NumPy out" + (f"; speed-up over {base}." if base else ".")
+    return table({"system": "{name}", **each}, systems.values(), note)
 
 
-calls = Table(_by_steps, _systems, _baseline)
-
-
-def _component_columns(result: Row) -> dict[str, Cell]:
-    timed = any("step_ms" in row for row in result["rows"])
-    step = steps_of(result["model"].get("kind", ""), 1).removeprefix("1 ")
-    return {
-        "system": "{system}",
-        "steps": "{steps}",
-        **component_columns(_parts(result)),
-        **({f"a {step}": "{step_ms:.2f}"} if timed else {}),
-    }
-
-
-def _timed(result: Row) -> list[Row]:
-    return [row for row in result["rows"] if row["parts_ms"]]
-
-
-def _component_note(result: Row) -> str:
+def components(result: Row) -> str:
+    """The components of each call."""
+    rows = [row for row in result["rows"] if row["parts_ms"]]
+    columns = {"system": "{system}", "steps": "{steps}", **component_columns(result.get("parts", PI0_PARTS))}
+    if any("step_ms" in row for row in result["rows"]):
+        columns[f"a {steps_of(result['model'].get('kind', ''), 1).removeprefix('1 ')}"] = "{step_ms:.2f}"
     note = "Median ms of each component (its floor), and the rate it reached."
-    if any(steps_timed(row) < row["steps"] for row in _timed(result)):
+    if any(steps_timed(row) < row["steps"] for row in rows):
         note += (
             "\nThe first step of the loop overlaps the prefix and counts as time of the KV cache; the rate of the loop "
             "is that of the other steps."
         )
-    return note
-
-
-components = Table(_component_columns, _timed, _component_note)
+    return table(columns, rows, note)
 
 
 # -- batches and kernels ------------------------------------------------------------------------------------------
@@ -124,53 +94,37 @@ def batched(result: Row) -> list[dict[str, Any]]:
     return found
 
 
-def _batch_columns(result: Row) -> dict[str, Cell]:
-    columns: dict[str, Cell] = {
-        "system": "{system}",
-        "steps": "{steps}",
-        "batch": "{batch}",
-        "median ms": "{median_ms:.2f}",
-        "observations/s": "{per_second:.0f}",
-    }
-    found = batched(result)
-    if any(row.get("parts_ms") for row in found):
-        return {**columns, **component_columns(_parts(result))}
-    return {**columns, **({"floor ms": FLOOR["floor"]} if any("floors_ms" in row for row in found) else {})}
+def _batches(result: Row) -> str:
+    rows, note = batched(result), ""
+    columns: dict[str, Cell] = {name: f"{{{name}}}" for name in ("system", "steps", "batch")}
+    columns |= {"median ms": "{median_ms:.2f}", "observations/s": "{per_second:.0f}"}
+    if any(row.get("parts_ms") for row in rows):
+        columns |= component_columns(result.get("parts", PI0_PARTS))
+        note = "Median ms of a call with this batch and of its components (their floors)."
+    elif any("floors_ms" in row for row in rows):
+        columns["floor ms"] = "{floors_ms[total]:.2f}"
+    return table(columns, rows, note)
 
 
-def _batch_note(result: Row) -> str:
-    parts = any(row.get("parts_ms") for row in result["throughput"])
-    return "Median ms of a call with this batch and of its components (their floors)." if parts else ""
-
-
-_batches = Table(_batch_columns, batched, _batch_note)
-SPANS = ("span", "busy", "idle", "sum", "overlapped")
-_spans = Table(
-    {"system": "{system}", "kernels": "{launched}", **of(SPANS, "{@:.2f}")},
-    lambda result: [
-        {"system": system, "launched": found["launched"], **{name: found[f"{name}_us"] / 1e3 for name in SPANS}}
-        for system, found in (result.get("kernels") or {}).items()
-    ],
-    "Ms of one call, the median of several, from the beginning of its first kernel to the end of its last (span). The "
-    "profiler makes the replayed graph slower. Sum: the durations of all kernels, which is busy plus overlapped.",
-)
-_kernels = Table(
-    {
-        "system": "{system}",
-        "kernel": "`{name:.48}`",
-        "times": "{count}",
-        "sum": "{sum_us:.0f}",
-        "overlapped": "{overlapped_us:.0f}",
-        "idle before": "{idle_before_us:.0f}",
-    },
-    lambda result: [
-        {"system": system, **kernel}
-        for system, found in (result.get("kernels") or {}).items()
-        for kernel in found["kernels"][:MOST_KERNELS]
-    ],
-    "µs of that call for the longest kernels of each system. A kernel that is launched early waits for its "
-    "predecessor; that wait is overlapped.",
-)
+def _kernels(result: Row) -> str:
+    profiles = [{"system": system, **found} for system, found in (result.get("kernels") or {}).items()]
+    spans = [{**found, **{name: found[f"{name}_us"] / 1e3 for name in SPANS}} for found in profiles]
+    return blocks(
+        table(
+            {"system": "{system}", "kernels": "{launched}", **of(SPANS, "{@:.2f}")},
+            spans,
+            "Ms of one call, the median of several, from the beginning of its first kernel to the end of its last "
+            "(span). The profiler makes the replayed graph slower. Sum: the durations of all kernels, which is busy "
+            "plus overlapped.",
+        ),
+        table(
+            "system = {system} | kernel = `{name:.48}` | times = {count} | sum = {sum_us:.0f} | "
+            "overlapped = {overlapped_us:.0f} | idle before = {idle_before_us:.0f}",
+            [{"system": p["system"], **kernel} for p in profiles for kernel in p["kernels"][:MOST_KERNELS]],
+            "µs of that call for the longest kernels of each system. A kernel that is launched early waits for its "
+            "predecessor; that wait is overlapped.",
+        ),
+    )
 
 
 def conditions(result: Row) -> str:
@@ -189,8 +143,7 @@ def conditions(result: Row) -> str:
             f"{ceilings['fp8_flops'] * 1e-12:.0f} in FP8, {ceilings['bytes_per_s'] * 1e-9:.0f} GB/s copied."
         )
     for name, once in result.get("timed_once", {}).items():
-        steps = steps_of(model.get("kind", ""), once["steps"])
-        text += f" {name} was timed at {steps} only: {once['why']}."
+        text += f" {name} was timed at {steps_of(model.get('kind', ''), once['steps'])} only: {once['why']}."
     if busy := beside(result.get("host", {})):
         text += f" {busy[0].upper()}{busy[1:]}."
     if result["left_out"]:
@@ -198,65 +151,53 @@ def conditions(result: Row) -> str:
     return text + "\n"
 
 
-bench = blocks(calls, components, _batches, _spans, _kernels, conditions)
-whole_calls = blocks(calls, conditions)
-batches = blocks(_batches, conditions)
+def bench(result: Row) -> str:
+    """All tables of a report."""
+    return blocks(calls(result), components(result), _batches(result), _kernels(result), conditions(result))
+
+
+def whole_calls(result: Row) -> str:
+    """Whole calls alone."""
+    return blocks(calls(result), conditions(result))
+
+
+def batches(result: Row) -> str:
+    """Batched calls alone."""
+    return blocks(_batches(result), conditions(result))
 
 
 # -- calls at a rate, and starts ----------------------------------------------------------------------------------
 
 
-def _paced_columns(result: Row) -> Mapping[str, Cell]:
-    rates = " or ".join(dict.fromkeys(f"{row['paced']['hz']:g}" for row in result["rows"] if "paced" in row))
-    return {
-        "system": "{system}",
-        "steps": "{steps}",
-        "without pauses": "{median_ms:.2f}",
-        f"at {rates} Hz": "{paced[median_ms]:.2f}",
-        "90 % within": "{paced[p90_ms]:.2f}",
-        "longest": "{paced[max_ms]:.2f}",
-        "late": "{paced[late]} of {paced[calls]}",
-        "W": "{paced[power_w]:.0f}",
-    }
-
-
-paced = Table(
-    _paced_columns,
-    lambda result: [row for row in result["rows"] if "paced" in row],
-    lambda result: (
+def paced(result: Row) -> str:
+    """Calls at a fixed rate."""
+    rows = [row for row in result["rows"] if "paced" in row]
+    rates = " or ".join(dict.fromkeys(f"{row['paced']['hz']:g}" for row in rows))
+    return table(
+        f"system = {{system}} | steps = {{steps}} | without pauses = {{median_ms:.2f}} | at {rates} Hz = "
+        "{paced[median_ms]:.2f} | 90 % within = {paced[p90_ms]:.2f} | longest = {paced[max_ms]:.2f} | "
+        "late = {paced[late]} of {paced[calls]} | W = {paced[power_w]:.0f}",
+        rows,
         "Ms of a whole call: the median without pauses between calls, and the times of calls at a fixed rate. Between "
         "those the GPU idles and lowers its clocks. Late: calls that began after their time; W: mean power of the GPU "
-        f"meanwhile. {conditions(result)}"
-    ),
-)
+        f"meanwhile. {conditions(result)}",
+    )
 
 
-def _start_rows(result: Row) -> list[dict[str, Any]]:
-    return [
+def starts(result: Row) -> str:
+    """The starts of each system, with and without caches."""
+    rows = [
         {**row, "which": which, "s": row["start"][kind], "most": 1.5 * row["start"]["file_read"] + 2}
         for row in result["rows"]
         if row.get("start")
         for kind, which in (("cold", "first"), ("warm", "second"))
     ]
-
-
-def _start_columns(result: Row) -> dict[str, Cell]:
-    names = [name for name in _start_rows(result)[0]["s"] if name != "total"]
-    return {
-        "system": "{system}",
-        "start": "{which}",
-        **{name.replace("_", " "): template for name, template in of(names, "{s[@]:.1f}").items()},
-        "reading the file alone": "{start[file_read]:.1f}",
-        "1.5 times that + 2": "{most:.1f}",
-    }
-
-
-starts = Table(
-    _start_columns,
-    _start_rows,
-    lambda result: (
+    columns = {"system": "{system}", "start": "{which}"}
+    columns |= {name.replace("_", " "): f"{{s[{name}]:.1f}}" for name in rows[0]["s"] if name != "total"}
+    return table(
+        {**columns, "reading the file alone": "{start[file_read]:.1f}", "1.5 times that + 2": "{most:.1f}"},
+        rows,
         "Seconds from the start of a process to its first action. The first start finds no compiled kernels, no "
         "tuning results and no Python bytecode; the second finds those of the first. Both find the weights file in "
-        f"the page cache. {conditions(result)}"
-    ),
-)
+        f"the page cache. {conditions(result)}",
+    )

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.tables.table import MODELS, Row, Table, command, commit, filled, machine, machines, plural
+from benchmarks.tables.table import MODELS, Row, command, commit, filled, machine, machines, plural, table
 
 # -- GPUs and the memory of weights -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A GPU by its data sheet. `memory`: GB, of each variant; `lower`: its 8-bit precision; `shared`: the host uses
-    the same memory."""
+    """A GPU. `memory`: GB, of each variant; `lower`: its 8-bit precision; `shared`: with the host."""
 
     name: str
     capability: str
@@ -34,17 +33,26 @@ RECIPES = (
 )
 
 
-def _recipes(results: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """`results`: the report of `benchmarks.memory`, and all stored results."""
+def gpus(results: Sequence[Any]) -> str:
+    """What to start with on each GPU. `results`: the report of `benchmarks.memory`, and all stored results."""
     sizes, stored = results[0]["families"]["pi05"], [gpu for result in results[1] for gpu in _gpus_of(result)]
-    for recipe in RECIPES:
-        yield {
+    rows = [
+        {
             **vars(recipe),
             "memory": " or ".join(map(str, recipe.memory)) + (", shared with the host" if recipe.shared else ""),
             "bf16": _total(sizes["native-bf16"]),
             "low": _total(sizes[f"native-{recipe.lower}"]),
             "runs": sum(recipe.name.removeprefix("Jetson ") in gpu for gpu in stored) or "none",
         }
+        for recipe in RECIPES
+    ]
+    return table(
+        "GPU = {name} | compute capability = {capability} | memory GB = {memory} | "
+        "start with = `native` ({bf16:.2f} GB) | then, with calibrated scales = `native_{lower}` ({low:.2f} GB) | "
+        "stored runs = {runs}",
+        rows,
+        "In brackets: the size of the weights of π0.5; buffers take some hundred MB more.",
+    )
 
 
 def _gpus_of(result: Any) -> list[str]:
@@ -60,26 +68,16 @@ def _total(one: Row) -> float:
     return sum(one["bytes"].values()) / 1e9
 
 
-gpus = Table(
-    {
-        "GPU": "{name}",
-        "compute capability": "{capability}",
-        "memory GB": "{memory}",
-        "start with": "`native` ({bf16:.2f} GB)",
-        "then, with calibrated scales": "`native_{lower}` ({low:.2f} GB)",
-        "stored runs": "{runs}",
-    },
-    _recipes,
-    "In brackets: the size of the weights of π0.5; buffers take some hundred MB more.",
-)
-
-
-def _weights(result: Row) -> Iterator[dict[str, Any]]:
+def memory(result: Row) -> str:
+    """Weights of each model by configuration."""
+    rows = []
     for model, label in MODELS.items():
         for one in result["families"].get(model, {}).values():
             first, *between, last = (size / 1e9 for size in one["bytes"].values())
-            row = {"model": label, "vision": first, "prefix": sum(between), "denoise": last}
-            yield {**row, "precision": _precision(one), "total": _total(one)}
+            sizes = {"vision": first, "prefix": sum(between), "denoise": last, "total": _total(one)}
+            rows.append({"model": label, "precision": _precision(one), **sizes})
+    cells = "vision = {vision:.2f} | prefix = {prefix:.2f} | denoise = {denoise:.2f} | together = {total:.2f}"
+    return table(f"weights, GB = {{model}} |  = {{precision}} | {cells}", rows)
 
 
 def _precision(one: Row) -> str:
@@ -91,31 +89,20 @@ def _precision(one: Row) -> str:
     return ", ".join([*words, *(["embeddings on the host"] if one["on_host"] else [])])
 
 
-memory = Table(
-    {
-        "weights, GB": "{model}",
-        "": "{precision}",
-        "vision": "{vision:.2f}",
-        "prefix": "{prefix:.2f}",
-        "denoise": "{denoise:.2f}",
-        "together": "{total:.2f}",
-    },
-    _weights,
-)
-
-# -- engines built ahead of time ----------------------------------------------------------------------------------
+# -- engines and attention ----------------------------------------------------------------------------------------
 
 
-def _engines(result: Row) -> Iterator[dict[str, Any]]:
-    """A row for all engines whose names differ in a number only."""
+def builds(result: Row) -> str:
+    """Engines built ahead of time; those whose names differ in a number only share a row."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for engine in result["engines"]:
         name = re.sub(r"\d+$", "s", engine["name"])
         groups.setdefault((name, engine["target"], engine["precision"]), []).append(engine)
+    rows = []
     for (name, target, precision), engines in groups.items():
         sizes = [engine["bytes"] / 1e6 for engine in engines]
         low, high = f"{min(sizes):.0f}", f"{max(sizes):.0f}"
-        yield {
+        row = {
             "name": name,
             "targets": ", ".join(f"{t[2:-1]}.{t[-1]}" for t in target.split("+")),
             "precision": precision,
@@ -126,35 +113,37 @@ def _engines(result: Row) -> Iterator[dict[str, Any]]:
             "size": low if max(sizes) - min(sizes) < 1 else f"{low} to {high}",
             "seconds": sum(s for engine in engines for kind, s in engine["seconds"].items() if kind != "verify"),
         }
-
-
-def _built_on(result: Row) -> str:
+        rows.append(row)
     host = result["machine"]
     place = host["gpu"] or f"no GPU, {plural(host['cpu_threads'], 'CPU thread')}"
     library = ", ".join(dict.fromkeys(engine["library"] for engine in result["engines"]))
     through = next((engine["torch_tensorrt"] for engine in result["engines"] if engine["torch_tensorrt"]), None)
     library += f" through torch-tensorrt {through}" if through else ""
-    return f"{library}, torch {result['software']['torch']}, {place}{commit(result)}; {result['checkpoint']}."
+    return table(
+        "component = {name} | for = {targets} | precision = {precision} | operators = {inside}/{operators} | "
+        "ONNX cosine = {cosine:.6f} | engines = {count} | MB each = {size} | s in all = {seconds:.0f}",
+        rows,
+        f"{library}, torch {result['software']['torch']}, {place}{commit(result)}; {result['checkpoint']}.",
+    )
 
-
-builds = Table(
-    {
-        "component": "{name}",
-        "for": "{targets}",
-        "precision": "{precision}",
-        "operators": "{inside}/{operators}",
-        "ONNX cosine": "{cosine:.6f}",
-        "engines": "{count}",
-        "MB each": "{size}",
-        "s in all": "{seconds:.0f}",
-    },
-    _engines,
-    _built_on,
-)
-
-# -- attention ----------------------------------------------------------------------------------------------------
 
 BACKENDS = {"own": "own", "sdpa": "torch's SDPA", "flash_attn": "flash-attn"}
+
+
+def attention(result: Row) -> str:
+    """Attention at the shapes of the models, with every backend."""
+    flash = result["software"].get("flash_attn")
+    built = f" flash-attn {flash}, built from its source package for this GPU." if flash else ""
+    text = "µs of one call inside a CUDA graph (the largest difference from float32)."
+    return table(
+        {
+            "attention": "{name}",
+            "shape": "{batch} x {tokens}, {heads} heads of {head_dim}",
+            **{label: lambda row, name=name: _attention(row["found"].get(name)) for name, label in BACKENDS.items()},
+        },
+        [{**shape, "found": {one["way"]: one for one in shape["ways"]}} for shape in result["shapes"]],
+        f"{text}{built} {machine(result)}; {command(result)}.",
+    )
 
 
 def _attention(one: Row | None) -> str:
@@ -166,90 +155,59 @@ def _attention(one: Row | None) -> str:
     return filled("{us:.1f}", one) + f" ({one['worst']:.3f}){wrong}"
 
 
-def _attention_note(result: Row) -> str:
-    flash = result["software"].get("flash_attn")
-    built = f" flash-attn {flash}, built from its source package for this GPU." if flash else ""
-    text = "µs of one call inside a CUDA graph (the largest difference from float32)."
-    return f"{text}{built} {machine(result)}; {command(result)}."
-
-
-attention = Table(
-    {
-        "attention": "{name}",
-        "shape": "{batch} x {tokens}, {heads} heads of {head_dim}",
-        **{label: lambda row, name=name: _attention(row["found"].get(name)) for name, label in BACKENDS.items()},
-    },
-    lambda result: [{**shape, "found": {one["way"]: one for one in shape["ways"]}} for shape in result["shapes"]],
-    _attention_note,
-)
-
 # -- episodes an hour ---------------------------------------------------------------------------------------------
-
-
-def _processes(row: Row) -> str:
-    return "Ray" if row["ray"] else "worker processes"
 
 
 def _cases(results: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for result in results:
         for row in result["rows"]:
-            yield {**row, "steps": result["steps"], "cores": row["cores"] or result["cores"]}
+            crashed = f", {row['errors']} crashed" if row.get("errors") else ""
+            yield {
+                **row,
+                "steps": result["steps"],
+                "cores": row["cores"] or result["cores"],
+                "processes": "Ray" if row["ray"] else "worker processes",
+                "played": "**failed**" if "error" in row else f"{row.get('episodes')}{crashed}",
+                "busy": ", ".join(f"{100 * share:.0f} %" for share in row.get("gpu_busy", ())) or None,
+            }
 
 
-def _episodes(row: Row) -> str:
-    if "error" in row:
-        return "**failed**"
-    return f"{row['episodes']}" + (f", {row['errors']} crashed" if row["errors"] else "")
-
-
-throughput = Table(
-    {
-        "simulators": lambda row: f"{row['simulators']}, {_processes(row)}",
-        "GPUs": "{gpus}",
-        "cores": "{cores}",
-        "steps": "{steps}",
-        "episodes": _episodes,
-        "an hour": "**{per_hour}**",
-        "waiting for answers": "{waiting:.0%}",
-        "an answer ms": "{call_ms:.1f}",
-        "policy ms": "{policy_ms:.1f}",
-        "cores busy": "{cores_busy:.1f}",
-        "GPUs busy": lambda row: ", ".join(f"{100 * share:.0f} %" for share in row.get("gpu_busy", ())) or "-",
-        "policy's process": "{policy_core:.0%}",
-    },
-    _cases,
-    lambda results: (
+def throughput(results: Sequence[Row]) -> str:
+    """Episodes an hour of many simulators."""
+    cases = list(_cases(results))
+    runs = [result for result in results for _ in result["rows"]]
+    where = machines((case["processes"], result) for case, result in zip(cases, runs, strict=True))
+    return table(
+        "simulators = {simulators}, {processes} | GPUs = {gpus} | cores = {cores} | steps = {steps} | "
+        "episodes = {played} | an hour = **{per_hour}** | waiting for answers = {waiting:.0%} | "
+        "an answer ms = {call_ms:.1f} | policy ms = {policy_ms:.1f} | cores busy = {cores_busy:.1f} | "
+        "GPUs busy = {busy} | policy's process = {policy_core:.0%}",
+        cases,
         "Episodes an hour while all simulators play. Waiting: the share of a simulator's time in which it waits for an "
         "answer; policy ms: the part of an answer that the policy takes; cores busy: of all processes; policy's "
-        "process: the share of a core that it uses, at most 100 % where one thread does the work. "
-        f"{machines((_processes(row), result) for result in results for row in result['rows'])}."
-    ),
-)
+        f"process: the share of a core that it uses, at most 100 % where one thread does the work. {where}.",
+    )
+
+
 NODES, SUITE = 64, 500
 """Machines of the projection, and episodes of a suite of LIBERO."""
 
 
-def _projected(results: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """A row for each Ray case that did not fail, the most episodes for each GPU first."""
+def plan(results: Sequence[Row]) -> str:
+    """A projection of each Ray case that did not fail to `NODES` machines, the most episodes for each GPU first."""
     cases = [row for row in _cases(results) if row["ray"] and row["gpus"] and "error" not in row]
+    rows = []
     for row in sorted(cases, key=lambda row: -row["per_hour"] / row["gpus"]):
         every = NODES * row["per_hour"]
         # A simulator plays at most one episode of so small a run, which takes as long as one episode.
         suite = max(3600 * SUITE / every, 3600 * row["simulators"] / row["per_hour"])
-        yield {**row, "all": every, "second": every / 3600, "suite": suite}
-
-
-plan = Table(
-    {
-        "a node: GPUs, simulators": "{gpus}, {simulators}",
-        "an hour, measured": "{per_hour}",
-        f"{NODES} nodes, an hour": "{all:,}",
-        "results a second": "{second:.0f}",
-        f"one suite, {SUITE} episodes": "{suite:.0f} s",
-        "start of a node": "{start_s:.0f} s",
-    },
-    _projected,
-    "Computed from the measured rows, not run. Results a second: the rate at which the one command receives results, "
-    "each written to disk before the next. One suite takes at least as long as one episode. Start: the time until the "
-    "first result.",
-)
+        rows.append({**row, "all": every, "second": every / 3600, "suite": suite})
+    return table(
+        "a node: GPUs, simulators = {gpus}, {simulators} | an hour, measured = {per_hour} | "
+        f"{NODES} nodes, an hour = {{all:,}} | results a second = {{second:.0f}} | "
+        f"one suite, {SUITE} episodes = {{suite:.0f}} s | start of a node = {{start_s:.0f}} s",
+        rows,
+        "Computed from the measured rows, not run. Results a second: the rate at which the one command receives "
+        "results, each written to disk before the next. One suite takes at least as long as one episode. Start: the "
+        "time until the first result.",
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from benchmarks.tables.table import Table
+from benchmarks.tables.table import table
 from vla_accel.checkpoints.lerobot_settings import FIELDS, RELEASES, STEPS, releases
 from vla_accel.checkpoints.settings import Setting, shown
 
@@ -23,21 +24,18 @@ def _row(setting: Setting) -> dict[str, str]:
     }
 
 
-def _fields(kind: str) -> list[dict[str, str]]:
+def _fields(kind: str, _: object) -> str:
     order = [*_USES, "fixed"]
-    return [_row(s) for s in sorted(FIELDS[kind], key=lambda s: (order.index(s.use), RELEASES.index(releases(s)[0])))]
+    found = sorted(FIELDS[kind], key=lambda s: (order.index(s.use), RELEASES.index(releases(s)[0])))
+    return table("field = {names} | lerobot = {releases} | here = {use} | meaning = {reason}", map(_row, found))
 
 
-def _steps(_: object) -> list[dict[str, Any]]:
+def steps(_: object) -> str:
     """A row for each setting of each step of the saved pipelines."""
     empty = {"names": "none", "use": "", "reason": ""}
-    return [{"step": name, **row} for name, found in STEPS.items() for row in (*map(_row, found),) or (empty,)]
+    rows = [{"step": name, **row} for name, found in STEPS.items() for row in (*map(_row, found),) or (empty,)]
+    return table("step = `{step}` | setting = {names} | here = {use} | meaning = {reason}", rows)
 
 
-_REST = {"here": "{use}", "meaning": "{reason}"}
-FIELD_TABLES: dict[str, Callable[[Any], str]] = {
-    f"lerobot_{kind}": Table({"field": "{names}", "lerobot": "{releases}", **_REST}, lambda _, kind=kind: _fields(kind))
-    for kind in FIELDS
-}
+FIELD_TABLES: dict[str, Callable[[Any], str]] = {f"lerobot_{kind}": partial(_fields, kind) for kind in FIELDS}
 """A table for each policy class, by its name on the page."""
-steps = Table({"step": "`{step}`", "setting": "{names}", **_REST}, _steps)

@@ -85,11 +85,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
 
 
 def load(source: Source) -> Any:
-    """The JSON of a source: one result, or a list for a pattern and for several names.
-
-    Raises:
-        FileNotFoundError: nothing has that name.
-    """
+    """The JSON of a source: one result, or a list for a pattern and for several names. Raises FileNotFoundError."""
     if isinstance(source, tuple):
         return [load(one) for one in source]
     if "*" in source:

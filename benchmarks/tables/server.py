@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from benchmarks.tables.table import Row, Table, blocks, machine, machines, plural
+from benchmarks.tables.table import Row, blocks, machine, machines, picture, plural, table
 
 GPUS_PICTURE = "bench_server_gpus.png"
 GOAL_MS = 0.5
 """Most that the server may add to the call of one client."""
 
 
-def _server_note(result: Row) -> str:
+def server(result: Row) -> str:
+    """Calls over a server by the number of clients."""
     one, costs = result["rows"][0], result["costs"]
     parts = ", ".join(f"{name} {value:.2f}" for name, value in one["parts_ms"].items())
     woken = f", {costs['bare_socket_woken_ms']:.2f} after a pause" if "bare_socket_woken_ms" in costs else ""
     policy = "a policy that costs nothing" if result["policy"] == "nothing" else result["policy"]
     process = "in a process of its own" if result["devices"] else "in the server's process"
-    return (
+    return table(
+        "clients = {clients} | requests/s = {per_second:.0f} | round trip = {round_trip_ms[p50]:.2f} | "
+        "its p99 = {round_trip_ms[p99]:.2f} | in the queue = {queue_ms[p50]:.2f} | added = {added_ms[p50]:.2f} | "
+        "added, p99 = {added_ms[p99]:.2f}",
+        result["rows"],
         f"Milliseconds, {policy}, {process}. Added: the round trip without policy and queue. Of one client's call: "
         f"{parts}. The client encodes in {costs['client_ms']['encode']:.2f} and decodes in "
         f"{costs['client_ms']['decode']:.2f}; the same bytes over a bare socket and back take "
         f"{costs['bare_socket_ms']:.2f}{woken}. {machine(result)}, {result['hardware']['cores']} cores that clients, "
-        f"server and others share (load {result['load_average']:.1f} before the run).\n\n{_goal(one)}"
+        f"server and others share (load {result['load_average']:.1f} before the run).\n\n{_goal(one)}",
     )
 
 
@@ -40,67 +44,42 @@ def _goal(one: Row) -> str:
     )
 
 
-server = Table(
-    {
-        "clients": "{clients}",
-        "requests/s": "{per_second:.0f}",
-        "round trip": "{round_trip_ms[p50]:.2f}",
-        "its p99": "{round_trip_ms[p99]:.2f}",
-        "in the queue": "{queue_ms[p50]:.2f}",
-        "added": "{added_ms[p50]:.2f}",
-        "added, p99": "{added_ms[p99]:.2f}",
-    },
-    lambda result: result["rows"],
-    _server_note,
-)
-
-
 def replicas(result: Row) -> int:
     """How many copies of the policy a server ran."""
     return len(result["devices"] or [None])
 
 
-def _gpu_rows(results: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Runs on one GPU and on several are compared only where their machines have equally many cores."""
-    alone = {
-        (result["policy"], result["hardware"]["cores"], row["clients"]): row["per_second"]
-        for result in results
-        if replicas(result) == 1
-        for row in result["rows"]
-    }
-    for result in sorted(results, key=lambda r: (r["policy"], replicas(r))):
-        for row in result["rows"]:
-            one = alone.get((result["policy"], result["hardware"]["cores"], row["clients"]))
-            gain = None if one is None else row["per_second"] / one
-            yield {**row, "policy": result["policy"], "gpus": replicas(result), "gain": gain}
-
-
-def _gpu_note(results: Sequence[Row]) -> str:
+def server_gpus(results: Sequence[Row]) -> str:
+    """Servers on one GPU and on several, compared only where their machines have equally many cores."""
+    ordered = sorted(results, key=lambda result: (result["policy"], replicas(result)))
+    calls = [(result, row) for result in ordered for row in result["rows"]]
+    keys = [(result["policy"], result["hardware"]["cores"], row["clients"]) for result, row in calls]
+    alone = {k: row["per_second"] for k, (result, row) in zip(keys, calls, strict=True) if replicas(result) == 1}
+    rows = [
+        {
+            **row,
+            "policy": result["policy"],
+            "gpus": replicas(result),
+            "gain": row["per_second"] / alone[key] if key in alone else None,
+        }
+        for key, (result, row) in zip(keys, calls, strict=True)
+    ]
     where = machines((f"{r['policy']} on {replicas(r)}", r) for r in results)
     cores = " and ".join(dict.fromkeys(str(r["hardware"]["cores"]) for r in results))
-    return f"Milliseconds; one observation at a time in each process. {where}, {cores} cores that all share."
+    return blocks(
+        table(
+            "policy = {policy} | GPUs = {gpus} | clients = {clients} | requests/s = {per_second:.0f} | "
+            "over one GPU = {gain:.2f}× | round trip = {round_trip_ms[p50]:.2f} | p99 = {round_trip_ms[p99]:.2f} | "
+            "policy ms = {infer_ms[p50]:.2f}",
+            rows,
+            f"Milliseconds; one observation at a time in each process. {where}, {cores} cores that all share.",
+        ),
+        picture("Requests a second against clients, one GPU and several", GPUS_PICTURE),
+    )
 
 
-server_gpus = blocks(
-    Table(
-        {
-            "policy": "{policy}",
-            "GPUs": "{gpus}",
-            "clients": "{clients}",
-            "requests/s": "{per_second:.0f}",
-            "over one GPU": "{gain:.2f}×",
-            "round trip": "{round_trip_ms[p50]:.2f}",
-            "p99": "{round_trip_ms[p99]:.2f}",
-            "policy ms": "{infer_ms[p50]:.2f}",
-        },
-        _gpu_rows,
-        _gpu_note,
-    ),
-    lambda _: f"![Requests a second against clients, one GPU and several](../benchmarks/results/{GPUS_PICTURE})\n",
-)
-
-
-def _faults(result: Row) -> list[dict[str, str]]:
+def faults(result: Row) -> str:
+    """A run with hostile clients and dying replicas."""
     done, ended, trip = result["done"], result["server"], result["round_trip_ms"]
     cells = {
         "requests of well-behaved clients": f"{result['requests']} in {result['seconds']:.0f} s",
@@ -111,19 +90,12 @@ def _faults(result: Row) -> list[dict[str, str]]:
     }
     if (back := result.get("back_s")) is not None:
         cells["until it served again: median, longest (s)"] = f"{back['median']:.1f}, {back['max']:.1f}"
-    return [{"what": what, "value": value} for what, value in cells.items()]
-
-
-def _fault_note(result: Row) -> str:
     policy, devices = result.get("policy", "nothing"), result.get("devices", ["cpu", "cpu"])
-    what = f"{policy} on {' and '.join(devices)}"
-    if policy == "nothing":
-        what = "A policy that costs nothing, in two processes"
-    return f"{what}. {machine(result)}, {result['hardware']['cores']} cores."
-
-
-faults = Table(
-    lambda result: {"": "{what}", plural(result["clients"], "client"): "{value}"},
-    _faults,
-    _fault_note,
-)
+    named = f"{policy} on {' and '.join(devices)}"
+    what = "A policy that costs nothing, in two processes" if policy == "nothing" else named
+    rows = [{"what": name, "value": value} for name, value in cells.items()]
+    return table(
+        f" = {{what}} | {plural(result['clients'], 'client')} = {{value}}",
+        rows,
+        f"{what}. {machine(result)}, {result['hardware']['cores']} cores.",
+    )

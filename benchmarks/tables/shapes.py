@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.memory import parameters
 from benchmarks.tables.bench import PI0_PARTS, batched, call, component_columns
-from benchmarks.tables.table import MODELS, Cell, Row, Table, blocks, doubt, machine, machines, steps_of
+from benchmarks.tables.table import MODELS, Cell, Row, blocks, doubt, machine, machines, picture, steps_of, table
 from vla_accel.measure.bench import SCHEMA
-from vla_accel.measure.memory import parameters
 from vla_accel.measure.systems import ORDINARY_TOKENS
 
 SHAPES, BATCHES = "bench_shapes_h200.png", "bench_batches_h200.png"
@@ -17,8 +17,7 @@ OURS = ("native-", "portable-", "realtime-vla")
 
 
 def published(results: Sequence[Row]) -> list[Row]:
-    """The reports of published sizes, those with the most batches first; without π0-FAST, which has no loop over
-    rows of actions."""
+    """The reports of published sizes, those with the most batches first; without π0-FAST, which has no loop."""
     found = [r for r in results if r.get("schema") == SCHEMA and r["model"].get("kind") != "pi0_fast"]
     return sorted((r for r in found if "views" in r["model"]), key=lambda r: -len(r["throughput"]))
 
@@ -55,17 +54,6 @@ def timed_calls(results: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
                 yield key[0], result, row
 
 
-def _calls(results: Sequence[Row]) -> list[dict[str, Any]]:
-    """A row for each shape, with the row of each system."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for shape, result, row in timed_calls(results):
-        # π0 has one more row in its loop: the state.
-        rows = result["model"]["action_horizon"] + (result["model"]["kind"] == "pi0")
-        line = found.setdefault((shape, row["steps"], rows), {"call": shape, "steps": row["steps"], "rows": rows})
-        line[row["system"]] = row
-    return list(found.values())
-
-
 def _with_floor(row: Row | None) -> str:
     if row is None:
         return "-"
@@ -73,25 +61,29 @@ def _with_floor(row: Row | None) -> str:
     return f"{row['median_ms']:.2f}" + (f" ({floor:.2f})" if floor else "")
 
 
-def _call_columns(results: Sequence[Row]) -> dict[str, Cell]:
-    systems = dict.fromkeys(row["system"] for _, _, row in timed_calls(results))
-    each = {name: lambda line, name=name: _with_floor(line.get(name)) for name in systems}
-    return {"call": "{call}", "steps": "{steps}", "rows": "{rows}", **each}
+def calls(results: Sequence[Row]) -> str:
+    """A row for each shape, with the time of each system."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    systems: dict[str, Cell] = {}
+    for shape, result, row in timed_calls(results):
+        # π0 has one more row in its loop: the state.
+        rows = result["model"]["action_horizon"] + (result["model"]["kind"] == "pi0")
+        line = found.setdefault((shape, row["steps"], rows), {"call": shape, "steps": row["steps"], "rows": rows})
+        line[row["system"]] = row
+        systems[row["system"]] = lambda line, name=row["system"]: _with_floor(line.get(name))
+    where = "; ".join(dict.fromkeys(machine(result) for _, result, _ in timed_calls(results)))
+    note = f"Median ms of a whole call (its floor); rows: those of the denoising loop at every step. {where}."
+    return table({"call": "{call}", "steps": "{steps}", "rows": "{rows}", **systems}, found.values(), note)
 
 
-calls = Table(
-    _call_columns,
-    _calls,
-    lambda results: (
-        "Median ms of a whole call (its floor); rows: those of the denoising loop at every step. "
-        f"{'; '.join(dict.fromkeys(machine(result) for _, result, _ in timed_calls(results)))}."
-    ),
-)
-shapes = blocks(
-    calls,
-    lambda _: f"![Parts of a call by shape and system, with the floor](../benchmarks/results/{SHAPES})\n",
-    lambda _: f"![Ms per observation against the batch, with the floor](../benchmarks/results/{BATCHES})\n",
-)
+def shapes(results: Sequence[Row]) -> str:
+    """`calls`, with pictures."""
+    return blocks(
+        calls(results),
+        picture("Parts of a call by shape and system, with the floor", SHAPES),
+        picture("Ms per observation against the batch, with the floor", BATCHES),
+    )
+
 
 # -- goals --------------------------------------------------------------------------------------------------------
 
@@ -145,14 +137,19 @@ def _met(row: Row) -> str:
     return f"{row['goal']:.1f}, " + ("met" if over <= 0 else f"missed by {100 * over:.0f} %")
 
 
-goals = Table(
-    {"call": "{call}", "system": "{system}", "ms": "{median_ms:.2f}", "goal": _met, **component_columns(PI0_PARTS)},
-    _goals,
-    "Median ms of a whole call of ten steps and of its components (their floors). The goals are for an H200. Portable "
-    f"INT8 may take {100 * INT8_OVER_FP8 - 100:.0f} % longer than portable FP8; a call with a longer prompt may take "
-    f"{100 * LONGER_PROMPT - 100:.0f} % longer than its share of the prefix's tokens; the goals of batches are "
-    "observations a second. With Hopper's kernels the first step of the loop counts as time of the KV cache.",
-)
+def goals(results: Sequence[Row]) -> str:
+    """The goals, and whether they are met."""
+    first: dict[str, Cell] = {"call": "{call}", "system": "{system}", "ms": "{median_ms:.2f}", "goal": _met}
+    return table(
+        first | component_columns(PI0_PARTS),
+        _goals(results),
+        "Median ms of a whole call of ten steps and of its components (their floors). The goals are for an H200. "
+        f"Portable INT8 may take {100 * INT8_OVER_FP8 - 100:.0f} % longer than portable FP8; a call with a longer "
+        f"prompt may take {100 * LONGER_PROMPT - 100:.0f} % longer than its share of the prefix's tokens; the goals of "
+        "batches are observations a second. With Hopper's kernels the first step of the loop counts as time of the KV "
+        "cache.",
+    )
+
 
 # -- a row a model ------------------------------------------------------------------------------------------------
 
@@ -163,15 +160,9 @@ BUNDLED = {"demo": "pi05", "smolvla_demo": "smolvla"}
 def _agreement(result: Row) -> dict[str, tuple[int, str]]:
     """By family: parameters, and the largest difference over all cases, of the models compared at published size."""
     found = result.get("models") or {kind: result[kind] for kind in ("pi0", "pi05")}
-    return {
-        kind: (one["parameters"], f"{max(case['float32_max'] for case in _cases(one)):.1e}")
-        for kind, one in found.items()
-        if one.get("size") != "small"
-    }
-
-
-def _cases(one: Row) -> Sequence[Row]:
-    return one.get("cases") or [one["batch1"], one["batch3"]]
+    large = {kind: one for kind, one in found.items() if one.get("size") != "small"}
+    cases = {kind: one.get("cases") or [one["batch1"], one["batch3"]] for kind, one in large.items()}
+    return {k: (one["parameters"], f"{max(c['float32_max'] for c in cases[k]):.1e}") for k, one in large.items()}
 
 
 def _played(pairs: Row) -> Iterator[tuple[str, str]]:
@@ -182,20 +173,6 @@ def _played(pairs: Row) -> Iterator[tuple[str, str]]:
         if kind and row["name"] == "native" and rate["rate"] is not None:
             warning = doubt(run["policy"], run.get("weights"))
             yield kind, f"{100 * rate['rate']:.1f} % of {rate['episodes']}" + (f" ({warning})" if warning else "")
-
-
-def _models(results: Iterable[Row]) -> list[dict[str, Any]]:
-    agreement, played = {}, {}
-    for result in results:
-        if "policies" in result:
-            played |= dict(_played(result))
-        elif "rows" not in result:
-            agreement |= _agreement(result)
-    return [_model(result, agreement, played) for result in _benches(results)]
-
-
-def _benches(results: Iterable[Row]) -> list[Row]:
-    return [result for result in results if "rows" in result and "policies" not in result]
 
 
 def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping[str, str]) -> dict[str, Any]:
@@ -219,24 +196,25 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
     }
 
 
-models = Table(
-    {
-        "model": "{model}",
-        "parameters": "{size}",
-        "a call": "{call}",
-        "reference": "{reference}",
-        "native, BF16": "{bf16}",
-        "FP8": "{fp8}",
-        "GPU memory": "{memory:.1f} GB",
-        "difference in FP32": "{difference}",
-        "success": "{success}",
-    },
-    _models,
-    lambda results: (
+def models(results: Iterable[Row]) -> str:
+    """A row for each model, from all its stored runs."""
+    agreement: dict[str, tuple[int, str]] = {}
+    played: dict[str, str] = {}
+    benches = []
+    for result in results:
+        if "policies" in result:
+            played |= dict(_played(result))
+        elif "rows" in result:
+            benches.append(result)
+        else:
+            agreement |= _agreement(result)
+    return table(
+        "model = {model} | parameters = {size} | a call = {call} | reference = {reference} | native, BF16 = {bf16} | "
+        "FP8 = {fp8} | GPU memory = {memory:.1f} GB | difference in FP32 = {difference} | success = {success}",
+        [_model(result, agreement, played) for result in benches],
         "Median ms of a whole call at the published size with random weights, NumPy in to NumPy out, and the speed-up "
         "over the reference: the original PyTorch code in the same run, or our own in eager mode. Difference in FP32: "
         "the largest difference of the final actions from that code on equal weights. Success: of the small bundled "
         "checkpoint, which was trained here, in BF16. "
-        f"{machines((MODELS[bench['model']['kind']], bench) for bench in _benches(results))}."
-    ),
-)
+        f"{machines((MODELS[bench['model']['kind']], bench) for bench in benches)}.",
+    )

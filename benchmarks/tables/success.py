@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.tables.table import (
     Cell,
     Row,
-    Table,
     blocks,
     command,
     doubts,
     machine,
     machines,
+    picture,
     plural,
+    table,
     with_interval,
     with_note,
 )
@@ -51,62 +52,52 @@ def _conditions(result: Row) -> str:
     )
 
 
-success = Table(
-    {
-        "suite": "{suite}",
-        "steps": "{steps}",
-        "success": "**{success[rate]:.1%}**",
-        "episodes": "{success[successes]}/{success[episodes]}",
-        "Wilson 95 %": lambda row: "{} to {} %".format(
-            *(f"{100 * row['success'][f'wilson_95_{end}']:.1f}" for end in ("low", "high"))
-        ),
-        "errors": "{success[errors]}",
-    },
-    lambda results: [{**row, "suite": result["protocol"]["suite"]} for result in results for row in _rows(result)],
-    lambda results: "\n\n".join(map(_conditions, results)),
-)
-
-
-def _task_columns(result: Row) -> dict[str, Cell]:
-    rows = _rows(result)
-    count = "{tasks[@][successes]}/{tasks[@][episodes]}"
-    each = {plural(row["steps"], "step"): count.replace("@", str(i)) for i, row in enumerate(rows)}
-    return {result["protocol"]["suite"]: "{task}", **each}
-
-
-_tasks = Table(
-    _task_columns,
-    lambda result: [
-        {"task": tasks[0]["task"], "tasks": tasks}
-        for tasks in zip(*(row["tasks"] for row in _rows(result)), strict=True)
-    ],
-)
+def success(results: Sequence[Row]) -> str:
+    """Success of the bundled checkpoint by suite and number of steps."""
+    rows = []
+    for result in results:
+        for row in _rows(result):
+            low, high = (f"{100 * row['success'][f'wilson_95_{end}']:.1f}" for end in ("low", "high"))
+            rows.append({**row, "suite": result["protocol"]["suite"], "wilson": f"{low} to {high} %"})
+    return table(
+        "suite = {suite} | steps = {steps} | success = **{success[rate]:.1%}** | "
+        "episodes = {success[successes]}/{success[episodes]} | Wilson 95 % = {wilson} | errors = {success[errors]}",
+        rows,
+        "\n\n".join(map(_conditions, results)),
+    )
 
 
 def tasks(results: Sequence[Row]) -> str:
     """Success by task, a table for each suite."""
-    return "\n".join(map(_tasks, results))
+    tables = []
+    for result in results:
+        rows = _rows(result)
+        count = "{tasks[@][successes]}/{tasks[@][episodes]}"
+        each = {plural(row["steps"], "step"): count.replace("@", str(i)) for i, row in enumerate(rows)}
+        by_task = zip(*(row["tasks"] for row in rows), strict=True)
+        lines = [{"task": tasks[0]["task"], "tasks": tasks} for tasks in by_task]
+        tables.append(table({result["protocol"]["suite"]: "{task}", **each}, lines))
+    return blocks(*tables)
 
 
-_PARTS = {"vision ms": "vision", "KV cache ms": "kv_cache", "denoise ms": "denoise"}
-latency = Table(
-    {
+def latency(result: Row) -> str:
+    """Latency of a run's calls by number of steps."""
+    share = "{parts[@][mean_ms]:.1f} ({parts[@][share]:.0%})"
+    parts = {"vision ms": "vision", "KV cache ms": "kv_cache", "denoise ms": "denoise"}
+    columns = {
         "steps": "{steps}",
         "mean ms": "{parts[total][mean_ms]:.1f}",
         "median ms": "{parts[total][p50_ms]:.1f}",
         "Hz": "{hz:.1f}",
-        **{header: f"{{parts[{name}][mean_ms]:.1f}} ({{parts[{name}][share]:.0%}})" for header, name in _PARTS.items()},
-    },
-    lambda result: [
-        {"steps": row["steps"], "parts": parts, "hz": 1e3 / parts["total"]["mean_ms"]}
-        for row in reversed(_rows(result))
-        for parts in (row["breakdown"]["components"],)
-    ],
-    _conditions,
-)
+        **{header: share.replace("@", name) for header, name in parts.items()},
+    }
+    rows = [{"steps": row["steps"], "parts": row["breakdown"]["components"]} for row in reversed(_rows(result))]
+    for row in rows:
+        row["hz"] = 1e3 / row["parts"]["total"]["mean_ms"]
+    return table(columns, rows, _conditions(result))
 
 
-def _training(record: Row) -> list[tuple[str, str]]:
+def training(record: Row) -> str:
     """How a bundled checkpoint was trained, and how far its start states are from those of the evaluation."""
     last = record["history"][-10:]
     won, played = (sum(line["episodes"]["policy"][i] for line in last) for i in (0, 1))
@@ -123,94 +114,86 @@ def _training(record: Row) -> list[tuple[str, str]]:
         f"{run['steps']} steps of {run['batch']} observations x {record['settings']['samples']} draws"
         for run in [*towers, *whole]
     ]
-    return [
+    rows = [
         *zip(names, lines, strict=True),
         ("observations collected", f"about {record['gpus'] * record['history'][-1]['store']}"),
         ("start states", f"{sum(task['count'] for task in started)}, seeds from {seeds}"),
         ("nearest shipped evaluation state", f"{nearest * 1e3:.1f} mm (the object that moved most)"),
         ("success while collecting, at the end", f"{won}/{played} (training start states, with bursts of noise)"),
     ]
+    return table("checkpoint = {name} |  = {value}", [{"name": name, "value": value} for name, value in rows])
 
-
-training = Table(
-    {"checkpoint": "{name}", "": "{value}"},
-    lambda record: [{"name": name, "value": value} for name, value in _training(record)],
-)
 
 # -- paired runs --------------------------------------------------------------------------------------------------
 
 
-def _paired_columns(result: Row) -> dict[str, Cell]:
-    return {
-        "run": "{name}",
-        "steps": "{steps}",
-        "success (95 %)": lambda row: with_interval(row["other"]),
-        f"{result['reference']} (95 %)": lambda row: with_interval(row["reference"]),
-        "pairs": "{pairs}",
-        "lost / gained": "{lost} / {gained}",
-        "p": lambda row: f"{p:.3f}" if (p := row["mcnemar_exact_p"]) >= 0.001 else "< 0.001",
-        "could see": "{sees:.1%}",
-        "errors": "{other[errors]}, {reference[errors]}",
-    }
-
-
-def _paired_note(result: Row) -> str:
+def paired(result: Row) -> str:
+    """Runs compared with the first of them on equal episodes."""
     policies, reference = result["policies"], result["reference"]
-    old = doubts((name, run.get("policy"), run.get("weights")) for name, run in policies.items())
-    return (
-        f"Equal tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the "
-        "run won; p: McNemar's exact test, two-sided; could see: the smallest true difference that such a run finds at "
-        "5 % in four of five cases; intervals: Wilson. A pair with a crash is an error and is not compared. "
-        f"{machines(policies.items())}; {command(result)}.{with_note(result)}{old}"
-    )
-
-
-paired = Table(
-    _paired_columns,
-    lambda result: [
+    rows = [
         {
             **row,
-            "name": row["name"] + fell_back(result["policies"][row["name"]]["engines"]),
+            "name": row["name"] + fell_back(policies[row["name"]]["engines"]),
+            "p": f"{row['mcnemar_exact_p']:.3f}" if row["mcnemar_exact_p"] >= 0.001 else "< 0.001",
+            "rates": [with_interval(row[side]) for side in ("other", "reference")],
             "sees": smallest_difference(row["pairs"], row["lost"] + row["gained"]),
         }
         for row in sorted(result["rows"], key=lambda row: row["steps"] or 0)
-    ],
-    _paired_note,
-)
-
-
-def _stress(result: Row) -> str:
-    suites = result["protocol"]["suite"].replace(",", " and ")
-    return (
-        f"Stress: {stress_of(result) or 'none'}, on {suites}.\n\n"
-        f"![Success of each policy under stress, with intervals](../benchmarks/results/{STRESS_PICTURE})\n"
+    ]
+    old = doubts((name, run.get("policy"), run.get("weights")) for name, run in policies.items())
+    return table(
+        f"run = {{name}} | steps = {{steps}} | success (95 %) = {{rates[0]}} | {reference} (95 %) = {{rates[1]}} | "
+        "pairs = {pairs} | lost / gained = {lost} / {gained} | p = {p} | could see = {sees:.1%} | "
+        "errors = {other[errors]}, {reference[errors]}",
+        rows,
+        f"Equal tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the "
+        "run won; p: McNemar's exact test, two-sided; could see: the smallest true difference that such a run finds at "
+        "5 % in four of five cases; intervals: Wilson. A pair with a crash is an error and is not compared. "
+        f"{machines(policies.items())}; {command(result)}.{with_note(result)}{old}",
     )
 
 
-stressed = blocks(paired, _stress)
+def stressed(result: Row) -> str:
+    """`paired` of runs under stress, with a picture."""
+    suites = result["protocol"]["suite"].replace(",", " and ")
+    return blocks(
+        paired(result),
+        f"Stress: {stress_of(result) or 'none'}, on {suites}.\n",
+        picture("Success of each policy under stress, with intervals", STRESS_PICTURE),
+    )
+
 
 # -- late answers -------------------------------------------------------------------------------------------------
 
 
-def _late_systems(bench: Row, hz: float) -> dict[int, list[str]]:
-    """Ticks to the systems whose answers come that late; no answer comes at the tick of its observation."""
-    found: dict[int, list[str]] = {}
+def late(results: Sequence[Any]) -> str:
+    """A row for each latency of a run or a system. `results`: grids of `eval.libero.late`, and a `vla-accel bench`."""
+    grids, bench = results
+    hz, points = grids[0]["control_hz"], [row for grid in grids for row in grid["rows"]]
+    systems: dict[int, list[str]] = {}
     most = max(row["steps"] for row in bench["rows"])
     for row in (row for row in bench["rows"] if row["steps"] == most):
+        # No answer comes at the tick of its observation.
         ticks = max(1, math.ceil(row["median_ms"] * hz / 1e3))
-        found.setdefault(ticks, []).append(f"{row['system']} ({row['median_ms']:.0f} ms)")
-    return found
-
-
-def _late_rows(results: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """A row for each latency that was played or that a system has. `results`: grids of `eval.libero.late`, and a
-    `vla-accel bench`."""
-    grids, bench = results
-    hz = grids[0]["control_hz"]
-    systems, points = _late_systems(bench, hz), [row for grid in grids for row in grid["rows"]]
+        systems.setdefault(ticks, []).append(f"{row['system']} ({row['median_ms']:.0f} ms)")
+    rows = []
     for ticks in sorted({*(row["latency_ticks"] for row in points), *systems}):
         found = {row["chunking"]: row for row in points if row["latency_ticks"] == ticks}
-        yield {"ticks": ticks, "ms": 1e3 * ticks / hz, "systems": ", ".join(systems.get(ticks, ())) or None, **found}
+        named = ", ".join(systems.get(ticks, ())) or None
+        rows.append({"ticks": ticks, "ms": 1e3 * ticks / hz, "systems": named, **found})
+    kinds = [kind for kind in LABELS if any(row["chunking"] == kind for row in points)]
+    each: dict[str, Cell] = {LABELS[kind]: lambda row, kind=kind: _late_rate(row.get(kind)) for kind in kinds}
+    counts = ", ".join(dict.fromkeys(str(row["steps"]) for row in points))
+    runs = [(command(grid).strip("`"), grid["policy"]) for grid in grids]
+    old = doubts((name, policy.get("policy"), policy.get("weights")) for name, policy in runs)
+    grid_table = table(
+        {"ticks late": "{ticks}", "ms": "{ms:.0f}", **each, "systems this late": "{systems}"},
+        rows,
+        f"Success (Wilson, 95 %), {counts} denoising steps; a tick is {1e3 / hz:.0f} ms. Systems: π0.5 at its "
+        "published size, by the median of a call in [the table above](#latency). A dash: not played. "
+        f"{machines(runs)}; {command(grids[0])}.{''.join(dict.fromkeys(map(with_note, grids)))}{old}",
+    )
+    return blocks(grid_table, picture("Success against latency, a line for each kind of chunks", LATE_PICTURE))
 
 
 def _late_rate(row: Row | None) -> str:
@@ -219,63 +202,27 @@ def _late_rate(row: Row | None) -> str:
     return f"{with_interval(row)} of {row['episodes']}" + (f", {row['errors']} crashed" if row["errors"] else "")
 
 
-def _late_columns(results: Sequence[Any]) -> dict[str, Cell]:
-    played = {row["chunking"] for grid in results[0] for row in grid["rows"]}
-    kinds = [kind for kind in LABELS if kind in played]
-    each: dict[str, Cell] = {LABELS[kind]: lambda row, kind=kind: _late_rate(row.get(kind)) for kind in kinds}
-    return {"ticks late": "{ticks}", "ms": "{ms:.0f}", **each, "systems this late": "{systems}"}
-
-
-def _late_note(results: Sequence[Any]) -> str:
-    grids = results[0]
-    rows, hz = [row for grid in grids for row in grid["rows"]], grids[0]["control_hz"]
-    counts = ", ".join(dict.fromkeys(str(row["steps"]) for row in rows))
-    names = [command(grid) for grid in grids]
-    where = machines((name.strip("`"), grid["policy"]) for name, grid in zip(names, grids, strict=True))
-    old = doubts((n, g["policy"].get("policy"), g["policy"].get("weights")) for n, g in zip(names, grids, strict=True))
-    return (
-        f"Success (Wilson, 95 %), {counts} denoising steps; a tick is {1e3 / hz:.0f} ms. Systems: π0.5 at its "
-        "published size, by the median of a call in [the table above](#latency). A dash: not played. "
-        f"{where}; {names[0]}.{''.join(dict.fromkeys(map(with_note, grids)))}{old}"
-    )
-
-
-late = blocks(
-    Table(_late_columns, _late_rows, _late_note),
-    lambda _: f"![Success against latency, a line for each kind of chunks](../benchmarks/results/{LATE_PICTURE})\n",
-)
-
 # -- tuning -------------------------------------------------------------------------------------------------------
 
 
-def _episodes(row: Row) -> str:
-    played = row["success"]
-    if played is None:
-        return "-"
-    bound = f"above {100 * played['lower_bound']:+.1f} points"
-    return f"{played['lost']} / {played['gained']} of {played['pairs']}, {bound}"
-
-
-def _tune_note(result: Row) -> str:
+def tune(result: Row) -> str:
+    """Everything that a search tried, the fastest first."""
+    rows = []
+    for row in sorted(result["tried"], key=lambda row: (row["latency"] or {}).get("median_ms", math.inf)):
+        played, chosen = row["success"], row["chosen"]
+        more = {
+            "name": f"**{row['name']}**" if chosen else row["name"],
+            "bound": played and f"above {100 * played['lower_bound']:+.1f} points",
+            "verdict": "chosen" if chosen else row["dropped"] or "the reference",
+        }
+        rows.append({**row, **more})
     left_out = "; ".join(f"{name}: {why}" for name, why in result["left_out"].items())
-    return (
+    tried = table(
+        "configuration = {name} | median ms = {latency[median_ms]:.2f} | cosine = {agreement[cosine]:.6f} | "
+        "lost / gained = {success[lost]} / {success[gained]} of {success[pairs]}, {bound} | verdict = {verdict}",
+        rows,
         f"**{result['chosen']}** is {result['times_as_fast']:.1f} times as fast as FP32 eager: {result['why']}. "
         f"{machine(result)}; {result['seconds'] / 60:.0f} minutes; {command(result)}."
-        + (f" Not tried: {left_out}." if left_out else "")
+        + (f" Not tried: {left_out}." if left_out else ""),
     )
-
-
-tune = blocks(
-    Table(
-        {
-            "configuration": lambda row: f"**{row['name']}**" if row["chosen"] else row["name"],
-            "median ms": "{latency[median_ms]:.2f}",
-            "cosine": "{agreement[cosine]:.6f}",
-            "lost / gained": _episodes,
-            "verdict": lambda row: "chosen" if row["chosen"] else row["dropped"] or "the reference",
-        },
-        lambda result: sorted(result["tried"], key=lambda row: (row["latency"] or {}).get("median_ms", math.inf)),
-        _tune_note,
-    ),
-    lambda _: f"![Latency against disagreement with FP32 eager](../benchmarks/results/{TUNE_PICTURE})\n",
-)
+    return blocks(tried, picture("Latency against disagreement with FP32 eager", TUNE_PICTURE))

@@ -1,11 +1,10 @@
-"""The table renderer: rows, a template for each column, and a note below; and what several notes say."""
+"""The renderer of tables from rows and a template for each column, and texts that several notes share."""
 
 from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from eval.training import record_of
@@ -18,38 +17,25 @@ Cell = str | Callable[[Any], str]
 """A format string for a row, such as `"{latency[p50]:.2f}"`, or a function of the row."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """A Markdown table of a stored result; call it with the loaded JSON.
-
-    Attributes:
-        columns: header to cell, in order; or a function of the result that returns them.
-        rows: a function of the result that returns the rows. Without rows there is no table.
-        note: the paragraph below the table; or a function of the result that returns it.
-    """
-
-    columns: Mapping[str, Cell] | Callable[[Any], Mapping[str, Cell]]
-    rows: Callable[[Any], Iterable[Any]]
-    note: str | Callable[[Any], str] = ""
-
-    def __call__(self, result: Any) -> str:
-        body = list(self.rows(result))
-        if not body:
-            return ""
-        columns = self.columns(result) if callable(self.columns) else self.columns
-        note = self.note(result) if callable(self.note) else self.note
-        text = markdown(list(columns), [[filled(cell, row) for cell in columns.values()] for row in body])
-        return f"{text}\n{note}\n" if note else text
+def table(columns: str | Mapping[str, Cell], rows: Iterable[Any], note: str = "") -> str:
+    """A Markdown table with a paragraph below it; empty without rows. `columns`: header to cell, in order, or as text:
+    `header = cell | header = cell`."""
+    cells = dict(part.split(" = ", 1) for part in columns.split(" | ")) if isinstance(columns, str) else columns
+    body = [[filled(cell, row) for cell in cells.values()] for row in rows]
+    if not body:
+        return ""
+    text = "".join("| " + " | ".join(line) + " |\n" for line in (cells, ["---"] * len(cells), *body))
+    return f"{text}\n{note}\n" if note else text
 
 
-def blocks(*parts: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Several tables and paragraphs of one result, with an empty line between those that are not empty."""
-    return lambda result: "\n".join(text for part in parts if (text := part(result)))
+def blocks(*parts: str) -> str:
+    """Tables and paragraphs with an empty line between those that are not empty."""
+    return "\n".join(filter(None, parts))
 
 
-def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "".join("| " + " | ".join(line) + " |\n" for line in (header, ["---"] * len(header), *body))
+def picture(words: str, file: str) -> str:
+    """A picture of benchmarks/results, with its text."""
+    return f"![{words}](../benchmarks/results/{file})\n"
 
 
 class _Missing(Exception):

@@ -1,58 +1,25 @@
-"""Demonstrations and corrections for the demo checkpoint: one process that plays episodes and labels what it sees.
+"""A process that plays episodes and labels what it sees: demonstrations and corrections (DAgger).
 
-At every decision point of an episode (each `replan` steps) the process sends what the policy would see, undoes the
-expert's next ten actions after recording them as the label, and then executes the expert's actions with noise, the
-policy's, or a mixture (DAgger). While the expert labels, the policy answers. It knows nothing about models:
-observations go out and action chunks come back over a pipe. Start states are those of `states.py`; the shipped
-evaluation states never enter. Some of the policy's episodes are trials: from start states that are held out, without
-noise, and are not trained on.
+Every `REPLAN` actions it sends the observation, records the expert's next ten actions as the label, undoes them, and
+then executes the expert's actions with noise, the policy's, or a mixture. It knows nothing about models: observations
+go out and action chunks come back over a pipe. Trials start from held-out states, without noise or labels.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-HORIZON = 10
-TASKS = 10
-"""Of each suite."""
+from eval.demo.settings import TASKS, TrainConfig
+
+HORIZON, REPLAN = 10, 5
 AUX_DIM = 13
 """Privileged targets: see `privileged`."""
-
-
-@dataclass(frozen=True)
-class CollectConfig:
-    """How episodes are played.
-
-    `suites`: tasks are numbered through all of them, each has ten; `states`: folder that has one of start states of
-    each suite (files may still grow while they are used); `held_out`: the same of trials, none if
-    empty, which are `trial_share` of the episodes once the policy plays; `noise`: standard deviation of the Gaussian on
-    the expert's xyz actions; `replan`: actions executed per decision.
-    """
-
-    states: str
-    suites: tuple[str, ...] = ("libero_spatial",)
-    held_out: str = ""
-    trial_share: float = 0.05
-    noise: float = 0.3
-    replan: int = 5
-    egl_device: int = -1
-
-    @property
-    def tasks(self) -> int:
-        """How many there are."""
-        return TASKS * len(self.suites)
-
-    def start_states(self, number: int, *, held_out: bool = False) -> Path:
-        """The file with the start states of a task."""
-        folder = Path(self.held_out if held_out else self.states) / self.suites[number // TASKS]
-        return folder / f"task_{number % TASKS:02d}.npz"
 
 
 def privileged(env: Any, expert: Any) -> np.ndarray:
@@ -68,17 +35,17 @@ def privileged(env: Any, expert: Any) -> np.ndarray:
 
 def expert_chunk(env: Any, expert: Any) -> np.ndarray:
     """The expert's next `HORIZON` actions from here, float32 (HORIZON, 7); the simulation is put back."""
-    saved = env.save_state()
+    restore = env.save_state()
     actions = np.empty((HORIZON, 7), np.float32)
     for i in range(HORIZON):
         actions[i] = expert.act(env)
         env.step(actions[i])
-    env.restore_state(saved)
+    restore()
     return actions
 
 
-def collector(connection: Connection, index: int, tasks: list[int], seed: int, config: CollectConfig) -> None:
-    """Play episodes for ever; ends when the pipe closes. Messages out, each a tuple:
+def collector(connection: Connection, index: int, tasks: list[int], config: TrainConfig, egl_device: int) -> None:
+    """Play episodes until the pipe closes; render on GPU `egl_device`, unless it is negative. Messages out:
 
     ("look", images uint8 (2, 224, 224, 3), state (8,), task id), answered by (action chunk (10, 7) or None, share of
     policy episodes in [0, 1]) when it has one; ("label", (actions (10, 7), privileged (13,)) or None in a trial) after
@@ -86,7 +53,7 @@ def collector(connection: Connection, index: int, tasks: list[int], seed: int, c
     crashed.
     """
     try:
-        _collect(connection, index, tasks, seed, config)
+        _collect(connection, index, tasks, config, egl_device)
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         # The trainer is gone. Not an ordinary exit: EGL's own shutdown races with MuJoCo's and prints pages.
         os._exit(0)
@@ -95,22 +62,19 @@ def collector(connection: Connection, index: int, tasks: list[int], seed: int, c
         raise
 
 
-def _collect(connection: Connection, index: int, tasks: list[int], seed: int, config: CollectConfig) -> None:
-    if config.egl_device >= 0:
-        os.environ["MUJOCO_EGL_DEVICE_ID"] = str(config.egl_device)
+def _collect(connection: Connection, index: int, tasks: list[int], config: TrainConfig, egl_device: int) -> None:
+    if egl_device >= 0:
+        os.environ["MUJOCO_EGL_DEVICE_ID"] = str(egl_device)
     # After the device is chosen: importing the simulator starts its GL.
     from eval.libero.expert import Expert
     from eval.libero.simulator import LiberoEnv
     from eval.libero.suites import load_suite
 
-    rng = np.random.default_rng([seed, index])
+    rng = np.random.default_rng([config.seed, index])
     suites = [load_suite(name) for name in config.suites]
     envs: dict[int, tuple[Any, Any]] = {}
     share = 0.0
-    turn = 0
-    while True:
-        task_id = tasks[turn % len(tasks)]
-        turn += 1
+    for task_id in itertools.cycle(tasks):
         suite = suites[task_id // TASKS]
         if task_id not in envs:
             envs[task_id] = LiberoEnv(suite.tasks[task_id % TASKS], render=True), Expert()
@@ -136,11 +100,11 @@ def _collect(connection: Connection, index: int, tasks: list[int], seed: int, co
             planned = None if follows_expert else chunk
             # A burst of noise in the middle of a policy's episode reaches states it would rarely visit itself.
             burst = mode in ("policy", "mixed") and rng.random() < 0.08
-            for i in range(config.replan):
+            for i in range(REPLAN):
                 action = np.array(expert.act(env) if planned is None else planned[i], np.float64)
                 if noise or burst:
                     action[:3] += rng.normal(0, noise or 0.6, 3)
-                env.step(np.clip(action, -1, 1), look=i == config.replan - 1)
+                env.step(np.clip(action, -1, 1), look=i == REPLAN - 1)
                 steps += 1
                 if env.success:
                     break

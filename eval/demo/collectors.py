@@ -11,7 +11,8 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from eval.demo.collect import AUX_DIM, HORIZON, CollectConfig, collector
+from eval.demo.collect import AUX_DIM, HORIZON, collector
+from eval.demo.settings import TrainConfig
 
 Seen = tuple[np.ndarray, np.ndarray, np.ndarray]
 """An encoded observation: images uint8 (2, S, S, 3), tokens (L,), state (state_dim,)."""
@@ -24,14 +25,13 @@ class Store:
 
     def __init__(
         self, capacity: int, size: int, length: int, state_dim: int, action_dim: int, device: torch.device
-    ) -> None:  # fmt: skip
-        self.capacity, self.count, self.cursor = capacity, 0, 0
+    ) -> None:
+        self.capacity, self.count, self.cursor, self.device = capacity, 0, 0, device
         self.images = torch.zeros(capacity, 2, size, size, 3, dtype=torch.uint8, device=device)
         self.tokens = torch.zeros(capacity, length, dtype=torch.int64, device=device)
         self.states = torch.zeros(capacity, state_dim, device=device)
         self.actions = torch.zeros(capacity, HORIZON, action_dim, device=device)
         self.aux = torch.zeros(capacity, AUX_DIM, device=device)
-        self.device = device
 
     def add(self, pairs: Sequence[tuple[Seen, Label]]) -> None:
         """Add rows."""
@@ -39,17 +39,13 @@ class Store:
             return
         if self.cursor + len(pairs) > self.capacity:
             self.cursor = 0
-        where = slice(self.cursor, self.cursor + len(pairs))
-        self.images[where] = self._put([seen[0] for seen, _ in pairs])
-        self.tokens[where] = self._put([seen[1] for seen, _ in pairs])
-        self.states[where] = self._put([seen[2] for seen, _ in pairs])
-        self.actions[where, :, :7] = self._put([label[0] for _, label in pairs])
-        self.aux[where] = self._put([label[1] for _, label in pairs])
-        self.cursor += len(pairs)
-        self.count = max(self.count, self.cursor)
-
-    def _put(self, rows: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.stack(rows)).to(self.device)
+        end = self.cursor + len(pairs)
+        columns = zip(*((*seen, *label) for seen, label in pairs), strict=True)
+        buffers = (self.images, self.tokens, self.states, self.actions[..., :7], self.aux)
+        for buffer, rows in zip(buffers, columns, strict=True):
+            buffer[self.cursor : end] = torch.from_numpy(np.stack(rows)).to(self.device)
+        self.cursor = end
+        self.count = max(self.count, end)
 
     def draw(self, batch: int) -> tuple[Tensor, ...]:
         """Random rows: images, tokens, states, actions, privileged targets; zero for an empty store."""
@@ -60,33 +56,31 @@ class Store:
 class Collectors:
     """The collectors of one process: their pipes, pending requests and finished episodes.
 
-    `count` collectors of this process are numbers `first`, `first + 1`, … of `total`; the more there are, the fewer
-    tasks each plays, because an environment belongs to one task. `encode(task, images, state)` encodes an
-    observation for the policy.
+    Args:
+        numbers: of the collectors of this process, among `total`; the more there are, the fewer tasks each plays,
+            because an environment belongs to one task.
+        encode: (task, images, state) to what the policy reads of them.
     """
 
     def __init__(
         self,
-        settings: CollectConfig,
-        *,
-        first: int,
-        count: int,
+        config: TrainConfig,
+        numbers: range,
         total: int,
-        seed: int,
         encode: Callable[[int, np.ndarray, np.ndarray], Seen],
+        egl_device: int = -1,
     ) -> None:
         context = mp.get_context("spawn")
-        self.encode = encode
+        self.encode, self.count = encode, len(numbers)
         self.pipes: dict[int, Connection] = {}
-        self.count = count
         self.looks: dict[int, Seen] = {}
         self.labelled: list[tuple[Seen, Label]] = []
         self.ended: list[tuple] = []
         self.ready: set[int] = set()
         """The collectors that wait for an answer."""
-        for index in range(first, first + count):
+        for index in numbers:
             ours, theirs = context.Pipe()
-            arguments = (theirs, index, tasks_of(index, total, settings.tasks), seed, settings)
+            arguments = (theirs, index, tasks_of(index, total, config.tasks), config, egl_device)
             context.Process(target=collector, args=arguments, daemon=True).start()
             theirs.close()
             self.pipes[index] = ours

@@ -12,10 +12,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.demo.assets import EARLIER
-from eval.demo.recipes import recipe_named
+from eval.demo.assets import DEMOS, EARLIER
 from eval.demo.train import RECORD, newest
 from eval.script import replacing_files, run_script
+from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.cli.options import OutputFolder
@@ -45,8 +45,8 @@ def main(arguments: Arguments) -> None:
     found = newest(arguments.run)
     # Before anything is written: a run that is not whole must not take the place of the shipped checkpoint.
     loaded = load(found)
-    recipe = recipe_named(loaded.family.name)
-    output, log = arguments.output or recipe.folder, json.loads((found / RECORD).read_text())
+    name, limit = DEMOS[loaded.family.name]
+    output, log = arguments.output or NAMED[name], json.loads((found / RECORD).read_text())
     suites = log["config"]["suites"]
     earlier = found / EARLIER
     manifests = {suite: json.loads((arguments.states / suite / "manifest.json").read_text()) for suite in suites}
@@ -56,10 +56,7 @@ def main(arguments: Arguments) -> None:
         "settings": {k: v for k, v in log["config"].items() if k not in _PLACES},
         "earlier": json.loads(earlier.read_text()) if earlier.is_file() else [],
         "gpus": log["world"],
-        "gpu": log["gpu"],
-        "steps": log["steps"],
-        "seconds": log["seconds"],
-        "history": log["history"],
+        **{key: log[key] for key in ("gpu", "steps", "seconds", "history")},
         "start_states": manifests,
     }
     inside = (RECORD, EARLIER)  # of the record
@@ -68,8 +65,8 @@ def main(arguments: Arguments) -> None:
     stored = SafetensorsWeights(found)
     weights = {name: stored.read(name) for name in stored.shapes}
     size = sum(t.nbytes for t in weights.values()) + sum(p.stat().st_size for p in rest) + len(text)
-    if size > recipe.limit:
-        raise CheckpointError(f"demo checkpoint: expected at most {recipe.limit} bytes, got {size}")
+    if size > limit:
+        raise CheckpointError(f"demo checkpoint: expected at most {limit} bytes, got {size}")
     with replacing_files(output) as folder:
         for path in rest:
             shutil.copy(path, folder)

@@ -1,10 +1,8 @@
-"""Samples start states for training the demo policy, kept apart from the states that evaluation uses.
+"""Sample start states for training the demo policy, kept apart from the states that evaluation uses.
 
 `python -m eval.demo.states --per-task 240 --seed 100000 --output DIR` writes one archive for each task and
 `manifest.json` (seeds, counts, checksums, how far the nearest evaluation state is). A finished task is kept when
-the command runs again, so an interrupted run is continued.
-
-Needs the simulator but no renderer. Knows nothing of experts or policies.
+the command runs again, so an interrupted run is continued. Needs the simulator but no renderer.
 """
 
 from __future__ import annotations
@@ -17,16 +15,18 @@ import json
 import multiprocessing
 import signal
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
 from eval.libero.simulator import LiberoEnv
 from eval.libero.suites import LiberoTask, load_suite
 from eval.script import run_script
+from vla_accel.cli.common import say
 from vla_accel.cli.options import Count, Within, Written
 from vla_accel.errors import ConfigError
 from vla_accel.files import replacing, write_json
@@ -85,56 +85,43 @@ def _environment(suite: str, task_id: int) -> tuple[LiberoEnv, LiberoTask]:
     return LiberoEnv(task, render=False, hard_reset=True), task
 
 
-class Sample:
-    """The states of one task, in the order of their seeds, in a file that is replaced as they come."""
+def _object_xy(env: LiberoEnv, states: np.ndarray) -> np.ndarray:
+    """xy of every movable object, (N, objects, 2), from flattened states (N, D)."""
+    starts = [1 + address for _, address in sorted(env.object_qpos.items())]
+    return np.stack([states[:, s : s + 2] for s in starts], axis=1)
 
-    def __init__(self, task: LiberoTask, count: int, seed: int, folder: Path) -> None:
-        self.task, self.count, self.next_seed = task, count, seed
-        self.path = folder / f"task_{task.id:02d}.npz"
-        self.objects: list[str] = []
-        self.states: list[np.ndarray] = []
-        self.seeds: list[int] = []
-        self.refused: list[int] = []
-        self.nearest = np.inf
 
-    @property
-    def done(self) -> bool:
-        return len(self.states) == self.count
-
-    def block(self, size: int) -> range:
-        """The next seeds to try."""
-        self.next_seed += size
-        return range(self.next_seed - size, self.next_seed)
-
-    def add(self, objects: list[str], found: Sequence[Sampled]) -> None:
-        """Keep what is not too near a shipped state, until there are enough."""
-        self.objects = objects
-        for seed, state, gap in found:
-            if self.done:
-                break
-            if gap < TOLERANCE:
-                self.refused.append(seed)
-                continue
-            self.states.append(state)
-            self.seeds.append(seed)
-            self.nearest = min(self.nearest, gap)
-        with replacing(self.path) as temporary:
-            np.savez_compressed(temporary, states=np.stack(self.states), seeds=np.asarray(self.seeds, dtype=np.int64))
-
-    def entry(self) -> dict:
-        """Its entry in the manifest."""
-        return {
-            "task": self.task.name,
-            "file": self.path.name,
-            "count": self.count,
-            "first_seed": self.seeds[0],
-            "last_seed": self.seeds[-1],
-            "refused_seeds": self.refused,
-            "objects": self.objects,
-            "shipped_states_compared": len(self.task.start_states),
-            "min_distance_m": self.nearest,
-            "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest(),
-        }
+def keep(task: LiberoTask, count: int, path: Path, blocks: Iterator[tuple[list[str], list[Sampled]]]) -> dict[str, Any]:
+    """Write the first `count` states that are not too near a shipped one; the file is replaced as they come. Returns
+    the task's entry in the manifest."""
+    kept: list[Sampled] = []
+    refused: list[int] = []
+    objects: list[str] = []
+    for names, found in blocks:
+        objects = names
+        refused += [seed for seed, _, gap in found if gap < TOLERANCE]
+        kept = [*kept, *(one for one in found if one[2] >= TOLERANCE)][:count]
+        if kept:
+            with replacing(path) as temporary:
+                states = np.stack([state for _, state, _ in kept])
+                np.savez_compressed(temporary, states=states, seeds=np.array([seed for seed, *_ in kept], np.int64))
+        if len(kept) == count:
+            break
+        say(f"task {task.id}: {len(kept)} of {count} states")
+    seeds, _, gaps = zip(*kept, strict=True)
+    say(f"task {task.id}: {count} states, nearest shipped state {min(gaps) * 1e3:.1f} mm")
+    return {
+        "task": task.name,
+        "file": path.name,
+        "count": count,
+        "first_seed": seeds[0],
+        "last_seed": seeds[-1],
+        "refused_seeds": [seed for seed in refused if seed < seeds[-1]],
+        "objects": objects,
+        "shipped_states_compared": len(task.start_states),
+        "min_distance_m": min(gaps),
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
 
 
 def main(arguments: Arguments) -> None:
@@ -160,38 +147,37 @@ def main(arguments: Arguments) -> None:
                 )
         manifest = found
     suite = load_suite(arguments.suite)
-    wanted = arguments.tasks or range(len(suite.tasks))
-    for number in wanted:
-        if not 0 <= number < len(suite.tasks):
-            raise ConfigError(f"tasks: expected 0 to {len(suite.tasks) - 1}, got {number}")
-    left = [
-        Sample(suite.tasks[i], arguments.per_task, arguments.seed + SEEDS_PER_TASK * i, arguments.output)
-        for i in wanted
-        if str(i) not in manifest["tasks"]
-    ]
-    size = min(BLOCK, arguments.per_task)
-    blocks = -(-arguments.per_task // size)
+    if unknown := [number for number in arguments.tasks if number >= len(suite.tasks)]:
+        raise ConfigError(f"tasks: expected 0 to {len(suite.tasks) - 1}, got {unknown[0]}")
+    count, size = arguments.per_task, min(BLOCK, arguments.per_task)
+    left = [t for t in suite.tasks if t.id in (arguments.tasks or range(1000)) and str(t.id) not in manifest["tasks"]]
     with _processes(arguments.workers) as pool:
-        while left:
-            # One process plays one task after the other; several begin with all of them, so that all can soon be used.
-            jobs = [sample for sample in left for _ in range(blocks)] if arguments.workers == 1 else left * blocks
-            # More than one round only where states were refused.
-            pending = [(s, pool.submit(sample_block, arguments.suite, s.task.id, s.block(size))) for s in jobs]
-            for sample, answer in pending:
-                if not sample.done:
-                    sample.add(*answer.result())
-                    if sample.done:
-                        _finish(sample, manifest, manifest_path)
-                    else:
-                        _say(f"task {sample.task.id}: {len(sample.states)} of {sample.count} states")
-            left, blocks = [sample for sample in left if not sample.done], 1
+
+        def sample(task: LiberoTask, first: int) -> Any:
+            start = arguments.seed + SEEDS_PER_TASK * task.id + first
+            return pool.submit(sample_block, arguments.suite, task.id, range(start, start + size))
+
+        def results(task: LiberoTask, pending: deque[Any]) -> Iterator[Any]:
+            """The blocks of a task, and more of them while states are refused."""
+            first = size * len(pending)
+            while True:
+                if not pending:
+                    pending.append(sample(task, first))
+                    first += size
+                yield pending.popleft().result()
+
+        blocks = {task.id: deque(sample(task, first) for first in range(0, count, size)) for task in left}
+        for task in left:
+            path = arguments.output / f"task_{task.id:02d}.npz"
+            manifest["tasks"][str(task.id)] = keep(task, count, path, results(task, blocks[task.id]))
+            write_json(manifest_path, manifest)
     print(json.dumps({"output": str(arguments.output), "tasks": len(manifest["tasks"])}))
 
 
 @contextlib.contextmanager
 def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool that ends at once with an error or an interruption: what it has not done is of no use then."""
-    # Ctrl-C is for all processes of a terminal, and would cost each worker only the block at hand.
+    """A pool that ends at once with an error or an interruption, instead of finishing what is pending."""
+    # Ctrl-C reaches all processes of a terminal, and would cost each worker only the block at hand.
     deaf = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), **deaf) as pool:
         try:
@@ -200,23 +186,6 @@ def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
-
-
-def _finish(sample: Sample, manifest: dict, path: Path) -> None:
-    manifest["tasks"][str(sample.task.id)] = sample.entry()
-    write_json(path, manifest)
-    gap = f"nearest shipped state {sample.nearest * 1e3:.1f} mm"
-    _say(f"task {sample.task.id}: {sample.count} states, {gap}")
-
-
-def _object_xy(env: LiberoEnv, states: np.ndarray) -> np.ndarray:
-    """xy of every movable object, (N, objects, 2), from flattened states (N, D)."""
-    starts = [1 + address for _, address in sorted(env.object_qpos.items())]
-    return np.stack([states[:, s : s + 2] for s in starts], axis=1)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Train the demo checkpoint: flow matching on the expert's chunks, with concurrent DAgger collection.
+"""Train a demo checkpoint: flow matching on the expert's chunks, with concurrent DAgger collection.
 
 `python -m eval.demo.train --start DIR --states DIR --out DIR --minutes 20` uses every GPU it sees: one process a
 GPU, each with its own collectors and its own store of observations on the device. Collectors request actions between
 two optimisation steps, so the states come from the policy as it is now; some of its episodes are trials from start
 states that are held out, and success in them is printed. `--start` is a checkpoint of `assets`; `--out` gets whole
-checkpoints as the run goes, of which the newest is what a killed run leaves (`--resume DIR` goes on from it, with an
+checkpoints as the run goes, of which the newest is what a killed run leaves (`--resume DIR` continues from it, with an
 `--out` of its own).
 """
 
@@ -31,15 +31,13 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from eval.demo.assets import INSTRUCTIONS
+from eval.demo.assets import INSTRUCTIONS, stored
 from eval.demo.average import Averaged
-from eval.demo.collect import TASKS, CollectConfig
 from eval.demo.collectors import Collectors, Seen, Store
 from eval.demo.objective import Trainee
-from eval.demo.recipes import recipe_of
+from eval.demo.settings import TASKS, TrainConfig
 from eval.script import run_script
 from vla_accel.checkpoints.writer import save_weights
-from vla_accel.cli.options import Count
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.loading import find, load
 from vla_accel.machine import hardware
@@ -60,42 +58,6 @@ KEPT = 2
 RECORD = "log.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """One training run. Batch and collectors are per GPU; `samples` draws of noise and time per observation."""
-
-    start: str
-    """The checkpoint to start from."""
-    states: str
-    """Folder that has one of start states of each suite."""
-    out: str
-    suites: tuple[str, ...] = ("libero_spatial",)
-    held_out: str = ""
-    """Start states of trials: a folder as `states`. None by default."""
-    trial_share: float = 0.05
-    """Share of episodes that are trials, which are not trained on, once the policy plays."""
-    minutes: float = 20.0
-    batch: Count = 384
-    samples: Count = 6
-    lr: float = 8e-4
-    final_lr: float = 1e-5
-    weight_decay: float = 0.01
-    warmup: int = 300
-    ema: float = 0.999
-    collectors: Count = 15
-    capacity: Count = 100_000
-    first: Count = 1500
-    dagger_after_s: float = 60.0
-    """Seconds of training before the policy plays."""
-    export_every_s: float = 60.0
-    resume: str = ""
-    """A run's folder: weights of its newest checkpoint instead of the start's."""
-    seed: int = 20260
-    compile: bool = True
-    devices: tuple[int, ...] = ()
-    """GPUs by number, all by default; they also render."""
-
-
 def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
     """Linear warm-up in steps, cosine decay in the share of the time that has gone."""
     ramp = min(1.0, (step + 1) / config.warmup)
@@ -112,11 +74,11 @@ def export(policy: FlowNetwork, state: dict[str, torch.Tensor], start: Path, out
     for path in start.iterdir():
         if path.is_file() and not path.match("model*.safetensors"):
             shutil.copy(path, temporary)
-    stored = recipe_of(policy).stored(policy.config, {k: v.to(torch.float16).cpu() for k, v in state.items()})
-    names = sorted(stored)
+    weights = stored(policy.config, {k: v.to(torch.float16).cpu() for k, v in state.items()})
+    names = sorted(weights)
     half = len(names) // 2
     for i, part in enumerate((names[:half], names[half:])):
-        save_weights({n: stored[n] for n in part}, temporary / f"model-{i}.safetensors")
+        save_weights({n: weights[n] for n in part}, temporary / f"model-{i}.safetensors")
     (temporary / RECORD).write_text(json.dumps(note))
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
@@ -155,18 +117,10 @@ class Run:
         loaded = load(newest(Path(config.resume)) if config.resume else config.start, dtype=torch.float32)
         policy, processor = loaded.model, loaded.processor
         assert isinstance(policy, FlowNetwork) and isinstance(processor, Processor)
-        self.model_config = policy.config
-        self.collecting = CollectConfig(
-            config.states, config.suites, config.held_out, config.trial_share, egl_device=number if self.on_gpu else -1
-        )
-        self.collectors = Collectors(
-            self.collecting,
-            first=rank * config.collectors,
-            count=config.collectors,
-            total=world * config.collectors,
-            seed=config.seed,
-            encode=encoder(find(config.start), processor, self.collecting.tasks),
-        )
+        numbers = range(rank * config.collectors, (rank + 1) * config.collectors)
+        encode = encoder(find(config.start), processor, config.tasks)
+        egl_device = number if self.on_gpu else -1
+        self.collectors = Collectors(config, numbers, world * config.collectors, encode, egl_device)
         prompt = len(processor.prepare(processor.example()).tokens)
         torch.manual_seed(config.seed)
         policy.placed(self.device, torch.float32)
@@ -174,10 +128,8 @@ class Run:
         if world > 1:
             for parameter in self.trainee.parameters():
                 dist.broadcast(parameter.data, 0)
-        self.store = Store(
-            config.capacity, policy.config.vision.image_size, prompt, getattr(policy.config, "state_dim", 0),
-            policy.config.action_dim, self.device,
-        )  # fmt: skip
+        size, state_dim = policy.config.vision.image_size, getattr(policy.config, "state_dim", 0)
+        self.store = Store(config.capacity, size, prompt, state_dim, policy.config.action_dim, self.device)
         self.loss_of = torch.compile(self.trainee) if config.compile else self.trainee
         self.average = Averaged(policy, config.ema, config.collectors, prompt)
         self.optimizer, self.parameters = self._optimizer()
@@ -193,13 +145,18 @@ class Run:
     def _optimizer(self) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
         """Matrices decay. Weights whose output is scaled on its way into the prefix learn more slowly by that scale."""
         decayed, plain, scaled = [], [], []
+        slow = 1.0 / self.trainee.policy.config.image_scale
         for name, parameter in self.trainee.named_parameters():
             matrix = parameter.dim() >= 2 and "embed" not in name
             (scaled if name == "policy.projector.weight" else decayed if matrix else plain).append(parameter)
         groups = [
             {"params": decayed, "weight_decay": self.config.weight_decay, "factor": 1.0},
             {"params": plain, "weight_decay": 0.0, "factor": 1.0},
-            {"params": scaled, "weight_decay": self.config.weight_decay, "factor": 1.0 / self.model_config.image_scale},
+            {
+                "params": scaled,
+                "weight_decay": self.config.weight_decay,
+                "factor": slow,
+            },
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.config.lr, betas=(0.9, 0.98), fused=self.on_gpu)
         return optimizer, [*decayed, *plain, *scaled]
@@ -325,7 +282,7 @@ class Run:
                 "episodes": {m: _won(r for r in self.recent if r[1] == m) for m in ("expert", "policy", "mixed")},
                 "held_out": {suite: _won(trials) for suite, trials in self.trials.items()},
                 "it_s": round(self.step / (time.time() - self.trained_from), 2),
-                "tasks": {t: _won(r for r in policy if r[0] == t) for t in range(self.collecting.tasks)},
+                "tasks": {t: _won(r for r in policy if r[0] == t) for t in range(self.config.tasks)},
             }
             self.history.append(line)
             print(json.dumps(line), flush=True)
@@ -333,11 +290,12 @@ class Run:
 
     def export(self, *, done: bool) -> None:
         """Write the averaged weights and the log."""
+        gpu = hardware(self.device)
         note = {
             "config": dataclasses.asdict(self.config),
             "steps": self.step,
             "world": self.world,
-            "gpu": device_name(self.device),
+            "gpu": gpu.get("gpu") or gpu["cpu"],
             "seconds": round(time.time() - self.began),
             "done": done,
             "history": self.history,
@@ -370,14 +328,7 @@ def encoder(start: Path, processor: Processor, tasks: int) -> Callable[[int, np.
 
 
 def worker(rank: int, world: int, config: TrainConfig, port: int) -> None:
-    """Entry of one process."""
     Run(rank, world, config, port).loop()
-
-
-def device_name(device: torch.device) -> str:
-    """A GPU's name, or the CPU's."""
-    found = hardware(device)
-    return found.get("gpu") or found["cpu"]
 
 
 def main(config: TrainConfig) -> None:

@@ -1,7 +1,4 @@
-"""The interface of a benchmark: one object of plain values and functions.
-
-The harness knows no benchmark by name. `python -m eval.X` passes the object of benchmark X to `eval.harness.command`.
-"""
+"""The interface of a benchmark: one object of plain values and functions. The harness knows no benchmark by name."""
 
 from __future__ import annotations
 
@@ -20,13 +17,8 @@ Observation = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """One task of a suite.
-
-    Attributes:
-        id: index in its suite, from 0.
-        instruction: the policy's prompt.
-        start_states: one for each trial, in a form that only the benchmark knows.
-    """
+    """One task of a suite. `id`: its index, from 0; `instruction`: the policy's prompt; `start_states`: one for each
+    trial, in a form that only the benchmark knows."""
 
     id: int
     name: str
@@ -36,12 +28,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks that are reported together.
-
-    Attributes:
-        tasks: in the benchmark's order; `tasks[i].id == i`.
-        max_steps: actions after which an episode is lost, by the rules of the benchmark.
-    """
+    """Tasks that are reported together: `tasks[i].id == i`; `max_steps`: actions after which an episode is lost."""
 
     name: str
     tasks: Sequence[Task]

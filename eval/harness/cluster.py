@@ -58,7 +58,7 @@ class _Simulator(_Actor):
 
 
 class RayWorkers:
-    """Simulators and replicas on a cluster. Implements `eval.harness.workers.Workers`.
+    """Simulators and replicas on a cluster, with the methods of `LocalWorkers`.
 
     Args:
         address: `auto`, `local` or HOST:PORT.

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from eval.harness.benchmark import Benchmark, Suite
 from eval.harness.options import RUNS, Arguments
 from eval.harness.policies import PolicySource
+from eval.harness.progress import stderr_console
 from eval.harness.protocol import Protocol, Shard, parse_tasks
 from eval.harness.report import policy_name, read_result, row_line
 from eval.harness.stress import parse_stress
-from eval.harness.tables import stderr_console
 from eval.script import concluded
 from vla_accel.cli.common import print_json
 from vla_accel.cli.options import read
@@ -129,8 +129,9 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
 
 def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] | None) -> PolicySource:
     if not arguments.expert:
-        source = PolicySource.parse(arguments.policy, config=arguments.config, device=arguments.device,
-                                    chunking=arguments.chunking)  # fmt: skip
+        source = PolicySource.parse(
+            arguments.policy, config=arguments.config, device=arguments.device, chunking=arguments.chunking
+        )
         if source.kind == "local" and arguments.ray is None:  # else it is on the nodes
             from vla_accel.cli.common import check_names
 
@@ -140,12 +141,9 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
         return source
     if steps is not None:
         raise ConfigError("steps: the scripted expert has no denoising steps; leave --steps out")
-    own = {field.name: field.default for field in dataclasses.fields(arguments)}["policy"]
-    for name, used in (
-        ("config", arguments.config), ("stress", arguments.stress), ("chunking", arguments.chunking != "plain"),
-        ("device", arguments.device != "auto"), ("policy", arguments.policy != own),
-    ):  # fmt: skip
-        if used:
+    own = {field.name: field.default for field in dataclasses.fields(arguments)}
+    for name in ("config", "stress", "chunking", "device", "policy"):
+        if getattr(arguments, name) != own[name]:
             raise ConfigError(f"{name}: the scripted expert reads the simulator and answers at once; leave it out")
     if benchmark.make_expert is None:
         raise ConfigError(f"expert: {benchmark.name} has none")
@@ -154,9 +152,7 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
     return PolicySource("expert")
 
 
-def _episodes(
-    benchmark: Benchmark, arguments: Arguments, suites: Sequence[Suite]
-) -> tuple[tuple[int, ...], int]:  # fmt: skip
+def _episodes(benchmark: Benchmark, arguments: Arguments, suites: Sequence[Suite]) -> tuple[tuple[int, ...], int]:
     """Task indices, the same of each suite, and trials per task."""
     counts = {suite.name: len(suite.tasks) for suite in suites}
     if arguments.tasks is not None:
@@ -194,20 +190,15 @@ def _steps(requested: tuple[int, ...] | None, own: int | None, source: PolicySou
 def _line(benchmark: Benchmark, result: dict[str, Any], errors: int) -> dict[str, Any]:
     """The JSON line at the end of a run."""
     protocol = result["protocol"]
+    rules = ("suite", "tasks", "trials", "max_steps", "seed", "stress")
     return {
         "benchmark": benchmark.name,
-        **{
-            key: protocol[key] for key in ("suite", "tasks", "trials", "max_steps", "seed", "stress") if key in protocol
-        },
+        **{key: protocol[key] for key in rules if key in protocol},
         "policy": policy_name(result),
         **({"shard": result["shard"]} if "shard" in result else {}),
         "rows": [row_line(row) for row in result["summary"]["rows"]],
         "errors": errors,
-        "elapsed_s": result["elapsed_s"],
-        "output": result["output"],
-        "figure": result["figure"],
-        "report": result["report"],
-        "videos": result["videos"],
+        **{key: result[key] for key in ("elapsed_s", "output", "figure", "report", "videos")},
     }
 
 

@@ -1,8 +1,4 @@
-"""One run from beginning to end: load, resume, play, report.
-
-`Request` holds the options of the command line; `evaluate` runs it and returns the result JSON. This module joins the
-others, and decides nothing about episodes, statistics or tables.
-"""
+"""One run from beginning to end: load, resume, play, report."""
 
 from __future__ import annotations
 
@@ -10,8 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 
@@ -19,19 +16,22 @@ from eval.harness import conditions, figures, report
 from eval.harness.benchmark import Benchmark, Suite, schema
 from eval.harness.log import EpisodeLog, log_path
 from eval.harness.options import RUNS, Arguments
-from eval.harness.pages import run_page
+from eval.harness.pages import print_run, run_page
 from eval.harness.policies import PolicySource, check_chunks
 from eval.harness.progress import EpisodeProgress
 from eval.harness.protocol import EpisodeKey, Protocol, Shard, fingerprint
-from eval.harness.rollout import EpisodeResult
 from eval.harness.runner import VIDEO_EVERY, Setup
-from eval.harness.tables import print_summary, run_title
-from eval.harness.workers import LocalWorkers, Workers
+from eval.harness.workers import LocalWorkers
 from vla_accel import latency
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.progress import going_on
 from vla_accel.report import page
+
+if TYPE_CHECKING:
+    from eval.harness.cluster import RayWorkers
+
+Workers: TypeAlias = "LocalWorkers | RayWorkers"
 
 
 @dataclass(frozen=True)
@@ -73,58 +73,51 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
         VlaAccelError: bad input, or a policy or simulator that cannot start. Episodes that crash do not raise: they
             are errors in the result.
     """
-    start = time.perf_counter()
+    start, options, name = time.perf_counter(), request.options, request.benchmark.name
     with closing(_start_workers(request, console)) as workers:
         loaded = workers.loaded
         protocol = request.protocol(loaded.metadata or {})
         if loaded.metadata is not None:
             check_chunks(loaded.metadata, request.source, protocol, supports_prev_chunk=loaded.supports_prev_chunk)
         mark = fingerprint(protocol, loaded.identity)
-        output = request.options.output or RUNS / request.benchmark.name / f"{request.label}-{mark[:8]}.json"
-        _clear(output, overwrite=request.options.overwrite)
+        output = options.output or RUNS / name / f"{request.label}-{mark[:8]}.json"
+        _clear(output, overwrite=options.overwrite)
         video_folder, filmed = _films(request, protocol, output)
         if filmed and figures.check_video_packages() == "gif":
             console.print("rollout videos are GIFs: the package imageio-ffmpeg is not installed")
         workers.warm_up(protocol, request.suites[0].tasks[protocol.tasks[0]].instruction)
-        setup = Setup(
-            request.benchmark,
-            protocol,
-            request.source,
-            video_folder=video_folder,
-            video_keys=frozenset(filmed),
-            video_every=protocol.replan_steps if request.options.film_all else VIDEO_EVERY,
-        )
         launch = conditions.launch(request.benchmark, request.command, hardware=loaded.hardware, workers=workers.size)
-        ident = {"protocol": protocol.to_json(), "policy": loaded.identity}
-        schema_of_log = schema(request.benchmark.name, "log")
-        with EpisodeLog(log_path(output), schema_of_log, mark, ident, _warner(console)) as log:
-            if request.options.retry_errors and (count := log.forget_errors()):
+        identity = {"protocol": protocol.to_json(), "policy": loaded.identity}
+        with EpisodeLog(log_path(output), schema(name, "log"), mark, identity, partial(_warn, console)) as log:
+            if options.retry_errors and (count := log.forget_errors()):
                 console.print(f"running {count} episodes again that ended in an error")
             missing = _missing(log, request.plan(protocol), console, launch["git"])
             if missing:
                 log.begin_launch(launch)
-                _play(setup, missing, workers, log, console)
+                every = protocol.replan_steps if options.film_all else VIDEO_EVERY
+                filming = {"video_folder": video_folder, "video_keys": frozenset(filmed), "video_every": every}
+                _play(Setup(request.benchmark, protocol, request.source, **filming), missing, workers, log, console)
             result = _result(request, protocol, mark, workers, log, video_folder)
-    beside = request.beside if request.beside is not None else report.stored_like(result, request.benchmark.name)
+    beside = request.beside if request.beside is not None else report.stored_like(result, name)
     result["figure"] = figures.draw_result(result, output, beside)
     result["elapsed_s"] = round(time.perf_counter() - start, 3)
     write_json(output, result, allow_nan=False)
-    html = request.options.report or (output.with_suffix(".html") if request.options.quick else None)
+    html = options.report or (output.with_suffix(".html") if options.quick else None)
     if html is not None:
         page.write(run_page(result, beside), html)
-    print_summary(console, result["summary"], title=run_title(result))
+    if not console.quiet:
+        print_run(result)
     return {**result, "output": str(output), "report": None if html is None else str(html)}
 
 
 def _start_workers(request: Request, console: Console) -> Workers:
-    source = request.source
-    expert = source.kind == "expert"
-    with nullcontext() if expert else going_on(f"loading policy {source.where}", console.print):
+    source, workers = request.source, request.options.workers
+    with nullcontext() if source.kind == "expert" else going_on(f"loading policy {source.where}", console.print):
         if request.options.ray is None:
-            return LocalWorkers(source, request.benchmark, request.options.workers or 1)
+            return LocalWorkers(source, request.benchmark, workers or 1)
         from eval.harness.cluster import RayWorkers
 
-        return RayWorkers(request.options.ray, source, request.benchmark, request.options.workers, _warner(console))
+        return RayWorkers(request.options.ray, source, request.benchmark, workers, partial(_warn, console))
 
 
 def _clear(output: Path, *, overwrite: bool) -> None:
@@ -163,8 +156,7 @@ def _missing(
 ) -> list[EpisodeKey]:
     """The episodes to play; prints how many the log holds."""
     missing = [key for key in plan if key not in log.results]
-    done = len(plan) - len(missing)
-    if done:
+    if done := len(plan) - len(missing):
         when = log.launches[-1].get("began", "an unknown time")
         console.print(
             f"{done} of {len(plan)} episodes are on record in {log.path} (last launch: "
@@ -172,7 +164,7 @@ def _missing(
             style="yellow",
         )
         if any(launch.get("git") != git for launch in log.launches):
-            console.print("warning: some of them ran with another version of the code", style="yellow")
+            _warn(console, "some of them ran with another version of the code")
     return missing
 
 
@@ -185,80 +177,51 @@ def _play(setup: Setup, episodes: list[EpisodeKey], workers: Workers, log: Episo
     ):
         for result in results:
             log.append(result)
-            progress.show(result, log.results.values(), workers.nodes())
+            progress.show(result, list(log.results.values()), workers.nodes())
 
 
 def _result(
-    request: Request,
-    protocol: Protocol,
-    mark: str,
-    workers: Workers,
-    log: EpisodeLog,
-    video_folder: Path | None,
+    request: Request, protocol: Protocol, mark: str, workers: Workers, log: EpisodeLog, video_folder: Path | None
 ) -> dict[str, Any]:
     results = {key: log.results[key] for key in request.plan(protocol) if key in log.results}
-    timed = report.comparable(results, log.launches, log.launch_of)
+    played = report.Played(protocol, results, log.launches, log.launch_of)
     suites = {suite.name: suite for suite in request.suites}
-    summary = report.summarise_run(
-        protocol,
-        results,
-        timed,
-        task_names={key.task: suites[protocol.suite_of(key)].tasks[key.task_id].instruction for key in protocol.plan()},
-        target_hz=request.options.target_hz,
-        breakdown=_breakdown(workers, log),
-    )
+    names = {key.task: suites[protocol.suite_of(key)].tasks[key.task_id].instruction for key in protocol.plan()}
     own_limit = protocol.limits == tuple(suite.max_steps for suite in request.suites)
+    source = request.benchmark.limits_by if own_limit else "--max-steps"
+    metadata = workers.loaded.metadata
+    videos = [result.video for result in results.values() if result.video]
     return {
         "schema": schema(request.benchmark.name, "result"),
         "fingerprint": mark,
-        "protocol": {
-            **protocol.to_json(),
-            "max_steps_source": request.benchmark.limits_by if own_limit else "--max-steps",
-        },
+        "protocol": {**protocol.to_json(), "max_steps_source": source},
         **({} if request.shard is None else {"shard": str(request.shard)}),
-        "policy": {
-            **workers.loaded.identity,
-            "metadata": None if workers.loaded.metadata is None else _plain(workers.loaded.metadata),
-        },
+        "policy": {**workers.loaded.identity, "metadata": None if metadata is None else _plain(metadata)},
         "command": request.command,
-        "launches": log.launches,
-        "episodes_s": round(sum(result.wall_s for result in results.values()), 3),
-        "summary": summary,
-        "videos": [
-            str(video_folder / result.video) if video_folder else result.video
-            for result in results.values()
-            if result.video
-        ],
-        "episodes": [_episode(result, log) for result in results.values()],
+        **played.to_json(names, request.options.target_hz, partial(_breakdown, workers, log)),
+        "videos": [str(video_folder / video) if video_folder else video for video in videos],
     }
 
 
-def _breakdown(workers: Workers, log: EpisodeLog) -> Callable[[int | None, report.Samples], dict[str, Any]]:
-    """Return a function that makes the breakdown JSON of `vla_accel.latency`, with the engines that really ran."""
+def _breakdown(workers: Workers, log: EpisodeLog, steps: int | None, samples: report.Samples) -> dict[str, Any]:
+    """The breakdown JSON of `vla_accel.latency`, with the engines that really ran."""
     import torch
 
-    def make(steps: int | None, samples: report.Samples) -> dict[str, Any]:
-        metadata = workers.metadata_at(steps)
-        made = latency.breakdown(
-            model=_plain(metadata.get("model", {})),
-            engines=_plain(metadata.get("engines", [])),
-            steps=steps if steps is not None else metadata.get("num_steps", 0),
-            device=torch.device("cpu"),
-            components=latency.summarise(samples.sections, samples.totals),
-            samples=len(samples.totals),
-        )
-        last = log.launches[max(log.launch_of.values())]
-        return {**made, "hardware": last["hardware"], "workers": last["workers"]}
-
-    return make
+    metadata = workers.metadata_at(steps)
+    made = latency.breakdown(
+        model=_plain(metadata.get("model", {})),
+        engines=_plain(metadata.get("engines", [])),
+        steps=steps if steps is not None else metadata.get("num_steps", 0),
+        device=torch.device("cpu"),
+        components=latency.summarise(samples.sections, samples.totals),
+        samples=len(samples.totals),
+    )
+    last = log.launches[max(log.launch_of.values())]
+    return {**made, "hardware": last["hardware"], "workers": last["workers"]}
 
 
-def _episode(result: EpisodeResult, log: EpisodeLog) -> dict[str, Any]:
-    return {**result.to_json(), "launch": log.launch_of[result.key]}
-
-
-def _warner(console: Console) -> Callable[[str], None]:
-    return lambda text: console.print(f"warning: {text}", style="yellow")
+def _warn(console: Console, text: str) -> None:
+    console.print(f"warning: {text}", style="yellow")
 
 
 def _plain(value: Any) -> Any:

@@ -1,14 +1,11 @@
-"""Pictures of a run: rollout videos and the latency of each component as stacked bars.
+"""Pictures of a run: rollout videos, and the latency of each component as stacked bars.
 
-Videos are MP4 where the package `imageio-ffmpeg` is installed, otherwise GIF. Files are written
-under a temporary name and then renamed. Nothing here knows where frames or numbers came from.
-Needs `imageio` (videos) and `matplotlib` (bars, drawn by `vla_accel.report`), imported when used.
+Videos are MP4 where the package `imageio-ffmpeg` is installed, otherwise GIF.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,11 @@ import numpy as np
 
 from eval.harness.pages import bars_of
 from eval.harness.report import policy_name
+from eval.script import write_png
 from vla_accel.errors import DependencyError
 from vla_accel.files import replacing
 from vla_accel.report import charts
+from vla_accel.report.conditions import machine
 
 
 class VideoRecorder:
@@ -35,7 +34,7 @@ class VideoRecorder:
         self.every = every
         self.fps = control_hz / every  # the video runs in simulated time
         self._cameras = cameras
-        self.frames: list[np.ndarray] = []
+        self.frames: list[Any] = []
 
     def add(self, observation: Mapping[str, Any]) -> None:
         """Keep the images of an observation, uint8 (H, W, 3) and of one height."""
@@ -56,7 +55,8 @@ def check_video_packages() -> str:
 def write_video(recorder: VideoRecorder, stem: Path) -> Path:
     """Write the frames to `stem` plus `.mp4` or `.gif`; returns that path."""
     suffix = check_video_packages()
-    imageio = _import("imageio.v2")
+    import imageio.v2 as imageio
+
     path = stem.with_name(f"{stem.name}.{suffix}")
     with replacing(path) as temporary:
         if suffix == "mp4":
@@ -69,38 +69,14 @@ def write_video(recorder: VideoRecorder, stem: Path) -> Path:
 def draw_result(
     result: Mapping[str, Any], output: Path, beside: Mapping[str, Mapping[str, Any]] | None = None
 ) -> str | None:
-    """Draw the latencies of a result next to its file `output`, with those of other runs by name; returns
-    the path of the picture, or None if nothing was timed."""
+    """Draw the latencies of a result as stacked bars next to its file `output`, with those of other runs by name and a
+    line at the target rate; returns the path of the picture, or None if nothing was timed."""
     rows = [row for row in result["summary"]["rows"] if row["breakdown"]]
     if not rows:
         return None
-    hardware = rows[0]["breakdown"]["hardware"]
-    path = draw_latency(
-        output.with_suffix(".latency.png"),
-        bars_of({"this run": result, **(beside or {})}),
-        title=f"{policy_name(result)} on {hardware.get('gpu') or hardware['cpu']}",
-        target_hz=rows[0]["target"]["target_hz"],
-    )
-    return str(path)
-
-
-def draw_latency(path: Path, bars: Sequence[charts.Bar], *, title: str, target_hz: float) -> Path:
-    """Draw one stacked bar per row, with a line where `target_hz` would be.
-
-    Args:
-        path: PNG to write.
-        bars: mean milliseconds by component, in the order they are stacked.
-    """
+    target_hz, path = rows[0]["target"]["target_hz"], output.with_suffix(".latency.png")
+    title = f"{policy_name(result)} on {machine(rows[0]['breakdown']['hardware'])}"
+    bars = bars_of({"this run": result, **(beside or {})})
     limit = (1e3 / target_hz, f"{target_hz:g} Hz")
-    figure = charts.stacked(bars, unit=f"mean latency of one call [ms]: {title}", narrow=False, limit=limit)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=130)
-    return path
-
-
-def _import(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise DependencyError(f"videos need the package {package}: pip install {package} ({error})") from error
+    write_png(charts.stacked(bars, unit=f"mean latency of one call [ms]: {title}", narrow=False, limit=limit), path)
+    return str(path)

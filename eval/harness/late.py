@@ -1,8 +1,7 @@
 """Success against latency, with plain and with guided chunks: a run of its own for each point.
 
-`eval.harness.evaluation` plays a point under `latency=K`, and keeps its result and log in a folder, so that the same
-command continues after an interrupt. Latency is counted in simulated control ticks, so it does not depend on the
-machine that plays the simulator.
+Each point is played under `latency=K` and keeps its result and log in a folder, so that the same command continues
+after an interrupt. Latency is counted in simulated control ticks, so it does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -13,17 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from eval.harness import command, options
 from eval.harness.benchmark import Benchmark, schema
 from eval.harness.evaluation import evaluate
 from eval.harness.pairs import described
 from eval.harness.policies import Chunking
-from eval.harness.tables import stderr_console
+from eval.harness.progress import stderr_console
 from eval.script import concluded, write_png
 from vla_accel.cli.common import print_json
 from vla_accel.cli.options import Argument, Within, read
-from vla_accel.errors import DependencyError
 from vla_accel.files import without_folders, write_json
+from vla_accel.report.charts import figure_class
 from vla_accel.report.colours import PARTS
 
 LABELS = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
@@ -87,7 +88,15 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
         console.print(f"{LABELS[chunking]}, {ticks} ticks late", style="bold")
         result = evaluate(request, console)
         first = first or result
-        rows += _rows(result, ticks, 1e3 * ticks / benchmark.control_hz, _kind(result, chunking))
+        ms, kind = 1e3 * ticks / benchmark.control_hz, _kind(result, chunking)
+        for row in result["summary"]["rows"]:
+            breakdown = row["breakdown"]
+            rows.append({
+                **{"chunking": kind, "latency_ticks": ticks, "latency_ms": ms, "steps": row["steps"]},
+                **row["success"],
+                "mean_env_steps_of_successes": row["mean_env_steps_of_successes"],
+                "call_ms": breakdown["components"]["total"]["p50_ms"] if breakdown else None,
+            })  # fmt: skip
     assert first is not None
     stress = {name: value for name, value in first["protocol"].get("stress", {}).items() if name != "latency"}
     grid = {
@@ -111,45 +120,32 @@ def _kind(result: Mapping[str, Any], chunking: Chunking) -> str:
     return "trained" if chunking == "rtc" and config.get("rtc", {}).get("trained") else chunking
 
 
-def _rows(result: Mapping[str, Any], ticks: int, ms: float, chunking: str) -> list[dict[str, Any]]:
-    """A point's rows, one a step count."""
-    rows = []
-    for row in result["summary"]["rows"]:
-        breakdown, point = row["breakdown"], {"chunking": chunking, "latency_ticks": ticks, "latency_ms": ms}
-        rows.append({
-            **point,
-            "steps": row["steps"],
-            **row["success"],
-            "mean_env_steps_of_successes": row["mean_env_steps_of_successes"],
-            "call_ms": breakdown["components"]["total"]["p50_ms"] if breakdown else None,
-        })  # fmt: skip
-    return rows
-
-
 def figure(grid: Mapping[str, Any]) -> Any:
     """Success against latency, a line for each chunking and step count, with 95 % intervals: a matplotlib figure."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise DependencyError(f"pictures need matplotlib: pip install 'vla_accel[report]' ({error})") from error
-    drawn = Figure(figsize=(7.0, 4.2), layout="constrained")
+    drawn = figure_class()(figsize=(7.0, 4.2), layout="constrained")
     axes = drawn.add_subplot()
-    steps = list(dict.fromkeys(row["steps"] for row in grid["rows"]))
-    lines = [(c, n) for c in LABELS for n in steps if any((r["chunking"], r["steps"]) == (c, n) for r in grid["rows"])]
+    rows, steps = grid["rows"], list(dict.fromkeys(row["steps"] for row in grid["rows"]))
+    lines = [(c, n) for c in LABELS for n in steps if any((r["chunking"], r["steps"]) == (c, n) for r in rows)]
     for index, (chunking, count) in enumerate(lines):
-        mine = [r for r in grid["rows"] if (r["chunking"], r["steps"]) == (chunking, count) and r["rate"] is not None]
-        rates = [100 * r["rate"] for r in mine]
-        spread = [[rate - 100 * r["wilson_95_low"] for rate, r in zip(rates, mine, strict=True)],
-                  [100 * r["wilson_95_high"] - rate for rate, r in zip(rates, mine, strict=True)]]  # fmt: skip
-        # Side by side, so that equal rates do not hide each other.
+        mine = [r for r in rows if (r["chunking"], r["steps"]) == (chunking, count) and r["rate"] is not None]
+        low, rates, high = (np.array([100 * r[k] for r in mine]) for k in ("wilson_95_low", "rate", "wilson_95_high"))
+        # Next to each other, so that equal rates do not hide each other.
         places = [r["latency_ticks"] + 0.06 * (index - (len(lines) - 1) / 2) for r in mine]
-        label = LABELS[chunking] + (f", {count} steps" if len(steps) > 1 else "")
-        style = ("-", "--", ":", "-.")[steps.index(count) % 4]
-        axes.errorbar(places, rates, yerr=spread, label=label, color=COLOURS[chunking], linestyle=style, marker="o",
-                      markersize=4, capsize=3, linewidth=1.4)  # fmt: skip
+        axes.errorbar(
+            places,
+            rates,
+            yerr=[rates - low, high - rates],
+            label=LABELS[chunking] + (f", {count} steps" if len(steps) > 1 else ""),
+            color=COLOURS[chunking],
+            linestyle=("-", "--", ":", "-.")[steps.index(count) % 4],
+            marker="o",
+            markersize=4,
+            capsize=3,
+            linewidth=1.4,
+        )
     tick_ms = 1e3 / grid["control_hz"]
     axes.secondary_xaxis("top", functions=(lambda t: t * tick_ms, lambda ms: ms / tick_ms)).set_xlabel("latency [ms]")
-    axes.set_xticks(sorted({row["latency_ticks"] for row in grid["rows"]}))
+    axes.set_xticks(sorted({row["latency_ticks"] for row in rows}))
     axes.set_xlabel(f"control ticks from an observation to its actions ({grid['control_hz']:g} Hz)")
     axes.set_ylabel("success [%], 95 % intervals")
     axes.set_ylim(0, 102)

@@ -18,7 +18,7 @@ from eval.harness.rollout import EpisodeResult
 from vla_accel.errors import ConfigError
 from vla_accel.files import LineFile
 
-Warn = Callable[[str], None]
+AFRESH = "--overwrite starts afresh"
 
 
 class EpisodeLog:
@@ -26,7 +26,7 @@ class EpisodeLog:
 
     Args:
         path: the file, created with its folder if missing.
-        schema: what its header states.
+        schema: of its header.
         fingerprint: of this run; a log of another run is refused.
         identity: what the fingerprint was made from (JSON types), to name where two runs differ.
         warn: receives a message for each dropped line.
@@ -40,18 +40,19 @@ class EpisodeLog:
         ConfigError: the log belongs to another run, is damaged, or another process writes it.
     """
 
-    def __init__(self, path: Path, schema: str, fingerprint: str, identity: Mapping[str, Any], warn: Warn) -> None:
+    def __init__(
+        self, path: Path, schema: str, fingerprint: str, identity: Mapping[str, Any], warn: Callable[[str], None]
+    ) -> None:
         self.path = path
-        self._schema = schema
         self.results: dict[EpisodeKey, EpisodeResult] = {}
         self.launches: list[dict[str, Any]] = []
         self.launch_of: dict[EpisodeKey, int] = {}
         self._warn = warn
         self._file = LineFile(path)
         try:
-            self._load(fingerprint, identity)
+            self._load({"schema": schema, "fingerprint": fingerprint, "identity": dict(identity)})
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def __enter__(self) -> EpisodeLog:
@@ -73,13 +74,11 @@ class EpisodeLog:
         """Record one episode, on disk before this returns.
 
         Raises:
-            ConfigError: the episode is on record already, or no launch was begun.
+            ConfigError: the episode is on record already.
             OutputError: it cannot be written, and the log is as before.
         """
         if result.key in self.results:
             raise ConfigError(f"{self.path}: the episode {result.key} is already recorded")
-        if not self.launches:
-            raise ConfigError(f"{self.path}: begin a launch before appending episodes")
         self._write({"kind": "episode", **result.to_json()})
         self._remember(result)
 
@@ -93,66 +92,55 @@ class EpisodeLog:
             del self.results[key], self.launch_of[key]
         return len(struck)
 
-    def _load(self, fingerprint: str, identity: Mapping[str, Any]) -> None:
-        whole, cut = self._file.read()
+    def _load(self, header: dict[str, Any]) -> None:
+        lines, cut = self._file.read()
         if cut:
             self._warn(
                 f"{self.path}: dropped the last line, {cut} bytes of an episode whose writing was interrupted; that "
                 "episode runs again"
             )
-        lines = [self._parse(i, line) for i, line in enumerate(whole, start=1)]
         if not lines:
-            header = {"schema": self._schema, "fingerprint": fingerprint, "identity": dict(identity)}
             self._write({"kind": "header", **header})
-            return
-        self._check_header(lines[0], fingerprint, identity)
-        for number, line in enumerate(lines[1:], start=2):
-            self._read(number, line)
-
-    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
-            data = json.loads(line)
+        for number, line in enumerate(lines, start=1):
+            where = f"{self.path}, line {number}"
+            try:
+                data = json.loads(line)
+            except ValueError:
+                data = None
             if not isinstance(data, dict):
-                raise ValueError("not an object")
-        except ValueError as error:
-            raise ConfigError(
-                f"{self.path}, line {number}: expected one JSON object, got {line[:60]!r} "
-                f"({error}); --overwrite starts afresh"
-            ) from None
-        return data
+                raise ConfigError(f"{where}: expected one JSON object, got {line[:60]!r}; {AFRESH}")
+            if number == 1:
+                self._check_header(where, data, header)
+            else:
+                self._read(where, data)
 
-    def _check_header(self, header: dict[str, Any], fingerprint: str, identity: Mapping[str, Any]) -> None:
-        if header.get("schema") != self._schema:
+    def _check_header(self, where: str, found: dict[str, Any], header: dict[str, Any]) -> None:
+        if found.get("schema") != header["schema"]:
             raise ConfigError(
-                f"{self.path}, line 1: expected a header of schema {self._schema!r}, "
-                f"got {header.get('schema')!r}; --overwrite starts afresh"
+                f"{where}: expected a header of schema {header['schema']!r}, got {found.get('schema')!r}; {AFRESH}"
             )
-        if header.get("fingerprint") != fingerprint:
-            what = differences(header.get("identity", {}), identity)
+        if found.get("fingerprint") != header["fingerprint"]:
+            what = differences(found.get("identity", {}), header["identity"])
             raise ConfigError(
                 f"{self.path} belongs to another run: {what}. Give --output another name, or --overwrite to start "
                 "afresh"
             )
 
-    def _read(self, number: int, line: dict[str, Any]) -> None:
-        kind = line.pop("kind", None)
+    def _read(self, where: str, data: dict[str, Any]) -> None:
+        kind = data.pop("kind", None)
         if kind == "launch":
-            self.launches.append(line)
+            self.launches.append(data)
             return
         if kind != "episode" or not self.launches:
-            raise ConfigError(
-                f"{self.path}, line {number}: expected a launch, then episodes, got {kind!r}; --overwrite starts afresh"
-            )
+            raise ConfigError(f"{where}: expected a launch, then episodes, got {kind!r}; {AFRESH}")
         try:
-            result = EpisodeResult.from_json(line)
+            result = EpisodeResult.from_json(data)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{self.path}, line {number}: not an episode ({error!r}); --overwrite starts afresh"
-            ) from None
+            raise ConfigError(f"{where}: not an episode ({error!r}); {AFRESH}") from None
         if result.key in self.results:
-            self._warn(f"{self.path}, line {number}: {result.key} appears twice; the first counts")
-            return
-        self._remember(result)
+            self._warn(f"{where}: {result.key} appears twice; the first counts")
+        else:
+            self._remember(result)
 
     def _remember(self, result: EpisodeResult) -> None:
         self.results[result.key] = result
@@ -167,16 +155,9 @@ def log_path(output: Path) -> Path:
     return output.with_name(output.stem + ".episodes.jsonl")
 
 
-def differences(old: Any, new: Any) -> str:
+def differences(old: Any, new: Any, where: str = "") -> str:
     """Where two identities (JSON types) differ, leaf by leaf, for a reader."""
-    return "; ".join(_leaves(old, new, ""))
-
-
-def _leaves(old: Any, new: Any, where: str) -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return [
-            text
-            for key in sorted({*old, *new})
-            for text in _leaves(old.get(key), new.get(key), f"{where}.{key}".lstrip("."))
-        ]
-    return [] if old == new else [f"{where} was {json.dumps(old)}, now {json.dumps(new)}"]
+        found = (differences(old.get(k), new.get(k), f"{where}.{k}".lstrip(".")) for k in sorted({*old, *new}))
+        return "; ".join(filter(None, found))
+    return "" if old == new else f"{where} was {json.dumps(old)}, now {json.dumps(new)}"

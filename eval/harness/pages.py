@@ -1,7 +1,5 @@
-"""Reports of evaluations, as pages that open offline: one run, and runs compared episode by episode.
-
-Made from the result JSON and the videos that it names.
-"""
+"""Reports of evaluations: one run, and runs compared episode by episode, as pages that open offline and as tables on
+the terminal. Made from the result JSON and the videos that it names."""
 
 from __future__ import annotations
 
@@ -11,28 +9,81 @@ from typing import Any
 
 from eval.harness.protocol import EpisodeKey
 from eval.harness.report import mean_parts, policy_name
+from vla_accel.cli.common import print_table
 from vla_accel.report import charts
 from vla_accel.report.conditions import conditions, ledger, machine
-from vla_accel.report.page import FILMS, MOST_FILMS, Cell, Films, Number, Page, Picture, Section, Table, Text
+from vla_accel.report.page import (
+    FILMS,
+    MOST_FILMS,
+    Cell,
+    Films,
+    Item,
+    Number,
+    Page,
+    Picture,
+    Section,
+    Table,
+    Text,
+    bars_picture,
+)
 
 Result = Mapping[str, Any]
+Named = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 def run_page(result: Result, others: Mapping[str, Result] | None = None) -> Page:
     """The page of one run. `others`: runs by name, whose latencies are shown for comparison."""
-    rows, protocol = result["summary"]["rows"], result["protocol"]
-    launch = result["launches"][-1]
-    rates = "; ".join(f"{_rate(row['success'])}{_at(row['steps'])}" for row in rows)
+    summary, launch = result["summary"], result["launches"][-1]
+    rows = [(_steps(row["steps"]), row) for row in summary["rows"]]
+    success: list[Item] = [_success([(name, row["success"]) for name, row in rows], "denoising steps")]
+    suites = [(f"{suite['suite']}, {name}", suite) for name, row in rows for suite in row.get("suites", ())]
+    if suites:
+        success.append(_success(suites, "suite"))
     sections = [
-        Section("Success", [_success([(_steps(row["steps"]), row["success"]) for row in rows], "denoising steps"),
-                            _tasks([(_steps(row["steps"]), row) for row in rows])]),
-        Section("Latency", latency_items({"this run": result, **(others or {})})),
+        Section("Success", [*success, _tasks(rows)]),
+        Section("Latency", [*latency_items({"this run": result, **(others or {})}), *_fit(summary), *_target(summary)]),
         Section("Films", _own_films(result)),
-        ledger((_steps(row["steps"]), row["breakdown"]["engines"]) for row in rows if row["breakdown"]),
-        Section("Warnings", [Text(warning) for warning in result["summary"]["warnings"]]),
-        conditions(result["command"], launch["hardware"], launch["software"], **_rules(protocol)),
-    ]  # fmt: skip
-    return Page(f"{policy_name(result)} on {protocol['suite']}", f"Success: {rates}.", sections)
+        ledger((name, row["breakdown"]["engines"]) for name, row in rows if row["breakdown"]),
+        Section("Warnings", [Text(warning) for warning in summary["warnings"]]),
+        conditions(result["command"], launch["hardware"], launch["software"], **_rules(result["protocol"])),
+    ]
+    rates = "; ".join(f"{_rate(row['success'])}{_at(row['steps'])}" for row in summary["rows"])
+    return Page(run_title(result), f"Success: {rates}.", sections)
+
+
+def run_title(result: Result) -> str:
+    """The policy, the suite, and how much of it was played."""
+    protocol = result["protocol"]
+    part = f", part {result['shard']}" if "shard" in result else ""
+    stress = "".join(f", {name} {value:g}" for name, value in protocol.get("stress", {}).items())
+    several = " of each" if "," in protocol["suite"] else ""
+    limit = protocol["max_steps"]
+    limit = limit if isinstance(limit, int) else " and ".join(map(str, limit))
+    tasks, trials = len(protocol["tasks"]), protocol["trials"]
+    return (
+        f"{policy_name(result)} on {protocol['suite']}: {tasks} task{'s' * (tasks > 1)}{several} x {trials} "
+        f"trial{'s' * (trials > 1)}{part}, {limit} actions at most (limit: {protocol['max_steps_source']}){stress}"
+    )
+
+
+def print_run(result: Result) -> None:
+    """Print success, latency and warnings of a run."""
+    page = run_page(result)
+    print(f"\n{page.title}")
+    for section in page.sections:
+        for item in section.items if section.title in ("Success", "Latency") else ():
+            if isinstance(item, Text):
+                print(item.text)
+            elif isinstance(item, Picture | Table):
+                print_figures(item.figures if isinstance(item, Picture) else item)
+    for warning in result["summary"]["warnings"]:
+        print(f"warning: {warning}")
+
+
+def print_figures(table: Table) -> None:
+    """Print a table of a page."""
+    print(table.title)  # by itself: rich would wrap it to the width of the table
+    print_table("", table.header, [[str(cell) for cell in row] for row in table.rows])
 
 
 def paired_page(report: Mapping[str, Any], results: Mapping[str, Result]) -> Page:
@@ -43,48 +94,62 @@ def paired_page(report: Mapping[str, Any], results: Mapping[str, Result]) -> Pag
         f"(McNemar, exact: p = {row['mcnemar_exact_p']:.3g})"
         for row in rows
     )
-    rates = [(f"{reference}{_at(row['steps'])}", row["reference"]) for row in rows]
-    rates = [*dict(rates).items(), *((f"{row['name']}{_at(row['steps'])}", row["other"]) for row in rows)]
+    mine = {f"{reference}{_at(row['steps'])}": row["reference"] for row in rows}
+    rates = [*mine.items(), *((f"{row['name']}{_at(row['steps'])}", row["other"]) for row in rows)]
     films = _lost_films(rows, results, reference)
     runs = [(f"{name}{_at(row['steps'])}", row) for name, r in results.items() for row in r["summary"]["rows"]]
     last = report["policies"][reference]
+    rules = {"note": report.get("note"), **_rules(report["protocol"])}
     sections = [
-        Section("Success", [_success(rates, "policy"), _pairs(rows), _tasks(runs)]),
+        Section("Success", [_success(rates, "policy"), pairs_table(report), _tasks(runs)]),
         Section("Latency", latency_items(results)),
         Section("Episodes that only one of them won", [_discordant(rows), *films]),
         ledger((name, policy["engines"]) for name, policy in report["policies"].items()),
-        conditions(report["command"], last["hardware"], last["software"], note=report.get("note"),
-                   **_rules(report["protocol"])),
-    ]  # fmt: skip
+        conditions(report["command"], last["hardware"], last["software"], **rules),
+    ]
     return Page(f"Compared with {reference}", f"{summary}.", sections)
+
+
+def pairs_table(report: Mapping[str, Any]) -> Table:
+    """The pairs of each policy with the reference, and of each suite where there are several."""
+    body: list[list[Cell]] = []
+    for row in report["rows"]:
+        suites = [(f"{suite['suite']}, {row['name']}", suite) for suite in row.get("suites", ())]
+        for name, pairs in [(row["name"], row), *suites]:
+            least = pairs["smallest_difference"]
+            body.append([
+                f"{name}{_at(row['steps'])}",
+                *(Number(pairs[n], "{}") for n in ("pairs", "both", "lost", "gained", "neither")),
+                _rate(pairs["reference"]),
+                _rate(pairs["other"]),
+                Number(pairs["mcnemar_exact_p"], "{:.3g}"),
+                Number(least, "{:.1%}"),
+                f"{pairs['reference']['errors']} and {pairs['other']['errors']}",
+            ])  # fmt: skip
+    title = f"Pairs with {report['reference']}; p: McNemar, exact; sees: with 80 % power at 5 %"
+    header = ("run", "pairs", "both", "lost", "gained", "neither", "reference", "this", "p", "sees", "errors")
+    return Table(title, header, body)
 
 
 def latency_items(results: Mapping[str, Result]) -> list[Picture]:
     """Mean latencies of named runs over steps, stacked by part; nothing where nothing was timed."""
-    timed = [(name, row) for name, r in results.items() for row in r["summary"]["rows"] if row["breakdown"]]
+    timed = [row for r in results.values() for row in r["summary"]["rows"] if row["breakdown"]]
     if not timed:
         return []
     bars = bars_of(results)
     names = list(dict.fromkeys(part for bar in bars for part in bar.parts))
     body: list[list[Cell]] = []
-    for bar, (_, row) in zip(bars, timed, strict=True):
-        parts = row["breakdown"]["components"]
-        total = parts["total"]
-        # The unexplained rest is no measured part; all others are the JSON's own figures.
-        body.append([
-            bar.label, Number(total["mean_ms"]), Number(total["p50_ms"]), Number(total["p99_ms"]),
-            Number(row["breakdown"]["hz"], "{:.1f}"), *(Number(bar.parts.get(name)) for name in names),
-        ])  # fmt: skip
-    target = timed[0][1]["target"]
+    for bar, row in zip(bars, timed, strict=True):
+        total = row["breakdown"]["components"]["total"]
+        times = [Number(total[name]) for name in ("mean_ms", "p50_ms", "p99_ms")]
+        hz = Number(row["breakdown"]["hz"], "{:.1f}")
+        body.append([bar.label, *times, hz, *(Number(bar.parts.get(name)) for name in names)])
+    target = timed[0]["target"]
+    where = ", ".join(dict.fromkeys(machine(row["breakdown"]["hardware"]) for row in timed))
+    title = f"Mean latency of a call over denoising steps, stacked by part ({where})"
+    header = ["run", "mean ms", "median ms", "p99 ms", "Hz", *(f"{n} ms" for n in names)]
     limit = (1e3 / target["target_hz"], f"{target['target_hz']:g} Hz")
-    where = ", ".join(dict.fromkeys(machine(row["breakdown"]["hardware"]) for _, row in timed))
-    words = "; ".join(f"{bar.label}: {sum(bar.parts.values()):.1f} ms" for bar in bars)
-    return [Picture(
-        f"Mean latency of a call over denoising steps, stacked by part ({where})",
-        f"Stacked bars: {words}.",
-        lambda narrow: charts.stacked(bars, unit="mean of one call [ms]", narrow=narrow, limit=limit),
-        Table("Latency of a call", ["run", "mean ms", "median ms", "p99 ms", "Hz", *(f"{n} ms" for n in names)], body),
-    )]  # fmt: skip
+    return [bars_picture(title, bars, "mean of one call [ms]", Table("Latency of a call", header, body), limit)]
 
 
 def bars_of(results: Mapping[str, Result]) -> list[charts.Bar]:
@@ -101,13 +166,50 @@ def bars_of(results: Mapping[str, Result]) -> list[charts.Bar]:
     return found
 
 
-def _success(rates: Sequence[tuple[str, Mapping[str, Any]]], first: str) -> Picture:
+def _fit(summary: Mapping[str, Any]) -> list[Table]:
+    fit = summary["denoise_fit"]
+    if not fit:
+        return []
+    line = f"{fit['component']} time = {fit['intercept_ms']:.2f} ms + {fit['slope_ms']:.2f} ms x steps"
+    line += " (two points define the line)" if len(fit["rows"]) == 2 else ""
+    times, error = ("predicted_ms", "measured_ms"), "error_percent"
+    body = [[str(r["steps"]), *(Number(r[n]) for n in times), Number(r[error], "{:+.1f}%")] for r in fit["rows"]]
+    return [Table(line, ("steps", "predicted ms", "measured ms", "error"), body)]
+
+
+def _target(summary: Mapping[str, Any]) -> list[Table | Text]:
+    """What the components of the fastest step count would have to reach for the target rate, and the verdict."""
+    timed = [row for row in summary["rows"] if row["target"] and row["target"]["components"]]
+    if not timed:
+        return []
+    fastest = min(timed, key=lambda row: row["target"]["total_ms"])
+    target, steps = fastest["target"], fastest["steps"]
+    hz, now = f"{target['target_hz']:g} Hz", f"{target['total_ms']:.1f} ms ({1e3 / target['total_ms']:.1f} Hz)"
+    body: list[list[Cell]] = []
+    for name, goal in target["components"].items():
+        reach: tuple[Cell, Cell] = (Number(goal["allowed_ms"]), Number(goal["speedup"], "{:.1f}x"))
+        if target["met"] or goal["allowed_ms"] is None:
+            reach = ("keep" if target["met"] else "not enough alone", "-")
+        body.append([name, Number(goal["now_ms"]), *reach])
+    title = f"For {hz} ({target['budget_ms']:.1f} ms){_at(steps)}, each component alone"
+    if target["met"]:
+        verdict = f"{hz} is met: a call takes {now}."
+    else:
+        name, largest = max(target["components"].items(), key=lambda item: item[1]["now_ms"])
+        verdict = (
+            f"{hz} is not met: a call takes {now}, {target['overall_speedup']:.2f}x too long. {name} is the largest "
+            f"part, and making it faster alone {'cannot' if largest['allowed_ms'] is None else 'can'} be enough."
+        )
+    return [Table(title, ("component", "now ms", "must reach ms", "speed-up"), body), Text(verdict)]
+
+
+def _success(rates: Named, first: str) -> Picture:
     labels = [label for label, _ in rates]
     values = [(r["rate"], r["wilson_95_low"], r["wilson_95_high"]) for _, r in rates]
     body = [
-        [label, Number(r["successes"], "{}"), Number(r["episodes"], "{}"), Number(r["rate"], "{:.1%}"),
-         Number(r["wilson_95_low"], "{:.1%}"), Number(r["wilson_95_high"], "{:.1%}"), Number(r["errors"], "{}")]
-        for label, r in rates
+        [label, *(Number(r[n], "{}") for n in ("successes", "episodes")),
+         *(Number(v, "{:.1%}") for v in interval), Number(r["errors"], "{}")]
+        for (label, r), interval in zip(rates, values, strict=True)
     ]  # fmt: skip
     header = (first, "successes", "episodes", "rate", "from (95 %)", "to (95 %)", "errors")
     return Picture(
@@ -118,34 +220,24 @@ def _success(rates: Sequence[tuple[str, Mapping[str, Any]]], first: str) -> Pict
     )
 
 
-def _tasks(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Picture:
+def _tasks(runs: Named) -> Picture:
     """Success by task; the tasks of all runs are the same."""
-    tasks = [task["task"] for task in runs[0][1]["tasks"]]
     columns = [label for label, _ in runs]
-    values = [[row["tasks"][i]["rate"] for _, row in runs] for i in range(len(tasks))]
+    same = list(zip(*(row["tasks"] for _, row in runs), strict=True))
+    tasks = [f"{task.get('suite', '')} {task['task_id']}: {task['task']}".strip() for task, *_ in same]
+    values = [[one["rate"] for one in line] for line in same]
     body: list[list[Cell]] = [
-        [task, *(Number(row["tasks"][i]["rate"], f"{{:.0%}} ({_count(row['tasks'][i])})") for _, row in runs)]
-        for i, task in enumerate(tasks)
+        [task, *(Number(one["rate"], f"{{:.0%}} ({_count(one)})") for one in line)]
+        for task, line in zip(tasks, same, strict=True)
     ]
-    worst = min((v, task) for line, task in zip(values, tasks, strict=True) for v in line if v is not None) if any(
-        v is not None for line in values for v in line
-    ) else None  # fmt: skip
+    rates = [(v, task) for line, task in zip(values, tasks, strict=True) for v in line if v is not None]
+    worst = f"; the lowest is {100 * min(rates)[0]:.0f} % at: {min(rates)[1]}" if rates else ""
     return Picture(
         "Success by task; light cells are the failures",
-        "A map of success by task" + (f"; the lowest is {100 * worst[0]:.0f} % at: {worst[1]}." if worst else "."),
+        f"A map of success by task{worst}.",
         lambda narrow: charts.heat(tasks, columns, values, narrow=narrow),
         Table("Success by task", ("task", *columns), body),
     )
-
-
-def _pairs(rows: Sequence[Mapping[str, Any]]) -> Table:
-    names = ("pairs", "both", "lost", "gained", "neither")
-    body = [
-        [f"{row['name']}{_at(row['steps'])}", *(Number(row[n], "{}") for n in names),
-         Number(row["mcnemar_exact_p"], "{:.3g}")]
-        for row in rows
-    ]  # fmt: skip
-    return Table("Pairs of episodes with the reference", ("policy", *names, "p (McNemar, exact)"), body)
 
 
 def _discordant(rows: Sequence[Mapping[str, Any]]) -> Table | Text:
@@ -164,38 +256,28 @@ def _lost_films(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Result]
     lost, gained = [], []
     for row in rows:
         for episode in row["discordant"]:
-            key = _key({**episode, "steps": row["steps"]})
+            key = EpisodeKey.from_json({**episode, "steps": row["steps"]})
             both = [(name, filmed[name][key]) for name in (reference, row["name"]) if key in filmed[name]]
             if len(both) == 2:
                 how, kept = ("lost", lost) if episode["won_by"] == "reference" else ("gained", gained)
-                title = f"{row['name']} {how} {_title(key)}"
-                kept.append(Films(title, both))
+                kept.append(Films(f"{row['name']} {how} {key}", both))
     return [*lost, *gained][:MOST_FILMS]
 
 
 def _own_films(result: Result) -> list[Films]:
-    outcomes = {_key(e): e for e in result["episodes"]}
+    outcomes = {EpisodeKey.from_json(e): e for e in result["episodes"]}
     shown = []
     for key, path in list(_films_of(result).items())[:MOST_FILMS]:
         outcome = "error" if outcomes[key].get("error") else "won" if outcomes[key]["success"] else "lost"
-        title = _title(key)
-        shown.append(Films(f"{title[0].upper()}{title[1:]}: {outcome}", [("rollout", path)]))
+        shown.append(Films(f"{key}: {outcome}", [("rollout", path)]))
     return shown
-
-
-def _key(episode: Mapping[str, Any]) -> EpisodeKey:
-    return EpisodeKey(episode["steps"], episode["task_id"], episode["trial"], episode.get("suite", ""))
-
-
-def _title(key: EpisodeKey) -> str:
-    return f"{key.suite} task {key.task_id}, trial {key.trial}".lstrip() + _at(key.steps)
 
 
 def _films_of(result: Result) -> dict[EpisodeKey, Path]:
     """The videos of episodes that still exist."""
     there = {path.name: path for name in result.get("videos") or [] if (path := Path(name)).is_file()}
     return {
-        _key(e): there[e["video"]]
+        EpisodeKey.from_json(e): there[e["video"]]
         for e in result["episodes"]
         if e.get("video") in there and there[e["video"]].suffix in FILMS
     }

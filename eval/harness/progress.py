@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -10,6 +10,15 @@ from rich.table import Column
 
 from eval.harness import report
 from eval.harness.rollout import EpisodeResult
+
+Nodes = Mapping[str, tuple[int, int]]
+UNWATCHED = 180  # columns without a terminal
+
+
+def stderr_console() -> Console:
+    """The console for progress; without a terminal its lines are long. Brackets are no markup."""
+    width = None if Console(stderr=True).is_terminal else UNWATCHED
+    return Console(stderr=True, highlight=False, markup=False, emoji=False, width=width)
 
 
 class EpisodeProgress:
@@ -41,10 +50,8 @@ class EpisodeProgress:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def show(self, result: EpisodeResult, results: Iterable[EpisodeResult], nodes: Mapping[str, tuple[int, int]]
-             ) -> None:  # fmt: skip
+    def show(self, result: EpisodeResult, results: Sequence[EpisodeResult], nodes: Nodes) -> None:
         """Show one more result. `results`: all recorded; `nodes`: simulators and finished episodes by machine."""
-        results = list(results)
         rate = report.rate_of(results)
         note = (
             f"{result.key}: {result.outcome}, {result.env_steps} actions, "

@@ -1,8 +1,4 @@
-"""What one evaluation run measures: the rules of its episodes, and which episodes they are.
-
-`Protocol` is plain data that checks its own numbers. `fingerprint` distinguishes runs, so that an episode log is only
-continued by the run that began it.
-"""
+"""What one evaluation run measures: the rules of its episodes, and which episodes they are."""
 
 from __future__ import annotations
 
@@ -23,14 +19,8 @@ _MOST = 100_000
 
 @dataclass(frozen=True)
 class EpisodeKey:
-    """One episode of a run.
-
-    Attributes:
-        steps: denoising steps; None where the harness does not set them (the scripted expert, a remote server).
-        task_id: index of the task in its suite, from 0.
-        trial: index of the start state, from 0.
-        suite: name of the suite; empty in a run of one suite.
-    """
+    """One episode of a run. `steps`: denoising steps, None where the harness does not set them (the scripted expert, a
+    remote server); `task_id` and `trial` count from 0; `suite`: empty in a run of one suite."""
 
     steps: int | None
     task_id: int
@@ -45,6 +35,11 @@ class EpisodeKey:
     def task(self) -> tuple[str, int]:
         """Suite and task, which an environment is built for."""
         return self.suite, self.task_id
+
+    @classmethod
+    def from_json(cls, episode: Mapping[str, Any]) -> EpisodeKey:
+        """The key of a recorded episode; a missing field raises `KeyError`."""
+        return cls(episode["steps"], episode["task_id"], episode["trial"], episode.get("suite", ""))
 
 
 @dataclass(frozen=True)
@@ -156,10 +151,8 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `number` (from 1) of `count` parts of a plan, for jobs that share one run.
-
-    Parts are consecutive episodes, of equal counts up to one, so that few parts build the same environment.
-    """
+    """Part `number` (from 1) of `count` parts of a plan: consecutive episodes, of equal counts up to one, so that few
+    parts build the same environment."""
 
     number: int
     count: int

@@ -1,12 +1,8 @@
-"""One episode: openpi's loop, step for step, and an honest account of how it ended.
+"""One episode: openpi's loop, step for step, and how it ended.
 
-The loop asks the actor for actions whenever it is time to (`eval.harness.chunks`), and stops at success or after
-`max_steps` actions; a tick in which the robot waits for an answer counts as one.
-Success while the environment begins the episode counts for nothing, as in openpi. Cameras are rendered only for the
-steps after which the actor or the video looks.
-
-An exception on the way makes the episode an *error*, with its type and message; only an episode that ran to its end can
-be a failure. This module knows neither where policies come from nor how episodes are distributed over processes.
+Success while the environment begins the episode does not count, as in openpi. Cameras are rendered only for the steps
+after which the actor or the video looks. An exception makes the episode an *error*; only an episode that ran to its end
+can be a failure.
 """
 
 from __future__ import annotations
@@ -19,13 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from eval.harness.benchmark import Environment, Task
-from eval.harness.chunks import Chunks
 from eval.harness.protocol import EpisodeKey
 from eval.harness.protocol import Protocol as EvaluationProtocol
 
 
 class Actor(Protocol):
-    """Whoever drives the arm: a policy, or the scripted expert.
+    """A policy, or the scripted expert.
 
     Attributes:
         looks: whether `actions` reads `env.observation()`, so that the step before it must render.
@@ -36,7 +31,7 @@ class Actor(Protocol):
     timings: dict[str, list[float]]
 
     def warm_up(self, instruction: str) -> None:
-        """Do what the first episodes of this task would otherwise wait for."""
+        """Run before the first episode of a task, which would otherwise pay for it."""
         ...
 
     def begin(self, key: EpisodeKey, instruction: str) -> None:
@@ -44,17 +39,54 @@ class Actor(Protocol):
         ...
 
     def actions(self, env: Any, left: np.ndarray | None) -> Sequence[np.ndarray]:
-        """The next actions, each (action_dim,): the first belongs to what `env` shows now. `left` (k, action_dim): what
-        is still to come of those in use."""
+        """The next actions, each (action_dim,), from the present observation on. `left` (k, action_dim): the rest of
+        the actions in use."""
         ...
 
 
-class Recorder(Protocol):
-    """Collects observations of one episode for a video, one every `every` actions."""
+class Chunks:
+    """The action of each control tick when answers take several ticks, in simulated time.
 
-    every: int
+    Like `vla_accel.remote.async_runner` on a robot: row i of a chunk belongs to the tick of its observation plus i, so
+    a late answer starts with the row of the tick at which it arrives. One request is pending at a time. Before the
+    first answer the robot stands still and loses no rows. Methods must be called with increasing ticks.
 
-    def add(self, observation: Mapping[str, Any]) -> None: ...
+    Args:
+        latency: ticks from an observation to the arrival of its chunk, fewer than a chunk has actions.
+        replan: actions of a chunk before the next is requested; fewer if it would arrive too late.
+    """
+
+    def __init__(self, latency: int, replan: int) -> None:
+        self._latency, self._replan = latency, replan
+        self._used: np.ndarray | None = None
+        self._first = 0
+        """Tick of the first row in use."""
+        self._coming: tuple[np.ndarray, int, int] | None = None
+        """The pending chunk, the tick of its first row, and that of its arrival."""
+
+    def due(self, tick: int) -> bool:
+        """Whether to call the policy with the observation of this tick."""
+        self._arrive(tick)
+        if self._coming is not None or self._used is None:
+            return self._coming is None
+        return tick - self._first >= max(1, min(self._replan, len(self._used) - self._latency))
+
+    def put(self, actions: Sequence[np.ndarray], tick: int) -> None:
+        """Add the policy's answer (n, action_dim) to the observation of this tick."""
+        arrival = tick + self._latency
+        self._coming = np.stack(list(actions)), arrival if self._used is None else tick, arrival
+        self._arrive(tick)
+
+    def left(self, tick: int) -> np.ndarray | None:
+        """The actions (k, action_dim) of the chunk in use from this tick on; None before the first and after the last
+        of them."""
+        self._arrive(tick)
+        rest = None if self._used is None else self._used[tick - self._first :]
+        return None if rest is None or not len(rest) else rest
+
+    def _arrive(self, tick: int) -> None:
+        if self._coming is not None and self._coming[2] <= tick:
+            (self._used, self._first, _), self._coming = self._coming, None
 
 
 @dataclass(frozen=True)
@@ -62,14 +94,11 @@ class EpisodeResult:
     """How one episode ended.
 
     Attributes:
-        key: which episode.
         success: the goal was reached; always False with an error.
         env_steps: actions executed by the actor.
         error: `"Type: message"` of the exception that ended it, or None.
         wall_s: seconds from reset to end, rendering and inference included.
-        infer_count: calls of the policy.
-        timings: milliseconds of every call, by component, plus `wall`, the whole call as the
-            harness sees it. Empty for the expert.
+        timings: milliseconds of every call, by component, plus `wall`, the whole call. Empty for the expert.
         video: file name of the rollout video, if one was written.
     """
 
@@ -107,7 +136,7 @@ class EpisodeResult:
     def from_json(cls, data: Mapping[str, Any]) -> EpisodeResult:
         """The inverse of `to_json`; a missing field raises `KeyError`."""
         return cls(
-            key=EpisodeKey(data["steps"], data["task_id"], data["trial"], data.get("suite", "")),
+            key=EpisodeKey.from_json(data),
             success=data["success"],
             env_steps=data["env_steps"],
             error=data["error"],
@@ -125,13 +154,13 @@ def run_episode(
     key: EpisodeKey,
     protocol: EvaluationProtocol,
     *,
-    recorder: Recorder | None = None,
+    recorder: Any = None,
     idle: Callable[[np.ndarray | None], np.ndarray] | None = None,
 ) -> EpisodeResult:
     """Play one episode to its end, or to the exception that becomes its error.
 
     Args:
-        recorder: gets the first observation and then one every `recorder.every` actions.
+        recorder: a `VideoRecorder`: gets the first observation and then one every `recorder.every` actions.
         idle: what the robot does while it waits (`Benchmark.idle`); a protocol with latency needs it.
     """
     start = time.perf_counter()
@@ -145,11 +174,12 @@ def run_episode(
         while env_steps < limit and not success:
             if chunks.due(env_steps):
                 chunks.put(actor.actions(env, chunks.left(env_steps)), env_steps)
-            arrived = chunks.at(env_steps)
-            if arrived is None:
+            rest = chunks.left(env_steps)
+            if rest is None:
                 assert idle is not None, "a protocol with latency needs a benchmark with `idle`"
-                arrived = idle(action)
-            action = arrived
+                action = idle(action)
+            else:
+                action = rest[0]
             after = env_steps + 1
             films = recorder is not None and after % recorder.every == 0
             needed = actor.looks and chunks.due(after) and after < limit

@@ -19,12 +19,8 @@ class Setup:
     """What a process needs to play episodes; travels to workers.
 
     Attributes:
-        benchmark: what is played.
-        protocol: the rules.
-        source: where the policy comes from.
         threads: for torch in a worker with its own policy; None leaves torch's default.
-        video_folder: where rollout videos go, or None for none.
-        video_keys: the episodes that are filmed.
+        video_folder: where videos of the episodes `video_keys` go, or None for none.
         video_every: actions between two frames.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,13 +56,17 @@ def answer(policies: PolicyBySteps, requests: Sequence[Request]) -> list[Answer]
     for index, (steps, _, options) in enumerate(requests):
         groups.setdefault((steps, options.get("noise") is not None), []).append(index)
     answers: list[Answer] = [("failed", "not answered")] * len(requests)
-    for (steps, _), indices in groups.items():
-        try:
-            found = _answer_group(policies(steps), [requests[index] for index in indices])
-        except Exception as exception:  # the policy of this step count cannot be built
-            found = [("failed", describe(exception))] * len(indices)
-        for index, one in zip(indices, found, strict=True):
-            answers[index] = one
+    for (steps, _), left in groups.items():
+        while left:
+            # Engines and graphs are built for each batch size: powers of two are few.
+            size = 1 << (len(left).bit_length() - 1) if hasattr(policies.policy, "infer_batch") else 1
+            part, left = left[:size], left[size:]
+            try:
+                found = [("answer", result) for result in _infer(policies(steps), [requests[i] for i in part])]
+            except Exception as exception:
+                found = [("failed", describe(exception))] * len(part)
+            for index, one in zip(part, found, strict=True):
+                answers[index] = one
     return answers
 
 
@@ -74,24 +78,11 @@ def unwrap(answered: Answer) -> dict[str, Any]:
     return content
 
 
-def _answer_group(policy: Any, group: Sequence[Request]) -> list[Answer]:
-    if len(group) == 1 or not hasattr(policy, "infer_batch"):
-        return [_attempt(lambda o=obs, k=options: [policy.infer(o, **k)], 1)[0] for _, obs, options in group]
-    answers: list[Answer] = []
-    while rest := group[len(answers) :]:
-        # Engines and graphs are built for each batch size: powers of two are few.
-        batch = rest[: 1 << (len(rest).bit_length() - 1)]
-        options = batch_options([options for _, _, options in batch])
-        answers += _attempt(lambda b=batch, k=options: policy.infer_batch([obs for _, obs, _ in b], **k), len(batch))
-    return answers
-
-
-def _attempt(call: Callable[[], list[Any]], count: int) -> list[Answer]:
-    """`count` answers, or the same error `count` times."""
-    try:
-        return [("answer", result) for result in call()]
-    except Exception as exception:
-        return [("failed", describe(exception))] * count
+def _infer(policy: Any, group: Sequence[Request]) -> Sequence[dict[str, Any]]:
+    if len(group) == 1:
+        (_, observation, options), *_ = group
+        return [policy.infer(observation, **options)]
+    return policy.infer_batch([obs for _, obs, _ in group], **batch_options([options for *_, options in group]))
 
 
 def batch_options(options: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""The arithmetic of the report: success rates with intervals, paired counts, the fit over steps, the rate target.
-
-Pure functions over plain numbers; nothing here knows about episodes, files or tables.
-"""
+"""The arithmetic of the report: success rates with intervals, paired counts, the fit over steps, the rate target."""
 
 from __future__ import annotations
 
@@ -85,106 +82,41 @@ def smallest_difference(pairs: int, discordant: int) -> float | None:
     return high
 
 
-@dataclass(frozen=True)
-class LinearFit:
-    """`time = intercept_ms + slope_ms * steps` by least squares, in milliseconds."""
-
-    intercept_ms: float
-    slope_ms: float
-    measured_ms: Mapping[int, float]
-
-    def predict(self, steps: int) -> float:
-        """Predicted milliseconds of `steps` steps."""
-        return self.intercept_ms + self.slope_ms * steps
-
-    def rows(self) -> list[dict[str, float]]:
-        """Per step count: steps, predicted, measured, and error in % of the prediction."""
-        return [
-            {
-                "steps": steps,
-                "predicted_ms": self.predict(steps),
-                "measured_ms": measured,
-                "error_percent": _percent(measured - self.predict(steps), self.predict(steps)),
-            }
-            for steps, measured in sorted(self.measured_ms.items())
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON types."""
-        return {
-            "intercept_ms": self.intercept_ms,
-            "slope_ms": self.slope_ms,
-            "rows": self.rows(),
-        }
-
-
-def fit_line(measured_ms: Mapping[int, float]) -> LinearFit | None:
-    """Fit mean times by step count; None below two step counts, where no line is defined.
-
-    With exactly two the line goes through both, and the errors are zero.
-    """
+def fit_line(measured_ms: Mapping[int, float]) -> dict[str, Any] | None:
+    """Fit `time = intercept_ms + slope_ms * steps` by least squares (JSON types, with a row for each step count); None
+    below two step counts."""
     if len(measured_ms) < 2:
         return None
     steps = np.array(sorted(measured_ms), dtype=np.float64)
     times = np.array([measured_ms[int(n)] for n in steps])
     centred = steps - steps.mean()
     slope = float(centred @ (times - times.mean()) / (centred @ centred))
-    return LinearFit(float(times.mean()) - slope * float(steps.mean()), slope, dict(measured_ms))
+    intercept = float(times.mean()) - slope * float(steps.mean())
+    rows = []
+    for count in sorted(measured_ms):
+        predicted, measured = intercept + slope * count, measured_ms[count]
+        error = 100 * (measured - predicted) / predicted if predicted else 0.0
+        rows.append({"steps": count, "predicted_ms": predicted, "measured_ms": measured, "error_percent": error})
+    return {"intercept_ms": intercept, "slope_ms": slope, "rows": rows}
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What one component would have to reach, were all others to stay as they are.
-
-    Attributes:
-        component: its name.
-        now_ms: its mean time.
-        allowed_ms: the time that would meet the target; None if the others alone exceed it.
-    """
-
-    component: str
-    now_ms: float
-    allowed_ms: float | None
-
-    @property
-    def speedup(self) -> float | None:
-        """How many times faster it would have to be; at most 1 where it already is."""
-        if self.allowed_ms is None:
-            return None
-        return self.now_ms / self.allowed_ms if self.allowed_ms else None
-
-
-def rate_goals(parts_ms: Mapping[str, float], total_ms: float, target_hz: float) -> list[Goal]:
-    """For each part of a call of `total_ms`, what it alone would have to reach for `target_hz`.
-
-    Time that no part accounts for counts among "the others".
-    """
+def rate_goals(parts_ms: Mapping[str, float], total_ms: float, target_hz: float) -> dict[str, Any]:
+    """What each part of a call of `total_ms` would have to reach for `target_hz`, if all other time stayed as it is
+    (JSON types). `allowed_ms` is None for a part that is not enough alone."""
     budget = 1e3 / target_hz
-    goals = []
+    components = {}
     for name, now in parts_ms.items():
         allowed = budget - (total_ms - now)
-        goals.append(Goal(name, now, allowed if allowed > 0 else None))
-    return goals
-
-
-def goals_to_json(goals: list[Goal], total_ms: float, target_hz: float) -> dict[str, Any]:
-    """The analysis of one step count (JSON types)."""
+        components[name] = {
+            "now_ms": now,
+            "allowed_ms": allowed if allowed > 0 else None,
+            "speedup": now / allowed if allowed > 0 else None,
+        }
     return {
         "target_hz": target_hz,
-        "budget_ms": 1e3 / target_hz,
+        "budget_ms": budget,
         "total_ms": total_ms,
-        "met": total_ms <= 1e3 / target_hz,
-        "overall_speedup": total_ms * target_hz / 1e3,
-        "components": {
-            goal.component: {
-                "now_ms": goal.now_ms,
-                "allowed_ms": goal.allowed_ms,
-                "speedup": goal.speedup,
-            }
-            for goal in goals
-        },
+        "met": total_ms <= budget,
+        "overall_speedup": total_ms / budget,
+        "components": components,
     }
-
-
-def _percent(part: float, whole: float) -> float:
-    return 100 * part / whole if whole else 0.0

@@ -21,14 +21,8 @@ GREY = 127
 
 @dataclass(frozen=True)
 class Kind:
-    """A disturbance.
-
-    Attributes:
-        low, high: the values that it takes, both included.
-        neutral: the value that changes nothing.
-        meaning: of the value, in a few words.
-        whole: it takes integers only.
-    """
+    """A disturbance: the lowest and highest value, the one that changes nothing, and what the value means; `whole`: it
+    takes integers only."""
 
     low: float
     high: float

@@ -17,8 +17,7 @@ from eval.harness.figures import check_video_packages
 from eval.harness.policies import PolicyBySteps, PolicySource
 from eval.harness.protocol import SEED, EpisodeKey, Protocol, parse_tasks
 from eval.harness.runner import Setup, video_name
-from vla_accel.tune.outcome import write_config
-from vla_accel.tune.search import Candidate
+from vla_accel.tune.search import Candidate, write_config
 
 SEEDS = (SEED, SEED + 1, SEED + 2, SEED + 3)
 """Of simulator and noise: each start state is played once with each, so that there are enough episodes."""
@@ -51,9 +50,8 @@ class HarnessEpisodes:
         chosen = range(len(self._suite.tasks)) if tasks is None else parse_tasks(tasks, len(self._suite.tasks))
         self._benchmark, self._checkpoint, self._folder = benchmark, checkpoint, folder
         self._device, self._workers, self._filmed = device or "auto", workers, films and bool(benchmark.cameras)
-        self._by_key = {
-            f"seed {s}, task {t}, trial {i}": (s, t, i) for s in SEEDS for t in chosen for i in range(benchmark.trials)
-        }
+        starts = ((s, t, i) for s in SEEDS for t in chosen for i in range(benchmark.trials))
+        self._by_key = {f"seed {s}, task {t}, trial {i}": (s, t, i) for s, t, i in starts}
         shuffled = random.Random(seed).sample(list(self._by_key), len(self._by_key))
         self.keys: Sequence[str] = sorted(shuffled, key=lambda key: self._by_key[key][0])
         self.name = f"{benchmark.name}, {name}, tasks {', '.join(map(str, chosen))}"
@@ -74,10 +72,8 @@ class HarnessEpisodes:
                 seed=seed,
                 settings=self._benchmark.settings_of(policies.policy.metadata),
             )
-            setup = Setup(
-                self._benchmark, protocol, source, video_folder=self._films(candidate, seed),
-                video_keys=frozenset(mine), video_every=protocol.replan_steps,
-            )  # fmt: skip
+            filming = {"video_folder": self._films(candidate, seed), "video_every": protocol.replan_steps}
+            setup = Setup(self._benchmark, protocol, source, video_keys=frozenset(mine), **filming)
             shared = policies if self._workers <= 1 or policies.policy.device.type == "cuda" else None
             with closing(workers.play(setup, mine, shared, workers=self._workers)) as results:
                 for result in results:

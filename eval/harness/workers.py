@@ -19,12 +19,11 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any
 
 from eval.harness.benchmark import Benchmark
 from eval.harness.policies import PolicyBySteps, PolicySource, identity, make_actor
-from eval.harness.protocol import EpisodeKey
-from eval.harness.protocol import Protocol as EvaluationProtocol
+from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult, describe
 from eval.harness.runner import Runner, Setup
 from eval.harness.sharing import Request, Schedule, answer, unwrap
@@ -53,35 +52,8 @@ class Loaded:
     supports_prev_chunk: bool
 
 
-class Workers(Protocol):
-    """Simulators and a loaded policy. `size`: simulators that play at the same time, if there are enough episodes."""
-
-    loaded: Loaded
-    size: int
-
-    def metadata_at(self, steps: int | None) -> Mapping[str, Any]:
-        """The policy's metadata at a step count, with the engines that really ran."""
-        ...
-
-    def warm_up(self, protocol: EvaluationProtocol, instruction: str) -> None:
-        """Build every engine before the first episode, so that a failure shows here."""
-        ...
-
-    def play(self, setup: Setup, episodes: Sequence[EpisodeKey]) -> Generator[EpisodeResult, None, None]:
-        """Play each of `episodes` once, yielding each result as it comes."""
-        ...
-
-    def nodes(self) -> Mapping[str, tuple[int, int]]:
-        """Simulators and finished episodes of each machine by name; empty for this machine only."""
-        ...
-
-    def close(self) -> None:
-        """Free everything."""
-        ...
-
-
 class LocalWorkers:
-    """Workers on this machine: they share one policy on a GPU, or have one each. Implements `Workers`.
+    """Simulators on this machine and a loaded policy, which they share on a GPU, or have one each.
 
     Args:
         count: worker processes; 1 plays in this process.
@@ -103,21 +75,25 @@ class LocalWorkers:
         self.loaded = Loaded(metadata, identity(source, policy, benchmark), hardware, guided)
 
     def metadata_at(self, steps: int | None) -> Mapping[str, Any]:
+        """The policy's metadata at a step count, with the engines that really ran."""
         return {} if self._policies is None else self._policies(steps).metadata
 
-    def warm_up(self, protocol: EvaluationProtocol, instruction: str) -> None:
+    def warm_up(self, protocol: Protocol, instruction: str) -> None:
+        """Build every engine before the first episode, so that a failure shows here."""
         if self._policies is not None:
             make_actor(self._source, self._policies, self._benchmark, protocol).warm_up(instruction)
 
     def play(self, setup: Setup, episodes: Sequence[EpisodeKey]) -> Generator[EpisodeResult, None, None]:
+        """Play each of `episodes` once, yielding each result as it comes."""
         shared = self._policies if self.size <= 1 or self._on_gpu else None
         return play(setup, episodes, shared, workers=self.size)
 
     def nodes(self) -> Mapping[str, tuple[int, int]]:
+        """Simulators and finished episodes of each machine by name; empty for this machine only."""
         return {}
 
     def close(self) -> None:
-        pass
+        """Free everything."""
 
 
 def play(
@@ -259,7 +235,6 @@ class SharedPolicy:
         self._ask, self.metadata, self._steps = ask, dict(metadata), steps
 
     def with_steps(self, steps: int) -> SharedPolicy:
-        """The same policy at another step count."""
         return SharedPolicy(self._ask, self.metadata, steps)
 
     def infer(self, obs: dict[str, Any], **options: Any) -> dict[str, Any]:

@@ -46,17 +46,6 @@ class Arm:
     elbow: float
 
 
-@dataclass(frozen=True)
-class Landmarks:
-    """What a learner can be asked about: the robot, the centre of the object to move, where it shall go, and where the
-    fingertips take it; positions (3,) in the world's frame."""
-
-    arm: Arm
-    thing: np.ndarray
-    place: np.ndarray
-    grasp: np.ndarray
-
-
 def refresh(env: LiberoEnv) -> None:
     """Bring poses and contacts up to date with qpos, which does not change the simulation."""
     import mujoco
@@ -84,6 +73,14 @@ def action(move: np.ndarray, turn: np.ndarray, gripper: float, elbow: float) -> 
     locked = ramp(elbow, *STRAIGHT) * ramp(float(np.linalg.norm(turn)), 0.08, 0.12)
     arm = (1.0 - locked) * np.concatenate((move, rotate(turn))) + locked * UNLOCK
     return np.append(np.clip(arm, -1.0, 1.0), gripper).astype(np.float32)
+
+
+def travel(way: np.ndarray, missing: float, low: float, high: float) -> np.ndarray:
+    """The motion (3,) in actions along `way` (2,), and up by `missing`. The more height is missing, from `low` to
+    `high`, the more the horizontal motion waits."""
+    move = np.append(limit(GAIN * way / ACTION_METRES), GAIN * missing / ACTION_METRES)
+    move[:2] *= 1.0 - ramp(missing, low, high)
+    return move
 
 
 def rotate(turn: np.ndarray) -> np.ndarray:

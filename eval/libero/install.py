@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
-import dataclasses
 import fcntl
 import functools
 import glob
@@ -19,7 +18,7 @@ import tempfile
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from vla_accel.errors import DependencyError, SimulatorError
 
@@ -53,8 +52,8 @@ def choose_gl() -> str:
 
 
 def choose_gpu() -> None:
-    """Settle MUJOCO_EGL_DEVICE_ID in a process that is about to render: the user's choice, else, of the GPUs that it
-    sees, the one on which the fewest simulators of this machine render. robosuite takes the first for all."""
+    """Settle MUJOCO_EGL_DEVICE_ID in a process that is about to render: the user's choice, else, of the visible GPUs,
+    the one on which the fewest simulators of this machine render. robosuite takes the first for all."""
     if os.environ.get("MUJOCO_GL") != "egl" or "MUJOCO_EGL_DEVICE_ID" in os.environ:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -93,17 +92,13 @@ def _place(names: Sequence[str], folder: Path) -> str:
 
 def _loadable(library: str) -> bool:
     path = ctypes.util.find_library(library)
-    if path is None:
-        return False
     try:
-        ctypes.CDLL(path)
+        return path is not None and bool(ctypes.CDLL(path))
     except OSError:
         return False
-    return True
 
 
-@dataclasses.dataclass(frozen=True)
-class Libero:
+class Libero(NamedTuple):
     """What is used of the package."""
 
     ControlEnv: Any
@@ -133,33 +128,30 @@ def libero() -> Libero:
 
 def _give_robosuite_its_macros() -> None:
     # robosuite imports an optional file of the user's, macros_private.py, and warns in three lines where there is none.
-    # robosuite continues without the module, so an empty one only silences this warning.
-    name = "robosuite.macros_private"
     spec = importlib.util.find_spec("robosuite")
     folders = [] if spec is None else spec.submodule_search_locations or []
     if not any((Path(folder) / "macros_private.py").is_file() for folder in folders):
+        name = "robosuite.macros_private"
         sys.modules.setdefault(name, types.ModuleType(name))
 
 
 def _answer_setup_questions() -> None:
     # The original package prompts for a dataset folder at import unless this file exists; keep the home folder clean.
-    folder = os.environ.get("LIBERO_CONFIG_PATH")
-    if folder is None and (Path.home() / ".libero" / "config.yaml").is_file():
-        return
-    if folder is not None and (Path(folder) / "config.yaml").is_file():
+    given = os.environ.get("LIBERO_CONFIG_PATH") or Path.home() / ".libero"
+    if (Path(given) / "config.yaml").is_file():
         return
     spec = importlib.util.find_spec("libero")
     assert spec is not None and spec.submodule_search_locations
     root = Path(spec.submodule_search_locations[0]) / "libero"
-    folder = tempfile.mkdtemp(prefix="libero_config_")
-    entries = {
+    folders = {
         "benchmark_root": root,
         "bddl_files": root / "bddl_files",
         "init_states": root / "init_files",
         "datasets": root.parent / "datasets",
         "assets": root / "assets",
     }
-    (Path(folder) / "config.yaml").write_text("".join(f"{k}: {v}\n" for k, v in entries.items()))
+    folder = tempfile.mkdtemp(prefix="libero_config_")
+    (Path(folder) / "config.yaml").write_text("".join(f"{name}: {path}\n" for name, path in folders.items()))
     os.environ["LIBERO_CONFIG_PATH"] = folder
 
 

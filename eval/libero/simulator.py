@@ -3,8 +3,6 @@
 Renders only with `look=True`: software rendering takes ten times as long as the physics. An observation
 shows what the plain `env.step` observation shows, which robosuite samples in the *first* of the 25 physics
 steps of an action; images and proprioception are therefore 48 ms older than the state the step ends in.
-
-Knows neither policies nor rates of success. `libero` and `mujoco` are imported on first use.
 """
 
 # MuJoCo ships no types.
@@ -14,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,27 +37,13 @@ SEED = 7
 """Seed of a new environment until its first reset with a seed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedState:
-    """Everything that decides how a simulation goes on. Valid for the environment that saved it, until its reset."""
-
-    physics: np.ndarray
-    controller: dict[str, Any]
-    gripper: np.ndarray
-    environment: dict[str, Any]
-    observables: dict[str, tuple]
-    success: bool
-    observation: dict[str, np.ndarray] | None
-    episode: int
-
-
 class LiberoEnv:
-    """One environment of one task.
+    """One environment of one task, whose creation takes 2 to 4 s.
 
-    Creating it takes 2 to 4 s. After `reset_to` call `step` until it reports success or the suite's `max_steps` are
-    spent. With `render=False` there are no images and no rendering context. `image_size`: pixels along a
-    side of what is observed, of the `resolution` that is rendered. `camera`: metres by which the
-    third-person camera stands off its place, in a direction of its own in each episode; it looks where it looked.
+    Args:
+        image_size: pixels along a side of an observed image, of the `resolution` that is rendered.
+        render: without it there are no images and no rendering context.
+        camera: metres by which the third-person camera is moved, in a new direction in each episode.
 
     Raises DependencyError without a working libero, SimulatorError without an OpenGL library.
     """
@@ -78,29 +60,25 @@ class LiberoEnv:
         camera: float = 0.0,
     ) -> None:
         self.task = task
-        self._camera, self._image_size = camera, image_size
-        self._wait_steps = wait_steps
-        self._render = render
+        self._camera, self._image_size, self._wait_steps, self._render = camera, image_size, wait_steps, render
         self._observation: dict[str, np.ndarray] | None = None
-        self._success = False
+        self.success = False
         self._episode = 0
         control_env = libero().ControlEnv
         if render:
             choose_gpu()
-        make = functools.partial(
-            control_env,
-            bddl_file_name=str(task.bddl_path),
-            has_offscreen_renderer=render,
-            use_camera_obs=render,
-            hard_reset=hard_reset,
-            camera_heights=resolution,
-            camera_widths=resolution,
-            # The step limit is the caller's: robosuite's own horizon must not end an episode.
-            ignore_done=True,
-        )
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                self._env = make()
+                self._env = control_env(
+                    bddl_file_name=str(task.bddl_path),
+                    has_offscreen_renderer=render,
+                    use_camera_obs=render,
+                    hard_reset=hard_reset,
+                    camera_heights=resolution,
+                    camera_widths=resolution,
+                    # The step limit is the caller's: robosuite's own horizon must not end an episode.
+                    ignore_done=True,
+                )
         except (ImportError, OSError, RuntimeError) as error:
             if not render:
                 raise
@@ -109,14 +87,15 @@ class LiberoEnv:
             ) from error
         self._env.seed(SEED)
         self._camera_place = self.model.camera(THIRD_PERSON).pos.copy()
-        self._only_observe_what_is_read()
-
-    # -- episode ---------------------------------------------------------------------------------------------
+        # robosuite polls every observable in each of the 25 physics steps of an action; nothing else reads them.
+        for name, observable in self._env.env._observables.items():
+            if name not in PROPRIO:
+                observable.set_enabled(False)
+                observable.set_active(False)
 
     def reset_to(self, start_state: np.ndarray, *, seed: Sequence[int] | None = None) -> dict[str, np.ndarray] | None:
-        """Start an episode at a MuJoCo state and let the objects settle for `wait_steps`.
-
-        `start_state`: float (D,), flattened (time, qpos, qvel). Returns the first observation (None without renderer).
+        """Start an episode at a MuJoCo state, float (D,): flattened (time, qpos, qvel); let the objects settle for
+        `wait_steps`. Returns the first observation (None without renderer).
 
         Cabinets and stoves are not part of that state: the reset draws their places anew, within 1.5 cm, from NumPy's
         global generator. openpi seeds it once, so an episode depends on how many came before it; `seed` seeds it here
@@ -149,16 +128,13 @@ class LiberoEnv:
         # A hard reset makes a new gripper; a soft one would hand the old one's command on to the next episode.
         gripper = self._env.env.robots[0].gripper
         gripper.current_action = np.zeros(gripper.dof)
-        self._observation, self._success = None, False
+        self._observation, self.success = None, False
         self._episode += 1
         return self._env.get_sim_state().copy()
 
     def step(self, action: np.ndarray, *, look: bool = False) -> bool:
-        """Execute one action: float (7,), xyz / axis-angle deltas and gripper (-1 open, 1 closed) in [-1, 1].
-
-        Returns whether the goal holds now. `look` renders the observation that this step gives; without it
-        `observation` is not available afterwards.
-        """
+        """Execute one action: float (7,), xyz / axis-angle deltas and gripper (-1 open, 1 closed) in [-1, 1]. Returns
+        whether the goal holds now; only with `look` is there an observation afterwards."""
         action = np.asarray(action, dtype=np.float64)
         if action.shape != (7,) or not np.isfinite(action).all():
             raise ObservationError(f"action: expected 7 finite numbers, got {action}")
@@ -168,12 +144,12 @@ class LiberoEnv:
             self._enable_cameras(True)
         with quickened(self._env.env):
             observation, _, done, _ = self._env.step(action)
-        self._success = bool(done)
+        self.success = bool(done)
         self._observation = None
         if look:
             self._enable_cameras(False)
             self._observation = to_openpi(observation, self._image_size)
-        return self._success
+        return self.success
 
     def observation(self) -> dict[str, np.ndarray]:
         """The observation of the last step, with openpi's keys but for `prompt`.
@@ -185,62 +161,41 @@ class LiberoEnv:
             raise SimulatorError("observation(): the last step did not look; call step(action, look=True) before it")
         return self._observation
 
-    @property
-    def success(self) -> bool:
-        """Whether the goal held after the last step."""
-        return self._success
-
     def close(self) -> None:
         """Free the simulation and its rendering context."""
         self._env.close()
 
-    # -- branching -------------------------------------------------------------------------------------------
-
-    def save_state(self) -> SavedState:
-        """Capture the simulation, so that `restore_state` can undo what follows (within this episode)."""
+    def save_state(self) -> Callable[[], None]:
+        """Capture the simulation; the returned function undoes what follows, within this episode. The same actions then
+        give the same trajectory."""
         import mujoco
 
-        spec = mujoco.mjtState.mjSTATE_INTEGRATION
+        spec, episode = mujoco.mjtState.mjSTATE_INTEGRATION, self._episode
         physics = np.empty(mujoco.mj_stateSize(self.model, spec))
         mujoco.mj_getState(self.model, self.data, physics, spec)
         inner = self._env.env
         robot = inner.robots[0]
-        return SavedState(
-            physics=physics,
-            controller=_plain(robot.controller),
-            gripper=np.array(robot.gripper.current_action, dtype=np.float64),
-            environment={k: getattr(inner, k) for k in ("timestep", "cur_time", "done")},
-            observables={
-                k: (o._time_since_last_sample, o._sampled, copy.copy(o._current_observed_value))
-                for k, o in inner._observables.items()
-            },
-            success=self._success,
-            observation=self._observation,
-            episode=self._episode,
-        )
+        controller = _plain(robot.controller)
+        gripper = np.array(robot.gripper.current_action, dtype=np.float64)
+        environment = {k: getattr(inner, k) for k in ("timestep", "cur_time", "done")}
+        names = ("_time_since_last_sample", "_sampled", "_current_observed_value")
+        observables = {k: {n: copy.copy(getattr(o, n)) for n in names} for k, o in inner._observables.items()}
+        success, observation = self.success, self._observation
 
-    def restore_state(self, saved: SavedState) -> None:
-        """Go back to a state saved in the same episode; the same actions then give the same trajectory."""
-        import mujoco
+        def restore() -> None:
+            if episode != self._episode:
+                raise SimulatorError("restore: the state was saved before the last reset")
+            mujoco.mj_setState(self.model, self.data, physics, spec)
+            vars(robot.controller).update(copy.deepcopy(controller))
+            robot.gripper.current_action = gripper.copy()
+            vars(inner).update(environment)
+            for name, values in observables.items():
+                vars(inner._observables[name]).update({n: copy.copy(value) for n, value in values.items()})
+            self.success, self._observation = success, observation
+            # Derived quantities for readers. Positions only: a full forward pass would move the solver's warm start.
+            mujoco.mj_kinematics(self.model, self.data)
 
-        if saved.episode != self._episode:
-            raise SimulatorError("restore_state: the state was saved before the last reset")
-        spec = mujoco.mjtState.mjSTATE_INTEGRATION
-        mujoco.mj_setState(self.model, self.data, saved.physics, spec)
-        inner = self._env.env
-        robot = inner.robots[0]
-        vars(robot.controller).update(copy.deepcopy(saved.controller))
-        robot.gripper.current_action = saved.gripper.copy()
-        for name, value in saved.environment.items():
-            setattr(inner, name, value)
-        for name, (since, sampled, value) in saved.observables.items():
-            observable = inner._observables[name]
-            observable._time_since_last_sample = since
-            observable._sampled = sampled
-            observable._current_observed_value = copy.copy(value)
-        self._success, self._observation = saved.success, saved.observation
-        # Derived quantities for readers. Positions only: a full forward pass would move the solver's warm start.
-        mujoco.mj_kinematics(self.model, self.data)
+        return restore
 
     # -- privileged access, for scripted experts ----------------------------------------------------------------
 
@@ -288,21 +243,11 @@ class LiberoEnv:
             for name in inner.objects_dict
         }
 
-    # -- internals -------------------------------------------------------------------------------------------
-
-    def _only_observe_what_is_read(self) -> None:
-        # robosuite polls every observable in each of the 25 physics steps of an action; nothing else reads them.
-        for name, observable in self._env.env._observables.items():
-            if name not in PROPRIO:
-                observable.set_enabled(False)
-                observable.set_active(False)
-
     def _move_camera(self, rng: np.random.Generator) -> None:
         # A generator of its own: NumPy's global one places what the start state leaves open.
         direction = rng.standard_normal(3)
-        self.model.camera(THIRD_PERSON).pos[:] = (
-            self._camera_place + self._camera * direction / np.linalg.norm(direction)
-        )  # fmt: skip
+        moved = self._camera * direction / np.linalg.norm(direction)
+        self.model.camera(THIRD_PERSON).pos[:] = self._camera_place + moved
 
     def _enable_cameras(self, on: bool) -> None:
         clock = self._env.env._observables[PROPRIO[0]]

@@ -41,11 +41,8 @@ _LANGUAGE = re.compile(r"\(:language\s+([^()]+?)\s*\)")
 
 @dataclass(frozen=True)
 class LiberoTask(Task):
-    """One task of a suite.
-
-    `start_states` is float64 (N, D): the shipped MuJoCo states (time, qpos, qvel) that evaluation starts from;
-    `bddl_path`: the file that describes the scene and the goal.
-    """
+    """One task. `start_states`: float64 (N, D), the shipped MuJoCo states (time, qpos, qvel) that evaluation starts
+    from; `bddl_path`: the file that describes the scene and the goal."""
 
     start_states: np.ndarray
     bddl_path: Path

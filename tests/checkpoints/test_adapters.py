@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +30,17 @@ SMOL = "vlm_with_expert."
 LLM = "backbone.model.model.language_model.layers."
 
 
-def _pi0(folder: Path) -> None:
-    write_lerobot(folder, "pi0")
-
-
-def _pi05(folder: Path) -> None:
-    write_lerobot(folder, "pi05")
-
-
-def _untied_fast(folder: Path) -> None:
-    tiny_pi0_fast.write_lerobot(folder, tiny_pi0_fast.tiny_config(tied=False))
-
-
 # How lerobot saves a small base, what its names begin with, the modules to adapt, and those that no action depends on
 # (with the number of their columns, where the base does not store them).
 BASES: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], dict[str, tuple[int, int]]]] = {
     "pi0": (
-        _pi0, "model.", (f"{GEMMA}gemma_expert.model.layers.1.self_attn.v_proj", "state_proj", "action_time_mlp_in"),
+        partial(write_lerobot, kind="pi0"), "model.",
+        (f"{GEMMA}gemma_expert.model.layers.1.self_attn.v_proj", "state_proj", "action_time_mlp_in"),
         {f"{GEMMA}gemma_expert.lm_head": (9, 14), f"{GEMMA}paligemma.lm_head": (9, 18)},
     ),
     "pi05": (
-        _pi05, "model.", (f"{GEMMA}paligemma.model.language_model.layers.0.mlp.up_proj", "time_mlp_in"),
+        partial(write_lerobot, kind="pi05"), "model.",
+        (f"{GEMMA}paligemma.model.language_model.layers.0.mlp.up_proj", "time_mlp_in"),
         {f"{GEMMA}gemma_expert.lm_head": (9, 14), f"{GEMMA}paligemma.lm_head": (9, 18)},
     ),
     "smolvla": (
@@ -59,7 +50,7 @@ BASES: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], dict[str, tu
         {f"{SMOL}vlm.lm_head": (9, 64)},
     ),
     "pi0_fast": (
-        _untied_fast, "model.",
+        partial(tiny_pi0_fast.write_lerobot, config=tiny_pi0_fast.tiny_config(tied=False)), "model.",
         (f"{GEMMA}paligemma.model.language_model.layers.0.self_attn.q_proj", f"{GEMMA}paligemma.lm_head"), {},
     ),
     "groot": (

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.in_memory import load_file_or_folder, load_tensors
-from tests.support.openpi_dialect import EMBED_TOKENS, EXPERT, LANGUAGE, LM_HEAD, ROOT, TOWER, to_openpi
+from tests.support.openpi_dialect import EMBED_TOKENS, LANGUAGE, LM_HEAD, ROOT, to_openpi
 from tests.support.tiny import random_state, tiny_config, write_tiny_checkpoint
 from vla_accel.checkpoints import checkpoint as checkpoint_module
 from vla_accel.checkpoints.checkpoint import save_checkpoint
@@ -121,15 +121,17 @@ def test_a_damaged_file_is_named(folder: Path, damage: str) -> None:
         load_file_or_folder(folder)
 
 
-def test_no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"expected config\.json, found model\.safetensors"):
-        load_file_or_folder(folder)
-
-
-def test_no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"expected model\.safetensors, found config\.json"):
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", None, r"expected config\.json, found model\.safetensors"),
+        ("model.safetensors", None, r"expected model\.safetensors, found config\.json"),
+        *(("config.json", content, r"config\.json") for content in ("{", "[1]", "")),
+    ],
+)
+def test_a_missing_or_unreadable_file_is_named(folder: Path, file: str, content: str | None, message: str) -> None:
+    (folder / file).unlink() if content is None else (folder / file).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
         load_file_or_folder(folder)
 
 
@@ -156,13 +158,6 @@ def test_a_bad_config_is_named(folder: Path, path: tuple[str, ...], value: objec
     with pytest.raises(CheckpointError, match=message) as caught:
         load_file_or_folder(folder)
     assert "config.json" in str(caught.value)
-
-
-@pytest.mark.parametrize("content", ["{", "[1]", ""])
-def test_an_unreadable_config_is_named(folder: Path, content: str) -> None:
-    (folder / "config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        load_file_or_folder(folder)
 
 
 def test_weights_in_several_files(folder: Path) -> None:
@@ -218,39 +213,6 @@ def test_openpi_without_its_dead_weights() -> None:
     equal_weights(load_tensors(theirs, CONFIG, "memory"), state)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        TOWER + "encoder.layers.1.self_attn.k_proj.bias",
-        LANGUAGE + "layers.2.self_attn.v_proj.weight",
-        LANGUAGE + "layers.0.mlp.up_proj.weight",
-        EXPERT + "layers.1.self_attn.q_proj.weight",
-    ],
-)
-def test_a_missing_piece_of_a_fused_matrix_is_named(name: str) -> None:
-    theirs = to_openpi(random_state(CONFIG), CONFIG)
-    del theirs[name]
-    with pytest.raises(CheckpointError, match=rf"memory does not fit pi05: 1 missing: {name}$"):
-        load_tensors(theirs, CONFIG, "memory")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_single_openpi_key_is_needed(kind: Kind) -> None:
-    config = tiny_config(kind)
-    theirs = to_openpi(random_state(config), config)
-    dead = {ROOT + "gemma_expert.lm_head.weight", LANGUAGE + "norm.weight"}
-    for name in theirs.keys() - dead:
-        with pytest.raises(CheckpointError, match="1 missing"):
-            load_tensors({k: v for k, v in theirs.items() if k != name}, config, "memory")
-
-
-def test_an_unknown_openpi_key_is_left_over() -> None:
-    theirs = to_openpi(random_state(CONFIG), CONFIG)
-    stray = EXPERT + "layers.3.self_attn.q_proj.weight"
-    with pytest.raises(CheckpointError, match=rf"1 left over: {stray}$"):
-        load_tensors({**theirs, stray: torch.zeros(3)}, CONFIG, "memory")
-
-
 @pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_table_that_was_trained_apart_from_the_head_is_read(
@@ -262,19 +224,6 @@ def test_a_token_table_that_was_trained_apart_from_the_head_is_read(
     model = load_tensors({prefix + name: value for name, value in theirs.items()}, config, "memory")
     torch.testing.assert_close(model.embed.weight, theirs[EMBED_TOKENS], rtol=0, atol=0)
     assert (EMBED_TOKENS in caplog.text) == (not prefix), "openpi ties the two: a difference is logged"
-
-
-def test_the_other_kind_is_refused() -> None:
-    theirs = to_openpi(random_state(tiny_config("pi0")), tiny_config("pi0"))
-    with pytest.raises(CheckpointError, match=r"does not fit pi05: .*missing: .*time_mlp_in"):
-        load_tensors(theirs, CONFIG, "memory")
-
-
-def test_a_non_finite_openpi_weight_is_named() -> None:
-    theirs = to_openpi(random_state(CONFIG), CONFIG)
-    theirs[EXPERT + "layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
-    with pytest.raises(CheckpointError, match=r"non-finite values in expert\.layers\.0\.down_proj\.weight"):
-        load_tensors(theirs, CONFIG, "memory")
 
 
 @pytest.mark.parametrize("every", [0.0, 1e9])

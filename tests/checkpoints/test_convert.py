@@ -63,96 +63,76 @@ def draw(*shape: int) -> np.ndarray:
     return np.random.default_rng(7).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(("stack", "suffix"), [("paligemma.model.language_model", ""), ("gemma_expert.model", "_1")])
-def test_gemma_products(converted: tuple[Any, ...], stack: str, suffix: str) -> None:
-    """openpi's einsums on one side, x @ weight.T on the other."""
-    config, tree, tensors, _ = converted
-    sizes: GemmaConfig = config.prefix if not suffix else config.expert
-    llm = "PaliGemma/llm/layers/"
-    x, y = draw(5, sizes.width), draw(5, sizes.heads, sizes.head_dim)
-    hidden = draw(5, sizes.mlp_dim)
-    for i in range(sizes.depth):
+IMG, LLM = "PaliGemma/img/", "PaliGemma/llm/"
+BLOCK, HEADS = IMG + "Transformer/encoderblock/", IMG + "Transformer/encoderblock/MultiHeadDotProductAttention_0/"
+SIGLIP = TOWER + "encoder.layers.{layer}."
+PROJECTOR = ROOT + "paligemma.model.multi_modal_projector.linear"
+STACKS = {"": ROOT + "paligemma.model.language_model.", "_1": ROOT + "gemma_expert.model."}
+# JAX kernel, openpi's equation and the PyTorch modules of its products.
+PRODUCTS: list[tuple[str, str, list[str]]] = [
+    *((f"{HEADS}{name}/kernel", "td,dnh->tnh", [f"{SIGLIP}self_attn.{name[0]}_proj"])
+      for name in ("query", "key", "value")),
+    (HEADS + "out/kernel", "tnh,nhd->td", [SIGLIP + "self_attn.out_proj"]),
+    (BLOCK + "MlpBlock_0/Dense_0/kernel", "td,dm->tm", [SIGLIP + "mlp.fc1"]),
+    (BLOCK + "MlpBlock_0/Dense_1/kernel", "tm,md->td", [SIGLIP + "mlp.fc2"]),
+    (IMG + "head/kernel", "td,do->to", [PROJECTOR]),
+    *((f"{LLM}layers/{source}", equation, [f"{STACKS[suffix]}layers.{{layer}}.{name}" for name in names])
+      for suffix in STACKS for source, equation, names in (
+        (f"attn/q_einsum{suffix}/w", "td,ndh->tnh", ["self_attn.q_proj"]),
+        (f"attn/kv_einsum{suffix}/w", "td,ckdh->ctkh", ["self_attn.k_proj", "self_attn.v_proj"]),
+        (f"attn/attn_vec_einsum{suffix}/w", "tnh,nhd->td", ["self_attn.o_proj"]),
+        (f"mlp{suffix}/gating_einsum", "td,cdm->ctm", ["mlp.gate_proj", "mlp.up_proj"]),
+        (f"mlp{suffix}/linear", "tm,md->td", ["mlp.down_proj"]),
+        (f"pre_attention_norm{suffix}/Dense_0/kernel", "td,dm->tm", ["input_layernorm.dense"]),
+        (f"pre_ffw_norm{suffix}/Dense_0/kernel", "td,dm->tm", ["post_attention_layernorm.dense"]))),
+    (LLM + "final_norm_1/Dense_0/kernel", "td,dm->tm", [STACKS["_1"] + "norm.dense"]),
+    *((f"{name}/kernel", "td,dm->tm", [name]) for name in (
+        "action_in_proj", "action_out_proj", "state_proj", "action_time_mlp_in", "action_time_mlp_out", "time_mlp_in",
+        "time_mlp_out")),
+]  # fmt: skip
+# JAX arrays that only become flat, and their PyTorch tensors.
+VECTORS = [
+    *((source.removesuffix("kernel") + "bias", modules[0] + ".bias") for source, _, modules in PRODUCTS),
+    *((f"{BLOCK}LayerNorm_{i}/{leaf}", f"{SIGLIP}layer_norm{i + 1}.{name}")
+      for i in (0, 1) for leaf, name in (("scale", "weight"), ("bias", "bias"))),
+    *((f"{LLM}layers/{source}{suffix}/scale", f"{STACKS[suffix]}layers.{{layer}}.{name}.weight") for suffix in STACKS
+      for source, name in (("pre_attention_norm", "input_layernorm"), ("pre_ffw_norm", "post_attention_layernorm"))),
+    *((f"{LLM}final_norm{suffix}/scale", f"{STACKS[suffix]}norm.weight") for suffix in STACKS),
+    (LLM + "embedder/input_embedding", LM_HEAD),
+    (IMG + "embedding/bias", TOWER + "embeddings.patch_embedding.bias"),
+    (IMG + "pos_embedding", TOWER + "embeddings.position_embedding.weight"),
+    (IMG + "Transformer/encoder_norm/scale", TOWER + "post_layernorm.weight"),
+    (IMG + "Transformer/encoder_norm/bias", TOWER + "post_layernorm.bias"),
+]  # fmt: skip
 
-        def ours(name: str, value: np.ndarray, i: int = i) -> torch.Tensor:
-            return torch.from_numpy(value) @ tensors[f"{ROOT}{stack}.layers.{i}.{name}.weight"].T
 
-        q = np.einsum("td,ndh->tnh", x, tree[f"{llm}attn/q_einsum{suffix}/w"][i])
-        k, v = np.einsum("td,ckdh->ctkh", x, tree[f"{llm}attn/kv_einsum{suffix}/w"][i])
-        close(ours("self_attn.q_proj", x), q.reshape(5, -1))
-        close(ours("self_attn.k_proj", x), k.reshape(5, -1))
-        close(ours("self_attn.v_proj", x), v.reshape(5, -1))
-        o = np.einsum("tnh,nhd->td", y, tree[f"{llm}attn/attn_vec_einsum{suffix}/w"][i])
-        close(ours("self_attn.o_proj", y.reshape(5, -1)), o)
-        gate, up = np.einsum("td,cdm->ctm", x, tree[f"{llm}mlp{suffix}/gating_einsum"][i])
-        close(ours("mlp.gate_proj", x), gate)
-        close(ours("mlp.up_proj", x), up)
-        close(ours("mlp.down_proj", hidden), hidden @ tree[f"{llm}mlp{suffix}/linear"][i])
-        for theirs, name in (("pre_attention_norm", "input_layernorm"), ("pre_ffw_norm", "post_attention_layernorm")):
-            if suffix and config.kind == "pi05":
-                dense = f"{llm}{theirs}_1/Dense_0/"
-                close(ours(f"{name}.dense", x), x @ tree[dense + "kernel"][i])
-                close(tensors[f"{ROOT}{stack}.layers.{i}.{name}.dense.bias"], tree[dense + "bias"][i])
-            else:
-                close(tensors[f"{ROOT}{stack}.layers.{i}.{name}.weight"], tree[f"{llm}{theirs}{suffix}/scale"][i])
-
-
-def test_siglip_products(converted: tuple[Any, ...]) -> None:
-    config, tree, tensors, _ = converted
-    v = config.vision
-    block = "PaliGemma/img/Transformer/encoderblock/"
-    x, y, hidden = draw(5, v.width), draw(5, v.heads, v.head_dim), draw(5, v.mlp_dim)
-    for i in range(v.depth):
-        start = f"{TOWER}encoder.layers.{i}."
-
-        def linear(name: str, value: np.ndarray, start: str = start) -> torch.Tensor:
-            return torch.nn.functional.linear(
-                torch.from_numpy(value), tensors[f"{start}{name}.weight"], tensors[f"{start}{name}.bias"]
-            )
-
-        attention = block + "MultiHeadDotProductAttention_0/"
-        for theirs, name in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
-            product = np.einsum("td,dnh->tnh", x, tree[f"{attention}{theirs}/kernel"][i])
-            product += tree[f"{attention}{theirs}/bias"][i]
-            close(linear(f"self_attn.{name}", x), product.reshape(5, -1))
-        product = np.einsum("tnh,nhd->td", y, tree[attention + "out/kernel"][i]) + tree[attention + "out/bias"][i]
-        close(linear("self_attn.out_proj", y.reshape(5, -1)), product)
-        close(
-            linear("mlp.fc1", x),
-            x @ tree[block + "MlpBlock_0/Dense_0/kernel"][i] + tree[block + "MlpBlock_0/Dense_0/bias"][i],
-        )
-        close(
-            linear("mlp.fc2", hidden),
-            hidden @ tree[block + "MlpBlock_0/Dense_1/kernel"][i] + tree[block + "MlpBlock_0/Dense_1/bias"][i],
-        )
-        for j in (0, 1):
-            close(tensors[f"{start}layer_norm{j + 1}.weight"], tree[f"{block}LayerNorm_{j}/scale"][i])
-            close(tensors[f"{start}layer_norm{j + 1}.bias"], tree[f"{block}LayerNorm_{j}/bias"][i])
+def test_products_are_openpis(converted: tuple[Any, ...]) -> None:
+    """openpi's einsums on one side, x @ weight.T on the other; every parameter is compared."""
+    _, tree, tensors, _ = converted
+    seen = {IMG + "embedding/kernel"}
+    for source, equation, modules in PRODUCTS:
+        for layer in range(len(tree[source]) if "{layer}" in modules[0] else 1) if source in tree else ():
+            weight = tree[source][layer] if "{layer}" in modules[0] else tree[source]
+            first, second = equation.partition("->")[0].split(",")
+            sizes = {"t": 5, **dict(zip(second, weight.shape, strict=True))}
+            x = draw(*(sizes[axis] for axis in first))
+            product = np.einsum(equation, x, weight)
+            for part, module in enumerate(modules):
+                found = torch.from_numpy(x.reshape(5, -1)) @ tensors[f"{module.format(layer=layer)}.weight"].T
+                close(found, (product[part] if len(modules) > 1 else product).reshape(5, -1))
+            seen.add(source)
+    for source, name in VECTORS:
+        for layer in range(len(tree[source]) if "{layer}" in name else 1) if source in tree else ():
+            value = tree[source][layer] if "{layer}" in name else tree[source]
+            found = tensors[name.format(layer=layer)]
+            close(found, value.reshape(found.shape))
+            seen.add(source)
+    assert seen == tree.keys()
     pixels = draw(1, 28, 28, 3)
-    patches = np.einsum("apbqc,pqcd->abd", pixels[0].reshape(2, 14, 2, 14, 3), tree["PaliGemma/img/embedding/kernel"])
-    conv = torch.nn.functional.conv2d(
-        torch.from_numpy(pixels).permute(0, 3, 1, 2), tensors[TOWER + "embeddings.patch_embedding.weight"], stride=14
-    )
+    patches = np.einsum("apbqc,pqcd->abd", pixels[0].reshape(2, 14, 2, 14, 3), tree[IMG + "embedding/kernel"])
+    kernel = tensors[TOWER + "embeddings.patch_embedding.weight"]
+    conv = torch.nn.functional.conv2d(torch.from_numpy(pixels).permute(0, 3, 1, 2), kernel, stride=14)
     close(conv[0].permute(1, 2, 0), patches)
-    close(tensors[TOWER + "embeddings.position_embedding.weight"], tree["PaliGemma/img/pos_embedding"][0])
-    close(tensors[TOWER + "post_layernorm.weight"], tree["PaliGemma/img/Transformer/encoder_norm/scale"])
-    projector = ROOT + "paligemma.model.multi_modal_projector.linear.weight"
-    close(torch.from_numpy(x) @ tensors[projector].T, x @ tree["PaliGemma/img/head/kernel"])
-
-
-def test_small_projections_and_the_table(converted: tuple[Any, ...]) -> None:
-    config, tree, tensors, _ = converted
-    for name in {k.split("/")[0] for k in tree} - {"PaliGemma"}:
-        x = draw(3, tree[f"{name}/kernel"].shape[0])
-        close(torch.from_numpy(x) @ tensors[f"{name}.weight"].T, x @ tree[f"{name}/kernel"])
-        close(tensors[f"{name}.bias"], tree[f"{name}/bias"])
-    close(tensors[LM_HEAD], tree["PaliGemma/llm/embedder/input_embedding"])
-    final = ROOT + "gemma_expert.model.norm."
-    if config.kind == "pi05":
-        x = draw(3, config.expert.width)
-        kernel = tree["PaliGemma/llm/final_norm_1/Dense_0/kernel"]
-        close(torch.from_numpy(x) @ tensors[final + "dense.weight"].T, x @ kernel)
-    else:
-        close(tensors[final + "weight"], tree["PaliGemma/llm/final_norm_1/scale"])
 
 
 def test_the_names_are_those_openpi_saves(converted: tuple[Any, ...]) -> None:
@@ -192,13 +172,13 @@ def test_the_report(kind: Kind, tmp_path: Path) -> None:
         ParameterTree(tree), tmp_path, action_horizon=5, source="here", unused_head=True, advance=seen.append
     )
     assert sorted(seen) == sorted(tree) and len(seen) == len(set(seen))
-    assert json.loads((tmp_path / "conversion.json").read_text()) == report.as_dict()
-    assert {r.source for r in report.rows} == tree.keys()
-    assert report.parameters == sum(a.size for a in tree.values()), "every number has one place"
-    row = next(r for r in report.rows if r.target.endswith("language_model.layers.1.mlp.up_proj.weight"))
+    assert json.loads((tmp_path / "conversion.json").read_text()) == report
+    assert {r["source"] for r in report["rows"]} == tree.keys()
+    assert report["parameters"] == sum(a.size for a in tree.values()), "every number has one place"
+    row = next(r for r in report["rows"] if r["target"].endswith("language_model.layers.1.mlp.up_proj.weight"))
     up = tree["PaliGemma/llm/layers/mlp/gating_einsum"][1, 1]
-    assert (row.index, row.shape, row.source_dtype) == ([1, 1], [22, 18], "float32")
-    assert row.rms == pytest.approx(float(np.sqrt(np.square(up).mean())), rel=1e-5)
+    assert (row["index"], row["shape"], row["source_dtype"]) == ([1, 1], [22, 18], "float32")
+    assert row["rms"] == pytest.approx(float(np.sqrt(np.square(up).mean())), rel=1e-5)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata()[EMBED_TOKENS] == LM_HEAD
         head = file.get_tensor(ROOT + "gemma_expert.lm_head.weight")
@@ -209,28 +189,17 @@ def test_the_report(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("precision", ["mixed", "bfloat16", "float32"])
 def test_precision(kind: Kind, stored: str, precision: Any, tmp_path: Path) -> None:
-    config = small(kind)
-    tree = {k: torch.from_numpy(v).to(getattr(torch, stored)) for k, v in jax_tree(config).items()}
-
-    class Stored:
-        def __init__(self) -> None:
-            self.shapes = {k: tuple(v.shape) for k, v in tree.items()}
-            self.dtypes = dict.fromkeys(tree, stored)
-
-        def read(self, name: str) -> np.ndarray:
-            value = tree[name]
-            if stored == "float32":
-                return value.numpy()
-            ml_dtypes = pytest.importorskip("ml_dtypes", reason="numpy has no bfloat16 of its own")
-            return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-
-    convert(Stored(), tmp_path, action_horizon=5, precision=precision)
+    dtype: Any = np.float32
+    if stored == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes", reason="numpy has no bfloat16 of its own").bfloat16
+    tree = {k: v.astype(dtype) for k, v in jax_tree(small(kind)).items()}
+    convert(ParameterTree(tree), tmp_path, action_horizon=5, precision=precision)
     tensors = load_file(tmp_path / "model.safetensors")
     wide, narrow = tensors["action_in_proj.weight"], tensors[LM_HEAD]
     assert wide.dtype == (torch.bfloat16 if precision == "bfloat16" else torch.float32)
     assert narrow.dtype == (torch.float32 if precision == "float32" else torch.bfloat16)
-    assert torch.equal(wide, tree["action_in_proj/kernel"].T.to(wide.dtype))
-    assert torch.equal(narrow, tree["PaliGemma/llm/embedder/input_embedding"].to(narrow.dtype))
+    for found, source in (wide.T, "action_in_proj/kernel"), (narrow, LLM + "embedder/input_embedding"):
+        assert torch.equal(found, torch.from_numpy(tree[source].astype(np.float32)).to(found.dtype))
 
 
 def test_several_key_heads_keep_their_order() -> None:
@@ -266,40 +235,37 @@ def test_every_parameter_is_needed(kind: Kind, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists(), "nothing is written before everything is checked"
 
 
-def broken(change: str) -> tuple[dict[str, np.ndarray], str]:
-    tree = jax_tree(small("pi05"))
-    name = "PaliGemma/llm/layers/attn/q_einsum/w"
-    if change == "unknown":
-        tree["PaliGemma/llm/layers/attn/q_norm/scale"] = np.zeros(3)
-        return tree, r"1 parameters have no place in π0: PaliGemma/llm/layers/attn/q_norm/scale"
-    if change == "lora":
-        tree["PaliGemma/llm/layers/attn/q_einsum/lora_a"] = np.zeros((3, 4, 18, 2))
-        return tree, r"expected LoRA factors a and b of a weight, got PaliGemma/llm/layers/attn/q_einsum/lora_a"
-    if change == "lora rank":
-        tree["PaliGemma/llm/layers/attn/q_einsum/lora_a"] = np.zeros((3, 4, 18, 2))
-        tree["PaliGemma/llm/layers/attn/q_einsum/lora_b"] = np.zeros((3, 4, 3, 6))
-        return tree, r"expected factors of a weight \(3, 4, 18, 6\), got \(3, 4, 18, 2\) and \(3, 4, 3, 6\)"
-    if change == "rank":
-        tree[name] = tree[name][0]
-        return tree, rf"{name}: expected 4 axes \(n d h -> \(n h\) d\), got shape \(4, 18, 6\)"
-    if change == "parts":
-        tree["PaliGemma/llm/layers/attn/kv_einsum/w"] = tree["PaliGemma/llm/layers/attn/kv_einsum/w"][:, :1]
-        return tree, r"kv_einsum/w: expected 2 parts, got shape"
-    if change == "depth":
-        tree[name] = tree[name][:2]
-        return tree, r"does not fit pi05: 1 missing: .*language_model\.layers\.2\.self_attn\.q_proj\.weight"
-    if change == "both":
-        tree |= {k: v for k, v in jax_tree(small("pi0")).items() if k.startswith("state_proj")}
-        return tree, r"expected weights of π0 .* or of π0\.5"
-    tree[name][1, 2, 3, 4] = np.nan
-    return tree, rf"non-finite values in {name}"
+ATTENTION = LLM + "layers/attn/"
+Q, KV = ATTENTION + "q_einsum/w", ATTENTION + "kv_einsum/w"
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": (
+        {ATTENTION + "q_norm/scale": np.zeros(3)},
+        rf"1 parameters have no place in π0: {ATTENTION}q_norm/scale",
+    ),
+    "half an adapter": (
+        {ATTENTION + "q_einsum/lora_a": np.zeros((3, 4, 18, 2))},
+        rf"expected LoRA factors a and b of a weight, got {ATTENTION}q_einsum/lora_a",
+    ),
+    "another rank": (
+        {ATTENTION + "q_einsum/lora_a": np.zeros((3, 4, 18, 2)), ATTENTION + "q_einsum/lora_b": np.zeros((3, 4, 3, 6))},
+        r"expected factors of a weight \(3, 4, 18, 6\), got \(3, 4, 18, 2\) and \(3, 4, 3, 6\)",
+    ),
+    "axes": ({Q: np.zeros((4, 18, 6))}, rf"{Q}: expected 4 axes \(n d h -> \(n h\) d\), got shape \(4, 18, 6\)"),
+    "parts": ({KV: np.zeros((3, 1, 1, 18, 6))}, r"kv_einsum/w: expected 2 parts, got shape"),
+    "depth": ({Q: np.zeros((2, 4, 18, 6))}, r"1 missing: .*language_model\.layers\.2\.self_attn\.q_proj\.weight"),
+    "both kinds": (
+        {k: v for k, v in jax_tree(small("pi0")).items() if k.startswith("state_proj")},
+        r"expected weights of π0 .* or of π0\.5",
+    ),
+    "not finite": ({Q: np.full((3, 4, 18, 6), np.nan)}, rf"non-finite values in {Q}"),
+}
 
 
-@pytest.mark.parametrize("change", ["unknown", "lora", "lora rank", "rank", "parts", "depth", "both", "nan"])
-def test_a_wrong_tree_is_named(change: str, tmp_path: Path) -> None:
-    tree, message = broken(change)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_tree_is_named(name: str, tmp_path: Path) -> None:
+    changes, message = WRONG[name]
     with pytest.raises(CheckpointError, match=message):
-        convert(ParameterTree(tree), tmp_path, action_horizon=5)
+        convert(ParameterTree({**jax_tree(small("pi05")), **changes}), tmp_path, action_horizon=5)
     assert not (tmp_path / "model.safetensors").exists()
 
 
@@ -345,52 +311,51 @@ def test_the_command_asks_for_a_horizon(
     assert said.startswith("vla-accel convert: ") and message in said
 
 
-def test_what_is_no_checkpoint_is_said_before_jax_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("entry", "name", "message"),
+    [
+        ("sd/unet/", "no/such", "expected a folder with params/, got"),
+        ("sd/unet/", "sd", "expected a folder with params/, got"),
+        ("sd/model_index.json", "sd/model_index.json", "expected a folder with params/, got"),
+        ("model.safetensors", "", "expected a folder with params/, found model.safetensors, which needs no"),
+        ("model-00001-of-00002.safetensors", "", "params/, found model-00001-of-00002.safetensors, which needs no"),
+        ("29999/params/", "", "29999: name one of them\n"),
+    ],
+)
+def test_a_folder_without_jax_parameters_is_refused_without_jax(
+    entry: str, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, "jax", None)
-    (tmp_path / "sd" / "unet").mkdir(parents=True)
-    (tmp_path / "sd" / "model_index.json").touch()
-    for name in ("no/such", str(tmp_path / "sd"), str(tmp_path / "sd" / "model_index.json")):
-        for words in (("--config", "pi05_libero"), ()):
-            assert main(["convert", name, str(tmp_path / "out"), *words]) == 1
-            said = f"vla-accel convert: checkpoint: expected a folder with params/, got {name!r}\n"
-            assert capsys.readouterr().err == said and [path.name for path in tmp_path.iterdir()] == ["sd"]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
-def test_what_is_converted_already_is_said_before_jax_is_asked_for(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "jax", None)
-    (tmp_path / name).touch()
+    path = tmp_path / entry
+    (path if entry.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+    if not entry.endswith("/"):
+        path.touch()
     for words in (("--config", "pi05_libero"), ()):
-        assert main(["convert", str(tmp_path), str(tmp_path / "out"), *words]) == 1
-        assert f"expected a folder with params/, found {name}, which needs no" in capsys.readouterr().err
+        assert main(["convert", str(tmp_path / name), str(tmp_path / "out"), *words]) == 1
+        said = capsys.readouterr().err
+        assert message in said and len(said.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
-def test_of_a_training_runs_folder_its_checkpoints_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "29999" / "params").mkdir(parents=True)
-    assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 1
-    said = f"expected a folder with params/, found those of {tmp_path / '29999'}: name one of them\n"
-    assert capsys.readouterr().err.endswith(said)
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ParameterTree:
+    """A π0.5 as orbax would read it."""
+    tree: Any = ParameterTree(jax_tree(small("pi05")))
+    tree.folder = tmp_path / "params"
+    tree.folder.mkdir()
+    monkeypatch.setattr("vla_accel.cli.convert.OrbaxParameters", lambda folder: tree)
+    return tree
 
 
 def test_the_command_says_what_came_of_it_and_what_to_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stored: ParameterTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tree = ParameterTree(jax_tree(small("pi05")))
-    tree.folder = tmp_path / "params"  # type: ignore[attr-defined]
-    tree.folder.mkdir()  # type: ignore[attr-defined]
-    monkeypatch.setattr("vla_accel.cli.convert.OrbaxParameters", lambda folder: tree)
     monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--config", "pi05_libero"]) == 0
     printed = capsys.readouterr()
     assert "converting: 100 %\n" in printed.err, "no terminal: lines now and then"
     line = json.loads(printed.out.splitlines()[-1])
-    assert (line["kind"], line["tensors"]) == ("pi05", len(targets(tree.shapes, "")))
+    assert (line["kind"], line["tensors"]) == ("pi05", len(targets(stored.shapes, "")))
     assert line["bytes"] == (tmp_path / "out/model.safetensors").stat().st_size
     assert len(printed.out.splitlines()) == 2, "no table to scroll past: conversion.json has it"
     out = str(tmp_path / "out")
@@ -410,13 +375,9 @@ def test_the_command_says_what_came_of_it_and_what_to_type(
     ],
 )
 def test_a_config_of_another_robot_is_refused_and_nothing_written(
-    config: str, asset: str, numbers: int, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    config: str, asset: str, numbers: int, message: str | None, stored: ParameterTree, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    tree = ParameterTree(jax_tree(small("pi05")))
-    tree.folder = tmp_path / "params"  # type: ignore[attr-defined]
-    tree.folder.mkdir()  # type: ignore[attr-defined]
-    monkeypatch.setattr("vla_accel.cli.convert.OrbaxParameters", lambda folder: tree)
     place = tmp_path / "assets" / asset
     place.mkdir(parents=True)
     one = dict.fromkeys(("mean", "std", "q01", "q99"), [0.5] * numbers)
@@ -527,22 +488,14 @@ def test_the_writer_writes_safetensors(tmp_path: Path) -> None:
 
 def test_the_writer_refuses_what_was_not_announced(tmp_path: Path) -> None:
     entries = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
-    with (
-        pytest.raises(ValueError, match=r"1 tensors were not written: \['b'\]"),
-        SafetensorsWriter(tmp_path / "x", entries) as writer,
+    for sizes, message in (
+        ((2,), r"1 tensors were not written: \['b'\]"),
+        ((3,), r"a: expected shape \(2,\), once"),
+        ((2, 2), r"a: expected shape \(2,\), once"),
     ):
-        writer.write("a", torch.zeros(2))
-    with (
-        pytest.raises(ValueError, match=r"a: expected shape \(2,\), once"),
-        SafetensorsWriter(tmp_path / "x", entries) as writer,
-    ):
-        writer.write("a", torch.zeros(3))
-    with (
-        pytest.raises(ValueError, match=r"a: expected shape \(2,\), once"),
-        SafetensorsWriter(tmp_path / "x", entries) as writer,
-    ):
-        writer.write("a", torch.zeros(2))
-        writer.write("a", torch.zeros(2))
+        with pytest.raises(ValueError, match=message), SafetensorsWriter(tmp_path / "x", entries) as writer:
+            for size in sizes:
+                writer.write("a", torch.zeros(size))
 
 
 def test_a_config_that_is_no_pi0_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ expected values follow lerobot's formulas, in float64."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support import tiny_pi0_fast, tiny_smolvla
-from tests.support.lerobot_saved import Change, configure, saved_files, state_files, step
-from tests.support.published_folders import write_lerobot, write_openpi
+from tests.support.lerobot_folders import KINDS, OBSERVATIONS, cameras, edit_statistics, write
+from tests.support.lerobot_saved import configure, step
+from tests.support.published_folders import write_openpi
+from tests.support.spy_tokenizer import Spy
 from tests.support.tiny import tiny_observation, write_robot
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
@@ -26,39 +25,20 @@ from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.loading import load
 from vla_accel.kernels.image import resize
 
-Writer = Callable[[Path, Change, str], object]
-WRITERS: dict[str, Writer] = {
-    "pi0": lambda folder, change, release: write_lerobot(folder, "pi0", change, release=release),
-    "pi05": lambda folder, change, release: write_lerobot(folder, "pi05", change, release=release),
-    "pi0_fast": lambda folder, change, release: tiny_pi0_fast.write_lerobot(folder, change=change, release=release),
-    "smolvla": lambda folder, change, release: tiny_smolvla.write_lerobot(folder, change=change, release=release),
-}
-OBSERVATIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    "pi0": tiny_observation, "pi05": tiny_observation, "pi0_fast": tiny_pi0_fast.observation,
-    "smolvla": tiny_smolvla.observation,
-}  # fmt: skip
-FEATURES = {
-    kind: ("observation.images.image", "observation.images.image2") if kind in ("pi0", "pi05") else tiny_smolvla.CAMERAS
-    for kind in WRITERS
-}
+NORMALIZE = "normalizer_processor"
 STATISTICS = {
     "MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"),
 }  # fmt: skip
 
 
-def write(folder: Path, kind: str, release: str, mode: str = "IDENTITY", cameras: tuple[int, ...] = (0, 1)) -> None:
+def write_images(
+    folder: Path, kind: str, release: str, mode: str = "IDENTITY", known: tuple[int, ...] = (0, 1)
+) -> None:
     """A folder with statistics for these cameras, whose normalizer names VISUAL's `mode`."""
-
-    def change(files: dict[str, Any]) -> None:
-        step(files, "normalizer_processor")["config"]["norm_map"]["VISUAL"] = mode
-
-    WRITERS[kind](folder, change, release)
-    path = folder / state_files(saved_files(folder))[0]
-    arrays = load_file(path)
-    for camera in cameras:
-        for name, value in statistics_of(camera).items():
-            arrays[f"{FEATURES[kind][camera]}.{name}"] = value.float().reshape(3, 1, 1)
-    save_file(arrays, path)
+    write(folder, kind, lambda files: step(files, NORMALIZE)["config"]["norm_map"].update(VISUAL=mode), release=release)
+    table = {f"{cameras(kind)[camera]}.{name}": value.float().reshape(3, 1, 1)
+             for camera in known for name, value in statistics_of(camera).items()}  # fmt: skip
+    edit_statistics(folder, table, both=False)
 
 
 def statistics_of(camera: int) -> dict[str, Tensor]:
@@ -121,8 +101,8 @@ def with_images(kind: str, *sizes: tuple[int, int]) -> tuple[dict[str, Any], lis
 
 
 CASES = [
-    *((kind, release, "IDENTITY") for kind in WRITERS for release in ("0.4.4", "0.5.1", "0.6.1")),
-    *((kind, release, mode) for kind in WRITERS for release in ("0.4.4", "0.6.1") for mode in STATISTICS),
+    *((kind, release, "IDENTITY") for kind in KINDS for release in ("0.4.4", "0.5.1", "0.6.1")),
+    *((kind, release, mode) for kind in KINDS for release in ("0.4.4", "0.6.1") for mode in STATISTICS),
 ]
 
 
@@ -130,7 +110,7 @@ CASES = [
 def test_the_model_reads_the_pixels_of_the_release(
     kind: str, release: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, kind, release, mode)
+    write_images(tmp_path, kind, release, mode)
     policy = OptimizedPolicy.from_pretrained(tmp_path, load_config("eager_fp32"), device="cpu")
     size = policy.processor.image_size
     for sizes in (((36, 60), (50, 20)), ((size, size), (21, 90))):
@@ -148,7 +128,7 @@ def test_the_model_reads_the_pixels_of_the_release(
 @pytest.mark.parametrize("kind", ["pi0", "pi05", "pi0_fast"])
 def test_a_training_config_of_lerobot_0_5_0_shows_its_release(kind: str, tmp_path: Path) -> None:
     """config.json and the pipelines of 0.5.0 are those of 0.4.4."""
-    write(tmp_path, kind, "0.4.4")
+    write_images(tmp_path, kind, "0.4.4")
     training = tmp_path / "train_config.json"
     for content, old in (({"steps": 100}, True), ({"steps": 100, "cudnn_deterministic": False}, False)):
         training.write_text(json.dumps(content))
@@ -158,7 +138,7 @@ def test_a_training_config_of_lerobot_0_5_0_shows_its_release(kind: str, tmp_pat
 
 
 def test_bars_of_lerobot_0_4_are_minus_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, "pi0", "0.4.4")
+    write_images(tmp_path, "pi0", "0.4.4")
     policy = OptimizedPolicy.from_pretrained(tmp_path, load_config("eager_fp32"), device="cpu")
     observation, _ = with_images("pi0", (36, 60), (28, 28))
     wide, square = seen_by(policy, observation, monkeypatch)
@@ -170,7 +150,7 @@ def test_bars_of_lerobot_0_4_are_minus_three(tmp_path: Path, monkeypatch: pytest
     ("pi0", "0.6.1", "QUANTILES"), ("pi05", "0.4.4", "MIN_MAX"),
 ])  # fmt: skip
 def test_the_native_engine_reads_the_same_pixels(kind: str, release: str, mode: str, tmp_path: Path) -> None:
-    write(tmp_path, kind, release, mode)
+    write_images(tmp_path, kind, release, mode)
     observation, _ = with_images(kind, (36, 60), (50, 20))
     answers = {}
     for engine in ("eager_fp32", "native"):
@@ -186,7 +166,7 @@ def test_the_native_engine_reads_the_same_pixels(kind: str, release: str, mode: 
 
 def test_a_device_that_fits_images_gets_the_same_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device gets images in the cameras' sizes, with the pixel maps of the fitted ones."""
-    write(tmp_path, "pi0", "0.4.4", "MEAN_STD")
+    write_images(tmp_path, "pi0", "0.4.4", "MEAN_STD")
     policy = OptimizedPolicy.from_pretrained(tmp_path, load_config("native"), device="cpu", num_steps=2)
     observation, images = with_images("pi0", (36, 60), (28, 28))
     noise = np.zeros(policy.family.action_shape(policy.model.config), np.float32)
@@ -198,10 +178,10 @@ def test_a_device_that_fits_images_gets_the_same_pixels(tmp_path: Path, monkeypa
     np.testing.assert_array_equal(policy.infer(observation, noise=noise)["actions"], fitted_here)
 
 
-@pytest.mark.parametrize("kind", [*WRITERS])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("release", ["0.4.4", "0.6.1"])
 def test_a_policy_with_the_usual_pixels_has_no_further_input(kind: str, release: str, tmp_path: Path) -> None:
-    write(tmp_path, kind, release)
+    write_images(tmp_path, kind, release)
     policy = OptimizedPolicy.from_pretrained(tmp_path, load_config("eager_fp32"), device="cpu")
     mapped = release == "0.4.4" and kind != "smolvla"
     policy.warm_up()
@@ -212,43 +192,43 @@ def test_a_policy_with_the_usual_pixels_has_no_further_input(kind: str, release:
 @pytest.mark.parametrize("release", ["0.4.4", "0.6.1"])
 def test_cameras_without_statistics_are_left_as_they_are(release: str, tmp_path: Path) -> None:
     """As are those that the normalizer's features do not name."""
-    write(tmp_path / "none", "smolvla", release, "MEAN_STD", cameras=())
+    write_images(tmp_path / "none", "smolvla", release, "MEAN_STD", known=())
     assert load(tmp_path / "none").processor.pixels is None
-    write(tmp_path / "one", "smolvla", release, "MEAN_STD", cameras=(1,))
+    write_images(tmp_path / "one", "smolvla", release, "MEAN_STD", known=(1,))
     one = load(tmp_path / "one").processor.pixels
     assert one is not None and one.cameras[0].scale == (1, 1, 1) and one.cameras[1].scale != (1, 1, 1)
 
     def unnamed(files: dict[str, Any]) -> None:
-        config = step(files, "normalizer_processor")["config"]
+        config = step(files, NORMALIZE)["config"]
         config["norm_map"]["VISUAL"] = "MEAN_STD"
         config["features"] = {k: f for k, f in config["features"].items() if f["type"] != "VISUAL"}
 
-    write(tmp_path / "unnamed", "smolvla", release)
-    WRITERS["smolvla"](tmp_path / "unnamed", unnamed, release)
+    write_images(tmp_path / "unnamed", "smolvla", release)
+    write(tmp_path / "unnamed", "smolvla", unnamed, release=release)
     assert load(tmp_path / "unnamed").processor.pixels is None
 
 
 @pytest.mark.parametrize("kind", ["pi0", "pi05", "pi0_fast"])
 def test_a_folder_of_lerobot_0_5_0_can_be_marked_as_such(kind: str, tmp_path: Path) -> None:
     """Its files are those of 0.4, and its values those of later releases."""
-    WRITERS[kind](tmp_path, configure(use_relative_actions=False), "0.4.4")
+    write(tmp_path, kind, configure(use_relative_actions=False), release="0.4.4")
     processor = load(tmp_path).processor
     assert (processor.pixels, processor.prompt_state_dim) == (None, None)
 
 
 def test_a_missing_camera_leaves_the_other_its_own_pixels(tmp_path: Path) -> None:
-    write(tmp_path, "smolvla", "0.6.1", "MEAN_STD")
+    write_images(tmp_path, "smolvla", "0.6.1", "MEAN_STD")
     processor = load(tmp_path).processor
     observation, _ = with_images("smolvla", (36, 60), (50, 20))
     both = processor.prepare(observation)
-    del observation[tiny_smolvla.CAMERAS[0]]
+    del observation[cameras("smolvla")[0]]
     one = processor.prepare(observation)
     assert both.pixel_maps is not None and not np.array_equal(both.pixel_maps[0], both.pixel_maps[1])
     np.testing.assert_array_equal(one.pixel_maps, both.pixel_maps[1:])
 
 
 def test_a_robot_with_other_cameras_is_refused_where_they_are_scaled(tmp_path: Path) -> None:
-    write(tmp_path, "pi0", "0.6.1", "MEAN_STD")
+    write_images(tmp_path, "pi0", "0.6.1", "MEAN_STD")
     one = write_robot(tmp_path / "one.yaml")
     one.write_text(one.read_text().replace("[front, wrist]", "[front]"))
     with pytest.raises(ConfigError, match=r"preset: expected 2 cameras, .* got 1"):
@@ -256,11 +236,8 @@ def test_a_robot_with_other_cameras_is_refused_where_they_are_scaled(tmp_path: P
 
 
 def test_statistics_of_other_than_three_channels_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, "smolvla", "0.6.1", "MEAN_STD")
-    path = tmp_path / state_files(saved_files(tmp_path))[0]
-    arrays = load_file(path)
-    arrays |= {f"{tiny_smolvla.CAMERAS[1]}.{name}": torch.ones(4) for name in ("mean", "std")}
-    save_file(arrays, path)
+    write_images(tmp_path, "smolvla", "0.6.1", "MEAN_STD")
+    edit_statistics(tmp_path, {f"{cameras('smolvla')[1]}.{name}": torch.ones(4) for name in ("mean", "std")})
     with pytest.raises(CheckpointError, match=r"observation\.images\.wrist: expected .*3 channels, got 4"):
         load(tmp_path)
 
@@ -268,25 +245,9 @@ def test_statistics_of_other_than_three_channels_are_refused(tmp_path: Path) -> 
 # -- prompts ------------------------------------------------------------------------------------------------------
 
 
-class Spy:
-    """A tokenizer that keeps the texts."""
-
-    vocab_size = 4
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        self.texts.append(text)
-        return [1]
-
-    def finish(self, ids: list[int]) -> list[int]:
-        return ids
-
-
 def texts_of(folder: Path, observation: dict[str, Any], prompt: str) -> list[str]:
-    processor, spy = load(folder).processor, Spy()
-    object.__setattr__(processor, "tokenizer", spy)
+    spy = Spy()
+    processor = replace(load(folder).processor, tokenizer=spy)
     processor.prepare({**observation, processor.preset.prompt: prompt})
     return spy.texts
 
@@ -298,13 +259,13 @@ def texts_of(folder: Path, observation: dict[str, Any], prompt: str) -> list[str
 def test_lerobots_pi0_only_ends_the_instruction_by_a_newline(
     release: str, prompt: str, expected: str, tmp_path: Path
 ) -> None:
-    write(tmp_path, "pi0", release)
+    write_images(tmp_path, "pi0", release)
     assert texts_of(tmp_path, tiny_observation(), prompt) == [expected]
 
 
 @pytest.mark.parametrize("kind", ["pi05", "pi0_fast"])
 def test_lerobots_models_with_the_state_in_the_prompt_clean_the_instruction(kind: str, tmp_path: Path) -> None:
-    write(tmp_path, kind, "0.6.1")
+    write_images(tmp_path, kind, "0.6.1")
     assert texts_of(tmp_path, OBSERVATIONS[kind](), " pick_up\nit ")[0].startswith("Task: pick up it, State: ")
 
 
@@ -316,7 +277,7 @@ def test_openpis_pi0_cleans_the_instruction(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("release", "numbers"), [("0.4.4", 6), ("0.5.1", 4), ("0.6.1", 4)])
 def test_pi0_fast_of_lerobot_0_4_fills_the_state_in_the_prompt(release: str, numbers: int, tmp_path: Path) -> None:
     """Zeros are bin 128."""
-    write(tmp_path, "pi0_fast", release)
-    text = texts_of(tmp_path, tiny_pi0_fast.observation(), "pick it up")[0]
+    write_images(tmp_path, "pi0_fast", release)
+    text = texts_of(tmp_path, OBSERVATIONS["pi0_fast"](), "pick it up")[0]
     state = text.partition("State: ")[2].removesuffix(";\n").split()
     assert len(state) == numbers and state[4:] == ["128"] * (numbers - 4)

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support import tiny_pi0_fast, tiny_smolvla
+from tests.support import tiny_smolvla
+from tests.support.lerobot_folders import KINDS, edit_statistics, edit_tensors, made, write
 from tests.support.lerobot_saved import Change, edit, saved_files, state_files, step, together
-from tests.support.published_folders import write_lerobot
 from tests.support.tiny import tiny_observation
 from vla_accel import OptimizedPolicy
 from vla_accel.config import load_config
@@ -24,17 +23,6 @@ from vla_accel.families.loading import load
 
 FP32 = load_config("eager_fp32")
 JSON = ("policy_preprocessor.json", "policy_postprocessor.json")
-
-
-def write_pi(kind: Any) -> Any:
-    return lambda folder, change: write_lerobot(folder, kind, change)
-
-
-def write_statistics(folder: Path, change: Mapping[str, Tensor | None]) -> None:
-    """Change both files of statistics."""
-    for name in state_files(saved_files(folder)):
-        table: dict[str, Any] = {**load_file(folder / name), **change}
-        save_file({k: v for k, v in table.items() if v is not None}, folder / name)
 
 
 # -- another robot than the base's ---------------------------------------------------------------------------------
@@ -47,8 +35,7 @@ def test_the_state_is_as_long_as_its_statistics(said: int, tmp_path: Path) -> No
     def change(files: dict[str, Any]) -> None:
         files["config"]["input_features"]["observation.state"]["shape"] = [said]
 
-    write_lerobot(tmp_path, "pi05", change)
-    processor = load(tmp_path).processor
+    processor = made(tmp_path, "pi05", change).processor
     assert processor.preset.state_dim == 8 and len(processor.state.low) == 8
     # The cameras and sizes are LIBERO's, so that the keys are.
     assert processor.example()["observation/state"].shape == (8,)
@@ -58,7 +45,7 @@ def test_the_state_is_as_long_as_its_statistics(said: int, tmp_path: Path) -> No
 def test_a_policy_of_another_robot_than_its_base_acts(tmp_path: Path) -> None:
     tiny_smolvla.write_lerobot(tmp_path)
     mean, std = torch.arange(9.0) * 0.1, torch.arange(9.0) + 0.5
-    write_statistics(tmp_path, {"observation.state.mean": mean, "observation.state.std": std})
+    edit_statistics(tmp_path, {"observation.state.mean": mean, "observation.state.std": std})
     policy = OptimizedPolicy.from_pretrained(tmp_path, FP32, num_steps=1)
     state = np.random.default_rng(0).normal(size=9)
     observation = {**tiny_smolvla.observation(), "observation.state": state}
@@ -69,8 +56,8 @@ def test_a_policy_of_another_robot_than_its_base_acts(tmp_path: Path) -> None:
 
 def test_actions_are_as_long_as_config_says(tmp_path: Path) -> None:
     """lerobot takes them from the dataset, as it does their statistics."""
-    write_lerobot(tmp_path, "pi0")
-    write_statistics(tmp_path, {"action.mean": torch.zeros(6), "action.std": torch.ones(6)})
+    write(tmp_path, "pi0")
+    edit_statistics(tmp_path, {"action.mean": torch.zeros(6), "action.std": torch.ones(6)})
     with pytest.raises(CheckpointError, match="expected statistics of action's 7 values, got 6"):
         load(tmp_path)
 
@@ -100,8 +87,7 @@ def write_old(folder: Path, stored: Mapping[str, Tensor], change: Change = lambd
     tiny_smolvla.write_lerobot(folder, change=old)
     for name in (*state_files(saved_files(folder)), *JSON):
         (folder / name).unlink()
-    weights = folder / "model.safetensors"
-    save_file({**load_file(weights), **stored}, weights)
+    edit_tensors(folder / "model.safetensors", stored)
 
 
 def test_statistics_among_the_weights_are_the_same_numbers(tmp_path: Path) -> None:
@@ -145,18 +131,11 @@ def test_statistics_that_were_never_set_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["pi0", "pi05", "pi0_fast", "smolvla"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_statistics_among_the_weights_are_ignored_next_to_processors(kind: Any, tmp_path: Path) -> None:
     """Half of a migration: new processors, old weights. lerobot reads the processors."""
-    if kind == "smolvla":
-        tiny_smolvla.write_lerobot(tmp_path)
-    elif kind == "pi0_fast":
-        tiny_pi0_fast.write_lerobot(tmp_path)
-    else:
-        write_lerobot(tmp_path, kind)
-    before = load(tmp_path).processor
-    weights = tmp_path / "model.safetensors"
-    save_file({**load_file(weights), **{k: v + 3 for k, v in buffers().items()}}, weights)
+    before = made(tmp_path, kind).processor
+    edit_tensors(tmp_path / "model.safetensors", {k: v + 3 for k, v in buffers().items()})
     after = load(tmp_path).processor
     assert np.array_equal(before.state.low, after.state.low) and np.array_equal(before.actions.span, after.actions.span)
 
@@ -173,8 +152,7 @@ def test_a_base_without_statistics_says_what_it_is(tmp_path: Path) -> None:
 
     for change in (bare, together(bare, *(edit(f"{n}normalizer_processor", features={}) for n in ("", "un")))):
         with pytest.raises(CheckpointError) as raised:
-            write_lerobot(tmp_path, "pi05", change)
-            load(tmp_path)
+            made(tmp_path, "pi05", change)
         assert "found no statistics: a base checkpoint to fine-tune" in str(raised.value)
 
 
@@ -187,20 +165,8 @@ def test_statistics_of_several_datasets_without_a_state_say_what_they_are(tmp_pa
         for name in ("mean", "std")
     }
     own = {f"{key}.{name}": None for key in ("observation.state", "action") for name in ("mean", "std")}
-    write_statistics(tmp_path, {**others, **own})
+    edit_statistics(tmp_path, {**others, **own})
     with pytest.raises(CheckpointError) as raised:
         load(tmp_path)
     said = str(raised.value)
     assert "found action of several datasets (so100, so100-blue, so100-red): a base checkpoint to fine-tune" in said
-
-
-@pytest.mark.parametrize(
-    "write", [tiny_smolvla.write_lerobot, tiny_pi0_fast.write_lerobot, write_pi("pi0"), write_pi("pi05")]
-)
-@pytest.mark.parametrize("name", ["type", "input_features"])
-def test_a_folder_whose_config_lacks_what_lerobot_saves_is_called_lerobots(
-    write: Any, name: str, tmp_path: Path
-) -> None:
-    write(tmp_path, change=lambda files: files["config"].pop(name))
-    with pytest.raises(CheckpointError, match=rf"config\.json: expected {name}, as lerobot saves it, found "):
-        load(tmp_path)

@@ -311,6 +311,6 @@ def test_a_converted_checkpoint_has_its_adapters_folded(tmp_path: Path) -> None:
     tree[weight + "_lora_b"] = np.full((shape[0], 2, shape[-1]), 0.5, np.float32)
     report = convert(ParameterTree(tree), tmp_path, action_horizon=5, precision="float32")
     stored = load_file(tmp_path / "model.safetensors")
-    assert report.adapters == 1 and not [name for name in stored if "lora" in name]
+    assert report["adapters"] == 1 and not [name for name in stored if "lora" in name]
     want = tree[weight][1].T + 1.0
     np.testing.assert_allclose(stored[f"{EXPERT}layers.1.mlp.down_proj.weight"].numpy(), want, rtol=1e-6, atol=1e-6)

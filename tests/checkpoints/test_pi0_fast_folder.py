@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.lerobot_saved import edit
+from tests.support.published_folders import stored_shapes
 from tests.support.tiny_pi0_fast import HORIZON, STOP, VOCABULARY, observation, tiny_config, write_fast, write_lerobot
 from tests.support.tiny_smolvla import statistics
 from vla_accel.config import CheckpointSpec, PolicyConfig
@@ -27,13 +25,7 @@ TABLE, HEAD = ROOT + "model.language_model.embed_tokens.weight", ROOT + "lm_head
 
 def test_keys_and_shapes_are_lerobots() -> None:
     """Of the published size."""
-    config = pi0_fast(tied=False)
-    with torch.device("meta"):
-        model = Pi0Fast(config)
-    shapes = {}
-    for name, value in model.state_dict().items():
-        for part in pieces(name, config):
-            shapes[part.name] = (part.rows or len(value), *value.shape[1:])
+    shapes = stored_shapes(Pi0Fast, pi0_fast(tied=False), pieces)
     layer = ROOT + "model.language_model.layers.17."
     tower = ROOT + "model.vision_tower.vision_model."
     expected = {
@@ -98,38 +90,6 @@ def test_what_the_user_knows_better(tmp_path: Path) -> None:
     detokeniser = checkpoint.processor.detokeniser
     assert (detokeniser.fast.scale, detokeniser.relaxed, detokeniser.horizon) == (5, True, HORIZON + 2)
     assert (checkpoint.model.config.action_horizon, checkpoint.model.config.max_token_len) == (HORIZON + 2, 60)
-
-
-CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "variant": (lambda f: f["config"].update(paligemma_variant="gemma_2b"),
-                r"prefix gemma_2b: config says GemmaConfig\(width=2048"),
-    "unknown variant": (lambda f: f["config"].update(paligemma_variant="gemma_9b"),
-                        "expected prefix one of gemma_2b, .* got 'gemma_9b'"),
-    "image": (lambda f: f["config"].update(image_resolution=[28, 56]),
-              r"image_resolution: config says \[28, 56\], weights say \[28, 28\]"),
-    "sampled": (lambda f: f["config"].update(temperature=0.7), "config.json: temperature: expected 0.0, got 0.7"),
-    "relative": (lambda f: f["config"].update(use_relative_actions=True),
-                 "relative actions: expected one answer, .*, True as config"),
-    "relative step": (edit("relative_actions_processor", enabled=True),
-                      "relative actions: expected one answer, got True as .*relative_actions_processor, False as"),
-    "no horizon": (lambda f: f["config"].pop("chunk_size"), "chunk_size: expected a whole number .*, got None"),
-    "no end": (lambda f: f["config"].pop("max_decoding_steps"), "max_decoding_steps: expected .*, got None"),
-    "endless": (lambda f: f["config"].update(max_decoding_steps=10**9),
-                r"/config\.json: max_decoding_steps: expected a whole number from 1 to 4096, got 1000000000"),
-    "a chunk of all": (lambda f: f["config"].update(chunk_size=10**9), r"/config\.json: chunk_size: expected a whole"),
-    "no FAST": (lambda f: f["config"].pop("action_tokenizer_name"), "expected action_tokenizer_name of type str"),
-    "step": (lambda f: f["policy_preprocessor"]["steps"].append({"registry_name": "rotate"}),
-             "expected steps among.*rotate"),
-    "no room for FAST": (lambda f: f["config"].update(fast_skip_tokens=200), "expected at most 184 tokens beside"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", list(CHANGES))
-def test_a_contradiction_is_named(name: str, tmp_path: Path) -> None:
-    change, message = CHANGES[name]
-    write_lerobot(tmp_path, change=change)
-    with pytest.raises(CheckpointError, match=message):
-        load(tmp_path)
 
 
 def test_a_robot_or_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.lerobot_saved import step, without
+from tests.support.lerobot_saved import step
+from tests.support.published_folders import stored_shapes
 from tests.support.tiny import TOKENIZER
 from tests.support.tiny import statistics as own_statistics
 from tests.support.tiny_smolvla import (
@@ -41,13 +41,7 @@ FP32 = load_config("eager_fp32")
 
 def test_keys_and_shapes_are_lerobots() -> None:
     """Of the published size, as `lerobot/smolvla_base` has them."""
-    config, root = smolvla(), "model.vlm_with_expert."
-    with torch.device("meta"):
-        model = SmolVla(config)
-    shapes = {}
-    for name, value in model.state_dict().items():
-        for part in pieces(name, config):
-            shapes[part.name] = (part.rows or len(value), *value.shape[1:])
+    root, shapes = "model.vlm_with_expert.", stored_shapes(SmolVla, smolvla(), pieces)
     layer = root + "vlm.model.text_model.layers.15."
     expert = root + "lm_expert.layers."
     expected = {
@@ -199,49 +193,6 @@ def test_this_packages_own_form(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), checkpoint.model.parameters(), strict=True))
     changed = load(tmp_path, PolicyConfig(checkpoint=CheckpointSpec(action_horizon=3, max_token_len=9)))
     assert (changed.model.config.action_horizon, changed.model.config.max_token_len) == (3, 9)
-
-
-CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "type": (lambda f: f["config"].pop("type"), "config.json: expected type, as lerobot saves it, found n_obs_steps"),
-    "depth": (lambda f: f["config"].update(num_vlm_layers=2), "num_vlm_layers: config says 2, weights say 3"),
-    "expert depth": (lambda f: f["config"].update(num_expert_layers=1),
-                     "num_expert_layers: config says 1, weights say 3"),
-    "width": (lambda f: f["config"].update(expert_width_multiplier=0.5),
-              r"expert_width_multiplier: config says \(24, 256\), weights say \(36, 256\)"),
-    "state": (lambda f: f["config"].update(max_state_dim=32), "max_state_dim: config says 32, weights say 10"),
-    "image": (lambda f: f["config"].update(resize_imgs_with_padding=[64, 32]),
-              r"resize_imgs_with_padding: expected two equal sizes, got \[64, 32\], images that are not square"),
-    "other image": (lambda f: f["config"].update(resize_imgs_with_padding=[64, 64]),
-                    r"resize_imgs_with_padding: config says \[64, 64\], weights say \[32, 32\]"),
-    "image as it comes": (lambda f: f["config"].update(resize_imgs_with_padding=None),
-                          "resize_imgs_with_padding: expected two equal sizes, got null, with which"),
-    "layers": (lambda f: f["config"].update(num_vlm_layers=9), "num_vlm_layers: config says 9, weights say"),
-    "crossing": (lambda f: f["config"].update(self_attn_every_n_layers=0), r"misshaped.*layers\.0\.self_attn\.k_proj"),
-    "aloha": (lambda f: f["config"].update(adapt_to_pi_aloha=True),
-              "config.json: adapt_to_pi_aloha: expected false, got true"),
-    "special tokens": (lambda f: f["config"].update(add_image_special_tokens=True),
-                       "add_image_special_tokens: expected false, got true"),
-    "adapter": (lambda f: f["config"].update(use_peft=True),
-                "expected adapter_config.json next to a policy with use_peft"),
-    "step": (lambda f: f["policy_preprocessor"]["steps"].append({"registry_name": "rotate"}),
-             "expected steps among.*rotate"),
-    "no horizon": (lambda f: f["config"].pop("chunk_size"), "chunk_size: expected a whole number .*, got None"),
-    "endless": (lambda f: f["config"].update(chunk_size=10**9),
-                r"/config\.json: chunk_size: expected a whole number from 1 to 4096, got 1000000000"),
-    "no longest prompt": (lambda f: step(f, "tokenizer_processor")["config"].update(max_length=None),
-                          r"policy_preprocessor\.json: max_length: expected a whole number .*, got None"),
-    "no statistics": (without("normalizer_processor"), "expected a normalizer_processor step"),
-    "robot too large": (lambda f: f["config"]["output_features"]["action"].update(shape=[10]),
-                        "expected statistics of action's 10 values, got 6"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", list(CHANGES))
-def test_a_contradiction_is_named(name: str, tmp_path: Path) -> None:
-    change, message = CHANGES[name]
-    write_lerobot(tmp_path, change=change)
-    with pytest.raises((CheckpointError, ConfigError), match=message):
-        load(tmp_path)
 
 
 def test_every_key_is_accounted_for(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -64,14 +63,6 @@ def test_a_checkpoints_policy_is_timed_with_what_its_robot_sends(tmp_path: Path,
     assert main(["bench-server", *words, "--seconds", "0.5", "--output", str(file)]) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert row["problems"] == [] and 0 < row["infer_ms"]["p50"] < row["round_trip_ms"]["p50"]
-
-
-def test_a_missing_package_is_said_before_the_checkpoint_is_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "websockets.asyncio.server", None)
-    assert main(["bench-server", "no-such-checkpoint"]) == 1
-    assert "pip install 'vla_accel[serve]'" in capsys.readouterr().err
 
 
 def test_a_server_whose_starter_was_interrupted_ends_quietly() -> None:
@@ -161,21 +152,6 @@ def test_a_crossed_answer_is_noticed() -> None:
     assert any("got the answer to another request" in problem for problem in ask(Crossing()).problems)
 
 
-class Late(str):
-    """A prompt that the second process to unpickle it gets late; `str()` of it names a folder."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return arrive, (str(self),)
-
-
-def arrive(folder: str) -> str:
-    try:
-        Path(folder, "first").touch(exist_ok=False)
-    except FileExistsError:
-        time.sleep(1.5)
-    return folder
-
-
 def test_how_far_the_warm_up_is_is_told_and_an_answer_must_come(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     with background(Nothing(), local()) as server:
@@ -207,22 +183,6 @@ def test_many_clients_warm_up_no_longer_than_one(clients: int, each: int, monkey
 
     monkeypatch.setattr(serving, "load", seen)
     assert serving.measure("ws://nowhere", {}, clients, 1.0, print)["requests"] == 3 and asked["warm_up"] == each
-
-
-def test_all_clients_count_the_same_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class OneByOne(Nothing):
-        def infer(self, observation: Any) -> Any:
-            time.sleep(0.01)
-            return super().infer(observation)
-
-    monkeypatch.setattr(load.os, "cpu_count", lambda: 2)
-    observation = {**Nothing.example(), "prompt": Late(tmp_path)}
-    with background(OneByOne(), local()) as server:
-        seen = load.load(server.address, 2, 0.5, observation, warm_up=1)
-    assert len(seen.counts) == 2 and min(seen.counts) > 0 and seen.problems == []
-    # The policy answers one at a time. Two that count seconds of their own would make it compute for twice as long.
-    infer = seen.samples[:, load.COLUMNS.index("infer")]
-    assert infer.sum() <= seen.seconds * 1e3
 
 
 def refused(device: str | None) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -83,10 +85,7 @@ def test_build_cache_and_inspect(
     assert made == json.loads((cache / "manifests" / "config.json").read_text())
     rows = made["engines"]
     assert [(r["name"], r["target"]) for r in rows] == [
-        ("vision", "sm89"),
-        ("vision", "sm120"),
-        ("denoise_step", "sm89"),
-        ("denoise_step", "sm120"),
+        *itertools.product(("vision", "denoise_step"), ("sm89", "sm120"))
     ]
     for row in rows:
         assert row["built"] and row["bytes"] == (cache / row["file"]).stat().st_size > 1000
@@ -143,42 +142,28 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        (
-            "vision: eager",
-            (),
-            r"nothing to build: .* names no TensorRT engine \(vision eager, kv_cache auto",
-        ),
-        (CONFIG, ("--targets", "ada"), "target: expected a compute capability like sm89 or 8.9, got 'ada'"),
-        (CONFIG, ("--targets", "sm90"), "TensorRT-RTX does not run on compute capability 9.0; it runs on 7.5,"),
-        (CONFIG, (), "there is no GPU to build for; name the GPUs, as in --targets sm89,sm120"),
-        (
-            CONFIG,
-            ("--targets", "sm89", "--model", "pi7"),
-            "model: expected one of groot_n17, pi0, pi05, pi05_demo, pi0_fast, smolvla, smolvla_demo",
-        ),
-        ("vision: {engine: tensorrt}", (), "no usable TensorRT"),
-        ("vision: {engine: tensorrt_rtx, tensorrt: {targets: [x]}}", (), "target: expected a compute capability"),
-        ("vision: {engine: tensorrt_rtx, tensorrt: {refits: true}}", (), "vision.tensorrt.refits: did you mean"),
-        ("vision: {engine: tensorrt_rtx, tensorrt: {optimization_level: 9}}", (), "expected 0 to 5, got 9"),
-        ("vision: {engine: tensorrt_rtx, tensorrt: {cache_gb: 0}}", (), "cache_gb: expected more than 0"),
-        ("vision: {engine: tensorrt_rtx, tensorrt: {workspace_mb: 0}}", (), "workspace_mb: expected at least 1"),
-        (
-            "kv_cache: {engine: tensorrt_rtx, precision: fp8}",
-            ("--targets", "sm89"),
-            "FP8 needs calibrated scales",
-        ),
+        ("vision: eager", "", r"nothing to build: .* names no TensorRT engine \(vision eager, kv_cache auto"),
+        (CONFIG, "--targets ada", "target: expected a compute capability like sm89 or 8.9, got 'ada'"),
+        (CONFIG, "--targets sm90", "TensorRT-RTX does not run on compute capability 9.0; it runs on 7.5,"),
+        (CONFIG, "", "there is no GPU to build for; name the GPUs, as in --targets sm89,sm120"),
+        (CONFIG, "--targets sm89 --model pi7", "model: expected one of groot_n17, pi0, pi05, pi05_demo, pi0_fast"),
+        ("vision: {engine: tensorrt}", "", "no usable TensorRT"),
+        ("vision: {engine: tensorrt_rtx, tensorrt: {targets: [x]}}", "", "target: expected a compute capability"),
+        ("vision: {engine: tensorrt_rtx, tensorrt: {refits: true}}", "", "vision.tensorrt.refits: did you mean"),
+        ("vision: {engine: tensorrt_rtx, tensorrt: {optimization_level: 9}}", "", "expected 0 to 5, got 9"),
+        ("vision: {engine: tensorrt_rtx, tensorrt: {cache_gb: 0}}", "", "cache_gb: expected more than 0"),
+        ("vision: {engine: tensorrt_rtx, tensorrt: {workspace_mb: 0}}", "", "workspace_mb: expected at least 1"),
+        ("kv_cache: {engine: tensorrt_rtx, precision: fp8}", "--targets sm89", "FP8 needs calibrated scales"),
     ],
 )
 def test_what_cannot_be_built_is_said_in_one_line(
-    tmp_path: Path, checkpoint: Path, capsys: Any, monkeypatch: Any, text: str, words: Any, message: str
+    tmp_path: Path, checkpoint: Path, capsys: Any, monkeypatch: Any, text: str, words: str, message: str
 ) -> None:
-    import re
-
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    assert run("build", checkpoint, "--config", path, "--cache", tmp_path / "e", *words) == 1
+    assert run("build", checkpoint, "--config", path, "--cache", tmp_path / "e", *words.split()) == 1
     said = capsys.readouterr().err.strip()
     pattern = message if "\\" in message else re.escape(message)
     *begun, last = said.splitlines()
@@ -247,11 +232,8 @@ def test_other_families_build(write: Callable[[Path], object], shipped: str, tmp
 
 def test_sized_models_for_measuring() -> None:
     family, size = sized("pi05_demo")
-    model: Any = (
-        bench_card(family)
-        .random(bench_card(family).shallow(size(), 1), seed=0, device="cpu", dtype=torch.bfloat16)
-        .whole()
-    )
+    card = bench_card(family)
+    model: Any = card.random(card.shallow(size(), 1), seed=0, device="cpu", dtype=torch.bfloat16).whole()
     assert (len(model.prefix.layers), len(model.expert.layers), len(model.vision.layers)) == (1, 1, 5)
     assert all(bool(p.isfinite().all()) and float(p.float().abs().max()) > 0 for p in model.parameters())
     assert model.dtype == torch.bfloat16 and model.action_in_proj.weight.dtype == torch.float32

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.support.server_support import get, metric, serve_command
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
-from vla_accel.cli import main
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ServerError
 from vla_accel.server import ServerConfig
@@ -24,32 +23,23 @@ from vla_accel.server import ServerConfig
 CONFIG = "configs/eager_fp32.yaml"
 
 
-def frame(prompt: str = "pick up the black bowl on the stove and place it on the plate") -> dict:
-    image = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
-    return {
-        "observation/image": image,
-        "observation/wrist_image": image[::-1],
-        "observation/state": np.linspace(0.0, 0.3, 8),
-        "prompt": prompt,
-    }
-
-
 def test_the_bundled_checkpoint_is_served_and_answers_as_in_process(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("a secret\n")
     words = ("--config", CONFIG, "--num-steps", "2", "--device", "cpu", "--api-key-file", str(key))
     local = OptimizedPolicy.from_pretrained("demo", CONFIG, device="cpu", num_steps=2)
-    expected = [local.infer(frame())["actions"] for _ in range(2)]
+    frame = dict(local.processor.example())
+    expected = [local.infer(frame)["actions"] for _ in range(2)]
     with serve_command(*words) as address:
         with pytest.raises(ServerError, match="HTTP 401"):
             PolicyClient(address)
         with PolicyClient(address, api_key="a secret") as client:
             assert client.metadata["policy"] == "demo" and client.metadata["num_steps"] == 2
             for actions in expected:  # the noise of both begins with the configured seed
-                np.testing.assert_allclose(client.infer(frame())["actions"], actions, rtol=0, atol=1e-5)
+                np.testing.assert_allclose(client.infer(frame)["actions"], actions, rtol=0, atol=1e-5)
             with pytest.raises(ServerError, match="reported: ObservationError: observation/state: expected shape"):
-                client.infer({**frame(), "observation/state": np.zeros(7)})
-            result = client.infer(frame())
+                client.infer({**frame, "observation/state": np.zeros(7)})
+            result = client.infer(frame)
             assert result["engines"][0]["component"] == "vision"
         page = get(address, "/metrics", {"Authorization": "Api-Key a secret"})[2]
     for component in ("preprocess", "vision", "kv_cache", "denoise", "postprocess", "total"):
@@ -111,26 +101,6 @@ def test_two_policies_are_served_and_one_is_put_away_and_loaded_again(tmp_path: 
             with PolicyClient(f"{address}/{name}") as client:
                 got = client.infer(tiny_observation())["actions"]
                 np.testing.assert_allclose(got, actions, rtol=0, atol=1e-5)
-
-
-def test_what_is_loaded_is_said_before_it_takes_its_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("vla_accel.cli.serve.serve", lambda *_: None)
-    monkeypatch.setattr("vla_accel.cli.serve.Load.__call__", lambda *_: None)
-    caplog.set_level("INFO", "vla_accel.server")
-    for words in ([], ["hub/folder"], ["--policy", "a=auto:hub/folder", "--policy", "b=auto:demo"]):
-        assert main(["serve", *words, "--port", "0"]) == 0
-    for words in (["dmeo"], ["--policy", "a=auto:demo", "--policy", "b=auto:dmeo", "--devices", "cpu,cpu"]):
-        assert main(["serve", *words, "--port", "0"]) == 1
-        assert "checkpoint: expected a folder or one of demo" in capsys.readouterr().err
-    assert main(["serve", "demo", "--config", "native_fp9", "--port", "0"]) == 1
-    assert "config: expected a file or one of auto" in capsys.readouterr().err
-    assert main(["serve", "demo", "--devices", "cuda:99", "--port", "0"]) == 1
-    assert main(["serve", "folder", "--ray", "local", "--port", "0"]) == 0, "a folder of the cluster's machines"
-    assert [r.getMessage() for r in caplog.records] == [
-        "loading demo", "loading hub/folder", "loading a=auto:hub/folder, b=auto:demo", "loading folder",
-    ]  # fmt: skip
 
 
 def test_who_can_reach_an_address() -> None:

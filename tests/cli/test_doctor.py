@@ -10,10 +10,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from tests.support.gpus import H200, ORIN, RTX_4090, assumed
+from tests.support.gpus import H200, RTX_4090, assumed
 from vla_accel.cli import doctor, main
 from vla_accel.engines import ENGINES, tensorrt_library
-from vla_accel.engines.native import NativeEngine
 from vla_accel.engines.tensorrt import TensorrtEngine, TensorrtRtxEngine
 from vla_accel.errors import EngineError
 from vla_accel.kernels.gpu import Gpu
@@ -94,19 +93,6 @@ def test_an_error_is_the_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 # -- engines ------------------------------------------------------------------------------------------------------
 
 
-def test_the_native_engine_says_which_gpu_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    for gpu in (H200, ORIN, RTX_4090):
-        with assumed(gpu):
-            assert NativeEngine.why_not(GPU) is None
-    with assumed(OLD):
-        assert "needs compute capability 8.0 or newer, this GPU (Tesla T4) has 7.5" in str(NativeEngine.why_not(GPU))
-    assert "it needs a GPU" in str(NativeEngine.why_not(torch.device("cpu")))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with assumed(H200):
-        assert NativeEngine.why_not(GPU) == "the native engine needs triton: pip install triton"
-
-
 def test_tensorrt_says_which_gpu_and_which_library_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> Any:
         raise ImportError(f"no {name}")
@@ -136,19 +122,10 @@ def test_configurations_name_the_engines_that_there_are() -> None:
 
 
 def test_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = [
-        Requirement(text)
-        for text in (
-            "numpy>=1.26",
-            "there>=2; extra == 'one'",
-            "old>=3,<4; extra == 'one'",
-            "absent>=1; extra == 'one'",
-            "opencv-python-headless>=4.9; extra == 'one'",
-            "windows>=1; platform_system == 'Windows' and extra == 'one'",
-            "also-absent; extra == 'two'",
-            "vla_accel[one]; extra == 'two'",
-        )
-    ]
+    one = ("there>=2", "old>=3,<4", "absent>=1", "opencv-python-headless>=4.9")
+    texts = ["numpy>=1.26", *(f"{text}; extra == 'one'" for text in one), "also-absent; extra == 'two'"]
+    texts += ["windows>=1; platform_system == 'Windows' and extra == 'one'", "vla_accel[one]; extra == 'two'"]
+    needed = [*map(Requirement, texts)]
     versions = {"there": "2.0.1", "old": "2.9", "opencv-python": "4.14"}
     monkeypatch.setattr(diagnosis, "installed_version", versions.get)
     assert diagnosis.missing("one", needed) == ["old <4,>=3 (there is 2.9)", "absent"]

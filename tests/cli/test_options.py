@@ -39,45 +39,13 @@ class Options:
     keep_all: bool = False
 
 
-@dataclass(frozen=True)
-class More(Options):
-    """What a program does, in a sentence that is longer than a line of the source and than one of the narrow terminals
-    that people have, too.
-
-        a list of files,
-        each in its line
-
-    And a second paragraph.
-    """
-
-    depth: Number = None
-    """Layers; a text whose lines break where the source is full,
-    "before a sign", and in a sentence."""
-
-
-def help_of(kind: type, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(SystemExit):
-        read(kind, ["--help"], "program")
-    return capsys.readouterr().out
-
-
-def test_help_breaks_lines_where_the_terminal_ends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
-    wide = help_of(More, 300, monkeypatch, capsys).splitlines()
-    text = 'Layers; a text whose lines break where the source is full, "before a sign", and in a sentence.'
-    assert any("--depth N" in line and text in line for line in wide), "\n".join(wide)
-    assert any("sentence that is longer than a line of the source and than one of the narrow" in line for line in wide)
-    assert wide[3:9] == ["", "    a list of files,", "    each in its line", "", "And a second paragraph.", ""]
-    narrow = help_of(More, 60, monkeypatch, capsys).splitlines()
-    assert max(map(len, narrow)) <= 60 and narrow[2].startswith("What a program does, in a sentence")
-
-
 def test_help_shows_defaults_and_lists_as_they_are_typed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = help_of(Options, 100, monkeypatch, capsys)
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        read(Options, ["--help"], "program")
+    shown = capsys.readouterr().out
     for line in ("--sweep N,...", "--sides {encoder,decoder},...", "--files FILE,...", "(default: encoder,decoder)"):
         assert line in shown
     assert "--keep-all\n" in shown, "a flag shows no default"

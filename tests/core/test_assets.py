@@ -1,4 +1,4 @@
-"""The bundled checkpoints: small, whole, loadable, and not trained on a state that evaluation uses."""
+"""The bundled checkpoints: small, complete, loadable, and not trained on a state that evaluation uses."""
 
 from __future__ import annotations
 
@@ -54,17 +54,10 @@ def policy(name: str) -> OptimizedPolicy:
     return OptimizedPolicy.from_pretrained(name, device="cpu", num_steps=1)
 
 
-def test_these_are_all() -> None:
+def test_the_files_their_size_and_their_precision(name: str) -> None:
     assert NAMED.keys() == FILES.keys()
-
-
-def test_the_files_and_their_size(name: str) -> None:
     files = {p.name: p.stat().st_size for p in NAMED[name].iterdir()}
-    assert files.keys() == FILES[name]
-    assert sum(files.values()) <= LIMITS[name]
-
-
-def test_the_weights_are_half_precision(name: str) -> None:
+    assert files.keys() == FILES[name] and sum(files.values()) <= LIMITS[name]
     weights = SafetensorsWeights(NAMED[name])
     assert {weights.read(one).dtype for one in weights.shapes} <= {torch.float16, torch.bfloat16}
 
@@ -80,8 +73,8 @@ def test_it_loads_and_acts(policy: OptimizedPolicy, instructions: list[str]) -> 
     }
     noise = np.random.default_rng(0).normal(size=(10, config.action_dim))
     chunks = [policy.infer({**observation, "prompt": p}, noise=noise)["actions"] for p in instructions]
-    assert all(np.abs(c).max() < 2 for c in chunks), "actions live in [-1, 1]"
-    assert np.abs(chunks[0] - chunks[1]).max() > 1e-3, "language must matter"
+    assert all(np.abs(c).max() < 2 for c in chunks), "actions are in [-1, 1]"
+    assert np.abs(chunks[0] - chunks[1]).max() > 1e-3, "the prompt changes the actions"
 
 
 def test_every_instruction_is_equally_long_and_known(name: str, instructions: list[str]) -> None:
@@ -99,9 +92,6 @@ def test_statistics_bound_the_actions() -> None:
     for name, count in (("state", 8), ("actions", 7)):
         low, high = statistics[name].q01, statistics[name].q99
         assert low is not None and high is not None and low.shape == (count,) and (high > low).all()
-
-
-# -- what it was trained on ---------------------------------------------------------------------------------------
 
 
 def test_the_record_keeps_evaluation_states_apart(name: str, record: dict[str, Any]) -> None:
@@ -122,22 +112,18 @@ def test_the_record_keeps_evaluation_states_apart(name: str, record: dict[str, A
     assert all(a[1] < b[0] for a, b in pairwise(spans)), "tasks share seeds"
 
 
-def test_the_record_says_how_it_was_trained(record: dict[str, Any]) -> None:
+def test_the_record_describes_the_training_of_these_weights(record: dict[str, Any], policy: OptimizedPolicy) -> None:
     assert record["steps"] > 0 and record["seconds"] > 0 and record["gpus"] >= 1 and record["history"]
-    text = json.dumps(record)
-    assert '"/' not in text, "a path of the training machine"
+    assert '"/' not in json.dumps(record), "a path of the training machine"
     files = [entry["file"] for suite in record["start_states"].values() for entry in suite["tasks"].values()]
     assert len(files) == 10 * len(record["start_states"]) and all(Path(file).name == file for file in files)
-
-
-def test_the_record_is_of_these_weights(record: dict[str, Any], policy: OptimizedPolicy) -> None:
-    """Tables call a stored run one of former weights by this."""
+    # Tables recognise stored runs of former weights by this.
     assert record["weights"] == weights_of(policy.model)
 
 
 @pytest.mark.slow
 def test_recorded_seeds_give_states_away_from_the_shipped_ones(record: dict[str, Any]) -> None:
-    """Four of one task's training states, drawn again in the simulator as the record says they were."""
+    """Draw four of one task's training states again in the simulator."""
     pytest.importorskip("libero", reason="needs LIBERO")
     from eval.libero.simulator import LiberoEnv
     from eval.libero.suites import load_suite

@@ -22,22 +22,9 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def test_yaml_json_and_mapping_agree(tmp_path: Path) -> None:
-    content = {
-        "num_steps": 3,
-        "precision": "fp32",
-        "strict": True,
-        "default_prompt": "pick",
-        "vision": "eager",
-        "denoise": {"engine": "native", "fallback": ["eager"]},
-    }
-    expected = PolicyConfig(
-        num_steps=3,
-        precision="fp32",
-        strict=True,
-        default_prompt="pick",
-        vision=EngineSpec("eager"),
-        denoise=EngineSpec("native", ("eager",)),
-    )
+    plain = {"num_steps": 3, "precision": "fp32", "strict": True, "default_prompt": "pick"}
+    content = {**plain, "vision": "eager", "denoise": {"engine": "native", "fallback": ["eager"]}}
+    expected = PolicyConfig(**plain, vision=EngineSpec("eager"), denoise=EngineSpec("native", ("eager",)))  # type: ignore[arg-type]
     text = (
         "num_steps: 3\nprecision: fp32\nstrict: true\ndefault_prompt: pick\nvision: eager\n"
         "denoise:\n  engine: native\n  fallback: [eager]\n"
@@ -52,14 +39,8 @@ def test_yaml_json_and_mapping_agree(tmp_path: Path) -> None:
 def test_defaults() -> None:
     config = load_config(None)
     assert config == PolicyConfig() == load_config({}) == load_config("auto")
-    assert (config.num_steps, config.precision, config.device, config.strict, config.seed) == (
-        None,
-        "auto",
-        "auto",
-        False,
-        0,
-    )
-    assert config.default_prompt is None and config.denoise == EngineSpec("auto", ())
+    assert (config.num_steps, config.precision, config.device, config.seed) == (None, "auto", "auto", 0)
+    assert not config.strict and config.default_prompt is None and config.denoise == EngineSpec("auto", ())
 
 
 @pytest.mark.parametrize(
@@ -71,10 +52,8 @@ def test_defaults() -> None:
         ({3: 4}, "unknown key 3: expected one of num_steps, "),
         ({"num_steps": 0}, "num_steps: expected 1 to 1000, got 0"),
         ({"num_steps": 1001}, "num_steps: expected 1 to 1000, got 1001"),
-        ({"num_steps": -2}, "num_steps: expected 1 to 1000, got -2"),
         ({"num_steps": "3"}, "num_steps: expected int, got '3'"),
         ({"num_steps": 2.5}, r"num_steps: expected int, got 2\.5"),
-        ({"num_steps": True}, "num_steps: expected int, got True"),
         ({"strict": 1}, "strict: expected bool, got 1"),
         ({"device": 0}, "device: expected str, got 0"),
         ({"default_prompt": 1}, "default_prompt: expected str, got 1"),
@@ -82,10 +61,7 @@ def test_defaults() -> None:
         ({"precision": "pf32"}, r"precision: expected one of auto, fp32, bf16, got 'pf32': did you mean fp32\?$"),
         ({"precision": ["fp32"]}, "precision: expected one of"),
         ({"vision": "warp"}, r"vision\.engine: expected one of auto, eager.*, got 'warp'"),
-        (
-            {"denoise": {"fallback": ["eager", "warp"]}},
-            r"denoise\.fallback\[1\]: expected one of .*, got 'warp'",
-        ),
+        ({"denoise": {"fallback": ["eager", "warp"]}}, r"denoise\.fallback\[1\]: expected one of .*, got 'warp'"),
         ({"denoise": {"fallback": "eager"}}, r"denoise\.fallback: expected a list, got 'eager'"),
         ({"kv_cache": 3}, "kv_cache: expected an engine's name or a mapping, got 3"),
     ],
@@ -93,12 +69,6 @@ def test_defaults() -> None:
 def test_a_bad_value_is_named(content: dict[Any, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(content)
-
-
-@pytest.mark.parametrize("steps", [0, -1, True, 2.5, "3"])
-def test_steps_are_checked_without_a_file_too(steps: Any) -> None:
-    with pytest.raises(ConfigError, match="num_steps: expected"):
-        PolicyConfig(num_steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -109,25 +79,20 @@ def test_steps_are_checked_without_a_file_too(steps: Any) -> None:
         ("a.yaml", "- 1", "expected a mapping, got list"),
         ("a.json", "3", "expected a mapping, got int"),
         ("a.yaml", "", "expected a mapping, got nothing in it"),
+        ("a.yaml", "vision:\n\tengine: native", "readable YAML"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(write(tmp_path, name, text))
-    assert name in str(caught.value)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml"):
-        load_config(tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
-    with pytest.raises(ConfigError, match=r"binary\.yaml"):
-        load_config(tmp_path / "binary.yaml")
-
-
-def test_there_are_shipped_configs() -> None:
-    assert {p.name for p in CONFIGS} >= {"eager.yaml", "eager_fp32.yaml"}
-    assert [p.name for p in shipped_configs().values()] == [p.name for p in CONFIGS]
+    for name in ("none.yaml", "binary.yaml"):
+        with pytest.raises(ConfigError, match=name):
+            load_config(tmp_path / name)
 
 
 def test_a_shipped_config_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +123,9 @@ def test_an_unknown_name_lists_the_known_ones(name: str, message: str) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_every_shipped_config_loads(path: Path) -> None:
+    assert path.name in {p.name for p in shipped_configs().values()}
     assert load_config(path).num_steps is None, "the model's own"
-    assert path.read_text().startswith("#"), "say what the combination is for"
+    assert path.read_text().startswith("#"), "a comment on its purpose"
 
 
 @pytest.mark.parametrize(
@@ -170,9 +136,9 @@ def test_every_shipped_config_loads(path: Path) -> None:
         ("warm_up: [{a: 1, a: 2}]", r"warm_up\.a: given twice"),
         ("visoin: native", r"unknown key visoin: did you mean vision\?"),
         ("vision: null", "vision: expected an engine's name or a mapping, got None"),
-        ("pipeline_memory_gib: .nan", "pipeline_memory_gib: expected 0 or more, got nan"),
-        ("pipeline_memory_gib: -1", "pipeline_memory_gib: expected 0 or more"),
-        ("seed: -1", r"seed: expected 0 to 2\*\*63 - 1, got -1"),
+        ("pipeline_memory_gib: .nan", "pipeline_memory_gib: expected at least 0, got nan"),
+        ("pipeline_memory_gib: -1", "pipeline_memory_gib: expected at least 0"),
+        ("seed: -1", "seed: expected 0 to 9223372036854775807, got -1"),
         (f"seed: {2**63}", "seed: expected 0 to"),
     ],
 )
@@ -183,25 +149,28 @@ def test_a_file_with_a_bad_value_is_named_in_one_line(tmp_path: Path, text: str,
     assert "\n" not in str(caught.value)
 
 
-def test_a_parsers_words_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="readable YAML") as caught:
-        load_config(write(tmp_path, "a.yaml", "vision:\n\tengine: native"))
-    assert "\n" not in str(caught.value)
-
-
-def test_values_given_in_python_are_checked_as_those_of_a_file() -> None:
+def test_python_values_are_checked_as_those_of_a_file() -> None:
     given: Any = {"vision": "native", "warm_up": ["pick"], "engines": {"expert": "eager"}, "pipeline_memory_gib": 2}
     made = PolicyConfig(**given)
     assert made == load_config(given) and made.vision == EngineSpec("native") and made.warm_up == ("pick",)
-    cases: list[tuple[type[Any], str, Any]] = [
-        (PolicyConfig, "precision", "fp8"),
-        (PolicyConfig, "seed", "x"),
-        (PolicyConfig, "seed", 1.5),
-        (PolicyConfig, "warm_up", "pick"),
-        (EngineSpec, "precision", "fp7"),
-    ]
-    for kind, field, value in cases:
-        with pytest.raises(ConfigError, match=field):
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "values"),
+    [
+        (PolicyConfig, "num_steps", [0, -1, True, 2.5, "3", np.float32(3)]),
+        (PolicyConfig, "precision", ["fp8", np.zeros(2)]),
+        (PolicyConfig, "vision", [np.zeros(2)]),
+        (PolicyConfig, "seed", ["x", 1.5]),
+        (PolicyConfig, "warm_up", ["pick"]),
+        (EngineSpec, "precision", ["fp7"]),
+        (EngineSpec, "engine", [["eager"], None, 3, {"a": 1}]),
+        (EngineSpec, "fallback", ["eager", None, 3, [3]]),
+    ],
+)
+def test_a_bad_python_value_is_named(kind: Any, field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"{field}.*: expected"):
             kind(**{field: value})
 
 
@@ -211,27 +180,7 @@ def test_what_is_no_configuration_is_refused(source: Any) -> None:
         load_config(source)
 
 
-@pytest.mark.parametrize("value", [["eager"], None, 3, {"a": 1}])
-def test_an_engine_that_is_no_name_is_refused_in_python_too(value: Any) -> None:
-    with pytest.raises(ConfigError, match="engine: expected str, got"):
-        EngineSpec(value)
-
-
-@pytest.mark.parametrize("value", ["eager", None, 3, [3]])
-def test_fallbacks_that_are_no_list_of_names_are_refused_in_python_too(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"fallback.*: expected (a list|str), got"):
-        EngineSpec("native", fallback=value)
-
-
 def test_numbers_may_be_those_of_numpy() -> None:
     config = PolicyConfig(num_steps=np.int64(3), seed=np.uint8(4), pipeline_memory_gib=np.float32(0.5))  # type: ignore[arg-type]
     assert config == PolicyConfig(num_steps=3, seed=4, pipeline_memory_gib=0.5)
     assert [type(v) for v in (config.num_steps, config.seed, config.pipeline_memory_gib)] == [int, int, float]
-    with pytest.raises(ConfigError, match="num_steps: expected int, got"):
-        PolicyConfig(num_steps=np.float32(3))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("field", ["precision", "vision"])
-def test_an_array_in_the_place_of_a_name_is_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field}: expected"):
-        PolicyConfig(**{field: np.zeros(2)})  # type: ignore[arg-type]

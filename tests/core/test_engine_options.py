@@ -15,15 +15,15 @@ from tests.support.gpus import H200
 from tests.support.scales import scales_of_any
 from tests.support.small_components import small
 from tests.support.tiny import random_model, tiny_config
-from vla_accel.component import Component
-from vla_accel.config import EngineName, EnginePrecision, EngineSpec, TensorrtOptions, load_config
+from vla_accel.component import Component, Island
+from vla_accel.config import EngineName, EnginePrecision, EngineSpec, load_config
 from vla_accel.engines import build
 from vla_accel.engines.eager import EagerEngine
 from vla_accel.engines.native import NativeEngine
 from vla_accel.engines.onnx import module_at
 from vla_accel.engines.tensorrt_builder import _set_flags, profiles_of
 from vla_accel.engines.tensorrt_plan import cache_of, obtain
-from vla_accel.engines.torch_tensorrt import _Whole, conversion_options, island_module
+from vla_accel.engines.torch_tensorrt import conversion_options, island_module
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.families.pi0.native import Pi0Store
 from vla_accel.ledger import Ledger
@@ -38,34 +38,12 @@ MODEL = random_model(tiny_config("pi05")).to_compute_dtype(torch.bfloat16)
 NATIVE, RTX, TORCH = {"native"}, {"tensorrt_rtx"}, {"torch_tensorrt"}
 ONNX = {"tensorrt", "tensorrt_rtx"}
 
-READERS: dict[str, tuple[Any, set[str]]] = {
-    "keep": (("fc2",), NATIVE),
-    "attention": ("sdpa", NATIVE),
-    "native.kernels": ("portable", NATIVE),
-    "native.embeddings": ("host", NATIVE),
-    "tensorrt.targets": (("sm89",), RTX),
-    "tensorrt.profiles": (("rows.0=1:1:2",), ONNX),
-    "tensorrt.optimization_level": (1, ONNX | TORCH),
-    "tensorrt.workspace_mb": (64, ONNX | TORCH),
-    "tensorrt.weight_streaming": (True, ONNX | TORCH),
-    "tensorrt.refit": (True, ONNX | TORCH),
-    "tensorrt.version_compatible": (True, ONNX | TORCH),
-    "tensorrt.hardware_compatible": (True, ONNX | TORCH),
-    "tensorrt.timing_cache": (False, ONNX),
-    "tensorrt.whole": (True, TORCH),
-    "tensorrt.verify": (False, ONNX | TORCH),
-    "tensorrt.cache": ("engines", ONNX | TORCH),
-    "tensorrt.cache_gb": (1.5, ONNX | TORCH),
-}
-"""Each option with a value that is not the default, and the engines that read it."""
 PRECISIONS: dict[str, set[str]] = {
     "auto": {"auto", "fp32", "bf16", "fp16", "fp8", "int8"},
     "eager": {"auto", "fp32", "bf16"},
     "native": {"auto", "fp32", "bf16", "fp16", "fp8", "int8"},
     **{name: {"auto", "fp32", "bf16", "fp16", "fp8"} for name in ("tensorrt", "tensorrt_rtx", "torch_tensorrt")},
 }
-COMMON = {"engine", "fallback", "precision"}
-"""Fields that every engine has."""
 
 
 def names(kind: type, before: str = "") -> Iterator[str]:
@@ -86,14 +64,128 @@ def spec(engine: str, option: str, value: Any, **more: Any) -> EngineSpec:
     return load_config({"engines": {"vision": content}}).engines["vision"]
 
 
-def test_every_option_has_an_entry_here() -> None:
-    assert {*names(EngineSpec)} - COMMON == {*READERS} == {*EFFECTS}
+def computed(given: EngineSpec) -> tuple[Any, ...]:
+    """Outputs and ledger details of vision and kv_cache in the native engine, and the prepared weights."""
+    store = Pi0Store(MODEL, scales_of_any())
+    found: list[Any] = []
+    for component in (vision_component(MODEL, 1, 2, store), kv_cache_component(MODEL, 1, 2, 32, True, store)):
+        engine = build(component, given, device=CPU, ledger=Ledger())
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in engine.inputs.items():
+            if tensor.is_floating_point():
+                tensor.normal_(generator=generator)
+            else:
+                tensor.fill_(40 if name == "lengths" else 1)
+        engine.run()
+        found += [*(tensor.float().sum().item() for tensor in engine.outputs.values()), engine.detail]
+        given = dataclasses.replace(given, keep=())
+    return (*found, *sorted(map(str, store.prepared)))
+
+
+def gpu_of_program(given: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The GPU that a program finds when it runs."""
+    seen: list[Any] = []
+
+    def program(_: EngineSpec) -> Any:
+        def run(inputs: Any, outputs: Any) -> None:
+            seen.append(current(CPU).gpu)
+
+        run.detail = ""  # type: ignore[attr-defined]
+        return run
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    with dataclasses.replace(Runtime.of(CPU), gpu=H200).open():
+        NativeEngine(Component("part", torch.nn.Identity(), (), (), native=program), CPU, given).run()
+    return seen
+
+
+class Recorder:
+    """A builder's configuration, or a part of the library, that records its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return name
+
+    def set_flag(self, *values: Any) -> None:
+        self.calls.append(values)
+
+    set_memory_pool_limit = set_flag
+
+
+def builder_flags(given: EngineSpec) -> Any:
+    config, part = Recorder(), Recorder()
+    flags = SimpleNamespace(BuilderFlag=part, HardwareCompatibilityLevel=part, MemoryPoolType=part)
+    flags.ProfilingVerbosity = part
+    _set_flags(config, SimpleNamespace(trt=flags, title="a library"), given.tensorrt)  # type: ignore[arg-type]
+    return vars(config)
+
+
+def verified(given: EngineSpec) -> Any:
+    """Whether the export is requested to compare the graph with the module."""
+
+    def graph(content: str, component: Any, module: Any, verify: bool) -> Any:
+        raise InterruptedError(verify)
+
+    library: Any = SimpleNamespace(name="tensorrt_rtx", title="a library")
+    exports: Any = SimpleNamespace(graph=graph)
+    with pytest.raises(InterruptedError) as stopped:
+        obtain(small(), given, library, [(8, 9)], device=CPU, exports=exports)
+    return stopped.value.args
+
+
+def targets(given: EngineSpec) -> Any:
+    """The GPUs that `vla-accel build` refuses."""
+    try:
+        ahead_of_time.check_targets({"vision": given}, (), torch.bfloat16)
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+def profiles(given: EngineSpec) -> Any:
+    return profiles_of(vision_component(MODEL, 1, 2), given.tensorrt)
+
+
+def is_whole(given: EngineSpec) -> bool:
+    return isinstance(island_module(vision_component(MODEL, 1, 2), given), Island)
+
+
+NATIVE, RTX, TORCH = {"native"}, {"tensorrt_rtx"}, {"torch_tensorrt"}
+ONNX = {"tensorrt", "tensorrt_rtx"}
+BUILDER: tuple[Any, ...] = (builder_flags, lambda given: conversion_options((2, 13), given.tensorrt))
+OPTIONS: dict[str, tuple[Any, set[str], tuple[Callable[[EngineSpec], Any], ...]]] = {
+    "keep": (("fc2",), NATIVE, (computed,)),
+    "attention": ("sdpa", NATIVE, (computed,)),
+    "native.kernels": ("portable", NATIVE, ()),  # test_portable_kernels_are_those_of_another_gpu
+    "native.embeddings": ("host", NATIVE, (computed,)),
+    "tensorrt.targets": (("sm90",), RTX, (targets,)),
+    "tensorrt.profiles": (("images.1=1:2:2",), ONNX, (profiles,)),
+    "tensorrt.optimization_level": (1, ONNX | TORCH, BUILDER),
+    "tensorrt.workspace_mb": (64, ONNX | TORCH, BUILDER),
+    "tensorrt.weight_streaming": (True, ONNX | TORCH, BUILDER),
+    "tensorrt.refit": (True, ONNX | TORCH, BUILDER),
+    "tensorrt.version_compatible": (True, ONNX | TORCH, BUILDER),
+    "tensorrt.hardware_compatible": (True, ONNX | TORCH, BUILDER),
+    "tensorrt.timing_cache": (False, ONNX, (builder_flags,)),
+    "tensorrt.whole": (True, TORCH, (is_whole,)),
+    "tensorrt.verify": (False, ONNX | TORCH, (verified,)),
+    "tensorrt.cache": ("engines", ONNX | TORCH, (lambda given: cache_of(given.tensorrt).folder,)),
+    "tensorrt.cache_gb": (1.5, ONNX | TORCH, (lambda given: cache_of(given.tensorrt).limit,)),
+}
+"""Each option with a value other than its default, the engines that read it, and functions of a spec that show it."""
+WITH: dict[str, dict[str, Any]] = {"keep": {"precision": "fp8"}, "tensorrt.whole": {"precision": "fp16"}}
+
+
+def test_the_table_has_every_option() -> None:
+    assert {*names(EngineSpec)} - {"engine", "fallback", "precision"} == {*OPTIONS}
 
 
 @pytest.mark.parametrize("engine", get_args(EngineName))
-@pytest.mark.parametrize("option", READERS)
-def test_an_option_is_taken_by_the_engines_that_read_it_alone(option: str, engine: str) -> None:
-    value, readers = READERS[option]
+@pytest.mark.parametrize("option", OPTIONS)
+def test_only_engines_that_read_an_option_accept_it(option: str, engine: str) -> None:
+    value, readers, _ = OPTIONS[option]
     # Engine auto takes native or eager.
     if engine in readers or (engine == "auto" and "native" in readers and option != "keep"):
         assert spec(engine, option, value) != EngineSpec(engine)  # type: ignore[arg-type]
@@ -102,14 +194,29 @@ def test_an_option_is_taken_by_the_engines_that_read_it_alone(option: str, engin
             spec(engine, option, value)
 
 
-@pytest.mark.parametrize("option", [option for option in READERS if option != "keep"])
-def test_an_option_for_a_fallback_is_taken(option: str) -> None:
-    value, readers = READERS[option]
-    (reader, *_) = sorted(readers)
-    spec("eager", option, value, fallback=[reader])
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "keep"])
+def test_an_option_may_be_for_a_fallback(option: str) -> None:
+    value, readers, _ = OPTIONS[option]
+    spec("eager", option, value, fallback=[min(readers)])
     other = "native" if "native" not in readers else "tensorrt"
     with pytest.raises(ConfigError, match=rf"vision\.{option}: .*eager, {other}"):
         spec("eager", option, value, fallback=[other])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_changes_something(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    value, readers, effects = OPTIONS[option]
+    for engine in sorted(readers):
+        plain = EngineSpec(engine, **WITH.get(option, {}))  # type: ignore[arg-type]
+        changed = spec(engine, option, value, **WITH.get(option, {}))
+        for effect in effects:
+            assert effect(changed) != effect(plain)
+
+
+def test_portable_kernels_are_those_of_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_of_program(EngineSpec("native"), monkeypatch) == [H200]
+    assert gpu_of_program(spec("native", "native.kernels", "portable"), monkeypatch) == [H200.portable]
 
 
 @pytest.mark.parametrize("engine", get_args(EngineName))
@@ -149,151 +256,3 @@ def test_a_precision_is_that_of_the_products_and_not_of_the_outputs() -> None:
         module_at(component, "fp32")
     assert EagerEngine.lacks(component, "bf16") is None
     assert EagerEngine.lacks(component, "fp32") is not None
-
-
-# -- what each option changes -------------------------------------------------------------------------------------
-
-
-def computed(given: EngineSpec) -> tuple[Any, ...]:
-    """What vision and kv_cache compute in the native engine, what they say, and which weights were prepared."""
-    store = Pi0Store(MODEL, scales_of_any())
-    found: list[Any] = []
-    for component in (vision_component(MODEL, 1, 2, store), kv_cache_component(MODEL, 1, 2, 32, True, store)):
-        engine = build(component, given, device=CPU, ledger=Ledger())
-        generator = torch.Generator().manual_seed(0)
-        for name, tensor in engine.inputs.items():
-            if tensor.is_floating_point():
-                tensor.normal_(generator=generator)
-            else:
-                tensor.fill_(40 if name == "lengths" else 1)
-        engine.run()
-        found += [*(tensor.float().sum().item() for tensor in engine.outputs.values()), engine.detail]
-        given = dataclasses.replace(given, keep=())
-    return (*found, *sorted(map(str, store.prepared)))
-
-
-def gpu_of_program(given: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The GPU that a program finds when it runs."""
-    seen: list[Any] = []
-
-    def program(_: EngineSpec) -> Any:
-        def run(inputs: Any, outputs: Any) -> None:
-            seen.append(current(CPU).gpu)
-
-        run.detail = ""  # type: ignore[attr-defined]
-        return run
-
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
-    with dataclasses.replace(Runtime.of(CPU), gpu=H200).open():
-        NativeEngine(Component("part", torch.nn.Identity(), (), (), native=program), CPU, given).run()
-    return seen
-
-
-class Recorder:
-    """A builder's configuration, or a part of the library, that records the calls that it gets."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return name
-
-    def set_flag(self, flag: Any) -> None:
-        self.told.append(flag)
-
-    def set_memory_pool_limit(self, *limit: Any) -> None:
-        self.told.append(limit)
-
-
-def builder_flags(given: EngineSpec) -> Any:
-    config, part = Recorder(), Recorder()
-    flags = SimpleNamespace(BuilderFlag=part, HardwareCompatibilityLevel=part, MemoryPoolType=part)
-    flags.ProfilingVerbosity = part
-    _set_flags(config, SimpleNamespace(trt=flags, title="a library"), given.tensorrt)  # type: ignore[arg-type]
-    return vars(config)
-
-
-def conversion(given: EngineSpec) -> Any:
-    return conversion_options((2, 13), given.tensorrt)
-
-
-def verified(given: EngineSpec, folder: Path) -> Any:
-    """Whether the export is requested to compare the graph with the module."""
-
-    class Exports:
-        def graph(self, content: str, component: Any, module: Any, verify: bool) -> Any:
-            raise InterruptedError(verify)
-
-    options = dataclasses.replace(given.tensorrt, cache=str(folder))
-    library: Any = SimpleNamespace(name="tensorrt_rtx", title="a library")
-    with pytest.raises(InterruptedError) as stopped:
-        obtain(small(), dataclasses.replace(given, tensorrt=options), library, [(8, 9)], device=CPU,
-               exports=Exports())  # type: ignore[arg-type]  # fmt: skip
-    return stopped.value.args
-
-
-def targets(given: EngineSpec) -> Any:
-    """The GPUs that `vla-accel build` builds for, of those it refuses."""
-    try:
-        ahead_of_time.check_targets({"vision": given}, (), torch.bfloat16)
-    except EngineError as error:
-        return str(error)
-    return None
-
-
-def is_whole(given: EngineSpec) -> bool:
-    return isinstance(island_module(vision_component(MODEL, 1, 2), given), _Whole)
-
-
-EFFECTS: dict[str, Callable[[EngineSpec], Any] | None] = {
-    "keep": computed,
-    "attention": computed,
-    "native.kernels": None,
-    "native.embeddings": computed,
-    "tensorrt.targets": targets,
-    "tensorrt.profiles": lambda given: profiles_of(vision_component(MODEL, 1, 2), given.tensorrt),
-    "tensorrt.optimization_level": builder_flags,
-    "tensorrt.workspace_mb": builder_flags,
-    "tensorrt.weight_streaming": builder_flags,
-    "tensorrt.refit": builder_flags,
-    "tensorrt.version_compatible": builder_flags,
-    "tensorrt.hardware_compatible": builder_flags,
-    "tensorrt.timing_cache": builder_flags,
-    "tensorrt.whole": is_whole,
-    "tensorrt.verify": None,
-    "tensorrt.cache": lambda given: cache_of(given.tensorrt).folder,
-    "tensorrt.cache_gb": lambda given: cache_of(given.tensorrt).limit,
-}
-"""What shows that an option is read; None where a test of its own does."""
-SHOWN_WITH: dict[str, Any] = {"tensorrt.targets": ("sm90",), "tensorrt.profiles": ("images.1=1:2:2",)}
-"""A value that shows it better than the one of `READERS`."""
-BESIDE: dict[str, dict[str, Any]] = {"keep": {"precision": "fp8"}, "tensorrt.whole": {"precision": "fp16"}}
-"""What an option is for."""
-
-
-@pytest.mark.parametrize("option", [option for option, effect in EFFECTS.items() if effect is not None])
-def test_an_option_changes_something(option: str) -> None:
-    value, readers = READERS[option]
-    effect, beside = EFFECTS[option], BESIDE.get(option, {})
-    assert effect is not None
-    for engine in sorted(readers):
-        plain = EngineSpec(engine, **beside)  # type: ignore[arg-type]
-        assert effect(spec(engine, option, SHOWN_WITH.get(option, value), **beside)) != effect(plain)
-
-
-def test_portable_kernels_are_those_of_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_of_program(EngineSpec("native"), monkeypatch) == [H200]
-    assert gpu_of_program(spec("native", "native.kernels", "portable"), monkeypatch) == [H200.portable]
-
-
-def test_an_export_is_compared_with_its_module_unless_it_is_switched_off(tmp_path: Path) -> None:
-    assert verified(EngineSpec("tensorrt_rtx"), tmp_path) == (True,)
-    assert verified(EngineSpec("tensorrt_rtx", tensorrt=TensorrtOptions(verify=False)), tmp_path) == (False,)
-
-
-@pytest.mark.parametrize("option", ["optimization_level", "workspace_mb", "weight_streaming", "refit",
-                                    "version_compatible", "hardware_compatible"])  # fmt: skip
-def test_torch_tensorrt_is_told_the_builders_options(option: str) -> None:
-    value, _ = READERS[f"tensorrt.{option}"]
-    given = spec("torch_tensorrt", f"tensorrt.{option}", value)
-    assert conversion(given) != conversion(EngineSpec("torch_tensorrt"))

@@ -44,15 +44,15 @@ exec(sys.argv[2])
 """
 
 
-def asked(extra: str) -> list[Requirement]:
-    """What pyproject.toml asks for: the package's own dependencies and those of an extra."""
+def requirements(extra: str) -> list[Requirement]:
+    """The package's own dependencies and those of an extra, of pyproject.toml."""
     project = pytest.importorskip("tomllib", reason="needs Python 3.11").loads((ROOT / "pyproject.toml").read_text())
     texts = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"][extra]]
     return [Requirement(text) for text in texts]
 
 
 def brought(wanted: Iterable[Requirement]) -> set[str]:
-    """The distributions that an installer brings for some requirements, by what those that are installed ask for."""
+    """The distributions that an installer brings for some requirements, from the metadata of those installed."""
     found: set[str] = set()
     waiting, seen = list(wanted), set()
     while waiting:
@@ -61,7 +61,7 @@ def brought(wanted: Iterable[Requirement]) -> set[str]:
             continue
         seen.add(str(one))
         if canonicalize_name(one.name) == "vla-accel":  # an extra that brings others
-            waiting += [other for extra in one.extras for other in asked(extra)]
+            waiting += [other for extra in one.extras for other in requirements(extra)]
             continue
         try:
             needs = [Requirement(text) for text in importlib.metadata.requires(one.name) or []]
@@ -79,7 +79,7 @@ def brought(wanted: Iterable[Requirement]) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", FEATURES)
 def test_an_extra_brings_all_that_its_feature_imports(extra: str) -> None:
-    there = brought(asked(extra))
+    there = brought(requirements(extra))
     hidden = {
         module
         for module, owners in importlib.metadata.packages_distributions().items()

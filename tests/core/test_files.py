@@ -1,4 +1,4 @@
-"""A file is replaced whole, a line is added whole, or all stays as it was and nothing is left behind."""
+"""A file is replaced whole, a line is added whole, or nothing changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vla_accel.files import (
 )
 
 
-def test_the_old_content_stands_until_the_block_ends(tmp_path: Path) -> None:
+def test_a_file_is_replaced_when_the_block_ends_without_error(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.json"
     with replacing(path) as temporary:
         temporary.write_text("old")
@@ -33,15 +33,10 @@ def test_the_old_content_stands_until_the_block_ends(tmp_path: Path) -> None:
         temporary.write_text("new")
         assert path.read_text() == "old" and temporary.suffix == ".json"
     assert [(p.name, p.read_text()) for p in path.parent.iterdir()] == [("a.json", "new")]
-
-
-def test_a_failed_block_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text("old")
     with pytest.raises(RuntimeError, match="half way"), replacing(path) as temporary:
         temporary.write_text("ha")
         raise RuntimeError("half way")
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.json", "old")]
+    assert [(p.name, p.read_text()) for p in path.parent.iterdir()] == [("a.json", "new")]
 
 
 def write_there(path: Path) -> None:
@@ -49,7 +44,7 @@ def write_there(path: Path) -> None:
         temporary.write_text("new")
 
 
-def test_a_place_that_takes_no_file_is_named(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "file" / "a.json", tmp_path / "file" / "b" / "a.json", tmp_path / "folder"):
@@ -60,7 +55,7 @@ def test_a_place_that_takes_no_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
-    """By root, in a container, `--output /dev/null` would take the device away from everybody."""
+    """`--output /dev/null` by root would remove the device."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     (tmp_path / "link").symlink_to(pipe)
@@ -101,19 +96,14 @@ def test_whether_a_file_can_be_written_is_known_before_and_leaves_nothing(tmp_pa
         require_writable_folder(tmp_path / "file", "output")
 
 
-def test_what_is_in_a_folder_without_rights_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_rights_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, stat = tmp_path / "a.json", os.stat
 
-    def refused(asked: Any, **options: Any) -> Any:
-        if Path(asked) == path:
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(asked, **options)
+    def refused(name: Any, **_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(name))
 
-    def nothing(dir: Path) -> Any:
-        raise PermissionError(13, "Permission denied", str(dir))
-
-    monkeypatch.setattr(os, "stat", refused)
-    monkeypatch.setattr("vla_accel.files.tempfile.TemporaryFile", nothing)
+    monkeypatch.setattr(os, "stat", lambda name, **options: (refused if name == path else stat)(name, **options))
+    monkeypatch.setattr("vla_accel.files.tempfile.TemporaryFile", lambda dir: refused(dir))
     with pytest.raises(OutputError, match=f"^output: {path} cannot be written: {tmp_path}: Permission denied"):
         require_writable(path, "output")
 
@@ -128,12 +118,11 @@ def test_a_line_is_whole_or_not_there(tmp_path: Path) -> None:
     assert path.read_bytes() == b"first\n"
     file.append(b"second")
     assert path.read_bytes() == b"first\nsecond\n"
-    # A file may take less than was asked for, without an error.
+    # A write may take fewer bytes, without an error.
     raw = cast(Any, file)._file
-    few = types.SimpleNamespace(
-        seek=raw.seek, fileno=raw.fileno, truncate=raw.truncate, write=lambda data: raw.write(data[:3])
-    )
-    cast(Any, file)._file = few
+    short: Any = lambda data: raw.write(data[:3])  # noqa: E731
+    calls = {"seek": raw.seek, "fileno": raw.fileno, "truncate": raw.truncate, "write": short}
+    cast(Any, file)._file = types.SimpleNamespace(**calls)
     file.append(b"in pieces")
     cast(Any, file)._file = raw
     assert file.read() == ([b"first", b"second", b"in pieces"], 0)
@@ -154,7 +143,7 @@ def test_lines_have_one_writer_who_may_drop_some(tmp_path: Path) -> None:
         file.append(line)
     file.keep(line for line in file.read()[0] if line != b"second")
     assert path.read_bytes() == b"first\nthird\n" and [p.name for p in tmp_path.iterdir()] == ["lines"]
-    # The file that took its place is another one, and locked as well.
+    # The new file is locked as well.
     with pytest.raises(ConfigError, match="lines: another process is writing it"):
         LineFile(path)
     file.append(b"fourth")
@@ -167,11 +156,11 @@ def test_lines_have_one_writer_who_may_drop_some(tmp_path: Path) -> None:
 def test_a_record_names_files_without_the_folders_of_one_machine() -> None:
     words = ["bench", "/anywhere/demo", "--config", "runs/a.yaml,native,/anywhere/b.yaml", "--output=/anywhere/x.json"]
     words += ["--stress=noise=0.1,latency=2", "--policy", "ws://host:8000", "lerobot/smolvla_base"]
-    told = ["bench", "demo", "--config", "runs/a.yaml,native,b.yaml", "--output=x.json", *words[5:]]
-    assert without_folders(words) == told
+    stored = ["bench", "demo", "--config", "runs/a.yaml,native,b.yaml", "--output=x.json", *words[5:]]
+    assert without_folders(words) == stored
 
 
-def test_threads_that_write_the_same_file_do_not_meet(tmp_path: Path) -> None:
+def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
     path, both = tmp_path / "file.txt", threading.Barrier(2)
 
     def write(text: str) -> Path:
@@ -193,7 +182,7 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
             write_json(path, {"padding": "x" * 100_000, **bad}, allow_nan=False)
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
-    with path.open() as reader:  # who reads meanwhile keeps the old file, whole
+    with path.open() as reader:  # an open file keeps the old content
         write_json(path, {"a": 2})
         assert json.load(reader) == {"a": 1}
     assert json.loads(path.read_text()) == {"a": 2}

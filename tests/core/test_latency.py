@@ -39,6 +39,8 @@ def test_a_section_missing_from_a_call_counts_as_zero() -> None:
 def test_no_samples_and_no_time() -> None:
     assert summarise([], []) == {} == LatencyLog().components()
     assert summarise([{"a": 0.0}], [0.0])["a"]["share"] == 0.0
+    report = breakdown(model={}, engines=[], steps=1, device=CPU, components={}, samples=0)
+    assert (report["hz"], report["components"]) == (0.0, {})
 
 
 def test_the_log_keeps_the_newest() -> None:
@@ -55,36 +57,18 @@ def test_breakdown_schema() -> None:
     components = summarise([{"vision": 10.0, "denoise": 30.0}], [40.0])
     engines: list[dict[str, object]] = [{"component": "vision", "used": "eager"}]
     report = breakdown(model={"name": "m"}, engines=engines, steps=3, device=CPU, components=components, samples=1)
-    assert list(report) == [
-        "schema",
-        "hardware",
-        "software",
-        "model",
-        "engines",
-        "steps",
-        "samples",
-        "components",
-        "hz",
-    ]
+    names = ["schema", "hardware", "software", "model", "engines", "steps", "samples", "components", "hz"]
+    assert list(report) == names
     assert report["schema"] == "vla_accel.breakdown/1"
     assert (report["steps"], report["samples"], report["hz"]) == (3, 1, 25.0)
     assert report["engines"] == engines and report["components"] == components
     assert report["hardware"].keys() == {"device", "cpu", "threads"} and report["hardware"]["device"] == "cpu"
-    assert report["software"]["torch"] == torch.__version__
+    assert hardware(CPU)["cpu"] and hardware(CPU)["threads"] == torch.get_num_threads()
+    assert report["software"]["torch"] == torch.__version__ and software()["vla_accel"] == vla_accel.__version__
     assert json.loads(json.dumps(report)) == report
 
 
-def test_an_empty_breakdown_has_no_rate() -> None:
-    report = breakdown(model={}, engines=[], steps=1, device=CPU, components={}, samples=0)
-    assert (report["hz"], report["components"]) == (0.0, {})
-
-
-def test_hardware_and_software_are_named() -> None:
-    assert hardware(CPU)["cpu"] and hardware(CPU)["threads"] == torch.get_num_threads()
-    assert software()["vla_accel"] == vla_accel.__version__
-
-
-def test_the_commit_is_the_repository_s_or_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_the_repositorys_or_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLA_ACCEL_COMMIT", "0123456789abcdef+")
     assert commit() == {"commit": "0123456789abcdef", "modified": True}
     assert software()["commit"] == "0123456789ab+"
@@ -93,7 +77,7 @@ def test_the_commit_is_the_repository_s_or_as_told(monkeypatch: pytest.MonkeyPat
     assert here is None or len(here["commit"]) == 40
 
 
-def test_an_installed_package_has_not_the_commit_of_the_repository_round_it(tmp_path: Path) -> None:
+def test_an_installed_package_has_not_the_commit_of_an_outer_repository(tmp_path: Path) -> None:
     def git(*words: str) -> None:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
         subprocess.run(command, check=True, capture_output=True)
@@ -142,13 +126,10 @@ def test_systems_take_turns_and_the_order_turns() -> None:
         return lambda value: seen.append((name, value)) or -value
 
     settled: list[int] = []
-    rows = list(
-        in_turns(
-            {n: system(n) for n in "ab"}, lambda: next(given), calls=5, turn=2, settle=lambda: settled.append(len(seen))
-        )
-    )
-    assert [name for name, _, _ in rows] == [*"aabb", *"bbaa", *"ab"], "two at a time, then the one that is left"
-    assert [value for _, value in seen] == list(range(10)), "each call gets something of its own"
+    settle = lambda: settled.append(len(seen))  # noqa: E731
+    rows = list(in_turns({n: system(n) for n in "ab"}, lambda: next(given), calls=5, turn=2, settle=settle))
+    assert [name for name, _, _ in rows] == [*"aabb", *"bbaa", *"ab"]
+    assert [value for _, value in seen] == list(range(10)), "each call has an argument of its own"
     assert [result for _, _, result in rows] == [-value for _, value in seen] and all(ms >= 0 for _, ms, _ in rows)
     assert settled == [n for i in range(10) for n in (i, i + 1)], "before and after every call"
     assert list(in_turns({}, lambda: 0, calls=3)) == []

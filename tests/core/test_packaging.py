@@ -1,4 +1,4 @@
-"""What whoever installs the package gets: built as `pip install` builds it, then used away from the checkout."""
+"""The package as `pip install` builds it, used outside of the checkout."""
 
 from __future__ import annotations
 

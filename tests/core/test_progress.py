@@ -1,4 +1,4 @@
-"""How far something is: a bar that goes on a terminal, lines now and then elsewhere; on standard error alone."""
+"""Progress on standard error: a bar on a terminal, lines every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_pipe_gets_a_line_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+def test_a_pipe_gets_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = iter([0.0, 4.0, 6.0, 7.0, 10.0, 11.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     now = [next(clock)]
@@ -32,7 +30,7 @@ def test_a_pipe_gets_a_line_now_and_then(
 
 
 @pytest.mark.parametrize(("size", "found"), [(False, "100%"), (True, "3.0/3.0 KiB")])
-def test_a_terminal_gets_a_bar_that_goes(
+def test_a_terminal_gets_a_bar_that_disappears(
     size: bool, found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
@@ -47,20 +45,19 @@ def test_a_terminal_gets_a_bar_that_goes(
     assert not capsys.readouterr().out
 
 
-def test_what_has_no_end_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no more once it is over, also where it failed."""
+def test_a_running_block_is_reported_until_it_ends_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "INTERVAL_S", 0.01)
-    said: list[str] = []
-    heard = threading.Event()
+    lines: list[str] = []
+    several = threading.Event()
 
     def say(text: str) -> None:
-        said.append(text)
-        if len(said) > 2:
-            heard.set()
+        lines.append(text)
+        if len(lines) > 2:
+            several.set()
 
     with pytest.raises(ZeroDivisionError), progress.going_on("compiling", say):
-        assert heard.wait(60)
+        assert several.wait(60)
         raise ZeroDivisionError
-    told = len(said)
+    count = len(lines)
     time.sleep(0.1)
-    assert said[0] == "compiling" and all(t.endswith(" s so far") for t in said[1:]) and len(said) == told
+    assert lines[0] == "compiling" and all(t.endswith(" s so far") for t in lines[1:]) and len(lines) == count

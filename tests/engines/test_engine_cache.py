@@ -1,8 +1,7 @@
-"""The engine cache: whole entries or none, a size limit, and every kind of damage named."""
+"""The engine cache: whole entries or none, a size limit, private files, and every kind of damage named."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,11 @@ def key(name: str) -> str:
     return key_of({"name": name})
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> EngineCache:
+    return EngineCache(tmp_path / "cache")
+
+
 def put(store: EngineCache, name: str, size: int = 100, age: int = 0) -> Path:
     entry = store.put(name, key(name), bytes(size), ABOUT)
     stamp = 1_000_000 - age
@@ -32,8 +36,7 @@ def put(store: EngineCache, name: str, size: int = 100, age: int = 0) -> Path:
     return entry.path
 
 
-def test_what_was_put_is_found(tmp_path: Path) -> None:
-    store = EngineCache(tmp_path / "new")
+def test_an_engine_is_found_by_its_whole_key(store: EngineCache) -> None:
     assert store.get("a", "k" * 64) is None and store.entries() == [] and store.verify() == []
     written = store.put("a", "k" * 64, memoryview(b"engine"), ABOUT)
     found = store.get("a", "k" * 64)
@@ -41,34 +44,23 @@ def test_what_was_put_is_found(tmp_path: Path) -> None:
     assert found.about["target"] == "sm89" and found.about["bytes"] == 6 and written.path == found.path
     assert {p.suffix for p in found.path.parent.iterdir()} == {".engine", ".json"}
     assert store.get("a", "l" * 64) is None and store.get("b", "k" * 64) is None
-
-
-def test_a_key_that_only_begins_alike_is_another_engine(tmp_path: Path) -> None:
-    store = EngineCache(tmp_path)
-    store.put("a", "k" * 64, b"engine", ABOUT)
     found = store.get("a", "k" * 40 + "x" * 24)
     assert found is not None and "was built from something else" in found.problem
 
 
-def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_engines_go_and_the_newest_stays(tmp_path: Path) -> None:
     store = EngineCache(tmp_path, limit_gb=350 / 2**30)
     paths = [put(store, name, age=age) for name, age in (("old", 3), ("mid", 2), ("new", 1))]
-    assert store.get("old", key("old")) is not None, "using it makes it young"
+    assert store.get("old", key("old")) is not None, "a use counts"
     last = put(store, "last")
     assert [p.exists() for p in (*paths, last)] == [True, False, True, True]
     assert not paths[1].with_suffix(".json").exists()
+    larger = put(store, "larger", size=500)
+    assert [e.path for e in store.entries()] == [larger]
 
 
-def test_a_new_engine_larger_than_the_limit_stays(tmp_path: Path) -> None:
-    store = EngineCache(tmp_path, limit_gb=50 / 2**30)
-    first, second = put(store, "first", age=5), put(store, "second", size=500)
-    assert (first.exists(), second.exists()) == (False, True)
-
-
-def test_a_rewrite_cut_off_half_way_is_not_trusted(tmp_path: Path, monkeypatch: Any) -> None:
-    store = EngineCache(tmp_path)
-    path = put(store, "a")
-    real = cache.replacing_privately
+def test_an_interrupted_rewrite_is_not_used(store: EngineCache, monkeypatch: Any) -> None:
+    path, real = put(store, "a"), cache.replacing_privately
 
     def dies(target: Path) -> Any:
         if target.suffix == ".json":
@@ -76,7 +68,7 @@ def test_a_rewrite_cut_off_half_way_is_not_trusted(tmp_path: Path, monkeypatch: 
         return real(target)
 
     monkeypatch.setattr(cache, "replacing_privately", dies)
-    with pytest.raises(EngineError, match=r"engine cache .*: cannot write 100 bytes: power cut"):
+    with pytest.raises(EngineError, match=r"engine .*: cannot write 100 bytes: power cut"):
         store.put("a", key("a"), b"x" * 100, ABOUT)
     monkeypatch.undo()
     found = store.get("a", key("a"))
@@ -97,8 +89,7 @@ def test_a_rewrite_cut_off_half_way_is_not_trusted(tmp_path: Path, monkeypatch: 
         (lambda p: p.with_suffix(".json").write_text("[]"), "is not a description of an engine"),
     ],
 )
-def test_damage_is_named_by_verify_and_removed_by_get(tmp_path: Path, damage: Any, problem: str) -> None:
-    store = EngineCache(tmp_path)
+def test_damage_is_named_by_verify_and_removed_by_get(store: EngineCache, damage: Any, problem: str) -> None:
     whole, path = put(store, "whole"), put(store, "hurt")
     damage(path)
     problems = {e.path.name.split("-")[0]: e.problem for e in store.verify()}
@@ -109,57 +100,47 @@ def test_damage_is_named_by_verify_and_removed_by_get(tmp_path: Path, damage: An
 
 
 @pytest.fixture
-def usual_umask() -> Iterator[None]:
-    """Group members may write to what is made, as on many Linux systems."""
+def group_umask() -> Iterator[None]:
+    """Group members may write to new files, as on many Linux systems."""
     before = os.umask(0o002)
     yield
     os.umask(before)
 
 
-def mode_of(path: Path) -> int:
-    return path.stat().st_mode & 0o777
-
-
-@pytest.mark.usefixtures("usual_umask")
-def test_what_is_new_is_the_owners_alone(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("group_umask")
+def test_only_the_owner_may_write_to_new_files(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     store = EngineCache(tmp_path / "theirs" / "a" / "b")
     path = store.put("a", "k", b"engine", ABOUT).path
-    assert [mode_of(p) for p in (store.folder, store.folder.parent)] == [0o700, 0o700]
-    assert mode_of(path) == mode_of(path.with_suffix(".json")) == 0o644
-    assert mode_of(tmp_path / "theirs") == 0o775, "what was there is as it was"
+    paths = (store.folder, store.folder.parent, path, path.with_suffix(".json"), tmp_path / "theirs")
+    assert [p.stat().st_mode & 0o777 for p in paths] == [0o700, 0o700, 0o644, 0o644, 0o775]
     found = store.get("a", "k")
     assert found is not None and not found.problem
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
-def test_a_folder_that_others_may_write_to_is_refused_by_name(tmp_path: Path, mode: int) -> None:
-    store = EngineCache(tmp_path / "cache")
+def test_a_folder_that_others_may_write_to_is_refused(store: EngineCache, mode: int) -> None:
     path = put(store, "a")
     store.folder.chmod(mode)
-    said = rf"{store.folder} may be written to by others \(mode \d+\).*chmod -R go-w {store.folder}$"
+    message = rf"{store.folder} may be written to by others \(mode \d+\).*chmod -R go-w {store.folder}$"
     for use in (lambda: store.get("a", key("a")), lambda: store.put("b", "k", b"1", ABOUT), store.verify):
-        with pytest.raises(EngineError, match=said):
+        with pytest.raises(EngineError, match=message):
             use()
-    assert path.exists() and len(store.entries()) == 1, "nothing is removed; listing looks, it does not load"
-    store.folder.chmod(0o755)
-    assert store.get("a", key("a")) is not None
+    assert path.exists() and len(store.entries()) == 1, "nothing is removed, and listing loads nothing"
 
 
 @pytest.mark.parametrize("suffix", [".engine", ".json"])
 @pytest.mark.parametrize("mode", [0o664, 0o606])
-def test_a_file_that_others_may_write_to_is_refused_by_name(tmp_path: Path, suffix: str, mode: int) -> None:
-    store = EngineCache(tmp_path / "cache")
+def test_a_file_that_others_may_write_to_is_refused(store: EngineCache, suffix: str, mode: int) -> None:
     file = put(store, "a").with_suffix(suffix)
     file.chmod(mode)
     with pytest.raises(EngineError, match=rf"{file} may be written to by others .*chmod -R go-w {file}$"):
         store.get("a", key("a"))
-    assert file.exists(), "it is not built again over the top of it"
+    assert file.exists(), "it is not replaced"
     assert [e.problem.split(" (")[0] for e in store.verify()] == [f"{file} may be written to by others"]
 
 
-def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = EngineCache(tmp_path / "cache")
+def test_a_folder_of_another_user_is_refused(store: EngineCache, monkeypatch: pytest.MonkeyPatch) -> None:
     put(store, "a")
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
@@ -167,14 +148,11 @@ def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path, monkeypatch: p
         assert store.get("a", key("a")) is not None
         os.chown(store.folder, 12345, -1)
         mine = 12345
-    with pytest.raises(
-        EngineError, match=rf"{store.folder} belongs to user {mine}, .*sudo chown -R \d+ {store.folder}"
-    ):
+    with pytest.raises(EngineError, match=rf"{store.folder} belongs to user {mine}, .*sudo chown -R \d+"):
         store.get("a", key("a"))
 
 
-def test_an_engine_file_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None:
-    """Whatever folder it comes from."""
+def test_any_engine_file_must_be_private_to_be_loaded(tmp_path: Path) -> None:
     from vla_accel.engines.tensorrt_session import shared_engine
 
     path = tmp_path / "decoder.trt"
@@ -185,29 +163,31 @@ def test_an_engine_file_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None
         shared_engine(library, path, torch.device("cpu"), False)
 
 
-def test_listing_does_not_read_the_engines(tmp_path: Path, monkeypatch: Any) -> None:
-    store = EngineCache(tmp_path)
+def test_listing_does_not_read_the_engines(store: EngineCache, monkeypatch: Any) -> None:
     put(store, "a")
     monkeypatch.setattr(cache, "content_hash", lambda path: pytest.fail("read"))
     assert [e.problem for e in store.entries()] == [""]
 
 
-def test_clear_and_targets(tmp_path: Path) -> None:
+def test_clear_removes_the_files_of_the_cache_alone(tmp_path: Path) -> None:
     store = EngineCache(tmp_path)
     for number, target in (("1", "sm89"), ("2", "sm120")):
         store.put("a", number, b"123", {**ABOUT, "target": target})
     store.put("a", "3", b"123", {**ABOUT, "content": "other", "target": "sm80"})
     (tmp_path / "tensorrt_rtx-sm89.timing").write_bytes(b"t")
-    mine = {"notes.txt", "config.json", "model.engine", "model.json"}
-    for name in mine:
+    others = {"notes.txt", "config.json", "model.engine", "model.json"}
+    for name in others:
         (tmp_path / name).write_text("{}")
     assert store.targets("a", "c") == ["sm120", "sm89"] and store.targets("b", "c") == []
     assert store.clear() == (3, 9)
-    assert {p.name for p in tmp_path.iterdir()} == mine, "only what is the cache's"
+    assert {p.name for p in tmp_path.iterdir()} == others
 
 
-def test_clear_removes_compiled_kernels_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_clearing_the_default_cache_removes_compiled_kernels_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert EngineCache().folder == default_folder() == tmp_path / "vla_accel" / "engines"
     kernel = nvrtc.compiled_folder() / "a.cubin"
     kernel.parent.mkdir(parents=True)
     kernel.touch()
@@ -217,38 +197,23 @@ def test_clear_removes_compiled_kernels_too(monkeypatch: pytest.MonkeyPatch, tmp
     assert main(["cache", "clear"]) == 0 and not kernel.exists()
 
 
-def test_the_default_folder_is_the_users(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert EngineCache().folder == default_folder() == tmp_path / "vla_accel" / "engines"
-
-
-def test_weights_are_hashed_by_content_name_and_dtype() -> None:
-    def module(
-        value: float = 1.0, dtype: torch.dtype = torch.float32, name: str = "w", buffer: bool = False
-    ) -> nn.Module:
+def test_hashes_cover_weights_and_code(tmp_path: Path) -> None:
+    def module(name: str, tensor: torch.Tensor, buffer: bool = False) -> nn.Module:
         made = nn.Module()
-        tensor = torch.full((3,), value, dtype=dtype)
         if buffer:
             made.register_buffer(name, tensor, persistent=False)
         else:
             made.register_parameter(name, nn.Parameter(tensor))
         return made
 
-    base = weights_hash(module())
-    assert base == weights_hash(module())
-    others = [module(2.0), module(dtype=torch.float64), module(name="v"), module(3.0, buffer=True)]
-    assert len({base, *map(weights_hash, others)}) == 5
-    # Zero and one hold different bytes, but not-contiguous and scalar tensors must hash at all.
-    scalar = nn.Module()
-    scalar.register_buffer("s", torch.tensor(1.0))
-    scalar.register_buffer("t", torch.arange(6).view(2, 3).t())
-    assert weights_hash(scalar) == weights_hash(scalar)
-
-
-def test_other_code_is_another_hash(tmp_path: Path) -> None:
-    first = tmp_path / "a.py"
-    first.write_text("x = 1")
-    before = code_hash(nn.Linear(1, 1), first)
-    first.write_text("x = 2")
-    assert code_hash(nn.Linear(1, 1), first) != before
-    assert json.dumps(before)
+    ones = torch.ones(3)
+    modules = [module("w", ones), module("w", 2 * ones), module("w", ones.double()), module("v", ones)]
+    modules += [module("w", 3 * ones, buffer=True), module("s", torch.tensor(1.0), buffer=True)]
+    modules += [module("t", torch.arange(6).view(2, 3).t(), buffer=True)]
+    hashes = list(map(weights_hash, modules))
+    assert len(set(hashes)) == 7 and hashes == list(map(weights_hash, modules))
+    code = tmp_path / "a.py"
+    code.write_text("x = 1")
+    before = code_hash(nn.Linear(1, 1), code)
+    code.write_text("x = 2")
+    assert code_hash(nn.Linear(1, 1), code) != before

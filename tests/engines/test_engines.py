@@ -1,4 +1,4 @@
-"""Engines: the one door for data, fixed buffers, and the one place that may fall back."""
+"""Engines: fixed buffers, inputs that are checked, and the one function that may fall back."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ CPU = torch.device("cpu")
 
 
 class Affine(nn.Module):
-    """x * 2 + y, and how often it ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        self.calls += 1
         assert torch.is_inference_mode_enabled()
         return x * 2 + y
+
+
+class Returns(nn.Module):
+    def __init__(self, *results: Tensor) -> None:
+        super().__init__()
+        self.results = results
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self.results if len(self.results) != 1 else self.results[0]
 
 
 def component(module: nn.Module | None = None, outputs: tuple[TensorSpec, ...] | None = None) -> Component:
@@ -42,74 +44,50 @@ def engine(**kwargs: Any) -> Engine:
     return EagerEngine(component(**kwargs), CPU, EngineSpec())
 
 
-# -- the door -----------------------------------------------------------------------------------------------------
-
-
 def test_run_reads_and_fills_the_static_buffers_only() -> None:
-    e = engine()
-    x, y, z = e.inputs["x"], e.inputs["y"], e.outputs["z"]
+    first, second = engine(), engine()
+    second.bind("x", first.outputs["z"])
+    x, z = first.inputs["x"], first.outputs["z"]
+    assert second.inputs["x"] is z, "a bound output needs no copy"
     source = torch.ones(2, 3)
-    e.write("x", source)
-    e.write("y", torch.full((2, 3), 3.0))
+    first.write("x", source)
+    for e in (first, second):
+        e.write("y", torch.full((2, 3), 3.0))
     source.fill_(100)  # written already: the caller's tensor no longer matters
-    e.run()
-    assert z.tolist() == [[5.0] * 3] * 2
-    e.write("x", torch.zeros(2, 3))
+    first.run()
+    second.run()
+    assert z.tolist() == [[5.0] * 3] * 2 and second.outputs["z"].tolist() == [[13.0] * 3] * 2
+    first.write("x", torch.zeros(2, 3))
     assert z.tolist() == [[5.0] * 3] * 2, "nothing is computed before run"
-    e.run()
-    assert z.tolist() == [[3.0] * 3] * 2
-    assert e.inputs["x"] is x and e.inputs["y"] is y and e.outputs["z"] is z
+    first.run()
+    assert z.tolist() == [[3.0] * 3] * 2 and first.inputs["x"] is x and first.outputs["z"] is z
 
 
-@pytest.mark.parametrize("door", ["write", "bind"])
+@pytest.mark.parametrize("method", ["write", "bind"])
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("w", torch.zeros(2, 3), r"affine: no input 'w'; it has x, y"),
         ("z", torch.zeros(2, 3), r"affine: no input 'z'; it has x, y"),
-        ("x", torch.zeros(3, 2), r"affine\.x: expected shape \(2, 3\), got \(3, 2\)"),
         ("x", torch.zeros(1, 3), r"affine\.x: expected shape \(2, 3\), got \(1, 3\)"),
         ("x", torch.zeros(6), r"affine\.x: expected shape \(2, 3\), got \(6,\)"),
         ("y", torch.zeros(2, 3, dtype=torch.float64), r"affine\.y: expected dtype torch\.float32, got torch\.float64"),
-        ("y", torch.zeros(2, 3, dtype=torch.int64), r"affine\.y: expected dtype torch\.float32, got torch\.int64"),
     ],
 )
-def test_the_doors_refuse_what_does_not_fit(door: str, name: str, value: Tensor, message: str) -> None:
+def test_a_tensor_that_does_not_fit_is_refused(method: str, name: str, value: Tensor, message: str) -> None:
     e = engine()
     e.write("x", torch.ones(2, 3))
     e.write("y", torch.ones(2, 3))
     before = dict(e.inputs)
     with pytest.raises(EngineError, match=message):
-        getattr(e, door)(name, value)
-    assert (
-        all(e.inputs[k] is v and bool((v == 1).all()) for k, v in before.items()) and e.inputs.keys() == before.keys()
-    )
+        getattr(e, method)(name, value)
+    assert e.inputs.keys() == before.keys()
+    assert all(e.inputs[k] is v and bool((v == 1).all()) for k, v in before.items())
 
 
 def test_bind_refuses_another_device() -> None:
     with pytest.raises(EngineError, match=r"affine\.x: expected device cpu, got meta"):
         engine().bind("x", torch.zeros(2, 3, device="meta"))
-
-
-def test_a_bound_output_needs_no_copy() -> None:
-    first, second = engine(), engine()
-    second.bind("x", first.outputs["z"])
-    assert second.inputs["x"].data_ptr() == first.outputs["z"].data_ptr()
-    for e in (first, second):
-        e.write("y", torch.ones(2, 3))
-    first.write("x", torch.ones(2, 3))
-    first.run()
-    second.run()
-    assert second.outputs["z"].tolist() == [[7.0] * 3] * 2
-
-
-class Returns(nn.Module):
-    def __init__(self, *results: Tensor) -> None:
-        super().__init__()
-        self.results = results
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return self.results if len(self.results) != 1 else self.results[0]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +111,7 @@ def test_several_outputs_keep_their_order() -> None:
     assert (e.outputs["a"].tolist(), e.outputs["b"].tolist()) == ([1.0, 1.0], [2.0, 2.0])
 
 
-def test_tensor_spec_ranges_must_hold_the_example() -> None:
+def test_ranges_of_a_tensor_must_hold_its_shape() -> None:
     TensorSpec("x", (2, 5), torch.float32, {1: (1, 8)})
     for ranges in ({1: (6, 8)}, {1: (1, 4)}, {2: (1, 8)}):
         with pytest.raises(ConfigError, match="tensor x: range"):
@@ -146,18 +124,18 @@ def test_tensor_spec_ranges_must_hold_the_example() -> None:
 class Refuses(EagerEngine):
     name = "refuses"
 
-    def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
+    def __init__(self, *_: Any) -> None:
         raise EngineError("no such GPU")
 
 
 class IsWrong(EagerEngine):
     name = "is_wrong"
 
-    def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
+    def __init__(self, *_: Any) -> None:
         raise KeyError("a bug")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES, "refuses", Refuses)
     monkeypatch.setitem(ENGINES, "is_wrong", IsWrong)
@@ -167,28 +145,12 @@ def spec(*names: str) -> EngineSpec:
     return EngineSpec(names[0], names[1:])  # type: ignore[arg-type]
 
 
-def test_the_engine_asked_for() -> None:
-    ledger = Ledger(strict=True)
-    built = build(component(), spec("eager"), device=CPU, ledger=ledger)
-    assert isinstance(built, EagerEngine)
-    assert ledger.as_list() == [
-        {
-            "component": "affine",
-            "requested": "eager",
-            "used": "eager",
-            "reason": "",
-            "detail": f"torch {torch.__version__}",
-            "fell_back": False,
-        }
-    ]
-
-
 @pytest.mark.parametrize(
     ("engine", "reason"),
     [("refuses", "no such GPU"), ("native", "the native engine has no program")],
 )
 def test_a_fallback_is_recorded_and_logged_or_an_error(
-    engine: str, reason: str, engines: None, caplog: pytest.LogCaptureFixture
+    engine: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ledger = Ledger()
     with caplog.at_level(logging.WARNING, "vla_accel"):
@@ -206,32 +168,26 @@ def test_a_fallback_is_recorded_and_logged_or_an_error(
         assert ledger.as_list() == []
 
 
-def test_a_bug_in_an_engine_is_not_a_reason_to_fall_back(engines: None) -> None:
+def test_a_bug_in_an_engine_is_not_a_reason_to_fall_back() -> None:
     with pytest.raises(KeyError, match="a bug"):
         build(component(), spec("is_wrong", "eager"), device=CPU, ledger=Ledger())
 
 
 @pytest.mark.parametrize("names", [("warp",), ("refuses", "warp")])
-def test_an_unknown_engine_is_named(engines: None, names: tuple[str, ...]) -> None:
+def test_an_unknown_engine_is_named(names: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"affine: expected an engine of eager.*, got 'warp'"):
         build(component(), spec(*names), device=CPU, ledger=Ledger())
 
 
 def test_the_ledger_keeps_the_newest_entry_of_each_component() -> None:
-    ledger = Ledger()
-    for name, used in (("a", "eager"), ("b", "eager"), ("a", "other")):
-        ledger.record(LedgerEntry(name, used, used))
-    assert [(e["component"], e["used"]) for e in ledger.as_list()] == [("a", "other"), ("b", "eager")]
-
-
-def test_what_the_ledger_says_is_its_askers_own_and_never_old() -> None:
-    ledger = Ledger()
+    ledger = Ledger(strict=True)
     assert ledger.as_list() == []
-    ledger.record(LedgerEntry("a", "eager", "eager"))
-    said = ledger.as_list()
-    said[0]["used"] = "changed by a caller"
-    said.clear()
-    assert [(e["component"], e["used"]) for e in ledger.as_list()] == [("a", "eager")]
-    ledger.record(LedgerEntry("a", "native", "eager", "why"))
-    (entry,) = ledger.as_list()
-    assert (entry["requested"], entry["reason"], entry["fell_back"]) == ("native", "why", True)
+    build(component(), spec("eager"), device=CPU, ledger=ledger)
+    expected = {"component": "affine", "requested": "eager", "used": "eager", "reason": "", "fell_back": False}
+    rows = ledger.as_list()
+    assert rows == [{**expected, "detail": f"torch {torch.__version__}"}]
+    rows[0]["used"] = "changed by a caller"
+    rows.clear()
+    for name, used in (("b", "eager"), ("affine", "other")):
+        ledger.record(LedgerEntry(name, used, used))
+    assert [(e["component"], e["used"]) for e in ledger.as_list()] == [("affine", "other"), ("b", "eager")]

@@ -1,4 +1,4 @@
-"""Components as checked ONNX: what is compared, what is refused, and that the comparison can fail."""
+"""Components as ONNX that was compared with the module, and everything that is refused."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
 from vla_accel import OptimizedPolicy
 from vla_accel.component import Component, TensorSpec
-from vla_accel.config import EnginePrecision
 from vla_accel.engines import onnx
-from vla_accel.engines.onnx import SIMILARITY, compare, examples, export, largest, smallest
+from vla_accel.engines.onnx import SIMILARITY, compare, examples, export
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.families.family import family_named
 from vla_accel.families.pi0.network import Pi0
@@ -31,7 +30,6 @@ from vla_accel.nn.kv_cache import kv_cache_component
 from vla_accel.nn.step import DenoiseStep
 from vla_accel.nn.variants import QuantisedKvCache
 from vla_accel.nn.vision import vision_component
-from vla_accel.pictures import ChannelScale, PixelValues
 
 pytestmark = pytest.mark.tensorrt
 
@@ -58,20 +56,14 @@ def layer(dtype: torch.dtype = torch.float32, most: int = 6) -> Component:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_graph_is_the_module_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     component = layer(dtype)
+    before = {n: p.clone() for n, p in component.module.named_parameters()}
     graph = export(component, component.module, tmp_path)
+    assert all(p.dtype == dtype and torch.equal(p, before[n]) for n, p in component.module.named_parameters())
     assert graph.similarity is not None and graph.similarity > 1 - 1e-9
     assert dtype in graph.dtypes and sum(graph.operators.get(n, 0) for n in ("MatMul", "Gemm")) == 2
     size = torch.tensor([], dtype=dtype).element_size()
     assert graph.weight_bytes >= size * (8 * 16 + 16 + 16 * 4 + 4)
-    assert graph.path.read_bytes()[:1] and (tmp_path / "layer.onnx.data").is_file(), "weights lie beside the graph"
-
-
-def test_the_module_is_left_as_it_was(tmp_path: Path) -> None:
-    component = layer(torch.bfloat16)
-    before = {n: p.clone() for n, p in component.module.named_parameters()}
-    export(component, component.module, tmp_path)
-    for name, parameter in component.module.named_parameters():
-        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, before[name])
+    assert graph.path.read_bytes()[:1] and (tmp_path / "layer.onnx.data").is_file(), "weights have a file of their own"
 
 
 def test_both_ends_of_a_range_are_compared(tmp_path: Path, monkeypatch: Any) -> None:
@@ -90,21 +82,13 @@ def test_another_modules_graph_is_refused(tmp_path: Path) -> None:
     other = Layer()
     with torch.no_grad():
         other.a.weight[0] += 1.0
-    with pytest.raises(
-        EngineError, match=rf"layer\.y: the ONNX graph differs from the module: cosine 0\.\d+, .*{SIMILARITY}"
-    ):
+    with pytest.raises(EngineError, match=rf"layer\.y: the ONNX graph differs .*: cosine 0\.\d+, .*{SIMILARITY}"):
         compare(component, other, graph.path)
 
 
 class Overflow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x / 0.0
-
-
-def test_non_finite_values_are_refused(tmp_path: Path) -> None:
-    component = dataclasses.replace(layer(), module=Overflow(), outputs=(TensorSpec("y", (2, 8), torch.float32),))
-    with pytest.raises(EngineError, match=r"layer\.y: the module gives 48 non-finite values"):
-        export(component, component.module, tmp_path)
 
 
 class Fixed(nn.Module):
@@ -114,9 +98,13 @@ class Fixed(nn.Module):
         return x + torch.ones(6, 8)
 
 
-def test_a_dimension_that_cannot_be_dynamic_is_refused(tmp_path: Path) -> None:
-    component = dataclasses.replace(layer(), module=Fixed())
-    with pytest.raises(EngineError, match="layer: cannot be exported"):
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(Overflow(), r"layer\.y: the module gives 48 non-finite values"), (Fixed(), "layer: cannot be exported")],
+)
+def test_non_finite_values_and_fixed_dimensions_are_refused(tmp_path: Path, module: nn.Module, message: str) -> None:
+    component = dataclasses.replace(layer(), module=module, outputs=(TensorSpec("y", (2, 8), torch.float32),))
+    with pytest.raises(EngineError, match=message):
         export(component, component.module, tmp_path)
 
 
@@ -126,22 +114,6 @@ def test_a_missing_package_is_named(tmp_path: Path, package: str, monkeypatch: A
     component = layer()
     with pytest.raises(DependencyError, match=rf"needs the package {package} .*pip install 'vla_accel\[onnx\]'"):
         export(component, component.module, tmp_path)
-
-
-def test_examples_fit_their_specs() -> None:
-    specs = (
-        TensorSpec("a", (2, 3), torch.bfloat16, {0: (1, 5)}),
-        TensorSpec("b", (4,), torch.uint8),
-        TensorSpec("c", (4,), torch.int64),
-        TensorSpec("d", (4,), torch.bool),
-        TensorSpec("lengths", (4,), torch.int32),
-    )
-    component = Component("c", nn.Identity(), specs, ())
-    for shape_of, rows in ((largest, 5), (smallest, 1), (lambda s: s.shape, 2)):
-        values = examples(component, shape_of)
-        assert tuple(values[0].shape) == (rows, 3)
-        assert [v.dtype for v in values] == [s.dtype for s in specs]
-    assert int(values[2].max()) <= 1 and bool(values[3].all()) and int(values[4].min()) == 1
 
 
 # -- the policy's own components ----------------------------------------------------------------------------------
@@ -168,73 +140,37 @@ def test_steps_of_the_loop_are_the_component(kind: Any, padded: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_padded_and_the_plain_prefix_export(tmp_path: Path, padded: bool) -> None:
-    model = random_model(tiny_config("pi05"))
-    component = kv_cache_component(model, 1, 2, 9, padded)
+@pytest.mark.parametrize("part", ["prefix", "padded prefix", "step"])
+def test_parts_of_a_policy_export(tmp_path: Path, part: str) -> None:
+    if part == "step":
+        loop = denoise_component(random_model(tiny_config("pi0")), 1, 17, 3, False).loop
+        assert loop is not None
+        component = loop().body
+    else:
+        component = kv_cache_component(random_model(tiny_config("pi05")), 1, 2, 9, part == "padded prefix")
     graph = export(component, component.module, tmp_path)
     assert graph.similarity is not None and graph.similarity > 0.999999
 
 
 @pytest.mark.slow
-def test_a_pi0_step_exports(tmp_path: Path) -> None:
-    model = random_model(tiny_config("pi0"))
-    loop = denoise_component(model, 1, 17, 3, False).loop
-    assert loop is not None
-    graph = export(loop().body, loop().body.module, tmp_path)
-    assert graph.similarity is not None and graph.similarity > 0.999999
-
-
-def exported(name: str, model: Any, observation: dict[str, Any], policy: OptimizedPolicy, folder: Path) -> set[str]:
-    """Operators of all components of a policy's shape, each as near its module as exports are."""
-    family = family_named(name)
+@pytest.mark.parametrize("name", ["smolvla", "groot"])
+def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name == "smolvla":
+        # Where actions only cross, a row without a real token would attend to nothing.
+        folder, observation = tmp_path / "smolvla", tiny_smolvla.observation(libero=True)
+        tiny_smolvla.write_lerobot(folder, libero=True)
+    else:
+        folder, observation = request.getfixturevalue("groot_folder"), groot_folders.observation()
+    policy = OptimizedPolicy.from_pretrained(folder, device="cpu")
+    family, model = family_named(name), policy.model.whole()
     inputs = [policy.processor.prepare(observation)]
     shape = dataclasses.replace(family.shape(model.config, inputs, 2, policy.specs), padded=True)
-    found: set[str] = set()
     for component in family.components(model, shape):
         body = component.loop().body if component.loop else component
-        graph = export(body, body.module, folder)
+        graph = export(body, body.module, tmp_path)
         assert graph.similarity is not None and graph.similarity > 0.99999, component.name
-        found |= set(graph.operators)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["auto", "fp16"])
-def test_a_tower_with_pixel_maps_exports(tmp_path: Path, precision: EnginePrecision) -> None:
-    """Run with maps as cameras have them: random ones leave hardly a pixel inside."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    component = vision_component(random_model(tiny_config("pi05")), 1, 2, mapped=True)
-    module = onnx.module_at(component, precision)
-    path = export(component, module, tmp_path).path
-    values = PixelValues(
-        outside=-255.0, clipped=(-255.0, 255.0), cameras=(ChannelScale(), ChannelScale((9.0, 9.0, 9.0)))
-    )
-    images = np.random.default_rng(0).integers(0, 256, (1, 2, 28, 28, 3), np.uint8)
-    maps = values.maps([(0, 36, 60), (1, 50, 20)], 28, "bilinear")[None]
-    session = onnxruntime.InferenceSession(path)
-    (got,) = session.run(None, {"images": images, "pixel_maps": maps})
-    want = module(torch.from_numpy(images), torch.from_numpy(maps))
-    near = 1e-5 if precision == "auto" else 2e-2
-    torch.testing.assert_close(torch.from_numpy(got), want, rtol=near, atol=near)
-    plain = module(torch.from_numpy(images))
-    assert (want - plain).abs().max() > 0.1, "the maps change the answer"
-
-
-@pytest.mark.slow
-def test_a_smolvla_exports(tmp_path: Path) -> None:
-    """Where actions only cross, a row without a real token would attend to nothing."""
-    tiny_smolvla.write_lerobot(tmp_path / "smolvla", libero=True)
-    policy = OptimizedPolicy.from_pretrained(tmp_path / "smolvla", device="cpu")
-    exported("smolvla", policy.model.whole(), tiny_smolvla.observation(libero=True), policy, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_groot_exports_without_scattering(groot_folder: Path, tmp_path: Path) -> None:
-    """TensorRT-RTX has no ScatterND."""
-    policy = OptimizedPolicy.from_pretrained(groot_folder, device="cpu")
-    found = exported("groot", policy.model.whole(), groot_folders.observation(), policy, tmp_path)
-    assert not any("Scatter" in name for name in found)
+        # TensorRT-RTX has no ScatterND.
+        assert name == "smolvla" or not any("Scatter" in operator for operator in graph.operators)
 
 
 def test_the_narrow_tower_is_the_component(tmp_path: Path) -> None:
@@ -275,47 +211,35 @@ def test_vision_with_pixel_maps_is_checked_on_images_that_count(tmp_path: Path, 
     component = vision_component(model, 1, 2, mapped=True)
     module = onnx.module_at(component, precision)
     images, maps = examples(component, lambda s: s.shape)
-    size = images.shape[-2]
-    for row in (0, size - 1):
-        of_bars = images.clone()
-        of_bars[:, :, row] = 255 - of_bars[:, :, row]
-        assert torch.equal(module(of_bars, maps), module(images, maps))
-    of_image = images.clone()
-    of_image[:, :, size // 2] = 255 - of_image[:, :, size // 2]
-    assert not torch.allclose(module(of_image, maps), module(images, maps), atol=1e-2)
+    size, plain = images.shape[-2], module(images, maps)
+    for row, counts in ((0, False), (size - 1, False), (size // 2, True)):
+        changed = images.clone()
+        changed[:, :, row] = 255 - changed[:, :, row]
+        assert torch.allclose(module(changed, maps), plain, atol=1e-2 if counts else 0.0) is not counts
     graph = export(component, module, tmp_path)
     assert graph.similarity is not None and graph.similarity > SIMILARITY
 
 
-def test_the_quantised_prefix_is_nearly_the_component() -> None:
+def test_the_quantised_prefix_is_the_component_but_for_fp8() -> None:
     model = random_model(tiny_config("pi05"))
     before = {n: p.clone() for n, p in model.named_parameters()}
-    component = kv_cache_component(model, 1, 2, 9, False)
-    inputs = prefix_inputs(model)
-    quantised = QuantisedKvCache(model, calibrated(model))
-    results = list(zip(quantised(*inputs), component.module(*inputs), strict=True))
-    for got, want in results:
+    component, inputs = kv_cache_component(model, 1, 2, 9, False), prefix_inputs(model)
+    module = QuantisedKvCache(model, calibrated(model))
+    for got, want in zip(module(*inputs), component.module(*inputs), strict=True):
         assert torch.equal(got[0], want[0]), "the first layer's keys and values come before any MLP"
-        difference = float((got - want).norm() / want.norm())
-        assert 1e-4 < difference < 0.05, "FP8, and only FP8, differs"
+        assert 1e-4 < float((got - want).norm() / want.norm()) < 0.05
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert type(model.prefix.layers[0].down_proj) is nn.Linear
-
-
-def test_without_quantisers_the_folded_prefix_is_the_component() -> None:
-    model = random_model(tiny_config("pi05"))
-    component = kv_cache_component(model, 1, 2, 9, True)
-    module = QuantisedKvCache(model, calibrated(model))
     for island in module.mlps:
         for name in ("gate_up_proj", "down_proj"):
             getattr(island.inner, name).input_quantizer.disable()
             getattr(island.inner, name).weight_quantizer.disable()
-    inputs = (*prefix_inputs(model), torch.tensor([14], dtype=torch.int32))
-    for got, want in zip(module(*inputs), component.module(*inputs), strict=True):
+    padded, lengths = kv_cache_component(model, 1, 2, 9, True), torch.tensor([14], dtype=torch.int32)
+    for got, want in zip(module(*inputs, lengths), padded.module(*inputs, lengths), strict=True):
         assert torch.allclose(got, want, atol=1e-5), "the norm's weight is folded into gate and up"
 
 
-def test_scales_are_powers_of_two_and_cut_nothing_off() -> None:
+def test_scales_are_powers_of_two_that_hold_every_value() -> None:
     model = random_model(tiny_config("pi05"))
     scales = calibrated(model)
     quantised = QuantisedKvCache(model, scales)

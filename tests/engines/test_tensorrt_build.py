@@ -1,5 +1,4 @@
-"""Real TensorRT-RTX builds without a GPU: the demo policy, full-size SigLIP and full-size FP8 layers, and every way a
-build can fail. Nothing built here is run: that needs a GPU that TensorRT-RTX supports."""
+"""TensorRT-RTX builds without a GPU: the demo policy, full-size SigLIP and FP8 layers, and builds that fail."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def demo() -> Pi0:
 
 
 class Exported(dict[str, tuple[Component, OnnxFile]]):
-    """The demo's components as they would be built, each exported once, when it is first asked for, and compared with
-    eager."""
+    """The demo's components, each exported and compared with eager on first use."""
 
     def __init__(self, demo: Pi0, folder: Path) -> None:
         self.demo, self.folder = demo, folder
@@ -79,9 +77,6 @@ def exported(demo: Pi0, tmp_path_factory: pytest.TempPathFactory) -> Exported:
 def build(library: Library, graph: OnnxFile, component: Component, target: Capability = (8, 9), **given: Any) -> Plan:
     options = TensorrtOptions(**given.pop("options", {}))
     return build_plan(library, graph, component, options, targets=[target], ahead=True, **given)
-
-
-# -- what must work -----------------------------------------------------------------------------------------------
 
 
 # The others are built small in test_build_cli.py, and exported small in test_onnx_export.py.
@@ -112,19 +107,14 @@ def test_the_step_takes_the_time_as_an_input(exported: Any) -> None:
     assert graph.operators["Softmax"] == 6
 
 
-def test_a_dynamic_dimension_gets_one_profile_over_its_range(library: Library, exported: Any) -> None:
+def test_profiles_are_the_whole_range_or_those_requested(library: Library, exported: Any) -> None:
     component, graph = exported["vision"]
-    plan = build(library, graph, component)
-    ((low, best, high),) = (p["images"] for p in plan.profiles)
+    ((low, best, high),) = (p["images"] for p in build(library, graph, component).profiles)
     assert (low[1], best[1], high[1]) == (1, 4, 4)
-
-
-def test_many_profiles_make_one_engine(library: Library, exported: Any) -> None:
-    component, graph = exported["vision"]
     plan = build(library, graph, component, options={"profiles": ("images.1=1:1:2", "images.1=3:3:4")})
     assert [p["images"][1][1] for p in plan.profiles] == [1, 3]
-    shapes = lambda views: {"images": (1, views, 224, 224, 3)}  # noqa: E731
-    assert [pick_profile(plan.profiles, shapes(v), "vision") for v in (1, 2, 3, 4)] == [0, 0, 1, 1]
+    both = build_plan(library, graph, component, TensorrtOptions(), targets=TARGETS, ahead=True)
+    assert both.target == "sm89+sm120" and both.size > 1e6
 
 
 @pytest.mark.parametrize(
@@ -164,19 +154,13 @@ def test_a_foreign_timing_cache_is_replaced(library: Library, tmp_path: Path) ->
     assert not timing.exists()
 
 
-def test_one_engine_for_two_targets(library: Library, exported: Any) -> None:
-    component, graph = exported["vision"]
-    plan = build_plan(library, graph, component, TensorrtOptions(), targets=TARGETS, ahead=True)
-    assert plan.target == "sm89+sm120" and plan.size > 1e6
-
-
 class Watcher:
-    """Keeps what it is told, and asks to stop once `at` steps are done."""
+    """Records a build's progress."""
 
-    def __init__(self, stop: threading.Event | None = None, at: int = 0) -> None:
+    def __init__(self) -> None:
         self.phases: list[str] = []
         self.open: set[str] = set()
-        self.steps, self.stop, self.at = 0, stop, at
+        self.steps = 0
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
         assert parent is None or parent in self.open
@@ -185,44 +169,26 @@ class Watcher:
 
     def step(self, phase: str, step: int) -> None:
         self.steps += 1
-        if self.stop is not None and self.steps == self.at:
-            self.stop.set()
 
     def finish(self, phase: str) -> None:
         self.open.discard(phase)
 
 
-def test_progress_is_reported(library: Library, exported: Any) -> None:
+def test_a_build_reports_its_progress_and_stops_on_ctrl_c(library: Library, exported: Any, monkeypatch: Any) -> None:
     component, graph = exported["vision"]
-    watcher = Watcher()
-    build(library, graph, component, progress=watcher)
-    assert watcher.phases[0] == "Building engine" and len(watcher.phases) > 3
-    assert watcher.steps > 50 and not watcher.open
-
-
-def test_a_build_can_be_cancelled(library: Library, exported: Any) -> None:
-    component, graph = exported["vision"]
-    stop = threading.Event()
-    watcher = Watcher(stop, at=20)
-    with pytest.raises(EngineError, match=r"vision: build for 8\.9 with TensorRT-RTX .*: cancelled"):
-        build(library, graph, component, progress=watcher, cancel=stop)
-    assert 20 <= watcher.steps < 40, "a whole build takes over a thousand"
-
-
-def test_ctrl_c_stops_the_builder_and_passes_on(library: Library, exported: Any, monkeypatch: Any) -> None:
-    component, graph = exported["vision"]
-    stop = threading.Event()
-    real = threading.Thread.join
+    whole, stopped, join = Watcher(), Watcher(), threading.Thread.join
+    build(library, graph, component, progress=whole)
+    assert whole.phases[0] == "Building engine" and len(whole.phases) > 3 and not whole.open
 
     def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
         if timeout is not None and self.name == "tensorrt-build":
             raise KeyboardInterrupt
-        real(self, timeout)
+        join(self, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        build(library, graph, component, cancel=stop)
-    assert stop.is_set()
+        build(library, graph, component, progress=stopped)
+    assert stopped.steps < whole.steps / 2
     assert not [t for t in threading.enumerate() if t.name == "tensorrt-build"]
 
 
@@ -274,15 +240,10 @@ def test_gemma_layers_with_fp8_weights(library: Library, tmp_path: Path, width: 
     assert isinstance(model, Pi0)
     module = QuantisedKvCache(model, scales_of_any(8.0))
     shape = (2, 1, 24, 1, 256)
-    component = Component(
-        "kv_cache",
-        module.requires_grad_(False),
-        (
-            TensorSpec("image_tokens", (1, 16, width), torch.bfloat16),
-            TensorSpec("tokens", (1, 8), torch.int64, {1: (1, 8)}),
-        ),
-        (TensorSpec("keys", shape, torch.bfloat16), TensorSpec("values", shape, torch.bfloat16)),
-    )
+    images = TensorSpec("image_tokens", (1, 16, width), torch.bfloat16)
+    tokens = TensorSpec("tokens", (1, 8), torch.int64, {1: (1, 8)})
+    outputs = (TensorSpec("keys", shape, torch.bfloat16), TensorSpec("values", shape, torch.bfloat16))
+    component = Component("kv_cache", module.requires_grad_(False), (images, tokens), outputs)
     graph = export(component, module, tmp_path)
     assert graph.similarity is not None and graph.similarity > 0.9999
     # Input and weight of both products of the MLP.
@@ -298,7 +259,7 @@ def test_gemma_layers_with_fp8_weights(library: Library, tmp_path: Path, width: 
         build(library, graph, component, (8, 6))
 
 
-# -- what must fail, and say so -----------------------------------------------------------------------------------
+# -- builds that fail ---------------------------------------------------------------------------------------------
 
 
 class Determinant(nn.Module):
@@ -311,22 +272,20 @@ class Eigenvalues(nn.Module):
         return torch.linalg.eigvals(x).real
 
 
-def square(module: nn.Module, output: tuple[int, ...] = (2,)) -> Component:
-    spec = TensorSpec("x", (2, 3, 3), torch.float32)
-    return Component("square", module, (spec,), (TensorSpec("y", output, torch.float32),))
-
-
-def test_an_operator_that_the_parser_lacks_is_named(library: Library, tmp_path: Path) -> None:
-    component = square(Determinant())
-    graph = export(component, component.module, tmp_path)
-    with pytest.raises(EngineError, match=r"square: TensorRT-RTX .* has no ONNX operator Det \(node "):
-        build(library, graph, component)
-
-
-def test_an_operator_that_onnx_lacks_is_named(tmp_path: Path) -> None:
-    component = square(Eigenvalues(), (2, 3))
-    with pytest.raises(EngineError, match=r"square: ONNX has no operator for aten\.linalg_eig"):
-        export(component, component.module, tmp_path)
+@pytest.mark.parametrize(
+    ("module", "output", "message"),
+    [
+        (Determinant(), (2,), r"square: TensorRT-RTX .* has no ONNX operator Det \(node "),
+        (Eigenvalues(), (2, 3), r"square: ONNX has no operator for aten\.linalg_eig"),
+    ],
+)
+def test_a_missing_operator_is_named(
+    library: Library, tmp_path: Path, module: nn.Module, output: tuple[int, ...], message: str
+) -> None:
+    spec, result = TensorSpec("x", (2, 3, 3), torch.float32), TensorSpec("y", output, torch.float32)
+    component = Component("square", module, (spec,), (result,))
+    with pytest.raises(EngineError, match=message):
+        build(library, export(component, module, tmp_path), component)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +302,8 @@ def test_a_target_that_cannot_be_is_refused(library: Library, exported: Any, tar
         build(library, graph, component, target)
 
 
-def test_too_little_memory_is_said_before_building(library: Library, exported: Any, monkeypatch: Any) -> None:
+def test_too_little_memory_is_reported_before_building(library: Library, exported: Any, monkeypatch: Any) -> None:
+    assert 2**28 < (tensorrt_builder.available_memory() or 0) < 2**45
     component, graph = exported["vision"]
     monkeypatch.setattr(tensorrt_builder, "available_memory", lambda: 100 * 2**20)
     with pytest.raises(EngineError, match=r"vision: building needs about 0\.5 GiB of memory, 0\.1 GiB is free"):
@@ -352,19 +312,15 @@ def test_too_little_memory_is_said_before_building(library: Library, exported: A
     assert build(library, graph, component).size > 1e6
 
 
-def test_this_machines_memory_is_known() -> None:
-    assert 2**28 < (tensorrt_builder.available_memory() or 0) < 2**45
-
-
-def test_what_the_library_says_is_passed_on(library: Library, exported: Any) -> None:
+def test_the_librarys_errors_are_in_the_message(library: Library, exported: Any) -> None:
     component, graph = exported["vision"]
     # The lean runtime that version compatibility needs is not part of TensorRT-RTX.
     with pytest.raises(EngineError, match=r"vision: build for 8\.9 .*: .*libnvinfer_lean"):
         build(library, graph, component, options={"version_compatible": True})
-    # Taken by the library, and ignored.
+    # The library accepts and ignores this one.
     with pytest.raises(EngineError, match="has no hardware compatibility; build for each of the targets"):
         build(library, graph, component, options={"hardware_compatible": True})
-    # And the next build is not blamed for it.
+    # The next build has no such error.
     assert build(library, graph, component).size > 1e6
 
 
@@ -376,11 +332,8 @@ def test_a_library_without_cross_builds_says_so(library: Library, exported: Any,
         build_plan(plain, graph, component, TensorrtOptions(), targets=[(8, 9)], ahead=True)
 
 
-# -- profiles -----------------------------------------------------------------------------------------------------
-
-
-def views(low: int = 1, high: int = 4) -> Component:
-    spec = TensorSpec("images", (1, 2, 8), torch.float32, {1: (low, high)})
+def views() -> Component:
+    spec = TensorSpec("images", (1, 2, 8), torch.float32, {1: (1, 4)})
     return Component("vision", nn.Identity(), (spec,), (spec,))
 
 
@@ -400,19 +353,13 @@ def test_a_wrong_profile_is_refused(text: str, message: str) -> None:
         profiles_of(views(), TensorrtOptions(profiles=(text,)))
 
 
-def test_a_shape_that_no_profile_covers_is_refused() -> None:
-    profiles = profiles_of(views(), TensorrtOptions(profiles=("images.1=1:1:1", "images.1=3:3:4")))
-    with pytest.raises(
-        EngineError, match=r"vision: no optimization profile covers images \(1, 2, 8\); the engine has: "
-    ):
-        pick_profile(profiles, {"images": (1, 2, 8)}, "vision")
-    with pytest.raises(EngineError, match="no optimization profile covers"):
-        pick_profile(profiles, {"images": (1, 3)}, "vision")
-
-
-def test_of_several_profiles_the_nearest_optimum_is_taken() -> None:
+def test_the_profile_of_a_shape_has_the_nearest_optimum() -> None:
     profiles = profiles_of(views(), TensorrtOptions(profiles=("", "images.1=1:2:4", "images.1=1:1:4")))
     assert [pick_profile(profiles, {"images": (1, n, 8)}, "vision") for n in (1, 2, 3, 4)] == [2, 1, 0, 0]
+    profiles = profiles_of(views(), TensorrtOptions(profiles=("images.1=1:1:1", "images.1=3:3:4")))
+    for shape in ((1, 2, 8), (1, 3)):
+        with pytest.raises(EngineError, match=r"vision: no optimization profile covers images .*; the engine has: "):
+            pick_profile(profiles, {"images": shape}, "vision")
 
 
 def test_a_profile_that_does_not_fit_the_graph_is_refused(library: Library, exported: Any) -> None:
@@ -422,7 +369,7 @@ def test_a_profile_that_does_not_fit_the_graph_is_refused(library: Library, expo
         build(library, graph, dataclasses.replace(component, inputs=(spec,)))
 
 
-def test_the_variants_of_the_prefix(demo: Pi0) -> None:
+def test_a_precision_without_a_variant_or_scales_is_refused(demo: Pi0) -> None:
     component = kv_cache_component(demo, 1, 2, 20, False)
     with pytest.raises(EngineError, match="kv_cache: FP8 needs calibrated scales"):
         module_at(component, "fp8")

@@ -1,5 +1,4 @@
-"""TensorRT's libraries before anything of them is loaded: what a machine runs, which versions, and what an engine's
-description says."""
+"""TensorRT's libraries without a GPU: what a machine runs, which versions, and what `vla-accel inspect` shows."""
 
 from __future__ import annotations
 
@@ -26,23 +25,13 @@ from vla_accel.ledger import Ledger
 CPU = torch.device("cpu")
 
 
-def module_like(**values: Any) -> ModuleType:
-    """A module that holds these values."""
-    made = ModuleType("tensorrt")
-    vars(made).update(values)
-    return made
-
-
 def rtx(folder: Path, **given: Any) -> EngineSpec:
     return EngineSpec("tensorrt_rtx", tensorrt=TensorrtOptions(cache=str(folder)), **given)
 
 
-def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path) -> None:
+def test_a_gpu_that_the_library_does_not_run_on_is_in_the_ledger(tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(EngineError, match=r"run on a CUDA GPU, the device is cpu; `vla-accel build --targets sm89`"):
         TensorrtRtxEngine(component(), CPU, rtx(tmp_path))
-
-
-def test_a_gpu_that_the_library_does_not_run_on_is_in_the_ledger(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tensorrt_library, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(tensorrt, "load_library", lambda name: pytest.fail("must be known beforehand"))
     spec = rtx(tmp_path, fallback=("eager",))
@@ -57,11 +46,6 @@ def test_a_gpu_that_the_library_does_not_run_on_is_in_the_ledger(tmp_path: Path,
     build(component(), spec, device=CPU, ledger=ledger)
     entry = ledger.entries["double"]
     assert entry.reason.startswith("tensorrt_rtx: built for 8.9, 12.0; not runnable on 9.0 (TensorRT-RTX runs on 7.5,")
-    assert entry.used == "eager" and entry.fell_back
-    with pytest.raises(EngineError, match=r"strict mode: .*built for 8\.9, 12\.0; not runnable on 9\.0"):
-        build(component(), spec, device=CPU, ledger=Ledger(strict=True))
-    with pytest.raises(EngineError, match=r"no engine could be built .*not runnable on 9\.0"):
-        build(component(), rtx(tmp_path), device=CPU, ledger=Ledger())
 
 
 def test_a_missing_library_may_fall_back_too(monkeypatch: Any) -> None:
@@ -72,24 +56,17 @@ def test_a_missing_library_may_fall_back_too(monkeypatch: Any) -> None:
     assert used.name == "eager" and "pip install" in ledger.entries["double"].reason
 
 
-@pytest.mark.parametrize(
-    ("version", "ok"), [("10.0.1", True), ("11.4.0", True), ("9.3.0", False), ("8.6.1", False), ("12.0.0", False)]
-)
-def test_the_librarys_version_is_checked(monkeypatch: Any, version: str, ok: bool) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", module_like(__version__=version))
-    if ok:
-        assert load_library("tensorrt").title == f"TensorRT {version}"
-        return
-    with pytest.raises(DependencyError, match=rf"expected TensorRT at least 10\.0 and below 12\.0, got {version}"):
+def test_the_librarys_version_is_checked(monkeypatch: Any) -> None:
+    module: Any = ModuleType("tensorrt")
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    # The package index has a stub without a library.
+    with pytest.raises(DependencyError, match=r"no usable TensorRT .*; install it: pip install 'vla_accel\[tensorrt"):
         load_library("tensorrt")
-
-
-def test_a_stub_without_a_library_is_missing(monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", module_like())
-    with pytest.raises(
-        DependencyError, match=r"no usable TensorRT .*; install it: pip install 'vla_accel\[tensorrt\]'"
-    ):
-        load_library("tensorrt")
+    for module.__version__ in ("10.0.1", "11.4.0"):
+        assert load_library("tensorrt").title == f"TensorRT {module.__version__}"
+    for module.__version__ in ("9.3.0", "12.0.0"):
+        with pytest.raises(DependencyError, match=rf"at least 10\.0 and below 12\.0, got {module.__version__}"):
+            load_library("tensorrt")
 
 
 def test_capabilities() -> None:
@@ -100,9 +77,6 @@ def test_capabilities() -> None:
             parse_target(text)
     assert runs_on("tensorrt", (9, 0)) and not runs_on("tensorrt_rtx", (9, 0))
     assert runs_on("tensorrt_rtx", (8, 9)) and not runs_on("tensorrt", (7, 0))
-
-
-# -- inspecting ---------------------------------------------------------------------------------------------------
 
 
 def test_inspecting_reads_the_description_where_nothing_can_load(tmp_path: Path, monkeypatch: Any) -> None:
@@ -147,19 +121,10 @@ def test_a_name_of_the_cache_is_enough_to_inspect(
     assert "engine none.engine: expected a file, there is none" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("item", "expected"),
-    [
-        (
-            {"Name": "mm", "LayerType": "gemm", "Outputs": [{"Format/Datatype": "Row major linear FP16 format"}]},
-            {"name": "mm", "type": "gemm", "dtype": "half"},
-        ),
-        (
-            {"Name": "mm", "LayerType": "Gemm", "Outputs": [{"DataType": "BF16"}]},
-            {"name": "mm", "type": "gemm", "dtype": "bf16"},
-        ),
-        ("only a name", {"name": "only a name", "type": "", "dtype": ""}),
-    ],
-)
-def test_the_inspectors_json_of_both_major_versions(item: Any, expected: Any) -> None:
-    assert tensorrt_inspect.layer_of(item) == expected
+def test_the_inspectors_json_of_both_major_versions() -> None:
+    for item, dtype in (
+        ({"LayerType": "Gemm", "Outputs": [{"Format/Datatype": "Row major linear FP16 format"}]}, "half"),
+        ({"LayerType": "gemm", "Outputs": [{"DataType": "BF16"}]}, "bf16"),
+    ):
+        assert tensorrt_inspect.layer_of({"Name": "mm", **item}) == {"name": "mm", "type": "gemm", "dtype": dtype}
+    assert tensorrt_inspect.layer_of("only a name") == {"name": "only a name", "type": "", "dtype": ""}

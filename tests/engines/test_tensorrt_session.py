@@ -1,8 +1,4 @@
-"""The TensorRT runtime over a library that stands in for the real one, which needs a GPU.
-
-What is checked is what this package decides: which addresses, shapes and profile go to a context and in which order,
-what is shared, and what is refused before the library is asked.
-"""
+"""The TensorRT runtime over a fake library: addresses, shapes, profiles, shared memory, and refused engines."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ STREAM = 77
 
 
 class FakeContext:
-    """Doubles float32 arrays at the addresses it was given, and writes down every call."""
+    """Doubles float32 arrays at its addresses, and records its calls."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine, self.log = engine, engine.log
@@ -107,7 +103,7 @@ class FakeEngine:
 
 
 class Fake:
-    """A stand-in for the module `tensorrt`."""
+    """The module `tensorrt`."""
 
     __version__ = "10.16.1"
 
@@ -136,7 +132,7 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch: Any, tmp_path: Path) -> Iterator[Fake]:
-    """The library, a plan on disk, and a device that answers as a GPU of compute capability 8.9 would."""
+    """The library, a plan on disk, and a GPU of compute capability 8.9."""
     trt = Fake()
     library = Library("tensorrt", trt, trt.__version__)
     monkeypatch.setattr(Library, "logger", SimpleNamespace(errors=[]))
@@ -166,24 +162,22 @@ def test_it_runs_on_our_buffers(fake: Fake) -> None:
     one.write("x", source)
     before = fake.log.count("run")
     one.run()
-    assert fake.log.count("run") == before + 1, "one enqueue a run"
-    assert torch.equal(one.outputs["y"], 2 * source)
+    assert fake.log.count("run") == before + 1 and torch.equal(one.outputs["y"], 2 * source)
     context = fake.engines[0].contexts[0]
     assert context.addresses == {"x": one.inputs["x"].data_ptr(), "y": one.outputs["y"].data_ptr()}
     bound = torch.full((2, 3), 5.0)
     one.bind("x", bound)
     one.run()
     assert context.addresses["x"] == bound.data_ptr() and float(one.outputs["y"][0, 0]) == 10.0
-
-
-def test_an_address_must_be_of_a_contiguous_tensor(fake: Fake) -> None:
     with pytest.raises(EngineError, match=r"double\.x: expected a contiguous tensor"):
-        engine().bind("x", torch.zeros(3, 2).t())
+        one.bind("x", torch.zeros(3, 2).t())
+    fake.engines[0].broken = True
+    with pytest.raises(EngineError, match="double: enqueueing failed"):
+        one.run()
 
 
-def test_plugins_come_before_the_engine_and_once(fake: Fake, tmp_path: Path) -> None:
+def test_plugins_are_registered_before_the_engine_and_once(fake: Fake) -> None:
     first = engine()
-    gc.collect()
     assert fake.log[:2] == ["plugins", "deserialise"]
     del first
     gc.collect()
@@ -191,7 +185,7 @@ def test_plugins_come_before_the_engine_and_once(fake: Fake, tmp_path: Path) -> 
     assert fake.log.count("deserialise") == 2 and fake.log.count("plugins") == 1
 
 
-def test_the_profile_is_picked_by_shape(fake: Fake) -> None:
+def test_the_shape_decides_the_profile(fake: Fake) -> None:
     for rows, index in ((1, 0), (2, 1), (4, 1)):
         fake.log.clear()
         one = engine(rows)
@@ -203,33 +197,22 @@ def test_contexts_share_engine_and_scratch(fake: Fake) -> None:
     assert len(fake.engines) == 1 and len(fake.engines[0].contexts) == 2
     a, b = fake.engines[0].contexts
     assert a.memory == b.memory and a.memory is not None
-    # A larger engine moves everyone, and the old memory lives on for recorded graphs.
+    # A larger engine moves all contexts; the old memory stays for recorded graphs.
     fake.settings["device_memory_size_v2"] = 5000
     tensorrt_session._engines.clear()
     three = engine(4)
     assert a.memory == b.memory == fake.engines[1].contexts[0].memory and a.memory[1] == 5000
     assert len(tensorrt_session.scratch_of(CPU).old) == 1
     assert all(torch.equal(e.outputs["y"], 2 * e.inputs["x"]) for e in (one, two, three))
-
-
-def test_owners_that_run_in_different_threads_have_scratch_of_their_own(fake: Fake) -> None:
-    session = engine(2).session
-    own = tensorrt_session.Scratch(CPU)
+    # Contexts of another thread have scratch of their own.
+    own, profiles = tensorrt_session.Scratch(CPU), [{"x": ((1, 3), (1, 3), (4, 3))}]
     for rows in (2, 3):
-        tensorrt_session.Session(session.library, session.engine, [{"x": ((1, 3), (1, 3), (4, 3))}], component(rows),
-                                 CPU, own)  # fmt: skip
-    shared, first, second = (context.memory for context in fake.engines[0].contexts)
-    assert first == second != shared and None not in (shared, first)
-    assert own is not tensorrt_session.scratch_of(CPU)
-
-
-def test_contexts_that_are_gone_are_forgotten(fake: Fake) -> None:
-    kept, gone = engine(2), engine(3)
-    scratch = tensorrt_session.scratch_of(CPU)
-    assert len(scratch.sessions) == 2
-    del gone
+        tensorrt_session.Session(one.session.library, one.session.engine, profiles, component(rows), CPU, own)
+    first, second = (context.memory for context in fake.engines[0].contexts[2:])
+    assert first == second != a.memory and first is not None
+    del two
     gc.collect()
-    assert list(scratch.sessions) == [kept.session]
+    assert set(tensorrt_session.scratch_of(CPU).sessions) == {one.session, three.session}
 
 
 def test_weight_streaming_takes_the_librarys_budget(fake: Fake) -> None:
@@ -246,24 +229,13 @@ def test_the_library_says_whether_it_can_be_recorded(fake: Fake, capturable: boo
     assert engine().capturable is capturable
 
 
-def test_a_failed_run_raises(fake: Fake) -> None:
-    one = engine()
-    fake.engines[0].broken = True
-    with pytest.raises(EngineError, match="double: enqueueing failed"):
-        one.run()
-
-
 @pytest.mark.parametrize(
     ("loads", "settings", "parts"),
     [
         (False, {}, ("double-0.engine", "TensorRT 10.16.1", "cannot load")),
         (True, {"device_memory_size_v2": 200 * 2**20}, ("double", "200 MiB", "0 MiB is free")),
         (True, {"names": ("x", "z")}, ("double", "a tensor z", "does not declare")),
-        (
-            True,
-            {"get_tensor_dtype": lambda name: "DataType.HALF"},
-            ("double.x", "(2, 3) torch.float32", "(2, 3) torch.float16"),
-        ),
+        (True, {"get_tensor_dtype": lambda name: "DataType.HALF"}, ("double.x", "torch.float32", "torch.float16")),
         (True, {"factor": float("nan")}, ("double.y", "6 non-finite values of 6", "FP16 overflows at 65504")),
         (True, {"factor": -2.0}, ("double.y", "differs from the module", "cosine -1.0000")),
     ],
@@ -289,30 +261,20 @@ def test_nearly_equal_outputs_pass() -> None:
         check_output("y", torch.ones(3), torch.zeros(3))
 
 
-def test_a_loop_runs_its_body_from_buffer_to_buffer(fake: Fake) -> None:
-    fake.settings["names"] = ("noisy", "next", "row")
-    fake.settings["num_io_tensors"] = 3
+def test_a_loop_runs_its_body_from_buffer_to_buffer(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.settings |= {"names": ("noisy", "next", "row"), "num_io_tensors": 3}
     one = TensorSpec("noisy", (2, 3), torch.float32)
     inputs = (one, dataclasses.replace(one, name="row"))
     body = Component("double", Doubled(), inputs, (dataclasses.replace(one, name="next"),))
     rows = torch.arange(18.0).view(3, 2, 3)
     loop = Loop(body, 3, ("noisy", "next"), "x", "y", {"row": rows})
     whole = dataclasses.replace(component(), module=nn.Sequential(Doubled(), Doubled(), Doubled()), loop=lambda: loop)
-    about = {"profiles": [{s.name: [list(s.shape)] * 3 for s in inputs}], "library": "tensorrt", "version": "10"}
-    real: Any = tensorrt.obtain
-    obtained = real()
-    entry = Entry(obtained.entry.path, {**obtained.entry.about, **about})
+    obtained: Any = tensorrt.obtain  # of the fixture
+    profiles = [{s.name: [list(s.shape)] * 3 for s in inputs}]
+    entry = Entry(obtained().entry.path, {**obtained().entry.about, "profiles": profiles})
     seen: list[Any] = []
-
-    def obtain(component: Component, *args: Any, **given: Any) -> Obtained:
-        seen.append(component)
-        return Obtained(entry, built=False)
-
-    tensorrt.obtain = obtain
-    try:
-        made = TensorrtEngine(whole, CPU, EngineSpec("tensorrt"))
-    finally:
-        tensorrt.obtain = real
+    monkeypatch.setattr(tensorrt, "obtain", lambda c, *_, **__: seen.append(c) or Obtained(entry, built=False))
+    made = TensorrtEngine(whole, CPU, EngineSpec("tensorrt"))
     assert seen == [body], "the body is what is built"
     steps: list[dict[str, int]] = []
     context = fake.engines[0].contexts[0]

@@ -1,8 +1,9 @@
-"""Turns of a captured engine, replayed without a GPU: what is asked when, and what is enqueued meanwhile."""
+"""Turns of a captured engine, replayed without a GPU: what the host waits for, and what is enqueued meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,89 +15,67 @@ from vla_accel.engines.base import Turns
 
 
 class Gpu:
-    """A stream that works only when it is waited for: what is enqueued takes effect then, up to what is waited for."""
+    """A stream whose work takes effect when the host waits for it."""
 
     def __init__(self, ends_after: int) -> None:
         self.ends_after, self.turns, self.log = ends_after, 0, list[str]()
         self.finished = torch.zeros(1, dtype=torch.bool)
-        self.queue: list[Any] = []
-
-    def enqueue(self, work: Any) -> Any:
-        self.queue.append(work)
-        return work
-
-    def until(self, work: Any) -> None:
-        while self.queue:
-            done = self.queue.pop(0)
-            done()
-            if done is work:
-                return
+        self.queue: list[Callable[[], None]] = []
 
     def turn(self) -> None:
-        self.log.append("turn")
-
         def work() -> None:
             self.turns += 1
             self.finished.fill_(self.turns >= self.ends_after)
 
-        self.enqueue(work)
+        self.log.append("turn")
+        self.queue.append(work)
 
-    def rest(self) -> None:
-        self.log.append("rest")
+    def flag(self) -> Any:
+        """Page-locked memory; a copy into it is enqueued, too."""
+        gpu = self
 
+        class Flag:
+            value = False
 
-class Flag:
-    """Page-locked memory: a copy into it is enqueued, too."""
+            def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
+                assert non_blocking
+                gpu.queue.append(lambda: setattr(self, "value", bool(source)))
 
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.value = gpu, False
+            def __bool__(self) -> bool:
+                return self.value
 
-    def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
-        assert non_blocking
+        return Flag()
 
-        def work() -> None:
-            self.value = bool(source)
+    def event(self) -> Any:
+        marks: list[Callable[[], None]] = []
 
-        self.gpu.enqueue(work)
+        def record() -> None:
+            marks.append(lambda: None)
+            self.queue.append(marks[-1])
 
-    def __bool__(self) -> bool:
-        return self.value
+        def synchronize() -> None:
+            self.log.append("wait")
+            while marks[-1] in self.queue:
+                self.queue.pop(0)()
 
-
-class Event:
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.mark = gpu, None
-
-    def record(self) -> None:
-        self.mark = self.gpu.enqueue(lambda: None)
-
-    def synchronize(self) -> None:
-        self.gpu.log.append("wait")
-        self.gpu.until(self.mark)
+        return SimpleNamespace(record=record, synchronize=synchronize)
 
 
-def replayed(ends_after: int, count: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+@pytest.mark.parametrize(("ends_after", "count"), [(1, 8), (2, 8), (3, 8), (7, 8), (99, 4), (99, 1)])
+def test_the_host_waits_for_a_turn_while_the_next_one_runs(
+    ends_after: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = Gpu(ends_after)
-    cuda = SimpleNamespace(Event=lambda: Event(gpu), device=lambda device: contextlib.nullcontext())
-    fake = SimpleNamespace(zeros=lambda *a, **k: Flag(gpu), bool=torch.bool, cuda=cuda)
+    cuda = SimpleNamespace(Event=gpu.event, device=lambda device: contextlib.nullcontext())
+    fake = SimpleNamespace(zeros=lambda *_, **__: gpu.flag(), bool=torch.bool, cuda=cuda)
     monkeypatch.setattr(graph, "torch", fake)
 
-    def nothing() -> None:
+    def captured() -> None:
         raise AssertionError("captured before")
 
-    turns = Turns(count, gpu.finished, nothing, nothing, nothing)
-    turning: Any = graph.Turning(turns, SimpleNamespace(replay=gpu.turn), SimpleNamespace(replay=gpu.rest))  # type: ignore[arg-type]
-    turning.replay()
-    return gpu.log
-
-
-@pytest.mark.parametrize("ends_after", [1, 2, 3, 7])
-def test_one_turn_is_always_on_its_way(ends_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = replayed(ends_after, 8, monkeypatch)
-    # The host waits for a turn only when the next one is enqueued, and so runs one more than it needs.
-    assert log == ["turn", *["turn", "wait"] * ends_after, "rest"]
-
-
-def test_turns_that_never_end_are_as_many_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert replayed(99, 4, monkeypatch) == ["turn", *["turn", "wait"] * 3, "rest"]
-    assert replayed(99, 1, monkeypatch) == ["turn", "rest"]
+    turns = Turns(count, gpu.finished, captured, captured, captured)
+    rest: Any = SimpleNamespace(replay=lambda: gpu.log.append("rest"))
+    turn: Any = SimpleNamespace(replay=gpu.turn)
+    graph.Turning(turns, turn, rest).replay()
+    # One turn more than needed is enqueued, but never more than `count`.
+    assert gpu.log == ["turn", *["turn", "wait"] * min(ends_after, count - 1), "rest"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from eval.demo import assets, collect, observations, publish, states, train
 from eval.demo.average import Averaged
 from eval.demo.collectors import Collectors, Store, tasks_of
 from eval.demo.objective import Trainee, augment, initialise
-from eval.demo.recipes import RECIPES
+from eval.demo.settings import TrainConfig
 from eval.libero.suites import LiberoTask
 from tests.support.full_disk import full_disk
 from tests.support.tiny_smolvla import tiny_config, tiny_model
@@ -32,7 +32,6 @@ from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError, OutputError, VlaAccelError
 from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Pi0, Pi0Config, pi05_demo
-from vla_accel.machine import hardware
 from vla_accel.measure.recording import load_observations
 from vla_accel.nn.flow import FlowNetwork
 from vla_accel.nn.gemma import GemmaConfig
@@ -50,15 +49,11 @@ def tiny() -> Pi0Config:
     )
 
 
-def randomise(model: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
-
-
 def tiny_pi05() -> FlowNetwork:
     network = Pi0(tiny())
-    randomise(network)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in network.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
     return network
 
 
@@ -175,30 +170,18 @@ class _Pipe:
 
     def __init__(self, *messages: tuple) -> None:
         self.messages, self.sent = list(messages), []
-
-    def poll(self) -> bool:
-        return bool(self.messages)
-
-    def recv(self) -> tuple:
-        return self.messages.pop(0)
-
-    def send(self, message: tuple) -> None:
-        self.sent.append(message)
-
-
-def collectors_of(*pipes: _Pipe) -> Collectors:
-    """Collectors without processes."""
-    settings = collect.CollectConfig("states")
-    encode: Any = lambda task, images, state: (images, task, state)  # noqa: E731
-    collectors = Collectors(settings, first=0, count=0, total=1, seed=0, encode=encode)
-    collectors.pipes, collectors.count = dict(enumerate(pipes)), len(pipes)  # type: ignore[assignment]
-    return collectors
+        self.poll = lambda: bool(self.messages)
+        self.recv = lambda: self.messages.pop(0)
+        self.send = self.sent.append
 
 
 def test_collectors_answer_before_they_label(capsys: pytest.CaptureFixture[str]) -> None:
     image, state = np.zeros(1), np.zeros(1)
     slow, trial = _Pipe(("look", image, state, 4)), _Pipe(("look", image, state, 5), ("label", None))
-    collectors = collectors_of(slow, trial, _Pipe(("error", "its simulator died")))
+    encode: Any = lambda task, images, state: (images, task, state)  # noqa: E731
+    collectors = Collectors(TrainConfig("", "states", ""), range(0), 1, encode)
+    pipes = [slow, trial, _Pipe(("error", "its simulator died"))]
+    collectors.pipes, collectors.count = dict(enumerate(pipes)), 3  # type: ignore[assignment]
     collectors.poll()
     assert "collector 2 ended: its simulator died" in capsys.readouterr().err
     chunks = np.arange(2 * 10 * 8).reshape(2, 10, 8)
@@ -210,29 +193,22 @@ def test_collectors_answer_before_they_label(capsys: pytest.CaptureFixture[str])
     collectors.poll()
     [(seen, label)] = collectors.take_labelled()
     assert seen[1] == 4 and label == ("actions", "aux") and collectors.take_labelled() == []
-    collectors.pipes[0].messages.append(("error", "too"))  # type: ignore[attr-defined]
+    slow.messages.append(("error", "too"))
     with pytest.raises(RuntimeError, match="expected at least half of 3, 1 are left"):
         collectors.poll()
-
-
-def test_the_learning_rate_rises_then_falls() -> None:
-    config = train.TrainConfig(start="", states="", out="", warmup=10, lr=1.0, final_lr=0.0)
-    assert train.learning_rate(config, 0, 0.0) == pytest.approx(0.1)
-    assert train.learning_rate(config, 99, 0.5) == pytest.approx(0.5)
-    assert train.learning_rate(config, 99, 1.0) == pytest.approx(0.0)
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What both families' training starts from: π0.5 for two suites, and SmolVLA for one, from what the demo knows."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in RECIPES}
+    folders = {name: tmp_path_factory.mktemp(name) for name in assets.DEMOS}
     suites = {"pi05": ("libero_spatial", "libero_object"), "smolvla": ("libero_spatial",)}
     for name, folder in folders.items():
         assets.main(assets.Arguments(folder, name, suites[name], init="demo"))
     return folders
 
 
-def test_the_fixed_assets_are_what_is_shipped(tmp_path: Path) -> None:
+def test_the_start_of_the_shipped_demo_has_its_files(tmp_path: Path) -> None:
     settings = json.loads((NAMED["demo"] / "training.json").read_text())["settings"]
     assets.main(assets.Arguments(tmp_path, suites=tuple(settings["suites"])))
     for name in ("tokenizer.json", "instructions.json", "norm_stats.json", "config.json"):
@@ -284,12 +260,9 @@ def test_a_start_knows_what_its_source_knew(started: dict[str, Path], tmp_path: 
 
 
 def test_tasks_are_numbered_through_the_suites() -> None:
-    one = collect.CollectConfig("states")
-    both = replace(one, suites=("libero_spatial", "libero_object"))
-    assert (one.tasks, both.tasks) == (10, 20)
-    assert one.start_states(3) == Path("states/libero_spatial/task_03.npz")
-    assert both.start_states(13) == Path("states/libero_object/task_03.npz")
-    assert both.start_states(3) == Path("states/libero_spatial/task_03.npz")
+    both = TrainConfig("", "states", "", ("libero_spatial", "libero_object"), held_out="held")
+    assert both.tasks == 20 and both.start_states(3) == Path("states/libero_spatial/task_03.npz")
+    assert both.start_states(13, held_out=True) == Path("held/libero_object/task_03.npz")
 
 
 def exported(start: Path, run: Path, steps: int, **more: object) -> FlowNetwork:
@@ -303,10 +276,10 @@ def exported(start: Path, run: Path, steps: int, **more: object) -> FlowNetwork:
     return model
 
 
-@pytest.mark.parametrize("family", list(RECIPES))
+@pytest.mark.parametrize("family", list(assets.DEMOS))
 def test_a_killed_run_leaves_a_checkpoint_that_is_published(
     family: str, started: dict[str, Path], tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     run, states, output = tmp_path / "run", tmp_path / "states", tmp_path / "out"
     for steps in (7, 30, 200):
         model = exported(started[family], run, steps)
@@ -330,31 +303,20 @@ def test_a_killed_run_leaves_a_checkpoint_that_is_published(
     assert record["earlier"] == demo and not (output / assets.EARLIER).exists()
     mine = {"suites": ["libero_spatial"], "gpus": 1, "gpu": "NVIDIA X", "steps": 200, "seconds": 2, "batch": 3}
     assert assets.earlier_training(str(output), family) == [*demo, mine]
-    assert sum(p.stat().st_size for p in output.iterdir()) <= RECIPES[family].limit
+    assert sum(p.stat().st_size for p in output.iterdir()) <= assets.DEMOS[family][1]
     if family == "smolvla":
         policy = OptimizedPolicy.from_pretrained(output, device="cpu", num_steps=1)
         assert policy.infer(back.processor.example())["actions"].shape == (10, 7)
 
 
-def test_a_checkpoint_tells_the_machine_that_trained_it(started: dict[str, Path], tmp_path: Path) -> None:
-    model = load(started["smolvla"], dtype=torch.float32).model
-    config = train.TrainConfig(str(started["smolvla"]), "states", str(tmp_path))
-    told: Any = SimpleNamespace(
-        config=config, step=5, world=1, device=torch.device("cpu"), began=0.0, history=[],
-        trainee=SimpleNamespace(policy=model), average=SimpleNamespace(state=model.state_dict),
-    )  # fmt: skip
-    train.Run.export(told, done=True)
-    assert read_json(tmp_path / "000005" / "log.json")["gpu"] == hardware(torch.device("cpu"))["cpu"]
-
-
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_run_does_not_begin_where_another_lies(
     resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """Its first checkpoints would be the oldest, which go, and the other's would be published."""
     monkeypatch.setattr(train, "worker", lambda *_: pytest.fail("begun"))
     (tmp_path / "000200").mkdir()
-    config = train.TrainConfig("start", "states", str(tmp_path), resume=str(tmp_path) if resumed else "")
+    config = TrainConfig("start", "states", str(tmp_path), resume=str(tmp_path) if resumed else "")
     with pytest.raises(ConfigError, match=r"out: expected a folder without checkpoints, found .*/000200; give the run"):
         train.main(config)
     begun: list[Any] = []
@@ -377,9 +339,7 @@ def test_publishing_refuses_a_run_that_lacks_weights(started: dict[str, Path], t
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_publishing_on_a_full_disk_changes_nothing(
-    there: bool, started: dict[str, Path], tmp_path: Path
-) -> None:  # fmt: skip
+def test_publishing_on_a_full_disk_changes_nothing(there: bool, started: dict[str, Path], tmp_path: Path) -> None:
     run, states, output = tmp_path / "run", tmp_path / "states", tmp_path / "out"
     exported(started["smolvla"], run, 1)
     (states / "libero_spatial").mkdir(parents=True)
@@ -394,39 +354,38 @@ def test_publishing_on_a_full_disk_changes_nothing(
     assert not there or {p.name: p.read_text() for p in output.iterdir()} == dict.fromkeys(former, "old")
 
 
+class CountingEnv:
+    """A toy whose state counts its steps; an episode is won three steps after a multiple of 100."""
+
+    begun: ClassVar[list[tuple[str, int]]] = []
+
+    def __init__(self, task: Any, render: bool) -> None:
+        self.task, self.steps, self.success = task, 0, False
+
+    def reset_to(self, state: np.ndarray) -> None:
+        self.steps, self.success = int(state[0]), False
+        self.begun.append((self.task.instruction, self.steps))
+
+    def step(self, action: np.ndarray, look: bool) -> None:
+        self.steps += 1
+        self.success = self.steps % 100 == 3
+
+    def observation(self) -> dict[str, Any]:
+        return {"observation/state": np.full(8, self.steps), "observation/image": np.zeros((2, 2, 3), np.uint8)}
+
+    def close(self) -> None: ...
+
+
 def test_observations_are_recorded_suite_by_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of toy tasks, whose state counts its steps."""
-    begun: list[tuple[str, int]] = []
-
-    class Env:
-        success = False
-
-        def __init__(self, task: Any, render: bool) -> None:
-            self.task, self.steps = task, 0
-
-        def reset_to(self, state: np.ndarray) -> None:
-            begun.append((self.task.instruction, int(state[0])))
-            self.steps, self.success = int(state[0]), False
-
-        def step(self, action: np.ndarray, look: bool) -> None:
-            self.steps += 1
-            self.success = self.steps % 100 == 3
-
-        def observation(self) -> dict[str, Any]:
-            return {"observation/state": np.full(8, self.steps), "observation/image": np.zeros((2, 2, 3), np.uint8)}
-
-        def close(self) -> None: ...
-
-    def suite(name: str) -> Any:
-        tasks = [SimpleNamespace(id=i, instruction=f"{name} {i}") for i in range(2)]
+    for name in ("near", "far"):
+        (tmp_path / name).mkdir()
         for i in range(2):
-            (tmp_path / name).mkdir(exist_ok=True)
             np.savez(tmp_path / name / f"task_{i:02d}.npz", states=np.array([[100.0], [200.0]]))
-        return SimpleNamespace(tasks=tasks)
-
-    monkeypatch.setattr("eval.libero.simulator.LiberoEnv", Env)
+    suite: Any = lambda n: SimpleNamespace(tasks=[SimpleNamespace(id=i, instruction=f"{n} {i}") for i in (0, 1)])  # noqa: E731
+    monkeypatch.setattr("eval.libero.simulator.LiberoEnv", CountingEnv)
     monkeypatch.setattr("eval.libero.expert.Expert", lambda: SimpleNamespace(act=lambda env: [2.0] * 7))
     monkeypatch.setattr("eval.libero.suites.load_suite", suite)
+    monkeypatch.setattr(CountingEnv, "begun", begun := [])
     output = tmp_path / "observations.npz"
     observations.run(observations.Arguments(tmp_path, output, ("near", "far"), per_task=3, every=2, first=1))
     # An episode has two observations before it is won: the third is another one's first.
@@ -434,10 +393,8 @@ def test_observations_are_recorded_suite_by_suite(tmp_path: Path, monkeypatch: p
     found = load_observations(output)
     assert [o["prompt"] for o in found] == [f"{name} {i}" for name in ("near", "far") for i in range(2) for _ in "abc"]
     assert [o["observation/state"][0] for o in found[:3]] == [200, 202, 100]
-    # A task whose states are still to be sampled is missed before the first is played, not after all others.
+    # A task without start states is an error before the first is played.
     begun.clear()
-    made = suite("far")
-    monkeypatch.setattr("eval.libero.suites.load_suite", lambda name: made)
     (tmp_path / "far" / "task_01.npz").unlink()
     with pytest.raises(ConfigError, match=r"found no .*task_01\.npz; make them: python -m eval\.demo\.states "):
         observations.run(observations.Arguments(tmp_path, output, ("far",)))
@@ -445,18 +402,20 @@ def test_observations_are_recorded_suite_by_suite(tmp_path: Path, monkeypatch: p
 
 
 def test_states_near_shipped_ones_are_refused_and_replaced(tmp_path: Path) -> None:
-    task = LiberoTask(2, "bowl", "pick up the bowl", np.zeros((50, 3)), Path("bowl.bddl"))
-    sample = states.Sample(task, 4, 500, tmp_path)
-    near = {501, 502}
+    task, path = LiberoTask(2, "bowl", "pick up the bowl", np.zeros((50, 3)), Path("bowl.bddl")), tmp_path / "x.npz"
+    stored: list[list[int]] = []
 
-    def found(seeds: range) -> list[states.Sampled]:
-        return [(seed, np.full(3, float(seed)), 0.0 if seed in near else seed / 1e4) for seed in seeds]
+    def blocks() -> Iterator[tuple[list[str], list[states.Sampled]]]:
+        for first in (500, 504):
+            yield (
+                ["bowl"],
+                [(s, np.full(3, float(s)), 0.0 if s in (501, 502) else s / 1e4) for s in range(first, first + 4)],
+            )
+            stored.append(np.load(path)["seeds"].tolist())
 
-    sample.add(["bowl"], found(sample.block(4)))
-    assert not sample.done and np.load(sample.path)["seeds"].tolist() == [500, 503], "what is there can be used"
-    sample.add(["bowl"], found(sample.block(4)))
-    assert sample.done and np.load(sample.path)["states"][:, 0].tolist() == [500, 503, 504, 505]
-    entry = sample.entry()
+    entry = states.keep(task, 4, path, blocks())
+    assert stored == [[500, 503]], "the file can be used before it is complete"
+    assert np.load(path)["states"][:, 0].tolist() == [500, 503, 504, 505]
     assert (entry["first_seed"], entry["last_seed"], entry["refused_seeds"]) == (500, 505, [501, 502])
     assert entry["min_distance_m"] == 0.05 and entry["objects"] == ["bowl"]
 
@@ -470,20 +429,24 @@ def test_processes_that_sample_end_with_an_interruption() -> None:
     assert all(isinstance(one.exception(), BrokenProcessPool) for one in asked), "none came to its end"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_each_block_of_states_is_told(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_progress_of_sampling_is_reported_and_a_finished_task_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def sample(suite: str, task: int, seeds: range) -> tuple[list[str], list[states.Sampled]]:
+        return [], [(seed, np.zeros(1), 0.0 if seed % 1000 == 1 else 1.0) for seed in seeds]
+
     tasks = [SimpleNamespace(id=i, name=f"task {i}", start_states=[]) for i in range(2)]
     monkeypatch.setattr(states, "load_suite", lambda name: SimpleNamespace(tasks=tasks))
     monkeypatch.setattr(states, "_processes", lambda count: ThreadPoolExecutor(1))
     monkeypatch.setattr(states, "BLOCK", 2)
-    monkeypatch.setattr(states, "sample_block", lambda suite, task, seeds: ([], [(s, np.zeros(1), 1.0) for s in seeds]))
-    states.main(states.Arguments(tmp_path, per_task=5, workers=workers))
-    first, second = ([f"task {i}: 2 of 5 states", f"task {i}: 4 of 5 states"] for i in (0, 1))
-    ends = [f"task {i}: 5 states, nearest shipped state 1000.0 mm" for i in (0, 1)]
-    turns = [first[0], second[0], first[1], second[1], *ends]
-    assert capsys.readouterr().err.splitlines() == ([*first, ends[0], *second, ends[1]] if workers == 1 else turns)
+    monkeypatch.setattr(states, "sample_block", sample)
+    states.main(states.Arguments(tmp_path, per_task=4, tasks=(1,)))
+    expected = ["task 1: 1 of 4 states", "task 1: 3 of 4 states", "task 1: 4 states, nearest shipped state 1000.0 mm"]
+    assert capsys.readouterr().err.splitlines() == expected
+    states.main(states.Arguments(tmp_path, per_task=4))
+    assert all(line.startswith("task 0:") for line in capsys.readouterr().err.splitlines())
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["tasks"]["1"]["refused_seeds"] == [1_100_001] and set(manifest["tasks"]) == {"0", "1"}
 
 
 @pytest.mark.slow
@@ -510,8 +473,8 @@ def test_a_collector_plays_labels_and_obeys(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     # Nor does it play by itself: once a share of episodes is the policy's, all of them are trials here.
-    settings = collect.CollectConfig(str(tmp_path), held_out=str(tmp_path), trial_share=1.0, noise=0.0)
-    process = context.Process(target=collect.collector, args=(theirs, 0, [2], 5, settings), daemon=True)
+    config = TrainConfig("", str(tmp_path), "", held_out=str(tmp_path), trial_share=1.0, noise=0.0, seed=5)
+    process = context.Process(target=collect.collector, args=(theirs, 0, [2], config, -1), daemon=True)
     process.start()
     theirs.close()
     labels: list[np.ndarray] = []
@@ -535,10 +498,3 @@ def test_a_collector_plays_labels_and_obeys(tmp_path: Path) -> None:
     np.testing.assert_allclose(labels[0][5:], labels[1][:5], atol=1e-5)
     process.join(PATIENCE_S)
     assert process.exitcode == 0, "a collector must end quietly when its trainer hangs up"
-
-
-def test_the_record_says_what_was_run() -> None:
-    record = json.loads((NAMED["demo"] / "training.json").read_text())
-    assert record["complete"] and record["steps"] >= record["history"][-1]["step"] > 1000
-    assert [line["s"] for line in record["history"]] == sorted(line["s"] for line in record["history"])
-    assert [run["suites"] for run in record["earlier"]] == [["libero_spatial"]]

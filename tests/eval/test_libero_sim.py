@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.harness.actors import PolicyActor
-from eval.harness.policies import PolicyBySteps, PolicySource
+from eval.harness.policies import PolicyActor, PolicyBySteps, PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.runner import Runner, Setup
 from eval.libero.benchmark import LIBERO, make_environment

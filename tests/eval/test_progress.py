@@ -7,10 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from eval.harness.progress import EpisodeProgress
+from eval.harness.progress import EpisodeProgress, stderr_console
 from eval.harness.protocol import EpisodeKey
 from eval.harness.rollout import EpisodeResult
-from eval.harness.tables import stderr_console
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from eval.harness.actors import PolicyActor
-from eval.harness.policies import PolicyBySteps
+from eval.harness.policies import PolicyActor, PolicyBySteps
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import run_episode
 from eval.libero.benchmark import LIBERO
 from tests.support.eval_support import OBS, TASK, FakeEnv
 from tests.support.openpi_wire import openpi_pack, serving
-from tests.support.waiting import PATIENCE_S, silent_port
-from vla_accel.client import PolicyClient, check_address
-from vla_accel.errors import ConfigError, ServerError
+from tests.support.waiting import eventually, silent_port
+from vla_accel.client import PolicyClient
+from vla_accel.errors import ServerError
 
 
 def test_an_observation_goes_out_and_actions_come_back() -> None:
@@ -88,63 +86,35 @@ def test_a_server_of_another_kind_is_refused(hello: bytes | str, message: str) -
 
 
 def test_an_answer_without_actions_is_refused() -> None:
-    with serving(lambda obs: openpi_pack({"state": 1})) as address:
-        policy = PolicyClient(address)
-        with pytest.raises(ServerError, match=r"expected actions in its answer, got \['state'\]"):
-            policy.infer(OBS)
-        policy.close()
+    wrong = pytest.raises(ServerError, match=r"expected actions in its answer, got \['state'\]")
+    with serving(lambda obs: openpi_pack({"state": 1})) as address, PolicyClient(address) as policy, wrong:
+        policy.infer(OBS)
 
 
-def test_a_late_answer_is_an_error_and_not_the_next_requests_answer() -> None:
-    begun, release = threading.Event(), threading.Event()
-    calls: list[int] = []
-
-    def answer(obs: dict[str, Any]) -> bytes:
-        calls.append(1)
-        if len(calls) == 1:
-            begun.set()
-            release.wait(PATIENCE_S)
-        return openpi_pack({"actions": np.full((10, 7), float(len(calls)))})
-
-    with serving(answer) as address:
-        policy = PolicyClient(address, timeout_s=0.3)
-        recv = policy._connection.recv
-        # The clock begins once the server has the request.
-        policy._connection.recv = lambda timeout: begun.wait(PATIENCE_S) and recv(timeout=timeout)
-        with pytest.raises(ServerError, match="no answer"):
-            policy.infer(OBS)
-        release.set()
-        policy._timeout_s = PATIENCE_S
-        policy.reset()
-        assert policy.infer(OBS)["actions"][0, 0] == 2.0
-        policy.close()
-
-
-def test_an_interrupt_leaves_no_answer_behind_for_the_next_request() -> None:
+def test_an_answer_that_came_too_late_or_after_an_interrupt_is_not_the_next_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[int] = []
 
     def answer(obs: dict[str, Any]) -> bytes:
         calls.append(1)
         return openpi_pack({"actions": np.full((10, 7), float(len(calls)))})
 
-    def interrupt(timeout: float) -> bytes:
-        raise KeyboardInterrupt
+    for stop in (KeyboardInterrupt, TimeoutError):
+        calls.clear()
+        with serving(answer) as address, PolicyClient(address) as policy:
 
-    with serving(answer) as address:
-        policy = PolicyClient(address)
-        policy._connection.recv = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            policy.infer(OBS)
-        assert policy.infer(OBS)["actions"][0, 0] == len(calls) == 2
-        policy.close()
+            def interrupt(timeout: float, stop: type[BaseException] = stop) -> bytes:
+                eventually(lambda: bool(calls))
+                raise stop
+
+            policy._connection.recv = interrupt
+            with pytest.raises(KeyboardInterrupt if stop is KeyboardInterrupt else ServerError):
+                policy.infer(OBS)
+            policy.reset()
+            assert policy.infer(OBS)["actions"][0, 0] == len(calls) == 2
 
 
 def test_nobody_there_is_one_clear_error() -> None:
     with silent_port() as port, pytest.raises(ServerError, match=f"ws://127.0.0.1:{port}: cannot connect"):
         PolicyClient(f"ws://127.0.0.1:{port}")
-
-
-@pytest.mark.parametrize("address", ["http://host:80", "ws://", "ws://host:99999", "ws://host:x"])
-def test_malformed_addresses_are_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="policy: expected ws://host:port, got"):
-        check_address(address)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -13,23 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from benchmarks import store
-from eval.harness import figures, report
+from eval.harness import figures, pages, report
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult
-from eval.harness.statistics import fit_line, goals_to_json, rate_goals
-from eval.harness.tables import print_summary
+from eval.harness.statistics import fit_line, rate_goals
 from eval.libero.benchmark import LIBERO
 from eval.script import run_script
 from tests.support.eval_support import PARTS
 from vla_accel import latency
-from vla_accel.errors import ConfigError
+from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.measure.proportion import wilson
-from vla_accel.report.charts import Bar
 from vla_accel.report.colours import PARTS as COLOURS
 
+STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "libero_spatial_quick_cpu.json"
 PROTOCOL = Protocol("libero_spatial", tasks=(0, 1), trials=2, steps=(1, 10), max_steps=220)
 
 
@@ -37,33 +34,13 @@ PROTOCOL = Protocol("libero_spatial", tasks=(0, 1), trials=2, steps=(1, 10), max
 # from R. G. Newcombe, Stat. Med. 17 (1998) 857, table I.
 @pytest.mark.parametrize(
     ("successes", "episodes", "low", "high"),
-    [
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-        (9, 9, 0.7009, 1.0),
-    ],
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (9, 9, 0.7009, 1.0), (0, 0, 0.0, 1.0)],
 )
 def test_wilson_against_published_values(successes: int, episodes: int, low: float, high: float) -> None:
     assert wilson(successes, episodes) == pytest.approx((low, high), abs=5e-5)
-
-
-def test_wilson_at_the_ends() -> None:
-    assert wilson(0, 0) == (0.0, 1.0)
-    assert wilson(0, 500)[0] == 0.0 and wilson(500, 500)[1] == 1.0
-    low, high = wilson(3, 9)
-    assert (1 - high, 1 - low) == pytest.approx(wilson(6, 9))
-    for bad in ((-1, 3), (4, 3)):
-        with pytest.raises(ConfigError, match="successes: expected 0 to 3"):
-            wilson(*bad)
-
-
-def test_the_fit_of_an_exact_line_is_exact() -> None:
-    fit = fit_line({n: 1.25 + 10.1 * n for n in (1, 2, 3, 5, 10)})
-    assert fit is not None
-    assert (fit.intercept_ms, fit.slope_ms) == pytest.approx((1.25, 10.1), rel=1e-12)
-    assert [row["error_percent"] for row in fit.rows()] == pytest.approx([0.0] * 5, abs=1e-9)
+    for bad in (-1, episodes + 1):
+        with pytest.raises(ConfigError, match=f"successes: expected 0 to {episodes}"):
+            wilson(bad, episodes)
 
 
 def test_the_fit_is_least_squares_and_its_error_relative_to_the_prediction() -> None:
@@ -71,28 +48,23 @@ def test_the_fit_is_least_squares_and_its_error_relative_to_the_prediction() -> 
     fit = fit_line(times)
     assert fit is not None
     slope, intercept = np.polyfit(list(times), list(times.values()), 1)
-    assert (fit.slope_ms, fit.intercept_ms) == pytest.approx((slope, intercept))
-    row = fit.rows()[-1]
-    assert row["predicted_ms"] == pytest.approx(intercept + 10 * slope)
-    expected = 100 * (97.69 - row["predicted_ms"]) / row["predicted_ms"]
-    assert row["error_percent"] == pytest.approx(expected)
-
-
-def test_one_point_is_no_line() -> None:
-    assert fit_line({3: 29.0}) is None
-    assert fit_line({}) is None
+    assert (fit["slope_ms"], fit["intercept_ms"]) == pytest.approx((slope, intercept))
+    row, predicted = fit["rows"][-1], intercept + 10 * slope
+    assert (row["steps"], row["measured_ms"], row["predicted_ms"]) == (10, 97.69, pytest.approx(predicted))
+    assert row["error_percent"] == pytest.approx(100 * (97.69 - predicted) / predicted)
+    assert fit_line({3: 29.0}) is None and fit_line({}) is None, "one point is no line"
 
 
 def test_what_each_component_must_reach_for_20_hz() -> None:
     # One step of a published pipeline: 83.50 ms, of which 3.99 ms are in none of the parts.
     parts = {"vision": 17.26, "kv_cache": 52.14, "denoise": 10.10}
-    goals = {goal.component: goal for goal in rate_goals(parts, 83.50, 20)}
-    assert goals["kv_cache"].allowed_ms == pytest.approx(50 - (83.50 - 52.14))
-    assert goals["kv_cache"].speedup == pytest.approx(52.14 / 18.64)
-    assert goals["vision"].allowed_ms is None and goals["vision"].speedup is None
-    data = goals_to_json(list(goals.values()), 83.50, 20)
+    data = rate_goals(parts, 83.50, 20)
+    goals = data["components"]
+    assert goals["kv_cache"]["allowed_ms"] == pytest.approx(50 - (83.50 - 52.14))
+    assert goals["kv_cache"]["speedup"] == pytest.approx(52.14 / 18.64)
+    assert goals["vision"]["allowed_ms"] is None and goals["vision"]["speedup"] is None
     assert not data["met"] and data["overall_speedup"] == pytest.approx(1.67)
-    assert goals_to_json(rate_goals(parts, 83.50, 10), 83.50, 10)["met"]
+    assert rate_goals(parts, 83.50, 10)["met"]
 
 
 def episode(steps: int, task: int, trial: int, outcome: str = "success", slow: float = 1.0) -> EpisodeResult:
@@ -110,16 +82,16 @@ def breakdown(steps: int | None, samples: report.Samples) -> dict[str, Any]:
     return {"components": components, "samples": len(samples.totals), "hz": 1e3 / total}
 
 
-def summary(results: list[EpisodeResult], timed: set[EpisodeKey] | None = None) -> dict[str, Any]:
+def run(results: list[EpisodeResult], launches: list[int] | None = None) -> report.Played:
+    """Episodes of one launch, or each of its own; the second launch had another CPU."""
     by_key = {result.key: result for result in results}
-    return report.summarise_run(
-        PROTOCOL,
-        by_key,
-        by_key if timed is None else timed,
-        task_names={("", 0): "the first task", ("", 1): "the second task"},
-        target_hz=20,
-        breakdown=breakdown,
-    )
+    conditions = [{"hardware": {"cpu": cpu}, "workers": 1} for cpu in ("old", "new")]
+    return report.Played(PROTOCOL, by_key, conditions, dict(zip(by_key, launches or [1] * len(by_key), strict=True)))
+
+
+def summary(results: list[EpisodeResult], launches: list[int] | None = None) -> dict[str, Any]:
+    names = {("", 0): "the first task", ("", 1): "the second task"}
+    return report.summarise_run(run(results, launches), names, 20, breakdown)
 
 
 def all_episodes() -> list[EpisodeResult]:
@@ -136,12 +108,8 @@ def test_errors_stand_apart_from_failures() -> None:
     tasks = rows[10]["tasks"]
     assert [[task[k] for k in counts] for task in tasks] == [[1, 2, 0, 0.5], [1, 1, 1, 1.0]]
     assert [task["task"] for task in tasks] == ["the first task", "the second task"]
-
-
-def test_a_task_of_errors_only_has_no_rate() -> None:
-    row = summary([episode(1, 0, 0, "error")])["rows"][0]
-    assert row["success"]["rate"] is None
-    assert row["breakdown"] is None  # a crashed episode's timings do not count
+    alone = summary([episode(1, 0, 0, "error")])["rows"][0]
+    assert alone["success"]["rate"] is None and alone["breakdown"] is None, "a crash has neither rate nor latency"
 
 
 def test_the_sweep_holds_latency_shares_and_fit() -> None:
@@ -158,65 +126,54 @@ def test_the_sweep_holds_latency_shares_and_fit() -> None:
     assert one["target"]["met"] and result["warnings"] == []
 
 
-def test_parts_that_do_not_add_up_are_reported() -> None:
+def test_doubtful_latencies_have_a_warning() -> None:
     one = episode(1, 0, 0)
     one.timings["total"] = [v + 3 for v in one.timings["total"]]
-    warnings = summary([one])["warnings"]
-    assert warnings == ["the parts at 1 step sum to 20.50 ms, the total is 23.50 ms"]
-    parts = report.mean_parts(summary([one])["rows"][0]["breakdown"])
-    assert parts["other"] == pytest.approx(3.0)
-
-
-def test_latencies_that_vary_widely_are_reported() -> None:
-    results = [episode(1, 0, 0), episode(1, 0, 1, slow=4.0), episode(1, 1, 0, slow=4.0), episode(1, 1, 1)]
-    calm = summary([episode(1, 0, trial, slow=1.0 + 0.1 * trial) for trial in (0, 1)])
-    assert calm["warnings"] == []
-    (warning,) = summary(results)["warnings"]
+    apart = summary([one])
+    assert apart["warnings"] == ["the parts at 1 step sum to 20.50 ms, the total is 23.50 ms"]
+    assert report.mean_parts(apart["rows"][0]["breakdown"])["other"] == pytest.approx(3.0)
+    assert summary([episode(1, 0, trial, slow=1.0 + 0.1 * trial) for trial in (0, 1)])["warnings"] == []
+    (warning,) = summary([episode(1, 0, 0), episode(1, 0, 1, slow=4.0), episode(1, 1, 0, slow=4.0)])["warnings"]
     assert warning.startswith("calls at 1 step vary from 20.5 ms (p10) to 82.0 ms (p90)")
 
 
-def test_latencies_of_other_conditions_are_left_out_aloud() -> None:
-    results = {r.key: r for r in (episode(1, 0, 0, slow=9.0), episode(1, 0, 1))}
-    launches = [
-        {"hardware": {"cpu": "old"}, "workers": 1},
-        {"hardware": {"cpu": "new"}, "workers": 1},
-    ]
-    launch_of = {EpisodeKey(1, 0, 0): 0, EpisodeKey(1, 0, 1): 1}
-    timed = report.comparable(results, launches, launch_of)
-    assert timed == {EpisodeKey(1, 0, 1)}
-    result = summary(list(results.values()), timed)
+def test_latencies_of_other_conditions_are_left_out_with_a_warning() -> None:
+    result = summary([episode(1, 0, 0, slow=9.0), episode(1, 0, 1)], [0, 1])
     assert result["rows"][0]["breakdown"]["components"]["denoise"]["mean_ms"] == pytest.approx(5.0)
     assert result["rows"][0]["success"]["episodes"] == 2
     assert "leave out 1 episodes" in result["warnings"][0]
-    assert report.comparable(results, [launches[0]] * 2, launch_of) == set(results)
 
 
-@pytest.mark.parametrize("width", [80, 170])
-def test_the_tables_say_it_all(width: int) -> None:
-    stream = io.StringIO()
-    print_summary(Console(file=stream, width=width), summary(all_episodes()), title="demo on spatial")
-    text = stream.getvalue()
+def printed(results: list[EpisodeResult], capsys: pytest.CaptureFixture[str]) -> str:
+    summed = summary(results)
+    for row in summed["rows"]:
+        if row["breakdown"]:
+            row["breakdown"] |= {"hardware": {"cpu": "a CPU"}, "engines": []}
+    rules = {**PROTOCOL.to_json(), "max_steps_source": "openpi"}
+    launches = [{"hardware": {}, "software": {}}]
+    content = {
+        "protocol": rules,
+        "policy": {"kind": "local", "name": "demo"},
+        "launches": launches,
+        "command": [],
+        "episodes": [],
+    }
+    pages.print_run({**content, "summary": summed})
+    return capsys.readouterr().out
+
+
+def test_the_tables_hold_rates_latencies_the_fit_and_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(all_episodes(), capsys)
     for expected in (
-        "demo on spatial",
-        "66.7% (2/3)",
-        "20.8-93.9%",
-        "32.00 (67.4%)" if width > 80 else "(67.4%)",
-        "47.50",
-        "21.1",
-        "preprocess",
-        "0: the first task",
-        "denoise time = 2.00 ms + 3.00 ms x steps",
-        "+0.0%",
-        "20 Hz is met: a call takes 20.5 ms (48.8 Hz).",
+        *("demo on libero_spatial: 2 tasks x 2 trials, 220 actions at most (limit: openpi)", "preprocess"),
+        *("66.7%", "20.8%", "93.9%", "32.00", "47.50", "21.1", "0: the first task", "50% (1/2)"),
+        *("denoise time = 2.00 ms + 3.00 ms x steps", "+0.0%", "20 Hz is met: a call takes 20.5 ms (48.8 Hz)."),
     ):
         assert expected in text
 
 
-def test_the_target_table_names_what_is_in_the_way() -> None:
-    stream = io.StringIO()
-    slow = [episode(10, 0, 0, slow=2.0)]
-    print_summary(Console(file=stream, width=160), summary(slow), title="slow")
-    text = stream.getvalue()
+def test_the_target_table_names_what_is_too_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed([episode(10, 0, 0, slow=2.0)], capsys)
     # 95 ms in all, 64 of them denoising: 50 - 31 = 19 ms would do.
     assert "19.00" in text and "3.4x" in text and "not enough alone" in text
     assert "20 Hz is not met: a call takes 95.0 ms (10.5 Hz), 1.90x too long." in text
@@ -224,16 +181,15 @@ def test_the_target_table_names_what_is_in_the_way() -> None:
 
 
 def test_the_latency_picture_is_a_png_of_stacked_bars(tmp_path: Path) -> None:
-    bars = [Bar(str(n), {**PARTS, "denoise": 2.0 + 3.0 * n}) for n in (1, 10)]
-    path = figures.draw_latency(tmp_path / "p" / "x.png", bars, title="t", target_hz=20)
+    path = figures.draw_result(json.loads(STORED.read_text()), tmp_path / "p" / "x.json")
+    assert path is not None and path == str(tmp_path / "p" / "x.latency.png")
     import imageio.v2 as imageio
 
     picture = np.asarray(imageio.imread(path))[..., :3]
-    assert picture.shape[0] > 300 and picture.shape[1] > 400
     for colour in (COLOURS["vision"], COLOURS["kv_cache"], COLOURS["denoise"]):
         rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
         assert (picture == rgb).all(-1).sum() > 200
-    assert [p.name for p in path.parent.iterdir()] == ["x.png"]
+    assert len(list((tmp_path / "p").iterdir())) == 1
 
 
 @pytest.mark.parametrize("ffmpeg", [True, False])
@@ -241,6 +197,9 @@ def test_a_video_shows_both_cameras(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if ffmpeg:
         pytest.importorskip("imageio_ffmpeg", reason="no ffmpeg: the GIF case is tested")
     found = figures.find_spec
+    monkeypatch.setattr(figures, "find_spec", lambda name: None)
+    with pytest.raises(DependencyError, match="pip install imageio"):
+        figures.check_video_packages()
     monkeypatch.setattr(figures, "find_spec", lambda name: found(name) if ffmpeg or name == "imageio" else None)
     recorder = figures.VideoRecorder(LIBERO.cameras, every=2, control_hz=LIBERO.control_hz)
     image, wrist = np.full((224, 224, 3), 250, np.uint8), np.zeros((224, 224, 3), np.uint8)
@@ -254,17 +213,6 @@ def test_a_video_shows_both_cameras(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert frame.shape[:2] == (224, 448)
     assert frame[:, :216].min() > 230 and frame[:, 232:].max() < 20
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-
-
-def test_a_video_without_imageio_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vla_accel.errors import DependencyError
-
-    monkeypatch.setattr(figures, "find_spec", lambda name: None)
-    with pytest.raises(DependencyError, match="pip install imageio"):
-        figures.check_video_packages()
-
-
-STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "libero_spatial_quick_cpu.json"
 
 
 @pytest.mark.parametrize("name", ["protocol", "policy", "episodes"])
@@ -308,7 +256,7 @@ def test_a_script_that_is_interrupted_while_it_imports_says_so(tmp_path: Path) -
         ("raise KeyboardInterrupt", "interrupted\n", 130),
         ("raise ImportError('broken')", "Traceback .*ImportError: broken\n", 1),
     ):
-        (tmp_path / "rich.py").write_text(work)
+        (tmp_path / "numpy.py").write_text(work)
         done = subprocess.run(
             [sys.executable, "-B", "-m", "eval.merge"], capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": str(tmp_path)},

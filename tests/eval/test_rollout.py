@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from eval.harness.actors import ExpertActor, PolicyActor
-from eval.harness.policies import PolicyBySteps
+from eval.harness.policies import ExpertActor, PolicyActor, PolicyBySteps
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult, run_episode
 from eval.libero.benchmark import LIBERO
@@ -38,19 +38,12 @@ def test_a_lost_episode_takes_every_action_and_replans_every_five() -> None:
     assert policy.steps == 3
 
 
-def test_only_the_steps_that_the_policy_looks_after_are_rendered() -> None:
-    env = FakeEnv()
-    play(env, FakePolicy())
-    # The policy acts on the reset's frame, then on those after 5 and 10 actions.
-    assert [i for i, (_, look) in enumerate(env.steps, 1) if look] == [5, 10]
-    assert env.shown == 3
-
-
-def test_nobody_looks_after_the_last_action() -> None:
-    env, protocol = FakeEnv(), dataclasses.replace(PROTOCOL, max_steps=10)
-    actor = PolicyActor(PolicyBySteps(FakePolicy()), LIBERO, protocol)
-    run_episode(env, TASK, actor, KEY, protocol)
-    assert [i for i, (_, look) in enumerate(env.steps, 1) if look] == [5]
+@pytest.mark.parametrize(("max_steps", "looked"), [(12, [5, 10]), (10, [5])])
+def test_only_the_steps_that_the_policy_looks_after_are_rendered(max_steps: int, looked: list[int]) -> None:
+    # The policy acts on the reset's frame, then on those after 5 and 10 actions; not after the last one.
+    env, protocol = FakeEnv(), dataclasses.replace(PROTOCOL, max_steps=max_steps)
+    run_episode(env, TASK, PolicyActor(PolicyBySteps(FakePolicy()), LIBERO, protocol), KEY, protocol)
+    assert [i for i, (_, look) in enumerate(env.steps, 1) if look] == looked and env.shown == 1 + len(looked)
 
 
 @pytest.mark.parametrize("after", [1, 5, 12])
@@ -61,17 +54,9 @@ def test_success_ends_the_episode(after: int) -> None:
 
 
 def test_a_video_gets_the_first_frame_and_every_second() -> None:
-    class Recorder:
-        every = 2
-        count = 0
-
-        def add(self, observation: Any) -> None:
-            assert observation is OBSERVATION
-            self.count += 1
-
-    recorder, env = Recorder(), FakeEnv()
-    play(env, FakePolicy(), recorder=recorder)
-    assert recorder.count == 1 + 6
+    env, films = FakeEnv(), []
+    play(env, FakePolicy(), recorder=SimpleNamespace(every=2, add=films.append))
+    assert len(films) == 1 + 6 and all(film is OBSERVATION for film in films)
     assert [i for i, (_, look) in enumerate(env.steps, 1) if look] == [2, 4, 5, 6, 8, 10, 12]
 
 
@@ -84,22 +69,17 @@ def test_a_crash_of_the_simulator_is_an_error_not_a_failure(crash_at: int) -> No
     assert not result.success
 
 
-def test_a_crash_of_the_policy_is_an_error() -> None:
+def test_a_crash_of_the_policy_is_an_error_and_an_interrupt_is_not() -> None:
     def fail(call: int) -> None:
         if call == 2:
-            raise ValueError("no such token")
+            raise error
 
+    error: BaseException = ValueError("no such token")
     result, _ = play(FakeEnv(), FakePolicy(fail=fail))
-    assert result.error == "ValueError: no such token"
-    assert (result.env_steps, result.infer_count) == (5, 1)
-
-
-def test_an_interrupt_is_nobodys_error() -> None:
-    def interrupt(call: int) -> None:
-        raise KeyboardInterrupt
-
+    assert (result.error, result.env_steps, result.infer_count) == ("ValueError: no such token", 5, 1)
+    error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        play(FakeEnv(), FakePolicy(fail=interrupt))
+        play(FakeEnv(), FakePolicy(fail=fail))
 
 
 @pytest.mark.parametrize(
@@ -125,10 +105,8 @@ def test_actions_that_cannot_be_executed_are_an_error(actions: np.ndarray, messa
     assert env.steps == []
 
 
-def noises(key: EpisodeKey) -> list[np.ndarray]:
-    _, policy = play(FakeEnv(), FakePolicy(), key)
-    assert all(noise is not None for noise in policy.noises)
-    return [noise for noise in policy.noises if noise is not None]
+def noises(key: EpisodeKey, **options: Any) -> list[Any]:
+    return play(FakeEnv(), FakePolicy(), key, **options)[1].noises
 
 
 def test_noise_depends_on_task_trial_and_call_only() -> None:
@@ -138,11 +116,7 @@ def test_noise_depends_on_task_trial_and_call_only() -> None:
         np.testing.assert_array_equal(np.stack(first), np.stack(again))
     others = [first[1], noises(EpisodeKey(3, 4, 0))[0], noises(EpisodeKey(3, 3, 1))[0]]
     assert all(not np.array_equal(first[0], other) for other in others)
-
-
-def test_a_server_draws_its_own_noise() -> None:
-    _, policy = play(FakeEnv(), FakePolicy(), actor={"send_noise": False})
-    assert policy.noises == [None] * 3
+    assert noises(KEY, actor={"send_noise": False}) == [None] * 3, "a server draws its own"
 
 
 def test_timings_have_one_value_per_call_and_survive_the_log() -> None:
@@ -156,12 +130,9 @@ def test_timings_have_one_value_per_call_and_survive_the_log() -> None:
 
 
 def test_the_expert_acts_every_step_without_cameras() -> None:
-    class Expert:
-        def act(self, env: Any) -> np.ndarray:
-            return np.full(7, len(env.steps) / 100, np.float32)
-
+    expert: Any = SimpleNamespace(act=lambda env: np.full(7, len(env.steps) / 100, np.float32))
     env = FakeEnv()
-    result = run_episode(env, TASK, ExpertActor(Expert()), KEY, PROTOCOL)
+    result = run_episode(env, TASK, ExpertActor(expert), KEY, PROTOCOL)
     assert (result.env_steps, result.infer_count, result.timings) == (12, 0, {})
     np.testing.assert_allclose([action[0] for action, _ in env.steps], np.arange(12) / 100)
     assert not any(look for _, look in env.steps)

@@ -1,5 +1,4 @@
-"""Stress: each disturbance does what it says, is the same for the same episode, and is the policy's alone; late answers
-arrive at their tick."""
+"""Stress: each disturbance is exact, repeatable and the policy's alone; late answers arrive at their tick."""
 
 from __future__ import annotations
 
@@ -9,17 +8,16 @@ import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from eval.harness import late, pairs
-from eval.harness.actors import PolicyActor
-from eval.harness.chunks import Chunks
-from eval.harness.policies import PolicyBySteps, PolicySource, check_chunks
+from eval.harness.policies import PolicyActor, PolicyBySteps, PolicySource, check_chunks
 from eval.harness.protocol import EpisodeKey, Protocol
-from eval.harness.rollout import run_episode
+from eval.harness.rollout import Chunks, run_episode
 from eval.harness.runner import Setup
 from eval.harness.sharing import batch_options
 from eval.harness.stress import GREY, disturb, parse_stress
@@ -72,10 +70,10 @@ def test_what_cannot_be_asked_for_is_one_error_that_lists_what_can(text: str) ->
 
 
 def test_brightness_and_contrast_scale_pixels() -> None:
-    for image, plain in zip(seen({"brightness": 0.5}), PLAIN, strict=True):
-        np.testing.assert_allclose(image, plain * 0.5, atol=0.5)
-    for image, plain in zip(seen({"contrast": 0.25}), PLAIN, strict=True):
-        np.testing.assert_allclose(image, plain.mean() + 0.25 * (plain - plain.mean()), atol=0.51)
+    dim, flat = seen({"brightness": 0.5}), seen({"contrast": 0.25})
+    for plain, dimmed, flattened in zip(PLAIN, dim, flat, strict=True):
+        np.testing.assert_allclose(dimmed, plain * 0.5, atol=0.5)
+        np.testing.assert_allclose(flattened, plain.mean() + 0.25 * (plain - plain.mean()), atol=0.51)
 
 
 def test_noise_has_its_deviation_and_is_new_in_each_call_and_on_each_camera() -> None:
@@ -98,55 +96,45 @@ def test_occlusion_covers_its_share_at_one_place_in_an_episode() -> None:
     assert not np.array_equal(covered[0], elsewhere) and not np.array_equal(*covered[0])
 
 
-@pytest.mark.parametrize("stress", [{"noise": 0.1}, {"occlusion": 0.3}, {"brightness": 0.7, "noise": 0.05}])
+@pytest.mark.parametrize("stress", [{"noise": 0.1}, {"occlusion": 0.3}])
 def test_the_same_episode_is_disturbed_in_the_same_way(stress: dict[str, float]) -> None:
     assert np.array_equal(seen(stress), seen(stress))
     for other in ((8, 4, 1), (7, 3, 1), (7, 4, 0)):
         assert not np.array_equal(seen(stress), seen(stress, episode=other))
 
 
-def test_without_stress_on_images_nothing_is_touched() -> None:
-    out = disturb(SCENE, CAMERAS, {"latency": 3, "camera": 0.1}, episode=EPISODE, call=0)
-    assert all(out[name] is SCENE[name] for name in SCENE)
-
-
 # -- late answers -------------------------------------------------------------------------------------------------
 
 
-def timeline(
-    latency: int, ticks: int, horizon: int = 10, replan: int = 5
-) -> tuple[list[int], list[tuple[int, int] | None]]:
-    """Ticks at which the policy is asked, and of each tick which question's chunk and which of its rows is executed."""
-    chunks, asked, done = Chunks(latency, replan), [], []
-    for tick in range(ticks):
+def rows(call: int, first: int, last: int) -> list[tuple[int, int] | None]:
+    return [(call, row) for row in range(first, last)]
+
+
+@pytest.mark.parametrize(
+    ("latency", "horizon", "calls", "done"),
+    [
+        (0, 10, [0, 5, 10], [*rows(0, 0, 5), *rows(1, 0, 5), *rows(2, 0, 2)]),
+        (0, 1, [0, 1, 2], [(0, 0), (1, 0), (2, 0)]),  # as the expert answers
+        # The robot waits for its first actions and loses none; a late chunk begins with the row of its arrival.
+        (2, 10, [0, 7, 12], [None, None, *rows(0, 0, 7), *rows(1, 2, 7)]),
+        # Slower than half a chunk: called early enough if possible, and as soon as no request is pending.
+        (
+            *(8, 10, [0, 10, 18, 26]),
+            [*[None] * 8, *rows(0, 0, 10), *rows(1, 8, 10), *[None] * 6, *rows(2, 8, 10), *[None] * 6],
+        ),
+    ],
+)
+def test_each_tick_has_the_action_of_its_row(
+    latency: int, horizon: int, calls: list[int], done: list[tuple[int, int] | None]
+) -> None:
+    chunks, called, found = Chunks(latency, 5), [], []
+    for tick in range(len(done)):
         if chunks.due(tick):
-            chunks.put([np.array([len(asked), row]) for row in range(horizon)], tick)
-            asked.append(tick)
-        action = chunks.at(tick)
-        done.append(None if action is None else (int(action[0]), int(action[1])))
-    return asked, done
-
-
-def test_without_latency_it_is_the_ordinary_loop() -> None:
-    asked, done = timeline(0, 12)
-    assert asked == [0, 5, 10]
-    assert done == [(tick // 5, tick % 5) for tick in range(12)]
-    assert timeline(0, 3, horizon=1)[0] == [0, 1, 2], "one action at a time, as the expert answers"
-
-
-def test_a_late_chunk_begins_with_the_row_of_the_tick_at_which_it_arrives() -> None:
-    asked, done = timeline(2, 14)
-    assert asked == [0, 7, 12]
-    assert done[:2] == [None, None], "the robot waits for its first actions"
-    assert done[2:9] == [(0, row) for row in range(7)], "and loses none of them"
-    assert done[9:14] == [(1, row) for row in range(2, 7)]
-
-
-def test_a_policy_slower_than_half_a_chunk_leaves_the_robot_waiting() -> None:
-    asked, done = timeline(8, 34)
-    assert asked == [0, 10, 18, 26], "asked early enough if it can be, and as soon as it is free"
-    assert done[:8] == [None] * 8 and done[8:18] == [(0, row) for row in range(10)]
-    assert done[18:34] == [(1, 8), (1, 9), *[None] * 6, (2, 8), (2, 9), *[None] * 6]
+            chunks.put([np.array([len(called), row]) for row in range(horizon)], tick)
+            called.append(tick)
+        left = chunks.left(tick)
+        found.append(None if left is None else (int(left[0][0]), int(left[0][1])))
+    assert (called, found) == (calls, done)
 
 
 class Watching(FakePolicy):
@@ -174,20 +162,12 @@ def episode(
     stress: dict[str, float], *, guided: bool = False, succeed_after: int | None = None, max_delay: int | None = None
 ) -> tuple[Any, Any, Any]:
     protocol = Protocol("libero_spatial", tasks=(4,), trials=2, steps=(3,), max_steps=16, stress=stress)
-    policy, env = Watching(), FakeEnv(succeed_after)
+    policy, env, films = Watching(), FakeEnv(succeed_after), []
     policy.metadata = {**policy.metadata, "max_delay": max_delay}
-
-    class Recorder:
-        every = 2
-
-        def add(self, observation: Any) -> None:
-            assert observation is OBSERVATION
-
     actor = PolicyActor(PolicyBySteps(policy), LIBERO, protocol, guided=guided)
-    result = run_episode(
-        env, TASK, actor, EpisodeKey(3, 4, 1), protocol, recorder=Recorder(), idle=stand_still
-    )  # fmt: skip
-    assert result.error is None
+    recorder: Any = SimpleNamespace(every=2, add=films.append)
+    result = run_episode(env, TASK, actor, EpisodeKey(3, 4, 1), protocol, recorder=recorder, idle=stand_still)
+    assert result.error is None and all(film is OBSERVATION for film in films)
     return result, policy, env
 
 
@@ -199,7 +179,7 @@ def test_late_actions_reach_the_simulator_at_their_tick_and_the_gripper_holds_me
     assert policy.told == [(None, None)] * 3
 
 
-def test_a_guided_policy_is_told_what_is_left_and_how_late_it_will_be() -> None:
+def test_a_guided_policy_gets_what_is_left_and_its_delay_up_to_that_of_its_training() -> None:
     _, policy, _ = episode({"latency": 2}, guided=True)
     assert policy.told[0] == (None, None)
     for call, (left, delay) in enumerate(policy.told[1:]):
@@ -207,11 +187,8 @@ def test_a_guided_policy_is_told_what_is_left_and_how_late_it_will_be() -> None:
         np.testing.assert_array_equal(left[:, 0], 100.0 * call + np.arange(5, 10))
     _, at_once, _ = episode({}, guided=True)
     assert [delay for _, delay in at_once.told] == [None, 0, 0, 0] and len(at_once.told[1][0]) == 5
-
-
-def test_a_policy_is_told_no_delay_beyond_its_training() -> None:
-    _, policy, _ = episode({"latency": 2}, guided=True, max_delay=1)
-    assert [delay for _, delay in policy.told[1:]] == [1] * (len(policy.told) - 1) and len(policy.told) > 1
+    _, trained, _ = episode({"latency": 2}, guided=True, max_delay=1)
+    assert [delay for _, delay in trained.told] == [None, 1, 1]
 
 
 def test_only_the_policy_sees_the_stress_and_the_goal_is_checked_as_ever() -> None:
@@ -261,15 +238,14 @@ def test_requests_that_are_answered_together_keep_their_own_chunks() -> None:
 
 def test_a_policy_must_have_actions_left_when_they_arrive() -> None:
     protocol, source = Protocol("line", (0,), 1, (3,), 5), PolicySource("local", "x")
-    metadata = FakePolicy().metadata
-    check_chunks(metadata, source, replace(protocol, stress={"latency": 9}), supports_prev_chunk=False)
-    with pytest.raises(
-        ConfigError, match="latency: expected at most the policy's 10 predicted actions less one, got 10"
-    ):
-        check_chunks(metadata, source, replace(protocol, stress={"latency": 10}), supports_prev_chunk=False)
+    guided, metadata = replace(source, chunking="rtc"), FakePolicy().metadata
+    late = [replace(protocol, stress={"latency": ticks}) for ticks in (9, 10)]
+    check_chunks(metadata, source, late[0], supports_prev_chunk=False)
+    check_chunks(metadata, guided, protocol, supports_prev_chunk=True)
+    with pytest.raises(ConfigError, match=r"latency: expected .* 10 predicted actions less one, got 10"):
+        check_chunks(metadata, source, late[1], supports_prev_chunk=False)
     with pytest.raises(ConfigError, match="chunking: rtc: expected a policy with real-time chunking"):
-        check_chunks(metadata, replace(source, chunking="rtc"), protocol, supports_prev_chunk=False)
-    check_chunks(metadata, replace(source, chunking="rtc"), protocol, supports_prev_chunk=True)
+        check_chunks(metadata, guided, protocol, supports_prev_chunk=False)
 
 
 # -- the record ---------------------------------------------------------------------------------------------------
@@ -297,15 +273,10 @@ def test_stress_is_on_record_and_another_one_is_neither_resumed_nor_compared(
         pairs.compare(plain, {"dark": dark}, "plain")
 
 
-def test_the_expert_is_not_disturbed(capfd: pytest.CaptureFixture[str]) -> None:
-    others = (
-        (["--stress", "noise=0.1"], "stress"),
-        (["--chunking", "rtc"], "chunking"),
-        (["--config", "native"], "config"),
-    )
-    for words, name in others:
-        assert main(["--expert", *words], SEEING) == 2
-        assert f"error: {name}: the scripted expert reads the simulator" in capfd.readouterr().err
+@pytest.mark.parametrize(("name", "value"), [("stress", "noise=0.1"), ("chunking", "rtc"), ("config", "native")])
+def test_the_expert_is_not_disturbed(name: str, value: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--expert", f"--{name}", value], SEEING) == 2
+    assert f"error: {name}: the scripted expert reads the simulator" in capfd.readouterr().err
 
 
 def test_a_benchmark_without_cameras_offers_no_images_to_disturb(capfd: pytest.CaptureFixture[str]) -> None:
@@ -326,7 +297,7 @@ class GridArguments(late.Arguments):
 
 
 class Walker(Watching):
-    """Walks to the goal as it sees it: whoever acts on what he saw long ago overshoots."""
+    """Walks to the goal as it sees it, and overshoots if its observation is old."""
 
     def infer(self, obs: dict[str, Any], *, noise: Any = None, prev_chunk: Any = None, inference_delay: Any = None
               ) -> dict[str, Any]:  # fmt: skip

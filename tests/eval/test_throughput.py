@@ -44,7 +44,7 @@ def test_a_rate_is_that_of_the_time_in_which_all_play() -> None:
     assert row["gpu_busy"] == [pytest.approx(0.6)]
 
 
-def test_too_few_episodes_are_taken_as_a_whole() -> None:
+def test_a_run_with_too_few_episodes_counts_as_a_whole() -> None:
     watch = Watch([0.0, 10.0, 20.0], [0, 1, 2], [0.0, 1.0, 2.0], [{}, {}, {}], [[], [], []])
     row = figures(result(2), watch, simulators=2)
     assert row["per_hour"] == 360 and row["gpu_busy"] == [] and row["policy_core"] == 0

@@ -10,7 +10,7 @@ import signal
 import struct
 from collections import Counter
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,21 +87,12 @@ def test_workers_share_a_policy_and_meet_the_same_noise_as_one_process() -> None
     assert given == expected
 
 
-def test_an_episode_keeps_its_noise_beside_a_warm_up_that_has_none() -> None:
+def test_batches_have_few_sizes_and_every_answer_its_own_noise() -> None:
     policy = BatchPolicy()
-    noise = [np.full((10, 8), value) for value in (1.0, 2.0)]
-    options: list[dict[str, Any]] = [{"noise": noise[0]}, {}, {"noise": noise[1]}]
+    options: list[dict[str, Any]] = [{"noise": np.full((10, 8), float(value))} for value in range(7)]
+    options.insert(3, {})  # a warm-up
     answers = answer(PolicyBySteps(policy), [(None, {"prompt": "p"}, one) for one in options])
-    assert [kind for kind, _ in answers] == ["answer"] * 3 and policy.batches == [2]
-    given = [one for one in policy.noises if one is not None]
-    assert [one[0, 0] for one in given] == [1.0, 2.0]
-
-
-def test_batches_have_few_sizes_and_answers_their_order() -> None:
-    policy = BatchPolicy()
-    noises = [np.full((10, 8), float(value)) for value in range(7)]
-    answers = answer(PolicyBySteps(policy), [(None, {"prompt": "p"}, {"noise": noise}) for noise in noises])
-    assert [kind for kind, _ in answers] == ["answer"] * 7 and policy.batches == [4, 2, 1]
+    assert [kind for kind, _ in answers] == ["answer"] * 8 and policy.batches == [4, 2]
     assert [noise[0, 0] for noise in policy.noises if noise is not None] == list(range(7))
 
 
@@ -161,21 +152,18 @@ def test_a_replica_whose_policy_fails_for_all_answers_all_and_the_next_one() -> 
     assert (kind, why, other) == ("failed", "MemoryError: no room for 3 steps", "answer")
 
 
-class Talkative:
-    """A source whose policy says at its load what was chosen, and later what fell back."""
-
-    kind = "local"
-
-    def load(self) -> FakePolicy:
-        logging.getLogger("vla_accel").warning("auto chose eager")
-        return FakePolicy()
-
-
 def test_a_worker_does_not_repeat_what_the_parent_said_when_it_loaded(caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = multiprocessing.Pipe()
-    setup = replace(SETUP, source=cast(Any, Talkative()))
+    log = logging.getLogger("vla_accel")
+
+    class Talkative(PolicySource):
+        def load(self) -> FakePolicy:
+            log.warning("auto chose eager")
+            return FakePolicy()
+
+    setup = replace(SETUP, source=Talkative("local"))
     assert _worker_policies(theirs, setup, None) is not None and caplog.messages == []
-    logging.getLogger("vla_accel").warning("fell back")
+    log.warning("fell back")
     assert caplog.messages == ["fell back"]
     ours.close()
     theirs.close()

@@ -19,7 +19,7 @@ from vla_accel.nn import kernel_choices
 
 @pytest.fixture(scope="session", autouse=True)
 def untuned() -> Iterator[None]:
-    """Choose the first config; `time_cuts.py` runs all of them."""
+    """Choose the first config."""
 
     def first(what: str, ways: Mapping[str, Any], device: object, repeats: int) -> Fastest:
         return Fastest(next(iter(ways)))

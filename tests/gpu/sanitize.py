@@ -23,18 +23,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from eval.script import concluded
 from tests.kernels.test_gemm import TILES
+from tests.support import interpret_image
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
 from tests.support.kernel_shapes import CUTS, check_on_gpu
-from tests.support.streamed_support import LoopCase, streamable
-from vla_accel.families.pi0.network import Pi0
+from tests.support.streamed_support import LoopCase, Loops, streamable
+from vla_accel.families.pi0.network import Kind
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
@@ -42,7 +42,6 @@ from vla_accel.kernels.gemm.config import GemmSizes, without_triton
 from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
-from vla_accel.nn.random_weights import random_model
 
 DEVICE = torch.device("cuda")
 Cases = dict[str, Callable[[], None]]
@@ -110,59 +109,34 @@ def attention() -> Cases:
 
 def denoise() -> Cases:
     """Every kernel of the streamed loop, with one to four tiles of rows, one sequence and several, for all families."""
-    from tests.gpu import test_gpu_smolvla as smolvla
-    from tests.support.gpu_policies import BF16_COSINE, cosines, on_gpu
-    from tests.support.streamed_support import loop_of, loops_inputs, run_loop
-    from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
-    from vla_accel.families.pi0.step_tables import step_tables
-    from vla_accel.nn.loop import SuffixLoop
+    from tests.gpu.test_gpu_streamed import CASES, check
+
+    def case(kind: Kind, batch: int = 1, prefix_tokens: int = 100, steps: int = 2, **sizes: int) -> LoopCase:
+        return LoopCase(streamable(kind, **{"heads": 4, "depth": 1, **sizes}), batch, prefix_tokens, steps)
+
+    attend = {"width": 128, "mlp": 512, "heads": 4, "head_dim": 128}
+    small = {"width": 128, "mlp": 512}
+    found = {
+        "attend": case("pi05", **attend | {"mlp": 2048}),
+        "attend π0": case("pi0", **attend | {"width": 256, "mlp": 256, "heads": 2}),
+        "attend many rows": case("pi05", **attend, horizon=50),
+        "attend rows in batches": case("pi05", **attend | {"width": 512, "heads": 2}, horizon=50),
+        "attend one key": case("pi05", prefix_tokens=1, **attend | {"mlp": 2048}),
+        "group": case("pi05", **small), "group π0": case("pi0", **small),
+        "split": case("pi05", 2, **small), "split x 4": case("pi05", 4, **small),
+        "split π0 grouped": case("pi0", 2, width=256, mlp=1024, kv_heads=2, horizon=15),
+        "split of sixteen": case("pi05", prefix_tokens=600, width=64, mlp=256, head_dim=192),
+        "narrow": case("pi05", 1, 1, 1, width=32, mlp=96, heads=1, horizon=1, action_dim=7),
+    }  # fmt: skip
+    found |= {n: CASES[f"smolvla {n}"] for n in ("16 actions", "50 actions", "all cross", "three sequences")}
+    gpu = Gpu.of(DEVICE)
+    assert gpu is not None
 
     def run(case: LoopCase) -> None:
-        model = random_model(Pi0, case.config)
-        inputs, state, noise = loops_inputs(case)
-        sizes = (case.batch, case.prefix_tokens)
-        with torch.inference_mode():
-            exact = expert_weights(model, "fp32")
-            tables = step_tables(model, exact.normed_products(), case.steps)
-            wide = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
-            want = run_loop(SuffixLoop(exact, expert_spec(case.config), tables, *sizes), wide, state, noise, "cpu")
-            weights = expert_weights(on_gpu(model), "bf16", streamed=True)
-            tables = step_tables(model, weights.normed_products(), case.steps)
-            loop = loop_of(case, weights, tables)
-        got = run_loop(loop, inputs, state, noise, "cuda")
-        start = noise.numpy()
-        assert cosines(got - start, want - start).min() >= BF16_COSINE
-        np.testing.assert_array_equal(run_loop(loop, inputs, state, noise, "cuda"), got)
+        loops = Loops(case)
+        check(loops, loops.streamed(gpu, "cuda"))
 
-    one = LoopCase(streamable("pi05", width=128, mlp=2048, heads=4, head_dim=128, depth=1), steps=2)
-    found = {
-        "attend": one,
-        "attend π0": replace(one, config=streamable("pi0", width=256, mlp=256, heads=2, head_dim=128, depth=1)),
-        "attend many rows": replace(
-            one, config=streamable("pi05", width=128, mlp=512, heads=4, head_dim=128, depth=1, horizon=50)
-        ),
-        "attend rows in batches": replace(
-            one, config=streamable("pi05", width=512, mlp=512, heads=2, head_dim=128, depth=1, horizon=50)
-        ),
-        "attend one key": replace(one, prefix_tokens=1),
-        "group": LoopCase(streamable("pi05", width=128, mlp=512, heads=4, depth=1), steps=2),
-        "group π0": LoopCase(streamable("pi0", width=128, mlp=512, heads=4, depth=1), steps=2),
-        "split": LoopCase(streamable("pi05", width=128, mlp=512, heads=4, depth=1), batch=2, steps=2),
-        "split x 4": LoopCase(streamable("pi05", width=128, mlp=512, heads=4, depth=1), batch=4, steps=2),
-        "split π0 grouped": LoopCase(
-            streamable("pi0", width=256, mlp=1024, heads=4, kv_heads=2, depth=1, horizon=15), batch=2, steps=2
-        ),
-        "split of sixteen": LoopCase(
-            streamable("pi05", width=64, mlp=256, heads=4, head_dim=192, depth=1), steps=2, prefix_tokens=600
-        ),
-        "narrow": LoopCase(
-            streamable("pi05", width=32, mlp=96, heads=1, depth=1, horizon=1, action_dim=7), prefix_tokens=1, steps=1
-        ),
-    }
-    in_order = ("16 actions", "50 actions", "all cross", "three sequences")
-    return {name: lambda c=case: run(c) for name, case in found.items()} | {
-        f"causal {name}": lambda n=name: smolvla.test_the_streamed_loop_is_as_near_as_the_fused(n) for name in in_order
-    }
+    return {name: lambda c=case: run(c) for name, case in found.items()}
 
 
 def triton() -> Cases:
@@ -179,55 +153,19 @@ def triton() -> Cases:
 
 def image() -> Cases:
     """The kernels of the autoencoders and UNets, against their references on the CPU."""
-    from vla_accel.kernels.image import ops
-    from vla_accel.kernels.image.ops import GroupNorm, Sum
-
-    def draw(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
 
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(DEVICE)
-        if isinstance(value, (Sum, GroupNorm)):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return replace(value, **{f.name: placed(getattr(value, f.name)) for f in dataclasses.fields(value)})
         return value
 
-    def check(op: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        want = op(*arguments, **options)
-        got = op(*map(placed, arguments), **{name: placed(value) for name, value in options.items()})
-        for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (want, got)), strict=True):
-            found = float((a.float() - b.float().cpu()).abs().max() / a.float().abs().max())
-            assert found <= 0.01, found
+    def check(op: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        found = interpret_image.difference(op(*map(placed, arguments)), op(*arguments))
+        assert found <= 0.01, found
 
-    generator, wide = torch.Generator().manual_seed(0), torch.float32
-    summed = Sum(draw(2, 6, 4, 24), draw(2, 6, 4, 24), draw(2, 24, dtype=wide))
-    phased = Sum(draw(2, 4, 3, 96), None, draw(24, dtype=wide), True)
-    norm = GroupNorm(8, 1 + draw(24, dtype=wide), draw(24, dtype=wide), 1e-5)
-    large = Sum(draw(2, 10, 14, 320), draw(2, 10, 14, 320), draw(2, 320, dtype=wide))
-    groups, skip = GroupNorm(8, 1 + draw(336, dtype=wide), draw(336, dtype=wide), 1e-5), draw(2, 10, 14, 16)
-    gamma, rows, columns = draw(24, dtype=wide), draw(10, 40), [draw(40, dtype=wide) for _ in range(3)]
-    found: Cases = {
-        "group_act large": lambda: check(
-            ops.group_act, large, groups, activation=Activation.SILU, keep=True, skip=skip
-        ),
-        "add_layer_norm": lambda: check(ops.add_layer_norm, rows, rows, *columns, 1e-5),
-        "geglu_erf": lambda: check(ops.geglu_erf, rows),
-        "softmax": lambda: check(ops.softmax, draw(6, 500, dtype=wide), torch.float16),
-    }  # fmt: skip
-    for name, x in (("summed", summed), ("phased", phased)):
-        found |= {
-            f"add_up {name}": lambda x=x: check(ops.add_up, x),
-            f"rms_act {name}": lambda x=x: check(ops.rms_act, x, gamma, activation=Activation.SILU, keep=True),
-            f"group_act {name}": lambda x=x: check(ops.group_act, x, norm, activation=Activation.SILU, keep=True),
-        }
-    for width, how in ((48, "products"), (384, "flash"), (512, "flash-64")):
-        parts = tuple(draw(1, 150, width) for _ in range(3))
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, how: str = how) -> Tensor:
-            return ops.attend(q, k, v, how=how) if q.is_cuda else ops.attend(q.float(), k.float(), v.float())
-
-        found[f"attend {how}"] = lambda p=parts, f=attend: check(f, *p)
-    return found
+    return {name: lambda c=case: check(*c) for name, case in interpret_image.cases(few=True).items()}
 
 
 GROUPS: dict[str, Callable[[], Cases]] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels.test_gemm import TILES
-from tests.support.emulated_gemm import moments_of
+from tests.support.kernel_cases import moments_of
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import Chain

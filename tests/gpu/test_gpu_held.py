@@ -51,26 +51,13 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.slow
-def test_ten_thousand_calls_take_no_more_memory(demo: OptimizedPolicy) -> None:
-    observations = itertools.cycle([demo_observation(demo, seed) for seed in range(16)])
-    for _ in range(200):
-        demo.infer(next(observations))
-    torch.cuda.synchronize()
-    gc.collect()
-    allocated, reserved, resident = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), _resident()
-    for _ in range(10_000):
-        demo.infer(next(observations))
-    torch.cuda.synchronize()
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= allocated
-    assert torch.cuda.memory_reserved() <= reserved
-    # The latency log holds 10,000 samples of a few hundred bytes.
-    assert _resident() - resident < 64 * 2**20
-
-
 SHAPES = 8
 """Of `_changing`: one to four observations, in two buckets of prompts."""
+
+
+def _repeated(policy: OptimizedPolicy) -> Iterator[Callable[[], object]]:
+    for observation in itertools.cycle([demo_observation(policy, seed) for seed in range(16)]):
+        yield functools.partial(policy.infer, observation)
 
 
 def _changing(policy: OptimizedPolicy) -> Iterator[Callable[[], object]]:
@@ -85,24 +72,25 @@ def _changing(policy: OptimizedPolicy) -> Iterator[Callable[[], object]]:
 
 
 @pytest.mark.slow
-def test_ten_thousand_calls_through_changing_shapes_take_no_more_memory(folders: dict[str, Path]) -> None:
-    policy = load(folders["pi0"])
-    calls = _changing(policy)
-    for call in itertools.islice(calls, 160):
-        call()
-    assert len(policy.pipelines) == SHAPES, "all of them are kept"
-    torch.cuda.synchronize()
-    gc.collect()
-    allocated, reserved, resident = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), _resident()
-    for call in itertools.islice(calls, 10_000):
-        call()
-    torch.cuda.synchronize()
-    gc.collect()
-    assert len(policy.pipelines) == SHAPES
-    assert torch.cuda.memory_allocated() <= allocated
-    assert torch.cuda.memory_reserved() <= reserved
+@pytest.mark.parametrize("calls_of", [_repeated, _changing])
+def test_ten_thousand_calls_take_no_more_memory(
+    calls_of: Callable[[OptimizedPolicy], Iterator[Callable[[], object]]], folders: dict[str, Path]
+) -> None:
+    policy = load("demo" if calls_of is _repeated else folders["pi0"])
+    calls = calls_of(policy)
+
+    def held(count: int) -> tuple[int, int, int]:
+        for call in itertools.islice(calls, count):
+            call()
+        assert calls_of is _repeated or len(policy.pipelines) == SHAPES, "all of them are kept"
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), _resident()
+
+    (allocated, reserved, resident), after = held(200), held(10_000)
+    assert after[0] <= allocated and after[1] <= reserved
     # The latency log holds 10,000 samples of a few hundred bytes.
-    assert _resident() - resident < 64 * 2**20
+    assert after[2] - resident < 64 * 2**20
 
 
 def _held() -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
+from tests.support.images import ENGINES, VAES, wrong_answers  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.errors import DeviceMemoryError, EngineError  # noqa: E402
 from vla_accel.images import AcceleratedVae, plug_in  # noqa: E402
@@ -28,33 +27,12 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 
 
-def answers_of_others(call: Callable[[int], Tensor], expected: Sequence[Tensor], calls: int) -> int:
-    """How often a thread, each on a stream of its own, gets something else than the answer to its index."""
-    wrong: list[int] = []
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(expected))
-
-    def ask(index: int) -> None:
-        try:
-            start.wait()
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(calls):
-                    if not torch.allclose(call(index).float(), expected[index].float(), rtol=1e-2, atol=1e-2):
-                        wrong.append(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(expected))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    return len(wrong)
+def own_stream() -> Any:
+    return torch.cuda.stream(torch.cuda.Stream())
 
 
-@pytest.mark.parametrize("engine", ["eager", "native"])
-@pytest.mark.parametrize("name", ["tiny-sd-vae", "tiny-qwen-vae"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", VAES)
 def test_each_thread_gets_its_own_picture(name: str, engine: str) -> None:
     vae = random_model(name, dtype=torch.bfloat16, device=GPU)
     accelerated = AcceleratedVae(vae, {"vae_type": engine})
@@ -62,7 +40,7 @@ def test_each_thread_gets_its_own_picture(name: str, engine: str) -> None:
     values = [torch.randn(1, 4, *frames, 32, 32, device=GPU, dtype=torch.bfloat16) for _ in range(4)]
     expected = [accelerated.decode(value) for value in values]
     torch.cuda.synchronize()
-    assert answers_of_others(lambda i: accelerated.decode(values[i]), expected, 100) == 0
+    assert wrong_answers(lambda i: accelerated.decode(values[i]), expected, 100, own_stream, tolerance=1e-2) == 0
 
 
 def test_threads_make_engines_at_the_same_time() -> None:
@@ -78,19 +56,7 @@ def test_threads_make_engines_at_the_same_time() -> None:
 
     errors = [float((decode(i).float() - e.float()).abs().max()) for i, e in enumerate(expected)]
     bound = 2 * max(errors) + 1e-3
-    wrong: list[int] = []
-
-    def ask(index: int) -> None:
-        for _ in range(3):
-            if float((decode(index).float() - expected[index].float()).abs().max()) > bound:
-                wrong.append(index)
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert wrong_answers(decode, expected, 3, tolerance=bound) == 0
 
 
 def test_each_thread_gets_the_picture_of_its_own_prompt() -> None:
@@ -102,7 +68,7 @@ def test_each_thread_gets_the_picture_of_its_own_prompt() -> None:
         return torch.from_numpy(pipeline.generate(requests[index]).pixels / 255.0)
 
     expected = [pixels(i) for i in range(4)]
-    assert answers_of_others(pixels, expected, 5) == 0
+    assert wrong_answers(pixels, expected, 5, own_stream, tolerance=1e-2) == 0
 
 
 @pytest.fixture
@@ -138,7 +104,7 @@ def test_a_graphed_transformer_follows_threads_inputs_and_weights(transformer: A
     for index, want in enumerate(plain):
         torch.testing.assert_close(run(index), want, rtol=1e-3, atol=1e-3)
     torch.cuda.synchronize()
-    assert answers_of_others(run, plain, 50) == 0
+    assert wrong_answers(run, plain, 50, own_stream, tolerance=1e-2) == 0
     for sample, want in zip(samples, controlled, strict=True):
         got = module(**inputs[0], controlnet_block_samples=sample).sample
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)

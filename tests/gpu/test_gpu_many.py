@@ -14,11 +14,9 @@ from torch import Tensor
 
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
-from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu, scratch_of
+from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, scratch_of
 from tests.support.kernel_calls import Call, Draw
-from tests.support.streamed_support import FULL, LoopCase, loops_inputs, run_loop, streamable
-from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of
-from vla_accel.families.pi0.network import Pi0
+from tests.support.streamed_support import FULL, LoopCase, Loops, streamable
 from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.config import SuffixShape
 from vla_accel.kernels.autotune import compile_all
@@ -28,7 +26,6 @@ from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn import kernel_choices
 from vla_accel.nn.loop import SuffixLoop
-from vla_accel.nn.random_weights import random_model
 from vla_accel.runtime import Runtime
 
 pytestmark = pytest.mark.gpu
@@ -127,44 +124,31 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_of_them_agrees_and_repeats_itself(name: str, begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replayed in a graph with dependent launches, every buffer that it must write first filled with NaN."""
-    case = LOOPS[name]
 
     def preferred(what: str, configs: Sequence[Any], *_: Any) -> Choice:
         return Choice(next((config for config in configs if str(config).startswith(begins)), configs[0]), {})
 
     monkeypatch.setattr(kernel_choices, "measure", preferred)
-    model = random_model(Pi0, case.config)
-    inputs, state, noise = loops_inputs(case)
-
-    def loop_of(model: Pi0, precision: str) -> SuffixLoop:
-        weights = expert_weights(model, precision)
-        return SuffixLoop(
-            weights, expert_spec(case.config), steps_of(model, weights, case.steps), case.batch, case.prefix_tokens
-        )
-
-    wide: dict[str, Any] = {n: v.float() if n != "lengths" else v for n, v in inputs.items()}
+    loops = Loops(LOOPS[name], beyond=1e3)
+    want = loops.moved(loops.fused("fp32"), loops.placed("cpu", torch.float32))
+    loop, kind = loops.fused("bf16", DEVICE), Library if begins == "cuBLAS" else HopperTile
+    if begins == "Hopper GEMM" and Gpu.of(torch.device(DEVICE)).architecture != "sm_90a":  # type: ignore[union-attr]
+        pytest.skip("NOT RUN: the own GEMM is for Hopper")
+    assert {type(loop.choices[name].config) for name in loop.products()} == {kind}
+    inputs = loops.placed(DEVICE)
+    got = loops.moved(loop, inputs)
+    assert cosines(got.numpy(), want.numpy()).min() >= BF16_COSINE
+    state, actions = None if loops.state is None else loops.state.to(DEVICE), loops.noise.to(DEVICE)
     with torch.inference_mode():
-        want = run_loop(loop_of(model, "fp32"), wide, state, noise, "cpu")
-        loop = loop_of(on_gpu(model), "bf16")
-        kind = Library if begins == "cuBLAS" else HopperTile
-        taken = {name: type(loop.choices[name].config) for name in loop.products()}
-        if begins == "Hopper GEMM" and Gpu.of(torch.device(DEVICE)).architecture != "sm_90a":  # type: ignore[union-attr]
-            pytest.skip("NOT RUN: the own GEMM is for Hopper")
-        assert set(taken.values()) == {kind}
-        got = run_loop(loop, inputs, state, noise, DEVICE)
-        start = noise.numpy()
-        assert cosines(got - start, want - start).min() >= BF16_COSINE
-        placed = {n: v.to(DEVICE) for n, v in inputs.items()}
-        token, actions = None if state is None else state.to(DEVICE), noise.to(DEVICE)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            loop.run(placed, token, actions)
+            loop.run(inputs, state, actions)
         replayed = []
         for _ in range(20):
             for buffer in (*scratch_of(loop), *between(loop)):
                 buffer.fill_(NAN)
-            actions.copy_(noise)
+            actions.copy_(loops.noise)
             graph.replay()
-            replayed.append(actions.cpu())
-        assert all(torch.equal(other, replayed[0]) for other in replayed)
-        assert cosines(replayed[0].numpy() - start, want - start).min() >= BF16_COSINE
+            replayed.append(actions.cpu() - loops.noise)
+    assert all(torch.equal(other, replayed[0]) for other in replayed)
+    assert cosines(replayed[0].numpy(), want.numpy()).min() >= BF16_COSINE

@@ -21,7 +21,7 @@ from vla_accel.cli.serve import Load, LoadSeveral
 from vla_accel.client import PolicyClient
 from vla_accel.machine import resolve_devices
 from vla_accel.server import Replicas, ServerConfig, background
-from vla_accel.server.gpus import gpus
+from vla_accel.server.metrics import gpus
 
 pytestmark = pytest.mark.gpu
 

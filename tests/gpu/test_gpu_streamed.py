@@ -1,4 +1,4 @@
-"""The streamed loop on a Hopper against Triton's, with NaN in every place, and a wait that is never answered."""
+"""The streamed loops of all families on a Hopper against the loops of fused ops, and a wait that no block answers."""
 
 from __future__ import annotations
 
@@ -6,105 +6,94 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines, on_gpu
-from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, run_loop
-from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
-from vla_accel.families.pi0.network import Pi0
-from vla_accel.families.pi0.step_tables import step_tables
+from tests.support.agreement import assert_as_near
+from tests.support.gpu_policies import BF16_COSINE, DEVICE, NAN, cosines
+from tests.support.runtimes import steered
+from tests.support.streamed_support import EXPERTS, LOOPS, Loops
+from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.kernels.loop import why_not
-from vla_accel.nn.loop import SuffixLoop
-from vla_accel.nn.random_weights import random_model
+from vla_accel.kernels.loop import StreamedLoop, schedule, why_not
 
 pytestmark = pytest.mark.gpu
-
 
 BATCHED = {
     f"{name} x {batch}": replace(LOOPS[name], batch=batch) for name in ("demo", "grouped") for batch in (2, 3, 4)
 } | {"full x 4": replace(LOOPS["full"], batch=4)}
+SMOLVLA = {f"smolvla {name}": case for name, case in EXPERTS.items()}
+CASES = {**LOOPS, **BATCHED, **SMOLVLA}
 
 
-@pytest.mark.parametrize("name", LOOPS | BATCHED)
-def test_the_streamed_loop_agrees_with_the_triton_loop(name: str) -> None:
-    case = (LOOPS | BATCHED)[name]
-    config, device = case.config, torch.device(DEVICE)
-    why = why_not(Gpu.of(device), expert_spec(config), case.batch, "bf16")
+def hopper(loops: Loops) -> Gpu:
+    gpu = Gpu.of(torch.device(DEVICE))
+    assert gpu is not None
+    why = why_not(gpu, loops.spec, loops.case.batch, "bf16")
     if why is not None:
         assert why.startswith("it needs compute capability 9.0")
         pytest.skip(f"NOT RUN: {why}")
-    model = random_model(Pi0, config)
-    inputs, state, noise = loops_inputs(case)
-    sizes = (case.batch, case.prefix_tokens)
-    with torch.inference_mode():
-        exact = expert_weights(model, "fp32")
-        tables = step_tables(model, exact.normed_products(), case.steps)
-        reference = SuffixLoop(exact, expert_spec(config), tables, *sizes)
-        want = run_loop(
-            reference, {n: v.float() if n != "lengths" else v for n, v in inputs.items()}, state, noise, "cpu"
-        )
-        weights = expert_weights(on_gpu(model), "bf16")
-        tables = step_tables(model, weights.normed_products(), case.steps)
-        layered = SuffixLoop(weights, expert_spec(config), tables, *sizes)
-        streamed = loop_of(case, expert_weights(model, "bf16", streamed=True), tables)
-    triton_actions = run_loop(layered, inputs, state, noise, DEVICE)
-    first = run_loop(streamed, inputs, state, noise, DEVICE)
-    assert np.isfinite(first).all()
-    # Without what both start from, which would flatter the cosine.
-    start = noise.numpy()
-    of_triton = cosines(triton_actions - start, want - start).min()
-    assert of_triton >= BF16_COSINE
-    assert cosines(first - start, want - start).min() >= BF16_COSINE
-    assert cosines(first - start, triton_actions - start).min() >= BF16_COSINE
-    # Buffers hold the last run's values now.
-    for _ in range(3):
-        np.testing.assert_array_equal(run_loop(streamed, inputs, state, noise, DEVICE), first)
+    return gpu
 
 
-@pytest.mark.parametrize("name", LOOPS | BATCHED)
-def test_nan_behind_the_length_changes_no_bit(name: str) -> None:
-    """Another engine may have made the prefix, whose padding then holds anything."""
-    case = (LOOPS | BATCHED)[name]
-    if why_not(Gpu.of(torch.device(DEVICE)), expert_spec(case.config), case.batch, "bf16"):
-        pytest.skip("NOT RUN: needs compute capability 9.0")
-    inputs, state, noise = loops_inputs(case)
-    inputs["lengths"] = (inputs["lengths"] - 13).clamp(min=1)
-    beyond = (torch.arange(case.prefix_tokens) >= inputs["lengths"][:, None])[None, :, :, None, None]
-    model = on_gpu(random_model(Pi0, case.config))
-    with torch.inference_mode():
-        weights = expert_weights(model, "bf16", streamed=True)
-        tables = step_tables(model, weights.normed_products(), case.steps)
-        loop = loop_of(case, weights, tables)
+def check(loops: Loops, loop: StreamedLoop) -> None:
+    """The streamed loop is as near to float32 as the loop of fused ops, and repeats its bits, whatever lies behind the
+    lengths."""
+    with steered("reference"):
+        exact = loops.moved(loops.fused("fp32"), loops.placed("cpu", torch.float32, beyond=0.0))
+    plain = loops.moved(loops.fused("bf16", DEVICE), loops.placed(DEVICE, beyond=0.0))
+    got = loops.moved(loop, loops.placed(DEVICE))
+    if loops.case in EXPERTS.values():
+        assert_as_near(got, plain, exact)
+    else:
+        for one, other in ((plain, exact), (got, exact), (got, plain)):
+            assert cosines(one.numpy(), other.numpy()).min() >= BF16_COSINE
+    for beyond in (0.0, float("inf"), NAN):
+        assert torch.equal(loops.moved(loop, loops.placed(DEVICE, beyond=beyond)), got)
 
-    def run_with(value: float) -> np.ndarray:
-        filled = {name: inputs[name].masked_fill(beyond, value) for name in ("keys", "values")}
-        return run_loop(loop, inputs | filled, state, noise, DEVICE)
 
-    want = run_with(0.0)
-    assert np.isfinite(want).all()
-    np.testing.assert_array_equal(run_with(NAN), want)
-    np.testing.assert_array_equal(run_with(float("inf")), want)
+@pytest.mark.parametrize("name", CASES)
+def test_the_streamed_loop_is_as_near_as_the_fused(name: str) -> None:
+    loops = Loops(CASES[name])
+    loop = loops.streamed(hopper(loops), DEVICE)
+    if name in SMOLVLA:
+        assert (loop.schedule.fused is None) == (loops.case.batch > 1 or "large heads" in name)
+    check(loops, loop)
+
+
+@pytest.mark.parametrize("name", ["smolvla 16 actions", "smolvla three sequences", "smolvla full"])
+def test_no_kernel_reads_ahead_of_its_predecessor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(nvrtc.MACROS, "INJECT_DELAY", 20)
+    loops = Loops(CASES[name])
+    check(loops, loops.streamed(hopper(loops), DEVICE))
+
+
+@pytest.mark.parametrize("kernel", ["grouped", "attention"])
+def test_a_device_that_holds_fewer_clusters(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small clusters, and where no warp holds the keys, so that two kernels compute q/k/v and attention."""
+    loops = Loops(EXPERTS["full"])
+    gpu = hopper(loops)
+    if kernel == "grouped":
+        monkeypatch.setattr(nvrtc.Module, "clusters_at_once", lambda *_: 0)
+    else:
+        monkeypatch.setattr(schedule, "MOST_ROUNDS", 0)
+    loop = loops.streamed(gpu, DEVICE)
+    assert loop.schedule.clusters[kernel] == 8
+    check(loops, loop)
 
 
 @pytest.mark.parametrize("name", ["full", "full fifty rows"])
 def test_nan_in_the_noise_ends_and_leaves_nothing(name: str) -> None:
-    """Blocks read the suffix's keys and values until they are there, and NaN of either sign is there, too."""
-    case = LOOPS[name]
-    if why_not(Gpu.of(torch.device(DEVICE)), expert_spec(case.config), case.batch, "bf16"):
-        pytest.skip("NOT RUN: needs compute capability 9.0")
-    inputs, state, noise = loops_inputs(case)
-    inputs["weights"].zero_()
-    model = on_gpu(random_model(Pi0, case.config))
-    with torch.inference_mode():
-        weights = expert_weights(model, "bf16", streamed=True)
-        loop = loop_of(case, weights, step_tables(model, weights.normed_products(), case.steps))
-    want = run_loop(loop, inputs, state, noise, DEVICE)
+    """Blocks poll the suffix's keys and values, and NaN of either sign is a value that has arrived."""
+    loops = Loops(LOOPS[name])
+    loops.inputs["weights"].zero_()
+    loop, inputs, noise = loops.streamed(hopper(loops), DEVICE), loops.placed(DEVICE), loops.noise
+    want = loops.moved(loop, inputs)
     for nan in (NAN, -NAN):
-        assert np.isnan(run_loop(loop, inputs, state, torch.full_like(noise, nan), DEVICE)).all()
-        np.testing.assert_array_equal(run_loop(loop, inputs, state, noise, DEVICE), want)
+        loops.noise = torch.full_like(noise, nan)
+        assert loops.moved(loop, inputs).isnan().all()
+        loops.noise = noise
+        assert torch.equal(loops.moved(loop, inputs), want)
 
 
 def test_a_wait_that_is_never_answered_ends() -> None:
@@ -129,20 +118,13 @@ runtime.synchronize(device)
 
 
 def test_the_streamed_loop_sees_each_row_s_length() -> None:
-    """Rubbish beyond the length changes nothing, a key before it does."""
-    case = BATCHED["demo x 2"]
-    model = on_gpu(random_model(Pi0, case.config))
-    inputs, state, noise = loops_inputs(case)
-    with torch.inference_mode():
-        weights = expert_weights(model, "bf16", streamed=True)
-        tables = step_tables(model, weights.normed_products(), case.steps)
-        loop = loop_of(case, weights, tables)
-    first = run_loop(loop, inputs, state, noise, DEVICE)
+    """A key behind the length changes nothing, one before it does."""
+    loops = Loops(BATCHED["demo x 2"])
+    loop, inputs = loops.streamed(hopper(loops), DEVICE), loops.placed(DEVICE)
+    first = loops.moved(loop, inputs)
     length = int(inputs["lengths"][1])
-    for place, same in ((length, True), (length - 1, False)):
+    for position, same in ((length, True), (length - 1, False)):
         changed = {name: value.clone() for name, value in inputs.items()}
-        changed["keys"][:, 1, place] = 5.0
-        changed["values"][:, 1, place] = 5.0
-        got = run_loop(loop, changed, state, noise, DEVICE)
-        np.testing.assert_array_equal(got[0], first[0])
-        assert np.array_equal(got[1], first[1]) == same
+        changed["keys"][:, 1, position] = changed["values"][:, 1, position] = 5.0
+        got = loops.moved(loop, changed)
+        assert torch.equal(got[0], first[0]) and torch.equal(got[1], first[1]) == same

@@ -1,4 +1,4 @@
-"""The accelerated autoencoder: configuration, engine files, sizes, torch's modes, and results as diffusers' own."""
+"""The accelerated autoencoder: configuration, engine files, sizes, torch's modes, and diffusers' own results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.images import (
     CPU,
@@ -18,6 +18,7 @@ from tests.support.images import (
     accelerated,
     assert_near,
     both_sides,
+    engine_sizes,
     make_parts,
     make_vae,
     vae_inputs,
@@ -43,9 +44,6 @@ def image(height: int, width: int) -> Tensor:
     return vae_inputs("tiny-qwen-vae", height, width)[0]
 
 
-# -- sizes ------------------------------------------------------------------------------------------------------------
-
-
 def test_every_static_size_is_found_under_the_key_it_is_built_with(tmp_path: Path) -> None:
     built = sizes.static_sizes(["1024x1024", "64x1920", "1664x928"])
     assert list(built) == ["16_9", "9_16", "1_1", "4_3", "3_4", "1024x1024", "64x1920"]
@@ -54,13 +52,12 @@ def test_every_static_size_is_found_under_the_key_it_is_built_with(tmp_path: Pat
             path = tmp_path / key / f"vae_{side}.trt"
             path.parent.mkdir(exist_ok=True)
             path.touch()
-        # Looked up as the runtime does: from a size in pixels alone.
+        # The runtime knows only the size in pixels.
         found = {size: engine_file(TrtVaeConfig(str(tmp_path)), side, size) for size in built.values()}
         assert {p.parent.name for p in found.values()} == set(built)
-        assert all(sizes.size_key(size) == path.parent.name for size, path in found.items())
 
 
-def test_ratios_are_the_guides() -> None:
+def test_ratios_are_those_of_the_guide() -> None:
     named = {k: (w, h) for k, (h, w) in sizes.RATIOS.items()}
     # 1472x1140 fits no latent; diffusers makes 1472x1136 of it.
     wide, high = {"16_9": (1664, 928), "4_3": (1472, 1136)}, {"9_16": (928, 1664), "3_4": (768, 1024)}
@@ -70,47 +67,36 @@ def test_ratios_are_the_guides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "larger"),
+    ("text", "message"),
     [
-        ((1081, 1920), (1088, 1920)),
-        ((1, 65), (64, 72)),
-        ((64, 1905), (64, 1912)),
-        ((1936, 512), None),
-        ((512, 2048), None),
+        ("1920x1081", "from 64 to 1920 pixels a side, got 1920x1081; the smallest that holds it is 1920x1088$"),
+        ("65x1", "got 65x1; the smallest that holds it is 72x64$"),
+        ("1905x64", "got 1905x64; the smallest that holds it is 1912x64$"),
+        ("512x1936", "got 512x1936$"),
+        ("2048x512", "got 2048x512$"),
+        *((text, "expected WIDTHxHEIGHT or one of 16_9") for text in ("1024", "axb", "1024x", "-64x64", "5_4")),
     ],
 )
-def test_a_size_that_no_engine_file_has_names_a_larger_one(size: sizes.Size, larger: sizes.Size | None) -> None:
-    with pytest.raises(ConfigError) as caught:
-        sizes.check_size(size)
-    holds = f"; the smallest that holds it is {larger[1]}x{larger[0]}" if larger else ""
-    assert str(caught.value).endswith(f"from 64 to 1920 pixels a side, got {size[1]}x{size[0]}{holds}")
-    assert larger is None or sizes.check_size(larger) == larger
-
-
-@pytest.mark.parametrize("text", ["1024", "axb", "1024x", "-64x64", "5_4"])
-def test_texts_that_are_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected WIDTHxHEIGHT or one of 16_9"):
+def test_a_size_that_no_engine_file_has_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         sizes.parse_size(text)
 
 
-def test_components_and_profiles(vae: Any) -> None:
-    encoder, decoder = split_autoencoder(vae)
-    component = sizes.vae_component(encoder, "encoder", (512, 768), dynamic=True)
-    assert component.inputs[0].shape == (1, 3, 1, 512, 768) and component.outputs[0].shape == (1, 8, 1, 64, 96)
-    assert component.inputs[0].ranges == {3: (64, 1920), 4: (64, 1920)}
-    assert component.outputs[0].ranges == {3: (8, 240), 4: (8, 240)}
-    texts = sizes.profile_texts(component)
-    assert len(texts) == 9 and texts[2] == "image.3=64:480:1920, image.4=64:848:1920"
-    component = sizes.vae_component(decoder, "decoder", (512, 768), dynamic=True)
-    assert component.inputs[0].shape == (1, 4, 1, 64, 96)
-    assert sizes.profile_texts(component)[2] == "latents.3=8:60:240, latents.4=8:106:240"
-    assert not sizes.vae_component(decoder, "decoder", (512, 768)).inputs[0].ranges
+def test_ranges_and_profiles_of_an_engine_file(vae: Any) -> None:
+    for side, half, text in zip(
+        ("encoder", "decoder"),
+        split_autoencoder(vae),
+        ("image.3=64:480:1920, image.4=64:848:1920", "latents.3=8:60:240, latents.4=8:106:240"),
+        strict=True,
+    ):
+        component = sizes.vae_component(half, side, (512, 768), dynamic=True)
+        pixels, latents = (component.inputs[0], component.outputs[0])[:: 1 if side == "encoder" else -1]
+        assert pixels.shape == (1, 3, 1, 512, 768) and latents.shape == (1, 8 if side == "encoder" else 4, 1, 64, 96)
+        assert pixels.ranges == {3: (64, 1920), 4: (64, 1920)} and latents.ranges == {3: (8, 240), 4: (8, 240)}
+        assert len(sizes.profile_texts(component)) == 9 and sizes.profile_texts(component)[2] == text
 
 
-# -- configuration ----------------------------------------------------------------------------------------------------
-
-
-def test_the_guides_json(tmp_path: Path) -> None:
+def test_the_json_of_the_guide(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     files = {"multi_profile": True, "trt_engine_path": "engines"}
     path.write_text(json.dumps({"vae_type": "tensorrt", "trt_vae_config": files}))
@@ -134,10 +120,6 @@ ENGINE_PATH = {"trt_engine_path": "engines"}
         ({"vae_type": "eager", "precision": "fp16"}, "precision: fp16 is for vae_type native, got eager"),
         ({"pad": "auto"}, "pad: auto is for vae_type tensorrt or tensorrt_rtx, got native"),
         ({"vae_type": "eager", "inductor": "measure"}, "inductor: measure is for vae_type native, got eager"),
-        (
-            {"vae_type": "tensorrt", "inductor": "measure", "trt_vae_config": ENGINE_PATH},
-            "inductor: measure is for vae_type native, got tensorrt",
-        ),
         ({"trt_vae_config": ENGINE_PATH}, "trt_vae_config: expected vae_type tensorrt .*native"),
         ({"vae_type": "eager", "trt_vae_config": {"multi_profile": True}}, "trt_vae_config: .*, got eager"),
     ],
@@ -148,14 +130,12 @@ def test_bad_configurations(content: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [VaeConfig, dict])
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("vae_type", "nativ"), ("pad", "Auto"), ("inductor", "mesure"), ("precision", "half"),
-     ("memory_budget_gib", float("nan")), ("memory_budget_gib", "3"), ("memory_budget_gib", None)],
-)  # fmt: skip
-def test_a_configuration_is_checked_in_python_as_in_a_file(vae: Any, kind: Any, field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{field}: expected"):
-        AcceleratedVae(vae, kind(**{field: value}))
+def test_a_configuration_is_checked_in_python_as_in_a_file(vae: Any, kind: Any) -> None:
+    wrong = {"vae_type": "nativ", "pad": "Auto", "inductor": "mesure", "precision": "half"}
+    values = [("memory_budget_gib", value) for value in (float("nan"), "3", None)]
+    for field, value in (*wrong.items(), *values):
+        with pytest.raises(ConfigError, match=f"{field}: expected"):
+            AcceleratedVae(vae, kind(**{field: value}))
 
 
 def test_engine_files_of_folder_and_file_mode(tmp_path: Path) -> None:
@@ -196,29 +176,17 @@ def test_a_size_without_an_engine_file_is_refused_or_runs_without_an_engine(
     assert "vae_encoder" in caplog.text and "75x100" in caplog.text
     with pytest.raises(EngineError, match="strict mode: vae_encoder"):
         AcceleratedVae(vae, {**config, "pad": "auto"}, ledger=Ledger(strict=True)).encode(image)
-
-
-def test_a_static_size_that_was_not_built_falls_back_but_a_missing_folder_does_not(tmp_path: Path) -> None:
-    vae, latents = make_vae("tiny-sd-vae"), torch.randn(1, 4, 8, 8)
-    (tmp_path / "512x512").mkdir()
-
-    def from_folder(folder: Path) -> AcceleratedVae:
-        files = {"trt_engine_path": str(folder)}
-        return AcceleratedVae(vae, {"vae_type": "tensorrt", "trt_vae_config": files, "pad": "auto"})
-
-    one = from_folder(tmp_path)
-    with torch.inference_mode():
-        assert torch.equal(one.decode(latents), vae.decode(latents).sample)
-    assert one.ledger.entries["vae_decoder"].used == "eager"
-    with pytest.raises(ConfigError, match="no such folder"):
-        from_folder(tmp_path / "misspelt").decode(latents)
-
-
-# -- running ----------------------------------------------------------------------------------------------------------
+    # A static size that was not built falls back, too; a missing folder does not.
+    latents, size = torch.randn(1, 4, 8, 8), {**config, "pad": "auto"}
+    if not multi:
+        with torch.inference_mode():
+            assert torch.equal(AcceleratedVae(vae, size).decode(latents), vae.decode(latents).sample)
+        size["trt_vae_config"] = {"trt_engine_path": str(tmp_path / "misspelt")}
+        with pytest.raises(ConfigError, match="no such folder"):
+            AcceleratedVae(vae, size).decode(latents)
 
 
 SIZES = [(8, 8), (16, 72), (72, 72), (72, 64), (120, 136), (100, 75), (63, 65), (9, 200), (72, 72)]
-"""(height, width): multiples of 8 and others, and one of them again."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -233,39 +201,31 @@ def test_results_are_diffusers_own_at_every_size(name: str, engine: str) -> None
     for value, want in zip(values, wanted, strict=True):
         assert_near(both_sides(vae, *value), want)
         assert_near((fast.encode(value[0]), fast.decode(value[1])), want)
-    assert fast.sizes[:2] == ["encoder 8x8", "decoder 8x8"] and {e["used"] for e in ledger.as_list()} == {engine}
+    assert engine_sizes(fast)[:2] == ["encoder 8x8", "decoder 8x8"]
+    assert {e["used"] for e in ledger.as_list()} == {engine}
     x, z = values[3]
     assert_near((vae.encode(x, return_dict=False)[0].parameters, vae.decode(z, return_dict=False)[0]), wanted[3])
     undo()
     assert not {"encode", "decode"} & set(vars(vae))
 
 
-def test_an_image_smaller_than_a_latent_is_refused() -> None:
-    with pytest.raises(ConfigError, match="image size: expected at least 8 pixels a side, got 64x7"):
-        AcceleratedVae(make_vae("tiny-sd-vae")).encode(torch.zeros(1, 3, 7, 64))
-
-
-def test_results_do_not_change_with_the_next_call(vae: Any) -> None:
-    accelerated = AcceleratedVae(vae)
-    first = accelerated.encode(image(64, 64))
-    copy = first.clone()
-    accelerated.encode(-image(64, 64))
-    assert torch.equal(first, copy)
-
-
 def test_engines_are_made_on_first_use_and_dropped_under_the_budget(vae: Any) -> None:
     accelerated = AcceleratedVae(vae)
-    assert accelerated.sizes == [] and accelerated.bytes == 0
+    assert engine_sizes(accelerated) == []
     accelerated.encode(image(64, 64))
-    one = accelerated.bytes
+    one = sum(stage.bytes for stage in accelerated.cache.made.values())
     assert one == 4 * (3 * 64 * 64 + 8 * 8 * 8)
     tight = AcceleratedVae(vae, VaeConfig(memory_budget_gib=2.5 * one / 2**30))
     for size in ((64, 64), (64, 64), (64, 80), (64, 64), (80, 64)):
         tight.encode(image(*size))
     # 64x80 was the least recently used.
-    assert tight.sizes == ["encoder 64x64", "encoder 64x80"]
+    assert engine_sizes(tight) == ["encoder 64x64", "encoder 64x80"]
     tight.encode(image(512, 512))
-    assert tight.sizes == ["encoder 512x512"], "the newest stays even above the budget"
+    assert engine_sizes(tight) == ["encoder 512x512"], "the newest stays even above the budget"
+    first = accelerated.encode(image(64, 64))
+    copy = first.clone()
+    accelerated.encode(-image(64, 64))
+    assert torch.equal(first, copy), "a result is not overwritten"
 
 
 @pytest.mark.parametrize(
@@ -278,9 +238,18 @@ def test_engines_are_made_on_first_use_and_dropped_under_the_budget(vae: Any) ->
         (torch.zeros(1, 3, 1, 64, 64, device="meta"), "expected device cpu, got meta"),
     ],
 )
-def test_bad_inputs(vae: Any, value: Tensor, message: str) -> None:
+def test_an_input_of_another_shape_dtype_or_device_is_refused(vae: Any, value: Tensor, message: str) -> None:
     with pytest.raises(EngineError, match=f"vae_encoder: .*{message}"):
         AcceleratedVae(vae).encode(value)
+
+
+def test_several_frames_and_images_without_a_latent_are_refused() -> None:
+    vae = make_vae()
+    plug_in(vae, AcceleratedVae(vae))
+    with pytest.raises(EngineError, match=r"expected one frame, .*, got \(1, 4, 2, 8, 8\)"):
+        vae.decode(torch.zeros(1, 4, 2, 8, 8))
+    with pytest.raises(ConfigError, match="image size: expected at least 8 pixels a side, got 64x7"):
+        AcceleratedVae(make_vae("tiny-sd-vae")).encode(torch.zeros(1, 3, 7, 64))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -292,18 +261,13 @@ def test_a_non_finite_result_names_the_module(engine: str) -> None:
     _, decoder = split_autoencoder(vae)
     name = first_non_finite(decoder, (torch.zeros(1, 4, 1, 8, 8),))
     assert name is not None and name.endswith(".conv1") and name.startswith("blocks.")
-
-
-def test_a_non_finite_result_that_eager_does_not_have_blames_the_engine(vae: Any) -> None:
-    component = sizes.vae_component(split_autoencoder(vae)[0], "encoder", (64, 64))
+    component = sizes.vae_component(split_autoencoder(make_vae())[0], "encoder", (64, 64))
     with pytest.raises(EngineError, match="not in the eager module: compare the engines"):
         require_finite(torch.tensor([1.0, torch.nan]), component, (image(64, 64),))
     require_finite(torch.ones(2), component, (image(64, 64),))
-    assert first_non_finite(nn.Sequential(nn.Identity()), (torch.ones(1),)) is None
 
 
 def test_both_programs_that_inductor_measures_have_the_requested_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The faster one is chosen for its time, so both must compute in the precision that was requested."""
     seen: list[torch.dtype] = []
     real = CompiledHalf.__init__
 
@@ -324,32 +288,20 @@ def test_both_programs_that_inductor_measures_have_the_requested_precision(monke
     assert seen == [torch.bfloat16]
 
 
-# -- torch's modes ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", VAES)
-def test_latents_may_enter_a_training_loop(name: str) -> None:
-    image, latents = vae_inputs(name)
-    found: list[Tensor] = []
-    vae = make_vae(name)
-    for plugged in (False, True):
-        if plugged:
-            plug_in(vae, AcceleratedVae(vae))
-        with torch.no_grad():
-            encoded = vae.encode(image).latent_dist.mode()
-            vae.decode(latents).sample.mul_(2)
-        weight = torch.ones(1, requires_grad=True)
-        (encoded * weight).sum().backward()
-        assert weight.grad is not None
-        found.append(weight.grad)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", VAES)
-def test_gradients_are_refused_instead_of_lost(name: str) -> None:
-    vae = make_vae(name)
+def test_latents_may_enter_a_training_loop_but_gradients_are_refused(name: str) -> None:
+    vae, (image, latents) = make_vae(name), vae_inputs(name)
+    with torch.no_grad():
+        want = vae.encode(image).latent_dist.mode()
     plug_in(vae, AcceleratedVae(vae))
-    image, latents = (value.requires_grad_() for value in vae_inputs(name))
+    with torch.no_grad():
+        encoded = vae.encode(image).latent_dist.mode()
+        vae.decode(latents).sample.mul_(2)
+    weight = torch.ones(1, requires_grad=True)
+    (encoded * weight).sum().backward()
+    torch.testing.assert_close(weight.grad, want.sum()[None], rtol=1e-4, atol=1e-3)
+    for value in (image, latents):
+        value.requires_grad_()
     for call, value, part in ((vae.encode, image, "vae_encoder"), (vae.decode, latents, "vae_decoder")):
         with pytest.raises(EngineError, match=rf"{part}: expected inputs without gradient.*got requires_grad=True"):
             call(value)
@@ -372,9 +324,6 @@ def test_autocast_is_refused_and_leaves_nothing_behind(engine: str) -> None:
         with torch.autocast("cpu", enabled=False):
             got = vae.decode(latents).sample
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-# -- models by name ---------------------------------------------------------------------------------------------------
 
 
 def test_models_load_from_a_folder_of_safetensors(vae: Any, tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from tests.support.agreement import RATIO
 from tests.support.images import CPU, diffusers, last_json, read_parameters
 from vla_accel import cli
 from vla_accel.cli import bench_unet, build_images
+from vla_accel.engines.cache import Entry
 from vla_accel.engines.onnx import OnnxFile
+from vla_accel.engines.tensorrt_plan import Obtained
 from vla_accel.images import AcceleratedVae
-from vla_accel.images.engine_files import BuiltFile
 from vla_accel.images.measure import Bench, parity
 from vla_accel.images.models import random_model
 from vla_accel.images.parts import load_parts
@@ -33,7 +34,14 @@ HALF_STEP = 0.5 / 255 + 2e-4
 
 
 @pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TensorRT-RTX that builds nothing."""
+    library = SimpleNamespace(title="TensorRT", name="tensorrt_rtx")
+    monkeypatch.setattr(build_images, "load_library", lambda _: library)
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library: None) -> Path:
     """An empty folder to work in; loading a model there fails the test."""
     monkeypatch.chdir(tmp_path)
     for name in ("bench_vae.load_model", "bench_qwen.random_qwen_image"):
@@ -58,12 +66,14 @@ def unloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("precision tiny-sd-vae --tokens 5", "tokens: expected a text encoder with it, got tiny-sd-vae"),
         ("precision tiny-qwen-text-encoder --size 64", "size: expected an image model with it"),
         ("precision tiny-sd-vae --size 3", "size: expected at least 8, got 3"),
-        ("txt2img --sd-dir tiny-random --out-img-path a.jpg", "expected a .png, got a.jpg"),
-        ("txt2img --sd-dir tiny-random --height 64", "expected both --height and --width"),
+        ("txt2img --sd-dir tiny-random --out-img-path a.jpg", "expected a file name ending in .png, got 'a.jpg'"),
+        ("txt2img --sd-dir tiny-random --height 64", "expected both height and width"),
         ("txt2img --sd-dir random --scheduler DDMI", "a diffusers class like DDIMScheduler, got DDMI: did you mean DD"),
         ("txt2img --sd-dir tiny-random --height 70 --width 64", "multiples of 8, got 64x70; the smallest that holds"),
         ("img2img --sd-dir x --in-img-path low.png --height 64 --width 4", "multiples of 8, got 4x64"),
         ("img2img --sd-dir x --in-img-path low.png", "expected at least 8 pixels a side, got 100x7"),
+        ("build-vae --vae tiny-sd-vae --output-dir x --targets sm89 --static --sizes 64x64 --only 72x64", "--only rep"),
+        ("build-vae --vae tiny-qwen-vae --output-dir x --targets sm89 --sizes 64x64", "belong to --static"),
         ("build-unet --sd-dir tiny-random --targets sm89", "expected a folder for the files of tiny-random, got none"),
         ("doctor --count 3", "count: expected --observations with it, got 3"),
         ("convert folder out --lora-scale nan", "lora-scale: expected more than 0, got nan"),
@@ -78,32 +88,29 @@ def test_options_without_effect_are_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "status", "message"),
     [
-        ("--sd-dir .", "expected a model_index.json, found none"),
-        ("--sd-dir no-such-folder", "or owner/name of one on the hub, got 'no-such-folder'"),
-        ("--sd-dir tiny-random --device cuda", "finds no CUDA GPU"),
+        ("--sd-dir .", 1, "expected a model_index.json, found none"),
+        ("--sd-dir no-such-folder", 1, "or owner/name of one on the hub, got 'no-such-folder'"),
+        ("--sd-dir tiny-random --device cuda", 1, "finds no CUDA GPU"),
+        ("--sd-dir tiny-random --engine auto", 2, "auto"),
     ],
 )
-def test_a_model_that_does_not_load_is_one_clear_error(
-    words: str, message: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_device_or_engine_that_does_not_exist_is_one_error(
+    words: str, status: int, message: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if "cuda" in words and torch.cuda.is_available():
         pytest.skip("NOT RUN: this machine has a GPU")
-    assert cli.main(["txt2img", *words.split()]) == 1
+    try:
+        assert cli.main(["txt2img", *words.split()]) == status
+    except SystemExit as ended:
+        assert ended.code == status
     assert message in capsys.readouterr().err
-
-
-def test_an_engine_that_image_models_do_not_have_is_wrong_usage(capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["txt2img", "--sd-dir", "tiny-random", "--engine", "auto"])
-    assert ended.value.code == 2 and "auto" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "layers"), [("--tiny", 2), ("--tiny --layers 5", 5), ("--layers 7", 7)])
 def test_a_tiny_transformer_is_shallow(words: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all sixty layers, torch.compile took minutes on a CPU."""
     made: list[int] = []
 
     def stop(**options: Any) -> Any:
@@ -112,9 +119,6 @@ def test_a_tiny_transformer_is_shallow(words: str, layers: int, monkeypatch: pyt
 
     monkeypatch.setattr("vla_accel.cli.bench_qwen.random_qwen_image", stop)
     assert cli.main(["bench-qwen", "--device", "cpu", *words.split()]) == 130 and made == [layers]
-
-
-# -- pictures ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_commands_make_pictures_with_their_parameters(
@@ -129,8 +133,8 @@ def test_the_commands_make_pictures_with_their_parameters(
     printed = capsys.readouterr()
     assert printed.err.startswith("loading tiny-random\n") and "\ndenoising in 2 steps\n" in printed.err
     assert printed.err.count("denoising: 100 %\n") == 2, "lines instead of a bar without a terminal"
-    warnings = logging.getLogger("transformers.utils.import_utils")
-    assert not warnings.isEnabledFor(logging.WARNING), "it would warn about torchvision"
+    torchvision = logging.getLogger("transformers.utils.import_utils")
+    assert not torchvision.isEnabledFor(logging.WARNING), "it would warn that torchvision is missing"
     report = last_json(printed.out)
     # Ours is rounded to uint8.
     assert report["pipeline"]["parity"]["max_error"] < HALF_STEP and report["samples"] == 1
@@ -155,9 +159,6 @@ def test_img2img_reduces_a_picture_as_diffusers_does(tmp_path: Path, capsys: Cap
     assert ours.shape == theirs.shape == (1, 3, 72, 96) and float((ours - theirs).abs().max()) <= 2 / 255 + 1e-6
 
 
-# -- benchmarks -------------------------------------------------------------------------------------------------------
-
-
 def test_bench_qwen(tmp_path: Path, capsys: Capture) -> None:
     words = "bench-qwen --tiny --layers 1 --size 64 --steps 2 --dtype fp32 --rounds 1 --transformer native"
     assert cli.main([*words.split(), "--output", str(tmp_path / "a.json")]) == 0
@@ -166,8 +167,9 @@ def test_bench_qwen(tmp_path: Path, capsys: Capture) -> None:
     assert json.loads((tmp_path / "a.json").read_text()) == report
     names = ["baseline", "VAE only", "transformer only (native)", "both (native)"]
     assert printed.err.startswith("making Qwen-Image with 1 layers\n")
-    calls = [line.partition(" took")[0] for line in printed.err.splitlines() if "first call" in line]
-    assert calls == [f"Qwen-Image, {name}: {what}" for name in names for what in ("first call", "the first call")]
+    lines = [line for line in printed.err.splitlines() if "first call" in line and "so far" not in line]
+    first = [f"Qwen-Image, {name}: {what}" for name in names for what in ("first call", "the first call")]
+    assert [line.partition(" took")[0] for line in lines] == first
     assert [r["system"] for r in report["results"]] == names and report["layers"] == 1
     assert all(r["parity"]["cosine"] > 0.9999 for r in report["results"])
     lines = qwen_images(report).splitlines()
@@ -198,78 +200,73 @@ def test_bench_vae(vae: str, tmp_path: Path, capsys: Capture) -> None:
     assert report["picture"]["parity"]["cosine"] > 0.9999 and report["picture"]["size"] == "64x64"
 
 
-TWO_SYSTEMS = "bench-vae --vae tiny-qwen-vae --sizes 64x64 --systems eager,native --dtype fp32 --rounds 1"
-
-
-def test_bench_vae_fails_on_disagreement(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = AcceleratedVae.decode
-    monkeypatch.setattr(AcceleratedVae, "decode", lambda self, z: real(self, z) + 0.1)
-    assert cli.main(TWO_SYSTEMS.split()) == 1
-    report = last_json(capsys.readouterr().out)
-    assert [r["passed"] for r in report["results"]] == [True, True, True, False]
-    assert autoencoders(report).splitlines()[3].startswith("| 64x64 | native | ")
-
-
-def test_a_system_that_fails_is_reported_and_the_others_are_timed(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True])
+def test_bench_vae_fails_if_a_system_disagrees_or_fails(
+    fails: bool, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Any, latents: Any) -> Any:
-        raise RuntimeError("no such kernel")
+    real = AcceleratedVae.decode
 
-    monkeypatch.setattr(AcceleratedVae, "decode", broken)
-    assert cli.main(TWO_SYSTEMS.split()) == 1
+    def decode(self: Any, latents: Any) -> Any:
+        if fails:
+            raise RuntimeError("no such kernel")
+        return real(self, latents) + 0.1
+
+    monkeypatch.setattr(AcceleratedVae, "decode", decode)
+    words = "bench-vae --vae tiny-qwen-vae --sizes 64x64 --systems eager,native --dtype fp32 --rounds 1"
+    assert cli.main(words.split()) == 1
     report = last_json(capsys.readouterr().out)
-    assert report["errors"] == {"native decoder 64x64": "RuntimeError: no such kernel"}
-    systems = [("encoder", "eager"), ("encoder", "native"), ("decoder", "eager")]
-    assert [(r["side"], r["system"]) for r in report["results"]] == systems
-    assert autoencoder_sizes(report).splitlines()[2].endswith(", 1.0× | - | 1.000000 |")
-    # No sum of one side.
-    assert autoencoders(report).splitlines()[3].endswith(" | - | - | - | 1.000000 | - |")
+    systems = [("encoder", "eager", True), ("encoder", "native", True), ("decoder", "eager", True)]
+    systems += [] if fails else [("decoder", "native", False)]
+    assert [(r["side"], r["system"], r["passed"]) for r in report["results"]] == systems
+    row = autoencoders(report).splitlines()[3]
+    assert row.startswith("| 64x64 | native | ")
+    if fails:
+        assert report["errors"] == {"native decoder 64x64": "RuntimeError: no such kernel"}
+        assert autoencoder_sizes(report).splitlines()[2].endswith(", 1.0× | - | 1.000000 |")
+        # No sum of one side.
+        assert row.endswith(" | - | - | - | 1.000000 | - |")
 
 
 UNETS = "bench-unet --sd-dir tiny-random --size 64 --rounds 1 --unet-rounds 1"
 
 
-def test_bench_unet_compares_with_both_eagers(capsys: Capture) -> None:
-    cli.main(f"{UNETS} --systems eager-fp32,eager,native --dtype bf16 --steps 2".split())
-    report = last_json(capsys.readouterr().out)
-    assert report["errors"] == {}
-    names = ("parity", "parity_eager")
-    for part, agreements in (("unet", names), ("txt2img", (*names, "latents", "latents_eager"))):
-        wide, eager, _ = report[part]
-        for name in agreements:
-            own, other = (eager, wide) if name.endswith("eager") else (wide, eager)
-            assert own[name]["mse"] == 0 and other[name]["mse"] > 0
-    assert report["agreement_with"]["parity_eager"] == "eager in bf16"
-    text = unets(report)
-    assert "| txt2img, 2 steps | native |" in text and "cosine with eager BF16" in text and "img2img" not in text
-
-
-def test_bench_unet_compares_and_counts(tmp_path: Path, capsys: Capture) -> None:
+def test_bench_unet_compares_with_both_eagers(tmp_path: Path, capsys: Capture) -> None:
     picture, output = tmp_path / "both.png", tmp_path / "bench.json"
-    extra = f"--systems eager-fp32,native --device cpu --steps 2 --img2img --picture {picture} --output {output}"
-    assert cli.main(f"{UNETS} {extra}".split()) == 0
+    words = f"{UNETS} --systems eager-fp32,eager,native --dtype bf16 --steps 2 --img2img"
+    cli.main([*words.split(), "--picture", str(picture), "--output", str(output)])
     printed = capsys.readouterr()
     report = last_json(printed.out)
     said = "loading tiny-random\nunet: the systems, and the reference, eager in float32\nunet, eager-fp32: first call\n"
-    assert printed.err.startswith(said) and report["dtype"] == "fp32", "fp16 is for GPUs"
-    assert json.loads(output.read_text()) == report and report["passed"]
-    for part in ("unet", "txt2img", "img2img"):
-        first, second = report[part]
-        assert (first["system"], second["system"]) == ("eager-fp32", "native")
-        assert first["speedup"] == 1.0 and second["parity"]["cosine"] > 0.9999 and "parity_eager" not in first
-        assert part == "unet" or all(row["latents"]["cosine"] > 0.9999 for row in (first, second))
-    assert load_image(picture).shape == (1, 3, 64, 128)
+    assert printed.err.startswith(said) and json.loads(output.read_text()) == report and report["errors"] == {}
+    names = ("parity", "parity_eager")
+    for part, agreements in (("unet", names), ("txt2img", (*names, "latents", "latents_eager"))):
+        wide, eager, _ = report[part]
+        assert wide["speedup"] == 1.0
+        for name in agreements:
+            own, other = (eager, wide) if name.endswith("eager") else (wide, eager)
+            assert own[name]["mse"] == 0 and other[name]["mse"] > 0
+    assert report["agreement_with"]["parity_eager"] == "eager in bf16" and load_image(picture).shape == (1, 3, 64, 128)
     assert {"unet", "vae_decode", "total"} <= set(report["breakdown"]["native"])
+    text = unets(report)
+    assert "| txt2img, 2 steps | native |" in text and "cosine with eager BF16" in text and "img2img" in text
+
+
+def test_bench_unet_in_float32_agrees_and_needs_no_eager(capsys: Capture) -> None:
+    assert cli.main(f"{UNETS} --systems eager-fp32,native --device cpu --steps 2".split()) == 0
+    report = last_json(capsys.readouterr().out)
+    assert report["passed"] and report["dtype"] == "fp32", "fp16 is for GPUs"
+    for part in ("unet", "txt2img"):
+        assert [row["system"] for row in report[part]] == ["eager-fp32", "native"]
+        assert all(row["parity"]["cosine"] > 0.9999 and "parity_eager" not in row for row in report[part])
+        assert part == "unet" or all(row["latents"]["cosine"] > 0.9999 for row in report[part])
 
 
 class NarrowDrawsDiffer(TorchFunctionMode):
-    """As on some machines, where a generator's float16 values differ from its float32 values."""
+    """Makes a generator's bfloat16 values differ from its float32 values, as on some machines."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        drawn = func(*args, **kwargs)
-        return -drawn if func is torch.randn and kwargs.get("dtype") is torch.bfloat16 else drawn
+        drawn, dtype = func(*args, **(kwargs or {})), (kwargs or {}).get("dtype")
+        return -drawn if func is torch.randn and dtype is torch.bfloat16 else drawn
 
 
 @pytest.mark.slow
@@ -311,46 +308,37 @@ def test_bench_unet_leaves_a_report_where_it_died(tmp_path: Path, monkeypatch: p
 
 def test_parity_of_known_differences() -> None:
     a = torch.tensor([0.0, 1.0, 2.0, 1.0])
-    same = parity(a, a)
+    same, off, bad = (parity(a + torch.tensor([0.0, 0.0, 0.0, error]), a) for error in (0.0, 0.2, torch.nan))
     assert same.mse == 0 and same.as_dict()["psnr_db"] == 999.0 and same.passes(1e-9, 0.999999)
-    off = parity(a + torch.tensor([0.0, 0.0, 0.0, 0.2]), a)
     assert off.mse == pytest.approx(0.01) and off.max_error == pytest.approx(0.2)
     # Range 2, root mean square error 0.1: 20 log10(20).
     assert off.psnr_db == pytest.approx(26.0206, abs=1e-3)
     assert off.cosine == pytest.approx(0.99741, abs=1e-4) and not off.passes(0.001, 0.9)
-    bad = parity(torch.tensor([torch.nan, 1.0, 2.0, 1.0]), a)
     assert not bad.passes(1e9, -1.0) and set(bad.as_dict().values()) == {None}
+    timings = {"slow": {"p50_ms": 2.0}, "fast": {"p50_ms": 1.0}}
+    rows = Bench.rows(timings, {"parity": (dict.fromkeys(timings, a), a), "none": ({}, None)}, "slow")
+    assert [row["speedup"] for row in rows] == [1.0, 2.0] and "none" not in rows[0] and rows[0]["parity"]["mse"] == 0
 
 
 def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    heard: list[str] = []
-    bench = Bench(CPU, heard.append)
+    lines: list[str] = []
+    bench = Bench(CPU, lines.append)
     timings = bench.timings({n: lambda n=n: order.append(n) for n in "abc"}, rounds=3, warm_up=1)
-    begun = [f"warming up: {name}" for name in "abc"]
-    assert heard == [*begun, "9/9 calls"]
-    heard.clear()
-    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
-    bench.timings(dict.fromkeys("abc", lambda: None), rounds=3, warm_up=1)
-    assert heard == [*begun, *(f"{done}/9 calls" for done in range(1, 10))], "where each takes longer"
+    warm_ups = [f"warming up: {name}" for name in "abc"]
+    assert lines == [*warm_ups, "9/9 calls"]
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"
     assert all(t["calls"] == 3 and t["min_ms"] <= t["p50_ms"] for t in timings.values())
-    assert bench.peak_gib(lambda: order.append("x")) is None and "x" not in order, "a call takes minutes there"
+    assert bench.peak_gib(lambda: order.append("x")) is None and "x" not in order, "no call without a GPU"
+    lines.clear()
+    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
+    bench.timings(dict.fromkeys("abc", lambda: None), rounds=3, warm_up=1)
+    assert lines == [*warm_ups, *(f"{done}/9 calls" for done in range(1, 10))]
 
 
-# -- building ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT-RTX that need not be installed, and builds nothing."""
-    library = SimpleNamespace(title="TensorRT", name="tensorrt_rtx")
-    monkeypatch.setattr(build_images, "load_library", lambda _: library)
-
-
-def built(path: Path, **about: Any) -> BuiltFile:
+def built(path: Path, **about: Any) -> Obtained:
     plain = {"target": "sm89", "optimization_level": None, "seconds": {}, "bytes": 1, "profiles": []}
-    return BuiltFile(path, {**plain, "similarity": None, **about}, built=False)
+    return Obtained(Entry(path, {**plain, "similarity": None, **about}), built=False)
 
 
 @pytest.mark.parametrize(
@@ -374,13 +362,6 @@ def test_an_existing_engine_file_must_be_what_was_requested(
     assert cli.main(command.split()) == bool(message)
     err = capsys.readouterr().err
     assert not message or (re.search(message, err) and "--force-engine" in err)
-
-
-@pytest.mark.usefixtures("library")
-def test_sizes_and_only_contradict_each_other(tmp_path: Path, capsys: Capture) -> None:
-    words = f"build-vae --vae tiny-qwen-vae --output-dir {tmp_path} --targets sm89 --static --sizes 64x64 --only 72x64"
-    assert cli.main(words.split()) == 1
-    assert "--sizes adds to the five ratios, --only" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("library")

@@ -1,8 +1,4 @@
-"""TensorRT engine files of image models, built with TensorRT-RTX without a GPU: tiny ones quickly, and the real sizes.
-
-The full-size Qwen-Image autoencoder with all nine profiles and the full-size Stable Diffusion UNet take some minutes on
-two cores.
-"""
+"""TensorRT engine files of image models, built with TensorRT-RTX without a GPU: tiny ones, and the real sizes."""
 
 from __future__ import annotations
 
@@ -23,9 +19,10 @@ from vla_accel.engines.tensorrt_builder import pick_profile
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images import AcceleratedVae, load_vae_config
 from vla_accel.images.autoencoder import split_autoencoder
-from vla_accel.images.engine_files import FileEngine, found_file, identity, profiles_in
+from vla_accel.images.engine_files import FileEngine, found_file, identity
 from vla_accel.images.models import random_model
-from vla_accel.images.stable import Engines, Request, StableDiffusion, unet_engine_file
+from vla_accel.images.parts import unet_engine_file
+from vla_accel.images.stable import Engines, Request, StableDiffusion
 from vla_accel.images.vae_component import PROFILES, RATIOS, vae_component
 
 pytest.importorskip("tensorrt_rtx", reason="NOT RUN: needs tensorrt-rtx")
@@ -57,9 +54,6 @@ def encoder_component(dtype: torch.dtype = FP16, seed: int = 0) -> Any:
     return vae_component(encoder, "encoder", (512, 512), dynamic=True)
 
 
-# -- multi-profile ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_one_file_has_nine_profiles_over_the_whole_range(multi: Path) -> None:
     names = {p.name for p in multi.iterdir()}
@@ -75,38 +69,28 @@ def test_one_file_has_nine_profiles_over_the_whole_range(multi: Path) -> None:
             assert best[3:] == [height // unit, width // unit]
         # Compared with the module before it was built.
         assert about["similarity"] > 0.9999
-
-
-@pytest.mark.slow
-def test_the_config_beside_them_is_the_guides(multi: Path) -> None:
     content = json.loads((multi / "vae_config.json").read_text())
-    assert content == {
-        "vae_type": "tensorrt_rtx",
-        "trt_vae_config": {"trt_engine_path": str(multi), "multi_profile": True},
-    }
+    files = {"trt_engine_path": str(multi), "multi_profile": True}
+    assert content == {"vae_type": "tensorrt_rtx", "trt_vae_config": files}
     assert load_vae_config(multi / "vae_config.json").trt_vae_config.multi_profile
 
 
 @pytest.mark.slow
-def test_every_size_finds_its_profile(multi: Path) -> None:
+def test_every_size_finds_its_profile_and_inspect_shows_them(multi: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = found_file(encoder_component(), multi / "vae_encoder_multi_profile.trt", "tensorrt_rtx")
     assert found is not None
-    profiles = profiles_in(found)
+    profiles = found.profiles
     for index, size in enumerate(PROFILES):
         assert pick_profile(profiles, {"image": (1, 3, 1, *size)}, "vae") == index
     for height in range(64, 1921, 16):
         pick_profile(profiles, {"image": (1, 3, 1, height, 64)}, "vae")
     with pytest.raises(EngineError, match=r"no optimization profile covers image \(1, 3, 1, 1936, 64\)"):
         pick_profile(profiles, {"image": (1, 3, 1, 1936, 64)}, "vae")
-
-
-@pytest.mark.slow
-def test_inspect_tells_what_is_in_them(multi: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cli.main(["inspect", str(multi / "vae_encoder_multi_profile.trt")]) == 0
-    found = last_json(capsys.readouterr().out)
-    assert found["layers"] == sum(found["types"].values()) > 50 and found["types"]["convolution"] > 10
-    assert found["inputs"] and found["outputs"] and len(found["profiles"]) == len(PROFILES)
+    shown = last_json(capsys.readouterr().out)
+    assert shown["layers"] == sum(shown["types"].values()) > 50 and shown["types"]["convolution"] > 10
+    assert shown["inputs"] and shown["outputs"] and len(shown["profiles"]) == len(PROFILES)
 
 
 def test_what_is_there_is_used(multi: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,41 +102,35 @@ def test_what_is_there_is_used(multi: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
-def test_an_engine_of_another_model_dtype_or_library_is_refused(multi: Path) -> None:
-    path = multi / "vae_encoder_multi_profile.trt"
-    with pytest.raises(EngineError, match="was built from another model"):
-        found_file(encoder_component(seed=1), path, "tensorrt_rtx")
-    with pytest.raises(EngineError, match="computes in float16, and the model is in float32: load the"):
-        found_file(encoder_component(torch.float32), path, "tensorrt_rtx")
-    with pytest.raises(EngineError, match="expected an engine of tensorrt, got one of tensorrt_rtx"):
-        found_file(encoder_component(), path, "tensorrt")
-    _, decoder = split_autoencoder(make_vae(dtype=FP16))
-    with pytest.raises(EngineError, match="was built from another model"):
-        found_file(vae_component(decoder, "decoder", (64, 64)), path, "tensorrt_rtx")
-
-
-@pytest.mark.slow
-def test_a_damaged_file_is_named(multi: Path, tmp_path: Path) -> None:
+def test_another_model_or_a_damaged_file_is_refused(multi: Path, tmp_path: Path) -> None:
     for suffix in ("trt", "json"):
         (tmp_path / f"a.{suffix}").write_bytes((multi / f"vae_encoder_multi_profile.{suffix}").read_bytes())
-    component = encoder_component()
-    assert found_file(component, tmp_path / "a.trt", "tensorrt_rtx") is not None
-    content = bytearray((tmp_path / "a.trt").read_bytes())
-    content[1000] ^= 1
-    (tmp_path / "a.trt").write_bytes(content)
-    with pytest.raises(EngineError, match=r"a\.trt is damaged.*--force-engine"):
-        found_file(component, tmp_path / "a.trt", "tensorrt_rtx")
-    (tmp_path / "a.trt").write_bytes(content[:2000])
-    with pytest.raises(EngineError, match="truncated"):
-        found_file(component, tmp_path / "a.trt", "tensorrt_rtx")
-    (tmp_path / "a.json").unlink()
-    with pytest.raises(EngineError, match="has no description"):
-        found_file(component, tmp_path / "a.trt", "tensorrt_rtx")
+    component, path = encoder_component(), tmp_path / "a.trt"
+    assert found_file(component, path, "tensorrt_rtx") is not None
     assert found_file(component, tmp_path / "b.trt", "tensorrt_rtx") is None
+    decoder = vae_component(split_autoencoder(make_vae(dtype=FP16))[1], "decoder", (64, 64))
+    cases: list[tuple[Any, Any, str]] = [
+        (encoder_component(seed=1), "tensorrt_rtx", "was built from another model"),
+        (decoder, "tensorrt_rtx", "was built from another model"),
+        (encoder_component(torch.float32), "tensorrt_rtx", "computes in float16, and the model is in float32"),
+        (component, "tensorrt", "expected an engine of tensorrt, got one of tensorrt_rtx"),
+    ]
+    for other, library, message in cases:
+        with pytest.raises(EngineError, match=message):
+            found_file(other, path, library)
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    for damaged, message in ((content, r"a\.trt is damaged.*--force-engine"), (content[:2000], "truncated")):
+        path.write_bytes(damaged)
+        with pytest.raises(EngineError, match=message):
+            found_file(component, path, "tensorrt_rtx")
+    path.with_suffix(".json").unlink()
+    with pytest.raises(EngineError, match="has no description"):
+        found_file(component, path, "tensorrt_rtx")
 
 
 @pytest.mark.slow
-def test_without_a_gpu_that_is_what_is_said(multi: Path) -> None:
+def test_running_a_file_needs_a_gpu_and_the_file(multi: Path) -> None:
     vae = make_vae(dtype=FP16)
     with pytest.raises(EngineError, match=r"vae_encoder: vae_encoder_multi_profile\.trt needs an NVIDIA GPU"):
         AcceleratedVae(vae, multi / "vae_config.json").encode(torch.zeros(1, 3, 1, 64, 64, dtype=FP16))
@@ -171,15 +149,10 @@ def test_targets_are_needed_without_a_gpu(tmp_path: Path, capsys: pytest.Capture
         assert "expected --targets (like sm89) for tensorrt_rtx, got none" in capsys.readouterr().err
     assert cli.main([*words, "--targets", "sm90"]) == 1
     assert "does not run on compute capability 9.0" in capsys.readouterr().err
-    assert cli.main([*words, "--targets", "sm89", "--sizes", "64x64"]) == 1
-    assert "belong to --static" in capsys.readouterr().err
-
-
-# -- static -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_static_folders_are_named_as_they_are_looked_up(tmp_path: Path) -> None:
+def test_static_folders_have_the_names_that_the_runtime_uses(tmp_path: Path) -> None:
     words = ["build-vae", "--vae", "tiny-qwen-vae", "--output-dir", str(tmp_path), "--targets", "sm89", "--static"]
     assert cli.main([*words, "--only", "3_4,64x80", "--sides", "decoder"]) == 0
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.trt")) == [
@@ -193,7 +166,7 @@ def test_static_folders_are_named_as_they_are_looked_up(tmp_path: Path) -> None:
         vae_component(decoder, "decoder", RATIOS["3_4"]), tmp_path / "3_4" / "vae_decoder.trt", "tensorrt_rtx"
     )
     assert found is not None
-    (profile,) = profiles_in(found)
+    (profile,) = found.profiles
     assert profile["latents"] == ((1, 4, 1, 128, 96),) * 3
 
 
@@ -207,11 +180,8 @@ def test_identity_is_of_weights_and_dtypes_not_of_size() -> None:
     assert identity(vae_component(other, "encoder", (64, 64))) != identity(small)
 
 
-# -- UNet ---------------------------------------------------------------------------------------------------------
-
-
 class Exported(Exception):
-    """Raised where an export would begin, which takes most of a build's time."""
+    """Raised in place of an export, which takes most of a build's time."""
 
     @classmethod
     def instead(cls, component: Any, folder: Path, **_: Any) -> None:
@@ -263,9 +233,6 @@ def test_the_unet_is_exported_once_and_built_once(
     if not torch.cuda.is_available():
         with pytest.raises(EngineError, match=r"unet: unet\.trt needs an NVIDIA GPU"):
             pipeline.generate(Request("x", height=256, width=256, steps=1))
-
-
-# -- the real sizes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""An autoencoder that does not fit the GPU says so before it runs, and tiles fit."""
+"""An autoencoder that does not fit into the GPU's memory is an error before it runs, and tiles fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.images import CPU, ENGINES, VAES, accelerated, make_parts, make_vae
+from tests.support.images import CPU, ENGINES, VAES, accelerated, engine_sizes, make_parts, make_vae
 from vla_accel.errors import DeviceMemoryError
 from vla_accel.images import AcceleratedVae, memory, plug_in
 from vla_accel.images.autoencoder import split_autoencoder
@@ -46,6 +46,7 @@ def test_the_estimate_grows_with_pixels_images_and_bytes(vae: Any) -> None:
     assert needed(vae, 256, 128) == pytest.approx(2 * one, rel=0.01)
     assert needed(vae, 128, 128, batch=3) == pytest.approx(3 * one, rel=0.01)
     assert needed(make_vae(dtype=torch.float16), 128, 128) < 0.8 * one
+    assert memory.free_bytes(CPU) is None
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
@@ -53,7 +54,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_does_not_fit_is_refused_before_it_runs_and_tiles_fit(
+def test_a_size_that_does_not_fit_is_refused_before_it_runs_and_tiles_fit(
     vae: Any, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     latents = torch.randn(1, 4, 1, 16, 32, generator=torch.Generator().manual_seed(0))
@@ -88,18 +89,18 @@ def test_the_error_has_both_numbers_and_offers_slices_for_several_images(
     assert vae.decode(torch.zeros(5, 4, 1, 16, 16)).sample.shape == (5, 3, 1, 128, 128)
 
 
-def test_engines_of_other_sizes_go_first(vae: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_other_sizes_are_dropped_first(vae: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = AcceleratedVae(vae)
     fast.decode(torch.zeros(1, 4, 1, 8, 8))
     fast.encode(torch.zeros(1, 3, 1, 64, 64))
     enough = needed(vae, 64, 128)
-    # Each engine that is given up frees the memory that the next one needs.
+    # Each dropped engine frees the memory that the next one needs.
     monkeypatch.setattr(memory, "free_bytes", lambda _: (enough - len(fast.cache.made), 2 * enough))
     fast.decode(torch.zeros(1, 4, 1, 8, 16))
-    assert fast.sizes == ["decoder 128x64"]
+    assert engine_sizes(fast) == ["decoder 128x64"]
 
 
-def test_our_own_pipeline_says_so_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_pipeline_checks_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = make_parts()
     pipeline = accelerated(parts)
     fake_gpu(monkeypatch, 1_000_000)
@@ -110,7 +111,3 @@ def test_our_own_pipeline_says_so_before_the_first_step(monkeypatch: pytest.Monk
     parts.vae.tile_sample_min_size, parts.vae.tile_latent_min_size = 64, 8
     monkeypatch.setattr(memory, "free_bytes", lambda _: (needed(parts.vae, 64, 64), 1 << 40))
     assert pipeline.generate(request).pixels.shape == (128, 128, 3)
-
-
-def test_the_memory_of_a_cpu_is_not_checked() -> None:
-    assert memory.free_bytes(CPU) is None

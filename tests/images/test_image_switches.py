@@ -1,4 +1,4 @@
-"""Switches of a diffusers pipeline after its parts were exchanged: each is honoured, neutral or refused by name."""
+"""Switches of a diffusers pipeline with exchanged parts: each one works, changes nothing, or is refused by name."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.images import (
     both_sides,
     diffusers,
     diffusers_picture,
+    engine_sizes,
     make_parts,
     make_vae,
     vae_inputs,
 )
-from vla_accel.config import EngineSpec
-from vla_accel.config.policy import NativeOptions
+from vla_accel.config import EngineSpec, NativeOptions
 from vla_accel.errors import CheckpointError, ConfigError, EngineError
 from vla_accel.images import AcceleratedVae, plug_in
 from vla_accel.images.cache import WeightState
@@ -45,9 +45,6 @@ def make_qwen() -> Any:
 
 def differ(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> bool:
     return all(float((a - b).abs().max()) > 1e-2 for a, b in zip(got, want, strict=True))
-
-
-# -- tiles and slices ---------------------------------------------------------------------------------------------
 
 
 def tile(vae: Any, size: int) -> None:
@@ -74,7 +71,7 @@ def test_tiles_are_those_of_diffusers(name: str, engine: str) -> None:
     plug_in(vae, fast)
     tile(vae, 64)
     assert_near(both_sides(vae, image, latents), tiled)
-    assert not any("136" in key for key in fast.sizes), "no engine has the size of the whole picture"
+    assert not any("136" in key for key in engine_sizes(fast)), "no engine has the size of the whole picture"
     tile(vae, 96)
     assert_near(both_sides(vae, image, latents), larger)
     vae.disable_tiling()
@@ -88,34 +85,10 @@ def test_slices_run_one_image_at_a_time(name: str) -> None:
     want = both_sides(vae, image, latents)
     fast = AcceleratedVae(vae)
     plug_in(vae, fast)
-    vae.enable_slicing()
-    assert_near(both_sides(vae, image, latents), want)
-    assert {batch for _, batch, _ in fast.cache.made} == {1}
-    vae.disable_slicing()
-    assert_near(both_sides(vae, image, latents), want)
-    assert {batch for _, batch, _ in fast.cache.made} == {1, 3}
-
-
-def test_tiles_count_in_our_own_pipeline() -> None:
-    parts = make_parts()
-    tile(parts.vae, 64)
-    request = Request("a bowl", height=72, width=136, steps=2)
-    pipeline = accelerated(parts)
-    tiled = pipeline.generate(request).pixels
-    assert_same_picture(tiled, diffusers_picture(parts, request))
-    assert "decoder 136x72" not in pipeline.vae.sizes
-    parts.vae.disable_tiling()
-    assert abs(pipeline.generate(request).pixels - tiled.astype(float)).max() > 1
-
-
-def test_several_frames_are_refused() -> None:
-    vae = make_vae("tiny-qwen-vae")
-    plug_in(vae, AcceleratedVae(vae))
-    with pytest.raises(EngineError, match=r"expected one frame, .*, got \(1, 4, 2, 8, 8\)"):
-        vae.decode(torch.zeros(1, 4, 2, 8, 8))
-
-
-# -- weights ------------------------------------------------------------------------------------------------------
+    for switch, batches in ((vae.enable_slicing, {1}), (vae.disable_slicing, {1, 3})):
+        switch()
+        assert_near(both_sides(vae, image, latents), want)
+        assert {batch for _, batch, _ in fast.cache.made} == batches
 
 
 def loaded(vae: Any) -> None:
@@ -185,34 +158,25 @@ def test_weights_of_our_own_pipeline_count(part: str, engine: str) -> None:
     assert abs(got.astype(float) - before).max() > 3, "the change must show"
 
 
-def test_our_own_pipeline_follows_to_another_dtype() -> None:
-    parts = make_parts()
-    pipeline = accelerated(parts)
-    for dtype in (torch.float32, torch.bfloat16):
-        parts.to(dtype)
-        assert pipeline.generate(REQUEST).latents.dtype == dtype
-
-
-def test_a_state_tells_what_changed_and_what_did_not() -> None:
+def test_a_weight_state_notices_changes() -> None:
     module: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
-    state = WeightState(module)
-    module(torch.ones(2, 3))
-    assert not state.changed()
+    changes: list[tuple[bool, Callable[[], Any]]] = [
+        (False, lambda: module(torch.ones(2, 3))),
+        (True, lambda: module[0].weight.data.neg_()),
+        (True, lambda: module[1].running_mean.add_(1)),
+        (True, lambda: module.insert(0, nn.Linear(3, 3))),
+    ]
+    for changed, change in changes:
+        state = WeightState(module)
+        change()
+        assert state.changed() is changed
+    state = WeightState(module, values=False)
     module[0].weight.data.neg_()
-    assert state.changed() and not WeightState(module, values=False).changed()
-    state = WeightState(module)
-    module[1].running_mean.add_(1)
-    assert state.changed()
-    state = WeightState(module)
-    module[0] = nn.Linear(3, 3)
-    assert state.changed()
-
-
-# -- adapters, hooks, offloading ----------------------------------------------------------------------------------
+    assert not state.changed()
 
 
 class FakeLora(nn.Module):
-    """A LoRA layer as peft puts it in the place of a layer: with the attributes that peft's have."""
+    """A layer with the attributes of peft's LoRA layers."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -227,7 +191,7 @@ class FakeLora(nn.Module):
 
 
 class OffloadHook:
-    """In place of accelerate's hook."""
+    """A hook of accelerate."""
 
 
 def lora(vae: Any) -> None:
@@ -263,9 +227,7 @@ def hook(vae: Any) -> None:
         (hook, r"vae\.decoder\.mid_block: .*\(register_forward_hook\)"),
     ],
 )
-def test_switches_that_engines_would_ignore_are_refused_before_and_after(
-    name: str, change: Callable[[Any], None], message: str
-) -> None:
+def test_switches_that_engines_would_ignore_are_refused(name: str, change: Callable[[Any], None], message: str) -> None:
     vae = make_vae(name)
     values = vae_inputs(name)
     undo = plug_in(vae, AcceleratedVae(vae))
@@ -278,38 +240,27 @@ def test_switches_that_engines_would_ignore_are_refused_before_and_after(
         AcceleratedVae(vae).decode(values[1])
 
 
-def test_a_registry_without_hooks_is_fine() -> None:
-    from diffusers.hooks.hooks import HookRegistry
-
-    vae = make_vae("tiny-sd-vae")
-    HookRegistry.check_if_exists_or_initialize(vae)
-    AcceleratedVae(vae).decode(vae_inputs("tiny-sd-vae")[1])
-
-
 def test_attention_of_the_same_mathematics_is_neutral_and_any_other_is_refused() -> None:
+    from diffusers.hooks.hooks import HookRegistry
     from diffusers.models.attention_processor import AttnProcessor
 
     vae = make_vae("tiny-sd-vae")
     values = vae_inputs("tiny-sd-vae")
     want = both_sides(vae, *values)
     plug_in(vae, AcceleratedVae(vae))
+    HookRegistry.check_if_exists_or_initialize(vae)  # has no hooks
     vae.set_attn_processor(AttnProcessor())
     assert_near(both_sides(vae, *values), want)
     vae.fuse_qkv_projections()
     assert_near(both_sides(vae, *values), want)
-
-    class OwnProcessor(AttnProcessor):
-        pass
-
     vae.unfuse_qkv_projections()
-    vae.set_attn_processor(OwnProcessor())
+    vae.set_attn_processor(type("OwnProcessor", (AttnProcessor,), {})())
     with pytest.raises(EngineError, match="got OwnProcessor"):
         both_sides(vae, *values)
 
 
-def test_switches_of_the_unet_count_in_eager_and_are_refused_elsewhere() -> None:
-    parts = make_parts()
-    request = REQUEST
+def test_switches_of_the_unet_work_in_eager_and_are_refused_elsewhere() -> None:
+    parts, request = make_parts(), REQUEST
     eager, native = (accelerated(parts, engine) for engine in ENGINES)
     plain = eager.generate(request).pixels.astype(float)
     assert abs(native.generate(request).pixels - plain).max() <= 1
@@ -351,9 +302,6 @@ def test_offloading_and_hooks_in_our_own_pipeline() -> None:
     pipeline.generate(request)
 
 
-# -- copies, undoing, other pipelines -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", VAES)
 def test_a_deep_copy_has_engines_of_its_own(name: str) -> None:
     vae = make_vae(name)
@@ -385,16 +333,15 @@ def test_several_are_undone_in_any_order(order: tuple[int, ...]) -> None:
         left.discard(index)
         if left:
             vae.decode(vae_inputs("tiny-sd-vae", 8 * (8 + len(left)))[1])
-            assert engines[max(left)].sizes, "the newest that is left runs"
+            assert engines[max(left)].cache.made, "the newest that is left runs"
     assert vars(vae) == there
 
 
-def test_own_functions_of_an_object_come_back() -> None:
+def test_functions_of_the_user_come_back() -> None:
     vae = make_vae("tiny-sd-vae")
     vae.decode = "a user's own"
-    first, second = (plug_in(vae, AcceleratedVae(vae)) for _ in range(2))
-    first()
-    second()
+    for undo in [plug_in(vae, AcceleratedVae(vae)) for _ in range(2)]:
+        undo()
     assert vars(vae)["decode"] == "a user's own" and "encode" not in vars(vae)
 
 
@@ -405,16 +352,24 @@ def test_engines_of_another_autoencoder_are_refused() -> None:
     assert "decode" not in vars(one)
 
 
-@pytest.mark.parametrize("transformer", ["native", "compile"])
-def test_an_unsupported_pipeline_is_one_error_and_stays_as_it_is(transformer: Any) -> None:
-    parts = make_parts()
-    there = dict(vars(parts.vae))
-    with pytest.raises(
-        ConfigError,
-        match=r"StableDiffusionPipeline\.transformer: expected QwenImageTransformer2DModel, got no such part",
-    ):
-        accelerate(parts, {"vae_type": "native"}, transformer)
-    assert vars(parts.vae) == there
+@pytest.mark.parametrize(
+    ("make", "transformer", "strict", "message"),
+    [
+        (make_parts, "native", False, r"Pipeline\.transformer: expected QwenImageTransformer2DModel, got no such part"),
+        (make_parts, "compile", False, r"Pipeline\.transformer: expected .*, got no such part"),
+        (make_qwen, "nativ", False, r"transformer: expected one of eager, .*, got 'nativ': did you mean native"),
+        (make_qwen, "native", True, r"strict mode: transformer: .*a CUDA graph needs a GPU"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_accelerated_stays_unchanged(
+    make: Callable[[], Any], transformer: Any, strict: bool, message: str
+) -> None:
+    pipeline = make()
+    parts = [part for name in ("vae", "transformer") if (part := getattr(pipeline, name, None))]
+    before = [dict(vars(part)) for part in parts]
+    with pytest.raises((ConfigError, EngineError), match=message):
+        accelerate(pipeline, {"vae_type": "native"}, transformer, ledger=Ledger(strict=strict))
+    assert [vars(part) for part in parts] == before
 
 
 def test_a_pipeline_of_another_autoencoder_is_refused() -> None:
@@ -423,26 +378,6 @@ def test_a_pipeline_of_another_autoencoder_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"\.vae: expected AutoencoderKLQwenImage or AutoencoderKL, got the class"):
         accelerate(pipeline, {"vae_type": "native"}, "native")
     assert "forward" not in vars(pipeline.transformer)
-
-
-def test_whatever_fails_leaves_the_pipeline_as_it_is() -> None:
-    pipeline = make_qwen()
-    with pytest.raises(EngineError, match=r"strict mode: transformer: .*a CUDA graph needs a GPU"):
-        accelerate(pipeline, {"vae_type": "native"}, "native", ledger=Ledger(strict=True))
-    assert "decode" not in vars(pipeline.vae) and "forward" not in vars(pipeline.transformer)
-
-
-# -- the transformer ----------------------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_the_ledger_says_that_there_is_no_graph(caplog: pytest.LogCaptureFixture) -> None:
-    pipeline = make_qwen()
-    ledger = Ledger()
-    with caplog.at_level(logging.WARNING, "vla_accel"):
-        accelerate(pipeline, None, "native", ledger=ledger)
-    entry = ledger.entries["transformer"]
-    assert (entry.requested, entry.used) == ("native", "eager") and entry.fell_back
-    assert "CUDA graph" not in entry.detail and "a CUDA graph needs a GPU, got cpu" in caplog.text
 
 
 def transformer_inputs() -> dict[str, Any]:
@@ -475,26 +410,18 @@ def test_a_transformer_takes_every_argument_and_deep_copies(transformer: Any) ->
         assert float((other(hidden, **named).sample - want).abs().max()) > 1e-2
 
 
-def test_a_second_exchange_wraps_the_forward_of_the_module_itself() -> None:
+def test_exchanges_of_a_transformer_are_independent_and_offloading_is_refused() -> None:
     pipeline = make_qwen()
     first, second = (accelerate(pipeline, None, "native") for _ in range(2))
     forward = vars(pipeline.transformer)["forward"]
     assert isinstance(forward, GraphedForward)
     first()
     assert vars(pipeline.transformer)["forward"] is forward
-    second()
-    assert "forward" not in vars(pipeline.transformer)
-
-
-def test_an_offloaded_transformer_is_refused() -> None:
-    pipeline = make_qwen()
-    accelerate(pipeline, None, "native")
     pipeline.transformer._hf_hook = OffloadHook()
     with pytest.raises(EngineError, match=r"^transformer: .*enable_model_cpu_offload"):
         pipeline.transformer(**transformer_inputs())
-
-
-# -- prompts and options ------------------------------------------------------------------------------------------
+    second()
+    assert "forward" not in vars(pipeline.transformer)
 
 
 def test_a_prompt_that_is_too_long_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

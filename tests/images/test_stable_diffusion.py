@@ -23,13 +23,11 @@ from tests.support.images import (
     read_parameters,
 )
 from vla_accel import latency
-from vla_accel.config import EngineSpec
 from vla_accel.errors import CheckpointError, ConfigError, EngineError
-from vla_accel.images import AcceleratedVae, plug_in
 from vla_accel.images.models import filled, load_model
 from vla_accel.images.parts import load_parts
 from vla_accel.images.picture import load_image, save_png, to_uint8
-from vla_accel.images.stable import Engines, Request, StableDiffusion
+from vla_accel.images.stable import Request, StableDiffusion
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +94,16 @@ def test_text_to_image_takes_every_multiple_of_8(deep: Any, size: tuple[int, int
 
 
 @pytest.mark.parametrize("scheduler", ["EulerDiscrete", "EulerAncestralDiscrete"])
-def test_schedulers_that_scale_and_draw_are_served(scheduler: str) -> None:
+def test_schedulers_that_scale_and_draw(scheduler: str) -> None:
     parts = make_parts()
-    # Another class takes over only what the configuration sets, not the defaults of its own class.
+    # Another class reads what the configuration sets, but not the defaults of its class.
     config = {k: v for k, v in parts.scheduler.config.items() if k != "_use_default_values"}
     parts.scheduler = type(parts.scheduler).from_config(config)
     request = wanted(steps=3, scheduler=scheduler)
     assert_same_picture(accelerated(parts).generate(request).pixels, diffusers_picture(parts, request))
 
 
-def test_seed_prompt_and_negative_prompt_all_count(parts: Any) -> None:
+def test_seed_prompt_and_negative_prompt_change_the_picture(parts: Any) -> None:
     pipeline = accelerated(parts)
     base = {"prompt": "a red bowl", "negative_prompt": "blue", "steps": 2}
     first = pipeline.generate(wanted(**base)).pixels
@@ -129,17 +127,6 @@ def test_the_breakdown_names_every_part(parts: Any) -> None:
     json.dumps(report)
 
 
-def test_a_plugged_in_autoencoder_keeps_the_sizes_of_diffusers(parts: Any) -> None:
-    request, image = wanted(height=None, width=None, strength=0.5), picture(75, 100)
-    want = diffusers_picture(parts, request, image)
-    undo = plug_in(parts.vae, AcceleratedVae(parts.vae))
-    try:
-        got = diffusers_picture(parts, request, image)
-    finally:
-        undo()
-    assert got.shape == want.shape == (72, 96, 3) and np.abs(got - want).max() < 1e-3
-
-
 def test_a_deep_copy_is_a_pipeline_of_its_own(pipeline: StableDiffusion) -> None:
     request = wanted(steps=2)
     want = pipeline.generate(request)
@@ -150,9 +137,6 @@ def test_a_deep_copy_is_a_pipeline_of_its_own(pipeline: StableDiffusion) -> None
         made.parts.vae.decoder.conv_out.weight.mul_(-1)
     assert (made.generate(request).pixels != want.pixels).any()
     assert (pipeline.generate(request).pixels == want.pixels).all()
-
-
-# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -199,10 +183,8 @@ def test_a_call_names_what_does_not_fit(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         pipeline.generate(Request("x", **options), image)
-
-
-def test_a_scheduler_without_noise_for_images_still_makes_pictures(pipeline: StableDiffusion) -> None:
-    assert pipeline.generate(wanted(steps=2, scheduler="DDIMInverse")).pixels.shape == (64, 72, 3)
+    if "DDIMInverse" in message:  # still makes pictures from prompts
+        assert pipeline.generate(wanted(steps=2, scheduler="DDIMInverse")).pixels.shape == (64, 72, 3)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +203,14 @@ def test_a_non_finite_picture_names_component_and_module(part: str, broken: str,
         accelerated(parts, "eager").generate(wanted(steps=2))
 
 
-def test_an_engine_that_cannot_be_built_is_an_error(parts: Any) -> None:
-    pipeline = StableDiffusion(parts, Engines(unet=EngineSpec("tensorrt_rtx")))
-    with pytest.raises(EngineError, match="unet: no engine could be built"):
-        pipeline.generate(wanted())
+def test_models_that_need_other_inputs_are_refused() -> None:
+    parts = make_parts()
+    parts.text_encoder.config.use_attention_mask = True
+    with pytest.raises(CheckpointError, match=r"text_encoder: expected use_attention_mask False, .* got True"):
+        accelerated(parts)
+    parts.unet.register_to_config(in_channels=9)
+    with pytest.raises(CheckpointError, match=r"unet: expected in_channels 4, .* got 9; use diffusers' own pipeline"):
+        accelerated(parts)
 
 
 def test_a_saved_pipeline_loads(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +225,10 @@ def test_a_saved_pipeline_loads(parts: Any, tmp_path: Path, monkeypatch: pytest.
         load_parts(tmp_path, device=CPU, dtype=torch.float32)
 
 
-# -- picture files ----------------------------------------------------------------------------------------------------
+def test_picture_files_keep_pixels_and_parameters_and_are_reduced_as_by_diffusers(tmp_path: Path) -> None:
+    from diffusers.image_processor import VaeImageProcessor
+    from PIL import Image
 
-
-def test_pictures_keep_pixels_and_parameters(tmp_path: Path) -> None:
     image = picture(16, 24)
     pixels = to_uint8(image[0])
     save_png(tmp_path / "a" / "b.png", pixels, {"prompt": "π", "seed": 3})
@@ -256,17 +242,11 @@ def test_pictures_keep_pixels_and_parameters(tmp_path: Path) -> None:
     for name in ("text.png", "missing.png"):
         with pytest.raises(ConfigError, match="expected a readable picture"):
             load_image(tmp_path / name)
-
-
-def test_a_picture_file_of_an_odd_size_is_reduced_as_diffusers_does(tmp_path: Path) -> None:
-    from diffusers.image_processor import VaeImageProcessor
-    from PIL import Image
-
-    pixels = np.random.default_rng(0).integers(0, 256, (75, 100, 3), dtype=np.uint8)
-    save_png(tmp_path / "a.png", pixels, {})
-    got = load_image(tmp_path / "a.png", multiple=8)
-    assert got.shape == (1, 3, 72, 96) and load_image(tmp_path / "a.png").shape == (1, 3, 75, 100)
-    torch.testing.assert_close(got, VaeImageProcessor(vae_scale_factor=8).preprocess(Image.fromarray(pixels)))
-    save_png(tmp_path / "b.png", pixels[:7], {})
+    odd = np.random.default_rng(0).integers(0, 256, (75, 100, 3), dtype=np.uint8)
+    save_png(tmp_path / "odd.png", odd, {})
+    got = load_image(tmp_path / "odd.png", multiple=8)
+    assert got.shape == (1, 3, 72, 96) and load_image(tmp_path / "odd.png").shape == (1, 3, 75, 100)
+    torch.testing.assert_close(got, VaeImageProcessor(vae_scale_factor=8).preprocess(Image.fromarray(odd)))
+    save_png(tmp_path / "low.png", odd[:7], {})
     with pytest.raises(ConfigError, match="expected at least 8 pixels a side, got 100x7"):
-        load_image(tmp_path / "b.png", multiple=8)
+        load_image(tmp_path / "low.png", multiple=8)

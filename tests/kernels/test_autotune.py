@@ -38,6 +38,13 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     return found
 
 
+def broken(error: Exception) -> Any:
+    def run() -> None:
+        raise error
+
+    return run
+
+
 def test_the_first_is_taken_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"a": lambda: 1 / 0, "b": lambda: None}
     assert fastest(ways, ON_CPU) == Fastest("a")
@@ -46,12 +53,6 @@ def test_the_first_is_taken_where_nothing_is_measured(monkeypatch: pytest.Monkey
 
 
 def test_the_quickest_is_taken_and_who_cannot_is_out(times: dict[Any, float]) -> None:
-    def broken(error: Exception) -> Any:
-        def run() -> None:
-            raise error
-
-        return run
-
     times.update(slow=3.0, quick=1.0)
     ways = {
         "slow": lambda: "slow",
@@ -85,12 +86,6 @@ def test_all_are_compiled_before_one_is_measured(times: dict[Any, float], monkey
 
 def test_what_triton_cannot_fit_is_out(times: dict[Any, float]) -> None:
     errors = pytest.importorskip("triton.runtime.errors", reason="NOT RUN: needs triton")
-
-    def broken(error: Exception) -> Any:
-        def run() -> None:
-            raise error
-
-        return run
 
     times.update(runs=1.0)
     ways = {
@@ -147,10 +142,8 @@ def test_pinned_takes_the_first_way_that_runs_and_no_measurement(
     file = tmp_path / "vla_accel" / "tunings.json"
     times.update(slow=3.0, quick=1.0)
 
-    def broken() -> None:
-        raise EngineError("it cannot run this\nmore")
-
-    ways: dict[str, Any] = {"broken": broken, "slow": lambda: "slow", "quick": lambda: "quick"}
+    refused = broken(EngineError("it cannot run this\nmore"))
+    ways: dict[str, Any] = {"broken": refused, "slow": lambda: "slow", "quick": lambda: "quick"}
     first = Fastest("slow", {}, {"broken": "it cannot run this"})
     assert remembered("o", ways, PINNED, 7) == fastest(ways, PINNED, 7) == first and not file.exists()
     assert remembered("o", ways, ON_GPU, 7).candidate == "quick"
@@ -158,13 +151,10 @@ def test_pinned_takes_the_first_way_that_runs_and_no_measurement(
     assert remembered("o", ways, PINNED, 7) == first, "an earlier measurement does not count"
     assert file.read_text() == before
 
-    def full() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
     with pytest.raises(torch.OutOfMemoryError):  # another start may have enough memory
-        fastest({"large": full, **ways}, PINNED, 7)
+        fastest({"large": broken(torch.OutOfMemoryError("CUDA out of memory.")), **ways}, PINNED, 7)
     with pytest.raises(RuntimeError, match=r"no candidate can run on cuda \(broken: it cannot run this\)"):
-        fastest({"broken": broken}, PINNED, 7)
+        fastest({"broken": refused}, PINNED, 7)
 
 
 @pytest.mark.gpu

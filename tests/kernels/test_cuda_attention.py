@@ -4,7 +4,7 @@ takes, structures, launches, tensor maps, shared memory, and that it compiles wi
 from __future__ import annotations
 
 import ctypes
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.kernels.test_kernels_compile import nvrtc_library
 from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import GPUS, H200
+from tests.support.streamed_support import RecordedModule
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.attention.choice import random_tensors
 from vla_accel.kernels.attention.config import AttentionShape
@@ -33,22 +34,18 @@ def takes(*arguments: Any) -> str:
     return hopper.kernel_for(H200, *arguments) or ""
 
 
-def changed(sizes: AttentionShape, **what: Any) -> AttentionShape:
-    return AttentionShape(**{**vars(sizes), **what})
-
-
 @pytest.mark.parametrize(
     ("sizes", "kernel"),
     [
-        (TOWER, "whole"), (changed(TOWER, batch=3, quantised=True, dtype=torch.float16), "whole"),
-        (changed(TOWER, head_dim=64), "whole"), (changed(TOWER, tokens=40, source=40), "whole"),
-        (changed(TOWER, tokens=257, source=257), ""), (changed(TOWER, head_dim=56), ""),
-        (changed(TOWER, head_dim=88), ""), (changed(TOWER, head_dim=76), ""), (changed(TOWER, padded=True), ""),
-        (changed(TOWER, dtype=torch.float32), ""), (PREFIX, "shared_keys"),
-        (changed(PREFIX, tokens=800, source=800, batch=4, quantised=True), "shared_keys"),
-        (changed(PREFIX, padded=False), "shared_keys"), (changed(PREFIX, kv_heads=2), "shared_keys"),
-        (changed(PREFIX, kv_heads=8), ""), (changed(PREFIX, heads=6), ""), (changed(PREFIX, head_dim=128), ""),
-        (changed(PREFIX, dtype=torch.float32), ""),
+        (TOWER, "whole"), (replace(TOWER, batch=3, quantised=True, dtype=torch.float16), "whole"),
+        (replace(TOWER, head_dim=64), "whole"), (replace(TOWER, tokens=40, source=40), "whole"),
+        (replace(TOWER, tokens=257, source=257), ""), (replace(TOWER, head_dim=56), ""),
+        (replace(TOWER, head_dim=88), ""), (replace(TOWER, head_dim=76), ""), (replace(TOWER, padded=True), ""),
+        (replace(TOWER, dtype=torch.float32), ""), (PREFIX, "shared_keys"),
+        (replace(PREFIX, tokens=800, source=800, batch=4, quantised=True), "shared_keys"),
+        (replace(PREFIX, padded=False), "shared_keys"), (replace(PREFIX, kv_heads=2), "shared_keys"),
+        (replace(PREFIX, kv_heads=8), ""), (replace(PREFIX, heads=6), ""), (replace(PREFIX, head_dim=128), ""),
+        (replace(PREFIX, dtype=torch.float32), ""),
     ],
 )  # fmt: skip
 def test_which_calls_are_taken(sizes: AttentionShape, kernel: str) -> None:
@@ -79,28 +76,15 @@ def test_layouts_that_are_no_multiple_of_sixteen_bytes_are_not() -> None:
 # -- what is handed to the kernels ------------------------------------------------------------------------------------
 
 
-class Recorded:
-    """Stands for a module: keeps what is launched."""
-
-    def __init__(self, source: str, shared: dict[str, int], architecture: str, device: torch.device) -> None:
-        self.source, self.shared, self.architecture = source, shared, architecture
-        self.launches: list[tuple[Any, ...]] = []
-
-    def launch(
-        self, name: str, blocks: int, threads: int, arguments: tuple[Any, ...], *, cluster: int = 1, dependent: bool
-    ) -> None:
-        self.launches.append((name, blocks, threads, arguments, cluster, dependent))
-
-
 def launched(
     sizes: AttentionShape, monkeypatch: pytest.MonkeyPatch, early: bool = False
-) -> tuple[tuple[Any, ...], list[tuple[Any, ...]], tuple[Tensor | None, ...], Recorded]:
-    """The launch, the tensor maps asked for, the tensors and the module."""
-    modules: list[Recorded] = []
+) -> tuple[tuple[Any, ...], list[tuple[Any, ...]], tuple[Tensor | None, ...], RecordedModule]:
+    """The launch, the tensor maps, the tensors and the module."""
+    modules: list[RecordedModule] = []
     maps: list[tuple[Any, ...]] = []
 
-    def load(*arguments: Any) -> Recorded:
-        modules.append(Recorded(*arguments))
+    def load(*arguments: Any) -> RecordedModule:
+        modules.append(RecordedModule(*arguments))
         return modules[-1]
 
     def encode(x: Tensor, box: tuple[int, ...], promotion: int) -> TensorMap:
@@ -126,7 +110,7 @@ def launched(
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("tokens", "tiles"), [(256, 4), (200, 4), (65, 2), (64, 1)])
 def test_a_tower_s_launch(tokens: int, tiles: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = changed(TOWER, tokens=tokens, source=tokens, quantised=early)
+    sizes = replace(TOWER, tokens=tokens, source=tokens, quantised=early)
     (name, blocks, threads, (boxes, call), cluster, dependent), maps, tensors, module = launched(
         sizes, monkeypatch, early
     )
@@ -158,7 +142,7 @@ def test_a_tower_s_launch(tokens: int, tiles: int, early: bool, monkeypatch: pyt
 def test_a_prefix_s_launch(
     batch: int, tokens: int, kv_heads: int, tiles: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = changed(PREFIX, batch=batch, tokens=tokens, source=tokens, kv_heads=kv_heads, dtype=torch.float16)
+    sizes = replace(PREFIX, batch=batch, tokens=tokens, source=tokens, kv_heads=kv_heads, dtype=torch.float16)
     (name, blocks, threads, (boxes, call), cluster, dependent), maps, tensors, module = launched(sizes, monkeypatch)
     q, k, v, out, lengths = tensors
     assert q is not None and k is not None and v is not None and out is not None and lengths is not None
@@ -179,13 +163,13 @@ def test_a_prefix_s_launch(
 
 
 def test_no_lengths_are_a_null_pointer(monkeypatch: pytest.MonkeyPatch) -> None:
-    (_, _, _, (_, call), *_), *_ = launched(changed(PREFIX, padded=False), monkeypatch)
+    (_, _, _, (_, call), *_), *_ = launched(replace(PREFIX, padded=False), monkeypatch)
     assert call.lengths is None
 
 
 @pytest.mark.parametrize("multiprocessors", [78, 114, 132])
 def test_all_clusters_run_at_once(multiprocessors: int) -> None:
-    gpu = dataclasses.replace(H200, multiprocessors=multiprocessors)
+    gpu = replace(H200, multiprocessors=multiprocessors)
     counts = [hopper.splits_of(blocks, gpu) for blocks in range(1, 200)]
     assert counts[0] == hopper.MAX_SPLITS and counts[-1] == 1 and counts == sorted(counts, reverse=True)
     # Of a group of 16 multiprocessors a cluster of three leaves one over.

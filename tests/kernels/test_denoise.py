@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks.time_phases import stamped, stamps_of
 from tests.support import streamed_support
 from tests.support.gpus import GPUS, H20, H100, H200, MIG_SLICE, MIG_TWO
-from tests.support.smolvla_loops import EXPERTS
-from tests.support.streamed_support import LOOPS, LoopCase, RecordedModule, reason, recorded_loop
+from tests.support.streamed_support import EXPERTS, LOOPS, LoopCase, Loops, RecordedModule, reason, recorded_loop
 from vla_accel.errors import EngineError
 from vla_accel.families.pi0.native_loop import expert_spec
 from vla_accel.families.smolvla import native_loop as smolvla
@@ -205,14 +204,8 @@ def recorded(request: pytest.FixtureRequest) -> tuple[LoopCase, StreamedLoop, Re
 
 def inputs_of(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
     """A loop's inputs, state token and actions."""
-    config, expert = case.config, case.config.expert
-    cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
-    inputs = {name: torch.randn(cache).bfloat16() for name in ("keys", "values")}
-    inputs["lengths"] = torch.full((case.batch,), case.prefix_tokens, dtype=torch.int32)
-    actions, inputs["target"] = torch.zeros(2, case.batch, config.action_horizon, config.action_dim)
-    inputs["weights"] = torch.zeros(case.batch, config.action_horizon)
-    state = None if config.kind == "pi05" else torch.zeros(case.batch, expert.width)
-    return inputs, state, actions
+    loops = Loops(case, beyond=0.0)
+    return loops.placed(), loops.state, loops.noise
 
 
 def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> None:

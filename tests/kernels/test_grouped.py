@@ -11,15 +11,14 @@ import torch
 from torch.nn import functional as F
 
 from tests.support.gpus import H200
-from tests.support.smolvla_loops import EXPERTS, FULL, Loops, expert_of
-from tests.support.streamed_support import ROOM, RecordedModule
+from tests.support.streamed_support import EXPERTS, ROOM, SMOLVLA_FULL, Loops, RecordedModule, expert_of
 from vla_accel.families.smolvla.native_loop import expert_spec, expert_weights, steps_of
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.loop import launch, why_not
 from vla_accel.kernels.loop.schedule import MAX_CLUSTER, WARPS, Fused, Schedule, attend, grouped
 
-SMOLVLA = expert_spec(expert_of(**FULL, depth=16))
+SMOLVLA = expert_spec(expert_of(**SMOLVLA_FULL, depth=16))
 CASES = [
     (name, largest) for name, case in EXPERTS.items() if len(case.lengths) == 1 and "large" not in name
     for largest in (MAX_CLUSTER, 8)

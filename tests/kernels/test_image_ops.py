@@ -3,23 +3,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.agreement import RATIO
+from tests.support.scripts import lines_of, needs_triton
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.ops import GroupNorm, Sum
-
-ROOT = Path(__file__).parents[2]
-HAS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="NOT RUN: needs triton")
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -97,31 +90,18 @@ def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
 # -- kernels ------------------------------------------------------------------------------------------------------
 
 
-def interpreted(script: str, *options: str) -> list[list[str]]:
-    """What a script of tests/support prints, a value and a name a line, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script), *options],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [line.split(" ", 1) for line in done.stdout.splitlines()]
-
-
-@HAS_TRITON
+@needs_triton
 @pytest.mark.parametrize(("options", "count"), [(["--few"], 52), pytest.param([], 115, marks=pytest.mark.slow)])
 def test_kernels_compute_what_the_references_do(options: list[str], count: int) -> None:
-    cases = interpreted("interpret_image.py", *options)
+    cases = [line.split(" ", 1) for line in lines_of("interpret_image", *options)]
     assert len(cases) == count
     # float16 holds 11 bits: two roundings of one value differ by at most 2 ** -10.
     assert not [name for difference, name in cases if not float(difference) < 2e-3]
 
 
-@HAS_TRITON
+@needs_triton
 @pytest.mark.slow
 def test_whole_models_run_on_the_kernels() -> None:
     pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
-    found = {name: float(value) for value, name in interpreted("interpret_image_models.py")}
+    found = {name: float(value) for value, name in (line.split(" ", 1) for line in lines_of("interpret_image_models"))}
     assert len(found) == 5 and 0 < max(found.values()) < RATIO, found

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import torch
 from tests.support.gpus import A100, ARCHITECTURES, H200, ORIN, RTX_4090
 from tests.support.runtimes import steered
 from tests.support.scales import scales_of_any
+from tests.support.scripts import lines_of, needs_triton
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
@@ -45,7 +43,6 @@ BF16 = PolicyConfig(num_steps=2, precision="bf16", device="cpu").with_specs(dict
 INT8_PREFIX = replace(BF16, kv_cache=EngineSpec("native", precision="int8"))
 INT8_VISION = replace(INT8_PREFIX, vision=EngineSpec("native", precision="int8"))
 INT8_EXPERT = replace(BF16, denoise=EngineSpec("native", precision="int8"))
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="NOT RUN: needs triton")
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +128,7 @@ def test_no_hopper_kernel_is_taken_for_integers(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @needs_triton
 def test_kernels_agree_with_their_references_to_the_last_bit() -> None:
-    script = ROOT / "tests" / "support" / "interpret_int8.py"
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", str(script)], cwd=ROOT, env=environment,
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [json.loads(line) for line in lines_of("interpret_int8")]
     assert len(rows) == 19
     for name, difference, share, largest in rows:
         if name.startswith("product"):
@@ -154,17 +146,11 @@ def test_kernels_agree_with_their_references_to_the_last_bit() -> None:
 @pytest.mark.parametrize("version", ["8.0", "9.0", "12.0"])
 def test_every_tile_compiles_into_integer_tensor_cores(version: str, tmp_path: Path) -> None:
     """Without a GPU; on one with 163 KB of shared memory for a block, with 227 KB and with 99 KB."""
-    script = ROOT / "tests" / "support" / "compile_int8.py"
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path),
-                   "OMP_NUM_THREADS": "1"}  # fmt: skip
-    done = subprocess.run([sys.executable, "-W", "ignore", str(script), version], cwd=ROOT, env=environment,
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [json.loads(line) for line in lines_of("compile_each", "int8", version, cache=tmp_path)]
     assert len(rows) == 3 * len(candidates(ARCHITECTURES[version], 544)) and len(rows) >= 24
     for row in rows:
         assert row["fits"] and row["spilled"] <= 512, row
-        assert row["products"] and all(".s8.s8" in name for name in row["products"]), row
+        assert row["integers"] and all(".s8.s8" in name for name in row["integers"]), row
 
 
 def test_tiles_fit_the_gpu_and_the_rows() -> None:

@@ -4,12 +4,8 @@ same calls that the programs make. `kernel_cases.py` has the shapes; `test_gpu_k
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +15,10 @@ from tests.support import kernel_cases as cases
 from tests.support import kernel_shapes as shapes
 from tests.support.kernel_calls import FP8, Call, Draw, Empty, Same
 from tests.support.kernel_shapes import CUTS, TALL
+from tests.support.scripts import lines_of, needs_triton
 from vla_accel.kernels.rows import rows
 
-ROOT = Path(__file__).parents[2]
-KERNELS = ROOT / "vla_accel" / "kernels"
 CPU = torch.device("cpu")
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)"
-)
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +26,7 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
     """What is wrong, or nothing, by case: all selected cases run in one process."""
     items = [i for i in request.session.items if "interpreted" in getattr(i, "fixturenames", ())]
     selected = [i.callspec.params["name"] for i in items]  # type: ignore[attr-defined]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "interpret_kernels.py"), *selected],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {name: wrong for name, wrong, _ in map(json.loads, done.stdout.splitlines())}
+    return {name: wrong for name, wrong, _ in map(json.loads, lines_of("interpret_kernels", *selected))}
 
 
 QUICK = [name for name in CUTS if "1x50x128 pipelined 32" in name or "(10, 40, 320, 1, 'gr')" in name]

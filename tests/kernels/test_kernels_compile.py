@@ -6,10 +6,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +18,16 @@ import torch
 from tests.kernels.test_gemm import BF16, FP8, GEGLU, GELU, NONE, NORMED, RESIDUAL, SWIGLU, TABLE, TILES, why_not
 from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import ARCHITECTURES, H200
-from tests.support.smolvla_loops import EXPERTS
-from tests.support.streamed_support import LOOPS, recorded_loop
+from tests.support.scripts import lines_of
+from tests.support.streamed_support import EXPERTS, LOOPS, LoopCase, recorded_loop
 from vla_accel.errors import EngineError
-from vla_accel.families.smolvla import native_loop as smolvla_expert
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm.config import GemmSizes, Skinny
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm, Rotation
 from vla_accel.kernels.gemm.hopper import HopperTile, launch, searched
 from vla_accel.kernels.gemm.hopper.config import ARCHITECTURE, few_rows
-from vla_accel.kernels.loop.schedule import THREADS, Schedule
+from vla_accel.kernels.loop.schedule import THREADS
 
 ROOT = Path(__file__).parents[2]
 FITTING = {"_filtered", "_sampled"}
@@ -50,29 +46,23 @@ BY_MODEL = {
     "demo": ROWS | FEW | {"_suffix_attention"},
     "demo x 8": ROWS | MANY | {"_suffix_attention"},
 }
-PRODUCTS = {"_attention", "_suffix_attention", "_suffix_attention_split"} | INT8 | FEW | MANY - {"_measure"}
+PRODUCTS = (
+    {"_attention", "_cross_attention", "_suffix_attention", "_suffix_attention_split"}
+    | INT8
+    | FEW
+    | MANY - {"_measure"}
+)
 # All but the first of each program's chain.
 CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"} - FITTING
 SPILLED = 256
 """Bytes a thread may keep in local memory: some around a loop, of sums that fill all 255 registers."""
 
 
-def compiled_for(
-    version: str, folder: Path, *options: str, script: str = "compile_kernels.py"
-) -> list[dict[str, Any]]:  # fmt: skip
+def compiled_for(version: str, folder: Path, *options: str) -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)")
-    # The same Triton as here, which may lie beside the installed one (`make test-triton`).
-    cache, path = str(folder), os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script), version, *options],
-        cwd=ROOT,
-        env={"PYTHONPATH": path, "PATH": "", "TRITON_CACHE_DIR": cache, "HOME": cache, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    script = ("compile_each", "each") if "each" in options else ("compile_kernels", *options)
+    return [json.loads(line) for line in lines_of(*script, version, cache=folder)]
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +72,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def check_it_fits(row: dict[str, Any]) -> None:
-    """Within what a block can have there."""
+    """It needs no more than a block can have; products are on the tensor cores; dependent launches wait and release."""
     gpu = ARCHITECTURES[row["gpu"]]
     assert row["bytes"] > 1000 and row["shared"] <= gpu.shared_per_block, row
     threads = 32 * row["options"].get("num_warps", 4)
     assert row["registers"] * threads <= gpu.registers and row["spilled"] <= SPILLED, row
+    assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
+    pdl = bool(row["constants"].get("PDL"))
+    assert (row["waits"] > 0) == (row["releases"] > 0) == pdl == bool(row["options"].get("launch_pdl")), row
+    assert not pdl or gpu.dependent_launch
     check_its_cut(row)
 
 
@@ -105,8 +99,10 @@ def test_every_models_kernels_compile_and_fit(compiled: list[dict[str, Any]]) ->
         check_it_fits(row)
     for model, kernels in BY_MODEL.items():
         assert {row["kernel"] for row in compiled if model in row["models"]} == kernels, model
-    products = [row for row in compiled if row["models"] == ["pi05 int8"] and row["kernel"] in FEW]
-    assert {row["kernel"] for row in products} == FEW and all(row["int8"] for row in products)
+    for model, products in (("pi05 int8", FEW), ("pi0 int8", MANY - {"_measure"})):
+        own = [row for row in compiled if row["models"] == [model] and row["kernel"] in products]
+        assert {row["kernel"] for row in own} == products and all(row["int8"] for row in own)
+    assert not any(row["int8"] for row in compiled if not any("int8" in model for model in row["models"]))
 
 
 @pytest.mark.slow
@@ -118,9 +114,6 @@ def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) 
     for row in rows:
         assert row["gpu"] == version
         check_it_fits(row)
-        assert (row["waits"] > 0) == bool(row["constants"].get("PDL"))
-        assert not row["constants"].get("PDL") or gpu.dependent_launch
-        assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
     for model in ("pi05", "pi05 int8", "pi0", "pi0 int8", *(["pi05 fp8"] if gpu.fp8 else [])):
         assert {row["kernel"] for row in rows if model in row["models"]} >= BY_MODEL[model], model
     if version == "8.6":
@@ -140,7 +133,7 @@ def test_each_kernel_compiles_for_each_capability(version: str, tmp_path: Path) 
     """SmolVLA's, GR00T's, π0-FAST's, the image models' and loops with INT8 weights, where the models above do not
     have them: once each, in an ordinary tile."""
     gpu = ARCHITECTURES[version]
-    rows = compiled_for(version, tmp_path, script="compile_each.py")
+    rows = compiled_for(version, tmp_path, "each")
     # Of the ways to attend with very wide heads this one is out where a block has 99 KB.
     tight = {"_wide_attention"} if gpu.shared_per_block < 100 << 10 else set()
     for row in rows:
@@ -169,14 +162,6 @@ def test_smolvlas_kernels_compile_and_fit(tmp_path: Path) -> None:
         assert found - {"_suffix_attention", "_suffix_attention_split"} == kernels - inside | more, model
     for row in rows:
         check_it_fits(row)
-        assert (row["products"] > 0) == (row["kernel"] in {*PRODUCTS, "_cross_attention"}), row
-        assert (row["waits"] > 0) == (row["releases"] > 0) == bool(row["constants"].get("PDL")), row
-
-
-@pytest.mark.slow
-def test_products_run_on_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:
-    for row in compiled:
-        assert (row["products"] > 0) == (row["kernel"] in PRODUCTS), row
 
 
 @pytest.mark.slow
@@ -187,11 +172,7 @@ def test_heads_of_72_are_loaded_sixteen_bytes_at_once(compiled: list[dict[str, A
 
 
 @pytest.mark.slow
-def test_dependent_launches_wait_and_release(compiled: list[dict[str, Any]]) -> None:
-    for row in compiled:
-        pdl = bool(row["constants"].get("PDL"))
-        assert pdl == bool(row["options"].get("launch_pdl")), row
-        assert (row["waits"] > 0) == (row["releases"] > 0) == pdl, row
+def test_launches_inside_a_chain_are_dependent(compiled: list[dict[str, Any]]) -> None:
     # A chain's first kernel waits for all before it: the prefix may then be read ahead of any wait.
     firsts = [row for row in compiled if row["kernel"] == "_step" and row["constants"]["S"][4]]
     assert firsts and not any(row["constants"]["PDL"] for row in firsts)
@@ -205,14 +186,6 @@ def test_fp8_models_convert_to_fp8_and_others_do_not(compiled: list[dict[str, An
         assert not row["fp8"] or row["models"] == ["pi05 fp8"], row
     narrow = {row["kernel"] for row in compiled if row["fp8"]}
     assert {"_skinny_pair", "_skinny_columns", "_add_norm", "_geglu", "_gelu", "_attention"} <= narrow
-
-
-@pytest.mark.slow
-def test_int8_weights_reach_every_product_of_the_loop(compiled: list[dict[str, Any]]) -> None:
-    products = MANY - {"_measure"}
-    own = [row for row in compiled if row["models"] == ["pi0 int8"] and row["kernel"] in products]
-    assert {row["kernel"] for row in own} == products and all(row["int8"] for row in own)
-    assert not any(row["int8"] for row in compiled if not any("int8" in model for model in row["models"]))
 
 
 # -- CUDA C++ ---------------------------------------------------------------------------------------------------------
@@ -234,9 +207,11 @@ def nvrtc_library() -> ctypes.CDLL:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOOPS)
-def test_the_streamed_kernels_compile(name: str, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, module = recorded_loop(LOOPS[name], monkeypatch)
+@pytest.mark.parametrize("case", [*LOOPS.values(), *(EXPERTS[n] for n in ("full", "17 actions", "three sequences"))])
+def test_the_streamed_kernels_compile(
+    case: LoopCase, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, module = recorded_loop(case, monkeypatch)
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
     code = nvrtc.compile_source(module.source, module.architecture)
     assert code.startswith(b"\x7fELF")
@@ -244,21 +219,6 @@ def test_the_streamed_kernels_compile(name: str, nvrtc_library: ctypes.CDLL, mon
         assert b".text." + kernel.encode() + b"\0" in code, kernel
     assert max(registers_of(code)) * THREADS <= H200.registers and max(module.shared.values()) <= H200.shared_per_block
     assert max(stack_of(code)) <= SPILLED
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["full", "17 actions", "three sequences"])
-def test_smolvla_s_streamed_kernels_compile(
-    name: str, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = EXPERTS[name]
-    schedule = Schedule.of(smolvla_expert.expert_spec(case.config), len(case.lengths), case.prefix_tokens, H200)
-    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
-    code = nvrtc.compile_source(schedule.source, "sm_90a")
-    for kernel in schedule.blocks:
-        assert b".text." + kernel.encode() + b"\0" in code, kernel
-    assert max(schedule.shared.values()) <= H200.shared_per_block and max(stack_of(code)) <= SPILLED
-    assert max(registers_of(code)) * THREADS <= H200.registers
 
 
 @pytest.fixture

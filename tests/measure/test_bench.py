@@ -25,7 +25,7 @@ from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.pi0.family import PI0, PI05
 from vla_accel.kernels import phases
-from vla_accel.measure import bench, comparison, paced, start, systems
+from vla_accel.measure import bench, paced, start, systems
 from vla_accel.measure import random_policy as random_policy_module
 from vla_accel.measure.bench import System
 from vla_accel.measure.random_policy import random_policy
@@ -42,32 +42,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Factory:
+    """A factory of π0.5 with random weights of a small size."""
+    sizes = tiny_config("pi05", vocab_size=4000, max_token_len=64)
+    monkeypatch.setattr(
+        type(bench_card(PI05)), "published", lambda self, horizon=None: replace(sizes, action_horizon=horizon)
+    )
+    return Factory(PI05, views=2, horizon=5, device="cpu", ceilings=None)
+
+
 # -- phases of a start --------------------------------------------------------------------------------------------
 
 
 def test_time_belongs_to_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def pass_(seconds: float) -> None:
-        now[0] += seconds
-
     with phases.recorded() as spent:
-        pass_(1)
+        now[0] += 1
         with phases.phase("prepare"):
-            pass_(2)
+            now[0] += 2
             with phases.phase("read"):
-                pass_(4)
-            with phases.phase("read"):
-                pass_(8)
-            pass_(16)
+                now[0] += 4
+            now[0] += 16
         with phases.phase("capture"), phases.phase("compile"):
-            pass_(32)
-    want = {"read": 12, "prepare": 18, "compile": 32, "tune": 0, "capture": 0, "other": 1, "total": 63}
+            now[0] += 32
+    want = {"read": 4, "prepare": 18, "compile": 32, "tune": 0, "capture": 0, "other": 1, "total": 55}
     assert spent.described == want
     with phases.phase("read"):
-        pass_(64)
-    assert spent.described == want, "nobody records any more"
+        now[0] += 64
+    assert spent.described == want, "the recording has ended"
 
 
 def test_triton_s_compiler_is_a_phase_wherever_it_is_called() -> None:
@@ -120,14 +124,7 @@ def test_two_starts_find_the_cold_one_s_caches(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp8"])
-def test_random_weights_are_written_and_started_from(
-    precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """In this process, at a small size."""
-    sizes = tiny_config("pi05", vocab_size=4000, max_token_len=64)
-    monkeypatch.setattr(
-        type(bench_card(PI05)), "published", lambda self, horizon=None: replace(sizes, action_horizon=horizon)
-    )
+def test_random_weights_are_written_and_started_from(precision: str, small: Factory, tmp_path: Path) -> None:
     prefix = {"engine": "native", "precision": precision}
     config = from_mapping(PolicyConfig, {"device": "cpu", "precision": "bf16", "num_steps": 1, "kv_cache": prefix})
     source = {"family": "pi05", "views": 2, "horizon": 5, "weights": str(tmp_path / "weights")}
@@ -136,7 +133,7 @@ def test_random_weights_are_written_and_started_from(
     assert phases["read"] > 0 and policy.metadata["engines"][1]["used"] == "native"
     assert (policy.scales is not None) == (precision == "fp8")
     same, _ = random_policy("pi05", config, views=2, horizon=5)
-    observation, noise = same.processor.example(), np.zeros((5, sizes.action_dim))
+    observation, noise = same.processor.example(), np.zeros((5, same.model.config.action_dim))
     ours, theirs = (p.infer(observation, noise=noise)["actions"] for p in (policy, same))
     np.testing.assert_array_equal(ours, theirs)
 
@@ -192,15 +189,6 @@ def test_power_comes_from_nvml_or_nvidia_smi(monkeypatch: pytest.MonkeyPatch) ->
 # -- what is timed ------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_in_every_row(folder: Path) -> None:
-    policy = OptimizedPolicy.from_pretrained(folder, {"device": "cpu", "num_steps": 1})
-    system = System("ours", policy.infer, 1, memory=policy.memory())
-    other = System("theirs", lambda _: {}, 1)
-    example = policy.processor.example()
-    rows = bench.run([system, other], lambda _: example, calls=1, turn=1, warmup=1)
-    assert rows[0]["memory"]["total"] == policy.memory()["total"] > 0 and rows[1]["memory"] is None
-
-
 def test_other_processes_are_heard_while_calls_are_timed_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """First calls compile, in processes of their own."""
     calls: list[int] = []
@@ -220,16 +208,6 @@ def test_other_processes_are_heard_while_calls_are_timed_and_not_before(monkeypa
     told: list[float | None] = []
     bench.run([System("theirs", infer, 1)], lambda _: {}, calls=3, turn=1, warmup=4, heard=told.append)
     assert told == [3.0] and len(calls) == 7
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Factory:
-    """Of random weights of a small size, in this process."""
-    sizes = tiny_config("pi05", vocab_size=4000, max_token_len=64)
-    monkeypatch.setattr(
-        type(bench_card(PI05)), "published", lambda self, horizon=None: replace(sizes, action_horizon=horizon)
-    )
-    return Factory(PI05, views=2, horizon=5, device="cpu", ceilings=None)
 
 
 def test_a_system_s_memory_is_its_own(small: Factory) -> None:
@@ -311,27 +289,22 @@ def test_missing_modelopt_is_said_before_anything_is_built(
     assert cli.main([*words, "--systems", "eager"]) == 0
 
 
-def test_a_prompt_of_so_many_tokens(folder: Path) -> None:
-    policy = OptimizedPolicy.from_pretrained(folder, {"device": "cpu", "num_steps": 1})
-    rng = np.random.default_rng(0)
-    observe = observer(policy.family, policy.processor, 30)
-    assert len(policy.processor.prepare(observe(rng)).tokens) == 30
-    for tokens, told in ((1, "got 1$"), (1000, "expected at most [0-9]+, got 1000$")):
-        with pytest.raises(ConfigError, match=f"prompt_tokens: .*{told}"):
-            observer(policy.family, policy.processor, tokens)
-
-
-def test_the_smallest_system_has_its_embeddings_on_the_host() -> None:
-    """All components in 8 bits, and the table that no product reads in host memory; with portable kernels, too."""
+def test_portable_and_host_systems_are_native_ones_with_an_option() -> None:
     factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None)
-    for kind in ("native", "portable"):
-        specs = factory.configs[f"{kind}-fp8-vision-int8-denoise-host"].specs(PI05.parts)
-        assert {n: s.precision for n, s in specs.items()} == {"vision": "fp8", "kv_cache": "fp8", "denoise": "int8"}
-        assert {s.native.embeddings for s in specs.values()} == {"host"}
-        assert {s.native.kernels == "portable" for s in specs.values()} == {kind == "portable"}
-    assert [name for name in factory.configs if name.endswith("-host")] == [
-        f"{kind}-fp8-vision-int8-denoise-host" for kind in ("native", "portable")
-    ]
+    names = ("native-bf16", "native-fp8", "native-fp8-vision")
+    assert factory.default == ("eager", *names) and "realtime-vla" not in factory.names
+    low = {"vision": "fp8", "kv_cache": "fp8", "denoise": "int8"}
+    smallest = "native-fp8-vision-int8-denoise-host"
+    assert [n for n in factory.configs if n.endswith("-host")] == [smallest, smallest.replace("native", "portable")]
+    for name in (*names, smallest):
+        native, portable = (
+            factory.configs[name.replace("native", n)].specs(PI05.parts) for n in ("native", "portable")
+        )
+        precisions = [{n: s.precision for n, s in specs.items()} for specs in (native, portable)]
+        assert precisions[0] == precisions[1] and (name != smallest or precisions[0] == low)
+        for specs, kernels in ((native, "auto"), (portable, "portable")):
+            assert {s.native.kernels for s in specs.values()} == {kernels}
+            assert {s.native.embeddings for s in specs.values()} == {"host" if name == smallest else "gpu"}
 
 
 def test_the_floor_is_of_the_prompt_that_is_timed(folder: Path) -> None:
@@ -343,8 +316,14 @@ def test_the_floor_is_of_the_prompt_that_is_timed(folder: Path) -> None:
         work = bench_card(policy.family).work(policy.model.config, prepared, 1, policy.specs)
         assert system.notes["work"] == {name: asdict(one) for name, one in work.items()}
         assert system.floors == floors_ms(work, Ceilings(1e15, 1e15, 1e12))
+        assert len(prepared.tokens) == tokens
     factory = CheckpointFactory(str(folder), ["eager"], device="cpu", ceilings=None, tokens=30)
     assert factory.make("eager", 1).notes["work"] == system.notes["work"], "its factory hands the length on"
+    made = observer(policy.family, policy.processor, 30, (48, 64))(rng)
+    assert {value.shape for value in made.values() if np.ndim(value) == 3} == {(48, 64, 3)}
+    for tokens, error in ((1, "got 1$"), (1000, "expected at most [0-9]+, got 1000$")):
+        with pytest.raises(ConfigError, match=f"prompt_tokens: .*{error}"):
+            observer(policy.family, policy.processor, tokens)
 
 
 def test_what_one_configuration_says_of_the_robot_holds_for_those_that_say_nothing(
@@ -362,19 +341,6 @@ def test_what_one_configuration_says_of_the_robot_holds_for_those_that_say_nothi
     made = observer(factory.family, factory.processor, 30)(np.random.default_rng(0))
     assert made.keys() == {"front", "wrist", "joints", "gripper", "prompt"}
     assert factory.processor.prepare(made).raw_state.shape == (8,)
-
-
-def test_portable_systems_are_native_ones_without_hopper_s_kernels() -> None:
-    factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None)
-    names = ("native-bf16", "native-fp8", "native-fp8-vision")
-    assert factory.default == ("eager", *names) and "realtime-vla" not in factory.names
-    for name in names:
-        portable, native = factory.configs[name.replace("native", "portable")], factory.configs[name]
-        specs = portable.specs(PI05.parts)
-        assert all(spec.native.kernels == "portable" for spec in specs.values())
-        assert {n: s.precision for n, s in specs.items()} == {
-            n: s.precision for n, s in native.specs(PI05.parts).items()
-        }
 
 
 CHECKOUT = """
@@ -442,7 +408,7 @@ def test_a_run_that_is_cut_off_leaves_its_rows(folder: Path, tmp_path: Path, mon
 def test_which_systems_take_turns(tmp_path: Path) -> None:
     def chosen(*named: str, checkout: Path | None = tmp_path, fitted: bool = True) -> tuple[str, ...]:
         factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None, checkout=checkout)
-        return comparison.choose_systems(factory, named, fitted=fitted)
+        return systems.choose_systems(factory, named, fitted=fitted)
 
     ours, both = ("native-bf16", "native-fp8", "native-fp8-vision", "eager"), ("realtime-vla", "realtime-vla-autotune")
     assert chosen() == (*ours, "openpi-eager", *both) and chosen(checkout=None) == (*ours, "openpi-eager")
@@ -454,8 +420,10 @@ def test_which_systems_take_turns(tmp_path: Path) -> None:
         chosen("eager", "openpi-eager", fitted=False)
 
 
-def test_a_baseline_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """`eager` stands for another project's code, and `native_fp8` for one that is not installed."""
+def test_a_baseline_is_made_once_and_a_slow_system_timed_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """`eager` plays another project's code, `native_fp8` one that is not installed, and `native` the slow system."""
     made: list[tuple[str, int]] = []
     real = CheckpointFactory.make
 
@@ -466,7 +434,7 @@ def test_a_baseline_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch, 
         return real(self, name, steps)
 
     monkeypatch.setattr(CheckpointFactory, "make", make)
-    monkeypatch.setattr(comparison, "choose_systems", lambda factory, named, fitted: ("native", "eager", "native_fp8"))
+    monkeypatch.setattr(systems, "choose_systems", lambda factory, named, fitted: ("native", "eager", "native_fp8"))
     initial = CheckpointFactory.__init__
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
@@ -474,34 +442,24 @@ def test_a_baseline_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch, 
         self.baselines = ("eager", "native_fp8")
 
     monkeypatch.setattr(CheckpointFactory, "__init__", init)
+    once = {"native": {"steps": 2, "why": "it is slow"}}
+    monkeypatch.setattr(systems, "timed_once", lambda factory, names, sweep: once)
     words = f"bench {folder} --config native,native_fp8 --steps 2,1 --calls 1 --device cpu --prompt-tokens 19"
     assert cli.main(words.split()) == 0
     out, err = capsys.readouterr()
-    assert made == [("eager", 2), ("native_fp8", 2), ("native", 2), ("native", 1), ("eager", 1)]
-    assert json.loads(out.splitlines()[-1])["left_out"] == {"native_fp8": "nothing to import"}
-    assert "left out: native_fp8: nothing to import" in err
+    assert made == [("eager", 2), ("native_fp8", 2), ("native", 2), ("eager", 1)]
+    report = json.loads(out.splitlines()[-1])
+    assert report["left_out"] == {"native_fp8": "nothing to import"} and report["timed_once"] == once
+    assert [(row["system"], row["steps"]) for row in report["rows"]] == [("native", 2), ("eager", 2), ("eager", 1)]
+    assert report["complete"] is True and "left out: native_fp8: nothing to import" in err
 
 
 def test_what_compiles_for_minutes_is_timed_once(tmp_path: Path) -> None:
     factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None, checkout=tmp_path)
     names = ("native-bf16", "openpi-eager", "openpi-max-autotune", "realtime-vla")
-    found = comparison.timed_once(factory, names, (3, 10, 1))
+    found = systems.timed_once(factory, names, (3, 10, 1))
     assert {name: told["steps"] for name, told in found.items()} == {"openpi-max-autotune": 3, "realtime-vla": 10}
     assert "torch.compile takes minutes" in found["openpi-max-autotune"]["why"]
-    assert comparison.timed_once(factory, names, (10,)) == comparison.timed_once(factory, names[:2], (3, 1)) == {}
+    assert systems.timed_once(factory, names, (10,)) == systems.timed_once(factory, names[:2], (3, 1)) == {}
     with pytest.raises(ConfigError, match="steps: expected 10 among them for realtime-vla, got 3,1"):
-        comparison.timed_once(factory, names, (3, 1))
-
-
-def test_a_system_that_is_timed_once_has_no_other_row(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    once = {"native": {"steps": 2, "why": "it is slow"}}
-    monkeypatch.setattr(comparison, "timed_once", lambda factory, names, sweep: once)
-    words = f"bench {folder} --config native --steps 2,1 --calls 1 --device cpu --prompt-tokens 19"
-    assert cli.main(words.split()) == 0
-    out, err = capsys.readouterr()
-    report = json.loads(out.splitlines()[-1])
-    assert [(row["system"], row["steps"]) for row in report["rows"]] == [("native", 2), ("eager", 2), ("eager", 1)]
-    assert report["timed_once"] == once and report["complete"] is True
-    assert "native: timed at 2 steps alone: it is slow" in err
+        systems.timed_once(factory, names, (3, 1))

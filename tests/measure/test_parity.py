@@ -100,23 +100,6 @@ def test_one_wrong_key_of_one_observation_is_seen_whatever_the_lengths() -> None
     assert wrong.median_cosine == pytest.approx(1) and wrong.worst_cosine < wrong.cosine < 0.9999
 
 
-def test_one_draw_is_what_it_was() -> None:
-    once = Stub()
-    report(once, Stub())
-    rng = np.random.default_rng(0)
-    assert np.array_equal(once.noises[3], [rng.standard_normal((3, 2)).astype(np.float32) for _ in range(4)][3])
-
-
-def test_progress_ends_with_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The reference's calls on another observation are a fifth of all: none of them comes after what says the end.
-    reference, asked = Stub(), []
-    report(Stub(), reference, count=20, progress=lambda line: asked.append((line, reference.calls)))
-    assert asked[-1] == ("20/20 calls of each", 40) and reference.calls == 40 and len(asked) == 1
-    monkeypatch.setattr("vla_accel.progress.INTERVAL_S", 0.0)
-    report(Stub(), Stub(), count=20, progress=lambda line: asked.append((line, 0)))
-    assert [line for line, _ in asked[1:]] == [f"{done}/20 calls of each" for done in range(1, 21)], "each takes longer"
-
-
 def test_flipped_commands_are_counted_and_judged_by_their_rate_alone() -> None:
     found = report(Stub(error=0.001, flip=(1, 5)), Stub(), draws=2, threshold=0.999)
     assert found.flipped == 2 and found.rest_cosine > 0.9999 and found.actions.cosine < 0.95
@@ -135,17 +118,6 @@ def test_the_cosine_is_of_the_chunks_in_which_no_command_fell_the_other_way() ->
     assert [r.partition(" %")[0] for r in rare.reasons] == ["error 16.3"], "all that FP32 is refused for"
     off = report(Stub(error=0.3, flip=(7,)), Stub(), count=200, threshold=0.999)
     assert off.flipped == 1 and [r for r in off.reasons if r.startswith(f"cosine {off.rest_cosine:.6f}, ")]
-
-
-def test_the_command_draws(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "eager.yaml"
-    config.write_text("num_steps: 1\nprecision: fp32\n")
-    words = ["parity", "--config", str(config), "--count", "1", "--draws", "2", "--device", "cpu"]
-    assert cli.main(words) == 0
-    content = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert content["draws"] == 2 and content["observations"] == 1 and content["flipped"] == 0
-    assert cli.main([*words[:-4], "--draws", "0"]) == 1
-    assert "draws: expected at least 1, got 0" in capsys.readouterr().err
 
 
 # -- what agreement is worth: a policy that does not look must fail --------------------------------------------------

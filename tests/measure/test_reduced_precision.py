@@ -117,13 +117,6 @@ def test_states(largest: float, bad: int, state: str) -> None:
     assert ModuleRange("m", "Linear", "-", "float32", largest, bad).state(torch.float16) == state
 
 
-def test_inference_measures_convolutions_without_autograd() -> None:
-    before = torch.backends.cudnn.benchmark
-    with inference():
-        assert torch.is_inference_mode_enabled() and torch.backends.cudnn.benchmark
-    assert torch.backends.cudnn.benchmark == before and not torch.is_inference_mode_enabled()
-
-
 def test_cost_halves_the_weights(net: Net) -> None:
     before = cost(net, lambda: net(example()), CPU, calls=3)
     reduce_precision(net, "bf16")

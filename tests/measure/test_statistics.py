@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +48,16 @@ def test_unusual_statistics_are_named_by_dimension() -> None:
     assert Range(low[:1], high[:1], "limits").suspicious() == {}
 
 
-def pi05(folder: Path) -> None:
-    write_tiny_checkpoint(folder)
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "pi05": write_tiny_checkpoint,
+    "pi0": partial(write_tiny_checkpoint, kind="pi0"),
+    "smolvla": partial(tiny_smolvla.write_lerobot, libero=True),
+    "groot": groot_folders.write_isaac,
+}
 
 
-def pi0(folder: Path) -> None:
-    write_tiny_checkpoint(folder, "pi0")
-
-
-def smolvla(folder: Path) -> None:
-    tiny_smolvla.write_lerobot(folder, libero=True)
-
-
-def groot(folder: Path) -> None:
-    groot_folders.write_isaac(folder)
-
-
-FAMILIES = [pi05, pi0, smolvla, groot]
-
-
-@pytest.mark.parametrize("write", FAMILIES)
-def test_what_the_statistics_give_back_is_inside_them(write: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_what_the_statistics_give_back_is_inside_them(write: Callable[[Path], object], tmp_path: Path) -> None:
     """The middle of the range lies inside, a state moved by 0.6 and by 11 spans outside and far outside."""
     write(tmp_path)
     processor = load(tmp_path).processor

@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.emulated_loops import Pi0Loops
-from tests.support.smolvla_loops import EXPERTS, Loops
-from tests.support.streamed_support import LOOPS
+from tests.support.streamed_support import EXPERTS, LOOPS, LoopCase, Loops
 from tests.support.tiny_smolvla import tiny_config, tiny_model
 from vla_accel.engines.native import NativeEngine
 from vla_accel.families.smolvla.native import SmolVlaPrefix, SmolVlaPrefixWeights
@@ -131,25 +129,14 @@ def test_layers_completed_one_by_one_are_those_completed_together(every: int, mo
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
 
 
-def pi0_loop(name: str) -> tuple[Any, dict[str, Tensor], Tensor | None, Tensor]:
-    """A loop of fused ops, its inputs, the state's token and the noise."""
-    case = Pi0Loops(LOOPS[name])
-    return case.fused("fp32"), case.inputs(0.0, torch.float32), case.state, case.noise
-
-
-def smolvla_loop(name: str) -> tuple[Any, dict[str, Tensor], Tensor | None, Tensor]:
-    case = Loops(EXPERTS[name], beyond=0.0)
-    return case.fused("fp32", "cpu"), case.placed("cpu", torch.float32), None, case.noise
-
-
 @pytest.mark.parametrize(
-    ("made", "name"),
-    [(pi0_loop, "demo"), (pi0_loop, "grouped"), (smolvla_loop, "17 actions"), (smolvla_loop, "three sequences")],
+    "case", [LOOPS["demo"], LOOPS["grouped"], EXPERTS["17 actions"], EXPERTS["three sequences"]], ids=str
 )
-def test_a_layer_reads_nothing_before_its_turn(made: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_reads_nothing_before_its_turn(case: LoopCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values are NaN until a layer has waited for them. A launch is dependent unless it comes first, after an
     event, or after torch code that writes rows."""
-    loop, inputs, state, noise = made(name)
+    loops = Loops(case, beyond=0.0)
+    loop, inputs, state, noise = loops.fused("fp32"), loops.placed("cpu", torch.float32), loops.state, loops.noise
     want, got = noise.clone(), noise.clone()
     late = inputs | {key: torch.full_like(inputs[key], float("nan")) for key in ("keys", "values")}
     told: list[Any] = []

@@ -3,10 +3,7 @@ Triton's compiler for Hopper."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.groot_folders import observation
+from tests.support.scripts import lines_of, needs_triton
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.errors import EngineError
 from vla_accel.families.groot.components import CACHE
@@ -112,26 +110,18 @@ def test_fp8_where_there_is_none(groot_folder: Path) -> None:
         policy_of(groot_folder, "bf16", denoise=replace(fp8, keep=("fc1",)))
 
 
-def compiled(*words: str) -> list[dict[str, int]]:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)")
-    script = ROOT / "tests" / "support" / "compile_groot.py"
-    command = [sys.executable, "-W", "ignore", str(script), *words]
-    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.slow
+@needs_triton
 def test_a_call_launches_few_kernels() -> None:
     """At the published size, without the library's products: five a block in 4 steps of 32 blocks, and six a step."""
-    ((found),) = compiled("--count")
+    found = json.loads(*lines_of("compile_each", "groot", "--count"))
     assert found["denoise"] == 4 * (5 * 32 + 6) + 1 and found["vision"] < 120 and found["kv_cache"] < 120
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_hopper_and_fits() -> None:
-    rows = compiled()
+@needs_triton
+def test_every_kernel_compiles_for_hopper_and_fits(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in lines_of("compile_each", "groot", cache=tmp_path)]
     assert {row["kernel"] for row in rows} >= {"_pipelined_columns", "_flow_step", "_rotate"}
     # A batch's tiles of 128 rows fill all registers, and keep some sums elsewhere around their loop.
     assert [row for row in rows if row["bytes"] <= 1000 or not row["fits"] or row["spilled"] > 128] == []

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.emulated_loops import Pi0Loops
 from tests.support.groot_folders import CONFIG, tensors
 from tests.support.in_memory import MemoryWeights
-from tests.support.smolvla_loops import EXPERTS, Loops
-from tests.support.streamed_support import LOOPS
+from tests.support.streamed_support import EXPERTS, LOOPS, Loops
 from vla_accel.families.groot.checkpoint import infer_config, load_groot
 from vla_accel.families.groot.native_loop import NativeTransformer, TransformerWeights, step_tables
 from vla_accel.kernels.config import Choice
@@ -29,10 +27,10 @@ def groot_loop() -> LayerLoop:
 
 
 BUILDS: dict[str, tuple[Callable[[], LayerLoop], set[str]]] = {
-    "pi05": (lambda: Pi0Loops(LOOPS["demo x 4"]).fused("bf16"), {"out", "down", "up", "qkv", "attention"}),
-    "pi0": (lambda: Pi0Loops(LOOPS["grouped"]).fused("bf16"), {"out", "down", "up", "qkv", "attention", "mix"}),
+    "pi05": (lambda: Loops(LOOPS["demo x 4"]).fused("bf16"), {"out", "down", "up", "qkv", "attention"}),
+    "pi0": (lambda: Loops(LOOPS["grouped"]).fused("bf16"), {"out", "down", "up", "qkv", "attention", "mix"}),
     "smolvla": (
-        lambda: Loops(EXPERTS["50 actions"]).fused("bf16", "cpu"),
+        lambda: Loops(EXPERTS["50 actions"]).fused("bf16"),
         {"out", "down", "up", "qkv", "attention", "cross", "mix"},
     ),
     "groot": (groot_loop, {"out", "down", "up", "qkv", "q"}),

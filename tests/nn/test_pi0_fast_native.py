@@ -3,10 +3,7 @@ in their Triton kernels through the interpreter."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.scales import scales_of_any
+from tests.support.scripts import lines_of, needs_triton
 from tests.support.tiny_pi0_fast import BOS, tiny_config, tiny_model
 from vla_accel.config import EngineSpec, NativeOptions
 from vla_accel.errors import EngineError
@@ -166,37 +164,23 @@ def test_logits_of_weights_of_one_byte_are_close() -> None:
         assert 0 < error < 0.2
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)"
-)
+@needs_triton
 def test_the_kernels_write_the_same_tokens() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "interpret_decode.py")],
-        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    found = json.loads(*lines_of("interpret_decode"))
     assert found["triton"] == found["reference"] and found["logits"] < 1e-4
 
 
-def compiled(*words: str) -> list[str]:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)")
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "compile_decode.py"), *words]
-    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
-
 @pytest.mark.slow
+@needs_triton
 def test_a_token_launches_few_kernels() -> None:
     """At the published size: five a layer, the last norm, the head."""
-    assert compiled("--count") == [str(5 * 18 + 2)]
+    assert json.loads(*lines_of("compile_each", "decode", "--count")) == {"token": 5 * 18 + 2}
 
 
 @pytest.mark.slow
+@needs_triton
 @pytest.mark.parametrize("capability", ["8.9", "9.0"])
-def test_every_kernel_compiles_and_fits(capability: str) -> None:
-    rows = [json.loads(line) for line in compiled(capability)]
+def test_every_kernel_compiles_and_fits(capability: str, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in lines_of("compile_each", "decode", capability, cache=tmp_path)]
     assert {"_skinny_pair", "_skinny_columns", "_suffix_attention", "_add_norm"} <= {r["kernel"] for r in rows}
     assert [row for row in rows if row["bytes"] <= 1000 or not row["fits"] or row["spilled"] > 128] == []

@@ -30,12 +30,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests.support.agreement import ACTIONS_ATOL, rms
-from tests.support.whole_calls import pi0_fast_tokens, smolvla_actions
+from tests.support.whole_calls import pi0_actions, pi0_fast_tokens, smolvla_actions
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.bench import bench_card
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.network import Groot, overlap_weights
 from vla_accel.families.loading import Checkpoint, family_of, load
+from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.network import Pi0Fast
 from vla_accel.families.pi0_fast.transforms import FastProcessor
@@ -57,6 +58,13 @@ def case_of(tensors: Mapping[str, Tensor], case: str) -> dict[str, Tensor]:
     """What a case was given, by name; one with a previous chunk is the first one otherwise."""
     name = "batch1" if case == "rtc" else case
     return {k.removeprefix(f"{name}."): v for k, v in tensors.items() if k.startswith(f"{name}.")}
+
+
+def ask_pi0(model: Pi0, tensors: Mapping[str, Tensor], case: str, steps: int) -> Tensor:
+    """Actions (B, horizon, 32), normalised."""
+    given = case_of(tensors, case)
+    names = ("images", "image_mask", "tokens", "token_mask", "state", "noise")
+    return pi0_actions(model, *(given[n] for n in names), num_steps=steps)
 
 
 def ask_smolvla(model: SmolVla, tensors: Mapping[str, Tensor], case: str, steps: int) -> Tensor:
@@ -112,7 +120,7 @@ def answers(weights: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
     ask: Any = ask_groot
     if not isinstance(model, Groot):
         model = model.whole()
-        ask = ask_smolvla
+        ask = ask_pi0 if isinstance(model, Pi0) else ask_smolvla
     if isinstance(model, Pi0Fast):
         ask = functools.partial(ask_pi0_fast, checkpoint.processor)
     found = {}

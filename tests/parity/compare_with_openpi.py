@@ -1,6 +1,6 @@
 """openpi's own PyTorch model and ours on one device, at full size: weights saved by its model, loaded by ours.
 
-    PYTHONPATH=SITE python tests/parity/compare_with_openpi.py --size full --device cuda --folder DIR
+    PYTHONPATH=SITE python -m tests.parity.compare_with_openpi --size full --device cuda --folder DIR
 
 SITE holds openpi (rlinf-openpi 0.1.1), its patched transformers (rlinf-transformer-openpi 4.53.2), tokenizers 0.21.4
 and huggingface_hub 0.36.2; jax is not needed: what openpi's model code imports of its JAX half, sizes and nothing
@@ -27,11 +27,8 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # openpi compiles sample_actions with n
 
 import torch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
-
-from tests.support.agreement import rms  # noqa: E402
-from tests.support.whole_calls import pi0_actions  # noqa: E402
+from tests.support.agreement import rms
+from tests.support.whole_calls import pi0_actions
 
 FP32_ATOL = 1e-4
 # Ours to openpi's float32, beside openpi's own bfloat16 to it: as near, within the spread of two roundings.
@@ -77,27 +74,6 @@ def without_jax() -> None:
     models.gemma, models.pi0_config, models.model, models.__path__ = gemma, config, model, []
     for module in (gemma, config, model, image_tools, shared, models):
         sys.modules[module.__name__] = module
-
-
-def sizes_of(name: str, reference: Any) -> Any:
-    """The published size, its depths at small widths, and its widths at a depth of two."""
-    tower = reference.TowerSize
-    if name == "full":
-        return reference.Sizes(
-            vision=tower(1152, depth=27, mlp_dim=4304, num_heads=16),
-            prefix=tower(2048, depth=18, mlp_dim=16384, num_heads=8, num_kv_heads=1, head_dim=256),
-            expert=tower(1024, depth=18, mlp_dim=4096, num_heads=8, num_kv_heads=1, head_dim=256),
-            vocab_size=257_152,
-            action_horizon=10,
-            max_token_len=48,
-        )
-    if name == "deep":
-        return reference.Sizes(
-            vision=tower(144, depth=27, mlp_dim=272, num_heads=2),
-            prefix=tower(96, depth=18, mlp_dim=208, num_heads=8, num_kv_heads=1, head_dim=32),
-            expert=tower(64, depth=18, mlp_dim=176, num_heads=8, num_kv_heads=1, head_dim=32),
-        )
-    return reference.SIZES[name]
 
 
 @torch.no_grad()
@@ -154,18 +130,14 @@ def compare(family: str, sizes: Any, reference: Any, device: str, folder: Path, 
     answers: dict[str, dict[int, torch.Tensor]] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         clock = time.perf_counter()
-        ours = load_weights(weights, config, str(path), device=device, dtype=dtype).whole()
+        ours = load_weights(weights, config, str(path)).placed(torch.device(device), dtype).whole()
         found["load_seconds"][name] = round(time.perf_counter() - clock, 1)
         found["parameters"] = sum(p.numel() for p in ours.parameters())
         answers[name] = {
             b: pi0_actions(
                 ours,
-                images=c["images_uint8"].permute(0, 1, 4, 2, 3).float() / 255 * 2 - 1,
-                image_mask=c["image_mask"],
-                tokens=c["tokens"],
-                token_mask=c["token_mask"],
-                state=c["state"],
-                noise=c["noise"],
+                c["images_uint8"].permute(0, 1, 4, 2, 3).float() / 255 * 2 - 1,
+                *(c[n] for n in ("image_mask", "tokens", "token_mask", "state", "noise")),
                 num_steps=10,
             ).float()
             for b, c in cases.items()
@@ -194,11 +166,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     without_jax()
-    import make_openpi_reference as reference
+    from tests.references import make_openpi_reference as reference
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    sizes = sizes_of(args.size, reference)
+    sizes = reference.SIZES[args.size]
     families = ("pi0", "pi05") if args.family == "both" else (args.family,)
     result: dict[str, Any] = {"schema": "vla_accel.openpi_parity/1", "size": args.size, "device": args.device}
     if args.device.startswith("cuda"):

@@ -1,17 +1,20 @@
-"""The model and the whole path around it against lerobot's own π0 and π0.5, on folders that lerobot itself saves.
+"""Every family against lerobot's own code, on folders that lerobot itself saves, or in Isaac-GR00T's layout.
 
-Needs an interpreter with lerobot installed, given as ``--lerobot-python=PATH``; without it every test here is skipped
-and says so. lerobot runs in its own process (its packages pin other versions than ours) through
-``references/make_lerobot_reference.py``, which knows nothing of this package.
+lerobot runs in its own process through the scripts of tests/references, which know nothing of this package: π0, π0.5
+and SmolVLA with ``--lerobot-python=PATH``, π0-FAST and GR00T N1.7 with ``--groot-python=PATH`` (lerobot 0.6.1), trained
+real-time chunking with ``--lerobot-main-python=PATH`` (its pull request 4056, which no release has so far).
 
-Covers float32 on the CPU: the model alone (batch 1 and 3, masked views, padded prompts), and whole observations from
-uint8 images, state and task to a robot's actions, through lerobot's saved processors.
+Covers, on the CPU, the models alone in float32 and, where lerobot has it, in bfloat16 (batch 1 and 3, masked or missing
+cameras, padded prompts, step counts, a previous chunk), and whole observations from uint8 images, state and task to a
+robot's actions through lerobot's saved processors.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,92 +22,140 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from tests.support.agreement import assert_same
-from tests.support.reference_script import make_reference, python_of
-from tests.support.whole_calls import pi0_actions
-from vla_accel.families.loading import load
-from vla_accel.families.pi0.network import Pi0
-from vla_accel.transforms.processing import Processor
+from tests.parity.compare_with_lerobot import agrees, compare, write_pi0_fast
+from tests.parity.conftest import Make
+from tests.support.agreement import ACTIONS_ATOL, assert_same
+from tests.support.groot_folders import REFERENCE
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.config import RtcConfig, load_config
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parents[1] / "references" / "make_lerobot_reference.py"
+FOLDERS = {
+    "pi0": ("lerobot", "make_lerobot_reference"), "pi05": ("lerobot", "make_lerobot_reference"),
+    "base": ("lerobot", "make_smolvla_reference"), "libero": ("lerobot", "make_smolvla_reference"),
+    "apart": ("groot", "make_pi0_fast_reference"), "tied": ("groot", "make_pi0_fast_reference"),
+    "groot": ("groot", "make_groot_reference"),
+}  # fmt: skip
+"""Project and script that make a folder, by its name."""
+SETTINGS = {"precision": "fp32", "denoise": "eager"}
 
 
-@dataclass(frozen=True)
-class Reference:
-    """lerobot's folder loaded by us, and what lerobot was given and answered."""
-
-    model: Pi0
-    processor: Processor
-    tensors: dict[str, Tensor]
-    robot: dict[str, np.ndarray]
-    tasks: list[str]
+def policy_of(folder: Path, name: str) -> OptimizedPolicy:
+    relaxed = {"checkpoint": {"relaxed_actions": True}} if "pi0_fast" in FOLDERS[name][1] else {}
+    return OptimizedPolicy.from_pretrained(folder / "checkpoint", load_config({**SETTINGS, **relaxed}), device="cpu")
 
 
-@pytest.fixture(scope="module")
-def reference_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with ``pi0`` and ``pi05`` references, made by lerobot just now."""
-    python = python_of(request, "lerobot", "LEROBOT")
-    return make_reference(python, SCRIPT, tmp_path_factory.mktemp("lerobot"))
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_models_agree(made: Make, name: str, record_property: Any) -> None:
+    """In float32, and in bfloat16 as near to it as lerobot's own."""
+    folder = made(*FOLDERS[name]) / (name if name != "groot" else "")
+    _, report = compare(folder)
+    for row in report["cases"]:
+        record_property("case", row)
+        assert agrees(row), row
+    low = [row for row in report["cases"] if "bfloat16_rms_to_float32" in row]
+    assert bool(low) == (name in ("base", "libero", "groot"))
+    assert {row["batch"] for row in report["cases"]} == {1, 3}
 
 
-@pytest.fixture(scope="module", params=["pi0", "pi05"])
-def reference(request: pytest.FixtureRequest, reference_folder: Path) -> Reference:
-    folder = reference_folder / request.param
-    checkpoint = load(folder / "checkpoint")
-    model, processor = checkpoint.model, checkpoint.processor
-    assert isinstance(model, Pi0) and model.config.kind == request.param
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    robot = dict(np.load(folder / "robot.npz"))
-    tasks = json.loads((folder / "tasks.json").read_text())
-    return Reference(model, processor, load_file(folder / "model.safetensors"), robot, tasks)
+@pytest.mark.parametrize("name", ["apart", "tied"])
+def test_pi0_fast_writes_lerobots_tokens(made: Make, name: str) -> None:
+    folder = made(*FOLDERS[name]) / name
+    policy, tensors = policy_of(folder, name), load_file(folder / "model.safetensors")
+    assert policy.model.config.tied == (name == "tied")
+    steps = policy.num_steps
+    for case in ("batch1", "batch3", "missing"):
+        theirs = tensors[f"{case}.written{steps}"]
+        assert torch.equal(write_pi0_fast(policy.model, tensors, case, steps), theirs)
+        assert len(theirs.unique()) > 5, "tokens that are all the same would show nothing"
+    assert not tensors[f"batch1.written{steps}"][:, steps // 2 + 1 :].any(), "lerobot stops"
+    actions = torch.cat([tensors[f"{case}.steps{steps}"] for case in ("batch1", "batch3", "missing")])
+    assert (actions.abs().amax((1, 2)) > 0.1).sum() >= 2, "agreement in zeros alone would show nothing"
 
 
-@pytest.mark.parametrize("steps", [1, 10])
-@pytest.mark.parametrize("case", ["batch1", "batch3"])
-def test_model(reference: Reference, case: str, steps: int, record_property: Any) -> None:
-    given = {k.split(".", 1)[1]: v for k, v in reference.tensors.items() if k.startswith(f"{case}.")}
-    ours = pi0_actions(
-        reference.model,
-        *(given[n] for n in ("images", "image_mask", "tokens", "token_mask", "state", "noise")),
-        num_steps=steps,
-    )
-    theirs = given[f"steps{steps}"].numpy()
-    assert_same(ours.numpy(), theirs, f"{reference.model.config.kind} {case}, {steps} steps", record_property)
+@pytest.mark.parametrize("name", [name for name in FOLDERS if name != "groot"])
+def test_whole_observations(made: Make, name: str, record_property: Any) -> None:
+    """From camera images to the robot's numbers, one observation after the other; the last camera may be missing."""
+    folder = made(*FOLDERS[name]) / name
+    robot, policy = np.load(folder / "robot.npz"), policy_of(folder, name)
+    preset = policy.processor.preset
+    for i, task in enumerate(json.loads((folder / "tasks.json").read_text())):
+        keys = preset.images[:-1] if i == 0 and name == "base" else preset.images
+        observation = dict(zip(keys, robot["images"][i], strict=False))
+        observation |= {preset.state[0]: robot["state"][i], preset.prompt: task}
+        ours = policy.infer(observation, noise=robot["noise"][i] if "noise" in robot else None)["actions"]
+        # Where π0 resizes, lerobot keeps fractions of a grey level and we whole ones: 1/510 of a pixel's range.
+        atol = 1e-3 if name in ("pi0", "pi05") and i > 0 else ACTIONS_ATOL
+        assert_same(ours, robot["actions"][i], f"{name}, observation {i}", record_property, atol)
 
 
-def test_whole_observations(reference: Reference, record_property: Any) -> None:
-    """From camera images (twice the size) to the robot's numbers, one observation after the other."""
-    robot, model = reference.robot, reference.model
-    answers = []
-    for i, task in enumerate(reference.tasks):
-        inputs = reference.processor.prepare(
-            {
-                "observation/image": robot["images"][i, 0],
-                "observation/wrist_image": robot["images"][i, 1],
-                "observation/state": robot["state"][i],
-                "prompt": task,
-            }
-        )
-        views, length = len(inputs.images), len(inputs.tokens)
-        actions = pi0_actions(
-            model,
-            images=torch.from_numpy(np.stack(inputs.images))[None].permute(0, 1, 4, 2, 3).float() / 255 * 2 - 1,
-            image_mask=torch.ones(1, views, dtype=torch.bool),
-            tokens=torch.from_numpy(inputs.tokens.copy())[None],
-            token_mask=torch.ones(1, length, dtype=torch.bool),
-            state=torch.from_numpy(inputs.state)[None],
-            noise=torch.from_numpy(robot["noise"][i : i + 1]),
-            num_steps=10,
-        )
-        answers.append(reference.processor.unnormalize_actions(actions[0].numpy(), inputs))
-    ours = np.stack(answers)
-    flat = f"{model.config.kind} whole observation, flat images"
-    assert_same(ours[:1], robot["actions"][:1], flat, record_property)
-    # Where images are resized, lerobot keeps fractions of a grey level and we whole ones: 1/510 of a pixel's range.
-    difference = float(np.abs(ours[1:] - robot["actions"][1:]).max())
-    print(f"{model.config.kind} whole observation, resized images: largest difference {difference:.1e}")
-    assert difference <= 1e-3
+@pytest.mark.parametrize("form", ["isaac", "lerobot"])
+def test_whole_observations_of_groot(made: Make, form: str, record_property: Any) -> None:
+    """The last two images are not square."""
+    pytest.importorskip("cv2", reason="the reference crops by OpenCV")
+    folder = made(*FOLDERS["groot"])
+    robot = np.load(folder / "robot.npz")
+    policy = OptimizedPolicy.from_pretrained(folder / form, device="cpu")
+    for i, task in enumerate((*json.loads((folder / "tasks.json").read_text()), "")):
+        pair = robot["images"][i] if i < len(robot["images"]) else robot["wide"]
+        observation = {
+            "observation/image": pair[0], "observation/wrist_image": pair[1], "observation/state": robot["state"][i],
+            "prompt": task,
+        }  # fmt: skip
+        inputs = policy.processor.prepare(observation)
+        np.testing.assert_array_equal(inputs.tokens, robot[f"text{i}"])
+        np.testing.assert_allclose(inputs.state, robot[f"state{i}"][0, 0], atol=1e-6)
+        found = policy.infer(observation, noise=robot["noise"][i])["actions"]
+        assert_same(found, robot["actions"][i], f"{form}, observation {i}", record_property)
+
+
+def test_the_stored_reference_of_groot_is_lerobots(made: Make) -> None:
+    """tests/nn/groot_reference.json, which tests without lerobot compare with."""
+    kept = json.loads((made(*FOLDERS["groot"]) / "kept.json").read_text())
+    assert kept["shapes"] == REFERENCE["shapes"]
+    for name, values in kept["answers"].items():
+        np.testing.assert_allclose(values, REFERENCE["answers"][name], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_published_size_of_smolvla(made: Make) -> None:
+    """450 M parameters, random; a minute and 4 GB on either side, and the report of it."""
+    folder = made("lerobot", "make_smolvla_reference", "--variants", "full")
+    output = folder / "report.json"
+    command = [sys.executable, "-m", "tests.parity.compare_with_lerobot", str(folder / "full"), "--output", str(output)]
+    assert subprocess.run(command, cwd=Path(__file__).parents[2], check=False).returncode == 0
+    (model,) = json.loads(output.read_text())["models"].values()
+    assert model["size"] == "published"
+    assert [(row["batch"], row["views"]) for row in model["cases"]] == [(1, 2), (3, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("engine", ["eager", "native"])
+def test_trained_chunking(made: Make, engine: Any, record_property: Any) -> None:
+    """The second chunk continues what the robot executes of the first one meanwhile."""
+    folder = made("lerobot-main", "make_lerobot_reference", "--variants", "trained") / "trained"
+    robot, first = np.load(folder / "robot.npz"), np.load(folder / "robot.npz")["first"]
+    config = PolicyConfig(
+        precision="fp32", device="cpu", denoise=EngineSpec(engine), rtc=RtcConfig(trained=True, max_delay=4)
+    )  # fmt: skip
+    policies = {
+        n: OptimizedPolicy.from_pretrained(folder / "checkpoint", replace(config, num_steps=n)) for n in (1, 3, 10)
+    }
+
+    def infer(steps: int, call: int, **chunk: Any) -> np.ndarray:
+        policy = policies[steps]
+        assert policy.ledger.entries["denoise"].used == engine
+        preset = policy.processor.preset
+        observation: dict[str, Any] = dict(zip(preset.images, robot["images"], strict=True))
+        observation |= {preset.state[0]: robot["state"], preset.prompt: "pick up the black bowl"}
+        return policy.infer(observation, noise=robot["noise"][call], **chunk)["actions"]
+
+    np.testing.assert_allclose(infer(10, 0), first, rtol=0, atol=ACTIONS_ATOL)
+    for case in json.loads((folder / "cases.json").read_text()):
+        steps, delay, theirs, left = case["steps"], case["delay"], np.array(case["actions"]), first[case["played"] :]
+        ours = infer(steps, 1, prev_chunk=left, inference_delay=delay)
+        assert_same(ours, theirs, f"{steps} steps, delay {delay}", record_property)
+        np.testing.assert_allclose(theirs[:delay], left[:delay], rtol=0, atol=1e-5)
+        moved = float(np.abs(theirs - infer(steps, 1))[delay:].max())
+        assert (moved > 100 * ACTIONS_ATOL) == (delay > 0), "the other actions depend on the pinned ones"

@@ -11,21 +11,21 @@ family do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.reference_script import make_reference, python_of
+from tests.parity.conftest import Make
 from vla_accel import OptimizedPolicy
 from vla_accel.config import load_config
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parents[1] / "references" / "make_lerobot_release_folders.py"
 RELEASES = {"0.4.4": "lerobot", "0.5.1": "lerobot-051", "0.6.1": "groot"}
-"""The option that names the interpreter of each release, as `python_of` spells it."""
+"""The option that names the interpreter of each release."""
 RELATIVE = {"0.5.1": "delta", "0.6.1": "relative"}
 """The variant whose actions are relative to the state; 0.4.4 has none."""
 TASKS = ("words", "underscores")
@@ -53,27 +53,18 @@ CASES = [
 ]
 
 
-class Folders:
-    """lerobot's folders by release, made when the first test of a release needs them."""
+@pytest.fixture
+def folder_of(made: Make) -> Callable[[str], Path]:
+    """The folder of a release."""
 
-    def __init__(self, request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> None:
-        self._request, self._factory = request, factory
-        self._made: dict[str, Path] = {}
-
-    def of(self, release: str) -> Path:
-        option = RELEASES[release]
-        python = python_of(self._request, option, f"LEROBOT {release}")
-        if release not in self._made:
-            self._made[release] = make_reference(python, SCRIPT, self._factory.mktemp(f"lerobot-{release}"))
-        found = (self._made[release] / "release.txt").read_text()
+    def of(release: str) -> Path:
+        folder = made(RELEASES[release], "make_lerobot_release_folders")
+        found = (folder / "release.txt").read_text()
         if found != release:
-            pytest.skip(f"NOT COMPARED WITH LEROBOT {release}: --{option}-python has lerobot {found}")
-        return self._made[release]
+            pytest.skip(f"NOT COMPARED WITH LEROBOT {release}: --{RELEASES[release]}-python has lerobot {found}")
+        return folder
 
-
-@pytest.fixture(scope="module")
-def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(request, tmp_path_factory)
+    return of
 
 
 def answers(folder: Path) -> dict[str, np.ndarray]:
@@ -87,9 +78,9 @@ def span(actions: np.ndarray) -> float:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(("release", "family", "variant"), CASES)
 def test_the_actions_are_lerobots(
-    folders: Folders, release: str, family: str, variant: str, task: str, record_property: Any
+    folder_of: Callable[[str], Path], release: str, family: str, variant: str, task: str, record_property: Any
 ) -> None:
-    folder = folders.of(release) / family / variant
+    folder = folder_of(release) / family / variant
     theirs = answers(folder)
     settings: dict[str, Any] = {"precision": "fp32", "denoise": "eager"}
     if family == "pi0_fast":
@@ -111,9 +102,11 @@ def test_the_actions_are_lerobots(
 
 
 @pytest.mark.parametrize(("release", "family", "variant"), CASES)
-def test_lerobots_actions_show_the_variant(folders: Folders, release: str, family: str, variant: str) -> None:
+def test_lerobots_actions_show_the_variant(
+    folder_of: Callable[[str], Path], release: str, family: str, variant: str
+) -> None:
     """Actions that a setting hardly changes would agree without it."""
-    folder = folders.of(release) / family
+    folder = folder_of(release) / family
     plain, changed = (answers(folder / name)["actions"] for name in ("plain", variant))
     assert plain.std(1).min() > 0, "a chunk that does not move shows nothing"
     if variant != "plain":
@@ -124,9 +117,11 @@ def test_lerobots_actions_show_the_variant(folders: Folders, release: str, famil
 @pytest.mark.parametrize(
     ("family", "cleaned"), [("pi0", False), ("pi05", True), ("pi0_fast", True), ("smolvla", False)]
 )
-def test_lerobots_actions_show_underscores(folders: Folders, release: str, family: str, cleaned: bool) -> None:
+def test_lerobots_actions_show_underscores(
+    folder_of: Callable[[str], Path], release: str, family: str, cleaned: bool
+) -> None:
     """lerobot replaces the underscores of a task where the state is part of the prompt, and nowhere else."""
-    words, underscores = answers(folders.of(release) / family / "plain")["actions"]
+    words, underscores = answers(folder_of(release) / family / "plain")["actions"]
     if cleaned:
         assert np.array_equal(words, underscores)
     else:

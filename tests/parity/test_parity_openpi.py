@@ -1,137 +1,78 @@
-"""The model against openpi's own PyTorch code, on checkpoints that openpi itself saves.
+"""π0 and π0.5 against openpi's own PyTorch and JAX code, on checkpoints that openpi itself saves.
 
-Needs an interpreter with openpi installed, given as ``--openpi-python=PATH``; without it every test
-here is skipped and says so. openpi runs in its own process (its packages pin other versions than
-ours) through ``references/make_openpi_reference.py``, which knows nothing of this package.
-
-Covers float32 on the CPU, from images in [-1, 1] and tokens to normalised actions: two batch sizes,
-masked views, padded prompts, several step counts. Does not cover pixels to floats, normalisation or
-tokenisation.
+Needs an interpreter with openpi, passed as ``--openpi-python=PATH``, and for JAX orbax in this one; without them these
+tests are skipped. openpi runs in its own process through the scripts of tests/references, which know nothing of this
+package. Covers float32 on the CPU, from images in [-1, 1] and tokens to normalised actions: two batch sizes, masked
+views, padded prompts, several step counts.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
 
+from tests.parity.compare_with_lerobot import ask_pi0
+from tests.parity.conftest import Make
 from tests.support.agreement import assert_same
 from tests.support.in_memory import load_file_or_folder
-from tests.support.reference_script import make_reference, python_of
-from tests.support.whole_calls import pi0_actions
-from vla_accel.families.pi0.network import Pi0, Pi0Config
-from vla_accel.nn.gemma import GemmaConfig
-from vla_accel.nn.siglip import SiglipConfig
+from vla_accel.checkpoints.weights import SafetensorsWeights
+from vla_accel.cli import main
+from vla_accel.families.pi0.checkpoint import Stated, infer_config
+from vla_accel.families.pi0.network import Pi0
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parents[1] / "references" / "make_openpi_reference.py"
-VISION_ATOL = 1e-5
+
+def loaded(path: Path, kind: str, horizon: int) -> Pi0:
+    config = infer_config(SafetensorsWeights(path).shapes, "", Stated(action_horizon=horizon), str(path))
+    assert config.kind == kind
+    return load_file_or_folder(path, config)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """One family's checkpoint loaded by us, and what openpi was given and answered."""
-
-    model: Pi0
-    inputs: dict[str, Tensor]
-    expected: dict[str, Tensor]
-
-    def case(self, name: str) -> dict[str, Tensor]:
-        """The inputs of one case, without the case's name in the keys."""
-        return {k.split(".", 1)[1]: v for k, v in self.inputs.items() if k.startswith(f"{name}.")}
+def converted(source: Path, target: Path, *options: str) -> Path:
+    pytest.importorskip("orbax.checkpoint", reason="NOT COMPARED WITH OPENPI'S JAX: needs pip install 'vla_accel[jax]'")
+    assert main(["convert", str(source), str(target), "--action-horizon", "6", *options]) == 0
+    return target
 
 
-def our_config(written: dict[str, Any]) -> Pi0Config:
-    """The reference's config.json (plain sizes) in our terms."""
-
-    def gemma(tower: dict[str, int]) -> GemmaConfig:
-        return GemmaConfig(
-            width=tower["width"],
-            depth=tower["depth"],
-            mlp_dim=tower["mlp_dim"],
-            heads=tower["num_heads"],
-            kv_heads=tower["num_kv_heads"],
-            head_dim=tower["head_dim"],
-        )
-
-    vision = SiglipConfig(
-        width=written["vision"]["width"],
-        depth=written["vision"]["depth"],
-        mlp_dim=written["vision"]["mlp_dim"],
-        heads=written["vision"]["num_heads"],
-        image_size=written["image_size"],
-        patch_size=written["patch_size"],
-    )
-    return Pi0Config(
-        kind=written["family"],
-        vision=vision,
-        prefix=gemma(written["prefix"]),
-        expert=gemma(written["expert"]),
-        vocab_size=written["vocab_size"],
-        action_dim=written["action_dim"],
-        action_horizon=written["action_horizon"],
-        max_token_len=written["max_token_len"],
-        discrete_state_input=False,
-    )
-
-
-@pytest.fixture(scope="module", params=["small", pytest.param("wide", marks=pytest.mark.slow)])
-def reference_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with ``pi0`` and ``pi05`` references, made by openpi just now."""
-    python = python_of(request, "openpi", "OPENPI")
-    folder = tmp_path_factory.mktemp(f"openpi_{request.param}")
-    return make_reference(python, SCRIPT, folder, "--size", request.param)
-
-
-@pytest.fixture(scope="module", params=["pi0", "pi05"])
-def reference(request: pytest.FixtureRequest, reference_folder: Path) -> Reference:
-    """openpi's checkpoint in our model, in float32."""
-    folder = reference_folder / request.param
-    config = our_config(json.loads((folder / "config.json").read_text()))
-    model = load_file_or_folder(folder / "model.safetensors", config)
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+@pytest.mark.parametrize("size", ["small", pytest.param("wide", marks=pytest.mark.slow), "jax"])
+def test_actions(made: Make, tmp_path: Path, kind: str, size: str, record_property: Any) -> None:
+    if size == "jax":
+        folder = made("openpi", "make_jax_reference") / kind
+        path = converted(folder, tmp_path, "--precision", "float32")
+        written = json.loads((path / "config.json").read_text())
+        assert (written["pi05"], written["action_horizon"]) == (kind == "pi05", 6)
+    else:
+        folder = made("openpi", "make_openpi_reference", "--size", size) / kind
+        path = folder / "model.safetensors"
+    model, cases = loaded(path, kind, 10 if size == "wide" else 6), load_file(folder / "cases.safetensors")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    return Reference(
-        model,
-        inputs=load_file(folder / "inputs.safetensors"),
-        expected=load_file(folder / "expected.safetensors"),
-    )
+    for case in ("batch1", "batch3"):
+        if size != "jax":
+            # Projected image tokens of every view, masked ones included: shows where an error starts.
+            theirs = cases[f"{case}.vision"]
+            with torch.no_grad():
+                ours = model.embed_images(cases[f"{case}.images"]).view(theirs.shape)
+            assert_same(ours, theirs, f"{kind} vision {case}", record_property, 1e-5)
+        for steps in (1, 10) if size == "jax" else (1, 3, 10):
+            ours = ask_pi0(model, cases, case, steps)
+            assert_same(ours, cases[f"{case}.steps{steps}"], f"{kind} {case}, {steps} steps", record_property)
 
 
-def sample(reference: Reference, case: str, steps: int) -> Tensor:
-    """Our actions for one of the reference's cases."""
-    given = reference.case(case)
-    return pi0_actions(
-        reference.model,
-        images=given["images"],
-        image_mask=given["image_mask"],
-        tokens=given["tokens"],
-        token_mask=given["token_mask"],
-        state=given["state"],
-        noise=given["noise"],
-        num_steps=steps,
-    )
-
-
-@pytest.mark.parametrize("case", ["batch1", "batch3"])
-def test_vision_tokens(reference: Reference, case: str, record_property: Any) -> None:
-    """Projected image tokens of every view, masked ones included: tells where an error starts."""
-    theirs = reference.expected[f"{case}.vision"]
-    with torch.no_grad():
-        ours = reference.model.embed_images(reference.case(case)["images"]).view(theirs.shape)
-    assert_same(ours, theirs, f"vision {case}", record_property, VISION_ATOL)
-
-
-@pytest.mark.parametrize("steps", [1, 3, 10])
-@pytest.mark.parametrize("case", ["batch1", "batch3"])
-def test_final_actions(reference: Reference, case: str, steps: int, record_property: Any) -> None:
-    """Final actions, which is where agreement is judged."""
-    theirs = reference.expected[f"{case}.steps{steps}.actions"]
-    ours = sample(reference, case, steps)
-    assert_same(ours, theirs, f"actions {case}, {steps} steps", record_property)
+def test_the_report_of_a_conversion_names_every_parameter(made: Make, tmp_path: Path) -> None:
+    converted(made("openpi", "make_jax_reference") / "pi05", tmp_path, "--unused-head")
+    report = json.loads((tmp_path / "conversion.json").read_text())
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        stored = {k: (file.get_slice(k).get_shape(), file.get_slice(k).get_dtype()) for k in file.keys()}  # noqa: SIM118
+    head = "paligemma_with_expert.gemma_expert.lm_head.weight"
+    assert stored.pop(head) == ([320, 64], "BF16")
+    names = {"bfloat16": "BF16", "float32": "F32"}
+    assert stored == {r["target"]: (r["shape"], names[r["dtype"]]) for r in report["rows"]}
+    assert len({r["source"] for r in report["rows"]}) == 51

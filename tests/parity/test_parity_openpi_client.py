@@ -113,7 +113,7 @@ def test_openpis_broker_hands_out_a_chunk_that_is_longer_than_the_state(python: 
 @pytest.mark.slow
 def test_openpis_client_plays_a_whole_libero_episode(python: str) -> None:
     pytest.importorskip("libero", reason="needs LIBERO")
-    from eval.harness.actors import PolicyActor
+    from eval.harness.policies import PolicyActor
     from eval.harness.protocol import EpisodeKey, Protocol
     from eval.harness.rollout import run_episode
     from eval.libero.benchmark import LIBERO

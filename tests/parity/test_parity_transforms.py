@@ -1,8 +1,7 @@
 """Presets against openpi's own transforms: images, tokens, state in; robot actions out. LIBERO, DROID and ALOHA.
 
-Needs an interpreter with openpi installed, given as ``--openpi-python=PATH``, and sentencepiece and Pillow in this
-one; without them every test here is skipped and says so. openpi runs in its own process through
-``references/make_openpi_transforms.py``.
+Needs an interpreter with openpi, passed as ``--openpi-python=PATH``, and sentencepiece and Pillow in this one; without
+them the test is skipped. openpi runs in its own process through ``references/make_openpi_transforms.py``.
 
 Covers cameras of other sizes, cameras that are missing, channels first, statistics longer than the state, delta
 actions, flipped joints and grippers, and prompts with and without the state. Pixels, tokens and states must agree bit
@@ -12,12 +11,11 @@ for bit.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.reference_script import make_reference, python_of
+from tests.parity.conftest import Make
 from vla_accel.transforms.normalisation import Normaliser, load_statistics
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import load_preset
@@ -25,28 +23,16 @@ from vla_accel.transforms.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parents[1] / "references" / "make_openpi_transforms.py"
 CASES = (
-    "pi0_libero",
-    "pi05_libero",
-    "pi0_droid",
-    "pi05_droid",
-    "pi05_droid_joint_position",
-    "pi0_aloha",
-    "pi05_aloha",
+    "pi0_libero", "pi05_libero", "pi0_droid", "pi05_droid", "pi05_droid_joint_position", "pi0_aloha", "pi05_aloha",
     "pi0_aloha_sim",
-)
-
-
-@pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    python = python_of(request, "openpi", "OPENPI")
-    pytest.importorskip("sentencepiece", reason="NOT COMPARED WITH OPENPI: needs pip install 'vla_accel[checkpoints]'")
-    return make_reference(python, SCRIPT, tmp_path_factory.mktemp("transforms"))
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_preset_is_openpis(folder: Path, name: str) -> None:
+def test_a_preset_is_openpis(made: Make, name: str) -> None:
+    pytest.importorskip("sentencepiece", reason="NOT COMPARED WITH OPENPI: needs pip install 'vla_accel[checkpoints]'")
+    folder = made("openpi", "make_openpi_transforms")
     content = json.loads((folder / name / "case.json").read_text())
     statistics = load_statistics(folder / name / "norm_stats.json")
     kind = "quantile" if content["family"] == "pi05" else "mean_std"

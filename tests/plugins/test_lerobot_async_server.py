@@ -98,23 +98,23 @@ def serving() -> Iterator[str]:
         server.stop(None).wait()
 
 
-def libero(folder: Path) -> None:
-    """openpi's layout, whose model takes 28 x 28 pixels."""
-    write_tiny_checkpoint(folder)
+def write_folder(path: Path, write: Callable[[Path], Any] = write_arm) -> None:
+    """A checkpoint, and lerobot's folder of it."""
+    write(path / "checkpoint")
+    assert main([str(path / "checkpoint"), str(path / "folder"), "--num-steps", "2"]) == 0
 
 
 @pytest.mark.parametrize(
     ("write", "names"),
     [
         (write_arm, {"front": "observation.images.front", "wrist": "observation.images.wrist"}),
-        (libero, {"image": "observation/image", "image2": "observation/wrist_image"}),
+        (write_tiny_checkpoint, {"image": "observation/image", "image2": "observation/wrist_image"}),
     ],
 )
 def test_frames_reach_the_policy_in_their_own_sizes(
     address: str, tmp_path: Path, write: Callable[[Path], Any], names: dict[str, str]
 ) -> None:
-    write(tmp_path / "checkpoint")
-    assert main([str(tmp_path / "checkpoint"), str(tmp_path / "folder"), "--num-steps", "2"]) == 0
+    write_folder(tmp_path, write)
     policy = OptimizedPolicy.from_pretrained(tmp_path / "checkpoint", num_steps=2, device="cpu")
     preset = policy.processor.preset
     robot = Robot(address, dict(zip(names, ((48, 64, 3), (90, 40, 3)), strict=True)), preset.state_dim)
@@ -128,8 +128,7 @@ def test_frames_reach_the_policy_in_their_own_sizes(
 
 
 def test_cameras_are_renamed_and_others_are_not_looked_at(address: str, tmp_path: Path) -> None:
-    write_arm(tmp_path / "checkpoint")
-    assert main([str(tmp_path / "checkpoint"), str(tmp_path / "folder"), "--num-steps", "2"]) == 0
+    write_folder(tmp_path)
     policy = OptimizedPolicy.from_pretrained(tmp_path / "checkpoint", num_steps=2, device="cpu")
     robot = Robot(address, {"top": (48, 64, 3), "wrist": (30, 70, 3), "depth": (24, 32, 1)}, 6)
     robot.connect(tmp_path / "folder", rename_map={"observation.images.top": "observation.images.front"})
@@ -141,8 +140,7 @@ def test_cameras_are_renamed_and_others_are_not_looked_at(address: str, tmp_path
 
 def test_an_observation_is_used_although_its_joints_are_near_the_last_ones(address: str, tmp_path: Path) -> None:
     """In radians nearly all are; and an object that moves is seen by the cameras alone."""
-    write_arm(tmp_path / "checkpoint")
-    assert main([str(tmp_path / "checkpoint"), str(tmp_path / "folder"), "--num-steps", "2"]) == 0
+    write_folder(tmp_path)
     robot = Robot(address, {"front": (48, 64, 3), "wrist": (30, 70, 3)}, 6)
     robot.connect(tmp_path / "folder")
     state = np.zeros(6)

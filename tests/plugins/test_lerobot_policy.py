@@ -1,6 +1,6 @@
-"""`lerobot_policy_vla_accel` as lerobot's factories see it: found by its name, the engines' own actions, loud errors.
+"""`lerobot_policy_vla_accel` with lerobot's factories: its name, the engines' own actions, clear errors.
 
-Runs where lerobot and the package are installed: CONTRIBUTING says how. On the CPU, with tiny checkpoints.
+Runs where lerobot and the package are installed (see CONTRIBUTING), on the CPU, with tiny checkpoints.
 """
 
 from __future__ import annotations
@@ -87,28 +87,10 @@ def test_a_batch_gets_the_engines_own_actions(policy: VlaAccelPolicy, engine: Op
     assert not np.array_equal(theirs[0], theirs[1])
 
 
-def test_liberos_names_are_lerobots(tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path / "pi05")
-    policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(tmp_path / "pi05"), num_steps=2, device="cpu"))
-    assert {name: feature.shape for name, feature in policy.config.image_features.items()} == {
-        "observation.images.image": (3, 28, 28),
-        "observation.images.image2": (3, 28, 28),
-    }
-    row = tiny_observation(3)
-    names = {
-        "observation/image": "observation.images.image",
-        "observation/wrist_image": "observation.images.image2",
-        "observation/state": "observation.state",
-    }
-    row["observation/state"] = row["observation/state"].astype(np.float32)
-    noise = np.random.default_rng(1).normal(size=policy.engine.family.action_shape(policy.engine.model.config))
-    theirs = policy.predict_action_chunk(as_batch([row], names, "prompt"), noise=torch.from_numpy(noise)[None])
-    ours = policy.engine.infer(row, noise=noise)["actions"]
-    np.testing.assert_array_equal(theirs[0].numpy(), ours.astype(np.float32))
-
-
 def test_every_presets_cameras_have_names_and_its_state_comes_apart() -> None:
     assert camera_name("images/cam_high") == "observation.images.cam_high"
+    names = [camera_name(key) for key in PRESETS["libero"].images]
+    assert names == ["observation.images.image", "observation.images.image2"]
     for preset in PRESETS.values():
         batch: dict[str, Any] = {camera_name(key): torch.zeros(1, 3, 8, 8) for key in preset.images}
         batch["observation.state"] = torch.arange(preset.state_dim, dtype=torch.float32)[None]
@@ -216,20 +198,18 @@ def test_a_folder_is_loaded_as_lerobots_tools_load_it(
     assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_a_folder_that_cannot_act_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", str(tmp_path / "made"), "--num-steps", "0"]) == 1
-    assert "num-steps: expected at least 1, got 0" in capsys.readouterr().err and not (tmp_path / "made").exists()
-
-
-def test_more_actions_than_a_chunk_has_are_refused(arm: Path, tmp_path: Path, engine: OptimizedPolicy) -> None:
+def test_settings_that_cannot_be_are_refused_and_no_folder_is_made(
+    arm: Path, tmp_path: Path, engine: OptimizedPolicy, capsys: pytest.CaptureFixture[str]
+) -> None:
     most = engine.metadata["action_horizon"]
     every = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=2, n_action_steps=most, device="cpu"))
     every.select_action(arm_batch(0)[1])
     assert len(every._queue) == most - 1
     with pytest.raises(ConfigError, match=rf"n_action_steps: expected at most {most}, .*, got {most + 1}"):
         VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), n_action_steps=most + 1, device="cpu"))
-    assert main([str(arm), str(tmp_path / "made"), "--n-action-steps", str(most + 1)]) == 1
-    assert not (tmp_path / "made").exists()
+    for words in ([str(arm), "--n-action-steps", str(most + 1)], ["demo", "--num-steps", "0"]):
+        assert main([words[0], str(tmp_path / "made"), *words[1:]]) == 1 and not (tmp_path / "made").exists()
+    assert "num-steps: expected at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -317,30 +297,31 @@ def test_another_policys_folder_is_refused_before_its_processors_come_in(arm: Pa
         VlaAccelPolicy.from_pretrained(arm, config=VlaAccelConfig(checkpoint=str(arm), device="cpu"))
 
 
-def test_what_cannot_be_is_one_error_that_names_it(policy: VlaAccelPolicy, arm: Path) -> None:
-    with pytest.raises(ConfigError, match=r"policy\.checkpoint: expected"):
-        VlaAccelPolicy(VlaAccelConfig(device="cpu"))
-    with pytest.raises(ConfigError, match=r"n_action_steps: expected at least 1, got 0"):
-        VlaAccelConfig(checkpoint=str(arm), n_action_steps=0, device="cpu")
+def test_an_invalid_setting_or_observation_is_one_error_that_names_it(policy: VlaAccelPolicy, arm: Path) -> None:
     two = {"action": PolicyFeature(FeatureType.ACTION, (2,))}
-    with pytest.raises(ConfigError, match=r"action: expected \(2,\) as the environment"):
-        VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), output_features=two, device="cpu"))
+    for settings, message in (
+        ({"checkpoint": None}, r"policy\.checkpoint: expected"),
+        ({"n_action_steps": 0}, r"n_action_steps: expected at least 1, got 0"),
+        ({"output_features": two}, r"action: expected \(2,\) as the environment"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            VlaAccelPolicy(VlaAccelConfig(**{"checkpoint": str(arm), "device": "cpu", **settings}))
     with pytest.raises(ConfigError, match="expected cpu, where the engines were built, got cuda"):
         policy.to("cuda")
     assert policy.to("cpu").to(torch.float32) is policy
     with pytest.raises(ConfigError, match="train with the policy's own type"):
         policy.forward({})
     _, batch = arm_batch(0)
-    tokens = {**batch, "observation.language.tokens": torch.zeros(1, 4)}
-    with pytest.raises(ObservationError, match=r"observation\.language\.tokens: expected raw observations"):
-        policy.predict_action_chunk(tokens)
     top = {"observation.images.top" if k == ARM[0] else k: v for k, v in batch.items()}
-    with pytest.raises(ObservationError, match=r"expected observation\.images\.front.*got.*top.*--rename_map"):
-        policy.predict_action_chunk(top)
-    with pytest.raises(ObservationError, match=r"observation\.images\.front: expected uint8, or floats in \[0, 1\]"):
-        policy.predict_action_chunk({**batch, ARM[0]: batch[ARM[0]] * 2 - 1})
-    with pytest.raises(ObservationError, match="missing task"):
-        policy.predict_action_chunk({**batch, "task": [""]})
+    for wrong, message in (
+        ({**batch, "observation.language.tokens": torch.zeros(1, 4)}, r"language\.tokens: expected raw observations"),
+        (top, r"expected observation\.images\.front.*got.*top.*--rename_map"),
+        ({**batch, ARM[0]: batch[ARM[0]] * 2 - 1}, r"images\.front: expected uint8, or floats in \[0, 1\]"),
+        ({**batch, "task": [""]}, "missing task"),
+        *(({**batch, k: batch[k].bfloat16()}, f"{k}: expected dtype float32 or uint8, got bfloat16") for k in ARM),
+    ):
+        with pytest.raises(ObservationError, match=message):
+            policy.predict_action_chunk(wrong)
 
 
 @pytest.mark.parametrize("key", [*ARM, "task"])
@@ -351,13 +332,6 @@ def test_images_state_and_tasks_have_as_many_rows(policy: VlaAccelPolicy, key: s
     other = arm_batch(*range(rows))[1]
     with pytest.raises(ObservationError, match=rf"batch: expected as many rows .*{key} {rows}"):
         policy.predict_action_chunk({**batch, key: other[key]})
-
-
-@pytest.mark.parametrize("key", ARM)
-def test_values_of_fewer_bits_are_refused_by_name(policy: VlaAccelPolicy, key: str) -> None:
-    _, batch = arm_batch(0)
-    with pytest.raises(ObservationError, match=f"{key}: expected dtype float32 or uint8, got bfloat16"):
-        policy.predict_action_chunk({**batch, key: batch[key].bfloat16()})
 
 
 @pytest.mark.parametrize(

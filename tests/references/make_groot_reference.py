@@ -2,7 +2,7 @@
 
 Run it with an interpreter that has lerobot 0.6.1 installed (CONTRIBUTING names the packages)::
 
-    python tests/references/make_groot_reference.py --out DIR [--full] [--kept FILE]
+    python tests/references/make_groot_reference.py --out DIR [--full]
 
 With random weights at a small size it writes:
 
@@ -17,8 +17,9 @@ With random weights at a small size it writes:
 - ``DIR/robot.npz``: whole observations (``images`` uint8 (N, views, H, W, 3), ``state``, ``noise``) and what lerobot's
   processors made of them: ``text{i}``, ``patches{i}``, and ``actions`` (N, rows, 7); ``tasks.json``: the instructions.
 
-``--kept`` writes, besides, names and shapes of lerobot's tensors and some numbers of its answers into a JSON file: with
-the weights of `groot_weights`, what tests/nn/groot_reference.json has.
+- ``DIR/kept.json``: names and shapes of lerobot's tensors and some numbers of its answers, which
+  tests/nn/groot_reference.json holds.
+
 ``--full`` writes the published size instead, and no checkpoint but ``DIR/isaac`` (11 GB of memory, 7 of disk).
 
 All else is float32 on the CPU. This file imports nothing of vla_accel on purpose. The chat template is written here
@@ -368,7 +369,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
     parser.add_argument("--full", action="store_true", help="the published size")
-    parser.add_argument("--kept", type=Path, help="a JSON file of names, shapes and answers")
     args = parser.parse_args()
     if not args.full:
         torch.set_num_threads(1)
@@ -380,11 +380,10 @@ def main() -> None:
     model = model.bfloat16()
     save_file(cases | bf16_cases(model, cases), str(args.out / "model.safetensors"), versions)
     write_isaac(model, args.out / "isaac", tokenizer)
-    if args.kept is not None:
+    if not args.full:
         shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
         answers = {n: v[..., ::3, :4].numpy().round(7).tolist() for n, v in cases.items() if ".steps" in n}
-        args.kept.write_text(json.dumps({"shapes": shapes, "answers": answers}) + "\n")
-    if not args.full:
+        (args.out / "kept.json").write_text(json.dumps({"shapes": shapes, "answers": answers}) + "\n")
         np.savez(args.out / "robot.npz", **robot_cases(args.out / "isaac", args.out / "lerobot", tokenizer))
         (args.out / "tasks.json").write_text(json.dumps(TASKS))
 

@@ -8,8 +8,8 @@ For pi0 and pi05 it builds openpi's ``Pi0`` (JAX, float32) at a small size with 
 ``DIR/{pi0,pi05}/``:
 
 - ``params/``: the parameters, saved with orbax the way openpi's ``save_state`` saves them.
-- ``reference.npz``: ``{case}.{images,image_mask,tokens,token_mask,state,noise}`` with images float32
-  (B, V, 224, 224, 3) in [-1, 1], and ``{case}.steps{n}``, the actions (B, horizon, 32).
+- ``cases.safetensors``: ``{case}.{images,image_mask,tokens,token_mask,state,noise}`` with images float32
+  (B, V, 3, 224, 224) in [-1, 1], and ``{case}.steps{n}``, the actions (B, horizon, 32).
 
 SigLIP's code is openpi's, at a small variant; the vocabulary is cut. This file imports nothing of vla_accel on purpose.
 """
@@ -33,6 +33,7 @@ from flax import nnx
 from openpi.models.model import IMAGE_KEYS, Observation
 from openpi.models.pi0_config import Pi0Config
 from openpi.shared import array_typing
+from safetensors.numpy import save_file
 
 STEPS = (1, 10)
 VOCAB, HORIZON, LENGTH = 320, 6, 24
@@ -62,22 +63,24 @@ def randomise(params: dict[str, Any], rng: np.random.Generator, path: str = "") 
             result[name] = randomise(value, rng, where)
             continue
         drawn = rng.standard_normal(value.shape).astype(np.float32)
-        stacked = "/layers/" in where or "encoderblock" in where
-        axes = value.shape[1:] if stacked else value.shape
+        axes = value.shape[1:] if "/layers/" in where or "encoderblock" in where else value.shape
         if name == "scale":
             drawn = 0.2 * drawn + (1.0 if "/img/" in where else 0.0)
         elif len(axes) < 2 or "pos_embedding" in where or name == "bias":
             drawn = 0.2 * drawn
         elif "Dense_0" in where and "norm" in where:
             drawn = 0.5 * drawn / axes[0] ** 0.5
-        elif "q_einsum" in where or "kv_einsum" in where or "gating" in where:
-            drawn = drawn / axes[-2] ** 0.5
-        elif "attn_vec" in where or "/out/" in where:
-            drawn = drawn / (axes[0] * axes[1]) ** 0.5
-        elif "input_embedding" in where:
-            drawn = drawn / axes[1] ** 0.5
         else:
-            drawn = drawn / float(np.prod(axes[:-1])) ** 0.5 if "embedding" in where else drawn / axes[0] ** 0.5
+            inputs = axes[0]
+            if any(word in where for word in ("q_einsum", "kv_einsum", "gating")):
+                inputs = axes[-2]
+            elif "attn_vec" in where or "/out/" in where:
+                inputs = axes[0] * axes[1]
+            elif "input_embedding" in where:
+                inputs = axes[1]
+            elif "embedding" in where:
+                inputs = int(np.prod(axes[:-1]))
+            drawn = drawn / inputs**0.5
         result[name] = jnp.asarray(drawn)
     return result
 
@@ -89,18 +92,18 @@ def make_case(model: Any, batch: int, rng: np.random.Generator) -> dict[str, np.
             mask[row, view] = False
     token_mask = np.arange(LENGTH)[None] < np.array([12, LENGTH, 5])[:batch, None]
     case = {
-        "images": rng.uniform(-1, 1, (batch, 3, 224, 224, 3)).astype(np.float32),
+        "images": rng.uniform(-1, 1, (batch, 3, 3, 224, 224)).astype(np.float32),
         "image_mask": mask,
-        "tokens": (rng.integers(1, VOCAB, (batch, LENGTH)) * token_mask).astype(np.int32),
+        "tokens": (rng.integers(1, VOCAB, (batch, LENGTH)) * token_mask).astype(np.int64),
         "token_mask": token_mask,
         "state": rng.standard_normal((batch, 32)).astype(np.float32),
         "noise": rng.standard_normal((batch, HORIZON, 32)).astype(np.float32),
     }
     observation = Observation(
-        images={k: jnp.asarray(case["images"][:, v]) for v, k in enumerate(IMAGE_KEYS)},
+        images={k: jnp.moveaxis(jnp.asarray(case["images"][:, v]), 1, -1) for v, k in enumerate(IMAGE_KEYS)},
         image_masks={k: jnp.asarray(mask[:, v]) for v, k in enumerate(IMAGE_KEYS)},
         state=jnp.asarray(case["state"]),
-        tokenized_prompt=jnp.asarray(case["tokens"]),
+        tokenized_prompt=jnp.asarray(case["tokens"], jnp.int32),
         tokenized_prompt_mask=jnp.asarray(token_mask),
     )
     for steps in STEPS:
@@ -120,7 +123,7 @@ def write_family(family: str, out: Path, seed: int) -> None:
     arrays: dict[str, Any] = {}
     for batch in (1, 3):
         arrays |= {f"batch{batch}.{k}": v for k, v in make_case(model, batch, rng).items()}
-    np.savez(out / "reference.npz", **arrays)
+    save_file(arrays, str(out / "cases.safetensors"))
     with array_typing.disable_typechecking(), ocp.PyTreeCheckpointer() as saver:
         saver.save((out / "params").resolve(), {"params": nnx.state(model)})
     rms = float(np.sqrt(np.square(arrays["batch3.steps10"]).mean()))

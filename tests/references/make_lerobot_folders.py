@@ -1,6 +1,6 @@
 """Write the JSON files that lerobot saves for each of its policy classes into tests/support/lerobot_saved.json.
 
-    python -m tests.references.make_lerobot_folders [RELEASE]
+    python tests/references/make_lerobot_folders.py [RELEASE]
 
 Run it with the Python of an environment that has lerobot. It replaces the entry of its release, or RELEASE ("main").
 """
@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import lerobot_frame as frame
 import numpy as np
 
 SAVED = Path(__file__).parents[1] / "support" / "lerobot_saved.json"
@@ -24,7 +24,7 @@ FILES = ("config", "policy_preprocessor", "policy_postprocessor")
 
 
 class _Tokenizer:
-    """Stands for a tokenizer of the hub, which lerobot's main branch saves with the pipeline."""
+    """Takes the place of a tokenizer of the hub, which lerobot's main branch saves with the pipeline."""
 
     def save_pretrained(self, folder: Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -32,26 +32,14 @@ class _Tokenizer:
 
 def saved(kind: str) -> dict[str, Any]:
     """The three files of a policy of this class with two cameras, a state of 6 and actions of 6."""
-    from lerobot.configs.types import FeatureType, PolicyFeature  # type: ignore[import-not-found]
-    from lerobot.processor import tokenizer_processor  # type: ignore[import-not-found]
-
     configuration = importlib.import_module(f"lerobot.policies.{kind}.configuration_{kind}")
-    processor = importlib.import_module(f"lerobot.policies.{kind}.processor_{kind}")
-    inputs = {f"observation.images.{c}": PolicyFeature(FeatureType.VISUAL, (3, 480, 640)) for c in ("front", "wrist")}
-    inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (6,))
-    outputs = {"action": PolicyFeature(FeatureType.ACTION, (6,))}
-    config = getattr(configuration, CLASSES[kind])(input_features=inputs, output_features=outputs, device="cpu")
+    cameras = {f"observation.images.{camera}": (480, 640) for camera in ("front", "wrist")}
+    config = getattr(configuration, CLASSES[kind])(**frame.features(cameras, 6, 6), device="cpu")
     values = {"mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "q01": -2.0, "q99": 2.0}
     one = {name: np.full(6, value, np.float32) for name, value in values.items()}
+    stats = {"observation.state": one, "action": one}
+    parts = frame.processors_of(kind, config, stats, _Tokenizer(), _Tokenizer())
     with tempfile.TemporaryDirectory() as folder:
-        for loader in ("AutoTokenizer", "AutoProcessor"):
-            stand = mock.patch.object(
-                getattr(tokenizer_processor, loader), "from_pretrained", lambda *_, **__: _Tokenizer()
-            )
-            stand.start()
-        make = getattr(processor, f"make_{kind}_pre_post_processors")
-        parts = make(config, dataset_stats={"observation.state": one, "action": one})
-        mock.patch.stopall()
         config._save_pretrained(Path(folder))
         for part in parts:
             part.save_pretrained(folder)

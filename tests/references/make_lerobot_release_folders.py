@@ -17,21 +17,21 @@ Variants: `plain`; `steps4`, with four denoising steps (not π0-FAST); `visual`,
 relative to the state, but for the gripper (not SmolVLA). Weights, statistics and observation are the same in all
 variants of a family, so a variant's actions show what its setting changes.
 
-Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose.
+Everything is float32 on the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.metadata
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lerobot_frame as frame
 import make_lerobot_reference as flow
 import make_pi0_fast_reference as fast
 import make_smolvla_reference as smolvla
@@ -39,10 +39,9 @@ import numpy as np
 import torch
 
 # isort: split
-# After make_lerobot_reference, which replaces what lerobot imports and its policies do not need.
+# After lerobot_frame, which replaces what lerobot imports and its policies do not need.
 from lerobot import processor as steps
 from lerobot.configs.types import NormalizationMode
-from lerobot.processor import tokenizer_processor
 
 # The first is enlarged to the model's size (but for SmolVLA's small one), the second reduced.
 CAMERAS = {"observation.images.front": (96, 132), "observation.images.wrist": (250, 150)}
@@ -68,42 +67,28 @@ class Family:
 
     def processors(self) -> tuple[Any, Any]:
         """lerobot's pre- and postprocessor for the policy's present config."""
-        module = importlib.import_module(f"lerobot.policies.{self.name}.processor_{self.name}")
-        make: Callable[..., tuple[Any, Any]] = getattr(module, f"make_{self.name}_pre_post_processors")
-        with (
-            mock.patch.object(tokenizer_processor.AutoTokenizer, "from_pretrained", lambda *a, **k: self.tokenizer),
-            mock.patch.object(tokenizer_processor.AutoProcessor, "from_pretrained", lambda *a, **k: self.fast),
-        ):
-            return make(self.policy.config, dataset_stats=self.statistics)
+        return frame.processors_of(self.name, self.policy.config, self.statistics, self.tokenizer, self.fast)
 
 
 def family_of(name: str, fast_folder: Path, seed: int) -> Family:
     """Build a family's policy with random weights. Args: `fast_folder`: where π0-FAST's action tokenizer is written."""
     generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     if name == "smolvla":
-        policy, tokenizer = smolvla.build("base", CAMERAS), flow.small_tokenizer()
-        # SmolVLM2's tokenizer adds no token in front of a prompt.
-        tokenizer.backend_tokenizer.post_processor = None
-        smolvla.randomise(policy, generator)
+        policy = smolvla.build("base", CAMERAS)
+        frame.randomise(policy, generator, offset_norms="")
+        tokenizer = frame.small_tokenizer(opening=False)
         return Family(name, policy, tokenizer, in_robot_units(smolvla.statistics(rng, 6, 6), rng))
     if name == "pi0_fast":
         text, actions = fast.text_tokenizer(fast.VOCAB - 1), fast.fast_tokenizer(rng, fast_folder)
         policy = fast.build(text, actions, CAMERAS)
         fast.randomise(policy, False, generator)
         write_only_actions(policy)
-        return Family(name, policy, text, in_robot_units(flow.statistics(rng), rng), actions)
+        return Family(name, policy, text, in_robot_units(frame.statistics(rng), rng), actions)
     policy = flow.build(name, CAMERAS)
-    flow.randomise(policy, generator)
-    attend_sharply(policy)
-    return Family(name, policy, flow.small_tokenizer(), in_robot_units(flow.statistics(rng), rng))
-
-
-@torch.no_grad()
-def attend_sharply(policy: Any) -> None:
-    """With random weights every token attends alike to all 500 of the images, and the state hardly changes actions."""
-    for name, parameter in policy.named_parameters():
-        if "vision" not in name and name.endswith("q_proj.weight"):
-            parameter *= SHARP
+    frame.randomise(policy, generator)
+    # With random weights every token attends alike to all 500 of the images, and the state hardly changes actions.
+    frame.sharpen(policy, SHARP, "q_proj.weight")
+    return Family(name, policy, frame.small_tokenizer(), in_robot_units(frame.statistics(rng), rng))
 
 
 @torch.no_grad()
@@ -152,18 +137,9 @@ def variants(family: Family) -> dict[str, dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def changed(config: Any, changes: Mapping[str, Any]) -> Iterator[None]:
-    """The config with other values."""
-    with contextlib.ExitStack() as patches:
-        for name, value in changes.items():
-            patches.enter_context(mock.patch.object(config, name, value))
-        yield
-
-
-@contextlib.contextmanager
 def as_variant(family: Family, variant: str) -> Iterator[tuple[Any, Any]]:
     """The policy's config as the variant has it; yields its processors."""
-    with changed(family.policy.config, variants(family)[variant]):
+    with frame.changed(family.policy.config, variants(family)[variant]):
         processors = family.processors()
         if variant == "no_state_feature":
             for step in processors[0].steps:
@@ -192,15 +168,9 @@ def observation(family: Family, rng: np.random.Generator) -> dict[str, Any]:
 
 def answer(family: Family, processors: tuple[Any, Any], given: Mapping[str, np.ndarray], task: str) -> np.ndarray:
     """The robot's actions (horizon, m) that lerobot computes from an observation."""
-    preprocess, postprocess = processors
-    images = {key: torch.from_numpy(given[key.rpartition(".")[2]]).permute(2, 0, 1).float() / 255 for key in CAMERAS}
-    batch = preprocess({**images, "observation.state": torch.from_numpy(given["state"]), "task": task})
-    with contextlib.ExitStack() as patches:
-        if "noise" in given:
-            noise = torch.from_numpy(given["noise"][None])
-            patches.enter_context(mock.patch.object(family.policy.model, "sample_noise", lambda *a: noise.clone()))
-        chunk = family.policy.predict_action_chunk(batch)
-    return postprocess(chunk)[0].detach().numpy()
+    images = {key: given[key.rpartition(".")[2]] for key in CAMERAS}
+    chunk = frame.chunk_of(family.policy, processors[0], images, given["state"], task, given.get("noise"))
+    return processors[1](chunk)[0].detach().numpy()
 
 
 def is_clear(family: Family, given: Mapping[str, np.ndarray]) -> bool:
@@ -223,17 +193,6 @@ def is_clear(family: Family, given: Mapping[str, np.ndarray]) -> bool:
     return True
 
 
-def save(family: Family, processors: tuple[Any, Any], folder: Path) -> None:
-    """Save as lerobot does."""
-    # The names say nothing true of the small size; a loader checks them against the weights.
-    names = [n for n in ("paligemma_variant", "action_expert_variant") if hasattr(family.policy.config, n)]
-    with changed(family.policy.config, dict.fromkeys(names)):
-        family.policy.save_pretrained(folder)
-    for processor in processors:
-        processor.save_pretrained(folder)
-    family.tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-
-
 def write_family(name: str, out: Path, seed: int) -> None:
     (out.parent / "release.txt").write_text(importlib.metadata.version("lerobot"))
     fast_folder = out / "fast"
@@ -243,16 +202,13 @@ def write_family(name: str, out: Path, seed: int) -> None:
     for variant in variants(family):
         folder = out / variant / "checkpoint"
         with as_variant(family, variant) as processors:
-            save(family, processors, folder)
+            frame.save_policy(family.policy, processors, family.tokenizer, folder)
             actions = np.stack([answer(family, processors, given, task) for task in TASKS])
         if fast_folder.is_dir():
             shutil.copytree(fast_folder, folder / "fast")
         answers: dict[str, Any] = {**given, "tasks": np.array(TASKS), "actions": actions}
         np.savez(out / variant / "answers.npz", **answers)
-        print(
-            f"{name} {variant}: {len(list(folder.iterdir()))} files, actions {actions.min():.2f} to {actions.max():.2f}"
-        )
 
 
 if __name__ == "__main__":
-    flow.write_variants(__doc__, write_family, FAMILIES)
+    frame.write_variants(__doc__, write_family, FAMILIES)

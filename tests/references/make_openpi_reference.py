@@ -9,26 +9,23 @@ actions, and writes ``DIR/{pi0,pi05}/``:
 
 - ``model.safetensors``: the weights under openpi's own names, saved the way openpi saves them
   (``safetensors.torch.save_model``: of the tied pair only ``paligemma.lm_head.weight`` is stored).
-- ``config.json``: the sizes, in the fields of ``Sizes`` below.
-- ``inputs.safetensors``: per case ``{case}.{images,image_mask,tokens,token_mask,state,noise}`` with
-  images float32 (B, V, 3, 224, 224) in [-1, 1]; masks bool; tokens int64; state (B, 32); noise
-  (B, horizon, 32). ``{case}.images_uint8`` (B, V, 224, 224, 3) is what openpi was given.
-- ``expected.safetensors``: ``{case}.vision`` (B, V, 256, prefix width), the projected image tokens;
-  ``{case}.steps{n}.actions`` (B, horizon, 32), all float32.
+- ``cases.safetensors``: per case ``{case}.{images,image_mask,tokens,token_mask,state,noise}`` with images float32
+  (B, V, 3, 224, 224) in [-1, 1]; masks bool; tokens int64; state (B, 32); noise (B, horizon, 32);
+  ``{case}.vision`` (B, V, 256, prefix width), the projected image tokens; and ``{case}.steps{n}``, the actions
+  (B, horizon, 32), all float32.
 
-Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose: it knows only
-openpi, so that an error of ours cannot be on both sides. It does not cover bfloat16, training, or
-the transforms around the model.
+Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose, so that an error of ours cannot be
+on both sides. It does not cover bfloat16, training, or the transforms around the model.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # openpi wraps sample_actions in torch.compile(max-autotune) and gives no argument against it;
 # torch reads this switch while it is imported.
@@ -43,52 +40,38 @@ from openpi.models_pytorch.pi0_pytorch import PI0Pytorch
 from safetensors.torch import save_file, save_model
 from torch import nn
 
-FAMILIES = ("pi0", "pi05")
 STEPS = (1, 3, 10)
 ACTION_DIM = 32  # a constant in openpi's action_in_proj
 
 
-@dataclasses.dataclass(frozen=True)
-class TowerSize:
-    """One transformer; Gemma towers have ``num_kv_heads`` and ``head_dim``, the vision tower not."""
-
-    width: int
-    depth: int
-    mlp_dim: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+def tower(width: int, depth: int, mlp_dim: int, num_heads: int, head_dim: int = 0) -> dict[str, int]:
+    """One transformer; Gemma towers have `head_dim` and one key head, the vision tower has not."""
+    gemma = {"num_kv_heads": 1, "head_dim": head_dim} if head_dim else {}
+    return {"width": width, "depth": depth, "mlp_dim": mlp_dim, "num_heads": num_heads, **gemma}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """All that a loader must know to rebuild the model (patch 14 and image 224 are openpi's)."""
+    """Sizes of a model; patches of 14, images of 224 pixels and three views are openpi's."""
 
-    vision: TowerSize
-    prefix: TowerSize
-    expert: TowerSize
+    vision: dict[str, int]
+    prefix: dict[str, int]
+    expert: dict[str, int]
     vocab_size: int = 320
     action_horizon: int = 6
     max_token_len: int = 32
-    action_dim: int = ACTION_DIM
-    image_size: int = 224
-    patch_size: int = 14
-    num_views: int = 3
 
 
 SIZES = {
     # Unlike numbers everywhere, so that a mixed-up width cannot fit by chance.
-    "small": Sizes(
-        vision=TowerSize(width=144, depth=3, mlp_dim=272, num_heads=4),
-        prefix=TowerSize(96, depth=3, mlp_dim=208, num_heads=8, num_kv_heads=1, head_dim=32),
-        expert=TowerSize(64, depth=3, mlp_dim=176, num_heads=8, num_kv_heads=1, head_dim=32),
-    ),
-    # The published widths and heads at a depth of two.
+    "small": Sizes(tower(144, 3, 272, 2), tower(96, 3, 208, 8, 32), tower(64, 3, 176, 8, 32)),
+    # The published widths and heads at a depth of two, the published depths at small widths, the published size.
     "wide": Sizes(
-        vision=TowerSize(width=1152, depth=2, mlp_dim=4304, num_heads=16),
-        prefix=TowerSize(2048, depth=2, mlp_dim=4096, num_heads=8, num_kv_heads=1, head_dim=256),
-        expert=TowerSize(1024, depth=2, mlp_dim=4096, num_heads=8, num_kv_heads=1, head_dim=256),
-        action_horizon=10,
+        tower(1152, 2, 4304, 16), tower(2048, 2, 4096, 8, 256), tower(1024, 2, 4096, 8, 256), action_horizon=10
+    ),
+    "deep": Sizes(tower(144, 27, 272, 2), tower(96, 18, 208, 8, 32), tower(64, 18, 176, 8, 32)),
+    "full": Sizes(
+        tower(1152, 27, 4304, 16), tower(2048, 18, 16_384, 8, 256), tower(1024, 18, 4096, 8, 256), 257_152, 10, 48
     ),
 }
 
@@ -99,48 +82,37 @@ def build(family: str, sizes: Sizes) -> PI0Pytorch:
     openpi fixes the vocabulary and the vision tower in its constructor; they are edited in the
     Hugging Face config on its way into the constructor, which leaves openpi's code as it is.
     """
-    original = (
-        openpi_gemma.get_config,
-        gemma_pytorch.PaliGemmaForConditionalGeneration,
-        gemma_pytorch.GemmaForCausalLM,
-    )
+    make_paligemma, make_gemma = gemma_pytorch.PaliGemmaForConditionalGeneration, gemma_pytorch.GemmaForCausalLM
+    names = {
+        "hidden_size": "width", "num_hidden_layers": "depth", "intermediate_size": "mlp_dim",
+        "num_attention_heads": "num_heads",
+    }  # fmt: skip
 
     def get_config(variant: str) -> Any:
-        tower = sizes.prefix if variant == "gemma_2b" else sizes.expert
-        return openpi_gemma.Config(**dataclasses.asdict(tower))
+        return openpi_gemma.Config(**(sizes.prefix if variant == "gemma_2b" else sizes.expert))
 
-    def make_paligemma(config: Any) -> nn.Module:
+    def small_paligemma(config: Any) -> nn.Module:
         config.text_config.vocab_size = sizes.vocab_size
-        config.vision_config.hidden_size = sizes.vision.width
-        config.vision_config.num_hidden_layers = sizes.vision.depth
-        config.vision_config.intermediate_size = sizes.vision.mlp_dim
-        config.vision_config.num_attention_heads = sizes.vision.num_heads
-        config.vision_config.projection_dim = sizes.prefix.width
-        return original[1](config)
+        for theirs, ours in names.items():
+            setattr(config.vision_config, theirs, sizes.vision[ours])
+        config.vision_config.projection_dim = sizes.prefix["width"]
+        return make_paligemma(config)
 
-    def make_expert(config: Any) -> nn.Module:
+    def small_gemma(config: Any) -> nn.Module:
         config.vocab_size = sizes.vocab_size
-        return original[2](config)
+        return make_gemma(config)
 
-    openpi_gemma.get_config = get_config
-    gemma_pytorch.PaliGemmaForConditionalGeneration = make_paligemma
-    gemma_pytorch.GemmaForCausalLM = make_expert
-    try:
-        model = PI0Pytorch(
-            Pi0Config(
-                dtype="float32",
-                pi05=family == "pi05",
-                action_horizon=sizes.action_horizon,
-                max_token_len=sizes.max_token_len,
-            )
-        )
-    finally:
-        (
-            openpi_gemma.get_config,
-            gemma_pytorch.PaliGemmaForConditionalGeneration,
-            gemma_pytorch.GemmaForCausalLM,
-        ) = original
-    torch.set_float32_matmul_precision("highest")  # the constructor asked for "high"
+    with (
+        mock.patch.object(openpi_gemma, "get_config", get_config),
+        mock.patch.object(gemma_pytorch, "PaliGemmaForConditionalGeneration", small_paligemma),
+        mock.patch.object(gemma_pytorch, "GemmaForCausalLM", small_gemma),
+    ):
+        config = Pi0Config(
+            dtype="float32", pi05=family == "pi05", action_horizon=sizes.action_horizon,
+            max_token_len=sizes.max_token_len,
+        )  # fmt: skip
+        model = PI0Pytorch(config)
+    torch.set_float32_matmul_precision("highest")  # the constructor sets "high"
     return model.eval()
 
 
@@ -177,22 +149,16 @@ def randomise(model: PI0Pytorch, generator: torch.Generator) -> None:
 
 def make_inputs(batch: int, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Random inputs: a masked third view, then a masked second view, then none; padded prompts."""
-    views, side, length = sizes.num_views, sizes.image_size, sizes.max_token_len
-    images = torch.randint(0, 256, (batch, views, side, side, 3), generator=generator, dtype=torch.uint8)
-    image_mask = torch.ones(batch, views, dtype=torch.bool)
-    for row, masked_view in enumerate((2, 1)):
-        if row < batch:
-            image_mask[row, masked_view] = False
-    lengths = torch.tensor([length // 2, length, 5])[:batch]
-    token_mask = torch.arange(length)[None] < lengths[:, None]
+    length = sizes.max_token_len
+    token_mask = torch.arange(length)[None] < torch.tensor([length // 2, length, 5])[:batch, None]
     tokens = torch.randint(1, sizes.vocab_size, (batch, length), generator=generator)
     return {
-        "images_uint8": images,
-        "image_mask": image_mask,
+        "images_uint8": torch.randint(0, 256, (batch, 3, 224, 224, 3), generator=generator, dtype=torch.uint8),
+        "image_mask": torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1]], dtype=torch.bool)[:batch],
         "tokens": tokens * token_mask,  # openpi pads with token 0
         "token_mask": token_mask,
-        "state": torch.randn(batch, sizes.action_dim, generator=generator),
-        "noise": torch.randn(batch, sizes.action_horizon, sizes.action_dim, generator=generator),
+        "state": torch.randn(batch, ACTION_DIM, generator=generator),
+        "noise": torch.randn(batch, sizes.action_horizon, ACTION_DIM, generator=generator),
     }
 
 
@@ -210,47 +176,36 @@ def observe(inputs: dict[str, torch.Tensor]) -> Observation:
 
 
 @torch.no_grad()
-def write_family(family: str, sizes: Sizes, out: Path, seed: int) -> None:
-    """Build, ask and write one family into ``out`` (created)."""
-    generator = torch.Generator().manual_seed(seed)
+def write_family(family: str, sizes: Sizes, out: Path) -> None:
+    """Build and run one family, and write into `out`."""
+    generator = torch.Generator().manual_seed(0)
     model = build(family, sizes)
     randomise(model, generator)
     out.mkdir(parents=True, exist_ok=True)
     save_model(model, str(out / "model.safetensors"))
-    config = {"family": family, "pi05": family == "pi05", **dataclasses.asdict(sizes)}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-    inputs: dict[str, torch.Tensor] = {}
-    expected: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for batch in (1, 3):
-        case, drawn = f"batch{batch}", make_inputs(batch, sizes, generator)
-        observation = observe(drawn)
+        case = make_inputs(batch, sizes, generator)
+        observation = observe(case)
         views = [observation.images[key] for key in IMAGE_KEYS]
-        drawn["images"] = torch.stack(views, dim=1)
-        embedded = [model.paligemma_with_expert.embed_image(view) for view in views]
-        expected[f"{case}.vision"] = torch.stack(embedded, dim=1)
+        case["images"] = torch.stack(views, dim=1)
+        case["vision"] = torch.stack([model.paligemma_with_expert.embed_image(view) for view in views], dim=1)
         for steps in STEPS:
-            actions = model.sample_actions("cpu", observation, noise=drawn["noise"].clone(), num_steps=steps)
-            if not bool(actions.isfinite().all()):
-                raise SystemExit(f"{family} {case}: openpi's actions are not finite")
-            expected[f"{case}.steps{steps}.actions"] = actions
-            print(f"{family} {case} steps {steps}: actions' rms {actions.square().mean().sqrt():.3f}")
-        inputs |= {f"{case}.{name}": tensor for name, tensor in drawn.items()}
-    save_file({k: v.contiguous() for k, v in inputs.items()}, str(out / "inputs.safetensors"))
-    save_file({k: v.contiguous() for k, v in expected.items()}, str(out / "expected.safetensors"))
+            actions = model.sample_actions("cpu", observation, noise=case["noise"].clone(), num_steps=steps)
+            case[f"steps{steps}"] = actions
+            print(f"{family} batch {batch} steps {steps}: actions' rms {actions.square().mean().sqrt():.3f}")
+        tensors |= {f"batch{batch}.{name}": tensor.contiguous() for name, tensor in case.items()}
+    save_file(tensors, str(out / "cases.safetensors"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
-    parser.add_argument("--family", choices=(*FAMILIES, "both"), default="both")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads for torch")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    for family in FAMILIES if args.family == "both" else (args.family,):
-        write_family(family, SIZES[args.size], args.out / family, args.seed)
+    torch.set_num_threads(1)
+    for family in ("pi0", "pi05"):
+        write_family(family, SIZES[args.size], args.out / family)
 
 
 if __name__ == "__main__":

@@ -88,34 +88,24 @@ def case(name: str, rng: np.random.Generator) -> dict[str, Any]:
         return {"state": rng.uniform(0.05, 1, 14), "images": {c: image(480, 640, first=True) for c in cameras}}
 
     mask = transforms.make_bool_mask
-    if name.endswith("libero"):
-        kind = ModelType.PI05 if name.startswith("pi05") else ModelType.PI0
-        observations = [libero(), libero((256, 256)), libero((128, 200))]
-        delta = mask(6, -1) if kind == ModelType.PI0 else None
-        inside, outside = libero_policy.LiberoInputs(model_type=kind), libero_policy.LiberoOutputs()
-        return {"kind": kind, "in": inside, "out": outside, "delta": delta, "discrete": False, "given": observations}
-    if "droid" in name:
-        delta = mask(7, -1) if name.endswith("joint_position") else None
-        kind = ModelType.PI05 if name.startswith("pi05") else ModelType.PI0
-        inside, outside = droid_policy.DroidInputs(model_type=kind), droid_policy.DroidOutputs()
-        scalar = droid()
-        scalar["observation/gripper_position"] = scalar["observation/gripper_position"][0]
-        discrete = kind == ModelType.PI05
-        given = [droid(), scalar]
-        return {"kind": kind, "in": inside, "out": outside, "delta": delta, "discrete": discrete, "given": given}
     kind = ModelType.PI05 if name.startswith("pi05") else ModelType.PI0
-    return {
-        "kind": kind,
-        "in": aloha_policy.AlohaInputs(adapt_to_pi=True),
-        "out": aloha_policy.AlohaOutputs(adapt_to_pi=True),
-        "delta": None if name.endswith("sim") else mask(6, -1, 6, -1),
-        "discrete": kind == ModelType.PI05,
-        "given": [
-            aloha("cam_high", "cam_low", "cam_left_wrist", "cam_right_wrist"),
-            aloha("cam_high", "cam_right_wrist"),
-            aloha("cam_high"),
-        ],
-    }
+    found: dict[str, Any] = {"kind": kind, "discrete": kind == ModelType.PI05}
+    if name.endswith("libero"):
+        given = [libero(), libero((256, 256)), libero((128, 200))]
+        delta = mask(6, -1) if kind == ModelType.PI0 else None
+        found["in"], found["out"] = libero_policy.LiberoInputs(model_type=kind), libero_policy.LiberoOutputs()
+        found["discrete"] = False
+    elif "droid" in name:
+        delta = mask(7, -1) if name.endswith("joint_position") else None
+        found["in"], found["out"] = droid_policy.DroidInputs(model_type=kind), droid_policy.DroidOutputs()
+        given = [droid(), droid()]
+        given[1]["observation/gripper_position"] = given[1]["observation/gripper_position"][0]
+    else:
+        delta = None if name.endswith("sim") else mask(6, -1, 6, -1)
+        found["in"], found["out"] = aloha_policy.AlohaInputs(adapt_to_pi=True), aloha_policy.AlohaOutputs(True)
+        cameras = ("cam_high", "cam_low", "cam_left_wrist", "cam_right_wrist")
+        given = [aloha(*cameras), aloha("cam_high", "cam_right_wrist"), aloha("cam_high")]
+    return {**found, "delta": delta, "given": given}
 
 
 # Case to the preset that must agree with it.

@@ -18,36 +18,29 @@ the published size. For each it writes ``DIR/VARIANT/``:
   after lerobot's pre- and postprocessor; in the first the last camera is missing (`base`). ``tasks.json`` has the
   instructions.
 
-All else is float32 on the CPU. This file imports nothing of vla_accel on purpose.
+All else is float32 on the CPU.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lerobot_frame as frame
 import numpy as np
 import torch
-import transformers
-from make_lerobot_reference import TASKS, small_tokenizer, write_variants
-from safetensors.torch import save_file
 from transformers.models.smolvlm import SmolVLMConfig
 
 # isort: split
-# After make_lerobot_reference, which steps over what lerobot imports and its policies do not need.
-from lerobot.configs.types import FeatureType, PolicyFeature
+# After lerobot_frame, which replaces what lerobot imports and its policies do not need.
 from lerobot.policies.smolvla import smolvlm_with_expert
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from lerobot.policies.smolvla.processor_smolvla import make_smolvla_pre_post_processors
-from lerobot.processor import tokenizer_processor
 
 VOCAB = 320
-LIBERO_CAMERAS = ("observation.images.image", "observation.images.image2")
+CAMERAS = ("observation.images.image", "observation.images.image2")
 CAMERAS = ("observation.images.camera1", "observation.images.camera2", "observation.images.camera3")
 SMALL = {
     "vision": {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 80, "num_attention_heads": 2,
@@ -64,7 +57,7 @@ FULL = {
 # Sizes, cameras, state and action numbers, camera pixels (height, width), and what lerobot's config says.
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...], int, int, tuple[int, int], dict[str, Any]]] = {
     "base": (SMALL, CAMERAS, 6, 6, (48, 64), {"num_vlm_layers": 4, "chunk_size": 6}),
-    "libero": (SMALL, LIBERO_CAMERAS, 8, 7, (64, 64), {
+    "libero": (SMALL, frame.IMAGES, 8, 7, (64, 64), {
         "num_vlm_layers": 0, "self_attn_every_n_layers": 0, "expert_width_multiplier": 0.5, "num_expert_layers": 0,
         "chunk_size": 7,
     }),
@@ -73,12 +66,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...], int, int, tuple[int, 
 
 
 def build(variant: str, cameras: Mapping[str, tuple[int, int]] | None = None) -> Any:
-    """Build lerobot's policy. lerobot takes the sizes from the hub; they are passed in its place.
-
-    Args: `cameras`: height and width of each camera's images, instead of the variant's.
-    """
+    """Build lerobot's policy. lerobot takes the sizes from the hub; they are passed in its place. `cameras`: height and
+    width of each camera's images, instead of the variant's."""
     sizes, names, state, action, camera, changes = VARIANTS[variant]
-    cameras = cameras or dict.fromkeys(names, camera)
     text = {"model_type": "llama", "rms_norm_eps": 1e-5, "pad_token_id": 0, **sizes["text"]}
     whole: dict[str, Any] = {"vision_config": sizes["vision"], "text_config": text, "pad_token_id": 0}
     vlm = SmolVLMConfig(**whole, scale_factor=4)
@@ -86,16 +76,10 @@ def build(variant: str, cameras: Mapping[str, tuple[int, int]] | None = None) ->
     processor.tokenizer.fake_image_token_id, processor.tokenizer.global_image_token_id = 1, 2
     side = sizes["vision"]["image_size"]
     config = SmolVLAConfig(
-        input_features={
-            **{k: PolicyFeature(FeatureType.VISUAL, (3, *size)) for k, size in cameras.items()},
-            "observation.state": PolicyFeature(FeatureType.STATE, (state,)),
-        },
-        output_features={"action": PolicyFeature(FeatureType.ACTION, (action,))},
-        resize_imgs_with_padding=(side, side),
-        load_vlm_weights=False,
-        device="cpu",
+        **frame.features(cameras or dict.fromkeys(names, camera), state, action),
+        resize_imgs_with_padding=(side, side), load_vlm_weights=False, device="cpu",
         **{"n_action_steps": changes.get("chunk_size", 50), **changes},
-    )
+    )  # fmt: skip
     with (
         mock.patch.object(smolvlm_with_expert.AutoConfig, "from_pretrained", lambda name: vlm),
         mock.patch.object(smolvlm_with_expert.AutoProcessor, "from_pretrained", lambda name: processor),
@@ -103,50 +87,11 @@ def build(variant: str, cameras: Mapping[str, tuple[int, int]] | None = None) ->
         return SmolVLAPolicy(config).eval()
 
 
-@torch.no_grad()
-def randomise(policy: Any, generator: torch.Generator) -> None:
-    """Every weight set; the activations' size stays of order one."""
-    for name, parameter in policy.named_parameters():
-        drawn = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
-            value = 0.2 * drawn + (1.0 if name.endswith("weight") else 0.0)
-        elif "embed_tokens" in name:
-            value = drawn / parameter.shape[1] ** 0.5
-        elif "modality_projection" in name:
-            # Times the square root of its width on the way in.
-            value = drawn / (parameter.shape[0] * parameter.shape[1]) ** 0.5
-        else:
-            matrix = parameter.ndim > 1 and "position_embedding" not in name
-            value = drawn / parameter[0].numel() ** 0.5 if matrix else 0.2 * drawn
-        parameter.copy_(value)
-
-
 def statistics(rng: np.random.Generator, state: int, action: int) -> dict[str, Any]:
-    """Unequal for every dimension; one state dimension is constant, as robots have it."""
-
-    def of(count: int) -> dict[str, np.ndarray]:
-        mean = rng.uniform(-0.3, 0.3, count).astype(np.float32)
-        return {"mean": mean, "std": rng.uniform(0.4, 0.9, count).astype(np.float32)}
-
-    table = {"observation.state": of(state), "action": of(action)}
+    """Mean and deviation; one state dimension has none."""
+    table = frame.statistics(rng, state, action)
     table["observation.state"]["mean"][3] = table["observation.state"]["std"][3] = 0.0
-    return table
-
-
-def model_case(policy: Any, batch: int, views: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What the model alone is given, with padded prompts."""
-    length, config = 16, policy.config
-    vocabulary = policy.model.vlm_with_expert.config.text_config.vocab_size
-    lengths = torch.tensor([9, length, 5])[:batch]
-    token_mask = torch.arange(length)[None] < lengths[:, None]
-    side = config.resize_imgs_with_padding[0]
-    return {
-        "images": torch.rand(batch, views, 3, side, side, generator=generator) * 2 - 1,
-        "tokens": torch.randint(1, vocabulary, (batch, length), generator=generator) * token_mask,
-        "token_mask": token_mask,
-        "state": torch.randn(batch, config.max_state_dim, generator=generator),
-        "noise": torch.randn(batch, config.chunk_size, config.max_action_dim, generator=generator),
-    }
+    return {feature: {name: of[name] for name in ("mean", "std")} for feature, of in table.items()}
 
 
 @torch.no_grad()
@@ -168,56 +113,40 @@ def to_bfloat16(policy: Any) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def robot_cases(policy: Any, variant: str, processors: tuple[Any, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """Whole observations through lerobot's own pipelines; `base` lacks its last camera in the first."""
-    _, cameras, states, _, camera, _ = VARIANTS[variant]
-    preprocess, postprocess = processors
-    config, count = policy.config, len(TASKS)
-    images = rng.integers(0, 256, (count, len(cameras), *camera, 3), dtype=np.uint8)
-    state = rng.uniform(-1, 1, (count, states)).astype(np.float32)
-    state[:, 3] = 0.0  # what does not move in the data has no deviation to divide by
-    noise = rng.standard_normal((count, config.chunk_size, config.max_action_dim)).astype(np.float32)
-    actions = []
-    for i, task in enumerate(TASKS):
-        seen = cameras[:-1] if i == 0 and variant != "libero" else cameras
-        batch = {key: torch.from_numpy(images[i, v]).permute(2, 0, 1).float() / 255 for v, key in enumerate(seen)}
-        batch = preprocess({**batch, "observation.state": torch.from_numpy(state[i]), "task": task})
-        chunk = policy.predict_action_chunk(batch, noise=torch.from_numpy(noise[i : i + 1]))
-        actions.append(postprocess(chunk)[0].numpy())
-    return {"images": images, "state": state, "noise": noise, "actions": np.stack(actions)}
-
-
 def write_variant(variant: str, out: Path, seed: int) -> None:
     generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
-    _, cameras, state, action, _, _ = VARIANTS[variant]
-    policy = build(variant)
-    randomise(policy, generator)
-    tokenizer, folder = small_tokenizer(), out / "checkpoint"
-    # SmolVLM2's tokenizer puts nothing in front.
-    tokenizer.backend_tokenizer.post_processor = None  # type: ignore[assignment]
-    with mock.patch.object(tokenizer_processor.AutoTokenizer, "from_pretrained", lambda name: tokenizer):
-        processors = make_smolvla_pre_post_processors(policy.config, dataset_stats=statistics(rng, state, action))
-    policy.save_pretrained(folder)
-    for processor in processors:
-        processor.save_pretrained(folder)
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    views = len(cameras)
-    cases = {"batch1": (1, views, (1, 10)), "batch3": (3, views, (10,)), "missing": (1, views - 1, (10,))}
-    if variant == "full":
-        cases = {"batch1": (1, 2, (10,)), "batch3": (3, 2, (10,)), "missing": (1, 1, (10,))}
-    made = {name: model_case(policy, batch, seen, generator) for name, (batch, seen, _) in cases.items()}
-    answers = {name: {f"steps{n}": answer(policy, made[name], n) for n in steps} for name, (*_, steps) in cases.items()}
+    sizes, cameras, states, action, camera, _ = VARIANTS[variant]
+    policy, tokenizer = build(variant), frame.small_tokenizer(opening=False)
+    frame.randomise(policy, generator, offset_norms="")
+    processors = frame.processors_of("smolvla", policy.config, statistics(rng, states, action), tokenizer)
+    frame.save_policy(policy, processors, tokenizer, out / "checkpoint")
+    config, views = policy.config, 2 if variant == "full" else len(cameras)
+    steps = {"batch1": (10,) if variant == "full" else (1, 10), "batch3": (10,), "missing": (10,)}
+    noise = {"horizon": config.chunk_size, "action_dim": config.max_action_dim}
+    cases = {
+        name: frame.model_inputs(
+            generator, batch, seen, sizes["vision"]["image_size"], (9, 16, 5), sizes["text"]["vocab_size"],
+            state_dim=config.max_state_dim, **noise,
+        )
+        for name, batch, seen in (("batch1", 1, views), ("batch3", 3, views), ("missing", 1, views - 1))
+    }  # fmt: skip
+    exact = {name: {f"steps{n}": answer(policy, cases[name], n) for n in steps[name]} for name in cases}
     if variant != "full":
-        np.savez(out / "robot.npz", **robot_cases(policy, variant, processors, rng))
+        count = len(frame.TASKS)
+        state = rng.uniform(-1, 1, (count, states)).astype(np.float32)
+        state[:, 3] = 0.0  # what does not move in the data has no deviation to divide by
+        given = {
+            "images": rng.integers(0, 256, (count, views, *camera, 3), dtype=np.uint8), "state": state,
+            "noise": rng.standard_normal((count, *noise.values())).astype(np.float32),
+        }  # fmt: skip
+        missing = int(variant == "base")
+        frame.write_robot(out, policy, processors, given, cameras, lambda i: views - missing * (i == 0))
     to_bfloat16(policy)
-    for name, (*_, steps) in cases.items():
-        answers[name] |= {f"bf16_steps{n}": answer(policy, made[name], n) for n in steps}
-    tensors = {f"{c}.{n}": v.contiguous() for c in cases for n, v in (made[c] | answers[c]).items()}
-    versions = {n: importlib.metadata.version(n) for n in ("lerobot", "torch")}
-    save_file(tensors, str(out / "model.safetensors"), versions | {"transformers": transformers.__version__})
-    (out / "tasks.json").write_text(json.dumps(TASKS))
-    print(f"{variant}: {sorted(p.name for p in folder.iterdir())}")
+    for name, case in cases.items():
+        rounded = {f"bf16_steps{n}": answer(policy, case, n) for n in steps[name]}
+        cases[name] = case | exact[name] | rounded
+    frame.save_cases(out / "model.safetensors", cases)
 
 
 if __name__ == "__main__":
-    write_variants(__doc__, write_variant, tuple(VARIANTS), ("base", "libero"))
+    frame.write_variants(__doc__, write_variant, tuple(VARIANTS), ("base", "libero"))

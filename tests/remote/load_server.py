@@ -31,16 +31,14 @@ from vla_accel.server import PolicyServer, Replicas, ServerConfig, background
 from vla_accel.server.metrics import resident_bytes
 
 SCHEMA = "vla_accel.server_faults/1"
-LOUD_BYTES = 20_000_000
-LONGEST_START_S = 120.0
 
 
 class Loud(Nothing):
     """A policy that costs nothing; its answer to the prompt `loud` is larger than a socket's buffers."""
 
     def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
-        answer = super().infer(observation)
-        return {**answer, "noise": np.zeros(LOUD_BYTES, np.uint8)} if observation["prompt"] == "loud" else answer
+        noise = {"noise": np.zeros(20_000_000, np.uint8)} if observation["prompt"] == "loud" else {}
+        return super().infer(observation) | noise
 
     def infer_batch(self, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [self.infer(one) for one in observations]
@@ -88,14 +86,14 @@ def run(
         stack.enter_context(repeated(1.0, lambda: memory.append(resident_bytes())))
         if kill_every_s:
             chosen = random.Random(0)
-            works = [
+            works: list[tuple[str, float, Callable[[], object]]] = [
                 ("hostile", 0.05, lambda: send_garbage(server.address, chosen)),
                 ("kills", kill_every_s, lambda: kill(server, chosen, back_s)),
             ]
             if observation is None:  # a checkpoint's answers fit into a socket's buffers
                 works.append(("slow_readers", 1.0, lambda: read_no_answer(server)))
             for name, every_s, work in works:
-                stack.enter_context(repeated(every_s, count(done, name, work)))
+                stack.enter_context(repeated(every_s, work, done, name))
         seen = load(server.address, clients, seconds, observation or Nothing.example())
         stack.close()
         counters = server.metrics.counters
@@ -122,13 +120,18 @@ def run(
 
 
 @contextlib.contextmanager
-def repeated(every_s: float, work: Callable[[], object]) -> Iterator[None]:
-    """Call `work` in a thread every `every_s` seconds, until the block ends."""
+def repeated(
+    every_s: float, work: Callable[[], object], done: dict[str, int] | None = None, name: str = ""
+) -> Iterator[None]:
+    """Call `work` in a thread every `every_s` seconds, until the block ends, and count the calls."""
     over = threading.Event()
 
     def main() -> None:
         while not over.wait(every_s):
-            work()
+            with contextlib.suppress(OSError):  # the server closed the connection, as it should
+                work()
+            if done is not None:
+                done[name] += 1
 
     thread = threading.Thread(target=main)
     thread.start()
@@ -139,76 +142,60 @@ def repeated(every_s: float, work: Callable[[], object]) -> Iterator[None]:
         thread.join()
 
 
-def count(done: dict[str, int], name: str, work: Callable[[], object]) -> Callable[[], None]:
-    def counted() -> None:
-        with contextlib.suppress(OSError):  # the server closed the connection, as it should
-            work()
-        done[name] += 1
-
-    return counted
-
-
 def send_garbage(address: str, chosen: random.Random) -> None:
     """Open a connection that the server must answer with an error, or close."""
-    from tests.remote.fuzz_wire import CORPUS, LIES
+    from tests.remote.fuzz_wire import LIES, SEEDS
 
     kind = chosen.randrange(5)
-    client = RawClient(address, handshake=kind > 0)
-    with contextlib.closing(client):
+    with contextlib.closing(RawClient(address, handshake=kind > 0)) as client:
         if kind == 0:
             client.socket.sendall(chosen.randbytes(chosen.randrange(1, 2000)))
             return
-        if kind == 1:
-            client.send(b"only the beginning", announced=10**9)
-        elif kind == 2:
-            client.send(chosen.choice(LIES))
-        elif kind == 3:
-            client.send(chosen.randbytes(chosen.randrange(1, 100_000)))
-        else:
-            client.send(chosen.choice(sorted(CORPUS.glob("*.bin"))).read_bytes())
+        garbage = (chosen.choice(LIES), chosen.randbytes(chosen.randrange(1, 100_000)), chosen.choice(SEEDS), b"begun")
+        client.send(garbage[kind - 1], announced=10**9 if kind == 4 else None)
         client.frame()
 
 
 def read_no_answer(server: PolicyServer) -> None:
     """Request a large answer and read nothing, until the server drops the connection."""
     refused = server.metrics.counters["refused"]
-    client, before = RawClient(server.address), refused["slow reader"]
-    with contextlib.closing(client):
+    with contextlib.closing(RawClient(server.address)) as client:
+        before = refused["slow reader"]
         client.send(openpi_pack({"observation/state": np.zeros(8), "prompt": "loud"}))
         eventually(lambda: refused["slow reader"] > before)
 
 
 def kill(server: PolicyServer, chosen: random.Random, back_s: list[float]) -> None:
     """Kill a loaded replica, and record how long it takes until it serves again."""
-    serving = those_serving(server)
-    if not serving:
+
+    def serving() -> list[Any]:
+        while True:
+            with contextlib.suppress(RuntimeError):  # the event loop changed it meanwhile
+                return list(server.dispatcher.loaded)
+
+    if not (loaded := serving()):
         return
-    victim: Any = chosen.choice(serving)
+    victim = chosen.choice(loaded)
     killed, pid = time.monotonic(), victim.pid
     os.kill(pid, signal.SIGKILL)
 
     def watch() -> None:
-        while time.monotonic() < killed + LONGEST_START_S:
+        while time.monotonic() < killed + 120:
             time.sleep(0.02)
-            if victim.pid != pid and victim in those_serving(server):
+            if victim.pid != pid and victim in serving():
                 back_s.append(time.monotonic() - killed)
                 return
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def those_serving(server: PolicyServer) -> list[Any]:
-    """The loaded replicas, read from another thread."""
-    while True:
-        with contextlib.suppress(RuntimeError):  # the event loop changed it meanwhile
-            return list(server.dispatcher.loaded)
-
-
 def main() -> int:
     from vla_accel import machine
     from vla_accel.cli.common import finish
     from vla_accel.cli.options import read
+    from vla_accel.cli.serve import Load
     from vla_accel.config import load_config
+    from vla_accel.families.loading import load as load_checkpoint
 
     words = sys.argv[1:]
     chosen = read(Arguments, words, "python -m tests.remote.load_server")
@@ -216,13 +203,9 @@ def main() -> int:
     logging.getLogger("vla_accel.server").setLevel(logging.CRITICAL)
     devices, observation, make = machine.resolve_devices(chosen.devices), None, Loud
     if chosen.checkpoint is not None:
-        from vla_accel.cli.serve import Load
-        from vla_accel.families.loading import load as load_checkpoint
-
         make = Load(chosen.checkpoint, chosen.config, None)
-        observation = dict(
-            load_checkpoint(chosen.checkpoint, load_config(chosen.config), whole=False).processor.example()
-        )
+        checkpoint = load_checkpoint(chosen.checkpoint, load_config(chosen.config), whole=False)
+        observation = dict(checkpoint.processor.example())
     began = time.monotonic()
     report = {
         "schema": SCHEMA,

@@ -15,6 +15,7 @@ from tests.support.openpi_wire import openpi_pack, openpi_unpack
 from tests.support.server_support import (
     EchoPolicy,
     GuidedPolicy,
+    actions_of,
     expected_actions,
     get,
     local,
@@ -64,10 +65,7 @@ class Torn(UserDict[str, Any]):
         (ActionError("expected tokens"), "ActionError: expected tokens$"),
         (SystemExit(3), "EngineError: policy: SystemExit: 3$"),
         (StopIteration(), "StopIteration"),
-        (KeyboardInterrupt(), "EngineError: policy: KeyboardInterrupt"),
-        (MemoryError("all of it"), "MemoryError: all of it"),
         (None, "EngineError: policy: expected a mapping as its result, got NoneType"),
-        ([1], "EngineError: policy: expected a mapping as its result, got list"),
         ({"actions": object()}, "EngineError: policy: its result cannot be sent: "),
         (Torn(actions=1), "ValueError: torn"),
     ],
@@ -127,39 +125,30 @@ def test_a_server_that_cannot_start_is_one_clear_error() -> None:
 
 
 def test_a_client_beyond_the_limit_is_refused_until_another_leaves() -> None:
-    with background(EchoPolicy(), local(max_clients=2)) as server:
-        first, second = PolicyClient(server.address), PolicyClient(server.address)
+    with served(EchoPolicy(), max_clients=2) as (server, _):
+        second = PolicyClient(server.address)
         with pytest.raises(ServerError, match="HTTP 503"):
             PolicyClient(server.address)
         assert get(server.address, "/healthz")[::2] == (200, "OK\n")
         second.close()
         eventually(lambda: metric(server.address, "vla_accel_clients") == 1)
-        with PolicyClient(server.address) as third:
-            assert third.infer(observation(1))["actions"].shape == (10, 7)
-        first.close()
+        assert actions_of(server, observation(1)) == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "got"),
     [
         ({"port": 70000}, "got 70000"),
-        ({"api_key": ""}, "printable"),
-        ({"api_key": "a\nb"}, "printable"),
         ({"port": "8000"}, "int, got '8000'"),
-        ({"max_batch": 1.5}, "int, got 1.5"),
+        ({"api_key": "a\nb"}, "printable"),
         ({"page": "no"}, "bool, got 'no'"),
         ({"api_key_file": 3}, "Path, got 3"),
-        ({"max_clients": 0}, "at least 1, got 0"),
-        ({"max_batch": 0}, "at least 1, got 0"),
-        ({"max_batch": 3}, "power of two, such as 2 or 4, got 3"),
+        ({"max_batch": 3}, "power of two .*got 3"),
         ({"max_wait_s": 0.1}, "max_batch above 1 with it"),
-        ({"max_payload": 0}, "at least 1, got 0"),
-        ({"max_observations": 0}, "at least 1, got 0"),
-        ({"rate_limit": 0.0}, "above 0, got 0.0"),
         ({"rate_limit": float("nan")}, "above 0, got nan"),
         ({"request_timeout_s": 0}, "above 0, got 0"),
-        ({"message_timeout_s": float("nan")}, "above 0, got nan"),
         ({"grace_s": -1}, "0 or more seconds, got -1"),
+        *(({name: 0}, "at least 1, got 0") for name in ("max_clients", "max_batch", "max_payload", "max_observations")),
     ],
 )
 def test_invalid_settings_are_refused(changes: dict[str, Any], got: str) -> None:
@@ -170,7 +159,6 @@ def test_invalid_settings_are_refused(changes: dict[str, Any], got: str) -> None
 def test_settings_are_converted_as_those_of_a_file() -> None:
     config = ServerConfig(grace_s=3, api_key_file="keys")  # pyright: ignore[reportArgumentType]
     assert type(config.grace_s) is float and config.api_key_file == Path("keys")
-    assert ServerConfig().handshake_timeout_s == 2.0
 
 
 # -- real-time chunking -------------------------------------------------------------------------------------------
@@ -179,7 +167,7 @@ def test_settings_are_converted_as_those_of_a_file() -> None:
 CHUNK = np.arange(21.0).reshape(3, 7)
 
 
-def test_the_previous_chunk_reaches_a_guided_policy() -> None:
+def test_the_previous_chunk_reaches_only_a_guided_policy() -> None:
     policy = GuidedPolicy()
     with served(policy) as (_, client):
         assert client.metadata["real_time_chunking"] is True and client.supports_prev_chunk
@@ -190,41 +178,31 @@ def test_the_previous_chunk_reaches_a_guided_policy() -> None:
         (chunk, delay), second = policy.options
         np.testing.assert_array_equal(chunk, CHUNK)
         assert delay == 2 and second == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("chunk", "delay", "error"),
-    [
-        (CHUNK, None, "together, got only rtc/prev_chunk"),
-        (None, 2, "together, got only rtc/inference_delay"),
-        (CHUNK[0], 2, r"rtc/prev_chunk: .*got shape \(7,\)"),
-        (CHUNK[:0], 2, r"got shape \(0, 7\)"),
-        (CHUNK * np.nan, 2, "finite"),
-        ("chunk", 2, "rtc/prev_chunk: expected numbers, got dtype <U5"),
-        (np.full((2, 7), b"12"), 2, r"expected numbers, got dtype \|S2"),
-        ([[1.0], [1.0, 2.0]], 2, "expected numbers, got a list"),
-        (CHUNK, -1, "rtc/inference_delay: .*got -1"),
-        (CHUNK, 1.5, "got 1.5"),
-        (CHUNK, True, "got True"),
-        (CHUNK, float("nan"), "got nan"),
-        (CHUNK, np.array(2), r"got array\(2\)"),
-    ],
-)
-def test_invalid_chunks_and_delays_are_refused(chunk: Any, delay: Any, error: str) -> None:
-    policy = GuidedPolicy()
-    keys = {wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: delay}
-    with served(policy) as (_, client), pytest.raises(ServerError, match=f"ObservationError: .*{error}"):
-        client.infer({**observation(1), **{name: value for name, value in keys.items() if value is not None}})
-    assert not policy.options
-
-
-def test_a_policy_without_real_time_chunking_refuses_it() -> None:
     with served(EchoPolicy()) as (_, client):
         assert not client.supports_prev_chunk
         with pytest.raises(ConfigError, match="does not support real-time chunking"):
             client.infer(observation(1), prev_chunk=CHUNK, inference_delay=1)
         with pytest.raises(ServerError, match="rtc/prev_chunk: this policy does not support"):
             client.infer({**observation(1), wire.PREV_CHUNK: CHUNK, wire.INFERENCE_DELAY: 1})
+
+
+def test_invalid_chunks_and_delays_are_refused() -> None:
+    policy = GuidedPolicy()
+    with served(policy) as (_, client):
+        for chunk, delay, error in (
+            (CHUNK, None, "together, got only rtc/prev_chunk"),
+            (None, 2, "together, got only rtc/inference_delay"),
+            (CHUNK[0], 2, r"rtc/prev_chunk: .*got shape \(7,\)"),
+            (CHUNK[:0], 2, r"got shape \(0, 7\)"),
+            (CHUNK * np.nan, 2, "finite"),
+            ("chunk", 2, "rtc/prev_chunk: expected numbers, got dtype <U5"),
+            ([[1.0], [1.0, 2.0]], 2, "expected numbers, got a list"),
+            *((CHUNK, delay, "rtc/inference_delay: .*got ") for delay in (-1, 1.5, True, float("nan"), np.array(2))),
+        ):
+            keys = {wire.PREV_CHUNK: chunk, wire.INFERENCE_DELAY: delay}
+            with pytest.raises(ServerError, match=f"ObservationError: .*{error}"):
+                client.infer({**observation(1), **{name: value for name, value in keys.items() if value is not None}})
+    assert not policy.options
 
 
 # -- several policies ---------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import types
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,6 @@ from vla_accel.remote.underrun import Hold, Underrun
 from vla_accel.transforms.robots import DROID, PRESETS, preset_from
 
 LAST = np.array([0.5, -0.25, 1.0])
-
-
-def held(choice: Any, declared: tuple[int, ...] | None, missed: int, hz: float = 20.0) -> Any:
-    action = Underrun(choice, declared, hz).action(LAST, missed)
-    return None if action is None else action.tolist()
 
 
 @pytest.mark.parametrize(
@@ -49,77 +46,62 @@ def test_the_held_action(choice: Any, declared: tuple[int, ...] | None, expected
 def test_invalid_motion_dims_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="motion_dims: expected"):
         Hold(motion_dims=wrong)
-
-
-def test_motion_dims_beyond_the_action_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"motion_dims: expected dimensions 0 to 2, got \[0, 3\]"):
         Underrun(Hold(motion_dims=(0, 3)), None, 20.0).check(LAST)
 
 
-ENDED = threading.Event()
-
-
-class Once:
-    """A policy that answers the two calls of `start`, and never again."""
-
-    def __init__(self, metadata: Any) -> None:
-        self.metadata, self._calls = metadata, 0
-
-    def infer(self, observation: Any) -> Any:
-        self._calls += 1
-        if self._calls > 2:
-            ENDED.wait()
-        return {"actions": np.tile(LAST, (4, 1))}
-
-
-def test_a_runner_uses_the_motion_dims_that_the_policy_declares() -> None:
-    ENDED.clear()
-    robots: list[tuple[Any, list[Any]]] = [
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
         ({"robot": {"motion_dims": [0, 1]}}, [[0.0, 0.0, 1.0]] * 26),
         ({"robot": {"motion_dims": []}}, [LAST.tolist()] * 26),
-        ({"robot": {"motion_dims": None}}, [LAST.tolist()] * 10 + ["error"] * 16),
-        ({}, [LAST.tolist()] * 10 + ["error"] * 16),
-        (None, [LAST.tolist()] * 10 + ["error"] * 16),
-    ]
-    runners = []
-    for metadata, expected in robots:
-        runner = AsyncRunner(Once(metadata), 20.0, max_wait_s=0.0)
-        runners.append(runner)
+        ({"robot": {"motion_dims": None}}, [LAST.tolist()] * 10),
+        (None, [LAST.tolist()] * 10),
+    ],
+)
+def test_a_runner_uses_the_motion_dims_that_the_policy_declares(metadata: Any, expected: list[Any]) -> None:
+    """The policy answers the two calls of `start`, and no further one until the end."""
+    ended, calls = threading.Event(), []
+
+    def infer(observation: Any) -> Any:
+        calls.append(1)
+        assert len(calls) <= 2 or ended.wait(60)
+        return {"actions": np.tile(LAST, (4, 1))}
+
+    policy, got = types.SimpleNamespace(infer=infer, metadata=metadata), []
+    with AsyncRunner(policy, 20.0, max_wait_s=0.0) as runner:
         runner.start({})
-        got: list[Any] = []
         for _ in range(30):
-            try:
+            with contextlib.suppress(EngineError):
                 got.append(runner.step({}).tolist())
-            except EngineError:
-                got.append("error")
-        assert got == [LAST.tolist()] * 4 + expected
-    ENDED.set()
-    for runner in runners:
-        runner.close()
+        ended.set()
+    assert got == [LAST.tolist()] * 4 + expected
 
 
-def test_velocity_robots_are_declared() -> None:
-    def kept(name: str) -> list[float]:
-        preset = PRESETS[name]
-        runner_says = motion_dims(type("P", (), {"metadata": {"robot": preset.described()}}))
-        last = np.arange(1.0, preset.action_dim + 1)
-        action = Underrun("hold", runner_says, 20.0).action(last, 1000)
-        assert action is not None
-        return action.tolist()
-
-    assert kept("libero") == kept("pi0_libero") == [0, 0, 0, 0, 0, 0, 7]
-    assert kept("droid") == [0, 0, 0, 0, 0, 0, 0, 8]
-    assert kept("droid_joint_position") == list(range(1, 9))
-    assert kept("aloha") == kept("aloha_sim") == list(range(1, 15))
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("libero", "pi0_libero"), [0, 0, 0, 0, 0, 0, 7]),
+        (("droid",), [0, 0, 0, 0, 0, 0, 0, 8]),
+        (("droid_joint_position",), list(range(1, 9))),
+        (("aloha", "aloha_sim"), list(range(1, 15))),
+    ],
+)
+def test_velocity_robots_are_declared(names: tuple[str, ...], expected: list[int]) -> None:
+    for preset in (PRESETS[name] for name in names):
+        declared = motion_dims(types.SimpleNamespace(metadata={"robot": preset.described()}))
+        action = Underrun("hold", declared, 20.0).action(np.arange(1.0, preset.action_dim + 1), 1000)
+        assert action is not None and action.tolist() == expected
 
 
 def test_a_preset_file_with_other_actions_does_not_take_over_the_motion_of_its_base() -> None:
-    same = preset_from({"base": "droid", "images": ["front", "wrist"]})
-    assert same.motion_dims == DROID.motion_dims
-    # Zeros would be positions here.
-    assert preset_from({"base": "droid", "delta_actions": [0, 1]}).motion_dims is None
-    assert preset_from({"base": "droid", "action_dim": 4}).motion_dims is None
-    assert preset_from({"base": "droid", "action_dim": 4, "motion_dims": [0]}).motion_dims == (0,)
-    assert preset_from({"base": "droid", "motion_dims": []}).motion_dims == ()
+    for changes, expected in (
+        ({"images": ["front", "wrist"]}, DROID.motion_dims),
+        ({"delta_actions": [0, 1]}, None),  # zeros would be positions here
+        ({"action_dim": 4}, None),
+        ({"action_dim": 4, "motion_dims": [0]}, (0,)),
+        ({"motion_dims": []}, ()),
+    ):
+        assert preset_from({"base": "droid", **changes}).motion_dims == expected
     with pytest.raises(ConfigError, match=r"motion_dims: expected dimensions 0 to 3, got \[4\]"):
         preset_from({"base": "droid", "action_dim": 4, "motion_dims": [4]})

@@ -21,8 +21,8 @@ from hypothesis import strategies as st  # noqa: E402
 from hypothesis.extra import numpy as hnp  # noqa: E402
 
 from tests.remote.fuzz_wire import (  # noqa: E402
-    CORPUS,
     LARGEST_CORPUS_FILE,
+    SEEDS,
     VALUES,
     allowed_peak,
     check,
@@ -35,6 +35,7 @@ from tests.support.eval_support import OBS  # noqa: E402
 from tests.support.openpi_wire import openpi_pack, openpi_unpack  # noqa: E402
 from tests.support.waiting import PATIENCE_S  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
 # The same cases in every run; fuzz_wire.py finds new ones.
 QUICK = settings(
     max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -64,14 +65,8 @@ def test_it_is_openpis_byte_for_byte() -> None:
     assert back["a"].dtype == np.float32 and not back["a"].flags.writeable
 
 
-def test_a_message_written_out_by_hand() -> None:
-    by_hand = (
-        b"\x81\xa1x\x84\xc4\x0b__ndarray__\xc3\xc4\x04data\xc4\x02\x07\x08\xc4\x05dtype\xa3|u1\xc4\x05shape\x91\x02"
-    )
-    assert wire.pack({"x": np.array([7, 8], np.uint8)}) == by_hand
-    assert wire.unpack_map(by_hand)["x"].tolist() == [7, 8]
-
-
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
 PLAIN_ARRAYS = hnp.arrays(
     st.one_of(
         hnp.boolean_dtypes(),
@@ -111,26 +106,17 @@ def test_scalars_arrive_unchanged(value: np.generic) -> None:
         np.array([object()]),
         np.zeros(2, np.complex64),
         np.zeros(1, [("a", "f4")]),
-        np.zeros(2, np.longdouble),
         np.longdouble(1),
-        np.complex128(1),
         np.array(["a"], dtype=np.dtypes.StringDType()) if hasattr(np.dtypes, "StringDType") else np.array([object()]),
         {1, 2},
         2**64,
-        Path("x"),
+        CYCLE,
     ],
     ids=lambda v: type(v).__name__,
 )
 def test_an_unsupported_value_is_not_sent(value: Any) -> None:
     with pytest.raises(WireError, match="wire format"):
         wire.pack({"x": value})
-
-
-def test_a_cycle_is_not_sent() -> None:
-    value: list[Any] = []
-    value.append(value)
-    with pytest.raises(WireError, match="cannot send this"):
-        wire.pack(value)
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
@@ -209,18 +195,13 @@ def test_only_a_map_with_text_keys_is_an_observation() -> None:
             wire.unpack_map(frame)
 
 
-def test_the_limits_allow_what_robots_send() -> None:
+def test_the_limits_allow_what_robots_send_and_a_packer_can_be_used_again() -> None:
     images = {f"cam{i}": np.zeros((480, 640, 3), np.uint8) for i in range(4)}
     lists = {"observation/state": [0.0] * 32, "prev": np.zeros((50, 32)).tolist(), "prompt": "x" * 5000}
-    back = wire.unpack_map(wire.pack({**images, **lists}))
-    assert back["cam3"].shape == (480, 640, 3) and len(back["prev"]) == 50
-
-
-def test_a_packer_can_be_used_again_after_any_value() -> None:
     packer = wire.Packer()
-    for value in ({"image": np.zeros((224, 224, 3), np.uint8)}, {"a": 1}):
+    for value in ({**images, **lists}, {"a": 1}):
         with packer.packed(value) as data:
-            assert bytes(data) == wire.pack(value)
+            assert bytes(data) == wire.pack(value) and wire.unpack_map(data).keys() == value.keys()
         with pytest.raises(WireError, match="got object"), packer.packed({"good": 1, "bad": object()}):
             raise AssertionError("it was packed")
 
@@ -229,7 +210,7 @@ def test_a_packer_can_be_used_again_after_any_value() -> None:
 def test_arrays_of_any_memory_layout_arrive_unchanged(dtype: str) -> None:
     flat = np.arange(24).astype("u1").astype(dtype)
     whole = flat.reshape(2, 3, 4)
-    for array in (whole, whole[::-1], whole.T, np.asfortranarray(whole), whole[:, :0], flat[5:6].reshape(())):
+    for array in (whole[::-1], whole.T, np.asfortranarray(whole), whole[:, :0], flat[5:6].reshape(())):
         back = wire.unpack(wire.pack(array))
         assert (back.dtype, back.shape) == (array.dtype, array.shape)
         np.testing.assert_array_equal(back, array)
@@ -270,33 +251,23 @@ def test_the_survey_accepts_what_msgpack_reads(value: Any) -> None:
         assert 1 <= count <= len(data)
 
 
-FILES = sorted(CORPUS.glob("*.bin"))
+def test_every_file_of_the_corpus_is_a_value_or_a_wire_error() -> None:
+    assert 20 <= len(SEEDS) <= 60
+    for data in SEEDS:
+        assert len(data) <= LARGEST_CORPUS_FILE
+        if outcome(data).startswith("a "):
+            check(wire.unpack(wire.pack(wire.unpack(data))))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_a_file_of_the_corpus_is_a_value_or_a_wire_error(path: Path) -> None:
-    data = path.read_bytes()
-    assert len(data) <= LARGEST_CORPUS_FILE and 20 <= len(FILES) <= 60
-    if outcome(data).startswith("a "):
-        check(wire.unpack(wire.pack(wire.unpack(data))))
-
-
-def test_the_fuzzer_tells_outcomes_apart_and_counts_only_the_decoders_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = {outcome(packed(array(dtype=name))) for name in ("|O", "V4", "no dtype (at) all", "<f99")}
-    others = [outcome(packed(array(shape=shape))) for shape in ("23", [1], [1] * 33, [2, 3])]
-    assert len(unknown) == 1 and len({*others, *unknown}) == 5 and others[-1] == "a ndarray"
+def test_the_fuzzer_counts_only_the_decoders_memory_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     data, kept = packed(array()), []
     assert 0 < decoder_peak(data) < 10_000
     monkeypatch.setattr(wire, "unpack", lambda _: kept or kept.append(bytes(10**6)))
     assert decoder_peak(data) < 10_000, "a cache does not count"
     monkeypatch.setattr(wire, "unpack", lambda _: bytes(10**6))
     assert decoder_peak(data) > allowed_peak(data)
-
-
-def test_the_fuzzer_itself_runs() -> None:
-    root = Path(__file__).parents[2]
     words = [sys.executable, "-m", "tests.remote.fuzz_wire", "--seconds", "0"]
-    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert '"cases": 0' in done.stdout.splitlines()[-1]
 
 

@@ -55,15 +55,6 @@ def test_a_slow_calls_rate_is_no_zero(ms: float, hz: str) -> None:
     assert f" a call (median), {hz}, on " in bench.page(report).summary
 
 
-def test_a_mark_is_explained_where_there_is_one() -> None:
-    report = stored("bench_record_h200")
-    report["rows"] = report["rows"][:2]
-    assert "the mark is the machine&#x27;s floor" in render(bench.page(report))
-    for row in report["rows"]:
-        row["floors_ms"] = {}
-    assert "the mark is" not in render(bench.page(report))
-
-
 @pytest.mark.parametrize("narrow", [False, True])
 def test_many_points_close_together_stay_apart_and_their_names_do_not_overlap(narrow: bool) -> None:
     points = [Point(f"dropped {i}", 1.0 + 0.1 * i, 1e-4 * (1 + i), dropped=True) for i in range(9)]

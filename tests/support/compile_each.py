@@ -1,26 +1,43 @@
-"""A script: compile, without a GPU, each Triton kernel once, in the first shape that some full-size model launches.
+"""A script: compile kernels that compile_kernels.py does not, without a GPU, in shapes of the full-size models.
 
-For the compute capability on its command line, or Hopper's. With another type of operands it counts as another kernel;
-what compile_kernels.py compiles for every capability is left out. As compile_groot.py, whose rows it prints.
+    python -m tests.support.compile_each KIND [VERSION] [--count]
+
+for this compute capability, or 9.0. KIND: `groot` and `decode`, what GR00T's programs and π0-FAST's decode launch;
+`int8`, products by every tile that a build would measure; `each`, once each kernel and type of operands that
+compile_kernels.py does not compile for every capability. Prints its rows; with `--count` the number of launches, of
+Triton's kernels alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support import compile_decode, compile_groot, compile_int8, compile_kernels
-from tests.support.compile_kernels import META, MODELS, Launch, print_compiled, recorded, types_of
+from tests.support import compile_kernels
+from tests.support.compile_kernels import META, MODELS, Launch, compile_on, print_row, recorded, source_of, types_of
+from tests.support.gpus import ARCHITECTURES
+from tests.support.runtimes import steered
+from vla_accel.config import EngineSpec
+from vla_accel.families.groot.components import groot_components
+from vla_accel.families.groot.language import Layout
+from vla_accel.families.groot.native import GrootStore
+from vla_accel.families.groot.network import Groot, groot_n17
+from vla_accel.families.pi0.native import Pi0FastStore
+from vla_accel.families.pi0_fast.native_decode import NativeDecode
+from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
+from vla_accel.fp8 import INT8
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.gemm import triton_library
+from vla_accel.kernels.gemm import int8, triton_library
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import triton_image as image
 from vla_accel.kernels.image.ops import GroupNorm, Sum
@@ -29,15 +46,68 @@ EVERYWHERE = ("pi05", "pi05 fp8", "pi05 int8", "pi0", "pi0 int8")
 """Models that compile_kernels.py compiles for every capability."""
 
 
-def once(gpu: Gpu, precision: str, batch: int) -> Iterator[Launch]:
-    """Each kernel and type of operands that `EVERYWHERE` does not have; asked for once, for all precisions."""
-    if (precision, batch) != ("auto", 1):
-        return
-    met = {kind(launch) for name in EVERYWHERE for launch in of_model(gpu, name, everywhere=True)}
-    for launch in others(gpu):
-        if kind(launch) not in met:
-            met.add(kind(launch))
-            yield launch
+def half(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=META)
+
+
+def wide(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=META)
+
+
+def empty_model(kind: Any, config: Any) -> Any:
+    with META:
+        return kind(config).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
+
+
+def groot(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A call's, by component: two views of 256 x 256 and a prompt of the first bucket."""
+    model, found = empty_model(Groot, groot_n17()), {}
+    with steered("triton", META):
+        for component in groot_components(model, Layout(2, (8, 8), 32), batch, 4, True, GrootStore(model)):
+            assert component.native is not None
+            precise = precision if component.name == "denoise" else "auto"
+            program = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
+            for part in (program, getattr(program, "stack", None)):
+                if hasattr(part, "chain"):
+                    part.chain.early = gpu.dependent_launch  # type: ignore[union-attr]
+            tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
+            found[component.name] = recorded(partial(program, tensors, tensors))
+    return found
+
+
+def decode(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A token's, behind two views and a prompt of the first bucket but two."""
+    model = empty_model(Pi0Fast, pi0_fast())
+    with steered("triton", META):
+        spec = EngineSpec("native", precision=precision)  # type: ignore[arg-type]
+        program = Pi0FastStore(model).decode(batch, model.config.prefix_tokens(2, 96), 64, spec)
+        assert isinstance(program, NativeDecode)
+        return {"token": recorded(program.decode_next)}
+
+
+def integers(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """Each activation by each tile; of INT8 alone."""
+    rows, width, hidden, found = 544, 2048, 4096, []
+    layer = make_linear(torch.empty(hidden, width, dtype=torch.int8, device=META), None, torch.bfloat16, 1.0, form=INT8)
+    x = torch.empty(rows, width, dtype=torch.int8, device=META)
+    for tile in int8.candidates(gpu, rows) if precision == "int8" else ():
+        for activation in (Activation.NONE, Activation.GELU, Activation.GEGLU):
+            plain, columns = activation is Activation.NONE, hidden // 2 if activation.gated else hidden
+            out = torch.empty(rows, columns, dtype=torch.bfloat16 if plain else torch.int8, device=META)
+            epilogue = Epilogue(activation=activation, quantize=None if plain else 1.0)
+            found += recorded(partial(int8.launch, x, layer, out, epilogue, tile))
+    return {"products": found}
+
+
+def each(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """Each kernel and type of operands that `EVERYWHERE` does not have, for all precisions together."""
+    found: dict[tuple[str, ...], Launch] = {}
+    if (precision, batch) == ("auto", 1):
+        met = {kind(launch) for name in EVERYWHERE for launch in of_model(gpu, name, everywhere=True)}
+        for launch in others(gpu):
+            if kind(launch) not in met:
+                found.setdefault(kind(launch), launch)
+    return {"each": list(found.values())}
 
 
 def kind(launch: Launch) -> tuple[str, ...]:
@@ -59,9 +129,8 @@ def others(gpu: Gpu) -> Iterator[Launch]:
     for name in MODELS:
         yield from of_model(gpu, name)
     for precision in ("auto", "int8", *(["fp8"] if gpu.fp8 else [])):
-        yield from itertools.chain(*compile_groot.launches_of(gpu, precision, 1).values())
-        yield from compile_decode.launches_of(gpu, precision, 1)
-        yield from compile_int8.launches_of(gpu, precision, 1)
+        for launches in (groot, decode, integers):
+            yield from itertools.chain(*launches(gpu, precision, 1).values())
     for call in (*around_products(), *images()):
         yield from recorded(call)
 
@@ -69,12 +138,6 @@ def others(gpu: Gpu) -> Iterator[Launch]:
 def around_products() -> Iterator[Callable[[], Any]]:
     """Calls of what stands around the library's products, of a batch of eight of π0.5."""
     width, hidden, heads, head_dim, rows, tokens = 1024, 4096, 8, 256, 80, 10
-
-    def half(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=META)
-
-    def wide(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=META)
 
     x, q, k = half(rows, width), half(8, tokens, heads, head_dim), half(8, tokens, 1, head_dim)
     norm, angles = Norm(1e-6, Moments.like(x, width, True)), wide(600, head_dim // 2)
@@ -94,12 +157,6 @@ def around_products() -> Iterator[Callable[[], Any]]:
 def images() -> Iterator[Callable[[], Any]]:
     """Calls of the image models' kernels, at sizes of Stable Diffusion and of Qwen-Image's autoencoder."""
 
-    def half(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=META)
-
-    def wide(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=META)
-
     added = Sum(half(2, 64, 64, 96), half(2, 64, 64, 96), wide(2, 96))
     grouped = Sum(half(2, 64, 64, 320), half(2, 64, 64, 320), wide(2, 320))
     norm = GroupNorm(32, wide(320), wide(320), 1e-5)
@@ -114,10 +171,27 @@ def images() -> Iterator[Callable[[], Any]]:
     yield lambda: image.wide_attention(heads, heads, heads, 64)
 
 
+KINDS = {"groot": groot, "decode": decode, "int8": integers, "each": each}
+
+
+def main(name: str, *words: str) -> None:
+    gpu, launches_of = ARCHITECTURES[next((word for word in words if word in ARCHITECTURES), "9.0")], KINDS[name]
+    compile_on(gpu)
+    if "--count" in words:
+        print(json.dumps({part: len(found) for part, found in launches_of(gpu, "auto", 1).items()}))
+        return
+    seen = set()
+    for precision, batch in (("auto", 1), ("fp8", 1), ("int8", 1), ("auto", 3)):
+        if precision == "fp8" and not gpu.fp8:
+            continue
+        for launch in itertools.chain(*launches_of(gpu, precision, batch).values()):
+            _, key = source_of(launch)
+            if key not in seen:
+                seen.add(key)
+                print_row(gpu, launch)
+
+
 if __name__ == "__main__":
-    # The loop in Triton, on Hopper, too.
-    for programs in (compile_kernels.pi0_programs, compile_kernels.smolvla_programs):
-        setattr(programs, "why_not_streamed", lambda *_: "Triton's is asked for")  # noqa: B010
     torch.set_num_threads(1)
     with torch.inference_mode():
-        print_compiled(sys.argv[1:], once)
+        main(*sys.argv[1:])

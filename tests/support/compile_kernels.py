@@ -234,58 +234,48 @@ def number_of(version: str) -> int:
     return number if f"sm_{number}" in known else {110: 101}[number]
 
 
-def compiled(gpu: Gpu, launch: Launch) -> tuple[Any, int, int]:
-    """The compiled kernel, the registers of a thread, and the bytes that it spills."""
-    _, _, options = launch
-    target = GPUTarget("cuda", number_of(gpu.version), 32)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        made = triton.compile(source_of(launch)[0], target=target, options=options)
-    (registers,) = re.findall(r"Used (\d+) registers", said.getvalue())
-    spilled = re.findall(r"(\d+) bytes spill", said.getvalue())
-    return made, int(registers), sum(map(int, spilled))
-
-
-def print_compiled(words: list[str], launches_of: Callable[[Gpu, str, int], Iterable[Launch]]) -> Gpu:
-    """Compile what `launches_of` (GPU, precision, batch) names in every precision, for the compute capability among
-    `words` or Hopper's: a JSON line each of a different kernel. `--count` in `words`: only say which GPU that is."""
-    gpu = ARCHITECTURES[next((w for w in words if w in ARCHITECTURES), "9.0")]
-    # Tensors without data lie on this GPU, too.
+def compile_on(gpu: Gpu) -> None:
+    """From now on, all tensors without data lie on this GPU, and loops are Triton's, on Hopper, too."""
     setattr(Gpu, "of", classmethod(lambda cls, device: gpu))  # noqa: B010
+    for programs in (pi0_programs, smolvla_programs):
+        setattr(programs, "why_not_streamed", lambda *_: "this script compiles Triton's kernels")  # noqa: B010
     knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True  # what is found in the cache has no log
-    seen = set()
-    for precision, batch in (("auto", 1), ("fp8", 1), ("int8", 1), ("auto", 3)):
-        if "--count" in words or (precision == "fp8" and not gpu.fp8):
-            continue
-        for launch in launches_of(gpu, precision, batch):
-            _, key = source_of(launch)
-            if key in seen:
-                continue
-            seen.add(key)
-            made, registers, spilled = compiled(gpu, launch)
-            row = {
-                "kernel": launch[0].__name__, "constants": constants_of(launch), "bytes": len(made.asm["cubin"]),
-                "shared": made.metadata.shared, "registers": registers, "spilled": spilled,
-                "fits": made.metadata.shared <= gpu.shared_per_block,
-                "products": sorted(set(re.findall(r"(?:wg)?mma[\w.:]*\.[su]8[\w.:]*", made.asm["ptx"]))),
-                "int8": "*i8" in types_of(launch),
-            }  # fmt: skip
-            print(json.dumps(row, default=vars), flush=True)
-    return gpu
+
+
+def print_row(gpu: Gpu, launch: Launch, models: Iterable[str] = ()) -> None:
+    """Compile a launch, and print a JSON line about it."""
+    kernel, _, options = launch
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        target = GPUTarget("cuda", number_of(gpu.version), 32)
+        made = triton.compile(source_of(launch)[0], target=target, options=options)
+    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
+    ptx, shared = made.asm["ptx"], made.metadata.shared
+    row = {
+        "gpu": gpu.version, "kernel": kernel.__name__, "models": list(models), "constants": constants_of(launch),
+        "options": options, "bytes": len(made.asm["cubin"]), "shared": shared, "registers": int(registers),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
+        "fits": shared <= gpu.shared_per_block, "waits": ptx.count("griddepcontrol.wait"),
+        "releases": ptx.count("griddepcontrol.launch_dependents"), "products": ptx.count("mma"),
+        "integers": sorted(set(re.findall(r"(?:wg)?mma[\w.:]*\.[su]8[\w.:]*", ptx))),
+        "tma": ptx.count("cp.async.bulk.tensor"), "single": ptx.count("ld.global.b16"), "fp8": "e4m3" in ptx,
+        "int8": "*i8" in types_of(launch),
+    }  # fmt: skip
+    print(json.dumps(row, default=vars), flush=True)
 
 
 def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) -> None:
     """Record and compile all that is launched on a GPU, and print a line each."""
+    compile_on(gpu)
     launches: dict[tuple[Any, ...], Launch] = {}
     users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
-    hopper = gpu.capability == (9, 0)
     for name, shape in MODELS.items():
         if (
             ("smolvla" in name) != smolvla
             or (trained and name not in TRIED)
             or ("fp8" in name and not gpu.fp8)
-            or ("demo" in name and not hopper)
+            or ("demo" in name and gpu.capability != (9, 0))
         ):
             continue
         loop = shape[-1] if shape[-1] == "fp8" or gpu.version in INT8_LOOPS else "auto"
@@ -295,41 +285,15 @@ def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) 
             launches[key] = launch
             users[key][name] = None
     for key, launch in launches.items():
-        kernel, _, options = launch
-        constants = constants_of(launch)
-        if tma and not constants.get("TMA"):
-            continue
-        made, registers, spilled = compiled(gpu, launch)
-        ptx = made.asm["ptx"]
-        row = {
-            "gpu": gpu.version, "kernel": kernel.__name__, "models": list(users[key]), "constants": constants,
-            "options": options, "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared,
-            "registers": registers, "spilled": spilled, "waits": ptx.count("griddepcontrol.wait"),
-            "releases": ptx.count("griddepcontrol.launch_dependents"), "products": ptx.count("mma"),
-            "tma": ptx.count("cp.async.bulk.tensor"), "single": ptx.count("ld.global.b16"), "fp8": "e4m3" in ptx,
-            "int8": "*i8" in types_of(launch),
-        }  # fmt: skip
-        print(json.dumps(row, default=vars), flush=True)
-
-
-def main(versions: list[str], *wanted: bool) -> None:
-    # The loop in Triton, on Hopper, too.
-    for programs in (pi0_programs, smolvla_programs):
-        setattr(programs, "why_not_streamed", lambda *_: "Triton's is asked for")  # noqa: B010
-    knobs.nvidia.dump_ptxas_log = True
-    knobs.compilation.always_compile = True  # what is found in the cache has no log
-    for version in versions:
-        gpu = ARCHITECTURES[version]
-        # Tensors without data lie on this GPU, too.
-        setattr(Gpu, "of", classmethod(lambda cls, device, gpu=gpu: gpu))  # noqa: B010
-        compile_for(gpu, *wanted)
+        if not tma or constants_of(launch).get("TMA"):
+            print_row(gpu, launch, users[key])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    options = ("--tried", "--smolvla", "--trained", "--tma")
+    if unknown := [word for word in sys.argv[1:] if word.startswith("--") and word not in options]:
+        sys.exit(f"compile_kernels: expected {', '.join(options)}, got {' '.join(unknown)}")
     with torch.inference_mode():
-        named = [v for v in sys.argv[1:] if not v.startswith("--")]
-        options = ("--tried", "--smolvla", "--trained", "--tma")
-        if unknown := [v for v in sys.argv[1:] if v.startswith("--") and v not in options]:
-            sys.exit(f"compile_kernels: expected {', '.join(options)}, got {' '.join(unknown)}")
-        main(named or ["9.0"], *(option in sys.argv for option in options))
+        for version in [word for word in sys.argv[1:] if not word.startswith("--")] or ["9.0"]:
+            compile_for(ARCHITECTURES[version], *(option in sys.argv for option in options))

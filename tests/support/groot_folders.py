@@ -3,6 +3,7 @@ tests/nn/groot_reference.json (tests/references/make_groot_reference.py)."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.references.groot_weights import draw, weight
+from tests.support.lerobot_saved import Change
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "nn" / "groot_reference.json").read_text())
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -92,9 +94,9 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_isaac(
     folder: Path, *, weights: dict[str, Tensor] | None = None, config: Any = CONFIG, modalities: Any = None,
-    settings: Any = SETTINGS, stats: Any = None, ids: Any = IDS,
+    settings: Any = SETTINGS, stats: Any = None, ids: Any = IDS, change: Change = lambda files: None,
 ) -> Path:  # fmt: skip
-    """Isaac-GR00T's layout: two shards and their index, and four JSON files. Returns the folder."""
+    """Isaac-GR00T's layout: two shards and their index, and four JSON files, edited by `change`. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     given = tensors() if weights is None else weights
     names, table = sorted(given), {}
@@ -110,15 +112,32 @@ def write_isaac(
         "statistics.json": stats,
         "embodiment_id.json": ids,
     }
+    files = copy.deepcopy(files)
+    change(files)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     write_tokenizer(folder)
     return folder
 
 
-def write_lerobot(folder: Path, *, flat: bool = False, **changes: Any) -> Path:
-    """lerobot's form: one file with a prefix, and the saved processors. `flat`: trained without a checkpoint's own
-    groups; `changes`: to the step that packs inputs. Returns the folder."""
+def put(file: str, *path: Any) -> Change:
+    """Change a value in a file: `path` is its keys, then the value."""
+
+    def change(files: dict[str, Any]) -> None:
+        *keys, name, value = path
+        place = files[file]
+        for key in keys:
+            place = place[key]
+        place[name] = value
+
+    return change
+
+
+def write_lerobot(
+    folder: Path, *, flat: bool = False, change: Change = lambda files: None, **changes: Any
+) -> Path:  # fmt: skip
+    """lerobot's form: one file with a prefix, and the saved processors, which `change` may edit before. `flat`: trained
+    without a checkpoint's own groups; `changes`: to the step that packs inputs. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     # lerobot writes a tied table under the head's name alone.
     table = "backbone.model.model.language_model.embed_tokens.weight"
@@ -161,6 +180,8 @@ def write_lerobot(folder: Path, *, flat: bool = False, **changes: Any) -> Path:
             {"registry_name": "device_processor", "config": {"device": "cpu"}},
         ]},
     }  # fmt: skip
+    files = copy.deepcopy(files)
+    change(files)
     for file, content in files.items():
         (folder / file).write_text(json.dumps(content))
     flat_stats = {}

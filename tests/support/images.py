@@ -17,6 +17,7 @@ from torch import Tensor
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
 from vla_accel.config import EngineSpec  # noqa: E402
+from vla_accel.images import AcceleratedVae  # noqa: E402
 from vla_accel.images.models import random_model, random_stable_diffusion  # noqa: E402
 from vla_accel.images.parts import diffusers_call  # noqa: E402
 from vla_accel.images.picture import PARAMETERS  # noqa: E402
@@ -48,6 +49,11 @@ def both_sides(vae: Any, image: Tensor, latents: Tensor) -> tuple[Tensor, Tensor
 def assert_near(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def engine_sizes(accelerated: AcceleratedVae) -> list[str]:
+    """The engines in memory, least recently used first."""
+    return [f"{side} {key}" for side, _, key in accelerated.cache.made]
 
 
 def make_parts() -> Any:
@@ -91,13 +97,15 @@ def last_json(text: str) -> dict[str, Any]:
 
 
 def wrong_answers(
-    call: Callable[[int], Tensor], expected: Sequence[Tensor], calls: int, within: Callable[[], Any] = nullcontext
-) -> int:
+    call: Callable[[int], Tensor], expected: Sequence[Tensor], calls: int, within: Callable[[], Any] = nullcontext,
+    *, tolerance: float | None = None,
+) -> int:  # fmt: skip
     """How often one of several threads, each calling with its own index inside `within`, gets another's answer."""
     wrong: list[int] = []
     errors: list[BaseException] = []
     start = threading.Barrier(len(expected))
-    rtol, atol = (1e-2, 1e-2) if expected[0].dtype == torch.bfloat16 else (1e-3, 1e-4)
+    atol = tolerance or (1e-2 if expected[0].dtype == torch.bfloat16 else 1e-4)
+    rtol = max(atol, 1e-3)
 
     def repeat(index: int) -> None:
         try:

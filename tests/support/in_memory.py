@@ -43,9 +43,9 @@ class ParameterTree:
 def load_file_or_folder(path: Path, config: Pi0Config | None = None, dtype: torch.dtype | None = None) -> Pi0:
     """All weights of a file or folder; `config`: where the folder has none of ours."""
     config = config or read_config(path, Pi0Config)
-    return load_weights(SafetensorsWeights(path), config, str(path), device="cpu", dtype=dtype).whole()
+    return load_weights(SafetensorsWeights(path), config, str(path)).placed(torch.device("cpu"), dtype).whole()
 
 
 def load_tensors(tensors: Mapping[str, Tensor], config: Pi0Config, where: str) -> Pi0:
     """As `load_file_or_folder`, of any dialect."""
-    return load_weights(MemoryWeights(tensors), config, where, device="cpu", dtype=None).whole()
+    return load_weights(MemoryWeights(tensors), config, where).placed(torch.device("cpu"), None).whole()

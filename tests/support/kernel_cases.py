@@ -230,7 +230,7 @@ def _pair_call(
     epilogue |= {"pinned": draw.integers(2, rows, dtype=torch.int32) if pinned else None}
     arguments = {
         "x": x, "weights": layer, "out": out, "epilogue": Epilogue(**epilogue),
-        "norm": Norm(EPS, _moments_of(x, scale, moments) if moments else None, scale), "config": config,
+        "norm": Norm(EPS, moments_of(x, scale, moments) if moments else None, scale), "config": config,
     }  # fmt: skip
     if isinstance(config, Library):
         arguments["workspace"] = Workspace(GemmSizes(rows, width, n), config)
@@ -252,7 +252,7 @@ def _cross_attention(
         }  # fmt: skip
         if cut is not None:
             arguments["config"] = cut
-        arguments["norm"] = Norm(EPS, _moments_of(arguments["x"], None, moments) if moments else None)
+        arguments["norm"] = Norm(EPS, moments_of(arguments["x"], None, moments) if moments else None)
         beyond = _beyond(real, source, kv_heads, head_dim)
         return Call("cross_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
 
@@ -271,7 +271,7 @@ def _gate_up(
     return call
 
 
-def _moments_of(x: Tensor, scale: Tensor | None, columns: int) -> Moments:
+def moments_of(x: Tensor, scale: Tensor | None, columns: int) -> Moments:
     moments = Moments.like(x, columns, scale is not None)
     write_moments(x, scale, moments)
     return moments

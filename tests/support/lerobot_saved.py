@@ -1,4 +1,4 @@
-"""The JSON files that releases of lerobot save, made by its own code (`tests.references.make_lerobot_folders`)."""
+"""The JSON files that releases of lerobot save, made by its own code (tests/references/make_lerobot_folders.py)."""
 
 from __future__ import annotations
 

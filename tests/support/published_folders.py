@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,12 @@ class Shapes:
 
     def read(self, name: str) -> torch.Tensor:
         raise AssertionError(f"{name} was read")
+
+
+def stored_shapes(network: type[Network], config: Any, pieces: Callable[..., Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the stored tensors of a network of this size."""
+    state = network.empty(config).state_dict()
+    return {p.name: (p.rows or len(v), *v.shape[1:]) for name, v in state.items() for p in pieces(name, config)}
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.families.pi0.network import Pi0Config
+from vla_accel.nn.siglip import SiglipConfig
 
 MASKED = -2.3819763e38
 State = dict[str, Tensor]
@@ -108,9 +109,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: list[list[bool]] | None) -> Te
     return torch.stack(rows)
 
 
-def view_tokens(w: State, config: Pi0Config, image: Tensor) -> Tensor:
-    """One view (3, H, W) through SigLIP and the projector: (tokens, prefix width)."""
-    c, p = config.vision, config.vision.patch_size
+def tower(w: State, c: SiglipConfig, image: Tensor) -> Tensor:
+    """One view (3, H, W) through SigLIP: (patches, width)."""
+    p = c.patch_size
     side = c.image_size // p
     patches = [image[:, r * p : (r + 1) * p, s * p : (s + 1) * p] for r in range(side) for s in range(side)]
     kernel, bias = w["vision.patch_embedding.weight"], w["vision.patch_embedding.bias"]
@@ -125,7 +126,12 @@ def view_tokens(w: State, config: Pi0Config, image: Tensor) -> Tensor:
         x = x + linear(w, f"{name}.out_proj", attended)
         hidden = gelu_tanh(linear(w, f"{name}.fc1", layer_norm(w, f"{name}.layer_norm2", x, c.eps)))
         x = x + linear(w, f"{name}.fc2", hidden)
-    return linear(w, "projector", layer_norm(w, "vision.post_layernorm", x, c.eps))
+    return layer_norm(w, "vision.post_layernorm", x, c.eps)
+
+
+def view_tokens(w: State, config: Pi0Config, image: Tensor) -> Tensor:
+    """One view (3, H, W) through SigLIP and the projector: (tokens, prefix width)."""
+    return linear(w, "projector", tower(w, config.vision, image))
 
 
 def block(

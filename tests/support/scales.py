@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.memory import dummy_scales
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.fp8 import Scales
-from vla_accel.measure.memory import dummy_scales
 from vla_accel.nn.calibration import calibrate
 
 

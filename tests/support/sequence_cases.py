@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tests.support.kernel_calls import EPS, Call, Draw, Empty, Part, Same, eight_bit
-from tests.support.kernel_cases import _moments_of
+from tests.support.kernel_cases import moments_of
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm.config import Pipelined
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
@@ -91,7 +91,7 @@ def _product(rows: int, n: int, k: int, what: str, cut: Pipelined | None = None)
         sums = (stored if scale is None else stored * (1.0 + scale)).sum(1)
         x, shift = draw(rows, k) + 0.5, draw.wide(n)
         activation = Activation.GELU if "g" in what else Activation.RELU if "r" in what else Activation.NONE
-        moments = _moments_of(x, scale, 32) if "m" in what else None
+        moments = moments_of(x, scale, 32) if "m" in what else None
         arguments = {
             "x": x, "weights": layer, "out": Empty((rows, n), draw.dtype), "epilogue": Epilogue(shift, activation),
             "norm": Norm(EPS, moments, scale, sums) if "n" in what else None, "config": cut,

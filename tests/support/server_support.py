@@ -1,14 +1,14 @@
 """Policies without a model, clients that misbehave, and servers for tests.
 
-`python -m tests.support.server_support` serves an `EchoPolicy`, prints its address and stops at SIGTERM. Importing this
-module skips a test module where the server's packages are missing.
+`python -m tests.support.server_support` serves an `EchoPolicy`. Importing this module skips a test module where the
+server's packages are missing.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -35,7 +35,7 @@ pytest.importorskip("prometheus_client", reason="the server needs prometheus_cli
 from tests.support.waiting import PATIENCE_S, eventually
 from vla_accel.client import PolicyClient
 from vla_accel.errors import CheckpointError, ObservationError
-from vla_accel.server import PolicyServer, ServerConfig, background
+from vla_accel.server import PolicyServer, ServerConfig, background, serve
 
 ROOT = Path(__file__).parents[2]
 HORIZON, DIM = 10, 7
@@ -298,32 +298,9 @@ def frame_bytes(
 
 
 @contextlib.contextmanager
-def server_process() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`(address, process)` of the echo policy, served by a process of its own; stopped by SIGTERM."""
-    words = [sys.executable, "-m", "tests.support.server_support"]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        address = process.stdout.readline().strip()
-        assert address.startswith("ws://"), "the server did not start"
-        yield address, process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-        finally:
-            process.stdout.close()
-
-
-@contextlib.contextmanager
-def serve_command(*words: str) -> Iterator[str]:
-    """The address of `vla-accel serve …`; afterwards it must stop cleanly."""
-    command = [sys.executable, "-m", "vla_accel", "serve", *words, "--port", "0"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+def _process(*words: str) -> Iterator[str]:
+    """The address of a server in a process of its own; afterwards it must stop cleanly."""
+    with subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = ""
         for line in process.stderr:
@@ -341,15 +318,17 @@ def serve_command(*words: str) -> Iterator[str]:
     assert re.search(r"stopped after \d+ requests", rest)
 
 
-def main() -> None:
-    async def run() -> None:
-        server = PolicyServer(EchoPolicy(), local())
-        for name in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(name, server.stop_soon)
-        await server.run(lambda s: print(s.address, flush=True))
+def serve_command(*words: str) -> contextlib.AbstractContextManager[str]:
+    """The address of `vla-accel serve …`."""
+    return _process("vla_accel", "serve", *words, "--port", "0")
 
-    asyncio.run(run())
+
+def echo_process() -> contextlib.AbstractContextManager[str]:
+    """The address of an `EchoPolicy`, served by a process of its own."""
+    return _process("tests.support.server_support")
 
 
 if __name__ == "__main__":
-    main()
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger("vla_accel.server").addFilter(lambda record: "WireError" not in record.getMessage())
+    serve(EchoPolicy(), local())

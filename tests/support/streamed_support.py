@@ -1,5 +1,5 @@
-"""The streamed denoise loop without a GPU: built as usual on the CPU, with a module that records what is launched. And
-what it is given on one."""
+"""Denoise loops of π0, π0.5 and SmolVLA over random weights: their cases, their inputs, the loop of fused ops, and the
+streamed loop on a GPU, or on the CPU with a module that records its launches."""
 
 from __future__ import annotations
 
@@ -7,52 +7,75 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.gpus import H200
-from tests.support.tiny import random_model
-from vla_accel.families.pi0.native_loop import expert_spec, expert_weights
-from vla_accel.families.pi0.network import Kind, Pi0Config
-from vla_accel.families.pi0.step_tables import step_tables
+from vla_accel.families.pi0 import native_loop as pi0_loop
+from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config
+from vla_accel.families.smolvla import native_loop as smolvla_loop
+from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.kernels.loop import StepTables, StreamedLoop, why_not
-from vla_accel.nn.expert import ExpertWeights
-from vla_accel.nn.gemma import GemmaConfig
-from vla_accel.nn.loop import streamed_loop
+from vla_accel.kernels.loop import ExpertSpec, StreamedLoop, why_not
+from vla_accel.nn.gemma import GemmaConfig, SmolLmConfig
+from vla_accel.nn.loop import SuffixLoop, streamed_loop
+from vla_accel.nn.random_weights import random_model
 from vla_accel.nn.siglip import SiglipConfig
 
+NAN = float("nan")
 
-def streamable(kind: Kind, *, width: int, mlp: int, heads: int, kv_heads: int = 1, head_dim: int = 64, depth: int = 2,
-               horizon: int = 10, action_dim: int = 8) -> Pi0Config:  # fmt: skip
-    """A small model whose expert the streamed kernels can run."""
+
+def streamable(
+    kind: Kind, *, width: int, mlp: int, heads: int, kv_heads: int = 1, head_dim: int = 64, depth: int = 2,
+    horizon: int = 10, action_dim: int = 8,
+) -> Pi0Config:  # fmt: skip
+    """A small π0 or π0.5 whose expert the streamed kernels can run."""
+    shared = {"depth": depth, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     return Pi0Config(
-        kind=kind,
-        vision=SiglipConfig(width=32, depth=1, mlp_dim=64, heads=2, image_size=28, patch_size=14),
-        prefix=GemmaConfig(width=64, depth=depth, mlp_dim=128, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
-        expert=GemmaConfig(width=width, depth=depth, mlp_dim=mlp, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
-        vocab_size=64,
-        action_dim=action_dim,
-        action_horizon=horizon,
-        max_token_len=48,
+        kind=kind, vision=SiglipConfig(width=32, depth=1, mlp_dim=64, heads=2, image_size=28, patch_size=14),
+        prefix=GemmaConfig(width=64, mlp_dim=128, **shared), expert=GemmaConfig(width=width, mlp_dim=mlp, **shared),
+        vocab_size=64, action_dim=action_dim, action_horizon=horizon, max_token_len=48,
         discrete_state_input=kind == "pi05",
-    )
+    )  # fmt: skip
+
+
+def expert_of(
+    *, width: int = 80, mlp: int = 128, heads: int = 4, kv_heads: int = 2, head_dim: int = 64, depth: int = 2,
+    horizon: int = 10, action_dim: int = 9, self_every: int = 2,
+) -> SmolVlaConfig:  # fmt: skip
+    """A SmolVLA with this expert, small otherwise."""
+    shared = {"depth": depth, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return SmolVlaConfig(
+        vision=SiglipConfig(width=32, depth=1, mlp_dim=64, heads=2, image_size=32, patch_size=8),
+        prefix=SmolLmConfig(width=64, mlp_dim=64, **shared), expert=SmolLmConfig(width=width, mlp_dim=mlp, **shared),
+        vocab_size=64, shuffle=2, self_every=self_every, state_dim=8, action_dim=action_dim, action_horizon=horizon,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LoopCase:
-    config: Pi0Config
+    """`config`: of π0, π0.5 or SmolVLA; `ends`: prefix tokens of each sequence that are no padding, by default a few
+    less than `prefix_tokens`."""
+
+    config: Any
     batch: int = 1
     prefix_tokens: int = 100
     steps: int = 3
+    ends: tuple[int, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.ends or tuple(max(1, self.prefix_tokens - 7 * (b + 1)) for b in range(self.batch))
 
 
-# Sizes that take other paths: one to four tiles of rows, one to four units a block, one to four parts of K, products
-# of one or two chunks. The expert of the full-size model is among them, two layers deep.
-FULL = {"width": 1024, "mlp": 4096, "heads": 8, "head_dim": 256, "action_dim": 32}
+FULL: dict[str, Any] = {"width": 1024, "mlp": 4096, "heads": 8, "head_dim": 256, "action_dim": 32}
+SMOLVLA_FULL: dict[str, Any] = {
+    "width": 720, "mlp": 2048, "heads": 15, "kv_heads": 5, "horizon": 50, "action_dim": 32,
+}  # fmt: skip
+# One to four tiles of rows, one to four units a block, one to four parts of K, products of one or two chunks; the
+# experts of the full-size models, two layers deep.
 LOOPS = {
     "demo": LoopCase(streamable("pi05", width=128, mlp=512, heads=4)),
     "demo x 4": LoopCase(streamable("pi05", width=128, mlp=512, heads=4), batch=4),
@@ -66,13 +89,113 @@ LOOPS = {
 }
 
 
+def smolvla_case(prefix_tokens: int, *ends: int, steps: int = 2, **expert: Any) -> LoopCase:
+    return LoopCase(expert_of(**expert), len(ends), prefix_tokens, steps, ends)
+
+
+# One to four tiles of rows, one and two rounds of keys, layers that cross always, sometimes and never, prefixes of one
+# token and of more than there are threads, several sequences, the published size.
+EXPERTS = {
+    **{f"{n} actions": smolvla_case(40, 33, horizon=n) for n in (1, 16, 17, 33, 50, 64)},
+    "one token": smolvla_case(1, 1),
+    "long": smolvla_case(300, 257),
+    "whole prefix": smolvla_case(48, 48, horizon=33),
+    "all cross": smolvla_case(40, 33, self_every=0),
+    "none crosses": smolvla_case(40, 33, self_every=1),
+    "every third": smolvla_case(40, 16, self_every=3, depth=4),
+    "heads of 128": smolvla_case(40, 33, head_dim=128),
+    "large heads": smolvla_case(40, 33, head_dim=256),
+    "three sequences": smolvla_case(40, 33, 40, 7),
+    "three long sequences": smolvla_case(70, 33, 40, 70, horizon=20),
+    "full": smolvla_case(177, 160, **SMOLVLA_FULL),
+    "full short": smolvla_case(145, 130, **SMOLVLA_FULL),
+    "full three views": smolvla_case(241, 241, **SMOLVLA_FULL),
+}
+
+
+class Loops:
+    """A case's weights and inputs. `beyond`: the keys and values behind each length."""
+
+    def __init__(self, case: LoopCase, beyond: float = NAN) -> None:
+        config, self.case, self._beyond = case.config, case, beyond
+        expert, generator = config.expert, torch.Generator().manual_seed(3)
+        cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
+        self.noise = torch.randn(case.batch, config.action_horizon, config.action_dim, generator=generator)
+        of_state = isinstance(config, Pi0Config) and config.kind == "pi0"
+        self.state = torch.randn(case.batch, expert.width, generator=generator) if of_state else None
+        self.inputs = {
+            "keys": torch.randn(cache, generator=generator).bfloat16(),
+            "values": torch.randn(cache, generator=generator).bfloat16(),
+            "lengths": torch.tensor(case.lengths, dtype=torch.int32),
+            "target": torch.randn(self.noise.shape, generator=generator),
+            "weights": torch.rand(self.noise.shape[:2], generator=generator),
+        }
+        self._family: Any = pi0_loop if isinstance(config, Pi0Config) else smolvla_loop
+
+    @property
+    def spec(self) -> ExpertSpec:
+        return self._family.expert_spec(self.case.config)
+
+    def model(self, device: str, dtype: torch.dtype) -> Any:
+        kind: Any = Pi0 if isinstance(self.case.config, Pi0Config) else SmolVla
+        return random_model(kind, self.case.config).to(device).to_compute_dtype(dtype)
+
+    def weights(self, precision: str, device: str = "cpu", *, streamed: bool = False) -> tuple[Any, Any]:
+        """The expert's weights, and the tables of the steps."""
+        model = self.model(device, torch.float32 if precision == "fp32" else torch.bfloat16)
+        weights = self._family.expert_weights(model, precision, streamed=streamed)
+        if isinstance(model, Pi0):
+            return weights, pi0_loop.steps_of(model, weights, self.case.steps)
+        return weights, smolvla_loop.steps_of(self.model(device, torch.float32), self.case.steps, streamed=streamed)
+
+    @torch.inference_mode()
+    def fused(self, precision: str, device: str = "cpu") -> SuffixLoop:
+        """The loop of fused ops."""
+        weights, tables = self.weights(precision, device)
+        return SuffixLoop(weights, self.spec, tables, self.case.batch, self.case.prefix_tokens)
+
+    @torch.inference_mode()
+    def streamed(self, gpu: Gpu = H200, device: str = "cpu") -> StreamedLoop:
+        """The loop of streamed kernels."""
+        weights, tables = self.weights("bf16", device, streamed=True)
+        return streamed_loop(gpu, weights, self.spec, tables, self.case.batch, self.case.prefix_tokens)
+
+    def placed(
+        self, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, *, beyond: float | None = None
+    ) -> dict[str, Tensor]:
+        """The inputs on a device, keys and values in `dtype`."""
+        behind = torch.arange(self.case.prefix_tokens) >= self.inputs["lengths"][:, None]
+        cache = {
+            name: self.inputs[name]
+            .masked_fill(behind[None, :, :, None, None], self._beyond if beyond is None else beyond)
+            .to(dtype)
+            for name in ("keys", "values")
+        }
+        return {name: value.to(device) for name, value in {**self.inputs, **cache}.items()}
+
+    @torch.inference_mode()
+    def moved(self, loop: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The loop's result minus the noise, on the CPU."""
+        device = inputs["keys"].device
+        actions = self.noise.to(device, copy=True)
+        loop.run(inputs, None if self.state is None else self.state.to(device), actions)
+        return actions.cpu() - self.noise
+
+
+def reason(case: LoopCase) -> str | None:
+    """Why a case cannot run on an H200."""
+    return why_not(H200, Loops(case).spec, case.batch, "bf16")
+
+
+# -- without a GPU ----------------------------------------------------------------------------------------------------
+
 ROOM: dict[int, int] = {}
-"""Clusters that the recorded device holds at once, by their blocks; any number of those that are not named."""
+"""Clusters that the recorded device holds at once, by their blocks; 1000 of any other size."""
 
 
 @dataclass
 class RecordedModule:
-    """What `runtime.Module` was given, and the launches."""
+    """Takes the place of `nvrtc.Module`, and records the launches."""
 
     source: str
     shared: Mapping[str, int]
@@ -80,17 +203,18 @@ class RecordedModule:
     device: torch.device
     launches: list[tuple[str, int, int, tuple[Any, ...], int, bool]] = field(default_factory=list)
 
-    def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
-               dependent: bool = False) -> None:  # fmt: skip
+    def launch(
+        self, name: str, blocks: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
+        dependent: bool = False,
+    ) -> None:  # fmt: skip
         self.launches.append((name, blocks, threads, tuple(arguments), cluster, dependent))
 
     def clusters_at_once(self, name: str, threads: int, cluster: int) -> int:
-        """The device's own answer: `ROOM`, by blocks of a cluster."""
         return ROOM.get(cluster, 1000)
 
     @property
     def defines(self) -> dict[str, int]:
-        """The sizes before the source."""
+        """The sizes in front of the source."""
         lines = (line.split() for line in self.source.splitlines())
         return {w[1]: int(w[2]) for w in lines if len(w) == 3 and w[0] == "#define" and w[2].isdigit()}
 
@@ -98,50 +222,8 @@ class RecordedModule:
 def recorded_loop(
     case: LoopCase, monkeypatch: pytest.MonkeyPatch, gpu: Gpu = H200
 ) -> tuple[StreamedLoop, RecordedModule]:
-    """The loop of a case with random weights, on the CPU, as it would run on a GPU."""
+    """The loop of a case on the CPU, as it would run on a GPU."""
     monkeypatch.setattr(nvrtc, "load_module", RecordedModule)
-    model = random_model(case.config)
-    with torch.inference_mode():
-        weights = expert_weights(model.to_compute_dtype(torch.bfloat16), "bf16", streamed=True)
-        tables = step_tables(model, weights.normed_products(), case.steps)
-        loop = streamed_loop(gpu, weights, expert_spec(case.config), tables, case.batch, case.prefix_tokens)
+    loop = Loops(case).streamed(gpu)
     assert isinstance(loop.module, RecordedModule)
     return loop, loop.module
-
-
-def reason(case: LoopCase) -> str | None:
-    """Why a case cannot run on an H200."""
-    return why_not(H200, expert_spec(case.config), case.batch, "bf16")
-
-
-def loops_inputs(case: LoopCase) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
-    """keys, values, lengths and guidance, the state's token and the noise, on the CPU. Beyond a row's length there is
-    rubbish."""
-    config, generator = case.config, torch.Generator().manual_seed(case.batch)
-    expert = config.expert
-    cache = (expert.depth, case.batch, case.prefix_tokens, expert.kv_heads, expert.head_dim)
-    keys, values = (torch.randn(cache, generator=generator).bfloat16() for _ in range(2))
-    lengths = torch.tensor([max(1, case.prefix_tokens - 7 * b) for b in range(case.batch)], dtype=torch.int32)
-    beyond = (torch.arange(case.prefix_tokens) >= lengths[:, None])[None, :, :, None, None]
-    keys, values = keys.masked_fill(beyond, 1e3), values.masked_fill(beyond, -1e3)
-    state = torch.randn(case.batch, expert.width, generator=generator) if config.kind == "pi0" else None
-    noise = torch.randn(case.batch, config.action_horizon, config.action_dim, generator=generator)
-    target, weights = torch.randn(noise.shape, generator=generator), torch.rand(noise.shape[:2], generator=generator)
-    weights[:, -1] = 0
-    given = {"keys": keys, "values": values, "lengths": lengths, "target": target, "weights": weights}
-    return given, state, noise
-
-
-def loop_of(case: LoopCase, weights: ExpertWeights, tables: StepTables) -> StreamedLoop:
-    """On the GPU at hand."""
-    gpu = Gpu.of(torch.device("cuda"))
-    assert gpu is not None
-    return streamed_loop(gpu, weights, expert_spec(case.config), tables, case.batch, case.prefix_tokens)
-
-
-def run_loop(loop: Any, inputs: dict[str, Tensor], state: Tensor | None, noise: Tensor, device: str) -> np.ndarray:
-    placed = {name: value.to(device) for name, value in inputs.items()}
-    actions = noise.to(device, copy=True)
-    with torch.inference_mode():
-        loop.run(placed, None if state is None else state.to(device), actions)
-    return actions.cpu().numpy()

@@ -14,17 +14,12 @@ from torch import Tensor
 from tests.kernels.test_gemm import TILES
 from tests.support import kernel_calls as calls
 from tests.support import kernel_shapes as shapes
-from tests.support.smolvla_loops import EXPERTS, Loops
-from tests.support.streamed_support import LOOPS, loop_of, loops_inputs, reason, run_loop
-from vla_accel.families.pi0.native_loop import expert_weights
-from vla_accel.families.pi0.network import Pi0
-from vla_accel.families.pi0.step_tables import step_tables
+from tests.support.streamed_support import EXPERTS, LOOPS, LoopCase, Loops, reason
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import hopper
 from vla_accel.kernels.gemm.epilogue import PLAIN
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.nn.random_weights import random_model
 
 DEVICE = "cuda"
 # Two views of the vision tower, and prefixes of two and of three.
@@ -37,22 +32,13 @@ def streamed() -> dict[str, Run]:
     gpu = Gpu.of(torch.device(DEVICE))
     assert gpu is not None
 
-    def smolvla(name: str) -> Run:
-        loops = Loops(EXPERTS[name])
+    def run(case: LoopCase) -> Run:
+        loops = Loops(case)
         loop, inputs = loops.streamed(gpu, DEVICE), loops.placed(DEVICE)
         return lambda: loops.moved(loop, inputs)
 
-    def pi0(name: str) -> Run:
-        case = LOOPS[name]
-        model = random_model(Pi0, case.config).to(DEVICE).to_compute_dtype(torch.bfloat16)
-        with torch.inference_mode():
-            weights = expert_weights(model, "bf16", streamed=True)
-            loop = loop_of(case, weights, step_tables(model, weights.normed_products(), case.steps))
-        inputs, state, noise = loops_inputs(case)
-        return lambda: torch.from_numpy(run_loop(loop, inputs, state, noise, DEVICE))
-
-    runs = {f"SmolVLA, {name}": smolvla(name) for name in EXPERTS}
-    return runs | {f"π0, {name}": pi0(name) for name, case in LOOPS.items() if reason(case) is None}
+    cases = {f"SmolVLA, {name}": case for name, case in EXPERTS.items()} | {f"π0, {n}": c for n, c in LOOPS.items()}
+    return {name: run(case) for name, case in cases.items() if reason(case) is None}
 
 
 def attention() -> dict[str, Run]:

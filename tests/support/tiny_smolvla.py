@@ -3,9 +3,8 @@ second time: one observation, no padding, nothing hoisted, float64."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 
+from tests.support import reference_pi0 as slow
 from tests.support.lerobot_saved import Change, saved, write_saved
 from tests.support.tiny import TOKENIZER
 from vla_accel.families.smolvla.checkpoint import DEAD, pieces
@@ -127,11 +126,6 @@ def observation(
     return {**images, state[0]: rng.random(state[1]), "prompt" if libero else "task": prompt}
 
 
-def sizes_of(config: SmolVlaConfig) -> dict[str, Any]:
-    """Plain data, for comparing."""
-    return asdict(config)
-
-
 # -- the formulas a second time ---------------------------------------------------------------------------------------
 
 
@@ -144,35 +138,24 @@ def expected_actions(
     prefix, expert, width = config.prefix, config.expert, config.prefix.width
 
     def affine(x: Tensor, name: str) -> Tensor:
-        y = x @ w[name + ".weight"].T
-        return y + w[name + ".bias"] if name + ".bias" in w else y
-
-    def layer_norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], w[name + ".weight"], w[name + ".bias"], config.vision.eps)
+        return slow.linear(w, name, x)
 
     def rms(x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + prefix.eps).sqrt() * w[name + ".weight"]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q (T, heads, d), k, v (S, kv_heads, d), mask (T, S)."""
-        out = []
-        for head in range(q.shape[1]):
-            key = head * k.shape[1] // q.shape[1]
-            scores = q[:, head] @ k[:, key].T / q.shape[-1] ** 0.5
-            scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
-            out.append(scores.softmax(-1) @ v[:, key])
-        return torch.cat(out, -1)
+        seen, shared = None if mask is None else mask.tolist(), q.shape[1] // k.shape[1]
+        heads = [slow.attend(q[:, h], k[:, h // shared], v[:, h // shared], seen) for h in range(q.shape[1])]
+        return torch.cat(heads, -1)
 
     def rotate(x: Tensor, first: int) -> Tensor:
-        d = x.shape[-1]
-        angle = torch.arange(first, first + len(x)).double()[:, None] / 10_000.0 ** (torch.arange(0, d, 2).double() / d)
-        c, s = angle.cos()[:, None], angle.sin()[:, None]
-        a, b = x[..., : d // 2], x[..., d // 2 :]
-        return torch.cat((a * c - b * s, b * c + a * s), -1)
+        positions = list(range(first, first + len(x)))
+        return torch.stack([slow.rotate(x[:, h], positions) for h in range(x.shape[1])], 1)
 
     def mlp(x: Tensor, name: str) -> Tensor:
         gate, up = affine(rms(x, name + ".post_attention_layernorm"), name + ".gate_up_proj").chunk(2, -1)
-        return x + affine(F.silu(gate) * up, name + ".down_proj")
+        return x + affine(slow.silu(gate) * up, name + ".down_proj")
 
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, prefix.head_dim))
@@ -183,25 +166,13 @@ def expected_actions(
     rows = []
     side, s = config.vision.image_size // config.vision.patch_size, config.shuffle
     for view in pixels.double():
-        patch = w["vision.patch_embedding.weight"]
-        x = F.conv2d(view[None], patch, w["vision.patch_embedding.bias"], stride=patch.shape[-1])[0].flatten(1).T
-        x = x + w["vision.position_embedding"]
-        for i in range(config.vision.depth):
-            name = f"vision.layers.{i}"
-            qkv = affine(layer_norm(x, name + ".layer_norm1"), name + ".qkv_proj").unflatten(
-                -1, (3, config.vision.heads, -1)
-            )
-            x = x + affine(attend(*qkv.unbind(1)), name + ".out_proj")
-            hidden = F.gelu(affine(layer_norm(x, name + ".layer_norm2"), name + ".fc1"), approximate="tanh")
-            x = x + affine(hidden, name + ".fc2")
-        x = layer_norm(x, "vision.post_layernorm")
+        x = slow.tower(w, config.vision, view)
         for row in range(0, side, s):
             for column in range(0, side, s):
                 square = [x[(row + a) * side + column + b] for a in range(s) for b in range(s)]
-                rows.append(affine(torch.cat(square), "projector") * width**0.5)
-    x = torch.cat(
-        (torch.stack(rows), w["embed.weight"][tokens] * width**0.5, affine(state.double(), "state_proj")[None])
-    )
+                rows.append(affine(torch.cat(square)[None], "projector")[0] * width**0.5)
+    embedded, of_state = w["embed.weight"][tokens] * width**0.5, affine(state.double()[None], "state_proj")
+    x = torch.cat((torch.stack(rows), embedded, of_state))
     n = len(x)
     seen = torch.ones(n, n, dtype=torch.bool)
     seen[:-1, -1] = False
@@ -216,25 +187,21 @@ def expected_actions(
     horizon = len(a)
     causal = torch.cat((torch.ones(horizon, n, dtype=torch.bool), torch.ones(horizon, horizon).tril().bool()), 1)
     for step in range(steps):
-        period = 0.004 * 1000.0 ** (torch.arange(expert.width // 2).double() / (expert.width // 2 - 1))
-        angle = 2 * math.pi * (1 - step / steps) / period
-        time = torch.cat((angle.sin(), angle.cos())).expand(horizon, -1)
-        hidden = F.silu(affine(torch.cat((affine(a, "action_in_proj"), time), -1), "action_time_mlp_in"))
+        time = slow.time_embedding(1 - step / steps, expert.width).expand(horizon, -1)
+        hidden = slow.silu(affine(torch.cat((affine(a, "action_in_proj"), time), -1), "action_time_mlp_in"))
         x = affine(hidden, "action_time_mlp_out")
         for i, (k, v) in enumerate(cache):
             name = f"expert.layers.{i}"
             normed = rms(x, name + ".input_layernorm")
             if config.crosses(i):
                 q = rotate(heads(affine(normed, name + ".q_proj")), 0)
-                k, v = (
-                    heads(affine(k.flatten(1), name + ".key_proj")),
-                    heads(affine(v.flatten(1), name + ".value_proj")),
+                keys, values = (
+                    heads(affine(t.flatten(1), f"{name}.{which}_proj")) for t, which in ((k, "key"), (v, "value"))
                 )
-                attended = attend(q, k, v)
+                attended = attend(q, keys, values)
             else:
                 q, own, values = split(affine(normed, name + ".qkv_proj"))
-                keys = torch.cat((k, rotate(own, n)))
-                attended = attend(rotate(q, n), keys, torch.cat((v, values)), causal)
+                attended = attend(rotate(q, n), torch.cat((k, rotate(own, n))), torch.cat((v, values)), causal)
             x = mlp(x + affine(attended, name + ".o_proj"), name)
         a = a - affine(rms(x, "expert.norm"), "action_out_proj") / steps
     return a

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.spy_tokenizer import Spy
 from tests.support.tiny_pi0_fast import (
     ACTION_DIM,
     HIGHEST,
@@ -157,19 +158,8 @@ def test_files_that_are_missing_or_something_else(folder: Path, tmp_path: Path) 
 
 
 def test_a_tokenizer_without_the_signs_is_refused(folder: Path) -> None:
-    words, fast = PaliGemmaTokenizer(folder / "text.json"), FastTokenizer.load(folder)
-
-    class Spelled:
-        vocab_size = words.vocab_size
-
-        def encode(self, text: str, *, add_bos: bool) -> list[int]:
-            return [*words.encode(text, add_bos=add_bos), 3]
-
-        def finish(self, ids: list[int]) -> list[int]:
-            return ids
-
     with pytest.raises(CheckpointError, match=r"expected one token of '\|' and two or more"):
-        Detokeniser.of(fast, Spelled(), SKIPPED, HORIZON, ACTION_DIM)
+        Detokeniser.of(FastTokenizer.load(folder), Spy(), SKIPPED, HORIZON, ACTION_DIM)
 
 
 def test_the_prompt_ends_in_a_second_bos(folder: Path) -> None:

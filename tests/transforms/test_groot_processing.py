@@ -56,14 +56,14 @@ def test_relative_actions_come_back() -> None:
     )
     state = {"arm": np.array([0.3, -0.2]), "tool": pose(1), "gripper": np.zeros(1)}
     actions = np.stack([np.concatenate(([0.1 * i, 0.2], pose(i), [0.5])) for i in range(4)])
-    normalised = groups.normalise(actions, state)
+    normalised = groups.normalise(groups.before_scaling(actions, state))
     # Row i has the i-th row's range.
     assert normalised[2, 0] == pytest.approx((0.2 - 0.3) / (3 * rows[2, 0]))
     np.testing.assert_allclose(groups.restore(normalised, state), actions, atol=1e-12)
     still = groups.groups[1].against(actions[1:2, 2:11], actions[1, 2:11])
     np.testing.assert_allclose(still, [[0, 0, 0, 1, 0, 0, 0, 1, 0]], atol=1e-12)
     with pytest.raises(CheckpointError, match="statistics of arm: expected 7 rows, got 6"):
-        groups.normalise(np.zeros((7, 12)), state)
+        groups.normalise(np.zeros((7, 12)))
 
 
 def test_statistics_of_another_size_are_refused() -> None:

@@ -92,12 +92,6 @@ def test_a_bad_droid_state_is_named(changes: dict[str, Any], message: str) -> No
         processor_of(PRESETS["droid"]).prepare(droid(**changes))
 
 
-@pytest.mark.parametrize("key", list(droid()))
-def test_a_missing_droid_key_is_named(key: str) -> None:
-    with pytest.raises(ObservationError, match=f"observation: missing {key}; got "):
-        processor_of(PRESETS["droid"]).prepare({k: v for k, v in droid().items() if k != key})
-
-
 # -- ALOHA --------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.spy_tokenizer import Spy
 from tests.support.tiny import TOKENIZER, WORDS, statistics, tiny_observation
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.errors import CheckpointError, ObservationError, VlaAccelError
@@ -81,14 +82,6 @@ def test_the_lower_quantile_is_exactly_minus_one() -> None:
     n = Normaliser.of(stats(q01=low.tolist(), q99=(low + span).tolist()), "quantile", "state")
     assert (n.normalise(low) == -1.0).all()
     assert (discretise_state(n.normalise(low)) == 0).all()
-
-
-@pytest.mark.parametrize("kind", ["quantile", "mean_std"])
-def test_normalisation_round_trip(kind: Any) -> None:
-    n = Normaliser.of(Statistics(**{k: np.array(v) for k, v in statistics()["state"].items()}), kind, "state")
-    x = np.random.default_rng(0).normal(size=(5, 8)) * 3
-    np.testing.assert_allclose(n.restore(n.normalise(x)), x, rtol=0, atol=1e-13)
-    assert np.abs(n.normalise(x) - x).max() > 0.1
 
 
 def test_actions_are_cut_to_the_robots() -> None:
@@ -200,21 +193,10 @@ def test_the_state_prompt() -> None:
     # Edge of the first bin, inside the first, middle, last, above one (last), below minus one (bin -1).
     state = np.array([-1.0, -0.999, 0.0, 0.999, 5.0, -1.001])
     assert discretise_state(state).tolist() == [0, 0, 128, 255, 255, -1]
-    asked: list[tuple[str, bool]] = []
-
-    class Spy:
-        vocab_size = 99
-
-        def encode(self, text: str, *, add_bos: bool) -> list[int]:
-            asked.append((text, add_bos))
-            return [7]
-
-        def finish(self, ids: list[int]) -> list[int]:
-            return [*ids, 9]
-
-    assert tokenize_prompt(Spy(), "Pick up_the bowl\n", state, 48).tolist() == [7, 9]
+    spy = Spy()
+    assert tokenize_prompt(spy, "Pick up_the bowl\n", state, 48).tolist() == [1, 7, 9]
     # Not lower-cased: that is the tokenizer's business.
-    assert asked == [("Task: Pick up the bowl, State: 0 0 128 255 255 -1;\nAction: ", True)]
+    assert spy.texts == ["Task: Pick up the bowl, State: 0 0 128 255 255 -1;\nAction: "]
 
 
 def test_small_tokenizer_numbers_words_and_letters() -> None:
@@ -237,13 +219,6 @@ def test_the_prompt_carries_the_normalised_state() -> None:
     assert plain.tolist() == [1, *words("pick", "up", "the", "bowl", "\n")]
 
 
-def test_prompts_at_the_limit_and_beyond() -> None:
-    prompt = "bowl " * 46  # and bos and newline
-    assert len(tokenize_prompt(TOKENIZER, prompt, None, 48)) == 48
-    with pytest.raises(ObservationError, match=r"^prompt: expected at most 48 .*max_token_len\), got 49 from 'bowl"):
-        tokenize_prompt(TOKENIZER, prompt + "bowl", None, 48)
-
-
 def test_a_prompt_may_be_a_numpy_scalar_or_the_default() -> None:
     expected = make_processor().prepare(tiny_observation()).tokens
     forms = (
@@ -258,17 +233,6 @@ def test_a_prompt_may_be_a_numpy_scalar_or_the_default() -> None:
     bare = {k: v for k, v in tiny_observation().items() if k != "prompt"}
     default = make_processor(default_prompt="pick up the bowl")
     np.testing.assert_array_equal(default.prepare(bare).tokens, expected)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"type": "other"}', '{"type": "small", "words": ["a"]}', "3", "null"])
-def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text(content)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected Hugging Face's JSON or a small"):
-        SmallTokenizer.load(path)
-    path.unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        SmallTokenizer.load(path)
 
 
 # -- images and whole observations --------------------------------------------------------------------------------
@@ -345,23 +309,12 @@ def test_the_demos_tokenizer_is_the_small_one(tmp_path: Path) -> None:
 
 
 def test_plain_prompts_are_tokenised_once() -> None:
-    asked: list[str] = []
-
-    class Spy:
-        vocab_size = 99
-
-        def encode(self, text: str, *, add_bos: bool) -> list[int]:
-            asked.append(text)
-            return [7, len(text)]
-
-        def finish(self, ids: list[int]) -> list[int]:
-            return ids
-
-    processor = make_processor(tokenizer=Spy(), discrete_state=False)
+    spy = Spy()
+    processor = make_processor(tokenizer=spy, discrete_state=False)
     for prompt in ("open it", "close it", "open it"):
         ids = processor.prepare({**tiny_observation(), "prompt": prompt}).tokens
-        assert ids.tolist() == [7, len(prompt), 7, 1]
-    assert asked == ["open it", "\n", "close it", "\n"]
+        assert ids.tolist() == [1, 7, 7, 9]
+    assert spy.texts == ["open it", "\n", "close it", "\n"]
     with pytest.raises(ValueError, match="read-only"):
         ids[0] = 0
     for number in range(2000):  # an unbounded stream of instructions is no leak

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import silent_port
+from tests.support.local_hub import COMMIT, LocalHub, served
 from vla_accel.errors import CheckpointError, DependencyError
 from vla_accel.transforms.tokenizer import PaliGemmaTokenizer, SmallTokenizer, load_tokenizer, tokenize_prompt
 
@@ -116,75 +112,24 @@ def test_elsewhere_is_openpis_folder_then_the_hub(tmp_path: Path, monkeypatch: p
         load_tokenizer(folder)
 
 
-class Hub(BaseHTTPRequestHandler):
-    """One tokenizer, of one repository, as the hub serves it; for another it is too busy."""
-
-    CONTENT = json.dumps({"type": "small", "words": [], "state_dim": 1, "fill_to": 1}).encode()
-
-    def answer(self, *, whole: bool) -> None:
-        name = self.path.removesuffix("/resolve/main/tokenizer.json")
-        status = {"/org/name": 200, "/org/busy": 503}.get(name, 404)
-        content = self.CONTENT if status == 200 else b""
-        told = {200: {"X-Repo-Commit": "0" * 40, "ETag": '"1"'}, 404: {"X-Error-Code": "RepoNotFound"}}
-        self.send_response(status)
-        for name, value in {**told.get(status, {}), "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if whole:
-            self.wfile.write(content)
-
-    def do_HEAD(self) -> None:
-        self.answer(whole=False)
-
-    def do_GET(self) -> None:
-        self.answer(whole=True)
-
-    def log_message(self, format: str, *args: object) -> None:
-        del format, args
-
-
-def tokenizer_from(port: int, name: str, folder: Path) -> str:
-    """Its class, or the error, in a process that takes the hub to be at this port and has its cache in `folder`, and
-    that ends where it would wait to ask the hub again."""
-    program = """if True:
-        import sys, time
-        from pathlib import Path
-        from vla_accel.errors import CheckpointError
-        from vla_accel.transforms.tokenizer import load_tokenizer
-        time.sleep = lambda _: sys.exit(print("asked again"))
-        try:
-            print(type(load_tokenizer(Path("nowhere"), sys.argv[1])).__name__)
-        except CheckpointError as error:
-            print(error)
-    """
-    told = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_CACHE": str(folder), "NO_PROXY": "127.0.0.1"}
-    words = [sys.executable, "-c", program, name]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "0", **told})
-    assert done.returncode == 0, done.stderr
-    return done.stdout.rstrip("\n")
-
-
-def test_a_tokenizer_is_had_from_the_hub_and_then_from_its_cache(tmp_path: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        try:
-            assert tokenizer_from(server.server_port, "org/name", tmp_path) == "SmallTokenizer"
-            assert "Repository Not Found" in tokenizer_from(server.server_port, "org/none", tmp_path)
-            assert tokenizer_from(server.server_port, "org/busy", tmp_path) == "asked again"
-        finally:
-            server.shutdown()
-            serving.join()
-    with silent_port() as port:
-        assert tokenizer_from(port, "org/name", tmp_path) == "SmallTokenizer"
-
-
-def test_a_hub_that_cannot_be_reached_is_named_and_asked_once(tmp_path: Path) -> None:
-    with silent_port() as port:
-        said = tokenizer_from(port, "org/name", tmp_path)
-    where = rf"'org/name' in the hub's cache {tmp_path} or at http://127\.0\.0\.1:{port}, got: .*refused"
-    what = r"type hf download org/name tokenizer\.json \(.*licence[^()]*\), or put .*checkpoint\.tokenizer [^()]*"
-    assert re.fullmatch(f"tokenizer: expected {where}; .*, {what}", said), said
+def test_a_tokenizer_comes_from_the_hub_and_then_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    SmallTokenizer(("pick",), state_dim=2, fill_to=0).save(repository / "tokenizer.json")
+    with served(LocalHub({("org/name", COMMIT): repository}), tmp_path / "cache", monkeypatch):
+        assert isinstance(load_tokenizer(tmp_path, "org/name"), SmallTokenizer)
+        with pytest.raises(CheckpointError, match="Repository Not Found"):
+            load_tokenizer(tmp_path, "org/none")
+    # The hub cannot be reached any more. One request is made, without a wait for another.
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("another request"))
+    assert isinstance(load_tokenizer(tmp_path, "org/name"), SmallTokenizer)
+    with pytest.raises(CheckpointError) as refused:
+        load_tokenizer(tmp_path, "org/other")
+    where = rf"'org/other' in the hub's cache {tmp_path / 'cache'} or at http://127\.0\.0\.1:\d+, got: .*refused"
+    what = r"type hf download org/other tokenizer\.json \(.*licence[^()]*\), or put .*checkpoint\.tokenizer [^()]*"
+    assert re.fullmatch(f"tokenizer: expected {where}; .*, {what}", str(refused.value)), refused.value
 
 
 def test_what_the_hub_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +154,10 @@ def test_a_missing_package_is_named(name: str, package: str, tmp_path: Path, mon
     [
         ("tokenizer.json", '{"model": {"type": "BPE"}}', "expected a Hugging Face tokenizer, got"),
         ("tokenizer.json", "{", "expected JSON, got"),
+        *(
+            ("tokenizer.json", content, "expected Hugging Face's JSON or a small")
+            for content in ("[]", '{"type": "other"}', '{"type": "small", "words": ["a"]}', "3", "null")
+        ),
         ("tokenizer.model", "nonsense", "expected a SentencePiece model, got"),
     ],
 )

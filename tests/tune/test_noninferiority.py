@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vla_accel.errors import ConfigError
-from vla_accel.tune.noninferiority import ALPHA_WORSE, Pairs, Rule, Verdict, money, tango
+from vla_accel.tune.noninferiority import ALPHA_WORSE, Pairs, Rule, Verdict, tango
 from vla_accel.tune.search import Settings
 
 RULE = Rule(margin=0.02, alpha=0.025)
@@ -41,17 +40,6 @@ def test_the_error_rate_holds(differing: float, searches: int) -> None:
     found = verdicts(RULE, differing, -0.02, searches=searches, pairs=1000, seed=0)
     assert found.count("not worse") <= most(RULE.alpha, searches)
     assert found.count("worse") <= most(ALPHA_WORSE, searches)
-
-
-def test_a_bet_that_ignores_the_margin_is_found_out() -> None:
-    """The test above can fail: without the margin in the bet, the rate does not hold."""
-
-    class Wrong(Rule):
-        def verdict(self, pairs: Pairs) -> Verdict:
-            return "not worse" if money(pairs, -2 * self.margin, better=True) >= 1 / self.alpha else "open"
-
-    found = verdicts(Wrong(0.02, 0.025), 0.05, -0.02, searches=100, pairs=1000, seed=0)
-    assert found.count("not worse") > most(0.025, 100)
 
 
 def test_clear_cases_stop_early() -> None:
@@ -100,9 +88,3 @@ def test_tangos_interval_mirrors_and_needs_pairs() -> None:
     assert tango(Pairs(8, 3, 40)) == pytest.approx((-high, -low))
     assert tango(Pairs()) == (-1.0, 1.0)
     assert tango(Pairs(same=200))[0] == pytest.approx(-tango(Pairs(same=200))[1]) != 0
-
-
-@pytest.mark.parametrize(("margin", "alpha"), [(0.0, 0.025), (1.5, 0.025), (0.02, 0.0), (0.02, 0.7)])
-def test_a_rule_that_means_nothing_is_refused(margin: float, alpha: float) -> None:
-    with pytest.raises(ConfigError, match="expected a"):
-        Rule(margin, alpha)

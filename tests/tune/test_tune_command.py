@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.support.published_folders import write_openpi
 from tests.support.reports import figures_in
 from tests.support.tiny import write_robot, write_tiny_checkpoint
 from vla_accel.cli import main, tune
-from vla_accel.cli.tune import Teller, Tune, find_benchmark
+from vla_accel.cli.tune import Tune, find_benchmark
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.measure.recording import save_observations
@@ -157,28 +156,6 @@ def test_a_suite_that_is_not_there_leaves_the_journal_as_it_was(
     journal.write_text("evidence")
     assert main([*words, "--overwrite"]) == 1 and journal.read_text() == "evidence"
     assert capsys.readouterr().err.count("suite: expected another") == 2
-
-
-def test_time_left_is_told_once_something_took_some(capsys: pytest.CaptureFixture[str]) -> None:
-    teller = Teller()
-    teller(0, 1, "eager: the reference")
-    teller(1, 5, "of the journal")
-    assert "left" not in capsys.readouterr().err
-    teller._began -= 1000
-    teller(1, 5, "measured")
-    assert re.match(r"\[1/5\] measured \(1\d{3} s so far, about 4\d{3} s left\)$", capsys.readouterr().err)
-
-
-def test_what_refuses_to_begin_shows_no_bar(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with Teller():
-        pass
-    assert "0/" not in capsys.readouterr().err
-    with Teller() as teller:
-        teller(0, 1, "eager: the reference")
-    assert "eager: the reference" in (shown := capsys.readouterr().err) and "0/1" in shown
 
 
 def test_libero_is_found_by_its_name() -> None:

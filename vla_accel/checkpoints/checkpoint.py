@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, listing, some
 from vla_accel.checkpoints.writer import save_weights
+from vla_accel.config import LARGEST
 from vla_accel.config.mapping import from_mapping, read_mapping
-from vla_accel.config.policy import LARGEST
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.files import write_json
 from vla_accel.nn.network import Network
@@ -50,7 +50,19 @@ class Stored:
         return self  # shared by copies of a network
 
     def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        value = _joined(self.weights, self.recipe[name], self.shapes[name], device, dtype, self._advance)
+        """Return one canonical tensor; each piece is read, copied and cast before the next one."""
+        value, row = torch.empty(0), 0
+        for index, piece in enumerate(self.recipe[name]):
+            source = piece.taken(self.weights.read(piece.name))
+            if index == 0:
+                value = torch.empty(self.shapes[name], dtype=dtype or source.dtype, device=device)
+            elif dtype is None:
+                # Pieces of one matrix with different dtypes: the wider dtype represents both exactly.
+                value = value.to(torch.promote_types(value.dtype, source.dtype))
+            _upload(source, value[row : row + len(source)] if len(self.recipe[name]) > 1 else value)
+            row += len(source) if source.ndim else 0
+            del source  # releases the mapped pages before the next tensor is read
+            self._advance(self.weights.sizes[piece.name])
         if not all(bool(torch.isfinite(part).all()) for part in value.flatten().split(_CHECKED)):
             raise CheckpointError(f"checkpoint {self.where}: non-finite values in {name}")
         return value
@@ -73,61 +85,6 @@ class Stored:
         self._advance = lambda count: None
 
 
-def deferred(network: N, weights: Weights, recipe: Recipe, where: str) -> N:
-    """Set the origin of a network without weights (`Network.empty`), which reads them when they are needed."""
-    network.origin = Stored(weights, recipe, shapes_of(network), where)
-    return network
-
-
-def fitted(network: N, weights: Weights, recipe: Recipe, where: str, what: str, dead: Iterable[str] = ()) -> N:
-    """Check every key, then set the network's origin as `deferred` does.
-
-    Args:
-        network: A network without weights.
-        weights: The stored tensors.
-        recipe: The stored tensors of each canonical one.
-        where: The folder, for errors.
-        what: The model or file that the tensors must fit, for errors.
-        dead: Stored tensors that nothing reads.
-
-    Raises:
-        CheckpointError: Tensors are missing, left over, misshaped or not floats.
-    """
-    account(weights, recipe, shapes_of(network), f"checkpoint {where} does not fit {what}", dead)
-    return deferred(network, weights, recipe, where)
-
-
-def shapes_of(network: Network) -> dict[str, tuple[int, ...]]:
-    """Return canonical names and shapes."""
-    return {name: tuple(value.shape) for name, value in network.state_dict().items()}
-
-
-def _joined(
-    weights: Weights,
-    parts: tuple[Piece, ...],
-    shape: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype | None,
-    advance: Callable[[int], None],
-) -> Tensor:
-    """Return one canonical tensor; each piece is read, copied and cast before the next one."""
-    result = torch.empty(0)
-    row = 0
-    for index, part in enumerate(parts):
-        source = part.taken(weights.read(part.name))
-        if index == 0:
-            result = torch.empty(shape, dtype=dtype or source.dtype, device=device)
-        elif dtype is None and source.dtype != result.dtype:
-            # Pieces of one matrix with different dtypes: the wider dtype represents both exactly.
-            result = result.to(torch.promote_types(result.dtype, source.dtype))
-        rows = result[row : row + source.shape[0]] if len(parts) > 1 else result
-        _upload(source, rows)
-        row += source.shape[0] if source.ndim else 0
-        del source  # releases the mapped pages before the next tensor is read
-        advance(weights.sizes[part.name])
-    return result
-
-
 def _upload(source: Tensor, target: Tensor) -> None:
     """Copy from the host. The dtype is changed on the target's device, a few megabytes at a time."""
     if source.dtype == target.dtype or target.device.type == "cpu":
@@ -137,44 +94,49 @@ def _upload(source: Tensor, target: Tensor) -> None:
         place.copy_(values.to(target.device))
 
 
-# -- every key is accounted for -----------------------------------------------------------------------------------
+def shapes_of(network: Network) -> dict[str, tuple[int, ...]]:
+    """Return canonical names and shapes."""
+    return {name: tuple(value.shape) for name, value in network.state_dict().items()}
 
 
-def account(
-    weights: Weights, recipe: Recipe, expected: Mapping[str, tuple[int, ...]], failed: str, dead: Iterable[str] = ()
-) -> None:
-    """Raise CheckpointError, which begins with `failed`, if a tensor of the recipe is missing, misshaped or no float,
-    or if there are other tensors that are not `dead`."""
-    problems = _differences(weights, recipe, expected, dead)
-    if problems:
-        raise CheckpointError(f"{failed}: " + "; ".join(problems))
+def fitted(network: N, weights: Weights, recipe: Recipe, where: str, what: str, dead: Iterable[str] = ()) -> N:
+    """Check every key and set the origin of a network without weights (`Network.empty`), which reads them when they
+    are needed.
+
+    Args:
+        network: The network.
+        weights: The stored tensors.
+        recipe: The stored tensors of each canonical one.
+        where: The folder, for errors.
+        what: The model or file that the tensors must fit, for errors.
+        dead: Stored tensors that nothing reads.
+
+    Raises:
+        CheckpointError: Tensors are missing, left over, misshaped or not floats.
+    """
+    shapes, stored = shapes_of(network), weights.shapes
+    needed = {p.name: (p, shapes[name]) for name, parts in recipe.items() for p in parts}
+    present = sorted(needed.keys() & stored.keys())
+    reasons = {name: needed[name][0].why_not(stored[name], needed[name][1]) for name in present}
+    groups = {
+        "missing": sorted(needed.keys() - stored.keys()),
+        "left over": sorted(stored.keys() - needed.keys() - set(dead)),
+        "misshaped": [f"{name} ({reason})" for name, reason in reasons.items() if reason],
+        "not float": [f"{name} ({weights.integers[name]})" for name in present if name in weights.integers],
+    }
+    if problems := [f"{len(names)} {group}: {some(names)}" for group, names in groups.items() if names]:
+        raise CheckpointError(f"checkpoint {where} does not fit {what}: {'; '.join(problems)}")
+    network.origin = Stored(weights, recipe, shapes, where)
+    return network
 
 
 def compare_sizes(pairs: Iterable[tuple[str, object, object]], where: str) -> None:
     """Raise CheckpointError if config and weights contradict each other. `pairs`: name, the config's value (None if it
     has none) and the weights' value."""
-    wrong = [f"{name}: config says {said}, weights say {shown}" for name, said, shown in pairs
-             if said not in (None, shown)]  # fmt: skip
+    wrong = [f"{n}: config says {stated}, weights say {shown}" for n, stated, shown in pairs
+             if stated not in (None, shown)]  # fmt: skip
     if wrong:
         raise CheckpointError(f"checkpoint {where}: config and weights contradict each other: {'; '.join(wrong)}")
-
-
-def _differences(
-    weights: Weights, recipe: Recipe, expected: Mapping[str, tuple[int, ...]], dead: Iterable[str]
-) -> list[str]:
-    needed = {p.name: (p, expected[name]) for name, parts in recipe.items() for p in parts}
-    missing = sorted(needed.keys() - weights.shapes.keys())
-    extra = sorted(weights.shapes.keys() - needed.keys() - set(dead))
-    misshaped, integers = [], []
-    for name, (piece, whole) in sorted(needed.items()):
-        if name not in weights.shapes:
-            continue
-        if reason := piece.why_not(weights.shapes[name], whole):
-            misshaped.append(f"{name} ({reason})")
-        if name in weights.integers:
-            integers.append(f"{name} ({weights.integers[name]})")
-    groups = (("missing", missing), ("left over", extra), ("misshaped", misshaped), ("not float", integers))
-    return [f"{len(keys)} {what}: {some(keys)}" for what, keys in groups if keys]
 
 
 # -- this package's own format ------------------------------------------------------------------------------------
@@ -217,21 +179,6 @@ def fitted_own(network: N, folder: Path) -> N:
     """Set the origin of a network to a folder of this package's format. Raises CheckpointError."""
     recipe = {name: (Piece(name),) for name in shapes_of(network)}
     return fitted(network, SafetensorsWeights(folder), recipe, str(folder), "its config.json")
-
-
-def load_own(network: N, folder: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> N:
-    """Return the network with all weights of a folder of this package's format.
-
-    Args:
-        network: A network without weights.
-        folder: The folder.
-        device: The device of the weights.
-        dtype: Of the large products; None keeps the stored one. Parameters that the network keeps wide stay so.
-
-    Raises:
-        CheckpointError: Tensors are missing, left over, misshaped or not finite.
-    """
-    return fitted_own(network, folder).placed(torch.device(device), dtype).whole()
 
 
 def save_checkpoint(state: Mapping[str, Tensor], config: Any, folder: Path, family: str | None = None) -> None:

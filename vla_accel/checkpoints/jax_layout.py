@@ -40,125 +40,82 @@ class Target:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A JAX parameter and its PyTorch tensors.
+    """The PyTorch tensors of a JAX parameter; several are stacked along its first axis, after the layer's.
 
     Attributes:
-        source: The JAX name.
-        targets: PyTorch names, with the index after the layer's.
+        targets: PyTorch names.
         layout: Axes before and after; those in parentheses become one.
         layered: Whether the first axis is the layer.
     """
 
-    source: str
-    targets: Mapping[str, tuple[int, ...]]
+    targets: tuple[str, ...]
     layout: str
-    layered: bool = True
+    layered: bool
 
 
-_VISION = "paligemma_with_expert.paligemma.model.vision_tower.vision_model."
-_LANGUAGE = "paligemma_with_expert.paligemma.model.language_model."
-_EXPERT = "paligemma_with_expert.gemma_expert.model."
+_PALIGEMMA = "paligemma_with_expert.paligemma."
+_TOWER = _PALIGEMMA + "model.vision_tower.vision_model."
 _IMG, _LLM = "PaliGemma/img/", "PaliGemma/llm/"
 _BLOCK = _IMG + "Transformer/encoderblock/"
 _HEADS = _BLOCK + "MultiHeadDotProductAttention_0/"
-_LAYER = "encoder.layers.{layer}."
+_LAYER = "layers.{layer}."
+# Layouts of a module's parameters.
+_LINEAR = {"kernel": "in out -> out in", "bias": "out -> out"}
+_NORM = {"scale": "d -> d", "bias": "d -> d"}
+_PATCHES = {"kernel": "h w c d -> d c h w", "bias": "d -> d"}
+_TO_HEADS = {"kernel": "d n h -> (n h) d", "bias": "n h -> (n h)"}
+_FROM_HEADS = {"kernel": "n h d -> d (n h)", "bias": "d -> d"}
 
 
-def _linear(source: str, target: str, *, layered: bool) -> tuple[_Rule, _Rule]:
-    return (
-        _Rule(source + "/kernel", {target + ".weight": ()}, "in out -> out in", layered),
-        _Rule(source + "/bias", {target + ".bias": ()}, "out -> out", layered),
-    )
-
-
-def _layer_norm(source: str, target: str, *, layered: bool) -> tuple[_Rule, _Rule]:
-    return (
-        _Rule(source + "/scale", {target + ".weight": ()}, "d -> d", layered),
-        _Rule(source + "/bias", {target + ".bias": ()}, "d -> d", layered),
-    )
-
-
-def _siglip() -> list[_Rule]:
-    layer = _VISION + _LAYER
-    rules = [
-        _Rule(
-            _IMG + "embedding/kernel",
-            {_VISION + "embeddings.patch_embedding.weight": ()},
-            "h w c d -> d c h w",
-            layered=False,
-        ),
-        _Rule(_IMG + "embedding/bias", {_VISION + "embeddings.patch_embedding.bias": ()}, "d -> d", layered=False),
-        _Rule(
-            _IMG + "pos_embedding",
-            {_VISION + "embeddings.position_embedding.weight": ()},
-            "one tokens d -> (one tokens) d",
-            layered=False,
-        ),
-        _Rule(_HEADS + "out/kernel", {layer + "self_attn.out_proj.weight": ()}, "n h d -> d (n h)"),
-        _Rule(_HEADS + "out/bias", {layer + "self_attn.out_proj.bias": ()}, "d -> d"),
-        *_layer_norm(_BLOCK + "LayerNorm_0", layer + "layer_norm1", layered=True),
-        *_layer_norm(_BLOCK + "LayerNorm_1", layer + "layer_norm2", layered=True),
-        *_linear(_BLOCK + "MlpBlock_0/Dense_0", layer + "mlp.fc1", layered=True),
-        *_linear(_BLOCK + "MlpBlock_0/Dense_1", layer + "mlp.fc2", layered=True),
-        *_layer_norm(_IMG + "Transformer/encoder_norm", _VISION + "post_layernorm", layered=False),
-        *_linear(_IMG + "head", "paligemma_with_expert.paligemma.model.multi_modal_projector.linear", layered=False),
+def _rules() -> dict[str, _Rule]:
+    layer = _TOWER + "encoder." + _LAYER
+    modules: list[tuple[str, str, Mapping[str, str]]] = [
+        (_IMG + "embedding", _TOWER + "embeddings.patch_embedding", _PATCHES),
+        (_IMG + "Transformer/encoder_norm", _TOWER + "post_layernorm", _NORM),
+        (_IMG + "head", _PALIGEMMA + "model.multi_modal_projector.linear", _LINEAR),
+        (_HEADS + "query", layer + "self_attn.q_proj", _TO_HEADS),
+        (_HEADS + "key", layer + "self_attn.k_proj", _TO_HEADS),
+        (_HEADS + "value", layer + "self_attn.v_proj", _TO_HEADS),
+        (_HEADS + "out", layer + "self_attn.out_proj", _FROM_HEADS),
+        (_BLOCK + "LayerNorm_0", layer + "layer_norm1", _NORM),
+        (_BLOCK + "LayerNorm_1", layer + "layer_norm2", _NORM),
+        (_BLOCK + "MlpBlock_0/Dense_0", layer + "mlp.fc1", _LINEAR),
+        (_BLOCK + "MlpBlock_0/Dense_1", layer + "mlp.fc2", _LINEAR),
     ]
-    for theirs, ours in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
-        target = f"{layer}self_attn.{ours}"
-        rules.append(_Rule(f"{_HEADS}{theirs}/kernel", {target + ".weight": ()}, "d n h -> (n h) d"))
-        rules.append(_Rule(f"{_HEADS}{theirs}/bias", {target + ".bias": ()}, "n h -> (n h)"))
-    return rules
-
-
-def _gemma(suffix: str, root: str) -> list[_Rule]:
-    """Return the rules of a stack. The expert's names have the suffix `_1`. A norm has a scale, in π0.5's
-    expert a projection."""
-    layer = root + "layers.{layer}."
-    attention, mlp = f"{_LLM}layers/attn/", f"{_LLM}layers/mlp{suffix}/"
-    rules = [
-        _Rule(f"{attention}q_einsum{suffix}/w", {layer + "self_attn.q_proj.weight": ()}, "n d h -> (n h) d"),
-        _Rule(
-            f"{attention}kv_einsum{suffix}/w",
-            {layer + "self_attn.k_proj.weight": (0,), layer + "self_attn.v_proj.weight": (1,)},
-            "k d h -> (k h) d",
-        ),
-        _Rule(f"{attention}attn_vec_einsum{suffix}/w", {layer + "self_attn.o_proj.weight": ()}, "n h d -> d (n h)"),
-        _Rule(
-            f"{mlp}gating_einsum",
-            {layer + "mlp.gate_proj.weight": (0,), layer + "mlp.up_proj.weight": (1,)},
-            "d m -> m d",
-        ),
-        _Rule(f"{mlp}linear", {layer + "mlp.down_proj.weight": ()}, "m d -> d m"),
-    ]
-    norms = (
-        (f"layers/pre_attention_norm{suffix}", layer + "input_layernorm", True),
-        (f"layers/pre_ffw_norm{suffix}", layer + "post_attention_layernorm", True),
-        (f"final_norm{suffix}", root + "norm", False),
-    )
-    for theirs, ours, layered in norms:
-        rules.append(_Rule(f"{_LLM}{theirs}/scale", {ours + ".weight": ()}, "d -> d", layered))
-        rules.extend(_linear(f"{_LLM}{theirs}/Dense_0", ours + ".dense", layered=layered))
-    return rules
-
-
-_PROJECTIONS = ("action_in_proj", "action_out_proj", "state_proj", "action_time_mlp_in", "action_time_mlp_out")
-_TIME = ("time_mlp_in", "time_mlp_out")
-_RULES: dict[str, _Rule] = {
-    rule.source: rule
-    for rule in (
-        *_siglip(),
-        *_gemma("", _LANGUAGE),
-        *_gemma("_1", _EXPERT),
+    names = ("action_in_proj", "action_out_proj", "state_proj", "action_time_mlp_in", "action_time_mlp_out",
+             "time_mlp_in", "time_mlp_out")  # fmt: skip
+    modules += [(name, name, _LINEAR) for name in names]
+    arrays: list[tuple[str, tuple[str, ...], str]] = [
+        (_IMG + "pos_embedding", (_TOWER + "embeddings.position_embedding.weight",), "one tokens d -> (one tokens) d"),
         # The name of the tied table in openpi's own files.
-        _Rule(
-            _LLM + "embedder/input_embedding",
-            {"paligemma_with_expert.paligemma.lm_head.weight": ()},
-            "tokens d -> tokens d",
-            layered=False,
-        ),
-        *(rule for name in (*_PROJECTIONS, *_TIME) for rule in _linear(name, name, layered=False)),
-    )
-}
+        (_LLM + "embedder/input_embedding", (_PALIGEMMA + "lm_head.weight",), "tokens d -> tokens d"),
+    ]
+    # The expert's JAX names have the suffix `_1`.
+    for suffix, root in ("", _PALIGEMMA + "model.language_model."), ("_1", "paligemma_with_expert.gemma_expert.model."):
+        attention, mlp, layer = f"{_LLM}layers/attn/", f"{_LLM}layers/mlp{suffix}/", root + _LAYER
+        for source, targets, layout in (
+            (f"{attention}q_einsum{suffix}/w", ("self_attn.q_proj",), "n d h -> (n h) d"),
+            (f"{attention}kv_einsum{suffix}/w", ("self_attn.k_proj", "self_attn.v_proj"), "k d h -> (k h) d"),
+            (f"{attention}attn_vec_einsum{suffix}/w", ("self_attn.o_proj",), "n h d -> d (n h)"),
+            (f"{mlp}gating_einsum", ("mlp.gate_proj", "mlp.up_proj"), "d m -> m d"),
+            (f"{mlp}linear", ("mlp.down_proj",), "m d -> d m"),
+        ):
+            arrays.append((source, tuple(f"{layer}{target}.weight" for target in targets), layout))
+        for source, target in (
+            (f"{_LLM}layers/pre_attention_norm{suffix}", layer + "input_layernorm"),
+            (f"{_LLM}layers/pre_ffw_norm{suffix}", layer + "post_attention_layernorm"),
+            (f"{_LLM}final_norm{suffix}", root + "norm"),
+        ):
+            # A norm has a scale, in π0.5's expert a projection.
+            arrays.append((source + "/scale", (target + ".weight",), "d -> d"))
+            modules.append((source + "/Dense_0", target + ".dense", _LINEAR))
+    for source, target, layouts in modules:
+        for leaf, layout in layouts.items():
+            arrays.append((f"{source}/{leaf}", (f"{target}.{'bias' if leaf == 'bias' else 'weight'}",), layout))
+    return {source: _Rule(targets, layout, _LAYER in targets[0]) for source, targets, layout in arrays}
+
+
+_RULES = _rules()
 
 
 def targets(shapes: Mapping[str, Shape], where: str) -> list[Target]:
@@ -172,38 +129,26 @@ def targets(shapes: Mapping[str, Shape], where: str) -> list[Target]:
         CheckpointError: A parameter is unknown or has the wrong rank. Missing ones show when the PyTorch names are
             checked.
     """
-    unknown = sorted(shapes.keys() - _RULES.keys())
-    if unknown:
+    if unknown := sorted(shapes.keys() - _RULES.keys()):
         raise CheckpointError(f"checkpoint {where}: {len(unknown)} parameters have no place in π0: {some(unknown)}")
-    result: list[Target] = []
-    for source in sorted(shapes):
-        result.extend(_of_one(source, shapes[source], _RULES[source], where))
-    return result
+    return [target for source in sorted(shapes) for target in _of_one(source, shapes[source], where)]
 
 
-def _of_one(source: str, shape: Shape, rule: _Rule, where: str) -> list[Target]:
+def _of_one(source: str, shape: Shape, where: str) -> list[Target]:
+    rule = _RULES[source]
     before, _, groups = _parsed(rule.layout)
-    picks = len(next(iter(rule.targets.values())))
-    leading = int(rule.layered) + picks
-    if len(shape) != leading + len(before):
-        raise CheckpointError(
-            f"checkpoint {where}: {source}: expected {leading + len(before)} axes ({rule.layout}), got shape {shape}"
-        )
-    if picks and shape[leading - 1] != len(rule.targets):
-        raise CheckpointError(f"checkpoint {where}: {source}: expected {len(rule.targets)} parts, got shape {shape}")
+    stacked = len(rule.targets) > 1
+    leading = int(rule.layered) + stacked
+    axes = leading + len(before)
+    if len(shape) != axes or (stacked and shape[leading - 1] != len(rule.targets)):
+        expected = f"{axes} axes ({rule.layout})" if len(shape) != axes else f"{len(rule.targets)} parts"
+        raise CheckpointError(f"checkpoint {where}: {source}: expected {expected}, got shape {shape}")
     sizes = dict(zip(before, shape[leading:], strict=True))
     whole = tuple(math.prod(sizes[axis] for axis in group) for group in groups)
-    layers = range(shape[0]) if rule.layered else (None,)
     return [
-        Target(
-            name=name.format(layer=layer),
-            source=source,
-            index=pick if layer is None else (layer, *pick),
-            layout=rule.layout,
-            shape=whole,
-        )
-        for layer in layers
-        for name, pick in rule.targets.items()
+        Target(name.format(layer=layer), source, (layer,) * rule.layered + (part,) * stacked, rule.layout, whole)
+        for layer in (range(shape[0]) if rule.layered else (0,))
+        for part, name in enumerate(rule.targets)
     ]
 
 

@@ -17,7 +17,9 @@ from vla_accel.errors import CheckpointError
 _MARK = "lora"
 
 
-class _Parameters(Protocol):
+class Parameters(Protocol):
+    """JAX parameters by name, joined by slashes, read one at a time."""
+
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
 
@@ -25,7 +27,7 @@ class _Parameters(Protocol):
 
 
 class FoldedParameters:
-    """`convert.Parameters` without adapters: reading a weight folds its adapter in, in float32.
+    """`Parameters` without adapters: reading a weight folds its adapter in, in float32.
 
     Args:
         parameters: The parameters with adapters.
@@ -40,7 +42,7 @@ class FoldedParameters:
         CheckpointError: An adapter has no weight or no second factor, or does not fit its weight.
     """
 
-    def __init__(self, parameters: _Parameters, scale: float = 1.0, where: str = "memory") -> None:
+    def __init__(self, parameters: Parameters, scale: float = 1.0, where: str = "memory") -> None:
         self._parameters, self._scale = parameters, scale
         self._pairs = _pairs(parameters.shapes, where)
         self.adapters = len(self._pairs)

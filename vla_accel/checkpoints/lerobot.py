@@ -7,7 +7,7 @@ A setting or step that is not known is an error: ignoring it would silently cost
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from vla_accel.checkpoints.lerobot_settings import (
     ABSOLUTE,
     AFTER,
     ALIASES,
+    BATCH,
     BEFORE,
+    DEVICE,
     FIELDS,
     KNOWN,
     NEUTRAL,
     NORMALIZE,
+    OPTIONAL,
     POSTPROCESSOR,
     PREPROCESSORS,
     RELATIVE,
@@ -27,7 +30,7 @@ from vla_accel.checkpoints.lerobot_settings import (
     STEPS,
     TOKENIZE,
     UNNORMALIZE,
-    PipelineForm,
+    Orders,
 )
 from vla_accel.checkpoints.lerobot_statistics import (
     ACTION,
@@ -53,22 +56,26 @@ _LIBERO_IMAGES = ("observation.images.image", "observation.images.image2")
 
 @dataclass(frozen=True)
 class Processors:
-    """The content of the saved pipelines.
+    """A robot as a checkpoint's folder describes it.
 
     Attributes:
         preset: The robot's conventions.
         state: How the state is normalized.
         actions: How the actions are unnormalized.
-        tokenizer: Settings of the tokenizer step. A `tokenizer_name` inside the folder is a path.
+        tokenizer: Name or folder of the tokenizer, None if the folder names none.
+        max_token_len: The longest prompt, 0 if the folder does not say.
         pixels: The pixels that the policy was trained with, None for the usual ones. Cameras are in the order of
             `preset.images`.
+        prompt_state_dim: The size to which prompts pad the state, as lerobot did before 0.5; None if they do not.
     """
 
     preset: Preset
     state: Normaliser
     actions: Normaliser
-    tokenizer: Mapping[str, Any]
+    tokenizer: str | None = None
+    max_token_len: int = 0
     pixels: PixelValues | None = None
+    prompt_state_dim: int | None = None
 
 
 def is_lerobot(folder: Path) -> bool:
@@ -122,44 +129,44 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     """
     path = folder / "config.json"
     inputs, outputs = _features(config, path)
-    before = after = None
+    renamed, relative, tokenizer, length = {}, None, {}, ("tokenizer_max_length", config, path)
+    state_dim, action_dim = _size(inputs, STATE, path), _size(outputs, ACTION, path)
     if not is_migrated(folder) and buffers(weights.shapes):
         modes = required(config, "normalization_mapping", dict, path)
-        of_inputs = of_outputs = buffer_statistics(
-            weights, inputs | outputs, modes, path.with_name("model.safetensors")
-        )
+        of_inputs = of_outputs = buffer_statistics(weights, inputs | outputs, modes, folder / "model.safetensors")
     else:
         before = _read_pipeline(folder / BEFORE, PREPROCESSORS[config["type"]])
         after = _read_pipeline(folder / AFTER, POSTPROCESSOR)
         _check_prompt(before, config)
         of_inputs, of_outputs = before.statistics(NORMALIZE), after.statistics(UNNORMALIZE)
-    state_dim, action_dim = _size(inputs, STATE, path), _size(outputs, ACTION, path)
+        renamed, tokenizer = before.config(RENAME).get("rename_map") or {}, _tokenizer(before)
+        if "max_length" in tokenizer:
+            length = "max_length", tokenizer, before.path
+        if _are_relative(config, before, after):
+            relative = before.config(RELATIVE)
     # A policy that was trained from a base for another robot keeps the base's features in config.json.
     state = of_inputs.scaling(STATE) or Normaliser.identity(state_dim)
     actions = of_outputs.scaling(ACTION) or Normaliser.identity(action_dim)
     if len(actions.low) != action_dim:
         raise CheckpointError(f"{path}: expected statistics of action's {action_dim} values, got {len(actions.low)}")
     cameras = [key for key, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in key]
-    renamed = {} if before is None else before.config(RENAME).get("rename_map") or {}
-    names = _robot_names(renamed, (*cameras, STATE), path.with_name(BEFORE))
     # A camera that no image reaches is a masked view, like an empty camera.
+    names = _robot_names(renamed, (*cameras, STATE), folder / BEFORE)
     cameras = [key for key in cameras if key in names]
     sizes = len(state.low), action_dim
-    relative = None
-    if before is not None and after is not None and _are_relative(config, before, after):
-        relative = relative_dims(before.config(RELATIVE), sizes, before.path)
+    relative = None if relative is None else relative_dims(relative, sizes, folder / BEFORE)
     smolvla = config["type"] == "smolvla"
-    scales = {key: of_inputs.camera(key) for key in cameras}
-    pixels = pixel_values(scales, smolvla=smolvla, old_bars=not smolvla and _is_of_04(config, path), path=path)
-    preset = _preset(path, {key: names[key] for key in (*cameras, STATE)}, sizes, resize, relative)
-    return Processors(preset, state, actions, {} if before is None else _tokenizer(before), pixels)
-
-
-def longest_prompt(saved: Processors, config: Mapping[str, Any], path: Path) -> int:
-    """Return the longest prompt in tokens, from the tokenizer step or from config.json at `path`."""
-    if "max_length" in saved.tokenizer:
-        return size_of(saved.tokenizer, "max_length", path.with_name(BEFORE))
-    return size_of(config, "tokenizer_max_length", path)
+    old = not smolvla and _is_of_04(config, path)
+    name, place, file = length
+    return Processors(
+        _preset(path, {key: names[key] for key in (*cameras, STATE)}, sizes, resize, relative),
+        state,
+        actions,
+        tokenizer.get("tokenizer_name"),
+        size_of(place, name, file),
+        pixel_values({k: of_inputs.camera(k) for k in cameras}, smolvla=smolvla, old_bars=old, path=path),
+        size_of(config, "max_state_dim", path) if old else None,
+    )
 
 
 def denoising_steps(config: Mapping[str, Any], name: str, path: Path) -> int:
@@ -168,12 +175,6 @@ def denoising_steps(config: Mapping[str, Any], name: str, path: Path) -> int:
     if steps > MOST_STEPS:
         raise CheckpointError(f"{path}: {name}: expected 1 to {MOST_STEPS}, got {steps}")
     return steps
-
-
-def prompt_state_dim(config: Mapping[str, Any], path: Path) -> int | None:
-    """Return the size to which the prompts of π0.5 and π0-FAST pad the state, as lerobot did before 0.5; None if they
-    do not."""
-    return size_of(config, "max_state_dim", path) if _is_of_04(config, path) else None
 
 
 def required(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
@@ -247,28 +248,17 @@ def _preset(
 ) -> Preset:
     """Return the robot's keys: LIBERO's if the features are LIBERO's and none is renamed, else the robot's `names`."""
     cameras = tuple(key for key in names if key != STATE)
+    deltas = relative or ()
     is_libero = cameras == _LIBERO_IMAGES and sizes == (LIBERO.state_dim, LIBERO.action_dim)
     if is_libero and all(key == name for key, name in names.items()):
         # With relative actions the robot gets targets.
         motion = LIBERO.motion_dims if relative is None else None
-        images, state, prompt, optional = LIBERO.images, LIBERO.state, LIBERO.prompt, ()
-    else:
-        # Such a folder does not state whether its actions are targets or motion. A missing camera is a masked view, as
-        # in lerobot.
-        images, motion = tuple(names[key] for key in cameras), None
-        state, prompt, optional = (names[STATE],), "task", images
+        return replace(LIBERO, discrete_state_input=None, motion_dims=motion, delta_actions=deltas, resize=resize)
+    # Such a folder does not state whether its actions are targets or motion. A missing camera is a masked view, as in
+    # lerobot.
+    images, state = tuple(names[key] for key in cameras), (names[STATE],)
     try:
-        return Preset(
-            images=images,
-            state=state,
-            state_dim=sizes[0],
-            action_dim=sizes[1],
-            prompt=prompt,
-            optional_images=optional,
-            motion_dims=motion,
-            delta_actions=relative or (),
-            resize=resize,
-        )
+        return Preset(images, state, *sizes, "task", images, delta_actions=deltas, resize=resize)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -291,7 +281,7 @@ class _Pipeline:
         return step_statistics(self.path.parent, name, self.config(name), self.steps[name].get("state_file"))
 
 
-def _read_pipeline(path: Path, form: PipelineForm) -> _Pipeline:
+def _read_pipeline(path: Path, orders: Orders) -> _Pipeline:
     """Raise CheckpointError if the file is missing, if a step or setting is not known, or if a step is missing, doubled
     or in another order than lerobot's."""
     if not path.is_file():
@@ -301,27 +291,27 @@ def _read_pipeline(path: Path, form: PipelineForm) -> _Pipeline:
         raise CheckpointError(f"{path}: expected steps with settings, got {steps!r:.200}")
     saved = [str(step.get("registry_name", step.get("class"))) for step in steps]
     names = [ALIASES.get(name, name) for name in saved]
-    _check_steps(path, names, form)
+    _check_steps(path, names, orders)
     for name, step in zip(names, steps, strict=True):
         check(step.get("config") or {}, STEPS[name], f"{path}: {name}", KNOWN)
     return _Pipeline(path, {n: step for n, step in zip(names, steps, strict=True) if n not in NEUTRAL})
 
 
-def _check_steps(path: Path, names: Sequence[str], form: PipelineForm) -> None:
-    if others := [name for name in names if name not in form.known]:
-        known = ", ".join(form.known)
-        raise CheckpointError(f"{path}: expected steps among {known} ({KNOWN}), got {', '.join(others)}")
-    for name in form.required:
-        if name not in names:
+def _check_steps(path: Path, names: Sequence[str], orders: Orders) -> None:
+    expected = [*dict.fromkeys(name for order in orders for name in order)]
+    known = [*expected, BATCH, DEVICE]
+    if others := [name for name in names if name not in known]:
+        raise CheckpointError(f"{path}: expected steps among {', '.join(known)} ({KNOWN}), got {', '.join(others)}")
+    for name in expected:
+        if name not in OPTIONAL and name not in names:
             raise CheckpointError(f"{path}: expected a {name} step, as lerobot saves it, found {', '.join(names)}")
-    for name in names:
         if name not in NEUTRAL and names.count(name) > 1:
             raise CheckpointError(f"{path}: expected one {name} step, got {names.count(name)}")
-    for order in form.orders:
-        found = [name for name in names if name in order]
-        expected = [name for name in order if name in found]
-        if found != expected:
-            raise CheckpointError(f"{path}: expected {' before '.join(expected)}, got {', '.join(found)}")
+    for order in orders:
+        found = [name for name in names if name in order and name not in NEUTRAL]
+        if found != sorted(found, key=order.index):
+            right = " before ".join(name for name in order if name in found)
+            raise CheckpointError(f"{path}: expected {right}, got {', '.join(found)}")
 
 
 def _is_step(step: Any) -> bool:

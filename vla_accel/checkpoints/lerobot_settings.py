@@ -6,7 +6,7 @@ Apache-2.0).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vla_accel.checkpoints.settings import Setting, fixed, neutral, read
 
@@ -236,39 +236,15 @@ STEPS: dict[str, tuple[Setting, ...]] = {
 """Settings of every known step, by the step's name in lerobot's registry."""
 
 
-@dataclass(frozen=True)
-class PipelineForm:
-    """The steps of a policy class's pipeline.
-
-    Attributes:
-        required: Steps that lerobot always saves.
-        orders: Sequences of steps, of which each must precede the next.
-        neutral: Steps that change no action.
-    """
-
-    required: tuple[str, ...]
-    orders: tuple[tuple[str, ...], ...]
-    neutral: tuple[str, ...] = (BATCH, DEVICE)
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        named = (name for order in self.orders for name in order)
-        return tuple(dict.fromkeys((*named, *self.required, *self.neutral)))
-
-
-def _with_state_in_prompt(prepare: str, *neutral: str) -> PipelineForm:
-    order = (RENAME, RELATIVE, NORMALIZE, prepare, TOKENIZE)
-    return PipelineForm((NORMALIZE, prepare, TOKENIZE), (order,), (BATCH, DEVICE, *neutral))
-
-
-def _with_newline(newline: str) -> PipelineForm:
-    return PipelineForm((newline, TOKENIZE, NORMALIZE), ((newline, TOKENIZE), (RENAME, RELATIVE, NORMALIZE)))
-
-
-PREPROCESSORS = {
-    "pi0": _with_newline(_PI0_LINE),
-    "pi05": _with_state_in_prompt(_PI05_STATE),
-    "pi0_fast": _with_state_in_prompt(_FAST_STATE, ACTION_TOKENS),
-    "smolvla": _with_newline(_SMOLVLA_LINE),
+Orders = tuple[tuple[str, ...], ...]
+"""The steps of a pipeline: sequences of steps, of which each must precede the next."""
+OPTIONAL = (RENAME, RELATIVE, ABSOLUTE, ACTION_TOKENS)
+"""Steps that lerobot does not always save."""
+_SCALED = (RENAME, RELATIVE, NORMALIZE)
+PREPROCESSORS: dict[str, Orders] = {
+    "pi0": ((_PI0_LINE, TOKENIZE), _SCALED),
+    "pi05": ((*_SCALED, _PI05_STATE, TOKENIZE),),
+    "pi0_fast": ((*_SCALED, _FAST_STATE, TOKENIZE), (ACTION_TOKENS,)),
+    "smolvla": ((_SMOLVLA_LINE, TOKENIZE), _SCALED),
 }
-POSTPROCESSOR = PipelineForm((UNNORMALIZE,), ((UNNORMALIZE, ABSOLUTE),))
+POSTPROCESSOR: Orders = ((UNNORMALIZE, ABSOLUTE),)

@@ -50,57 +50,26 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of a weight: `scale`·`b`·`a` is added, (out, rank) and (rank, in), or it is `whole`, another one."""
+    """`scale`·`b`·`a` is added to a weight: `b` (out, rank), `a` (rank, in). Without `b`, `a` replaces the weight."""
 
-    a: Tensor | None = None
+    a: Tensor
     b: Tensor | None = None
     scale: float = 1.0
-    whole: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that it fits."""
-        if self.whole is not None:
-            return tuple(self.whole.shape)
-        assert self.a is not None and self.b is not None
-        return (self.b.shape[0], self.a.shape[1])
+        """The shape of the weight that it fits."""
+        return tuple(self.a.shape) if self.b is None else (self.b.shape[0], self.a.shape[1])
 
-    def of(self, weight: Tensor) -> Tensor:
-        """The changed weight, in float32."""
-        if self.whole is not None:
-            return self.whole.to(weight.device, torch.float32)
-        assert self.a is not None and self.b is not None
-        a, b = (factor.to(weight.device, torch.float32) for factor in (self.a, self.b))
-        return weight.float() + self.scale * (b @ a)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a stored tensor lies in the canonical weight `name`: from row `start`, as much as `piece` has rows."""
-
-    name: str
-    start: int
-    piece: Piece
-
-    @property
-    def rows(self) -> slice:
-        """Of the canonical weight."""
-        return slice(None) if self.piece.rows is None else slice(self.start, self.start + self.piece.rows)
-
-    def taken(self, change: Change, whole: tuple[int, ...]) -> Change | str:
-        """The change in canonical order, or why it cannot be made of a weight of shape `whole`."""
-        if change.whole is not None:
-            reason = self.piece.why_not(change.shape, whole)
-            return reason or Change(whole=self.piece.taken(change.whole))
-        if self.piece.entry is not None:
-            return "expected a whole tensor, got factors"
-        return self.piece.why_not(change.shape, whole) or change
+    def applied(self, weight: Tensor) -> Tensor:
+        """Return the changed weight, in float32."""
+        a = self.a.to(weight.device, torch.float32)
+        return a if self.b is None else weight.float() + self.scale * (self.b.to(weight.device, torch.float32) @ a)
 
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter. `changes`: by the weight's name, as the base checkpoint has it; `base`: what it was trained on, if it
-    says so."""
+    """An adapter: the base that it was trained on, if it names one, and its changes by the base's tensor names."""
 
     folder: Path
     base: str | None
@@ -108,21 +77,24 @@ class Lora:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter and no whole weights."""
+    """Return whether a folder holds an adapter and no whole weights."""
     return (folder / CONFIG).is_file() and not any(folder.glob("model*.safetensors"))
 
 
 def read_lora(folder: Path) -> Lora:
-    """peft's folder: `adapter_config.json` and `adapter_model.safetensors`.
-
-    Raises CheckpointError for other adapters than LoRA on linear layers, and for files that are missing or contradict
-    each other.
-    """
+    """Read peft's folder. Raises CheckpointError for other adapters than LoRA on linear layers, and for files that are
+    missing or contradict each other."""
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise CheckpointError(f"lora {folder}: expected {file}, found {listing(folder)}")
     config = read_json(folder / CONFIG)
-    _check_settings(config, folder)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"lora {folder}: expected peft_type LORA in {CONFIG}, got {config.get('peft_type')!r}")
+    if refusals := [*refused(config, _SETTINGS, "peft's LoRA")]:
+        raise CheckpointError(
+            f"lora {folder}: expected only factors of linear layers (W + s·B·A) in {CONFIG}: {'; '.join(refusals)}; "
+            "merge the adapter with peft (merge_and_unload) and save the whole policy"
+        )
     weights = SafetensorsWeights(folder / WEIGHTS)
     factors: dict[str, dict[str, Tensor]] = {}
     changes: dict[str, Change] = {}
@@ -133,7 +105,7 @@ def read_lora(folder: Path) -> Lora:
         elif "lora" in plain:
             raise CheckpointError(f"lora {folder}: expected lora_A and lora_B of linear layers, got {name}")
         else:
-            changes[_unwrapped(plain)] = Change(whole=weights.read(name).clone())
+            changes[_unwrapped(plain)] = Change(weights.read(name).clone())
     for module, pair in factors.items():
         changes[_unwrapped(f"{module}.weight")] = _change(module, pair, config, folder)
     if not changes:
@@ -141,8 +113,8 @@ def read_lora(folder: Path) -> Lora:
     return Lora(folder, _base_of(config), changes)
 
 
-def fold(model: N, lora: Lora, pieces: Callable[[str], tuple[Piece, ...]], dead: Collection[str] = ()) -> N:
-    """Fold an adapter into a model's weights, which are read later.
+def fold(model: N, lora: Lora | None, pieces: Callable[[str], tuple[Piece, ...]], dead: Collection[str] = ()) -> N:
+    """Fold an adapter, if there is one, into a model's weights, which are read later. Returns the same model.
 
     Args:
         model: A model whose weights have an origin.
@@ -151,62 +123,52 @@ def fold(model: N, lora: Lora, pieces: Callable[[str], tuple[Piece, ...]], dead:
             that the adapter's modules have.
         dead: Stored names that no action depends on. What an adapter changes there is left out.
 
-    Returns:
-        The same model.
-
     Raises:
         CheckpointError: The adapter changes a weight that the model lacks, or that has another shape.
     """
+    if lora is None:
+        return model
     assert model.origin is not None
     shapes = shapes_of(model)
-    places: dict[str, Place] = {}
+    places: dict[str, tuple[str, int, Piece]] = {}
     for name in shapes:
         start = 0
         for piece in pieces(name):
-            places[_unwrapped(piece.name)] = Place(name, start, piece)
+            places[_unwrapped(piece.name)] = name, start, piece
             start += piece.rows or 0
-        places.setdefault(name, Place(name, 0, Piece(name)))
-    left_out = {_unwrapped(name) for name in dead} - places.keys()
-    changes = {name: change for name, change in lora.changes.items() if name not in left_out}
-    if len(changes) < len(lora.changes):
-        dropped = sorted(lora.changes.keys() - changes.keys())
-        _log.info("lora %s: no action depends on %s, which it adapts: left out", lora.folder, some(dropped))
-    model.origin = Folded(model.origin, dataclasses.replace(lora, changes=changes), places, shapes)
+        places.setdefault(name, (name, 0, Piece(name)))
+    others = lora.changes.keys() - places.keys()
+    dropped = others & {_unwrapped(name) for name in dead}
+    if dropped:
+        _log.info("lora %s: no action depends on %s, which it adapts: left out", lora.folder, some(sorted(dropped)))
+    changes: dict[str, list[tuple[slice, Change]]] = {}
+    wrong = []
+    for stored in lora.changes.keys() & places.keys():
+        change, (name, start, piece) = lora.changes[stored], places[stored]
+        reason = piece.why_not(change.shape, shapes[name])
+        if change.b is not None and piece.entry is not None:
+            reason = "expected a whole tensor, got factors"
+        if reason:
+            wrong.append(f"{stored} ({reason})")
+        rows = slice(None) if piece.rows is None else slice(start, start + piece.rows)
+        taken = change if change.b is not None else Change(piece.taken(change.a))
+        changes.setdefault(name, []).append((rows, taken))
+    if unknown := sorted(others - dropped):
+        wrong = [f"this one lacks {some(unknown)}"]
+    if wrong:
+        raise CheckpointError(f"lora {lora.folder}: it adapts another model: {some(sorted(wrong))}")
+    model.origin = Folded(model.origin, changes)
     return model
 
 
 class Folded:
-    """An origin of weights (`models.network.Origin`) with an adapter folded in.
+    """An origin of weights (`nn.network.Origin`) with an adapter folded in: changes of the rows of each weight."""
 
-    Args:
-        places: Where each stored name that an adapter may change lies.
-        shapes: Of the canonical weights.
-
-    Raises:
-        CheckpointError: The adapter has another base; the message names what does not fit.
-    """
-
-    def __init__(
-        self, origin: Origin, lora: Lora, places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        self._origin = origin
-        self._changes: dict[str, list[tuple[slice, Change]]] = {}
-        unknown = sorted(lora.changes.keys() - places.keys())
-        if unknown:
-            raise CheckpointError(f"lora {lora.folder}: it adapts another model: this one lacks {some(unknown)}")
-        wrong = []
-        for name, change in lora.changes.items():
-            place = places[name]
-            taken = place.taken(change, shapes[place.name])
-            if isinstance(taken, str):
-                wrong.append(f"{name} ({taken})")
-            else:
-                self._changes.setdefault(place.name, []).append((place.rows, taken))
-        if wrong:
-            raise CheckpointError(f"lora {lora.folder}: it adapts another model: {some(wrong)}")
+    def __init__(self, origin: Origin, changes: Mapping[str, list[tuple[slice, Change]]]) -> None:
+        self._origin, self._changes = origin, changes
 
     def __deepcopy__(self, memo: object) -> Folded:
-        return self  # of a copied network, too
+        return self  # shared by copies of a network
 
     def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         if name not in self._changes:
@@ -214,7 +176,7 @@ class Folded:
         stored = self._origin.read(name, None, device)
         value = stored.float()
         for rows, change in self._changes[name]:
-            value[rows] = change.of(value[rows])
+            value[rows] = change.applied(value[rows])
         if not bool(torch.isfinite(value).all()):
             raise CheckpointError(f"lora: non-finite values in {name}")
         return value.to(dtype or stored.dtype)
@@ -229,23 +191,12 @@ class Folded:
 
 
 def _unwrapped(name: str) -> str:
-    """Without what lerobot's policies have around the model."""
+    """Return a name without the prefix of lerobot's policies."""
     return name.removeprefix("model.").removeprefix("_groot_model.")
 
 
-def _check_settings(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError for an adapter that is more than W + s·B·A, or that has an unknown setting."""
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"lora {folder}: expected peft_type LORA in {CONFIG}, got {config.get('peft_type')!r}")
-    if wrong := [*refused(config, _SETTINGS, "peft's LoRA")]:
-        raise CheckpointError(
-            f"lora {folder}: expected only factors of linear layers (W + s·B·A) in {CONFIG}: {'; '.join(wrong)}; merge "
-            "the adapter with peft (merge_and_unload) and save the whole policy"
-        )
-
-
 def _base_of(config: Mapping[str, Any]) -> str | None:
-    """The base's name, with the revision that the adapter was trained on."""
+    """Return the base's name, with the revision that the adapter was trained on."""
     base, revision = config.get("base_model_name_or_path") or None, config.get("revision")
     named = None if base is None or Path(base).exists() else HubName.parse(base)
     if named is None or not revision or named.revision is not None:
@@ -266,7 +217,7 @@ def _change(module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any], 
 
 
 def _of_module(config: Mapping[str, Any], pattern: str, name: str, module: str, folder: Path) -> float:
-    """A module's own rank or alpha, where a pattern names it, else everybody's."""
+    """Return a module's own rank or alpha if a pattern names it, else the adapter's."""
     own = (value for key, value in (config.get(pattern) or {}).items() if re.fullmatch(rf"(.*\.)?({key})", module))
     value = next(own, config.get(name))
     if not isinstance(value, (int, float)):

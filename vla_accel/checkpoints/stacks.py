@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from vla_accel.checkpoints.weights import Piece
 from vla_accel.errors import CheckpointError
-from vla_accel.nn.siglip import SiglipConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 ShapeOf = Callable[[str, int], tuple[int, ...]]
@@ -28,28 +27,6 @@ _LAYER = {
     "down_proj": ("mlp.down_proj",),
 }
 _SIGLIP = {"qkv_proj": _QKV, "out_proj": ("self_attn.out_proj",), "fc1": ("mlp.fc1",), "fc2": ("mlp.fc2",)}
-
-
-class Stack(Protocol):
-    """Sizes of a stack of decoder layers."""
-
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def mlp_dim(self) -> int: ...
-
-
-class Sizes(Protocol):
-    """Sizes of a model of a tower and stacks. It may have an `expert`, which is a `Stack`, too."""
-
-    @property
-    def vision(self) -> SiglipConfig: ...
-    @property
-    def prefix(self) -> Stack: ...
 
 
 def depth_of(shapes: Shapes, start: str) -> int:
@@ -89,34 +66,33 @@ class Names:
     embedding: str
     rest: str = ""
 
-    def pieces(self, name: str, sizes: Sizes) -> tuple[Piece, ...]:
-        """Return the stored tensors that make up the canonical tensor `name`, in order along its first axis."""
-        rows: tuple[int, ...] | None = None
-        if match := re.fullmatch(r"(prefix|expert)\.layers\.(\d+)\.(\w+)\.(.+)", name):
+    def pieces(self, name: str, sizes: Any) -> tuple[Piece, ...]:
+        """Return the stored tensors that make up the canonical tensor `name`, in order along its first axis.
+
+        `sizes` has the stacks `vision`, `prefix` and, if there is one, `expert`.
+        """
+        if match := re.fullmatch(r"(prefix|expert|vision)\.layers\.(\d+)\.(\w+)\.(.+)", name):
             which, index, module, leaf = match.groups()
-            stack: Stack = getattr(sizes, which)
-            whole = tuple(f"{self.stacks[which]}layers.{index}.{part}.{leaf}" for part in _LAYER.get(module, (module,)))
+            stack = getattr(sizes, which)
+            vision = which == "vision"
+            start = f"{self.tower}encoder." if vision else self.stacks[which]
+            stored = (_SIGLIP if vision else _LAYER).get(module, (module,))
+            rows: tuple[int | None, ...] = (None,)
             if module == "qkv_proj":
-                rows = (stack.heads * stack.head_dim, *(stack.kv_heads * stack.head_dim,) * 2)
+                kv_heads = stack.heads if vision else stack.kv_heads
+                rows = (stack.heads * stack.head_dim, *(kv_heads * stack.head_dim,) * 2)
             elif module == "gate_up_proj":
                 rows = (stack.mlp_dim, stack.mlp_dim)
-        elif match := re.fullmatch(r"vision\.layers\.(\d+)\.(\w+)\.(.+)", name):
-            index, module, leaf = match.groups()
-            parts = _SIGLIP.get(module, (module,))
-            whole = tuple(f"{self.tower}encoder.layers.{index}.{part}.{leaf}" for part in parts)
-            rows = (sizes.vision.width,) * 3 if module == "qkv_proj" else None
-        elif name == "vision.position_embedding":
-            whole = (self.tower + "embeddings.position_embedding.weight",)
-        elif name.startswith("vision.patch_embedding."):
-            whole = (self.tower + "embeddings." + name.removeprefix("vision."),)
-        elif name.startswith("vision."):
-            whole = (self.tower + name.removeprefix("vision."),)
-        elif name.startswith("projector."):
-            whole = (self.projector + name.removeprefix("projector."),)
-        elif name.startswith("expert."):
-            whole = (self.stacks["expert"] + name.removeprefix("expert."),)
-        elif name == "embed.weight":
-            whole = (self.embedding,)
-        else:
-            whole = (self.rest + name,)
-        return tuple(Piece(n, r) for n, r in zip(whole, rows or (None,) * len(whole), strict=True))
+            names = (f"{start}layers.{index}.{part}.{leaf}" for part in stored)
+            return tuple(Piece(n, r) for n, r in zip(names, rows, strict=True))
+        for ours, theirs in (
+            ("vision.position_embedding", self.tower + "embeddings.position_embedding.weight"),
+            ("vision.patch_embedding.", self.tower + "embeddings.patch_embedding."),
+            ("vision.", self.tower),
+            ("projector.", self.projector),
+            ("expert.", self.stacks.get("expert", "")),
+            ("embed.weight", self.embedding),
+        ):
+            if name.startswith(ours):
+                return (Piece(theirs + name.removeprefix(ours)),)
+        return (Piece(self.rest + name),)

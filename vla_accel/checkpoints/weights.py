@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel.config import LARGEST
 from vla_accel.config.mapping import read_mapping
-from vla_accel.config.policy import LARGEST
 from vla_accel.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"

@@ -92,10 +92,8 @@ def options_of(name: str) -> Any:
 
 
 def ended(run: Callable[[], int]) -> tuple[int, str | None]:
-    """Run a program; return its exit status and the message to print.
-
-    0: done; 1: a check failed, or an error that the user can fix; 130: interrupted; 141: nobody reads the output.
-    """
+    """Run a program; return its exit status and the message to print. 0: done; 1: a check failed, or an error that
+    the user can fix; 130: interrupted; 141: nobody reads the output."""
     # SIGTERM, sent by `timeout` or a scheduler, interrupts like Ctrl-C, so that cleanup runs and no process stays.
     interrupted = False
 

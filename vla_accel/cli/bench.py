@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from vla_accel.cli.common import print_json, print_table, say, write_if
-from vla_accel.cli.options import Argument, Checkpoint, Count, Folder, Number, OutputFile, Within, check_checkpoint
+from vla_accel.cli.options import Argument, Checkpoint, Count, Folder, Number, OutputFile, Within
 from vla_accel.config import AUTO, PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import without_folders
@@ -30,43 +30,37 @@ class Bench:
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
     config: tuple[str, ...] = (AUTO,)
-    """Of a checkpoint: the configurations to time in addition to eager, names of shipped ones or files."""
+    """With a checkpoint: the configurations to time in addition to eager, as names of shipped ones or files."""
     model: str | None = None
     """Random weights of a model family's published size: pi05, pi0, pi0_fast, smolvla or groot."""
     systems: tuple[str, ...] = ()
-    """Of random weights: some of eager, native-bf16, native-fp8 and -int8, each also with -vision, native-int8-denoise,
-    native-fp8-int8-denoise (of pi0_fast native-fp8, native-fp8-decode, native-int8-decode); portable- instead of
-    native-, what a GPU without Hopper's kernels runs; openpi-eager, openpi-compile, openpi-max-autotune; for SmolVLA
-    and GR00T lerobot-eager, lerobot-compile; a wrong name lists the model's own. If not given: eager, native's but
-    INT8, and the other project's eager code, which is left out with a message if it is not installed."""
+    """With random weights: eager; native-bf16, native-fp8 and -int8, each also with -vision; native-int8-denoise,
+    native-fp8-int8-denoise (pi0_fast: native-fp8, native-fp8-decode, native-int8-decode); portable- instead of native-
+    runs without Hopper's kernels; openpi-eager, -compile, -max-autotune; lerobot-eager, -compile (SmolVLA, GR00T). An
+    unknown name lists the model's own. Default: eager, native without INT8, and the other project's eager code."""
     realtime_vla: Folder = None
-    """Of random weights: a checkout of realtime-vla, whose code takes its turns, too, at ten steps: both its kinds, or
-    those that --systems names."""
+    """With random weights: a checkout of realtime-vla, whose code is also timed, at ten steps."""
     prompt_tokens: Number = None
-    """Length of the prompt in tokens; an ordinary one of about 20 if not given."""
+    """Length of the prompt in tokens; about 20 if not given."""
     steps: Annotated[tuple[int, ...], Within(1)] = ()
-    """Denoising steps, one run after the other; if not given, those that the configurations name, else the family's
-    sweep (10,3,1, GR00T's 4,2,1) and before it a checkpoint's own number; of pi0_fast tokens, 64. What torch.compile
-    compiles is timed at the first alone."""
+    """Denoising steps (pi0_fast: tokens). Default: those of the configurations, else a checkpoint's own number and the
+    family's (10,3,1; GR00T: 4,2,1; pi0_fast: 64). Systems that torch.compile compiles are timed at the first only."""
     camera: Annotated[str | None, Argument("HEIGHTxWIDTH")] = None
-    """Of our systems alone: size of the cameras' images, e.g. 480x640, which a policy fits to its own; if not given
-    they come fitted."""
+    """Size of the cameras' images, such as 480x640, for our own systems. Default: the model's size."""
     views: Number = None
-    """Of random weights: images a call; the family's own if not given: 2 for π0.5, 3 for π0."""
+    """With random weights: images of a call. Default: the family's, 2 for π0.5 and 3 for π0."""
     horizon: Number = None
-    """Of random weights: actions a chunk; the family's own if not given: 10 for π0.5, 50 for π0."""
+    """With random weights: actions of a chunk. Default: the family's, 10 for π0.5 and 50 for π0."""
     batch: Annotated[tuple[int, ...], Within(1)] = ()
-    """Batch sizes whose throughput is measured besides, at the first of --steps, e.g. 1,2,4,8,16."""
+    """Also measure the throughput of these batch sizes, at the first of --steps, such as 1,2,4,8,16."""
     hz: Annotated[float | None, Argument("HZ"), Within(0, above=True)] = None
-    """Besides, time calls that come at this rate, as a robot makes them, with the GPU's power."""
+    """Also time calls at this rate, with the GPU's power."""
     starts: bool = False
-    """Besides, time two starts of each of our systems up to the first action, in processes of their own: without and
-    with what an earlier one left in the caches."""
+    """Also time two starts of each of our systems up to the first action, without and with filled caches."""
     calls: Count = 100
     """Timed calls of each system."""
     profile: bool = False
-    """Besides, list the GPU's kernels of one call of each of our systems, its graph replayed: how long each ran, what
-    of that lay beside others, and how long the GPU was idle before it."""
+    """Also list the GPU's kernels of one call of each of our systems: duration, overlap, and idle time before it."""
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configurations'."""
     output: OutputFile = None
@@ -74,20 +68,25 @@ class Bench:
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, engines, conditions."""
 
-    def check(self) -> None:
-        """Raise ConfigError for what stands in the checkpoint's place and is none."""
-        check_checkpoint(self)
-
 
 def main(options: Bench, words: list[str]) -> int:
     """Time the systems and report; the exit status."""
     from vla_accel.families.bench import bench_card
     from vla_accel.machine import hardware, resolve_device, software
     from vla_accel.measure.bench import SCHEMA, add_speedups, run
-    from vla_accel.measure.comparison import choose_systems, make_baselines, profile, throughput, timed_once
     from vla_accel.measure.paced import paced
     from vla_accel.measure.roofline import add_batch_floors, measure_ceilings, rates, steps_timed
-    from vla_accel.measure.systems import Factory, camera_size, free, observer
+    from vla_accel.measure.systems import (
+        Factory,
+        camera_size,
+        choose_systems,
+        free,
+        make_baselines,
+        observer,
+        profile,
+        throughput,
+        timed_once,
+    )
     from vla_accel.nn.calibration import load_modelopt
 
     if options.report is not None:

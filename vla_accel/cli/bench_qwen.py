@@ -13,7 +13,7 @@ from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_tab
 from vla_accel.cli.image_options import BenchQwen
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.config import load_vae_config
-from vla_accel.images.measure import Bench, parity
+from vla_accel.images.measure import Bench
 from vla_accel.images.models import diffusers_module
 from vla_accel.images.qwen import LAYERS, Transformer, accelerate, random_qwen_image
 from vla_accel.ledger import Ledger
@@ -54,32 +54,14 @@ def main(options: BenchQwen, words: list[str]) -> int:
     if "baseline" in bench.errors:
         raise EngineError(f"bench-qwen: the baseline failed: {bench.errors['baseline']}")
     systems = {n: systems[n] for n in images}
-    agreement = {n: parity(image, images["baseline"]) for n, image in images.items()}
     memory = {n: bench.peak_gib(system) for n, system in systems.items()}
     timings = bench.timings(systems, options.rounds, warm_up=1)
-    base = timings["baseline"]["p50_ms"]
-    rows = [
-        {
-            "system": n,
-            **t,
-            "speedup": base / t["p50_ms"],
-            "saved_ms": base - t["p50_ms"],
-            "peak_gib": memory[n],
-            "parity": agreement[n].as_dict(),
-        }
-        for n, t in timings.items()
-    ]
-    passed = all(a.cosine > COSINE for a in agreement.values()) and not bench.errors
-    content = {
-        "size": options.size,
-        "steps": options.steps,
-        "layers": layers,
-        "tiny": options.tiny,
-        "edit": options.edit,
-        "engines": ledger.as_list(),
-        "results": rows,
-        "errors": bench.errors,
-    }
+    rows = bench.rows(timings, {"parity": (images, images["baseline"])}, "baseline")
+    for row in rows:
+        row |= {"saved_ms": rows[0]["p50_ms"] - row["p50_ms"], "peak_gib": memory[row["system"]]}
+    passed = all((r["parity"]["cosine"] or 0.0) > COSINE for r in rows) and not bench.errors
+    content = {name: getattr(options, name) for name in ("size", "steps", "tiny", "edit")}
+    content |= {"layers": layers, "engines": ledger.as_list(), "results": rows, "errors": bench.errors}
     name = "Qwen-Image Edit" if options.edit else "Qwen-Image"
     print_table(
         f"{name}, {options.size}², {options.steps} steps, {layers} layers; agreement with the baseline",

@@ -8,18 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from vla_accel.cli.options import Checkpoint, Count, Number, OutputFile, Seconds, Within, check_checkpoint
+from vla_accel.cli.options import Checkpoint, Count, Number, OutputFile, Seconds, Within
 from vla_accel.errors import ConfigError
 from vla_accel.server.connection import websockets_server
 
 
 @dataclass(frozen=True)
 class BenchServer:
-    """Time calls over a server on this machine, with one client and many, next to the policy's own time.
-
-    The policy is a checkpoint's, one with random weights, or one that costs nothing. Server and clients run in
-    processes of their own.
-    """
+    """Time calls over a server on this machine, with one client and many, next to the policy's own time."""
 
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub; default: a policy that costs nothing."""
@@ -41,10 +37,6 @@ class BenchServer:
     """Denoising steps instead of the configuration's."""
     output: OutputFile = None
     """JSON file."""
-
-    def check(self) -> None:
-        """Raise ConfigError if the checkpoint is a file of another option."""
-        check_checkpoint(self)
 
 
 def main(options: BenchServer, words: list[str]) -> int:
@@ -94,14 +86,8 @@ COLUMNS = ("clients", "requests/s", "round trip", "p99", "policy", "waits", "add
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    times = [
-        row["round_trip_ms"]["p50"],
-        row["round_trip_ms"]["p99"],
-        row["infer_ms"]["p50"],
-        row["queue_ms"]["p50"],
-        row["added_ms"]["p50"],
-        row["added_ms"]["p99"],
-    ]
+    shown = ("round_trip p50", "round_trip p99", "infer p50", "queue p50", "added p50", "added p99")
+    times = [row[f"{name}_ms"][quantile] for name, quantile in map(str.split, shown)]
     return [str(row["clients"]), f"{row['per_second']:.0f}", *(f"{value:.3f}" for value in times)]
 
 

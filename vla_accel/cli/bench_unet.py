@@ -19,8 +19,8 @@ from vla_accel.cli.image_options import BenchUnet
 from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.images.autoencoder import SCALE
-from vla_accel.images.measure import Bench, parity
-from vla_accel.images.parts import diffusers_call, load_parts, unet_engine_file
+from vla_accel.images.measure import Bench
+from vla_accel.images.parts import diffusers_call, found_unet_file, load_parts
 from vla_accel.images.picture import side_by_side
 from vla_accel.images.stable import Engines, Request, StableDiffusion
 from vla_accel.images.unet import TEXT_TOKENS
@@ -65,11 +65,7 @@ class _UnetBench(Bench):
         self._rows_of: dict[str, list[dict[str, Any]]] = {}
 
     def measure(self, part: str, title: str, run: Callable[[], list[dict[str, Any]]]) -> None:
-        """Measure one part and print its table.
-
-        The report is written after each step: a process that dies, as after an illegal access on a GPU, leaves the
-        results so far and the part in which it died.
-        """
+        """Measure one part, print its table and write the report: a process that dies leaves the results so far."""
         self.errors[part] = "not finished"
         self._rows_of[part] = run()
         del self.errors[part]
@@ -193,16 +189,12 @@ class _UnetBench(Bench):
         )
         last: dict[str, Any] = {}
 
-        def keep(_pipeline: Any, _step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-            last.update(values)
-            return {}
-
         def run() -> Tensor:
             # The first call is compared, the others are timed.
             if name in self._latents:
                 return torch.from_numpy(call())
             with _Drawn(self.dtype):
-                made = call(callback_on_step_end=keep)
+                made = call(callback_on_step_end=lambda *values: last.update(values[-1]) or {})
             self._latents[name] = last["latents"].float().cpu()
             return torch.from_numpy(made)
 
@@ -211,26 +203,18 @@ class _UnetBench(Bench):
     def _our(self, name: Any) -> StableDiffusion:
         if name not in self._ours:
             engines = replace(Engines.all(EngineSpec("native")), unet=EngineSpec(engine=name))
-            file = unet_engine_file(self.options.sd_dir)
-            use = name.startswith("tensorrt") and file.is_file()
-            self._ours[name] = StableDiffusion(self.parts, engines, unet_file=file if use else None)
+            file = found_unet_file(self.options.sd_dir, engines.unet)
+            self._ours[name] = StableDiffusion(self.parts, engines, unet_file=file)
         return self._ours[name]
 
     def _rows(self, timings: Any, compared: dict[str, tuple[dict[str, Tensor], Tensor | None]]) -> list[dict[str, Any]]:
         """Return the rows of results; `compared`: name of an agreement to the results and their reference."""
-        names = list(timings)
-        compiled = [timings[n]["p50_ms"] for n in ("compile", "compile-graphs") if n in timings]
-        return [
-            {
-                "system": n,
-                **timings[n],
-                "speedup": timings[names[0]]["p50_ms"] / timings[n]["p50_ms"],
-                # The faster of torch.compile's two modes.
-                "speedup_over_compile": min(compiled) / timings[n]["p50_ms"] if compiled else None,
-                **{k: parity(r[n], want).as_dict() for k, (r, want) in compared.items() if want is not None},
-            }
-            for n in names
-        ]
+        # The faster of torch.compile's two modes.
+        compiled = min((timings[n]["p50_ms"] for n in ("compile", "compile-graphs") if n in timings), default=None)
+        rows = self.rows(timings, compared, next(iter(timings), ""))
+        for row in rows:
+            row["speedup_over_compile"] = compiled / row["p50_ms"] if compiled else None
+        return rows
 
 
 class _Drawn(TorchFunctionMode):

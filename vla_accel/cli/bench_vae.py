@@ -56,17 +56,18 @@ def main(options: BenchVae, words: list[str]) -> int:
 
 def _check(options: BenchVae, accelerated: str | None) -> None:
     """Raise ConfigError for options that would have no effect."""
-    systems = ", ".join(options.systems)
     library = next((s for s in options.systems if s.startswith("tensorrt")), None)
     if library and not options.engine_path:
         raise ConfigError(f"engine-path: expected --engine-path FOLDER for {library}, got none")
-    for name, value in (("engine-path", options.engine_path), ("multi-profile", options.multi_profile)):
-        if value and not library:
-            raise ConfigError(f"{name}: expected tensorrt or tensorrt_rtx among --systems, got {systems}")
-    if options.compile_sizes != BenchVae.compile_sizes and not {*_COMPILED} & {*options.systems}:
-        raise ConfigError(f"compile-sizes: expected one of {', '.join(_COMPILED)} among --systems, got {systems}")
-    if options.picture is not None and accelerated is None:
-        raise ConfigError(f"picture: expected an accelerated system to compare with eager, got {systems}")
+    compiled = {*_COMPILED} & {*options.systems} or options.compile_sizes == BenchVae.compile_sizes
+    for name, fine, expected in (
+        ("engine-path", library or not options.engine_path, "tensorrt or tensorrt_rtx"),
+        ("multi-profile", library or not options.multi_profile, "tensorrt or tensorrt_rtx"),
+        ("compile-sizes", compiled, f"one of {', '.join(_COMPILED)}"),
+        ("picture", accelerated or options.picture is None, "an accelerated system"),
+    ):
+        if not fine:
+            raise ConfigError(f"{name}: expected {expected} among --systems, got {', '.join(options.systems)}")
 
 
 def _sizes(texts: tuple[str, ...]) -> list[Size]:
@@ -110,20 +111,11 @@ class _VaeBench(Bench):
             runs, name_of = {name: system[side] for name, system in systems.items()}, f"{{}} {side} {key}"
             done = self.first_calls(f"{key} {side}", runs, name_of)
             timings = self.timings({name: runs[name] for name in done}, self.options.rounds)
-            for name, timing in timings.items():
-                agreement = parity(done[name], want[side])
-                row = {
-                    "size": size_text(size),
-                    "key": key,
-                    "side": side,
-                    "system": name,
-                    **timing,
-                    "speedup": timings["eager"]["p50_ms"] / timing["p50_ms"] if "eager" in timings else None,
-                    "first_call_s": round(self.seconds[name_of.format(name)], 2),
-                    "parity": agreement.as_dict(),
-                    "passed": agreement.passes(MSE, COSINE),
-                }
-                rows.append(row)
+            for row in self.rows(timings, {"parity": (done, want[side])}, "eager"):
+                name = row["system"]
+                first_s, passed = self.seconds[name_of.format(name)], parity(done[name], want[side]).passes(MSE, COSINE)
+                here = {"size": size_text(size), "key": key, "side": side}
+                rows.append({**here, **row, "first_call_s": round(first_s, 2), "passed": passed})
         if self.device.type == "cuda":
             torch.compiler.reset()
         return rows

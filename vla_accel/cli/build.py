@@ -1,7 +1,4 @@
-"""`vla-accel build CHECKPOINT`: every TensorRT engine that a configuration names, into the cache, with a manifest.
-
-Ends with one JSON line: the manifest. Exit status 130 when interrupted: what was whole by then is in the cache.
-"""
+"""`vla-accel build CHECKPOINT`: build the TensorRT engines of a configuration into the cache, with a manifest."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ class Build(PolicySource):
     config: Annotated[str | None, Argument("CONFIG", default="tensorrt_rtx")] = None
     """A shipped configuration's name (tensorrt, tensorrt_rtx, ...), or a YAML or JSON file, as for a policy."""
     targets: tuple[str, ...] = ()
-    """Compute capabilities, as in sm89,sm120: needs no GPU (TensorRT-RTX only). If not given: those in the
-    configuration, else this machine's GPU."""
+    """Compute capabilities, such as sm89,sm120 (TensorRT-RTX only); default: the configuration's, else this GPU's."""
     model: str | None = None
     """Instead of a checkpoint: random weights of a named size, such as pi05 or pi05_demo, for measuring builds."""
     depth: Number = None

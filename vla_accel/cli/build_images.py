@@ -17,11 +17,12 @@ from vla_accel.cli.image_options import BuildUnet, BuildVae
 from vla_accel.config import TensorrtOptions
 from vla_accel.engines.onnx import OnnxFile
 from vla_accel.engines.tensorrt_library import capability_of, check_target, load_library, parse_target, target_name
+from vla_accel.engines.tensorrt_plan import Obtained
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.images.autoencoder import AUTOENCODERS, split_autoencoder
 from vla_accel.images.config import TrtVaeConfig
-from vla_accel.images.engine_files import BuiltFile, build_file, export_onnx, found_file, identity
+from vla_accel.images.engine_files import build_file, export_onnx, found_file, identity
 from vla_accel.images.models import load_model
 from vla_accel.images.parts import RANDOM, unet_engine_file
 from vla_accel.images.unet import UNET, Unet, unet_component
@@ -60,29 +61,26 @@ def main(options: BuildVae | BuildUnet, words: list[str]) -> int:
         "files": [_describe(file, root) for file in files],
     }
     if isinstance(options, BuildVae):
-        targets = [file.about["target"] for file in files][:1]
+        targets = [file.entry.about["target"] for file in files][:1]
         summary |= {"targets": targets, "profiles": 1 if options.static else len(PROFILES)}
     summary["seconds"] = round(time.perf_counter() - began, 1)
     print_table(
         "Engine files" if len(files) > 1 else "Engine file",
         ["file", "MB", "profiles", "target", "state", "s", "ONNX cosine"],
-        [
-            [f["file"], f"{f['mb']:.1f}", str(f["profiles"]), f["target"], "built" if f["built"] else "was there",
-             f"{sum(f['seconds'].values()):.1f}", "-" if f["similarity"] is None else f"{f['similarity']:.6f}"]
-            for f in summary["files"]
-        ],
-    )  # fmt: skip
+        [_cells(file) for file in summary["files"]],
+    )
     print_json(summary)
     return 0
 
 
-def _targets(options: BuildVae | BuildUnet) -> list[tuple[int, int]]:
-    """Return the compute capabilities to build for: those requested, or this machine's GPU's.
+def _cells(file: dict[str, Any]) -> list[str]:
+    state, seconds = "built" if file["built"] else "was there", f"{sum(file['seconds'].values()):.1f}"
+    similarity = "-" if file["similarity"] is None else f"{file['similarity']:.6f}"
+    return [file["file"], f"{file['mb']:.1f}", str(file["profiles"]), file["target"], state, seconds, similarity]
 
-    Raises:
-        ConfigError: there are neither, or the library builds for this machine's GPU only.
-        EngineError: the library does not run on a target, or the target lacks the dtype.
-    """
+
+def _targets(options: BuildVae | BuildUnet) -> list[tuple[int, int]]:
+    """Return the requested compute capabilities, or this machine's GPU's. Raises ConfigError or EngineError."""
     library = options.library
     if options.targets and library != "tensorrt_rtx":
         raise ConfigError(f"targets: only --library tensorrt_rtx builds for other GPUs, got targets for {library}")
@@ -105,28 +103,27 @@ class _Builder:
 
     def build(
         self, component: Any, path: Path, export: Callable[[], OnnxFile], tuning: TensorrtOptions, force: bool
-    ) -> BuiltFile:
+    ) -> Obtained:
         """Return the engine file at `path`, built if there is none. Raises ConfigError for one built differently."""
         found = None if force else found_file(component, path, self.options.library)
         if found is None:
             with going_on(f"building {path}: minutes", say):
                 return build_file(component, export(), path, self.library, self.targets, tuning)
-        wanted, there = {target_name(c) for c in self.targets}, set(str(found.about["target"]).split("+"))
+        about, level = found.entry.about, tuning.optimization_level
+        wanted, there = {target_name(c) for c in self.targets}, {*about["target"].split("+")}
+        problem = ""
         if not wanted <= there:
-            raise ConfigError(
-                f"targets: expected an engine for {', '.join(sorted(wanted))}, got {path}, which was built for "
-                f"{', '.join(sorted(there))}; build it again with --force-engine"
-            )
-        level = tuning.optimization_level
-        if level is not None and found.about.get("optimization_level") != level:
-            raise ConfigError(
-                f"optimization-level: expected an engine built with {level}, got {path}, which was built with "
-                f"{found.about.get('optimization_level', 'the default')}; build it again with --force-engine"
-            )
+            problem = f"targets: expected an engine for {', '.join(sorted(wanted))}, got {path}, which was built for "
+            problem += ", ".join(sorted(there))
+        elif level is not None and about.get("optimization_level") != level:
+            problem = f"optimization-level: expected an engine built with {level}, got {path}, which was built with "
+            problem += str(about.get("optimization_level", "the default"))
+        if problem:
+            raise ConfigError(f"{problem}; build it again with --force-engine")
         return found
 
 
-def _vae(options: BuildVae, root: Path, builder: _Builder) -> Iterator[BuiltFile]:
+def _vae(options: BuildVae, root: Path, builder: _Builder) -> Iterator[Obtained]:
     # Weights stay on the CPU: the builder reads them from the ONNX file.
     vae = load_model(options.vae, kinds=AUTOENCODERS, dtype=DTYPES[options.dtype], device=torch.device("cpu"))
     halves = dict(zip(("encoder", "decoder"), split_autoencoder(vae), strict=True))
@@ -158,7 +155,7 @@ def _wanted(options: BuildVae, side: Side) -> list[tuple[Path, Size]]:
     return [(options.output_dir / key / f"vae_{side}.trt", size) for key, size in sizes if not only or size in only]
 
 
-def _unet(options: BuildUnet, root: Path, builder: _Builder) -> Iterator[BuiltFile]:
+def _unet(options: BuildUnet, root: Path, builder: _Builder) -> Iterator[Obtained]:
     random = {"random": "sd-unet", "tiny-random": "tiny-sd-unet"}
     model = random.get(options.sd_dir, Path(options.sd_dir) / "unet")
     loaded = load_model(model, kinds=(UNET,), dtype=DTYPES[options.dtype], device=torch.device("cpu"))
@@ -191,10 +188,10 @@ def _read(source: Path) -> dict[str, str] | None:
         return None
 
 
-def _describe(file: BuiltFile, root: Path) -> dict[str, Any]:
-    about = file.about
+def _describe(file: Obtained, root: Path) -> dict[str, Any]:
+    about = file.entry.about
     return {
-        "file": str(file.path.relative_to(root)),
+        "file": str(file.entry.path.relative_to(root)),
         "mb": round(about["bytes"] / 1e6, 1),
         "profiles": len(about["profiles"]),
         "target": about["target"],

@@ -16,8 +16,7 @@ class Cache:
     """List, check or empty the cache of built engines."""
 
     action: Annotated[Literal["list", "clear", "verify"], Argument(positional=True)]
-    """list: what is there. verify: read every engine and compare it with its description; exit status 1 if one is
-    damaged. clear: remove all."""
+    """list; verify: compare every engine with its description, exit status 1 if one is damaged; clear: remove all."""
     cache: Folder = None
     """Folder of the engines; the user's cache folder if not given."""
 

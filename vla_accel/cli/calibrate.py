@@ -21,8 +21,7 @@ class Calibrate(PolicySource):
     config: Annotated[str | None, Argument("CONFIG")] = None
     """A YAML or JSON file with what the checkpoint does not say of itself: preset, tokenizer, embodiment."""
     observations: Path | None = None
-    """Observations that vla_accel.measure.recording.save_observations wrote, which must be given: real ones, never
-    noise."""
+    """Observations that vla_accel.measure.recording.save_observations wrote; required."""
     output: OutputFolder = None
     """Folder for the scales, made as needed; the checkpoint's own, or its LoRA adapter's, if not given."""
     count: Count = 256

@@ -29,11 +29,9 @@ def check_names(checkpoint: str, config: str | None) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table without its empty columns, numbers to the right.
-
-    If it is too wide for the terminal, transpose it if that is narrower; else wrap headers before names; if even single
-    words are too long, give each name its own line.
-    """
+    """Print a table without its empty columns, numbers to the right. If it is too wide for the terminal, transpose
+    it if that is narrower; else wrap headers before names; if even single words are too long, give each name its own
+    line."""
     from rich.console import Console
     from rich.table import Table
 

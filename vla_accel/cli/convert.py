@@ -19,11 +19,8 @@ from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, o
 
 @dataclass(frozen=True)
 class Convert:
-    """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics.
-
-    Runs on the CPU, one parameter at a time; needs pip install 'vla_accel[jax]'. conversion.json in the output lists
-    every parameter, and a JSON line ends the command.
-    """
+    """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics, on
+    the CPU; needs pip install 'vla_accel[jax]'. conversion.json in the output lists every parameter."""
 
     checkpoint: Annotated[Path, Argument("CHECKPOINT", positional=True)]
     """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself."""
@@ -80,22 +77,18 @@ def main(options: Convert, words: list[str]) -> int:
             lora_scale=options.lora_scale,
             advance=lambda name: advance(1, len(parameters.shapes)),
         )
-    made, folder = f"{report.parameters:,} parameters in {len(report.rows)} tensors", shlex.quote(str(options.output))
-    print(
-        f"{options.output}: {report.kind}, {made}; conversion.json there says which is which; vla-accel serve {folder}"
-    )
+    tensors, folder = len(report["rows"]), shlex.quote(str(options.output))
+    made = f"{report['kind']}, {report['parameters']:,} parameters in {tensors} tensors"
+    print(f"{options.output}: {made}; conversion.json there says which is which; vla-accel serve {folder}")
     if not statistics_by_asset(options.output / "assets"):
         say(
             "no assets/<asset_id>/norm_stats.json came with the checkpoint: name its folder with --assets, or put it "
             "there before loading"
         )
     line = {
-        "schema": report.schema,
-        "output": str(options.output),
-        "kind": report.kind,
-        "parameters": report.parameters,
-        "tensors": len(report.rows),
-        "adapters": report.adapters,
+        **{name: report[name] for name in ("schema", "output", "kind", "parameters")},
+        "tensors": tensors,
+        "adapters": report["adapters"],
         "bytes": (options.output / "model.safetensors").stat().st_size,
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -104,10 +97,8 @@ def main(options: Convert, words: list[str]) -> int:
 
 
 def contradiction(name: str, known: OpenpiConfig, parameters: Any, assets: Path) -> str | None:
-    """Return what in the weights or the statistics contradicts openpi's config `name`, or None.
-
-    Statistics under a name that openpi does not use may be of any robot with so many numbers.
-    """
+    """What in the weights or the statistics contradicts openpi's config `name`, or None. Statistics under a name that
+    openpi does not use may be of any robot with so many numbers."""
     kind, stored = name.partition("_")[0], "pi05" if "time_mlp_in/kernel" in parameters.shapes else "pi0"
     if kind != stored:
         return f"expected weights of {kind}, found {stored}"

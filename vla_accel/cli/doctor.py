@@ -1,7 +1,4 @@
-"""`vla-accel doctor`: what this machine can run, with a self-test of about five seconds; or a checkpoint's statistics.
-
-The exit status is the self-test's: an engine that cannot run here, or a missing extra, is no failure.
-"""
+"""`vla-accel doctor`: what this machine can run, with a short self-test; or the statistics of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vla_accel.cli.options import Checkpoint, CheckpointSource, Count
+from vla_accel.cli.options import Checkpoint, Count
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
 from vla_accel.measure.recording import load_observations, named
@@ -22,7 +19,7 @@ STATISTICS_SCHEMA = "vla_accel.statistics/1"
 
 
 @dataclass(frozen=True)
-class Doctor(CheckpointSource):
+class Doctor:
     """Say what this machine can run, and test it with the bundled checkpoint: one call in the default engine and one
     in FP32 eager must agree. The exit status is the test's. On a GPU the very first test compiles kernels.
 
@@ -32,11 +29,9 @@ class Doctor(CheckpointSource):
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub."""
     config: str | None = None
-    """Of a checkpoint: a YAML or JSON file with what the checkpoint does not say of itself: preset, tokenizer,
-    embodiment."""
+    """With a checkpoint: a YAML or JSON file with the settings that it lacks: preset, tokenizer, embodiment."""
     observations: Path | None = None
-    """Of a checkpoint: observations that vla_accel.measure.recording.save_observations wrote; a key `actions` holds
-    the robot's actions."""
+    """With a checkpoint: observations of vla_accel.measure.recording.save_observations; `actions` holds actions."""
     count: Count = 256
     """Observations at most, spread over the file."""
     json: bool = False

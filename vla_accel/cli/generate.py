@@ -14,7 +14,6 @@ from vla_accel import machine
 from vla_accel.cli.common import print_json, print_table, say, write_if
 from vla_accel.cli.image_options import Dtype, ImageToImage, TextToImage
 from vla_accel.config import EngineSpec
-from vla_accel.errors import ConfigError
 from vla_accel.images.autoencoder import SCALE
 from vla_accel.images.measure import parity
 from vla_accel.images.parts import diffusers_call, make_scheduler, scheduler_class
@@ -29,11 +28,12 @@ def main(options: TextToImage, words: list[str]) -> int:
     device = machine.resolve_device(options.device)
     dtype = DTYPES[dtype_on(device, options.dtype)]
     request, image = _request(options)
-    if options.out_img_path.suffix.lower() != ".png":
-        raise ConfigError(f"out-img-path: expected a .png, got {options.out_img_path.name}")
+    engines = Engines.all(EngineSpec(engine=options.engine))
+    if options.use_trt:
+        engines = dataclasses.replace(engines, unet=EngineSpec(engine="tensorrt"))
     with going_on(f"loading {options.sd_dir}", say):
         pipeline = StableDiffusion.from_pretrained(
-            options.sd_dir, _engines(options), device=device, dtype=dtype, strict=options.strict
+            options.sd_dir, engines, device=device, dtype=dtype, strict=options.strict
         )
     parts = pipeline.parts
     run = request.run(image is not None)
@@ -60,11 +60,11 @@ def main(options: TextToImage, words: list[str]) -> int:
     if options.use_pipeline:
         report["pipeline"] = _compare(options, parts, request, image, result.pixels)
     write_if(options.latency_json, report)
-    parts_ms: dict[str, dict[str, float]] = report["components"]
+    times: dict[str, dict[str, float]] = report["components"]
     print_table(
         f"{options.out_img_path}: {settings['width']}x{settings['height']}, {steps}",
         ["component", "mean ms", "p50 ms", "share"],
-        [[n, f"{v['mean_ms']:.1f}", f"{v['p50_ms']:.1f}", f"{v['share']:.0%}"] for n, v in parts_ms.items()],
+        [[n, f"{v['mean_ms']:.1f}", f"{v['p50_ms']:.1f}", f"{v['share']:.0%}"] for n, v in times.items()],
     )
     print_json(report)
     return 0
@@ -78,22 +78,12 @@ def dtype_on(device: torch.device, requested: Dtype | None) -> Dtype:
 def _request(options: TextToImage) -> tuple[Request, Tensor | None]:
     if options.scheduler is not None:
         scheduler_class(options.scheduler)  # before the model is loaded
-    if (options.height is None) != (options.width is None):
-        raise ConfigError("size: expected both --height and --width, or neither")
-    request = Request(
-        options.prompt, options.negative_prompts, options.height, options.width, options.steps, options.guidance,
-        seed=options.seed, scheduler=options.scheduler,
-    )  # fmt: skip
+    names = {field.name for field in dataclasses.fields(Request)} & set(vars(options))
+    request = Request(negative_prompt=options.negative_prompts, **{name: vars(options)[name] for name in names})
     if not isinstance(options, ImageToImage):
         return request, None
     size = None if request.height is None or request.width is None else (request.height, request.width)
-    image = load_image(options.in_img_path, size, multiple=SCALE)
-    return dataclasses.replace(request, strength=options.strength), image
-
-
-def _engines(options: TextToImage) -> Engines:
-    engines = Engines.all(EngineSpec(engine=options.engine))
-    return dataclasses.replace(engines, unet=EngineSpec(engine="tensorrt")) if options.use_trt else engines
+    return request, load_image(options.in_img_path, size, multiple=SCALE)
 
 
 def _compare(
@@ -104,9 +94,8 @@ def _compare(
     with going_on("denoising in diffusers' own pipeline", say):
         reference = diffusers_call(parts, request, image)()
     seconds = time.perf_counter() - began
-    path = options.out_img_path.with_suffix(".pipeline.png")
-    settings = {**dataclasses.asdict(request), "engines": "diffusers"}
-    save_png(path, (reference * 255).round().astype(np.uint8), settings)
+    path, settings = options.out_img_path.with_suffix(".pipeline.png"), dataclasses.asdict(request)
+    save_png(path, (reference * 255).round().astype(np.uint8), {**settings, "engines": "diffusers"})
     agreement = parity(torch.from_numpy(pixels / 255.0), torch.from_numpy(reference))
     say(f"diffusers' own pipeline: {seconds:.1f} s; cosine of the pictures {agreement.cosine:.6f}")
     return {"seconds": seconds, "parity": agreement.as_dict()}

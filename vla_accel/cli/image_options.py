@@ -1,4 +1,4 @@
-"""What the commands of image models may be asked."""
+"""Options of the commands of image models."""
 
 from __future__ import annotations
 
@@ -28,8 +28,22 @@ class BenchOptions:
     """Also write the JSON here."""
 
 
-@dataclass(frozen=True)
-class BuildVae:
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Options of both commands that build engine files."""
+
+    library: Library = "tensorrt_rtx"
+    """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
+    targets: tuple[str, ...] = ()
+    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
+    dtype: Dtype = "fp16"
+    """Of the engine."""
+    force_engine: bool = False
+    """Build again what is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildVae(BuildOptions):
     """Build TensorRT engine files of an autoencoder: OUTPUT/vae_encoder_multi_profile.trt and
     vae_decoder_multi_profile.trt, which take every size; with --static a folder for each, OUTPUT/16_9/vae_encoder.trt
     and vae_decoder.trt, OUTPUT/9_16/…"""
@@ -46,20 +60,12 @@ class BuildVae:
     """With --static: these sizes alone, not all five ratios."""
     sides: tuple[Literal["encoder", "decoder"], ...] = ("encoder", "decoder")
     """Which halves of the autoencoder."""
-    library: Library = "tensorrt_rtx"
-    """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
-    targets: tuple[str, ...] = ()
-    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
-    dtype: Dtype = "fp16"
-    """Of the engine."""
-    force_engine: bool = False
-    """Build again what is there."""
     optimization_level: Annotated[int | None, Within(0, 5)] = None
     """The builder's effort, 0 to 5."""
 
 
-@dataclass(frozen=True)
-class BuildUnet:
+@dataclass(frozen=True, kw_only=True)
+class BuildUnet(BuildOptions):
     """Build a TensorRT engine file of Stable Diffusion's UNet: one for every batch and size, for text and image.
 
         SD_DIR/unet/onnx/unet.onnx, SD_DIR/unet/trt/unet.trt
@@ -73,14 +79,6 @@ class BuildUnet:
     """Instead of SD_DIR: the files go to unet/onnx and unet/trt in it."""
     force_onnx: bool = False
     """Export again (and build again) what is there."""
-    force_engine: bool = False
-    """Build again what is there."""
-    library: Library = "tensorrt_rtx"
-    """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
-    targets: tuple[str, ...] = ()
-    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
-    dtype: Dtype = "fp16"
-    """Of the engine."""
     no_verify: bool = False
     """Do not compare the exported graph with the module."""
 
@@ -112,20 +110,19 @@ class BenchVae(BenchOptions):
     rounds: Count = 10
     """Calls timed of each system; the systems take turns."""
     picture: Picture = None
-    """Write a PNG: a drawn scene, encoded by eager, what eager and the first accelerated system decode from that, and
-    their difference, magnified. With random weights it looks like nothing; pixels can be compared all the same."""
+    """Write a PNG: a drawn scene, what eager and the first accelerated system decode from its latents, and their
+    difference, magnified."""
 
 
 @dataclass(frozen=True)
 class BenchUnet(BenchOptions):
     """Time Stable Diffusion: systems in turns, wall clock of whole pictures and of single UNet calls.
 
-    Every system starts from the same weights (rounded to the dtype asked for), prompt and noise: eager-fp32 draws in
-    that dtype, too, since a generator's float16 values can be others than its float32 values. Not so for a scheduler
-    that draws in float32 at every step whatever the model's dtype (diffusers' SDE solvers of DPM++): its noise differs.
+    Every system starts from the same weights (rounded to --dtype), prompt and noise, which eager-fp32 draws in that
+    dtype, too; a scheduler that draws in float32 at every step (diffusers' SDE solvers of DPM++) has other noise.
 
-    Agreement is reported twice: with eager in float32, and with eager in that dtype, of the latents and of the picture.
-    Over many steps the first says what the dtype costs, the second what a system adds to that.
+    Agreement is reported with eager in float32 and with eager in --dtype, of the latents and of the picture: the first
+    shows what the dtype costs, the second what a system adds.
     Exit status 1 if a system's UNet disagrees with the float32 one beyond the threshold.
     """
 
@@ -143,13 +140,13 @@ class BenchUnet(BenchOptions):
     img2img: bool = False
     """Time image to image, too (strength 0.8)."""
     dtype: DtypeOfDevice = None
-    """Of every system but eager-fp32; fp16 on a GPU and fp32 on a CPU, where not given."""
+    """Of every system but eager-fp32; by default fp16 on a GPU and fp32 on a CPU."""
     unet_rounds: Count = 20
     """Single UNet calls timed of each system."""
     seed: Seed = 0
     """Of the noise that pictures start from."""
     picture: Picture = None
-    """Write the reference's picture beside the last system's, as PNG, here."""
+    """Write the reference's picture and the last system's as one PNG."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +162,7 @@ class BenchQwen(BenchOptions):
     steps: Count = 4
     """Denoising steps of a picture."""
     layers: Number = None
-    """Of the transformer, if not given all of them (of a tiny one 2); fewer, where memory is short. The report says how
-    many."""
+    """Of the transformer; by default all of them, of a tiny one 2. Fewer take less memory."""
     tiny: bool = False
     """A tiny pipeline, for machines without a GPU."""
     transformer: tuple[Literal["compile", "native"], ...] = ("compile", "native")
@@ -189,7 +185,7 @@ class TextToImage:
     """What to show."""
     negative_prompts: str = ""
     """What not to show."""
-    out_img_path: Annotated[Path, Written()] = Path("out/image.png")
+    out_img_path: Annotated[Path, Written(suffix=".png")] = Path("out/image.png")
     """The picture; a .png, which carries the parameters."""
     engine: ImageEngine = "native"
     """Of every component."""
@@ -211,7 +207,7 @@ class TextToImage:
     scheduler: str | None = None
     """A diffusers class, like DDIMScheduler, instead of the checkpoint's."""
     dtype: DtypeOfDevice = None
-    """fp16 on a GPU and fp32 on a CPU, where not given."""
+    """By default fp16 on a GPU and fp32 on a CPU."""
     device: str = "auto"
     """cpu, cuda or cuda:N."""
     strict: bool = False
@@ -219,7 +215,7 @@ class TextToImage:
     latency_json: OutputFile = None
     """Write the latency breakdown here."""
     calls: Count = 1
-    """Generate so often, for the latency; the first call, which warms up, does not count if there are more."""
+    """Number of pictures, for the latency; the first one, which warms up, does not count if there are more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +225,7 @@ class ImageToImage(TextToImage):
     in_img_path: Path
     """The picture to start from."""
     strength: Annotated[float, Within(0, 1)] = 0.8
-    """How much of it is given up, 0 to 1; that share of the steps is run."""
+    """How much of it may change, 0 to 1; that share of the steps runs."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ class Inspect:
     """Show what is inside an engine file."""
 
     engine: Annotated[Path, Argument("ENGINE", positional=True)]
-    """A .engine file, or what the name of one in the user's cache folder begins with, as `vla-accel cache list`
-    has it."""
+    """A .engine file, or the beginning of the name of one that `vla-accel cache list` shows."""
     layers: bool = False
     """List every layer, in the table and in the JSON."""
 

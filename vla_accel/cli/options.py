@@ -7,7 +7,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import math
 import shutil
 import sys
 import textwrap
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from vla_accel.config import PolicyConfig, load_config
+from vla_accel.config.mapping import Within
 from vla_accel.errors import ConfigError, nearest
 from vla_accel.files import require_writable, require_writable_folder
 
@@ -27,37 +27,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Argument:
-    """How `--help` shows an option, and how it is typed.
-
-    `default`: the default that `--help` names (None: the field's); `repeat`: the option may be typed several times;
-    `hidden`: a field that is not an option.
-    """
+    """How `--help` shows an option, and how it is typed. `default`: the default that `--help` names (None: the
+    field's); `repeat`: the option may be typed several times; `hidden`: a field that is not an option."""
 
     metavar: str | None = None
     default: str | None = None
     positional: bool = False
     repeat: bool = False
     hidden: bool = False
-
-
-@dataclass(frozen=True)
-class Within:
-    """Marks a number, or several: `least` to `most`; with `above`, `least` itself is refused."""
-
-    least: float
-    most: float = math.inf
-    above: bool = False
-
-    def check(self, name: str, value: float) -> None:
-        """Raise ConfigError for a number outside the range, and for NaN."""
-        if self.least <= value <= self.most and math.isfinite(value) and not (self.above and value == self.least):
-            return
-        if self.most < math.inf and not self.above:
-            expected = f"{self.least} to {self.most}"
-        else:
-            expected = f"more than {self.least}" if self.above else f"at least {self.least}"
-            expected += f", at most {self.most}" if self.most < math.inf else ""
-        raise ConfigError(f"{name}: expected {expected}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -93,11 +70,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
-    """Read the options of a program, a dataclass, from its words (None: the process's own).
-
-    Wrong usage ends the program with status 2 and one line. Raises ConfigError or OutputError for a value that the
-    field's type refuses.
-    """
+    """Read the options of a program, a dataclass, from its words (None: the process's own). Wrong usage ends the
+    program with status 2 and one line. Raises ConfigError or OutputError for a value that the field's type refuses."""
     words = list(sys.argv[1:] if words is None else words)
     parser, names = _parser(kind, program)
     if {"-h", "--help"} & {*words}:
@@ -220,8 +194,8 @@ def _reader(item: Any, commas: bool) -> tuple[Callable[[str], Any], str]:
 
 
 def check(options: Any) -> None:
-    """Raise ConfigError or OutputError for what a field's marks or the class's own `check` refuse, for a file that two
-    options would write, and for one that an option reads and another writes."""
+    """Raise ConfigError or OutputError for what a field's marks refuse, for a file that two options would write or that
+    one reads and another writes, and for a checkpoint that is empty or a file of another option."""
     hints, written, others = typing.get_type_hints(type(options), include_extras=True), {}, []
     for field, hint in hints.items():
         name, value = field.replace("_", "-"), getattr(options, field)
@@ -235,17 +209,7 @@ def check(options: Any) -> None:
     for name, path in others:
         if path.is_file() and (other := written.get(path.resolve())) is not None:
             raise ConfigError(f"{other}: expected another file than those that are read, got {path} of {name}")
-    if callable(own := getattr(options, "check", None)):  # not an option of that name
-        own()
-
-
-Checkpoint = Annotated[str | None, Argument("[CHECKPOINT]", positional=True)]
-"""For a command that does something else without a checkpoint."""
-
-
-def check_checkpoint(options: Any) -> None:
-    """Raise ConfigError if the checkpoint is empty, or a file of another option."""
-    checkpoint = options.checkpoint
+    checkpoint = getattr(options, "checkpoint", None)
     if checkpoint == "":  # an unset variable of the shell
         raise ConfigError("checkpoint: expected a folder or a name, got ''")
     option = {".yaml": "config", ".yml": "config", ".npz": "observations"}.get(Path(checkpoint or "").suffix)
@@ -253,22 +217,16 @@ def check_checkpoint(options: Any) -> None:
         raise ConfigError(f"checkpoint: expected a folder or a name, got {checkpoint}: type --{option} {checkpoint}")
 
 
+Checkpoint = Annotated[str | None, Argument("[CHECKPOINT]", positional=True)]
+"""For a command that does something else without a checkpoint."""
+
+
 @dataclass(frozen=True)
-class CheckpointSource:
-    """The checkpoint that a command works on."""
+class PolicySource:
+    """The policy that a command works on."""
 
     checkpoint: Annotated[str | None, Argument("[CHECKPOINT]", default="demo", positional=True)] = None
     """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
-
-    def check(self) -> None:
-        """Raise ConfigError if the checkpoint is a file of another option."""
-        check_checkpoint(self)
-
-
-@dataclass(frozen=True)
-class PolicySource(CheckpointSource):
-    """The policy that a command works on."""
-
     config: Annotated[str | None, Argument("CONFIG", default="auto")] = None
     """How it runs: a shipped configuration's name (native_fp8), or a YAML or JSON file. auto takes the fastest engines
     that lose nothing on this machine."""

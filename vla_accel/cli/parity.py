@@ -15,7 +15,8 @@ from vla_accel.measure.recording import load_observations, named
 from vla_accel.measure.statistics import fits
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
-from vla_accel.report.parity import page
+from vla_accel.report.parity import agreement as figures
+from vla_accel.report.parity import page, summary
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,13 @@ class Parity(PolicySource):
     count: Count = 64
     """Observations at most."""
     draws: Count = 1
-    """Noises of each observation. Where noise decides a command, one draw of few observations says little."""
+    """Noise draws of each observation."""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     threshold: Annotated[float | None, Argument("COSINE"), Within(-1, 1)] = None
-    """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998). What else is asked
-    stays: the error beside what another observation changes, and commands that fell the other way."""
+    """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998)."""
     seed: Seed = 0
     """Of noise and random observations."""
     output: OutputFile = None
@@ -44,8 +44,7 @@ class Parity(PolicySource):
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, engines, conditions."""
     keep: bool = False
-    """Keep the report beside the checkpoint, where engine auto believes it. Needs recorded observations and the usual
-    threshold."""
+    """Keep the report next to the checkpoint, where engine auto reads it. Needs --observations and no --threshold."""
 
 
 def main(options: Parity, words: list[str]) -> int:
@@ -87,33 +86,6 @@ def main(options: Parity, words: list[str]) -> int:
         fit = [one for one in fits(policy.processor, recorded or ()) if one.rows]
         report = compare(policy, reference, observations, name=name, seed=options.seed, threshold=options.threshold,
                          draws=options.draws, progress=say)  # fmt: skip
-    actions = {"actions (normalised)": report.actions, "actions (robot)": report.robot_actions}
-    rows = []
-    for label, a in {**report.components, **actions}.items():
-        cosines = (f"{value:.6f}" for value in (a.cosine, a.median_cosine, a.worst_cosine))
-        rows.append([label, *cosines, f"{a.max_error:.2e}", f"{a.mean_error:.2e}"])
-    kind = "observations" if recorded else "random observations"
-    title = f"{report.name} against FP32 eager, {report.observations} {kind}, {report.num_steps} steps"
-    print_table(title, ["", "cosine", "median", "worst", "max error", "mean error"], rows)
-    if report.flipped:
-        chunks, rest = report.observations * report.draws, report.rest_cosine
-        share = f"{100 * report.flipped_low:.2f} to {100 * report.flipped_high:.2f} % of them, 95 %"
-        print(f"a command fell the other way in {report.flipped} of {chunks} chunks ({share})"
-              + ("" if rest is None else f"; cosine of the rest {rest:.6f}"))  # fmt: skip
-    if report.sensitivity is None:
-        print("one observation: what another would change, and the error beside it, cannot be told")
-    else:
-        error = "" if report.relative_error is None else f"; the error is {100 * report.relative_error:.2f} % of that"
-        print(f"another observation changes the actions by {100 * report.sensitivity:.1f} % of their norm{error}")
-    for one in fit:
-        print("\n".join(one.lines()))
-    if report.passed:
-        print(f"agrees: cosine {report.rest_cosine:.6f}, at least {report.threshold} wanted")
-    else:
-        print(f"does NOT agree: {'; '.join(report.reasons)}")
-    for entry in policy.ledger.entries.values():
-        if entry.fell_back:
-            print(f"that is not {name}: {entry.component} ran in {entry.used}, not in {entry.requested}")
     content = {
         **report.as_dict(), "model": policy.metadata["model"], "weights": options.model or checkpoint,
         "recorded": options.observations.name if options.observations else None,
@@ -121,6 +93,13 @@ def main(options: Parity, words: list[str]) -> int:
         "fingerprint": agreement.weights_of(policy.model),
         "hardware": hardware(policy.device), "software": software(),
     }  # fmt: skip
+    kind = "observations" if recorded else "random observations"
+    title = f"{report.name} against FP32 eager, {report.observations} {kind}, {report.num_steps} steps"
+    table = figures(content)
+    print_table(title, table.header, [[*map(str, row)] for row in table.rows])
+    for one in fit:
+        print("\n".join(one.lines()))
+    print(summary(content))
     write_if(options.output, content)
     if options.report is not None:
         say(f"report: {write(page(content, ['vla-accel', 'parity', *words]), options.report)}")

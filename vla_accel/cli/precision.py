@@ -126,14 +126,10 @@ def text_encoder(name: str, device: torch.device) -> Any:
     diffusers_module()
     import transformers
 
-    tiny = name.startswith("tiny-")
-    small = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    real = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
-    config = transformers.Qwen2Config(
-        vocab_size=200 if tiny else 152064,
-        num_hidden_layers=TEXT_ENCODERS[name],
-        **(small if tiny else real),  # pyright: ignore[reportArgumentType]
-    )
+    names = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+    sizes = (200, 64, 96, 4, 2) if name.startswith("tiny-") else (152064, 3584, 18944, 28, 4)
+    values: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    config = transformers.Qwen2Config(num_hidden_layers=TEXT_ENCODERS[name], **values)
     return filled(lambda: transformers.Qwen2Model(config), dtype=torch.float32, device=device)
 
 
@@ -144,23 +140,21 @@ def _print(options: Precision, found: list[Any], seen: dict[str, Any], summary: 
         f"{options.model}: modules with the largest values (limit of {options.dtype}: {torch.finfo(dtype).max:.3g})",
         ["module", "kind", "weights", "outputs", "largest, fp32", f"largest, {options.dtype}", "state"],
         [
-            [r.name, r.kind, seen[r.name].weights, seen[r.name].outputs, f"{r.largest:.3g}",
-             f"{seen[r.name].largest:.3g}", r.state(dtype)]
+            [r.name, r.kind, s.weights, s.outputs, f"{r.largest:.3g}", f"{s.largest:.3g}", r.state(dtype)]
             for r in largest
-            if r.name in seen
+            if (s := seen.get(r.name))
         ],
-    )  # fmt: skip
-    before, after = summary["before"], summary["after"]
+    )
+    peak = f"{summary['peak_ratio']:.2f}" if summary["peak_ratio"] else "-"
     print_table(
         "Cost and agreement",
         ["", "weights MiB", "peak MiB", "median ms", *PARITY_COLUMNS],
         [
-            ["fp32", *_cells(before)],
-            [options.dtype, *_cells(after), *parity_cells(summary["parity"])],
-            ["ratio", f"{summary['weights_ratio']:.2f}",
-             f"{summary['peak_ratio']:.2f}" if summary["peak_ratio"] else "-", f"{summary['speedup']:.2f}x as fast"],
+            ["fp32", *_cells(summary["before"])],
+            [options.dtype, *_cells(summary["after"]), *parity_cells(summary["parity"])],
+            ["ratio", f"{summary['weights_ratio']:.2f}", peak, f"{summary['speedup']:.2f}x as fast"],
         ],
-    )  # fmt: skip
+    )
 
 
 def _cells(cost: dict[str, Any]) -> tuple[str, str, str]:

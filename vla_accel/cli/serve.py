@@ -51,8 +51,7 @@ class Serve(PolicySource):
     grace_s: Annotated[float, Within(0)] = _DEFAULTS.grace_s
     """At shutdown, how long requests under way may still take."""
     max_batch: Count = _DEFAULTS.max_batch
-    """Observations of different clients that run together: 1, 2, 4, 8, …; each batch size builds engines of its own. A
-    larger request lets other clients run after each MAX_BATCH observations."""
+    """Observations of different clients that run together: 1, 2, 4, 8, …; each batch size builds its own engines."""
     max_observations: Count = _DEFAULTS.max_observations
     """Most observations of one request."""
     rate_limit: Annotated[float | None, Argument("PER_SECOND"), Within(0, above=True)] = None
@@ -107,20 +106,12 @@ def server_config(options: Serve) -> ServerConfig:
     """The server's configuration. Raises ConfigError for an open server without --insecure, and for unusable files."""
     if options.max_wait_ms is not None and options.max_batch == 1:
         raise ConfigError(f"max-wait-ms: expected --max-batch above 1 with it, got {options.max_wait_ms:g} alone")
+    shared = vars(options).keys() & ServerConfig.__dataclass_fields__.keys()
     config = ServerConfig(
-        host=options.host,
-        port=options.port,
-        api_key_file=options.api_key_file,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
+        **{name: getattr(options, name) for name in shared},
         page=not options.no_page,
         max_payload=int(options.max_payload_mib * 2**20),
-        max_clients=options.max_clients,
         request_timeout_s=options.timeout_s,
-        grace_s=options.grace_s,
-        max_batch=options.max_batch,
-        max_observations=options.max_observations,
-        rate_limit=options.rate_limit,
         max_wait_s=_DEFAULTS.max_wait_s if options.max_wait_ms is None else options.max_wait_ms / 1e3,
     )
     if options.insecure and (options.api_key_file is not None or not config.public):

@@ -26,12 +26,11 @@ from vla_accel.measure.host import beside
 from vla_accel.measure.recording import RECORDED, load_observations, named
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
-from vla_accel.report.tune import page, times_as_fast, verdict
+from vla_accel.report.tune import page, times_as_fast, tried
 from vla_accel.transforms.robots import load_preset
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Rule
-from vla_accel.tune.outcome import outcome, write_config
-from vla_accel.tune.search import Episodes, Search, Settings, Stage
+from vla_accel.tune.search import Episodes, Search, Settings, Stage, outcome, write_config
 
 MOST_KEPT = 3
 """Products of a component that are kept at once, at most: a layer has four."""
@@ -52,11 +51,10 @@ class Tune(PolicySource):
     succeeds as often. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
 
     config: Annotated[str | None, Argument("CONFIG")] = None
-    """What the search starts from: a shipped configuration's name, or a YAML or JSON file. Its engines and
-    precision are what is searched; the rest (steps, prompt, robot, real-time chunking) holds for every candidate."""
+    """A shipped configuration's name, or a YAML or JSON file. The search replaces its engines and precision; every
+    candidate keeps the rest (steps, prompt, robot, real-time chunking)."""
     observations: Path | None = None
-    """Observations that vla_accel.measure.recording.save_observations wrote, for gate one, agreement. With --quick,
-    random ones if not given."""
+    """Observations that vla_accel.measure.recording.save_observations wrote; with --quick random ones if not given."""
     benchmark: str | None = None
     """Benchmark for gate two, success on paired episodes: libero, or MODULE:FUNCTION of your own."""
     suite: str | None = None
@@ -66,8 +64,7 @@ class Tune(PolicySource):
     margin: Annotated[float, Within(0, 99, above=True)] = 2.0
     """Points of success within which a candidate counts as not worse."""
     confidence: Annotated[float, Within(50, 99.99)] = 95.0
-    """Of the two-sided interval of the difference, in percent: 95 means that the whole search calls a worse candidate
-    "not worse" with a probability of 2.5 percent at most."""
+    """Of the two-sided interval, in percent: with 95 the search accepts a worse candidate in 2.5 percent at most."""
     finalists: Count = 3
     """Candidates, the fastest first, that may play episodes until one passes; they share the error rate."""
     episodes: Count = 1000
@@ -75,11 +72,11 @@ class Tune(PolicySource):
     workers: Count = 1
     """Simulator processes."""
     no_films: bool = False
-    """Do not film episodes: the report has no films of lost ones then, and each episode takes a second or so less."""
+    """Do not film episodes, which saves about a second each; the report then has no films."""
     num_steps: Number = None
     """Denoising steps instead of the configuration's."""
     allow_steps: Annotated[tuple[int, ...], Within(1)] = ()
-    """Also try these numbers of denoising steps. That is another policy: needs a benchmark, success alone judges it."""
+    """Also try these numbers of denoising steps. Needs --benchmark: only success can judge another policy."""
     count: Count = 64
     """Observations at most."""
     draws: Count = 4
@@ -289,17 +286,8 @@ def _about(options: Tune, checkpoint: str, base: PolicyConfig, recorded: str | N
 
 
 def _print(result: dict[str, Any]) -> None:
-    body = []
-    for row in result["tried"]:
-        agreement, latency, success = row["agreement"], row["latency"], row["success"]
-        body.append([
-            row["name"],
-            f"{latency['median_ms']:.2f}" if latency else "-",
-            f"{agreement['cosine']:.6f}" if agreement else "-",
-            f"{success['lost']} / {success['gained']} of {success['pairs']}" if success else "-",
-            verdict(row),
-        ])  # fmt: skip
-    print_table("what was tried", ["configuration", "median ms", "cosine", "lost / gained", "verdict"], body)
+    table = tried(result["tried"])
+    print_table(table.title, table.header, [[*map(str, row)] for row in table.rows])
     # Candidates are timed one after the other: a changing load affects their order.
     busy = (row["latency"].get("others_busy") or 0.0 for row in result["tried"] if row["latency"])
     if warning := beside({"cores": os.cpu_count(), "others_busy": max(busy, default=0.0)}):

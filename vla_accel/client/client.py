@@ -21,8 +21,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 
-from vla_accel.client.connection import connection_class, websockets_client
-from vla_accel.client.proxies import Proxy
+from vla_accel.client.connection import Proxy, connection_class, websockets_client
 from vla_accel.errors import ConfigError, ServerError, WireError
 from vla_accel.remote import wire
 from vla_accel.remote.metadata import difference
@@ -57,6 +56,10 @@ class Reconnect:
 
 class PolicyChangedError(ServerError):
     """Another policy answers at the address than at the first connection."""
+
+
+class _LostConnection(Exception):
+    """The connection broke before the answer arrived."""
 
 
 class PolicyClient:
@@ -106,7 +109,10 @@ class PolicyClient:
         self._first: dict[str, Any] | None = None
         self._policy = policy
         self._proxy = Proxy(address, proxy)
-        self._tls = None if tls_ca is None else _tls_context(tls_ca)
+        try:
+            self._tls = None if tls_ca is None else ssl.create_default_context(cafile=tls_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"tls_ca {tls_ca}: expected certificates in PEM, got: {error}") from error
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
         self._reconnect = reconnect or Reconnect()
         self._lock = threading.RLock()
@@ -233,62 +239,64 @@ class PolicyClient:
             end = time.monotonic() + self._timeout_s
             connection.send_binary(request)
             return connection.recv(timeout=max(end - time.monotonic(), 0.0))
-        except TimeoutError as error:
+        except BaseException as error:
             self.close()  # a late answer must not become the next request's
-            raise ServerError(f"{self}: no answer within {self._timeout_s:g} s") from error
-        except Exception as error:  # the connection was closed or reset
-            self.close()
+            if isinstance(error, TimeoutError):
+                raise ServerError(f"{self}: no answer within {self._timeout_s:g} s") from error
+            if not isinstance(error, Exception):  # interrupted
+                raise
             reason, closed = f"{type(error).__name__}: {error}", getattr(error, "rcvd", None)
             if closed is not None and closed.code == 1009:
                 reason = f"{closed.reason}; send smaller images, or raise the server's --max-payload-mib"
             raise _LostConnection(f"{self}: no answer ({reason})") from error
-        except BaseException:  # interrupted
-            self.close()
-            raise
 
     def _connect(self) -> Any:
-        left = self._reconnect.attempts
-        while True:
-            left -= 1
+        for left in reversed(range(self._reconnect.attempts)):
             try:
                 return self._connect_once()
-            except PolicyChangedError:
-                raise
-            except ServerError:
-                if not left:
+            except ServerError as error:
+                if isinstance(error, PolicyChangedError) or not left:
                     raise
             if self._interrupted.wait(self._reconnect.wait_s):
                 raise ServerError(f"{self}: closed while waiting to reconnect")
+        raise AssertionError("at least one attempt")
 
     def _connect_once(self) -> Any:
-        client, stack = websockets_client(), ExitStack()  # the stack keeps the connection open
-        try:
-            connection = stack.enter_context(
-                client.connect(
-                    self._url(),
-                    create_connection=connection_class(),
-                    compression=None,
-                    max_size=None,
-                    open_timeout=self._connect_timeout_s,
-                    close_timeout=_CLOSE_TIMEOUT_S,
-                    proxy=self._proxy.url,
-                    # An openpi server answers no pings while it computes; each request has its own timeout.
-                    ping_interval=None,
-                    additional_headers=self._headers,
-                    logger=_quiet(),
-                    **({"ssl": self._tls} if self._tls else {}),
+        client = websockets_client()
+        # websockets logs every header at level DEBUG, including the key.
+        quiet = logging.getLogger("vla_accel.client.websockets")
+        quiet.setLevel(logging.INFO)
+        with ExitStack() as stack:
+            try:
+                connection = stack.enter_context(
+                    client.connect(
+                        self._url(),
+                        create_connection=connection_class(),
+                        compression=None,
+                        max_size=None,
+                        open_timeout=self._connect_timeout_s,
+                        close_timeout=_CLOSE_TIMEOUT_S,
+                        proxy=self._proxy.url,
+                        # An openpi server answers no pings while it computes; each request has its own timeout.
+                        ping_interval=None,
+                        additional_headers=self._headers,
+                        logger=quiet,
+                        **({"ssl": self._tls} if self._tls else {}),
+                    )
                 )
-            )
-        except Exception as error:
-            raise self._connection_error(error) from error
-        try:
-            self.metadata = self._receive_metadata(connection)
+            except Exception as error:
+                raise self._connection_error(error) from error
+            try:
+                frame = connection.recv(timeout=self._connect_timeout_s)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise ServerError(f"{self}: connected, but it sent no metadata ({reason})") from error
+            if isinstance(frame, str):
+                raise ServerError(f"{self}: expected metadata, got text: {frame.strip()!r:.200}")
+            self.metadata = self._read(frame, wire.unpack_map)
             self._check_policy()
-        except BaseException:
-            stack.close()
-            raise
-        connection.limit_sends(self._timeout_s)
-        self._stack, self._connection = stack, connection
+            connection.limit_sends(self._timeout_s)
+            self._stack, self._connection = stack.pop_all(), connection
         return connection
 
     def _connection_error(self, error: Exception) -> Exception:
@@ -316,21 +324,10 @@ class PolicyClient:
         """The address with the policy at the end of its path, so that the server sends this policy's metadata. The rest
         of the path belongs to a reverse proxy."""
         parts = urlsplit(self.address)
-        if not isinstance(self._policy, str) or parts.query:
-            return self.address
-        if unquote(parts.path.rstrip("/").rpartition("/")[2]) == self._policy:
+        last = unquote(parts.path.rstrip("/").rpartition("/")[2])
+        if not isinstance(self._policy, str) or parts.query or last == self._policy:
             return self.address
         return f"{self.address.rstrip('/')}/{quote(self._policy, safe='')}"
-
-    def _receive_metadata(self, connection: Any) -> dict[str, Any]:
-        try:
-            frame = connection.recv(timeout=self._connect_timeout_s)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ServerError(f"{self}: connected, but it sent no metadata ({reason})") from error
-        if isinstance(frame, str):
-            raise ServerError(f"{self}: expected metadata, got text: {frame.strip()!r:.200}")
-        return self._read(frame, wire.unpack_map)
 
     def _check_policy(self) -> None:
         """Raise ConfigError if the server does not have the requested policy, and PolicyChangedError if another policy
@@ -356,28 +353,10 @@ class PolicyClient:
             raise ServerError(f"{self}: {error}") from error
 
 
-class _LostConnection(Exception):
-    """The connection broke before the answer arrived."""
-
-
 def _as_map(observation: Any, name: str) -> dict[str, Any]:
     if not isinstance(observation, Mapping):
         raise WireError(f"{name}: expected a mapping, got a {type(observation).__name__}")
     return dict(observation)
-
-
-def _quiet() -> logging.Logger:
-    """A logger for websockets, which logs every header at level DEBUG, including the key."""
-    logger = logging.getLogger("vla_accel.client.websockets")
-    logger.setLevel(logging.INFO)
-    return logger
-
-
-def _tls_context(file: str | Path) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"tls_ca {file}: expected certificates in PEM, got: {error}") from error
 
 
 def check_address(address: str) -> None:

@@ -34,14 +34,8 @@ _WARM_UP_S = 300.0
 
 @dataclass
 class Load:
-    """What the clients measured.
-
-    Attributes:
-        samples: (requests, len(COLUMNS)) float64 in ms; NaN where the server reported nothing.
-        counts: answers of each client.
-        problems: errors and wrong answers.
-        seconds: duration.
-    """
+    """What the clients measured in `seconds`: samples (requests, len(COLUMNS)) float64 in ms, NaN where the server
+    reported nothing; the answers of each client; errors and wrong answers."""
 
     samples: np.ndarray
     counts: list[int] = field(default_factory=list)
@@ -61,12 +55,6 @@ class _Plan:
     warm_up: int
     api_key: str | None
 
-    @property
-    def state(self) -> str:
-        """The key of the observation's first vector."""
-        vectors = (name for name, value in self.observation.items() if np.ndim(value) == 1)
-        return next(vectors, "observation/state")
-
 
 def load(
     address: str,
@@ -80,16 +68,11 @@ def load(
 ) -> Load:
     """Send requests from `clients` connections, each as soon as the answer before has arrived.
 
-    After an error, a client records it and continues with a new connection. A client with an error before its first
-    counted request ends.
+    All clients begin at the same time, after `warm_up` requests each that are not counted. After an error, a client
+    records it and continues with a new connection. A client with an error before its first counted request ends.
 
     Args:
-        address: the server's.
-        clients: number of clients; all begin at the same time, after their warm-up.
-        seconds: duration.
         observation: what to send; its first vector gets other numbers in each request.
-        warm_up: requests of each client that are not counted.
-        api_key: the server's key.
         advance: called with (1, number of all warm-up answers) for each warm-up answer.
     """
     processes = max(1, min(clients, os.cpu_count() or 1))
@@ -142,6 +125,7 @@ def _process(pipe: Any, plan: _Plan) -> None:
     ends: list[float] = []
     sending, warm, started = threading.Lock(), threading.Semaphore(0), threading.Event()
     begin = end = math.inf
+    state = next((name for name, value in plan.observation.items() if np.ndim(value) == 1), "observation/state")
 
     def client(index: int) -> None:
         rng = np.random.default_rng(plan.first + index)
@@ -155,9 +139,9 @@ def _process(pipe: Any, plan: _Plan) -> None:
                     warm.release()
                     started.wait()
                     time.sleep(max(0.0, begin - time.monotonic()))
-                numbers = np.asarray(rng.random(len(plan.observation[plan.state])))
+                numbers = np.asarray(rng.random(len(plan.observation[state])))
                 sent = time.monotonic()
-                answer = policy.infer({**plan.observation, plan.state: numbers})
+                answer = policy.infer({**plan.observation, state: numbers})
                 round_trip = (time.monotonic() - sent) * 1e3
                 returned = answer["state"]
             except Exception as error:

@@ -23,8 +23,8 @@ class TlsSocket:
 
     def __init__(self, tls: ssl.SSLSocket) -> None:
         tls.setblocking(False)
-        self._tls, self._lock, self._timeout_s = tls, threading.Lock(), None
-        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._tls, self._timeout_s = tls, None
+        self._lock, self._reading, self._writing = threading.Lock(), threading.Lock(), threading.Lock()
 
     def __getattr__(self, name: str) -> Any:  # getsockname, getpeername, fileno
         return getattr(self._tls, name)

@@ -5,20 +5,41 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import numbers
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from vla_accel.errors import ConfigError, nearest, unknown
 
 T = typing.TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """Marks a number, or several: `least` to `most`; with `above`, `least` itself is refused."""
+
+    least: float
+    most: float = math.inf
+    above: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raise ConfigError for a number outside the range, and for NaN."""
+        if self.least <= value <= self.most and math.isfinite(value) and not (self.above and value == self.least):
+            return
+        if self.most < math.inf and not self.above:
+            expected = f"{self.least} to {self.most}"
+        else:
+            expected = f"more than {self.least}" if self.above else f"at least {self.least}"
+            expected += f", at most {self.most}" if self.most < math.inf else ""
+        raise ConfigError(f"{name}: expected {expected}, got {value}")
+
+
 class Checked:
-    """Base of dataclasses that check and convert the types of their fields, also when constructed in Python."""
+    """Base of dataclasses that check the types and ranges (`Within`) of their fields, also when made in Python."""
 
     where = ""
     """Prefix of the fields in errors."""
@@ -29,12 +50,15 @@ class Checked:
         for name, hint in _hints(type(self)).items():
             # In Python, `engines.ENGINES` may hold engines that a file cannot name.
             hint = {"engine": str, "fallback": tuple[str, ...]}.get(name, hint)
-            object.__setattr__(self, name, _convert(hint, getattr(self, name), f"{self.where}{name}"))
+            value = _convert(hint, getattr(self, name), f"{self.where}{name}")
+            object.__setattr__(self, name, value)
+            for mark in getattr(hint, "__metadata__", ()) if value is not None else ():
+                mark.check(f"{self.where}{name}", value)
 
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -71,14 +95,8 @@ def _duplicate_key(node: Any) -> str | None:
 
 
 def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> T:
-    """Make a dataclass from a mapping, recursively. Lists become tuples.
-
-    Args:
-        where: prefix of the keys in errors.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value has the wrong type.
-    """
+    """Make a dataclass from a mapping, recursively; lists become tuples. `where`: prefix of the keys in errors. Raises
+    ConfigError for an unknown or missing key, and for a value of the wrong type."""
     hints = _hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = [f.name for f in fields]
@@ -101,12 +119,9 @@ def from_mapping(kind: type[T], content: Mapping[str, Any], where: str = "") -> 
 
 
 def as_mapping(content: Any) -> dict[str, Any]:
-    """Return the inverse of `from_mapping`: the fields that differ from their defaults, as JSON types."""
-    return {
-        f.name: _plain(getattr(content, f.name))
-        for f in dataclasses.fields(content)
-        if getattr(content, f.name) != _default(f)
-    }
+    """The inverse of `from_mapping` for a dataclass with defaults: the fields that differ from them, as JSON types."""
+    usual, values = vars(type(content)()), vars(content)
+    return {name: _plain(value) for name, value in values.items() if value != usual[name]}
 
 
 def _plain(value: Any) -> Any:
@@ -117,13 +132,10 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    made = field.default_factory
-    return field.default if isinstance(made, dataclasses._MISSING_TYPE) else made()
-
-
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _convert(arguments[0], value, where)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, hint):
             return value

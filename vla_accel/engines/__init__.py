@@ -31,16 +31,8 @@ def build(component: Component, spec: EngineSpec, *, device: torch.device, ledge
     Running out of memory raises: another engine would need as much.
 
     Args:
-        component: What to run.
-        spec: The engine, its precision and its fallbacks.
-        device: Where it runs.
-        ledger: Gets the entry; a strict one raises on a fallback.
         why: Why "auto" chose `spec` (`engines.auto`); stepping down is then no fallback. Empty if `spec` is the
             user's.
-
-    Raises:
-        ConfigError: An unknown engine.
-        EngineError: No engine could be built, or, with a strict ledger, not the first one.
     """
     reasons = [why] if why else []
     requested = "auto" if why else spec.engine

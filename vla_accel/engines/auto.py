@@ -37,16 +37,9 @@ class Shown:
 def choose(
     specs: Mapping[str, EngineSpec], device: torch.device, dtype: torch.dtype, shown: Shown | None = None
 ) -> dict[str, Choice]:
-    """Choose the engine of every component of a model whose large products are in `dtype`.
+    """Choose the engine of every component with engine "auto", for a model whose large products are in `dtype`.
 
-    Args:
-        specs: By component; only those with engine "auto" change.
-        device: Where they run.
-        dtype: Of the large products.
-        shown: Counts only if all components are "auto", because it was measured for all of them together.
-
-    Raises:
-        ConfigError: An option or a precision next to "auto" that the chosen engine lacks.
+    `shown` counts only if all components are "auto", because it was measured for all of them together.
     """
     free = all(spec.engine == "auto" and spec.precision == "auto" for spec in specs.values())
     choices = {
@@ -63,9 +56,13 @@ def choose(
 
 def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtype, shown: Shown | None) -> Choice:
     gpu, pinned = Gpu.of(device), spec.precision
-    reason = _why_not_native(device, gpu, dtype, spec.precision)
-    if reason is not None or gpu is None:
-        reason = reason or "there is no GPU"
+    if gpu is None:
+        reason = "there is no GPU"
+    elif dtype != torch.bfloat16:
+        reason = f"the native kernels are made for BF16, got {str(dtype).removeprefix('torch.')}"
+    else:
+        reason = NativeEngine.why_not(device) or why_not(gpu, pinned) or ""
+    if gpu is None or reason:
         try:
             return Choice(replace(spec, engine="eager", native=NativeOptions()), reason)
         except ConfigError as error:
@@ -77,14 +74,3 @@ def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtyp
     # Eager must not replace a precision that the user named.
     fallback = ("eager",) if pinned in ("auto", *(n for n, d in DTYPES.items() if d == dtype)) else ()
     return Choice(replace(spec, engine="native", fallback=fallback), why)
-
-
-def _why_not_native(
-    device: torch.device, gpu: Gpu | None, dtype: torch.dtype, precision: EnginePrecision
-) -> str | None:
-    """Why native is not the fastest engine here."""
-    if gpu is None:
-        return "there is no GPU"
-    if dtype != torch.bfloat16:
-        return f"the native kernels are made for BF16, got {str(dtype).removeprefix('torch.')}"
-    return NativeEngine.why_not(device) or why_not(gpu, precision)

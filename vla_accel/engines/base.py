@@ -44,10 +44,7 @@ class Engine(ABC):
 
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:
-        """Why no component can run in this engine on `device` and what to type instead; None if one can.
-
-        Builds and loads no engine. Building reports what a component or a precision needs in addition.
-        """
+        """Why no component can run in this engine on `device` and what to type instead; None if one can."""
         return None
 
     @classmethod
@@ -67,21 +64,14 @@ class Engine(ABC):
         self._checked(name, value).copy_(value, non_blocking=True)
 
     def bind(self, name: str, source: Tensor) -> None:
-        """Read an input from `source`, such as another engine's output, without a copy.
-
-        Raises EngineError unless shape, dtype and device fit.
-        """
+        """Read an input from `source`, such as another engine's output, without a copy. Raises EngineError."""
         buffer = self._checked(name, source)
         if source.device != buffer.device:
             raise EngineError(f"{self.component.name}.{name}: expected device {buffer.device}, got {source.device}")
         self.inputs[name] = source
 
     def follow(self, earlier: Engine) -> str:
-        """Start while `earlier`, whose outputs this engine reads, still runs, if possible.
-
-        Returns:
-            What overlaps, for the ledger; empty if nothing does.
-        """
+        """Overlap `earlier`, whose outputs this engine reads, if possible; return what overlaps, for the ledger."""
         return ""
 
     @abstractmethod
@@ -101,21 +91,18 @@ class Engine(ABC):
         buffer = self.inputs.get(name)
         if buffer is None:
             raise EngineError(f"{self.component.name}: no input {name!r}; it has {', '.join(self.inputs)}")
-        for what, expected, got in (
-            ("shape", tuple(buffer.shape), tuple(value.shape)),
-            ("dtype", buffer.dtype, value.dtype),
-        ):
-            if got != expected:
-                raise EngineError(f"{self.component.name}.{name}: expected {what} {expected}, got {got}")
+        if value.shape != buffer.shape:
+            expected, got = tuple(buffer.shape), tuple(value.shape)
+            raise EngineError(f"{self.component.name}.{name}: expected shape {expected}, got {got}")
+        if value.dtype != buffer.dtype:
+            raise EngineError(f"{self.component.name}.{name}: expected dtype {buffer.dtype}, got {value.dtype}")
         return buffer
 
     def _copy_results(self, results: Any) -> None:
         """Copy what the module returned into the output buffers."""
-        results = results if isinstance(results, tuple) else (results,)
-        if len(results) != len(self.component.outputs):
-            raise EngineError(
-                f"{self.component.name}: declared {len(self.component.outputs)} outputs, the module gave {len(results)}"
-            )
+        results, count = results if isinstance(results, tuple) else (results,), len(self.outputs)
+        if len(results) != count:
+            raise EngineError(f"{self.component.name}: declared {count} outputs, the module gave {len(results)}")
         for (name, buffer), result in zip(self.outputs.items(), results, strict=True):
             if result.shape != buffer.shape or result.dtype != buffer.dtype:
                 raise EngineError(

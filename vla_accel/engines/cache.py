@@ -1,8 +1,7 @@
 """Built engines on disk, by a hash of what they were built from.
 
-An entry is NAME-KEY.engine, the library's own file, and NAME-KEY.json, its description with the content's SHA-256. The
-description is written last: an entry without one, or with a wrong one, was interrupted, truncated or written by someone
-else. It is reported, removed and built again. A folder or file that other users may write to is refused.
+An entry is NAME-KEY.engine, the library's own file, and NAME-KEY.json, its description with the content's SHA-256,
+which is written last. A file that others may write to is refused; any other damaged entry is removed and built again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vla_accel.errors import EngineError
 from vla_accel.files import cache_folder, content_hash, replacing_privately, require_private, why_not_private
@@ -37,7 +36,7 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """One engine on disk. `about`: its description; `problem`: why it cannot be used, or empty."""
+    """An engine on disk. `about`: its description; `problem`: why it cannot be used, or empty."""
 
     path: Path
     about: Mapping[str, Any]
@@ -63,13 +62,10 @@ class EngineCache:
         self.limit = int(limit_gb * 2**30)
 
     def path(self, name: str, key: str) -> Path:
-        """The path of a key's engine."""
         return self.folder / f"{name}-{key[:20]}.engine"
 
     def get(self, name: str, key: str) -> Entry | None:
-        """Return the entry of a key, or None. An entry with a `problem` has been removed from disk.
-
-        Raises EngineError if other users may write to the folder or the files."""
+        """Return the entry of a key, or None. An entry with a `problem` has been removed. Raises EngineError."""
         self._require_private()
         path = self.path(name, key)
         files = [p for p in (path, path.with_suffix(".json")) if p.exists()]
@@ -85,33 +81,10 @@ class EngineCache:
         return entry
 
     def put(self, name: str, key: str, content: Any, about: Mapping[str, Any]) -> Entry:
-        """Store an engine (anything with a buffer), then evict down to the limit; the new entry stays.
-
-        Raises EngineError if the disk is full, or other users may write to the folder.
-        """
+        """Store an engine (anything with a buffer), then evict down to the limit; the new entry stays."""
         self._require_private()
-        path = self.path(name, key)
-        view = memoryview(content)
-        described = {
-            **about,
-            "schema": SCHEMA,
-            "name": name,
-            "key": key,
-            "bytes": view.nbytes,
-            "sha256": hashlib.sha256(view).hexdigest(),
-            "written": time.time(),
-        }
-        try:
-            # If this process ends between the two writes, the old description must not describe the new content.
-            path.with_suffix(".json").unlink(missing_ok=True)
-            with replacing_privately(path) as temporary, open(temporary, "wb") as file:
-                file.write(view)
-            with replacing_privately(path.with_suffix(".json")) as temporary:
-                temporary.write_text(json.dumps(described, indent=1))
-        except OSError as error:
-            raise EngineError(f"engine cache {self.folder}: cannot write {view.nbytes} bytes: {error}") from error
-        entry = Entry(path, described)
-        self.evict(keep=path)
+        entry = write_entry(self.path(name, key), content, {**about, "name": name, "key": key})
+        self.evict(keep=entry.path)
         return entry
 
     def entries(self) -> list[Entry]:
@@ -134,22 +107,17 @@ class EngineCache:
         return len(entries), total
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry's files."""
         for path in (entry.path.with_suffix(".json"), entry.path):
             path.unlink(missing_ok=True)
 
-    def evict(self, keep: Path | None = None) -> list[Entry]:
-        """Remove the least recently used entries until the rest fits the limit; return those removed."""
-        entries, removed = self.entries(), []
+    def evict(self, keep: Path) -> None:
+        """Remove the least recently used entries but `keep` until the rest fits the limit."""
+        entries = self.entries()
         total = sum(e.size for e in entries)
         for entry in reversed(entries):
-            if total <= self.limit:
-                break
-            if entry.path != keep:
+            if total > self.limit and entry.path != keep:
                 total -= entry.size
                 self.remove(entry)
-                removed.append(entry)
-        return removed
 
     def targets(self, name: str, content: str) -> list[str]:
         """Targets for which the cache has an engine of this content key."""
@@ -177,6 +145,29 @@ def _is_ours(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(about, dict) and about.get("schema") == SCHEMA
+
+
+def write_entry(path: Path, content: Any, about: Mapping[str, Any]) -> Entry:
+    """Write an engine file and its description. Raises EngineError if it cannot be written."""
+    view = memoryview(content)
+    about = {
+        **about,
+        "schema": SCHEMA,
+        "bytes": view.nbytes,
+        "sha256": hashlib.sha256(view).hexdigest(),
+        "written": time.time(),
+    }
+    described = path.with_suffix(".json")
+    try:
+        # If this process ends between the two writes, the old description must not describe the new content.
+        described.unlink(missing_ok=True)
+        with replacing_privately(path) as temporary, open(temporary, "wb") as file:
+            file.write(view)
+        with replacing_privately(described) as temporary:
+            temporary.write_text(json.dumps(about, indent=1))
+    except OSError as error:
+        raise EngineError(f"engine {path}: cannot write {view.nbytes} bytes: {error}") from error
+    return Entry(path, about)
 
 
 def clear_compiled() -> None:
@@ -211,9 +202,6 @@ def examine(path: Path, key: str | None = None, *, whole: bool = True) -> Entry:
     return Entry(path, about)
 
 
-# -- keys ---------------------------------------------------------------------------------------------------------
-
-
 def key_of(parts: Mapping[str, Any]) -> str:
     """One hash of plain data."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
@@ -224,14 +212,10 @@ def weights_hash(module: nn.Module) -> str:
     digest = hashlib.sha256()
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor_hash(tensor)}".encode())
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        content_sha = hashlib.sha256(memoryview(content.numpy())).hexdigest()  # pyright: ignore[reportArgumentType]
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {content_sha}".encode())
     return digest.hexdigest()
-
-
-def tensor_hash(tensor: Tensor) -> str:
-    """A hash of a tensor's content. Not cached: a write through `.data` would go unnoticed."""
-    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(memoryview(content.numpy())).hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def code_hash(module: nn.Module, *more: Path) -> str:

@@ -1,8 +1,7 @@
 """CUDA graphs for a whole call: upload, every engine and the download, with timing events between the engines.
 
 The upload and the first engine may have a graph of their own, so that they run while the host prepares the other
-inputs; the other engines share one graph. A last engine whose work may end early (`engines.base.Turns`) adds a graph
-for one turn, replayed until it is finished, and a graph for the work after the last turn.
+inputs. A last engine whose work may end early (`engines.base.Turns`) adds a graph for one turn and one for the rest.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ class Turning:
 class Captured:
     """The graphs of a call and the events before the first engine and after each.
 
-    Attributes:
-        graph: The engines; without the first one if `first` has it.
-        first: The upload and the first engine.
-        turning: The turns of the last engine.
+    `first`: the upload and the first engine, if they have a graph of their own; `turning`: the last engine's turns.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -92,16 +88,13 @@ def capture(
     before: Callable[[], None] | None = None,
     split_first: bool = False,
 ) -> Captured | None:
-    """Capture `before`, the engines in order, and `after`.
+    """Capture `before`, the engines in order, and `after`; return None if that is impossible or memory is short.
 
     Running out of memory is recorded in the ledger as a fallback from a graph to a stream (or raises, when strict).
 
     Args:
         before: Work in front of the first engine; not part of its time.
         split_first: Whether `before` and the first of several engines get a graph of their own.
-
-    Returns:
-        The graphs; None if some engine cannot be captured or memory is short.
     """
     if early := [name for name, engine in engines[:-1] if engine.turns() is not None]:
         raise EngineError(f"CUDA graph: expected turns of the last engine alone, got them of {', '.join(early)}")
@@ -126,14 +119,11 @@ def recording(
 ) -> Iterator[None]:
     """Record the work enqueued inside into a graph for later replays.
 
-    The graph owns the workspaces of its matrix products. cuBLAS keeps one for every stream: that of the warm-up lies
-    outside the graph's memory, and anything that clears the workspaces (such as torch.compile's mode reduce-overhead)
-    frees it; the graph would then write into other tensors or into unmapped memory. Costs every graph a workspace
-    (32 MiB on a Hopper); graphs recorded elsewhere, with a workspace outside their memory, lose it here.
+    The graph owns the workspaces of its matrix products (32 MiB on a Hopper). cuBLAS keeps one for every stream: that
+    of the warm-up lies outside the graph's memory, and anything that clears the workspaces (such as torch.compile's
+    mode reduce-overhead) frees it; the graph would then write into other tensors or into unmapped memory.
 
     Args:
-        graph: Records the work.
-        stream: The recording stream; warm-up work may have run on it.
         previous: A graph that is always replayed before this one, which may reuse its memory.
     """
     with _ONE_AT_A_TIME:
@@ -153,22 +143,26 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def warmed_up(device: torch.device, work: Callable[[], object]) -> torch.cuda.Stream:
+    """Run `work` twice on the stream that records it, which is returned: capture may not compile kernels or pick
+    algorithms."""
+    side = side_stream(device)
+    with _ONE_AT_A_TIME:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+    return side
+
+
 def _capture(
     engines: Sequence[tuple[str, Engine]], before: Callable[[], None], after: Callable[[], None], split_first: bool
 ) -> Captured:
     device = engines[0][1].device
     with torch.cuda.device(device), torch.inference_mode():
-        # Compiles kernels, picks algorithms and makes library handles, none of which may happen during capture.
-        side = side_stream(device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                before()
-                for _, engine in engines:
-                    engine.run()
-                after()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
+        side = warmed_up(device, lambda: [before(), *(engine.run() for _, engine in engines), after()])
         turns = engines[-1][1].turns()
         last = len(engines) if turns is None else len(engines) - 1
         first, graph, turning = torch.cuda.CUDAGraph() if split_first else None, torch.cuda.CUDAGraph(), None

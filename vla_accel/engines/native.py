@@ -34,10 +34,7 @@ def _without_triton() -> str | None:
 
 
 class NativeEngine(Engine):
-    """Runs `component.native`'s program.
-
-    Raises EngineError for a component without a program, a GPU that is too old, or a missing triton.
-    """
+    """Runs `component.native`'s program."""
 
     name = "native"
     needs = "nothing"

@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,14 +44,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """An exported component.
-
-    Attributes:
-        path: The graph's file; large weights are next to it.
-        operators: How often each operator occurs.
-        similarity: Least cosine with the module at the checked shapes; None if it was not compared.
-        seconds: Duration of export and comparison.
-    """
+    """An exported component. `similarity`: least cosine with the module; None if it was not compared."""
 
     path: Path
     operators: Mapping[str, int]
@@ -61,10 +55,7 @@ class OnnxFile:
 
 
 def module_at(component: Component, precision: EnginePrecision) -> nn.Module:
-    """Return the component's module ("auto", or its own precision), or its variant of another precision.
-
-    Raises EngineError for a precision that the component does not have.
-    """
+    """Return the component's module of a precision. Raises EngineError for one that the component does not have."""
     if precision in component.variants:
         return component.variants[precision]()
     if precision == "auto" or DTYPES.get(precision) == component.dtype:
@@ -74,7 +65,7 @@ def module_at(component: Component, precision: EnginePrecision) -> nn.Module:
 
 
 def largest(spec: TensorSpec) -> tuple[int, ...]:
-    """A spec's shape with every dynamic dimension at its maximum, with which graphs are traced."""
+    """A spec's shape with every dynamic dimension at its maximum."""
     return tuple(spec.ranges[i][1] if i in spec.ranges else n for i, n in enumerate(spec.shape))
 
 
@@ -86,10 +77,8 @@ def smallest(spec: TensorSpec) -> tuple[int, ...]:
 def export(component: Component, module: nn.Module, folder: Path, *, verify: bool = True) -> OnnxFile:
     """Export `module` with the component's names and dynamic dimensions to `folder`/NAME.onnx.
 
-    Raises:
-        DependencyError: onnx, onnxscript or, to verify, onnxruntime is missing.
-        EngineError: ONNX lacks an operator (named), a dimension cannot be dynamic, or the graph is invalid or differs
-            from the module.
+    Raises EngineError if ONNX lacks an operator (named), a dimension cannot be dynamic, or the graph is invalid or
+    differs from the module.
     """
     onnx = _need("onnx")
     _need("onnxscript")
@@ -169,14 +158,8 @@ def examples(component: Component, shape_of: Any = largest) -> tuple[Tensor, ...
     return tuple(draw(s) for s in component.inputs)
 
 
-# -- comparing ----------------------------------------------------------------------------------------------------
-
-
 def compare(component: Component, module: nn.Module, path: Path, least: float = SIMILARITY) -> float:
-    """Return the least cosine between graph and module in float32, over outputs and both ends of the ranges.
-
-    Raises EngineError below `least`, or for a value that is not finite.
-    """
+    """Return the least cosine between graph and module in float32, over outputs and both ends of the ranges."""
     runtime = _need("onnxruntime")
     worst = 1.0
     with tempfile.TemporaryDirectory(prefix="vla_accel-onnx-") as scratch:
@@ -209,9 +192,8 @@ def _checked(name: str, want: np.ndarray, got: np.ndarray, least: float) -> floa
             raise EngineError(f"{name}: {who} gives {int((~np.isfinite(values)).sum())} non-finite values")
     similarity = cosine(want, got)
     if similarity < least:
-        raise EngineError(
-            f"{name}: the ONNX graph differs from the module: cosine {similarity:.6f}, expected at least {least}"
-        )
+        difference = f"cosine {similarity:.6f}, expected at least {least}"
+        raise EngineError(f"{name}: the ONNX graph differs from the module: {difference}")
     return similarity
 
 
@@ -255,9 +237,6 @@ def _widen(source: Path, target: Path) -> None:
     ir.save(model, target, external_data=f"{target.name}.data")
 
 
-# -- quantisation -------------------------------------------------------------------------------------------------
-
-
 def quantisers_as_operators() -> contextlib.AbstractContextManager[None]:
     """ModelOpt's export mode, in which a quantiser is traced as one operator; no effect unless ModelOpt was imported
     (every quantised module imports it)."""
@@ -287,9 +266,6 @@ def _translations() -> dict[Any, Any]:
     return {torch.ops.tensorrt.quantize_op.default: quantize}
 
 
-# -- helpers ------------------------------------------------------------------------------------------------------
-
-
 def _need(package: str) -> Any:
     try:
         return importlib.import_module(package)
@@ -302,16 +278,15 @@ def _need(package: str) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide warnings of torch's exporter about its own internals, absent torchvision and skipped folds."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir"))}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 
@@ -327,15 +302,9 @@ def _dtypes(model: Any) -> tuple[torch.dtype, ...]:
 
 def _export_problem(error: BaseException) -> str:
     """The exporter's problem in one line, with the operator's name."""
-    texts = []
-    current: BaseException | None = error
-    while current is not None:
-        texts.append(str(current))
-        current = current.__cause__
-    for text in reversed(texts):
-        match = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", text)
-        if match is not None:
-            return f"ONNX has no operator for {match[1]}: rewrite it, or keep this component on another engine"
+    text = "".join(traceback.format_exception(error))
+    if match := re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", text):
+        return f"ONNX has no operator for {match[1]}: rewrite it, or keep this component on another engine"
     return f"cannot be exported to ONNX: {_first_line(error)}"
 
 

@@ -14,15 +14,7 @@ from vla_accel.component import Component
 from vla_accel.config import EngineSpec
 from vla_accel.engines import onnx, tensorrt_library
 from vla_accel.engines.base import Engine
-from vla_accel.engines.tensorrt_library import (
-    TITLES,
-    Capability,
-    LibraryName,
-    dotted,
-    known_capabilities,
-    load_library,
-    runs_on,
-)
+from vla_accel.engines.tensorrt_library import Capability, LibraryName, dotted, load_library, runs_on
 from vla_accel.engines.tensorrt_plan import cache_of, content_key, obtain
 from vla_accel.engines.tensorrt_session import Session, shared_engine
 from vla_accel.errors import EngineError
@@ -107,9 +99,8 @@ def refuse_if_not_runnable(name: LibraryName, capability: Capability, built: Seq
         return
     targets = {tensorrt_library.parse_target(t) for target in built for t in target.split("+")}
     what = f"built for {dotted(list(targets))}" if targets else "not built"
-    raise EngineError(
-        f"{what}; not runnable on {dotted([capability])} ({TITLES[name]} runs on {known_capabilities(name)})"
-    )
+    supported = f"{tensorrt_library.TITLES[name]} runs on {tensorrt_library.known_capabilities(name)}"
+    raise EngineError(f"{what}; not runnable on {dotted([capability])} ({supported})")
 
 
 def check_first_run(engine: Engine) -> None:
@@ -128,8 +119,7 @@ def check_first_run(engine: Engine) -> None:
 def check_output(name: str, got: Tensor, want: Tensor) -> None:
     """Raise EngineError unless an engine's output is finite and agrees with the module's."""
     a, b = got.detach().float().cpu().flatten().numpy(), want.detach().float().cpu().flatten().numpy()
-    bad = int((~np.isfinite(a)).sum())
-    if bad:
+    if bad := int((~np.isfinite(a)).sum()):
         raise EngineError(
             f"{name}: the engine gave {bad} non-finite values of {a.size}; FP16 overflows at 65504, try precision auto"
         )

@@ -1,7 +1,4 @@
-"""An ONNX file to a serialized TensorRT engine (a plan), with either library, for this GPU or for others.
-
-Networks are strongly typed: every precision is the one in the graph.
-"""
+"""An ONNX file to a serialized, strongly typed TensorRT engine, with either library, for this GPU or for others."""
 
 from __future__ import annotations
 
@@ -37,13 +34,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """A serialized engine.
-
-    Attributes:
-        content: The library's own buffer.
-        layers: (kind, name, dtype) of the parsed network's layers.
-        seconds: Duration of parse and build.
-    """
+    """A serialized engine. `content`: the library's buffer; `layers`: (kind, name, dtype) of the parsed network."""
 
     content: Any
     target: str
@@ -53,18 +44,11 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return memoryview(self.content).nbytes
 
 
-# -- profiles -----------------------------------------------------------------------------------------------------
-
-
 def profiles_of(component: Component, options: TensorrtOptions) -> tuple[Profile, ...]:
-    """Return the profiles in `options.profiles`, or one over the component's whole ranges.
-
-    Raises ConfigError for an unknown input or dimension, or bounds out of order or outside the component's range.
-    """
+    """Return the profiles in `options.profiles`, or one over the component's whole ranges. Raises ConfigError."""
     return tuple(_profile(component, text) for text in options.profiles or ("",))
 
 
@@ -114,14 +98,10 @@ def pick_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape], what:
     fitting = [i for i, p in enumerate(profiles) if covers(p)]
     if not fitting:
         needed = ", ".join(f"{n} {s}" for n, s in shapes.items())
-        have = "; ".join(
-            ", ".join(f"{n} {low}..{high}" for n, (low, _, high) in p.items() if n in shapes) for p in profiles
-        )
+        ranges = [[f"{n} {low}..{high}" for n, (low, _, high) in p.items() if n in shapes] for p in profiles]
+        have = "; ".join(map(", ".join, ranges))
         raise EngineError(f"{what}: no optimization profile covers {needed}; the engine has: {have}")
     return min(fitting, key=distance)
-
-
-# -- building -----------------------------------------------------------------------------------------------------
 
 
 def build_plan(
@@ -134,7 +114,6 @@ def build_plan(
     ahead: bool,
     timing_cache: Path | None = None,
     progress: Progress | None = None,
-    cancel: threading.Event | None = None,
 ) -> Plan:
     """Parse and build. KeyboardInterrupt stops the builder, then propagates.
 
@@ -142,11 +121,6 @@ def build_plan(
         targets: Compute capabilities of the engine.
         ahead: Build for other GPUs than this machine's (TensorRT-RTX only).
         timing_cache: File to read and update.
-        cancel: Set it, from any thread, to stop the build.
-
-    Raises:
-        EngineError: The parser lacks an operator (named), the library or a precision does not support a target,
-            memory is short, or the build failed or was cancelled.
     """
     for capability in targets:
         check_target(library.name, capability, graph.dtypes)
@@ -163,7 +137,9 @@ def build_plan(
     builder = trt.Builder(library.logger)
     if builder is None:
         raise EngineError(f"{component.name}: {library.title} gave no builder: {library.take_errors()}")
-    network = builder.create_network(_network_flags(trt))
+    # TensorRT 11 knows strongly typed networks only, and may drop the flag.
+    typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    network = builder.create_network(0 if typed is None else 1 << int(typed))
     parser = trt.OnnxParser(network, library.logger)
     if not parser.parse_from_file(str(graph.path)):
         raise EngineError(f"{component.name}: {_parse_problem(parser, library)}")
@@ -173,27 +149,28 @@ def build_plan(
     if ahead:
         config.num_compute_capabilities = len(targets)
         for index, capability in enumerate(targets):
-            config.set_compute_capability(_member(trt, capability, library), index)
+            member = getattr(trt.ComputeCapability, target_name(capability).upper(), None)
+            if member is None:
+                raise EngineError(f"{library.title} cannot build for compute capability {dotted([capability])}")
+            config.set_compute_capability(member, index)
     _add_profiles(builder, config, network, profiles, component.name, library)
     cached = _load_timing_cache(config, timing_cache) if options.timing_cache else None
-    stop = cancel or threading.Event()
+    stop = threading.Event()
     config.progress_monitor = _monitor(trt, progress, stop)
     content = _build(builder, network, config, stop)
     if content is None:
-        reason = "cancelled" if stop.is_set() else library.take_errors() or "the library gave no reason"
+        reason = library.take_errors() or "the library gave no reason"
         raise EngineError(f"{component.name}: build for {dotted(targets)} with {library.title}: {reason}")
-    if cached is not None and timing_cache is not None:
-        _save_timing_cache(config, timing_cache)
+    if cached is not None and timing_cache is not None and (timings := config.get_timing_cache()) is not None:
+        with replacing_privately(timing_cache) as temporary:
+            temporary.write_bytes(memoryview(timings.serialize()))
     target = "+".join(target_name(c) for c in targets)
     seconds = {"parse": parsed - began, "build": time.perf_counter() - parsed}
     return Plan(content, target, profiles, _layers(network), seconds)
 
 
 def check_memory(name: str, weight_bytes: int) -> None:
-    """Raise EngineError if this machine has clearly too little memory to build an engine of so many weights.
-
-    Graph, network and engine each hold the weights once; measured peaks are just under that and half a gigabyte.
-    """
+    """Raise EngineError if there is less memory than measured peaks: three times the weights and half a gigabyte."""
     needed, free = 3 * weight_bytes + 512 * 2**20, available_memory()
     if free is not None and needed > free:
         raise EngineError(
@@ -211,12 +188,6 @@ def available_memory() -> int | None:
         group = Path("/sys/fs/cgroup")
         found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return min(found) if found else None
-
-
-def _network_flags(trt: Any) -> int:
-    # TensorRT 11 knows strongly typed networks only, and may drop the flag.
-    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    return 0 if flag is None else 1 << int(flag)
 
 
 def _set_flags(config: Any, library: Library, options: TensorrtOptions) -> None:
@@ -242,13 +213,6 @@ def _set_flags(config: Any, library: Library, options: TensorrtOptions) -> None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mb * 2**20)
     # `vla-accel inspect` shows precisions, not only names.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-
-
-def _member(trt: Any, capability: Capability, library: Library) -> Any:
-    name = target_name(capability).upper()
-    if not hasattr(trt.ComputeCapability, name):
-        raise EngineError(f"{library.title} cannot build for compute capability {dotted([capability])}")
-    return getattr(trt.ComputeCapability, name)
 
 
 def _add_profiles(
@@ -285,7 +249,7 @@ def _build(builder: Any, network: Any, config: Any, stop: threading.Event) -> An
         stop.set()
         thread.join()
         raise
-    return None if stop.is_set() else (result[0] if result else None)
+    return result[0] if result else None
 
 
 def _monitor(trt: Any, progress: Progress | None, stop: threading.Event) -> Any:
@@ -317,12 +281,10 @@ def _parse_problem(parser: Any, library: Library) -> str:
     for index in range(parser.num_errors):
         error = parser.get_error(index)
         operator, node = error.node_operator(), error.node_name()
-        unsupported = "UNSUPPORTED" in str(error.code())
-        text = " ".join(error.desc().split())[:300]
-        if unsupported:
+        if "UNSUPPORTED" in str(error.code()):
             problems.append(f"{library.title} has no ONNX operator {operator} (node {node})")
         else:
-            problems.append(f"operator {operator} (node {node}): {text}")
+            problems.append(f"operator {operator} (node {node}): {' '.join(error.desc().split())[:300]}")
     library.take_errors()
     return "; ".join(dict.fromkeys(problems)) or "the parser refused the graph without a reason"
 
@@ -338,14 +300,6 @@ def _load_timing_cache(config: Any, path: Path | None) -> Any:
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, ignore_mismatch=False)
     return cache
-
-
-def _save_timing_cache(config: Any, path: Path) -> None:
-    cache = config.get_timing_cache()
-    if cache is None:
-        return
-    with replacing_privately(path) as temporary:
-        temporary.write_bytes(memoryview(cache.serialize()))
 
 
 def _layers(network: Any) -> tuple[tuple[str, str, str], ...]:

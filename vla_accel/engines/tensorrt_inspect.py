@@ -1,7 +1,7 @@
 """Layers, precisions, profiles and size of a built engine, for `vla-accel inspect`.
 
-They come from the library's engine inspector if a GPU can load the engine, else from the description written at build
-time, whose layers are those of the parsed network, before fusion. `source` says which.
+They come from the library's engine inspector if a GPU can load the engine, else from the engine's description, whose
+layers are those of the parsed network, before fusion.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from vla_accel.errors import EngineError
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Return an engine file's contents as plain data.
-
-    Raises EngineError for a file that is missing or damaged, or has neither a description nor a GPU to load it.
-    """
+    """Return an engine file's contents as plain data. Raises EngineError."""
     if not path.is_file():
         raise EngineError(f"engine {path}: expected a file, {'got a folder' if path.is_dir() else 'there is none'}")
     entry = examine(path)
@@ -43,7 +40,10 @@ def inspect(path: Path) -> dict[str, Any]:
         "layers": [{"name": n, "type": k, "dtype": d} for k, n, d in about.get("layers", [])],
     }
     if library is not None:
-        found |= {"source": "engine inspector", **_from_engine(library, path)}
+        engine = shared_engine(library, path, torch.device("cuda"), False)
+        text = engine.create_engine_inspector().get_engine_information(library.trt.LayerInformationFormat.JSON)
+        layers = [layer_of(item) for item in json.loads(text).get("Layers", [])]
+        found |= {"source": "engine inspector", "layers": layers}
     found["dtypes"] = dict(Counter(layer["dtype"] for layer in found["layers"] if layer["dtype"]))
     found["types"] = dict(Counter(layer["type"] for layer in found["layers"]).most_common())
     return found
@@ -59,12 +59,6 @@ def _loadable(about: dict[str, Any]) -> Library | None:
     if not runs_on(name, capability) or (targets and capability not in targets):
         return None
     return load_library(name)
-
-
-def _from_engine(library: Library, path: Path) -> dict[str, Any]:
-    engine = shared_engine(library, path, torch.device("cuda"), False)
-    text = engine.create_engine_inspector().get_engine_information(library.trt.LayerInformationFormat.JSON)
-    return {"layers": [layer_of(item) for item in json.loads(text).get("Layers", [])]}
 
 
 def layer_of(item: Any) -> dict[str, str]:

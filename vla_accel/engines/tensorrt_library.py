@@ -1,8 +1,4 @@
-"""The TensorRT libraries, `tensorrt` (10 and 11) and `tensorrt_rtx` (1.4 and newer), and the GPUs that they run on.
-
-Sources: NVIDIA's support matrices of TensorRT and TensorRT-RTX; that TensorRT-RTX refuses compute capability 9.0 was
-tried.
-"""
+"""The TensorRT libraries, `tensorrt` (10 and 11) and `tensorrt_rtx` (1.4 and newer), and the GPUs that they run on."""
 
 from __future__ import annotations
 
@@ -99,9 +95,6 @@ def major_minor(version: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-# -- compute capabilities -----------------------------------------------------------------------------------------
-
-
 def parse_target(text: str) -> Capability:
     """Parse "sm89" or "8.9" to (8, 9). Raises ConfigError."""
     match = re.fullmatch(r"(?:sm_?)?(\d\d?)\.?(\d)", text.strip().lower())
@@ -134,32 +127,25 @@ def why_not(name: LibraryName, device: torch.device) -> str | None:
     """Why the library runs no engine on `device` and what to type instead; None if it does."""
     try:
         load_library(name)
-        capability = capability_of(device)
+        check_target(name, capability_of(device), ())
     except (DependencyError, EngineError) as error:
         return str(error)
-    return None if runs_on(name, capability) else _unfit(name, capability)
+    return None
 
 
 def check_target(name: LibraryName, capability: Capability, dtypes: Sequence[torch.dtype]) -> None:
     """Raise EngineError if this capability cannot run the library or a dtype of the engine."""
     if not runs_on(name, capability):
-        raise EngineError(_unfit(name, capability))
+        raise EngineError(
+            f"{TITLES[name]} does not run on compute capability {dotted([capability])}; it runs on "
+            f"{known_capabilities(name)}"
+        )
     for dtype in dtypes:
         needed = _PRECISION_NEEDS.get(dtype, (0, 0))
         if capability < needed:
             raise EngineError(
                 f"{dtype} needs compute capability {dotted([needed])} or newer, got {dotted([capability])}"
             )
-
-
-def _unfit(name: LibraryName, capability: Capability) -> str:
-    return (
-        f"{TITLES[name]} does not run on compute capability {dotted([capability])}; it runs on "
-        f"{known_capabilities(name)}"
-    )
-
-
-# -- the GPU ------------------------------------------------------------------------------------------------------
 
 
 def capability_of(device: torch.device) -> Capability:
@@ -188,9 +174,6 @@ def free_memory(device: torch.device) -> int:
 def stream_of(device: torch.device) -> int:
     """The handle of the current CUDA stream."""
     return torch.cuda.current_stream(device).cuda_stream
-
-
-# -- the logger ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache

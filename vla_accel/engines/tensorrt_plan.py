@@ -1,16 +1,12 @@
-"""A component's TensorRT engine from the cache, or built now and stored there.
-
-`vla-accel build` and the engines share this path, so that an engine built ahead of time is the one that a policy loads.
-"""
+"""A component's TensorRT engine from the cache, or built now and stored there."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +28,13 @@ _NOT_CONTENT = ("targets", "cache", "cache_gb", "verify", "timing_cache")
 """Options that do not change the content of an engine."""
 
 
-@dataclass(frozen=True)
-class Built:
-    """A new engine.
-
-    Attributes:
-        content: The serialized engine, anything with a buffer.
-        profiles: Its optimization profiles.
-        operators: Operators of the exported graph; all of them are in the engine.
-        weight_bytes: Bytes of its weights.
-        seconds: Duration of each phase of the build.
-        more: Further entries of its description.
-    """
-
-    content: Any
-    profiles: Sequence[Mapping[str, Any]]
-    operators: int
-    weight_bytes: int
-    seconds: Mapping[str, float]
-    more: Mapping[str, Any] = field(default_factory=dict)
+Built = tuple[Any, Mapping[str, Any]]
+"""A serialized engine, anything with a buffer, and what its description tells of the build (`description`)."""
 
 
 @dataclass(frozen=True)
 class Obtained:
-    """An engine on disk. `built`: it was built now; `note`: why, if the cache had one that could not be used."""
+    """An engine on disk. `built`: whether it was built now; `note`: why the one in the cache could not be used."""
 
     entry: Entry
     built: bool
@@ -107,54 +86,43 @@ def content_key(component: Component, module: nn.Module, spec: EngineSpec, kind:
     )
 
 
-@dataclass(frozen=True)
-class Request:
-    """An engine to find in the cache or to build.
+def description(profiles: Any, operators: int, weight_bytes: int, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """What every engine's description tells of its build; all operators of the graph are in the engine."""
+    coverage = {"operators": operators, "in_engine": operators}
+    return {"profiles": profiles, "coverage": coverage, "weight_bytes": weight_bytes, "seconds": dict(seconds)}
 
-    Attributes:
-        body: The component, or the part of one, that becomes the engine.
-        owner: The component that `body` belongs to.
-        target: GPUs of the engine, as "sm80+sm89".
-        place: What the engine depends on besides library and target: the very GPU and driver, or a version.
-        content: `content_key` of it.
+
+def find_or_build(
+    body: Component,
+    owner: str,
+    spec: EngineSpec,
+    library: Library,
+    identity: Mapping[str, str],
+    build: Callable[[], Built],
+) -> Obtained:
+    """Return the cached engine of `body`, a part of the component `owner`, or build and store it.
+
+    `identity` tells it from other engines of the library: "content" (`content_key`), "target", GPU, driver, versions.
     """
-
-    body: Component
-    owner: Component
-    spec: EngineSpec
-    library: Library
-    target: str
-    place: Mapping[str, str]
-    content: str
-
-    def obtain(self, build: Callable[[], Built], name: str) -> Obtained:
-        """Return the cached engine, or store the result of `build` under `name`."""
-        store = cache_of(self.spec.tensorrt)
-        key = {"content": self.content, "library": self.library.title, "target": self.target, **self.place}
-        hashed = cache.key_of(key)
-        found = store.get(name, hashed)
-        if found is not None and not found.problem:
-            return Obtained(found, built=False)
-        built = build()
-        about = {
-            "component": self.owner.name,
-            "precision": self.spec.precision,
-            "library": self.library.name,
-            "version": self.library.version,
-            "target": self.target,
-            **self.place,
-            "content": self.content,
-            "profiles": built.profiles,
-            "inputs": [described(s) for s in self.body.inputs],
-            "outputs": [described(s) for s in self.body.outputs],
-            "coverage": {"operators": built.operators, "in_engine": built.operators},
-            "weight_bytes": built.weight_bytes,
-            "seconds": dict(built.seconds),
-            "torch": torch.__version__,
-            **built.more,
-        }
-        note = "" if found is None else f"; rebuilt: {found.problem}"
-        return Obtained(store.put(name, hashed, built.content, about), built=True, note=note)
+    name = owner if body.name == owner else f"{owner}-{body.name}"
+    store, key = cache_of(spec.tensorrt), cache.key_of({"library": library.title, **identity})
+    found = store.get(name, key)
+    if found is not None and not found.problem:
+        return Obtained(found, built=False)
+    content, built = build()
+    about = {
+        "component": owner,
+        "precision": spec.precision,
+        "library": library.name,
+        "version": library.version,
+        **identity,
+        "inputs": [described(s) for s in body.inputs],
+        "outputs": [described(s) for s in body.outputs],
+        "torch": torch.__version__,
+        **built,
+    }
+    note = "" if found is None else f"; rebuilt: {found.problem}"
+    return Obtained(store.put(name, key, content, about), built=True, note=note)
 
 
 def obtain(
@@ -165,26 +133,17 @@ def obtain(
     *,
     device: torch.device,
     progress: Progress | None = None,
-    cancel: threading.Event | None = None,
     exports: Exports | None = None,
 ) -> Obtained:
-    """Return the engine of a component for compute capabilities, from the cache or built now.
+    """Return the engine of a component (`body_of`), from the cache or built now.
 
-    TensorRT-RTX builds ahead of time, so its engines do not depend on the machine that builds them; TensorRT builds for
-    the GPU of `device`.
-
-    Args:
-        component: See `body_of`.
-        exports: Has ONNX files of earlier targets.
-
-    Raises:
-        EngineError, DependencyError: As `onnx.export` and `build_plan` do.
+    TensorRT-RTX builds for any `targets`, TensorRT for the GPU of `device`. `exports` keeps ONNX files.
     """
     module = onnx.module_at(component, spec.precision)
     content = content_key(component, module, spec, "onnx")
     ahead = library.name == "tensorrt_rtx"
     target = "+".join(target_name(c) for c in targets)
-    place = {} if ahead else tensorrt_library.gpu_identity(device)
+    identity = {"content": content, "target": target, **({} if ahead else tensorrt_library.gpu_identity(device))}
 
     def build() -> Built:
         with contextlib.ExitStack() as stack:
@@ -199,18 +158,17 @@ def obtain(
                 ahead=ahead,
                 timing_cache=cache_of(spec.tensorrt).folder / f"{library.name}-{target}.timing",
                 progress=progress,
-                cancel=cancel,
             )
-        more = {
+        seconds = {**graph.seconds, **plan.seconds}
+        return plan.content, {
+            **description(plan.profiles, sum(graph.operators.values()), graph.weight_bytes, seconds),
             "operators": dict(graph.operators),
             "similarity": graph.similarity,
             "dtypes": layer_counts(plan),
             "layers": plan.layers,
         }
-        seconds = {**graph.seconds, **plan.seconds}
-        return Built(plan.content, plan.profiles, sum(graph.operators.values()), graph.weight_bytes, seconds, more)
 
-    return Request(component, component, spec, library, target, place, content).obtain(build, component.name)
+    return find_or_build(component, component.name, spec, library, identity, build)
 
 
 class Exports:

@@ -1,7 +1,4 @@
-"""Deserialized engines and their execution contexts, which share one engine and one scratch memory.
-
-Addresses and the stream come with every `enqueue`. Needs a GPU.
-"""
+"""Deserialized engines and their execution contexts, which share one engine and one scratch memory."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class Session:
         device: torch.device,
         scratch: Scratch | None = None,
     ) -> None:
-        """`scratch`: memory that contexts share if they never run at the same time; by default the device's."""
+        """`scratch`: memory of contexts that never run at the same time; by default the device's."""
         self.library, self.engine, self.what = library, engine, component.name
         trt = library.trt
         shapes = {s.name: tuple(s.shape) for s in component.inputs}
@@ -61,8 +58,7 @@ class Session:
         self._check_tensors(component, shapes)
         (scratch or scratch_of(device)).add(self, int(self.engine.device_memory_size_v2))
         # TensorRT-RTX reports contexts that cannot be captured: it compiles on their first run.
-        capturable = getattr(self.context, "is_stream_capturable", None)
-        self.capturable = True if capturable is None else bool(capturable(stream))
+        self.capturable = bool(getattr(self.context, "is_stream_capturable", lambda _: True)(stream))
 
     def _check_tensors(self, component: Component, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
@@ -99,10 +95,7 @@ class Scratch:
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def add(self, session: Session, size: int) -> None:
-        """Give a session's context `size` bytes; a larger block replaces the current one for all sessions.
-
-        Raises EngineError if the GPU has too little memory.
-        """
+        """Set a context's scratch memory; a larger block replaces the current one for all. Raises EngineError."""
         memory = self.memory
         if memory is None or size > memory.numel():
             free = tensorrt_library.free_memory(self.device)
@@ -139,13 +132,9 @@ _engines: weakref.WeakValueDictionary[tuple[str, str, float], _Shared] = weakref
 
 
 def shared_engine(library: Library, path: Path, device: torch.device, streaming: bool) -> Any:
-    """Return the engine of a plan file, deserialized once, its weights on the GPU once, for any number of contexts.
-
-    Raises EngineError for a file that others than its owner may write to, or that the library cannot load.
-    """
+    """Return the engine of a plan file, deserialized once for any number of contexts. Raises EngineError."""
     key = (str(path), str(device), path.stat().st_mtime)
-    found = _engines.get(key)
-    if found is not None:
+    if (found := _engines.get(key)) is not None:
         return found
     require_private(path)
     init_plugins(library)
@@ -163,6 +152,5 @@ def shared_engine(library: Library, path: Path, device: torch.device, streaming:
 @functools.cache
 def init_plugins(library: Library) -> None:
     """Register the library's plugins, once a process: an engine that uses one cannot be loaded before."""
-    start = getattr(library.trt, "init_libnvinfer_plugins", None)
-    if start is not None:
+    if start := getattr(library.trt, "init_libnvinfer_plugins", None):
         start(library.logger, "")

@@ -1,13 +1,12 @@
 """The torch_tensorrt engine: the marked parts of a module (`Island`) as TensorRT engines, the rest in PyTorch.
 
-Vision's tower becomes one FP16 engine, with the cast to the BF16 projector after it; every MLP of the prefix becomes
-an FP8 engine of its ModelOpt-quantised module; attention and norms stay in PyTorch. Importing torch_tensorrt needs a
-CUDA build of torch and a GPU, so versions are checked first, from the installed distributions.
+Importing torch_tensorrt needs a CUDA build of torch and a GPU, so versions are checked first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
@@ -25,16 +24,11 @@ from vla_accel.engines import onnx, tensorrt_library
 from vla_accel.engines.base import Engine
 from vla_accel.engines.tensorrt import check_first_run, refuse_if_not_runnable
 from vla_accel.engines.tensorrt_library import TITLES, LibraryName, installed_version, load_library, major_minor
-from vla_accel.engines.tensorrt_plan import Built, Obtained, Request, cache_of, content_key
+from vla_accel.engines.tensorrt_plan import Built, Obtained, cache_of, content_key, description, find_or_build
 from vla_accel.engines.tensorrt_session import Session, shared_engine
 from vla_accel.errors import DependencyError, EngineError
 
 Version = tuple[int, int]
-Recorded = tuple[Island, tuple[Tensor, ...], tuple[Tensor, ...]]
-"""A part with the inputs and outputs of one run."""
-
-# -- versions -----------------------------------------------------------------------------------------------------
-
 PAIRS: dict[Version, tuple[Version, Version, Version]] = {
     (2, 11): ((2, 11), (10, 15), (1, 4)),
     (2, 12): ((2, 12), (10, 16), (1, 4)),
@@ -54,39 +48,26 @@ class Flavour:
 
 
 def find_flavour(versions: Mapping[str, str | None] | None = None) -> Flavour:
-    """Return the installed Torch-TensorRT and check that its versions match, without importing it.
-
-    Args:
-        versions: Of the distributions torch-tensorrt, torch-tensorrt-rtx, torch, tensorrt and tensorrt-rtx; by default
-            those installed.
-
-    Raises:
-        DependencyError: What is missing, or which versions would work.
-    """
+    """Return the installed Torch-TensorRT, without importing it. Raises DependencyError unless `versions` match."""
     found = _installed() if versions is None else dict(versions)
     torch_version = major_minor(str(found["torch"]))
     rtx = found.get("torch-tensorrt") is None and found.get("torch-tensorrt-rtx") is not None
     package = "torch-tensorrt-rtx" if rtx else "torch-tensorrt"
     library: LibraryName = "tensorrt_rtx" if rtx else "tensorrt"
     version, library_version = found.get(package), found.get(library.replace("_", "-"))
-    hint = _install(torch_version, rtx)
+    name, hint = f"{package} {version}", _install(torch_version, rtx)
     if version is None:
         raise DependencyError(f"engine torch_tensorrt: torch-tensorrt is not installed; {hint}")
-    pair = PAIRS.get(major_minor(version))
-    if pair is None:
+    if (pair := PAIRS.get(major_minor(version))) is None:
         known = ", ".join(map(_dotted, PAIRS))
         raise DependencyError(f"engine torch_tensorrt: expected {package} {known}, got {version}")
-    if torch_version != pair[0]:
-        raise DependencyError(
-            f"engine torch_tensorrt: {package} {version} works with torch {_dotted(pair[0])}, got torch "
-            f"{found['torch']}; {hint}"
-        )
-    wanted = pair[2] if rtx else pair[1]
-    if library_version is None or major_minor(library_version) != wanted:
+    wanted, needed = _dotted(pair[0]), _dotted(pair[2] if rtx else pair[1])
+    if _dotted(torch_version) != wanted:
+        got = f"{found['torch']}; {hint}"
+        raise DependencyError(f"engine torch_tensorrt: {name} works with torch {wanted}, got torch {got}")
+    if library_version is None or _dotted(major_minor(library_version)) != needed:
         got = "none is installed" if library_version is None else f"got {library_version}"
-        raise DependencyError(
-            f"engine torch_tensorrt: {package} {version} works with {TITLES[library]} {_dotted(wanted)}, {got}; {hint}"
-        )
+        raise DependencyError(f"engine torch_tensorrt: {name} works with {TITLES[library]} {needed}, {got}; {hint}")
     return Flavour(version, library)
 
 
@@ -103,10 +84,8 @@ def _install(torch_version: Version, rtx: bool) -> str:
     for version, pair in PAIRS.items():
         if pair[0] == torch_version:
             library = f"tensorrt-rtx-cu13=={_dotted(pair[2])}.*" if rtx else f"tensorrt=={_dotted(pair[1])}.*"
-            package = "torch-tensorrt-rtx" if rtx else "torch-tensorrt"
-            return (
-                f"the set for torch {_dotted(torch_version)}: pip install '{package}=={_dotted(version)}.*' '{library}'"
-            )
+            package = f"torch-tensorrt{'-rtx' * rtx}=={_dotted(version)}.*"
+            return f"the set for torch {_dotted(torch_version)}: pip install '{package}' '{library}'"
     known = ", ".join(_dotted(pair[0]) for pair in PAIRS.values())
     return f"no torch-tensorrt is known for torch {_dotted(torch_version)}; it exists for torch {known}"
 
@@ -132,11 +111,8 @@ def load_torch_tensorrt() -> tuple[Any, Flavour]:
 
 
 def conversion_options(version: Version, options: TensorrtOptions) -> dict[str, Any]:
-    """The options of Torch-TensorRT's conversion.
-
-    Precision comes from the module's dtypes: 2.11 and 2.12 need an option for that; from 2.13 on nothing else exists,
-    and the old option would be ignored in `**kwargs`.
-    """
+    """The options of Torch-TensorRT's conversion. Precision comes from the module's dtypes, which 2.11 and 2.12 need an
+    option for; later versions would ignore it."""
     chosen: dict[str, Any] = {
         "require_full_compilation": True,
         "min_block_size": 1,
@@ -157,16 +133,10 @@ def conversion_options(version: Version, options: TensorrtOptions) -> dict[str, 
     return chosen
 
 
-# -- building -----------------------------------------------------------------------------------------------------
-
-
 def convert(
     torch_tensorrt: Any, version: str, name: str, module: nn.Module, inputs: tuple[Tensor, ...], spec: EngineSpec
 ) -> Built:
-    """Convert a module as a whole: this conversion has no partitioner, it takes all operators or fails.
-
-    Raises EngineError naming what cannot be converted; DependencyError for an option that this version would ignore.
-    """
+    """Convert a module with all its operators. Raises EngineError or DependencyError, which name the problem."""
     began = time.perf_counter()
     function = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine
     options = conversion_options(major_minor(version), spec.tensorrt)
@@ -188,7 +158,7 @@ def convert(
         raise EngineError(f"{name}: torch-tensorrt {version} gave no engine")
     seconds = {"export": exported_s, "build": time.perf_counter() - began - exported_s}
     profiles = [{f"input{i}": [tuple(x.shape)] * 3 for i, x in enumerate(inputs)}]
-    return Built(bytes(content), profiles, operators, sum(p.nbytes for p in module.parameters()), seconds)
+    return bytes(content), description(profiles, operators, sum(p.nbytes for p in module.parameters()), seconds)
 
 
 @contextlib.contextmanager
@@ -213,27 +183,23 @@ def _problems() -> Iterator[list[BaseException]]:
 def build_islands(
     component: Component, spec: EngineSpec, device: torch.device, module: nn.Module | None = None
 ) -> list[tuple[Island, Obtained, Component]]:
-    """Return every marked part of a component as an engine, from the cache or built now.
-
-    A part's engine has fixed shapes: those of the component's examples.
-    """
+    """Return every marked part of a component as an engine of fixed shapes, from the cache or built now."""
     torch_tensorrt, flavour = load_torch_tensorrt()
     module = island_module(component, spec) if module is None else module
     library, results = load_library(flavour.library), []
     # Torch-TensorRT leaves the targets to the library: TensorRT-RTX builds for every GPU from Ampere on.
     rtx = flavour.library == "tensorrt_rtx"
     capabilities = tensorrt_library.RTX_DEFAULT if rtx else (tensorrt_library.capability_of(device),)
-    target = "+".join(map(tensorrt_library.target_name, capabilities))
+    identity = {
+        "target": "+".join(map(tensorrt_library.target_name, capabilities)),
+        "torch_tensorrt": flavour.version,
+        **tensorrt_library.gpu_identity(device),
+    }
     for island, inputs, outputs in _recorded(component, module, device):
-        name = f"{component.name}-{island.name}"
         body = Component(island.name, island.inner, _specs("input", inputs), _specs("output", outputs))
-        content = content_key(body, island.inner, spec, "torch_tensorrt")
-        place = {**tensorrt_library.gpu_identity(device), "torch_tensorrt": flavour.version}
-
-        def build(name: str = name, inner: nn.Module = island.inner, inputs: tuple[Tensor, ...] = inputs) -> Built:
-            return convert(torch_tensorrt, flavour.version, name, inner, inputs, spec)
-
-        obtained = Request(body, component, spec, library, target, place, content).obtain(build, name)
+        name, content = f"{component.name}-{island.name}", content_key(body, island.inner, spec, "torch_tensorrt")
+        build = functools.partial(convert, torch_tensorrt, flavour.version, name, island.inner, inputs, spec)
+        obtained = find_or_build(body, component.name, spec, library, {**identity, "content": content}, build)
         results.append((island, obtained, body))
     return results
 
@@ -243,13 +209,10 @@ def _specs(prefix: str, tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
 
 
 def island_module(component: Component, spec: EngineSpec) -> nn.Module:
-    """The component's module at the requested precision, with at least one part marked to be built.
-
-    Raises EngineError for a component without marked parts, unless `whole` is set.
-    """
+    """The component's module with its marked parts. Raises EngineError if there are none, unless `whole` is set."""
     module = onnx.module_at(component, spec.precision)
     if spec.tensorrt.whole:
-        return _Whole(component.name, module)
+        return Island(component.name, module)
     if not any(isinstance(m, Island) for m in module.modules()):
         marked = ", ".join(component.variants) or "none"
         raise EngineError(
@@ -259,20 +222,11 @@ def island_module(component: Component, spec: EngineSpec) -> nn.Module:
     return module
 
 
-class _Whole(nn.Module):
-    """A module that is one island."""
-
-    def __init__(self, name: str, inner: nn.Module) -> None:
-        super().__init__()
-        self.island = Island(name, inner)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.island(*inputs)
-
-
-def _recorded(component: Component, module: nn.Module, device: torch.device) -> list[Recorded]:
+def _recorded(
+    component: Component, module: nn.Module, device: torch.device
+) -> list[tuple[Island, tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """Every island with its inputs and outputs when the module runs on the component's examples."""
-    seen: dict[str, Recorded] = {}
+    seen: dict[str, Any] = {}
 
     def record(island: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
         assert isinstance(island, Island)
@@ -287,9 +241,6 @@ def _recorded(component: Component, module: nn.Module, device: torch.device) -> 
         for handle in handles:
             handle.remove()
     return list(seen.values())
-
-
-# -- running ------------------------------------------------------------------------------------------------------
 
 
 class TorchTensorrtEngine(Engine):
@@ -360,7 +311,6 @@ class _Runner(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         device = inputs[0].device
         outputs = {s.name: s.empty(device) for s in self.body.outputs}
-        # Kept by name until the work is enqueued: the session takes only addresses.
         tensors = {s.name: x.contiguous() for s, x in zip(self.body.inputs, inputs, strict=True)}
         self.session.enqueue({**tensors, **outputs}, tensorrt_library.stream_of(device))
         results = list(outputs.values())

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel.checkpoints.lerobot import Processors
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.families.family import Family, ModelConfig
@@ -165,10 +166,9 @@ def libero(views: int) -> Preset:
 
 def dummy_processor(config: Any, views: int, kind: type[P] = Processor, **fields: Any) -> P:
     """Return LIBERO's transforms with statistics that change nothing; `fields` of the class `kind`."""
-    scales, fields = (Normaliser.identity(8), Normaliser.identity(7)), {"discrete_state": False, **fields}
-    return processor_of(
-        kind, config, libero(views), scales, DummyTokenizer(config.vocab_size), PolicyConfig(), **fields
-    )
+    robot = Processors(libero(views), Normaliser.identity(8), Normaliser.identity(7))
+    fields = {"discrete_state": False, **fields}
+    return processor_of(kind, config, robot, DummyTokenizer(config.vocab_size), PolicyConfig(), **fields)
 
 
 def libero_observation(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vla_accel.component import Component
@@ -286,13 +285,11 @@ class Family(ABC, Generic[C, X, S]):
 
     @staticmethod
     @abstractmethod
-    def load(
-        folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-    ) -> tuple[Network, Transforms]:
-        """Return the network with a folder's weights, and the transforms. Raises CheckpointError, ConfigError.
+    def load(folder: Path, settings: PolicyConfig) -> tuple[Network, Transforms]:
+        """Return the network, whose weights have an `origin`, and the transforms. Raises CheckpointError, ConfigError.
 
-        The network may have an `origin` instead of weights, if the family's components fetch what they compute with
-        (`Component.fetch`) and its native programs prepare from parts that are `present`.
+        The family's components fetch what they compute with (`Component.fetch`), and its native programs prepare from
+        parts that are `present`.
         """
 
 

@@ -108,7 +108,8 @@ def load(
     for name, value in asdict(settings.checkpoint).items():
         if name not in known and value != usual[name]:
             raise ConfigError(f"checkpoint.{name}: {family.name} has no such setting, expected {', '.join(known)}")
-    model, processor = family.load(folder, settings, device=device, dtype=dtype)
+    model, processor = family.load(folder, settings)
+    model = model.placed(torch.device(device), dtype)
     model = model.whole() if whole else model
     return Checkpoint(str(path_or_name), family, model, processor, folder, lora=lora, settings=loaded_with)
 

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vla_accel.checkpoints.lerobot import is_lerobot
+from vla_accel.checkpoints.lerobot import Processors, is_lerobot
 from vla_accel.checkpoints.lora import Lora, read_lora
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import Preset, load_preset
 from vla_accel.transforms.tokenizer import Tokenizer
@@ -87,24 +86,9 @@ def robot_of(saved: Preset, settings: PolicyConfig) -> Preset:
 
 
 def processor_of(
-    kind: type[P],
-    config: Any,
-    preset: Preset,
-    scales: tuple[Normaliser, Normaliser],
-    tokenizer: Tokenizer,
-    settings: PolicyConfig,
-    **fields: Any,
+    kind: type[P], config: Any, saved: Processors, tokenizer: Tokenizer, settings: PolicyConfig, **fields: Any
 ) -> P:
-    """Return the transforms of a model.
-
-    Args:
-        kind: Class of the transforms.
-        config: Sizes of the model.
-        preset: The robot's conventions.
-        scales: Normalizers of state and actions.
-        tokenizer: The tokenizer.
-        settings: The user's configuration.
-        **fields: More fields of `kind`.
+    """Return the transforms of a model, with more fields of their class `kind`.
 
     Raises:
         CheckpointError: The tokenizer or the statistics do not fit the model.
@@ -113,13 +97,15 @@ def processor_of(
     check_vocabulary(tokenizer, config.vocab_size, settings)
     return kind(
         tokenizer=tokenizer,
-        state=scales[0],
-        actions=scales[1],
+        state=saved.state,
+        actions=saved.actions,
         image_size=config.vision.image_size,
         action_dim=config.action_dim,
         max_token_len=config.max_token_len,
         default_prompt=settings.default_prompt,
-        preset=preset,
+        preset=saved.preset,
+        prompt_state_dim=saved.prompt_state_dim,
+        pixels=saved.pixels,
         **fields,
     )
 

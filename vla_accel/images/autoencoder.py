@@ -1,8 +1,7 @@
 """diffusers' image autoencoders as plain encoder and decoder modules for engines and export.
 
-Reads `AutoencoderKLQwenImage` (RMS norms, causal 3-D convolutions) and `AutoencoderKL` (group norms). For one image
-all temporal padding of a causal convolution is zero, so it equals a 2-D convolution with the last temporal slice of
-its kernel: a third of the arithmetic. The quantisation convolutions are part of the halves.
+For one image all temporal padding of a causal 3-D convolution is zero, so it equals a 2-D convolution with the last
+temporal slice of its kernel: a third of the arithmetic.
 """
 
 from __future__ import annotations
@@ -90,12 +89,8 @@ class Half(nn.Module):
     """One half of an autoencoder: a first convolution, blocks, norm, SiLU, a last convolution.
 
     Encoder: image (B, 3, H, W) in -1..1 to moments (B, 2 z, H/8, W/8): mean, then log variance. Decoder: latents
-    (B, z, H/8, W/8) to image (B, 3, H, W).
-
-    Args:
-        first: 1x1 quantisation convolution before `conv_in`, if any; `last`: the same after `conv_out`.
-        frames: input and output have a frame axis of length 1 after the channels, as diffusers' Qwen-Image.
-        clamp: clamp the output to -1..1.
+    (B, z, H/8, W/8) to image (B, 3, H, W). `first` and `last` are 1x1 quantisation convolutions; with `frames` input
+    and output have a frame axis of length 1 after the channels.
     """
 
     def __init__(
@@ -122,7 +117,6 @@ class Half(nn.Module):
 
     @property
     def channels(self) -> tuple[int, int]:
-        """Input and output channels."""
         return (self.first or self.conv_in).in_channels, (self.last or self.conv_out).out_channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,13 +143,7 @@ def autoencoder_kind(vae: Any) -> Kind:
 
 
 def split_autoencoder(vae: Any) -> tuple[Half, Half]:
-    """Return (encoder, decoder) of a diffusers autoencoder, in its dtype and on its device.
-
-    Weights are shared where the shape stays; call `.to(dtype)` on the result to convert.
-
-    Raises:
-        CheckpointError: the autoencoder has an unknown part.
-    """
+    """Return (encoder, decoder) of a diffusers autoencoder, with shared weights. Raises CheckpointError."""
     frames = autoencoder_kind(vae) == "qwen"
     encoder, decoder = vae.encoder, vae.decoder
     down = [b for stage in encoder.down_blocks for b in _parts(stage, "downsamplers")] + _middle(encoder)
@@ -202,9 +190,7 @@ def _block(part: Any) -> nn.Module:
             return SpatialAttention(_norm(part.norm), _linear(part.to_qkv), _linear(part.proj))
         case "Attention":
             if part.heads != 1 or part.group_norm is None or part.rescale_output_factor != 1:
-                raise CheckpointError(
-                    f"autoencoder: expected one attention head with a group norm, got {part.heads} heads"
-                )
+                raise CheckpointError(f"autoencoder: expected one attention head and a group norm, got {part.heads}")
             return SpatialAttention(part.group_norm, _linear(part.to_q, part.to_k, part.to_v), part.to_out[0])
         # The temporal convolutions of a resampler run from the second frame on only.
         case "QwenImageResample" if part.mode.startswith("downsample"):
@@ -230,19 +216,10 @@ def _conv2d(conv: Any) -> Any:
     left, right, top, bottom = conv._padding[:4]
     if left != right or top != bottom:
         raise CheckpointError(f"autoencoder: expected symmetric padding, got {conv._padding}")
-    _, height, width = conv.kernel_size
-    with torch.device(conv.weight.device):
-        flat = nn.Conv2d(
-            conv.in_channels,
-            conv.out_channels,
-            (height, width),
-            stride=conv.stride[1:],
-            padding=(top, left),
-            dtype=conv.weight.dtype,
-        )
-    with torch.no_grad():
+    options: dict[str, Any] = {"stride": conv.stride[1:], "padding": (top, left), "dtype": conv.weight.dtype}
+    with torch.device(conv.weight.device), torch.no_grad():
+        flat: Any = nn.Conv2d(conv.in_channels, conv.out_channels, conv.kernel_size[1:], **options)
         flat.weight.copy_(conv.weight[:, :, -1])
-        assert flat.bias is not None
         flat.bias.copy_(conv.bias)
     return flat
 
@@ -250,9 +227,8 @@ def _conv2d(conv: Any) -> Any:
 def _linear(*layers: Any) -> nn.Linear:
     """Linear layers or 1x1 convolutions of the same input as one product."""
     weight = torch.cat([layer.weight.detach().flatten(1) for layer in layers])
-    with torch.device(weight.device):
+    with torch.device(weight.device), torch.no_grad():
         linear = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
-    with torch.no_grad():
         linear.weight.copy_(weight)
         linear.bias.copy_(torch.cat([layer.bias.detach() for layer in layers]))
     return linear

@@ -17,38 +17,10 @@ _LORA = ("merged_adapters", "scaling", "_active_adapter", "_disable_adapters")
 """What peft's layers compute with besides tensors."""
 
 
-class Exclusive:
-    """A lock for static buffers that also orders the CUDA streams which use them. One thread may enter repeatedly.
-
-    A lock alone is not enough: the GPU may still run one thread's work when another thread, on another stream, writes
-    the same buffers.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._done: dict[torch.device, torch.cuda.Event] = {}
-
-    @contextlib.contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        """Hold the buffers on `device`. The current stream first waits for the previous holder's work."""
-        with self._lock:
-            if device.type != "cuda":
-                yield
-                return
-            stream = torch.cuda.current_stream(device)
-            if device in self._done:
-                stream.wait_event(self._done[device])
-            try:
-                yield
-            finally:
-                self._done.setdefault(device, torch.cuda.Event()).record(stream)
-
-
 class WeightState:
-    """The weights of modules at one moment.
+    """The weights of modules at one moment: address and version of every tensor, modules, processors, LoRA adapters.
 
-    Compares the address and version of every tensor, the modules, their attention processors and LoRA adapters. With
-    `values` also norm and maximum of every tensor: a write through `tensor.data`, as in peft's `fuse_lora`, changes
+    With `values` also norm and maximum of every tensor: a write through `tensor.data` (peft's `fuse_lora`) changes
     neither address nor version.
     """
 
@@ -100,25 +72,33 @@ def _norms(tensors: list[Tensor]) -> Tensor:
 
 
 class Cache(Generic[K, T]):
-    """Values made from a model's weights, least recently used first. A deep copy is empty.
-
-    Args:
-        full: whether values must go. The newest stays in any case, as its caller needs it.
-    """
+    """Values made from a model's weights, dropped least recently used first while `full`. A deep copy is empty."""
 
     def __init__(self, full: Callable[[Iterable[T]], bool] = lambda _: False) -> None:
         self.made: OrderedDict[K, T] = OrderedDict()
         self.shared: dict[str, Any] = {}
         """What all keys share; dropped with them."""
-        self._full, self._exclusive = full, Exclusive()
+        self._full, self._lock = full, threading.RLock()
+        self._done: dict[torch.device, torch.cuda.Event] = {}
         self._weights: WeightState | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache[K, T]:
         return Cache(self._full)
 
-    def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Exclude other callers from everything in the cache: see `Exclusive`."""
-        return self._exclusive.on(device)
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Exclude other threads; the current stream waits for the previous caller's work on the GPU."""
+        with self._lock:
+            if device.type != "cuda":
+                yield
+                return
+            stream = torch.cuda.current_stream(device)
+            if device in self._done:
+                stream.wait_event(self._done[device])
+            try:
+                yield
+            finally:
+                self._done.setdefault(device, torch.cuda.Event()).record(stream)
 
     def follow(self, *modules: nn.Module, values: bool = True) -> None:
         """Drop everything if the weights have changed since the previous call: see `WeightState`."""
@@ -137,7 +117,7 @@ class Cache(Generic[K, T]):
         return self.made[key]
 
     def share(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return the shared value `name`, made now if there is none."""
+        """As `get`, for values that all keys share."""
         if name not in self.shared:
             self.shared[name] = make()
         return self.shared[name]

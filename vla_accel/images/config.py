@@ -32,8 +32,6 @@ class VaeConfig(Checked):
     """How an autoencoder runs. `vae_type` and `trt_vae_config` are LightX2V's keys.
 
     Attributes:
-        vae_type: the engine.
-        trt_vae_config: the engine files, for the TensorRT types.
         pad: what happens to a size without an engine file: "error" refuses it, "auto" runs it without an engine, with
             a warning and an entry in the ledger. Pictures are never padded, as that would change them.
         memory_budget_gib: for the engines of all sizes together; the least recently used go first.
@@ -61,13 +59,10 @@ class VaeConfig(Checked):
         if self.from_files and not self.trt_vae_config.trt_engine_path:
             raise ConfigError(f"trt_vae_config.trt_engine_path: expected a path for vae_type {self.vae_type}, got none")
         if not self.from_files and self.trt_vae_config != TrtVaeConfig():
-            raise ConfigError(
-                f"trt_vae_config: expected vae_type tensorrt or tensorrt_rtx next to it, got {self.vae_type}"
-            )
+            raise ConfigError(f"trt_vae_config: expected vae_type tensorrt or tensorrt_rtx, got {self.vae_type}")
 
     @property
     def from_files(self) -> bool:
-        """Whether the engines come from engine files."""
         return self.vae_type in ("tensorrt", "tensorrt_rtx")
 
 
@@ -82,9 +77,8 @@ def check_spec(name: str, spec: EngineSpec, precisions: Collection[str] = ()) ->
     """Raise ConfigError for options that an image model would ignore. `precisions`: the native engine's, but "auto"."""
     allowed = {"eager": ("auto",), "native": ("auto", *precisions)}.get(spec.engine, (spec.precision,))
     if spec.precision not in allowed:
-        raise ConfigError(
-            f"{name}: engine {spec.engine}: expected precision {', '.join(allowed)}, got {spec.precision}"
-        )
+        expected = f"expected precision {', '.join(allowed)}"
+        raise ConfigError(f"{name}: engine {spec.engine}: {expected}, got {spec.precision}")
     if spec.native.embeddings != "gpu":
         raise ConfigError(f"{name}: native.embeddings: expected gpu for an image model, got {spec.native.embeddings}")
 

@@ -7,12 +7,10 @@ library, is an error. Building with TensorRT-RTX needs no GPU.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -21,24 +19,13 @@ from vla_accel.config import EngineSpec, TensorrtOptions
 from vla_accel.engines import cache, onnx, tensorrt_library
 from vla_accel.engines.base import Engine
 from vla_accel.engines.onnx import OnnxFile
-from vla_accel.engines.tensorrt_builder import Profile, build_plan
-from vla_accel.engines.tensorrt_library import Capability, Library, LibraryName, load_library, target_name
-from vla_accel.engines.tensorrt_plan import described
+from vla_accel.engines.tensorrt_builder import build_plan
+from vla_accel.engines.tensorrt_library import Capability, Library, LibraryName, load_library
+from vla_accel.engines.tensorrt_plan import Obtained, described
 from vla_accel.engines.tensorrt_session import Scratch, Session, shared_engine
 from vla_accel.errors import EngineError
-from vla_accel.files import replacing_privately
 from vla_accel.images.stage import Stage
-from vla_accel.kernels.gpu import Gpu
 from vla_accel.ledger import Ledger, LedgerEntry
-
-
-@dataclasses.dataclass(frozen=True)
-class BuiltFile:
-    """An engine file and its description; `built`: whether it was built now."""
-
-    path: Path
-    about: dict[str, Any]
-    built: bool
 
 
 def export_onnx(component: Component, folder: Path, *, check: Component | None) -> OnnxFile:
@@ -62,18 +49,16 @@ def build_file(
     library: Library,
     targets: Sequence[Capability],
     options: TensorrtOptions,
-) -> BuiltFile:
+) -> Obtained:
     """Build `path` and its description from an ONNX file. Raises EngineError as `build_plan` does."""
     plan = build_plan(library, graph, component, options, targets=targets, ahead=library.name == "tensorrt_rtx")
-    content = memoryview(plan.content)
     about = {
-        "schema": cache.SCHEMA,
         "name": component.name,
         "key": identity(component),
         "component": component.name,
         "library": library.name,
         "version": library.version,
-        "target": "+".join(target_name(c) for c in targets),
+        "target": plan.target,
         "optimization_level": options.optimization_level,
         "profiles": plan.profiles,
         "inputs": [described(spec) for spec in component.inputs],
@@ -81,33 +66,22 @@ def build_file(
         "layers": plan.layers,
         "similarity": graph.similarity,
         "seconds": {**graph.seconds, **plan.seconds},
-        "bytes": content.nbytes,
-        "sha256": hashlib.sha256(content).hexdigest(),
         "torch": torch.__version__,
-        "written": time.time(),
     }
-    description = path.with_suffix(".json")
-    # If this is interrupted between the two files, the old description must not match the new content.
-    description.unlink(missing_ok=True)
-    with replacing_privately(path) as temporary, open(temporary, "wb") as file:
-        file.write(content)
-    with replacing_privately(description) as temporary:
-        temporary.write_text(json.dumps(about, indent=1) + "\n")
-    return BuiltFile(path, json.loads(description.read_text()), built=True)
+    return Obtained(cache.write_entry(path, plan.content, about), built=True)
 
 
-def found_file(component: Component, path: Path, library: LibraryName) -> BuiltFile | None:
+def found_file(component: Component, path: Path, library: LibraryName) -> Obtained | None:
     """Return the engine file at `path`, or None if there is none.
 
-    Raises:
-        EngineError: the file is damaged, or of another model or library.
+    Raises EngineError if it is damaged, or of another model or library.
     """
     if not path.is_file():
         return None
     entry, name = cache.examine(path), component.name
     if entry.problem:
         raise EngineError(f"{name}: {path}: {entry.problem}; build it again with --force-engine")
-    about = dict(entry.about)
+    about = entry.about
     own, there = described(component.inputs[0])["dtype"], (about.get("inputs") or [{}])[0].get("dtype")
     if about.get("component") == name and own != there:
         raise EngineError(
@@ -121,7 +95,7 @@ def found_file(component: Component, path: Path, library: LibraryName) -> BuiltF
         )
     if about.get("library") != library:
         raise EngineError(f"{name}: {path}: expected an engine of {library}, got one of {about.get('library')}")
-    return BuiltFile(path, about, built=False)
+    return Obtained(entry, built=False)
 
 
 def identity(component: Component) -> str:
@@ -133,11 +107,7 @@ def identity(component: Component) -> str:
 class FileEngine(Engine):
     """An engine file at one size, with the profile that fits best.
 
-    Args:
-        scratch: memory shared by engines that never run at the same time.
-
-    Raises:
-        EngineError: the library does not run on this GPU, the file is damaged, or no profile has this size.
+    Raises EngineError if the library does not run on this GPU, the file is damaged, or no profile has this size.
     """
 
     def __init__(
@@ -149,31 +119,19 @@ class FileEngine(Engine):
         found = found_file(component, path, library_name)
         if found is None:
             raise EngineError(f"{component.name}: {path}: no such engine file")
-        gpu = Gpu.of(device)
-        if gpu is None:
+        if device.type != "cuda":
             raise EngineError(f"{component.name}: {path.name} needs an NVIDIA GPU, got device {device}")
-        if not tensorrt_library.runs_on(library_name, gpu.capability):
-            raise EngineError(
-                f"{component.name}: {path.name} was built for {found.about['target']}; {library_name} runs on "
-                f"{tensorrt_library.known_capabilities(library_name)}, this GPU has {gpu.version}"
-            )
+        if reason := tensorrt_library.why_not(library_name, device):
+            raise EngineError(f"{component.name}: {path.name}, built for {found.entry.about['target']}: {reason}")
         library = load_library(library_name)
         self._allocate()
         engine = shared_engine(library, path, device, spec.tensorrt.weight_streaming)
-        self.session = Session(library, engine, profiles_in(found), component, device, scratch)
+        self.session = Session(library, engine, found.profiles, component, device, scratch)
         self.capturable = self.session.capturable
         self.detail = f"{library.title}, {path.name}, profile {self.session.profile}"
 
     def run(self) -> None:
         self.session.enqueue({**self.inputs, **self.outputs}, tensorrt_library.stream_of(self.device))
-
-
-def profiles_in(found: BuiltFile) -> tuple[Profile, ...]:
-    """Return the optimization profiles of an engine file."""
-    return tuple(
-        {n: (tuple(low), tuple(best), tuple(high)) for n, (low, best, high) in p.items()}
-        for p in found.about["profiles"]
-    )
 
 
 def open_file(component: Component, spec: EngineSpec, path: Path, scratch: Scratch, ledger: Ledger) -> Stage:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from vla_accel.engines.graph import recording
+from vla_accel.engines.graph import recording, warmed_up
 from vla_accel.errors import EngineError
 from vla_accel.images.cache import Cache
 from vla_accel.images.plugged import original
@@ -36,11 +36,6 @@ class Forward(ABC):
         refuse_switches("transformer", module, hooks=False, adapters=False)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """The module's forward.
-
-        Raises:
-            EngineError: the forward cannot be recorded, an input needs a gradient, or the module has hooks.
-        """
         whole = named.pop("return_dict", True)
         sample = self.run(args, {**named, "return_dict": False})
         if not whole:
@@ -86,9 +81,8 @@ class GraphedForward(Forward):
             self.cache.follow(self.module, values=False)
             for path, leaf in paths:
                 if not isinstance(leaf, (Tensor, int, float, bool, str, type(None))):
-                    raise EngineError(
-                        f"transformer{keystr(path[1:])}: expected tensors, numbers or texts, got {type(leaf).__name__}"
-                    )
+                    got = type(leaf).__name__
+                    raise EngineError(f"transformer{keystr(path[1:])}: expected tensors, numbers or texts, got {got}")
             shapes = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in leaves]
             with torch.inference_mode():
                 recorded = self.cache.get(f"{shapes!r} {layout!r}", lambda: self._record(leaves, layout))
@@ -100,15 +94,8 @@ class GraphedForward(Forward):
     def _record(self, leaves: list[Any], layout: Any) -> _Recorded:
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, named = tree_unflatten(static, layout)
-        forward = original(self.module, "forward")
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                forward(*args, **named)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        forward, graph = original(self.module, "forward"), torch.cuda.CUDAGraph()
+        side = warmed_up(self.device, lambda: forward(*args, **named))
         try:
             with recording(graph, side):
                 output = forward(*args, **named)[0]

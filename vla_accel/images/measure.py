@@ -52,11 +52,7 @@ def parity(result: Tensor, reference: Tensor) -> Parity:
 
 
 class Bench:
-    """Systems that take turns on a device: their errors, and the seconds of their first calls.
-
-    Args:
-        progress: receives lines about what begins and how far it is.
-    """
+    """Systems that take turns on a device: their errors, and the seconds of their first calls."""
 
     def __init__(self, device: torch.device, progress: Callable[[str], None]) -> None:
         self.device, self.progress = device, progress
@@ -66,11 +62,7 @@ class Bench:
     def first_calls(self, part: str, systems: Mapping[str, Callable[[], Tensor]], key: str = "{}") -> dict[str, Tensor]:
         """Call every system twice, as some record a CUDA graph in their second call; return the first results.
 
-        A system that fails is reported in `errors` and left out: a benchmark with errors has failed.
-
-        Args:
-            part: what the systems compute, for `progress`.
-            key: the format of a system's name in `errors` and `seconds`.
+        A system that fails is left out, and its error kept; `key`: the format of its name in `errors` and `seconds`.
         """
         results: dict[str, Tensor] = {}
         for name, run in systems.items():
@@ -110,8 +102,26 @@ class Bench:
             for n, t in taken.items()
         }
 
+    @staticmethod
+    def rows(
+        timings: Mapping[str, dict[str, Any]], compared: Mapping[str, tuple[Any, Tensor | None]], base: str
+    ) -> list[dict[str, Any]]:
+        """Return each system's row of a report, sped up over `base`, if that was timed.
+
+        `compared`: the name of an agreement to the systems' results and their reference; None leaves it out.
+        """
+        base_ms = timings.get(base, {}).get("p50_ms")
+        return [
+            {
+                "system": name,
+                **timing,
+                "speedup": None if base_ms is None else base_ms / timing["p50_ms"],
+                **{k: parity(r[name], want).as_dict() for k, (r, want) in compared.items() if want is not None},
+            }
+            for name, timing in timings.items()
+        ]
+
     def synchronise(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -24,10 +24,7 @@ the activations for Stable Diffusion in eager and 1.7 times in native, 1.0 and 0
 
 
 def required_bytes(component: Component) -> int:
-    """Return the bytes that an engine needs besides the weights: its buffers and the peak of its activations.
-
-    The module runs on the meta device, where tensors have sizes but no values.
-    """
+    """Return the bytes that an engine needs besides the weights, from a run of the module on the meta device."""
     meta = torch.device("meta")
     copies: dict[int, Any] = {}
     for tensor in (*component.module.parameters(), *component.module.buffers()):
@@ -47,10 +44,9 @@ def free_bytes(device: torch.device) -> tuple[int, int] | None:
 
 
 def check_fits(component: Component, device: torch.device, drop_oldest: Callable[[], bool]) -> None:
-    """Raise DeviceMemoryError if the component does not fit, and name what takes less.
+    """Raise DeviceMemoryError, which names what takes less, if the component does not fit.
 
-    Args:
-        drop_oldest: frees the least recently used engine; returns False if there is none.
+    `drop_oldest` frees the least recently used engine; it returns False if there is none.
     """
     found = free_bytes(device)
     if found is None:

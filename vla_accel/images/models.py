@@ -66,17 +66,13 @@ def diffusers_module() -> Any:
 
 def load_model(
     source: str | Path, *, kinds: Collection[str], dtype: torch.dtype, device: torch.device, also: Iterable[str] = ()
-) -> Any:  # fmt: skip
+) -> Any:
     """Load a diffusers model in eval mode. Only safetensors are read: a pickle can run code.
 
     Args:
         source: a name of `CONFIGS`, which has random weights, or a folder.
         kinds: the accepted classes.
         also: other names that the user may type, for the error.
-
-    Raises:
-        CheckpointError: the folder is missing, incomplete or of another class.
-        ConfigError: its config.json is not readable.
     """
     diffusers_module()
     names = [name for name, (kind, _) in CONFIGS.items() if kind in kinds]
@@ -142,7 +138,7 @@ def filled(make: Callable[[], nn.Module], *, dtype: torch.dtype, device: torch.d
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made in this block have their parameters on the meta device, so nothing initialises them."""
+    """Modules made in this block have their parameters on the meta device, uninitialised."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -165,17 +161,12 @@ def random_stable_diffusion(*, tiny: bool, dtype: torch.dtype, device: torch.dev
 
     prefix = "tiny-" if tiny else ""
     names = "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"
-    sizes: dict[str, Any] = dict(zip(names, (32, 48, 4, 2) if tiny else (768, 3072, 12, 12), strict=True))
+    config: dict[str, Any] = dict(zip(names, (32, 48, 4, 2) if tiny else (768, 3072, 12, 12), strict=True))
     characters = [chr(c) for c in range(ord("!"), ord("~") + 1)]
     words = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
     tokenizer = transformers.CLIPTokenizer(vocab={w: i for i, w in enumerate(words)}, merges=[], model_max_length=77)
-    text_config = transformers.CLIPTextConfig(
-        vocab_size=len(words) if tiny else 49408,
-        max_position_embeddings=77,
-        bos_token_id=0,
-        eos_token_id=1,
-        **sizes,
-    )
+    config |= {"vocab_size": len(words) if tiny else 49408, "max_position_embeddings": 77}
+    text_config = transformers.CLIPTextConfig(bos_token_id=0, eos_token_id=1, **config)
     return package.StableDiffusionPipeline(
         vae=random_model(f"{prefix}sd-vae", dtype=dtype, device=device),
         text_encoder=filled(lambda: transformers.CLIPTextModel(text_config), dtype=dtype, device=device),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,17 +90,12 @@ class NativeHalf:
         return ops.conv(h, self.conv_out, padding=1)
 
     def _layer(self, block: nn.Module) -> Layer:
-        match block:
-            case ResBlock():
-                return _Res(block)
-            case SpatialAttention():
-                return _Attention(block, self.choices)
-            case Downsample():
-                return _Down(block)
-            case Upsample():
-                return _Up(block)
-            case _:
-                raise EngineError(f"native autoencoder: unknown block {type(block).__name__}")
+        if isinstance(block, SpatialAttention):
+            return _Attention(block, self.choices)
+        kinds: dict[type, Callable[[Any], Layer]] = {ResBlock: _Res, Downsample: _Down, Upsample: _Up}
+        if type(block) not in kinds:
+            raise EngineError(f"native autoencoder: unknown block {type(block).__name__}")
+        return kinds[type(block)](block)
 
 
 class CompiledHalf:

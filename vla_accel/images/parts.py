@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel.config import EngineSpec
 from vla_accel.errors import CheckpointError, ConfigError, nearest
 from vla_accel.images.models import diffusers_module, from_folder, random_stable_diffusion
 from vla_accel.images.native_unet import TRAIN_TIMESTEPS
@@ -20,7 +21,6 @@ RANDOM = {"random": False, "tiny-random": True}
 """Names instead of a folder, to whether tiny: version 1.4's configuration with random weights."""
 _log = logging.getLogger("vla_accel")
 _SCHEDULER_PARTS = ("init_noise_sigma", "scale_model_input", "order")
-_SUITABLE = "expected one of Stable Diffusion's, like DDIMScheduler"
 
 
 def unet_engine_file(folder: str | Path) -> Path:
@@ -28,35 +28,39 @@ def unet_engine_file(folder: str | Path) -> Path:
     return Path(folder) / "unet" / "trt" / "unet.trt"
 
 
+def found_unet_file(folder: str | Path, spec: EngineSpec) -> Path | None:
+    """Return the UNet's engine file in a folder, if there is one and `spec` names TensorRT."""
+    path = unet_engine_file(folder)
+    return path if spec.engine.startswith("tensorrt") and path.is_file() else None
+
+
 def make_scheduler(own: Any, name: str | None) -> Any:
     """Make a scheduler of the checkpoint's class, or of another diffusers class with the checkpoint's settings.
 
-    Raises:
-        ConfigError: diffusers has no such class, or the class does not suit Stable Diffusion or these settings.
+    Raises ConfigError if diffusers has no such class, or it does not suit Stable Diffusion or these settings.
     """
     kind = type(own) if name is None else scheduler_class(name)
     try:
         made = kind.from_config(own.config)
     except (TypeError, ValueError, KeyError, NotImplementedError, ImportError) as error:
-        raise ConfigError(
-            f"scheduler {kind.__name__}: expected a class that the checkpoint's settings suit, got: "
-            f"{' '.join(str(error).split())}"
-        ) from error
-    lacking = [part for part in _SCHEDULER_PARTS if not hasattr(made, part)]
-    if lacking:
-        raise ConfigError(f"scheduler {kind.__name__}: {_SUITABLE}, got one without {', '.join(lacking)}")
+        expected = f"scheduler {kind.__name__}: expected a class that the checkpoint's settings suit"
+        raise ConfigError(f"{expected}, got: {' '.join(str(error).split())}") from error
+    problem = ", ".join(f"one without {part}" for part in _SCHEDULER_PARTS if not hasattr(made, part))
     try:
         inspect.signature(made.step).bind(None, None, None, return_dict=False)
     except TypeError as error:
-        raise ConfigError(f"scheduler {kind.__name__}: {_SUITABLE}, got one whose step has {error}") from error
+        problem = problem or f"one whose step has {error}"
+    if problem:
+        raise ConfigError(
+            f"scheduler {kind.__name__}: expected one of Stable Diffusion's, like DDIMScheduler, got {problem}"
+        )
     return made
 
 
 def set_timesteps(scheduler: Any, steps: int, strength: float | None) -> Tensor:
     """Set a scheduler to `steps` steps and return its timesteps, with an input image the last share `strength`.
 
-    Raises:
-        ConfigError: the scheduler does not run so many steps, takes no input image, or has fractional timesteps.
+    Raises ConfigError if the scheduler does not run so many steps, takes no input image, or has fractional timesteps.
     """
     name = f"scheduler {type(scheduler).__name__}"
     # On the CPU: schedulers look up their tables by timestep, which would wait for the GPU at every step.
@@ -67,9 +71,7 @@ def set_timesteps(scheduler: Any, steps: int, strength: float | None) -> Tensor:
     timesteps = scheduler.timesteps
     if strength is not None:
         if not hasattr(scheduler, "add_noise"):
-            raise ConfigError(
-                f"{name}: expected one with add_noise for an input image, such as DDIMScheduler, got one without"
-            )
+            raise ConfigError(f"{name}: expected one with add_noise for an input image, as DDIMScheduler, got none")
         skipped = (steps - int(steps * strength)) * scheduler.order
         timesteps = timesteps[skipped:]
         if hasattr(scheduler, "set_begin_index"):
@@ -91,9 +93,8 @@ def tokenize(tokenizer: Any, prompts: list[str]) -> Tensor:
     for prompt in prompts:
         whole = tokenizer(prompt, verbose=False).input_ids
         if len(whole) > most:
-            ignored = tokenizer.decode(whole[most - 1 : -1])
             text = "prompt: expected at most %d tokens, got %d; this part is ignored: %r"
-            _log.warning(text, most, len(whole), ignored)
+            _log.warning(text, most, len(whole), tokenizer.decode(whole[most - 1 : -1]))
     return tokenizer(prompts, padding="max_length", max_length=most, truncation=True, return_tensors="pt").input_ids
 
 
@@ -112,11 +113,7 @@ def scheduler_class(name: str) -> Any:
 
 
 def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """Load a diffusers `StableDiffusionPipeline` without its safety checker. Raises CheckpointError.
-
-    Args:
-        folder: a folder, a hub name, or a name of `RANDOM`.
-    """
+    """Load a diffusers `StableDiffusionPipeline` without its safety checker; `folder` may be a name of `RANDOM`."""
     if folder in RANDOM:
         return random_stable_diffusion(tiny=RANDOM[str(folder)], dtype=dtype, device=device)
     path = Path(folder)
@@ -132,12 +129,9 @@ def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) 
 
 
 def diffusers_call(parts: Any, request: Any, image: Tensor | None, **components: Any) -> Callable[..., np.ndarray]:
-    """Return a call of diffusers' own pipeline, which returns pixels (H, W, 3) in 0..1.
+    """Return a call of diffusers' own pipeline for a `stable.Request`, which returns pixels (H, W, 3) in 0..1.
 
-    Args:
-        request: a `stable.Request`.
-        image: as for `StableDiffusion.generate`.
-        components: parts to use instead of those in `parts`.
+    `components` replace those of `parts`.
     """
     package = diffusers_module()
     kind = package.StableDiffusionPipeline if image is None else package.StableDiffusionImg2ImgPipeline
@@ -162,15 +156,12 @@ def diffusers_call(parts: Any, request: Any, image: Tensor | None, **components:
 def check_parts(parts: Any) -> None:
     """Raise CheckpointError for models that need inputs which Stable Diffusion 1 lacks."""
     unet, text = parts.unet.config, parts.text_encoder.config
-    for key in ("time_cond_proj_dim", "encoder_hid_dim_type", "addition_embed_type", "class_embed_type"):
-        if unet.get(key) is not None:
-            raise CheckpointError(
-                f"unet: expected {key} None, as in Stable Diffusion 1, got {unet[key]!r}; use diffusers' own pipeline"
-            )
-    if unet.in_channels != parts.vae.config.latent_channels:
-        raise CheckpointError(
-            f"unet: expected {parts.vae.config.latent_channels} input channels, as the latents have, got "
-            f"{unet.in_channels}; use diffusers' own pipeline"
-        )
-    if getattr(text, "use_attention_mask", False):
-        raise CheckpointError("text_encoder: expected use_attention_mask false, got true; use diffusers' own pipeline")
+    keys = "time_cond_proj_dim", "encoder_hid_dim_type", "addition_embed_type", "class_embed_type"
+    for part, key, expected, got in (
+        *(("unet", key, None, unet.get(key)) for key in keys),
+        ("unet", "in_channels", parts.vae.config.latent_channels, unet.in_channels),
+        ("text_encoder", "use_attention_mask", False, bool(getattr(text, "use_attention_mask", False))),
+    ):
+        if got != expected:
+            lacking = f"{part}: expected {key} {expected}, as in Stable Diffusion 1, got {got!r}"
+            raise CheckpointError(f"{lacking}; use diffusers' own pipeline")

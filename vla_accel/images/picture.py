@@ -29,36 +29,25 @@ def save_png(path: Path, pixels: np.ndarray, parameters: Mapping[str, Any]) -> N
     """Write uint8 (H, W, 3) with the parameters in its metadata. Raises ConfigError for another suffix."""
     if path.suffix.lower() != ".png":
         raise ConfigError(f"image file: expected a .png, which can carry its parameters, got {path.name}")
-    _pillow()
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
-
-    info = PngInfo()
+    pillow = _pillow()
+    info = pillow.PngImagePlugin.PngInfo()
     info.add_text(PARAMETERS, json.dumps(dict(parameters)))
     with replacing(path) as temporary:
-        Image.fromarray(pixels).save(temporary, pnginfo=info)
+        pillow.Image.fromarray(pixels).save(temporary, pnginfo=info)
 
 
 def load_image(path: Path, size: tuple[int, int] | None = None, *, multiple: int = 1) -> Tensor:
-    """Read a picture file.
+    """Read a picture file as float32 (1, 3, H, W) in -1..1. Raises ConfigError.
 
     Args:
         size: (height, width) to resize it to; None keeps its own.
         multiple: without `size`, height and width are reduced to multiples of this, as diffusers does with 8.
-
-    Returns:
-        float32 (1, 3, H, W) in -1..1.
-
-    Raises:
-        ConfigError: the file is no readable picture, or smaller than `multiple`.
     """
-    _pillow()
-    from PIL import Image, UnidentifiedImageError
-
+    pillow = _pillow()
     try:
-        with Image.open(path) as opened:
+        with pillow.Image.open(path) as opened:
             image = opened.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
+    except OSError as error:
         raise ConfigError(f"image file {path}: expected a readable picture, got: {error}") from error
     if size is None:
         size = (image.size[1] // multiple * multiple, image.size[0] // multiple * multiple)
@@ -67,7 +56,7 @@ def load_image(path: Path, size: tuple[int, int] | None = None, *, multiple: int
                 f"image file {path}: expected at least {multiple} pixels a side, got {image.size[0]}x{image.size[1]}"
             )
     if image.size != (size[1], size[0]):
-        image = image.resize((size[1], size[0]), Image.Resampling.LANCZOS)
+        image = image.resize((size[1], size[0]), pillow.Image.Resampling.LANCZOS)
     unit = torch.from_numpy(np.asarray(image, dtype=np.float32) / 255.0)
     return (unit * 2 - 1).permute(2, 0, 1)[None]
 
@@ -89,17 +78,16 @@ def compared(
 
     The pictures are shown with `contrast`, the difference with `AMPLIFIED` times as much.
     """
-    _pillow()
-    from PIL import Image, ImageDraw
-
+    pillow = _pillow()
     first, second = (_middle(image[0].float()) * contrast for image in pair.values())
-    small = Image.fromarray(to_uint8(source[0])).resize((first.shape[-1], first.shape[-2]), Image.Resampling.LANCZOS)
+    lanczos = pillow.Image.Resampling.LANCZOS
+    small = pillow.Image.fromarray(to_uint8(source[0])).resize((first.shape[-1], first.shape[-2]), lanczos)
     names = ("source", *pair, f"difference x {AMPLIFIED}")
     panels = (np.asarray(small), *(to_uint8(p) for p in (first, second, (second - first) * AMPLIFIED)))
     strips: list[np.ndarray] = []
     for name, pixels in zip(names, panels, strict=True):
-        label = Image.new("RGB", (pixels.shape[1], 14), "white")
-        ImageDraw.Draw(label).text((2, 1), name, fill="black")
+        label = pillow.Image.new("RGB", (pixels.shape[1], 14), "white")
+        pillow.ImageDraw.Draw(label).text((2, 1), name, fill="black")
         strips.append(np.concatenate([np.asarray(label), pixels]))
     save_png(path, np.concatenate(strips, axis=1), {**parameters, "contrast": contrast, "panels": names})
 
@@ -132,8 +120,11 @@ def scene(size: tuple[int, int]) -> Tensor:
     return torch.from_numpy(np.clip(unit, 0, 1).astype(np.float32) * 2 - 1).permute(2, 0, 1)[None]
 
 
-def _pillow() -> None:
+def _pillow() -> Any:
     try:
-        import PIL  # noqa: F401
+        import PIL.Image
+        import PIL.ImageDraw
+        import PIL.PngImagePlugin
     except ImportError as error:
         raise DependencyError("pictures need pillow: pip install 'vla_accel[diffusion]'") from error
+    return PIL

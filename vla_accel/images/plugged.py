@@ -18,13 +18,8 @@ _LAYERS = "_vla_accel_layers"
 def plug_in(vae: Any, accelerated: AcceleratedVae) -> Callable[[], None]:
     """Make a diffusers autoencoder's `encode` and `decode` run the engines, slicing and tiling included.
 
-    A deep copy of the autoencoder gets engines of its own.
-
-    Returns:
-        A function that undoes it. Several may be undone in any order.
-
-    Raises:
-        EngineError: `accelerated` was made from another autoencoder.
+    A deep copy of the autoencoder gets engines of its own. Returns a function that undoes it; several may be undone in
+    any order.
     """
     if accelerated.vae is not vae:
         raise EngineError("plug_in: expected an AcceleratedVae made from this autoencoder, got one of another")
@@ -42,26 +37,21 @@ class Plugged:
         self.vae, self.accelerated = vae, accelerated
 
     def encode(self, x: Tensor, *options: Any, **named: Any) -> Any:
-        return type(self.vae).encode(_OnEngines(self.vae, self.accelerated), self._one_frame(x), *options, **named)
+        return self._call("encode", x, *options, **named)
 
     def decode(self, z: Tensor, *options: Any, **named: Any) -> Any:
-        return type(self.vae).decode(_OnEngines(self.vae, self.accelerated), self._one_frame(z), *options, **named)
+        return self._call("decode", z, *options, **named)
 
-    @staticmethod
-    def _one_frame(value: Tensor) -> Tensor:
+    def _call(self, method: str, value: Tensor, *options: Any, **named: Any) -> Any:
         if not isinstance(value, Tensor):
             raise EngineError(f"vae: expected a tensor, got {type(value).__name__}")
         if value.dim() == 5 and value.shape[2] != 1:
             raise EngineError(f"vae: expected one frame, (B, C, 1, H, W), got {tuple(value.shape)}; undo() runs videos")
-        return value
+        return getattr(type(self.vae), method)(_OnEngines(self.vae, self.accelerated), value, *options, **named)
 
 
 class _OnEngines:
-    """An autoencoder whose two networks are engines, for diffusers' methods during one call.
-
-    The engines contain the quantisation convolutions. What diffusers writes while it runs stays in this object, so any
-    number of threads may call.
-    """
+    """An autoencoder whose two networks, quantisation convolutions included, are engines, for one call of diffusers."""
 
     def __init__(self, vae: Any, accelerated: AcceleratedVae) -> None:
         self._vae, self._accelerated = vae, accelerated
@@ -89,10 +79,7 @@ class _OnEngines:
 
 
 def exchanged(module: nn.Module, **functions: Callable[..., Any]) -> Callable[[], None]:
-    """Replace functions of a module. Returns a function that undoes it, and may be called repeatedly.
-
-    Several exchanges of one module may be undone in any order: the newest one left runs.
-    """
+    """Replace functions of a module. Returns a function that undoes it; the newest exchange that is left runs."""
     own = vars(module)
     # The module's own functions, then those of every exchange, the newest last.
     layers: list[dict[str, Any]] = own.setdefault(_LAYERS, [{}])

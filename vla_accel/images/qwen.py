@@ -32,27 +32,24 @@ def accelerate(
     *,
     ledger: Ledger | None = None,
 ) -> Callable[[], None]:
-    """Speed up a Qwen-Image pipeline of diffusers in place.
+    """Speed up a Qwen-Image pipeline of diffusers in place. Returns a function that undoes it.
 
     Args:
-        pipeline: a `QwenImagePipeline`, `QwenImageEditPipeline` or another pipeline with the same autoencoder and
-            transformer.
         vae: the autoencoder's configuration, LightX2V's JSON or ours; None leaves the autoencoder as it is.
         transformer: "compile" is torch.compile with mode reduce-overhead, "native" one CUDA graph for each shape.
-        ledger: records the engines that run.
-
-    Returns:
-        A function that undoes it. Several may be undone in any order.
 
     Raises:
         ConfigError: the pipeline lacks such a part; it stays unchanged.
     """
     if transformer not in get_args(Transformer):
         raise ConfigError(unknown("transformer", transformer, get_args(Transformer)))
-    if vae is not None:
-        _require(pipeline, "vae", AUTOENCODERS)
-    if transformer != "eager":
-        _require(pipeline, "transformer", (TRANSFORMER,))
+    needed: dict[str, Collection[str]] = {"vae": AUTOENCODERS} if vae is not None else {}
+    needed |= {"transformer": (TRANSFORMER,)} if transformer != "eager" else {}
+    for part, kinds in needed.items():
+        found = getattr(pipeline, part, None)
+        if type(found).__name__ not in kinds:
+            got = "no such part" if found is None else f"the class {type(found).__name__}"
+            raise ConfigError(f"{type(pipeline).__name__}.{part}: expected {' or '.join(kinds)}, got {got}")
     ledger = ledger or Ledger()
     # Everything that may fail comes before the first exchange.
     accelerated = None if vae is None else AcceleratedVae(pipeline.vae, vae, ledger=ledger)
@@ -65,18 +62,8 @@ def accelerate(
     return undo.close
 
 
-def _require(pipeline: Any, part: str, kinds: Collection[str]) -> None:
-    found = getattr(pipeline, part, None)
-    if type(found).__name__ not in kinds:
-        got = "no such part" if found is None else f"the class {type(found).__name__}"
-        raise ConfigError(f"{type(pipeline).__name__}.{part}: expected {' or '.join(kinds)}, got {got}")
-
-
 def random_qwen_image(*, tiny: bool, layers: int = LAYERS, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a `QwenImagePipeline` with random weights, of the published sizes or tiny, without its text encoder.
-
-    Call it with `prompt_embeds` of width `pipeline.transformer.config.joint_attention_dim`.
-    """
+    """Return a `QwenImagePipeline` with random weights and no text encoder: call it with `prompt_embeds`."""
     package = diffusers_module()
     config: dict[str, Any] = {"num_layers": layers}
     if tiny:

@@ -30,7 +30,7 @@ from vla_accel.images.autoencoder import SCALE
 from vla_accel.images.cache import Cache
 from vla_accel.images.config import VaeConfig, check_spec
 from vla_accel.images.native_unet import TRAIN_TIMESTEPS, NativeUnet
-from vla_accel.images.parts import check_parts, load_parts, make_scheduler, set_timesteps, tokenize, unet_engine_file
+from vla_accel.images.parts import check_parts, found_unet_file, load_parts, make_scheduler, set_timesteps, tokenize
 from vla_accel.images.picture import to_uint8
 from vla_accel.images.plugged import Plugged
 from vla_accel.images.stage import Stage, require_finite
@@ -49,7 +49,7 @@ class Request(Checked):
     Attributes:
         height: pixels, a multiple of 8, with `width`; None for the model's size, or the input image's.
         guidance: scale of classifier-free guidance; 1 or less runs the prompt without the negative one.
-        strength: share of the steps that run on an input image, 0 to 1: how much of it may change.
+        strength: share of the steps that run on an input image, 0 to 1.
         scheduler: a diffusers class instead of the checkpoint's.
     """
 
@@ -97,17 +97,15 @@ class Engines:
 
     @classmethod
     def all(cls, spec: EngineSpec) -> Engines:
-        """The same engine for every component."""
         return cls(spec, spec, spec, spec)
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A picture, uint8 (H, W, 3), its latents before decoding, and the call's timings."""
+    """A picture, uint8 (H, W, 3), and its latents before decoding."""
 
     pixels: np.ndarray
     latents: Tensor
-    sample: latency.Sample
 
 
 class _Stages(NamedTuple):
@@ -117,8 +115,6 @@ class _Stages(NamedTuple):
 
 @dataclass
 class _Call:
-    """One call of `generate`."""
-
     request: Request
     image: Tensor | None
     stages: _Stages
@@ -129,26 +125,17 @@ class _Call:
 
 
 class StableDiffusion:
-    """A pipeline: make one with `from_pretrained`, or from a diffusers pipeline.
+    """A pipeline, for any number of threads: make one with `from_pretrained`, or from a diffusers pipeline.
 
-    Any number of threads may call `generate`; they take turns. The engines follow the parts: after weights have
-    changed, or moved to another dtype or device, the next call makes new engines.
+    After weights have changed, or moved to another dtype or device, the next call makes new engines.
     """
 
     def __init__(
         self, parts: Any, engines: Engines | None = None, *, strict: bool = False, unet_file: Path | None = None
     ) -> None:
-        """Read a diffusers pipeline.
+        """Read a diffusers `StableDiffusionPipeline`.
 
-        Args:
-            parts: a diffusers `StableDiffusionPipeline` on its device and in its dtype.
-            engines: the engine of each component; eager if not given.
-            strict: a component that falls back to another engine is an error.
-            unet_file: the UNet's engine file from `build-unet`, of the library that `engines.unet` names.
-
-        Raises:
-            CheckpointError: the models need inputs that Stable Diffusion 1 lacks.
-            ConfigError: an engine would ignore an option.
+        `strict`: a fallback to another engine is an error; `unet_file`: the UNet's engine file from `build-unet`.
         """
         engines = engines or Engines()
         check_spec("text_encoder", engines.text_encoder)
@@ -171,12 +158,10 @@ class StableDiffusion:
 
     @property
     def device(self) -> torch.device:
-        """Where the UNet is now."""
         return next(self.parts.unet.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The UNet's dtype now."""
         return next(self.parts.unet.parameters()).dtype
 
     @classmethod
@@ -189,14 +174,9 @@ class StableDiffusion:
         dtype: torch.dtype,
         strict: bool = False,
     ) -> StableDiffusion:
-        """Load a diffusers folder or hub name: safetensors only. Raises CheckpointError.
-
-        An engine file that `build-unet` left in the folder is used where `engines.unet` is its library.
-        """
-        file = unet_engine_file(folder)
-        use = engines is not None and engines.unet.engine.startswith("tensorrt") and file.is_file()
-        parts = load_parts(folder, device=device, dtype=dtype)
-        return cls(parts, engines, strict=strict, unet_file=file if use else None)
+        """Load a diffusers folder or hub name, and the engine file of `build-unet` in it. Raises CheckpointError."""
+        file = found_unet_file(folder, (engines or Engines()).unet)
+        return cls(load_parts(folder, device=device, dtype=dtype), engines, strict=strict, unet_file=file)
 
     def generate(
         self, request: Request, image: Tensor | None = None, *, on_step: Callable[[int, int], None] | None = None
@@ -204,7 +184,6 @@ class StableDiffusion:
         """Make one picture.
 
         Args:
-            request: what to generate.
             image: (1, 3, H, W) in -1..1 to start from instead of noise. A size that is no multiple of 8 is reduced to
                 one, as diffusers does with tensors.
             on_step: called as `on_step(done, total)` after each step is enqueued.
@@ -230,20 +209,14 @@ class StableDiffusion:
         self, request: Request, image: Tensor | None, on_step: Callable[[int, int], None] | None
     ) -> Generated:
         height, width = self._size(request, image)
-        if image is not None and not bool((image.abs() <= 1 + 1e-3).all()):
-            raise ConfigError(
-                f"image: expected values of -1 to 1, got {float(image.min()):g} to {float(image.max()):g}"
-            )
         if image is not None and image.shape[2:] != (height, width):
             image = F.interpolate(image, size=(height, width))
         guided = request.guidance > 1
         scheduler = make_scheduler(self.parts.scheduler, request.scheduler)
         timesteps = set_timesteps(scheduler, request.steps, None if image is None else request.strength)
         stages = self._prepare((height, width), guided, image is not None)
-        watch = latency.Stopwatch(self.device)
-        call = _Call(
-            request, image, stages, scheduler, timesteps, torch.Generator("cpu").manual_seed(request.seed), watch
-        )
+        watch, generator = latency.Stopwatch(self.device), torch.Generator("cpu").manual_seed(request.seed)
+        call = _Call(request, image, stages, scheduler, timesteps, generator, watch)
         prompts = [request.negative_prompt, request.prompt] if guided else [request.prompt]
         ids = tokenize(self.parts.tokenizer, prompts)
         with watch.section("text_encoder"):
@@ -253,9 +226,8 @@ class StableDiffusion:
             picture = self._decode(stages, latents)
         with watch.section("postprocess", host=True):
             pixels = to_uint8(picture)
-        sample = watch.finish()
-        self.latency.add(sample)
-        return Generated(pixels, latents, sample)
+        self.latency.add(watch.finish())
+        return Generated(pixels, latents)
 
     def latency_report(self, steps: int) -> dict[str, Any]:
         """Return the breakdown JSON of all calls so far."""
@@ -272,7 +244,8 @@ class StableDiffusion:
     def _size(self, request: Request, image: Tensor | None) -> tuple[int, int]:
         if image is None:
             own = self.parts.unet.config.sample_size
-            given = (own * SCALE, own * SCALE) if isinstance(own, int) else (own[0] * SCALE, own[1] * SCALE)
+            rows, columns = (own, own) if isinstance(own, int) else own
+            given = rows * SCALE, columns * SCALE
         else:
             if not isinstance(image, Tensor) or not image.is_floating_point():
                 got = str(image.dtype) if isinstance(image, Tensor) else type(image).__name__
@@ -281,6 +254,8 @@ class StableDiffusion:
                 raise ConfigError(
                     f"image: expected (1, 3, H, W) of at least {SCALE} pixels a side, got {tuple(image.shape)}"
                 )
+            if not bool((image.abs() <= 1 + 1e-3).all()):
+                raise ConfigError(f"image: expected values of -1 to 1, got {image.min():g} to {image.max():g}")
             given = (image.shape[2] // SCALE * SCALE, image.shape[3] // SCALE * SCALE)
         if request.height is None or request.width is None:
             return given

@@ -22,10 +22,7 @@ from vla_accel.ledger import Ledger
 class Stage:
     """`stage(name=tensor, …)` copies the inputs, enqueues the work and returns the static output buffers.
 
-    The next call overwrites the outputs. Never synchronises.
-
-    Args:
-        engine: use this engine, already recorded in the ledger, instead of building one.
+    `engine`, if any, is already recorded in the ledger; otherwise one is built.
     """
 
     def __init__(
@@ -57,7 +54,6 @@ class Stage:
         return self.engine.outputs
 
     def output(self) -> Tensor:
-        """The one output buffer."""
         (value,) = self.engine.outputs.values()
         return value
 

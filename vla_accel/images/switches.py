@@ -1,8 +1,4 @@
-"""Errors for switches of a diffusers pipeline that engines would ignore; docs/images.md has the table of all switches.
-
-Engines compute with copies of the weights and without the modules' own `forward`, so they would ignore a hook, an
-adapter or an attention processor.
-"""
+"""Errors for switches of a diffusers pipeline that engines would ignore; docs/images.md has the table of all."""
 
 from __future__ import annotations
 
@@ -14,19 +10,15 @@ from torch import Tensor, nn
 
 from vla_accel.errors import EngineError
 
-_NEUTRAL_PROCESSORS = (
-    "AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0", "SlicedAttnProcessor", "XFormersAttnProcessor",
-    "AttnProcessorNPU", "XLAFlashAttnProcessor2_0",
-)  # fmt: skip
+_NEUTRAL_PROCESSORS = {
+    *("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0", "SlicedAttnProcessor", "XFormersAttnProcessor"),
+    *("AttnProcessorNPU", "XLAFlashAttnProcessor2_0"),
+}
 
 
 def refuse_switches(part: str, module: nn.Module, *, hooks: bool = True, adapters: bool = True) -> None:
-    """Raise EngineError for what the engines of `module` would ignore: always for offloading of its weights.
-
-    Args:
-        hooks: also for forward hooks inside the module.
-        adapters: also for LoRA layers, and attention processors that change the mathematics.
-    """
+    """Raise EngineError for offloaded weights; with `hooks` also for forward hooks inside the module; with `adapters`
+    also for LoRA layers and attention processors that change the mathematics."""
     stack = [(part, module)]
     while stack:
         name, child = stack.pop()
@@ -65,7 +57,7 @@ def _problem(module: nn.Module, hooks: bool, adapters: bool) -> str | None:
     kind = type(processor).__name__
     if processor is not None and hasattr(module, "to_q") and kind not in _NEUTRAL_PROCESSORS:
         return (
-            f"an attention processor of the same mathematics ({_NEUTRAL_PROCESSORS[1]}), got {kind} "
+            f"an attention processor of the same mathematics (AttnProcessor2_0), got {kind} "
             "(set_attn_processor, load_ip_adapter); use engine eager for it"
         )
     return None

@@ -25,9 +25,7 @@ MOST_IMAGES = 4
 class Unet(nn.Module):
     """diffusers' UNet: sample (2 B, 4, H/8, W/8), timestep () int64, encoder_hidden_states (2 B, 77, D) to noise.
 
-    Args:
-        paired: the last B samples equal the first B (classifier-free guidance), so that the native program may compute
-            once what both share.
+    `paired`: the last B samples equal the first B (classifier-free guidance), so the native program computes once.
     """
 
     def __init__(self, unet: nn.Module, *, paired: bool = True) -> None:
@@ -82,19 +80,16 @@ def check_size(size: tuple[int, int], multiple: int = SCALE) -> None:
     """Raise ConfigError unless (height, width) in pixels are multiples, as diffusers requires."""
     if any(n % multiple or n < multiple for n in size):
         larger = "x".join(str(max(multiple, round_up(n, multiple))) for n in reversed(size))
-        raise ConfigError(
-            f"image size: expected height and width in multiples of {multiple}, got {size[1]}x{size[0]}; "
-            f"the smallest that holds it is {larger}"
-        )
+        got = f"got {size[1]}x{size[0]}; the smallest that holds it is {larger}"
+        raise ConfigError(f"image size: expected height and width in multiples of {multiple}, {got}")
 
 
 def check_file_size(unet: Unet, size: tuple[int, int]) -> None:
     """Raise ConfigError for a size that an engine file of `build-unet` does not have."""
     check_size(size, SCALE * unet.multiple)
     if not all(SMALLEST <= n <= LARGEST for n in size):
-        raise ConfigError(
-            f"image size: expected {SMALLEST} to {LARGEST} pixels a side for an engine file, got {size[1]}x{size[0]}"
-        )
+        expected = f"expected {SMALLEST} to {LARGEST} pixels a side for an engine file"
+        raise ConfigError(f"image size: {expected}, got {size[1]}x{size[0]}")
 
 
 def unet_component(
@@ -107,9 +102,6 @@ def unet_component(
         batch: images, times two with guidance.
         dynamic: batch, height and width range over what an engine file serves; the shape is then the example.
         program: the native program of another size, whose weights all sizes share.
-
-    Raises:
-        ConfigError: `size` is no multiple of 8.
     """
     check_size(size)
     batches = {0: (1, 2 * MOST_IMAGES)} if dynamic else {}

@@ -1,7 +1,4 @@
-"""An autoencoder for images of any size: one engine for each size, made on first use.
-
-`plugged.plug_in` puts it into a diffusers pipeline.
-"""
+"""An autoencoder for images of any size: one engine for each size, made on first use."""
 
 from __future__ import annotations
 
@@ -31,13 +28,10 @@ from vla_accel.numeric import DTYPES
 
 
 class AcceleratedVae:
-    """Encoder and decoder of a diffusers autoencoder on engines.
+    """Encoder and decoder of a diffusers autoencoder on engines, for any number of threads. Results are new tensors.
 
-    `encode` and `decode` take and return plain tensors, without distributions: image (B, 3[, 1], H, W) to moments,
-    latents to image. Results are new tensors. Any number of threads may call. A deep copy has its own engines.
-
-    The engines follow the autoencoder: after its weights have changed, or moved to another dtype or device, the next
-    call makes new engines.
+    After the weights have changed, or moved to another dtype or device, the next call makes new engines. A deep copy
+    has its own engines.
     """
 
     def __init__(
@@ -48,18 +42,7 @@ class AcceleratedVae:
         specs: Mapping[Side, EngineSpec] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """Read a diffusers autoencoder.
-
-        Args:
-            vae: an `AutoencoderKL` or `AutoencoderKLQwenImage`.
-            config: the configuration, or its file.
-            specs: an engine for each side instead of the configuration's.
-            ledger: records the engines that run.
-
-        Raises:
-            CheckpointError: the autoencoder has unknown parts.
-            EngineError: the engines would ignore hooks or adapters of the autoencoder.
-        """
+        """Read an `AutoencoderKL` or `AutoencoderKLQwenImage`; `specs` replace the configuration's engines."""
         self.vae, self.config = vae, load_vae_config(config or VaeConfig())
         own = EngineSpec(engine=self.config.vae_type, precision=self.config.precision)
         self.specs: dict[Side, EngineSpec] = {"encoder": own, "decoder": own, **(specs or {})}
@@ -75,7 +58,6 @@ class AcceleratedVae:
 
     @property
     def device(self) -> torch.device:
-        """Where the autoencoder is now."""
         return next(self.vae.parameters()).device
 
     def encode(self, image: Tensor) -> Tensor:
@@ -87,26 +69,11 @@ class AcceleratedVae:
         image = self.run("decoder", latents)
         return image.clamp_(-1.0, 1.0) if self._clamp else image
 
-    @property
-    def sizes(self) -> list[str]:
-        """Keys of the engines in memory, least recently used first."""
-        with self.cache.on(torch.device("cpu")):
-            return [f"{side} {key}" for side, _, key in self.cache.made]
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the engines of all sizes."""
-        with self.cache.on(torch.device("cpu")):
-            return sum(stage.bytes for stage in self.cache.made.values())
-
     def run(self, side: Side, value: Tensor) -> Tensor:
         """Run one side. Unlike `decode`, this does not clamp Qwen-Image's picture to -1..1.
 
-        Raises:
-            ConfigError: the engine files do not have this size.
-            EngineError: the input has another shape, dtype or device, or needs a gradient; the result is not finite;
-                or the engines would ignore a switch of the autoencoder, or torch.autocast.
-            DeviceMemoryError: an engine of this size does not fit.
+        Raises EngineError for an input of another shape, dtype or device, a result that is not finite, and whatever
+        the engines would ignore: gradients, torch.autocast, switches of the autoencoder.
         """
         if not isinstance(value, Tensor):
             raise EngineError(f"vae_{side}: expected a tensor, got {type(value).__name__}")
@@ -135,32 +102,29 @@ class AcceleratedVae:
         self.cache.follow(self.vae)
 
     def _half(self, side: Side) -> Half:
-        shared = self.cache.shared
-        if side not in shared:
+        if side not in self.cache.shared:
             encoder, decoder = split_autoencoder(self.vae)
             decoder.clamp = decoder.clamp and self.config.from_files
-            shared |= {"encoder": encoder, "decoder": decoder}
-        return shared[side]
+            self.cache.shared |= {"encoder": encoder, "decoder": decoder}
+        return self.cache.shared[side]
 
     def _check(self, side: Side, value: Tensor) -> None:
-        half, name = self._half(side), f"vae_{side}"
-        layout = "(B, C, 1, H, W)" if half.frames else "(B, C, H, W)"
-        axes = 5 if half.frames else 4
-        if value.dim() != axes or value.shape[1] != half.channels[0] or (half.frames and value.shape[2] != 1):
-            raise EngineError(f"{name}: expected {layout} with C = {half.channels[0]}, got {tuple(value.shape)}")
+        half, shape = self._half(side), tuple(value.shape)
+        if len(shape) != (5 if half.frames else 4) or shape[1:-2] != (half.channels[0], *((1,) if half.frames else ())):
+            layout = f"(B, C, {'1, ' * half.frames}H, W) with C = {half.channels[0]}"
+            raise EngineError(f"vae_{side}: expected {layout}, got {shape}")
         if value.dtype != half.dtype:
-            raise EngineError(f"{name}: expected dtype {half.dtype}, got {value.dtype}")
+            raise EngineError(f"vae_{side}: expected dtype {half.dtype}, got {value.dtype}")
         if value.device != self.device:
-            raise EngineError(f"{name}: expected device {self.device}, got {value.device}")
+            raise EngineError(f"vae_{side}: expected device {self.device}, got {value.device}")
 
     def _stage(self, side: Side, size: Size, batch: int) -> Stage:
         return self.cache.get((side, batch, size_key(size)), lambda: self._make(side, size, batch))
 
     def _make(self, side: Side, size: Size, batch: int) -> Stage:
-        half, spec = self._half(side), self.specs[side]
-        if self.config.from_files:
-            if (reason := why_no_engine(self.config, side, size)) is not None:
-                return self._eager(side, size, batch, reason)
+        half, spec, engine = self._half(side), self.specs[side], None
+        reason = why_no_engine(self.config, side, size) if self.config.from_files else None
+        if self.config.from_files and reason is None:
             from vla_accel.images.engine_files import open_file
 
             component = vae_component(half, side, size, batch=batch, dynamic=self.config.trt_vae_config.multi_profile)
@@ -168,12 +132,17 @@ class AcceleratedVae:
             scratch = self.cache.share("scratch", lambda: Scratch(self.device))
             path = engine_file(self.config.trt_vae_config, side, size)
             return open_file(component, EngineSpec(engine=self.config.vae_type), path, scratch, self.ledger)
+        if reason is not None and self.config.pad == "error":
+            raise ConfigError(f"{reason}; or set pad: auto, which runs such a size without an engine")
         native = spec.engine == "native"
         program = self.cache.share(f"{side} program", lambda: self._program(half, spec)) if native else None
         component = vae_component(half, side, size, batch=batch, program=program)
-        if spec.engine in ("eager", "native"):
+        if spec.engine in ("eager", "native") or reason is not None:
             check_fits(component, self.device, self.cache.drop_oldest)
-        return Stage(component, spec, self.device, self.ledger)
+        if reason is not None:
+            engine = EagerEngine(component, self.device, EngineSpec("eager"))
+            self.ledger.record(LedgerEntry(component.name, self.config.vae_type, "eager", reason, engine.detail))
+        return Stage(component, spec, self.device, self.ledger, engine=engine)
 
     def _program(self, half: Half, spec: EngineSpec) -> Program:
         dtype = DTYPES.get(spec.precision)
@@ -182,13 +151,3 @@ class AcceleratedVae:
             return fused
         # A copy, since compiling changes the layout of the weights.
         return QuickestHalf({"fused": fused, "inductor": CompiledHalf(copy.deepcopy(half).to(dtype or half.dtype))})
-
-    def _eager(self, side: Side, size: Size, batch: int, reason: str) -> Stage:
-        """The module itself, for a size without an engine file. Raises ConfigError if `pad` does not allow it."""
-        component = vae_component(self._half(side), side, size, batch=batch)
-        if self.config.pad == "error":
-            raise ConfigError(f"{reason}; or set pad: auto, which runs such a size without an engine")
-        check_fits(component, self.device, self.cache.drop_oldest)
-        engine = EagerEngine(component, self.device, EngineSpec("eager"))
-        self.ledger.record(LedgerEntry(component.name, self.config.vae_type, "eager", reason, engine.detail))
-        return Stage(component, engine.spec, self.device, self.ledger, engine=engine)

@@ -1,7 +1,4 @@
-"""Autoencoder components: an encoder or decoder for one size, or for all sizes of an engine file.
-
-Sizes are (height, width) in pixels. Sizes, profiles and folder names follow LightX2V's TensorRT guide.
-"""
+"""Autoencoder components for one size, or for all sizes of an engine file; a size is (height, width) in pixels."""
 
 from __future__ import annotations
 
@@ -20,15 +17,8 @@ Size = tuple[int, int]
 Side = Literal["encoder", "decoder"]
 
 PROFILES: tuple[Size, ...] = (
-    (512, 512),
-    (1024, 1024),
-    (480, 848),
-    (720, 1280),
-    (1088, 1920),
-    (1280, 720),
-    (1920, 1088),
-    (768, 1024),
-    (1088, 1632),
+    *((512, 512), (1024, 1024), (480, 848), (720, 1280), (1088, 1920)),
+    *((1280, 720), (1920, 1088), (768, 1024), (1088, 1632)),
 )
 """The sizes that a multi-profile engine is tuned for, each over the whole range; 1080 and 1620 padded to 16."""
 
@@ -47,10 +37,8 @@ def check_size(size: Size) -> Size:
     height, width = (min(max(SMALLEST, round_up(n, SCALE)), LARGEST) for n in size)
     if (height, width) != size:
         fits = "" if max(size) > LARGEST else f"; the smallest that holds it is {size_text((height, width))}"
-        raise ConfigError(
-            f"image size: expected multiples of {SCALE} from {SMALLEST} to {LARGEST} pixels a side, "
-            f"got {size_text(size)}{fits}"
-        )
+        expected = f"expected multiples of {SCALE} from {SMALLEST} to {LARGEST} pixels a side"
+        raise ConfigError(f"image size: {expected}, got {size_text(size)}{fits}")
     return size
 
 
@@ -84,9 +72,6 @@ def vae_component(
     Args:
         dynamic: height and width range over every size of an engine file; `size` is then the example.
         program: the native program of another size, whose weights all sizes share.
-
-    Raises:
-        ConfigError: the image is smaller than one latent.
     """
     if min(size) < SCALE:
         raise ConfigError(f"image size: expected at least {SCALE} pixels a side, got {size_text(size)}")
@@ -110,11 +95,9 @@ def profile_texts(component: Component) -> tuple[str, ...]:
     """Return `PROFILES` over the component's whole range, as `TensorrtOptions.profiles`."""
     (source,) = component.inputs
     unit = 1 if source.name == "image" else SCALE
+    ranges = sorted(source.ranges.items())
     return tuple(
-        ", ".join(
-            f"{source.name}.{dim}={low}:{n // unit}:{high}"
-            for (dim, (low, high)), n in zip(sorted(source.ranges.items()), size, strict=True)
-        )
+        ", ".join(f"{source.name}.{d}={a}:{n // unit}:{b}" for (d, (a, b)), n in zip(ranges, size, strict=True))
         for size in PROFILES
     )
 

@@ -1,8 +1,5 @@
-"""Several systems timed in turns in one run: the whole call, from a NumPy observation to NumPy actions.
-
-Every call gets a fresh random observation, made before the clock starts. Systems take turns, so that a change of the
-machine's state meets all of them. Knows how to time and report; `systems.py` knows what is timed.
-"""
+"""Several systems timed in turns in one run: the whole call, from a NumPy observation to NumPy actions, on a fresh
+random observation that is made before the clock starts. `systems.py` makes the systems."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ SCHEMA = "vla_accel.bench/1"
 
 @dataclass
 class System:
-    """One thing to time. `infer(observation)` returns a mapping that may have `policy_timing` (ms by part). `memory`:
-    bytes as `OptimizedPolicy.memory` says, of another project's code their `total` alone, with `peak_loading` and
-    `peak_running` where a GPU's allocator counted; nothing in it is another system's."""
+    """A system to time. `infer(observation)` returns a mapping that may have `policy_timing` (ms by part). `memory`:
+    as in `OptimizedPolicy.memory`, only `total` for another project's code; `peak_loading` and `peak_running` on a
+    GPU."""
 
     name: str
     infer: Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -54,9 +51,8 @@ def run(
     progress: Callable[[str], None] = lambda _: None,
     heard: Callable[[float | None], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """`calls` timed calls of each system, `turn` at a time, in turns. Returns a row of figures a system. `heard` is
-    told how many cores other processes kept busy meanwhile: of the timed calls alone, as first ones compile in
-    processes of their own."""
+    """Time `calls` calls of each system, `turn` at a time, in turns; return a row for each system. `heard` receives how
+    many cores other processes kept busy during the timed calls; first calls compile in processes of their own."""
     rng = np.random.default_rng(seed)
     samples = {system.name: _Samples() for system in systems}
     for system in systems:
@@ -83,8 +79,8 @@ def run(
 
 @contextlib.contextmanager
 def peak() -> Iterator[list[int]]:
-    """How many bytes more than before were allocated on the GPU at most while the block ran: one number at its end;
-    none without a GPU."""
+    """Most bytes allocated on the GPU in the block beyond those before it: one number at its end; none without a
+    GPU."""
     found: list[int] = []
     if not torch.cuda.is_available():
         yield found

@@ -112,18 +112,9 @@ def self_test(device: torch.device) -> dict[str, Any]:
         observation = policies[0].processor.example()
         got, want = (policy.infer(observation, noise=noise)["actions"] for policy in policies)
     except Exception as error:  # whatever it is, it is the finding
-        return {
-            "passed": False,
-            "error": f"{type(error).__name__}: {error}",
-            "seconds": round(time.perf_counter() - began, 1),
-        }
-    agreement = cosine(got, want)
-    return {
-        "passed": agreement >= LEAST_COSINE,
-        "checkpoint": "demo",
-        "device": str(device),
-        "engines": about["engines"],
-        "cosine": agreement,
-        "least_cosine": LEAST_COSINE,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+        found: dict[str, Any] = {"passed": False, "error": f"{type(error).__name__}: {error}"}
+    else:
+        agreement = cosine(got, want)
+        found = {"passed": agreement >= LEAST_COSINE, "checkpoint": "demo", "device": str(device)}
+        found |= {"engines": about["engines"], "cosine": agreement, "least_cosine": LEAST_COSINE}
+    return found | {"seconds": round(time.perf_counter() - began, 1)}

@@ -1,5 +1,4 @@
-"""What else keeps a machine's cores busy while something is timed: code that waits for the host is slower then, and
-more so the more it waits."""
+"""The load of other processes while something is timed, which slows code that waits for the host."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The GPU's kernels of one call as it runs, its graph replayed: how long each takes, what of that lies beside others,
-and when the GPU is idle.
+"""The GPU's kernels of one call whose graph is replayed: their durations, their overlap, and the GPU's idle time.
 
-CUPTI tells when each kernel began and ended. A kernel that is launched before its predecessor has ended (programmatic
-dependent launch) waits inside itself, and streams run beside each other: durations add up to more than the call takes.
-So each kernel is told by what it adds to the time in which the GPU is busy, too. Knows intervals, not policies.
+A kernel that is launched before its predecessor has ended (programmatic dependent launch) waits inside itself, and
+streams overlap, so the durations add up to more than the call takes.
 """
 
 from __future__ import annotations
@@ -35,26 +33,25 @@ class Interval:
 
 
 def figures(call: Iterable[Interval]) -> dict[str, Any]:
-    """One call in microseconds: `span` from the first begin to the last end, of which the GPU was `busy` or `idle`;
-    `sum` of all durations, which is more than busy by what `overlapped`.
+    """One call in microseconds: `span` from the first begin to the last end, in which the GPU was `busy` or `idle`;
+    `sum` of all durations, of which `overlapped` lay before the end of an earlier kernel.
 
-    `kernels`, the longest sums first, each with its `name`, its `count`, and its shares in three of these: `sum_us`,
-    `overlapped_us`, of it what lay before the end of a kernel that had begun earlier, and `idle_before_us`, in which
-    all kernels before it had ended. `launched`: all their counts.
+    `kernels`, the longest sums first: `name`, `count`, `sum_us`, `overlapped_us`, and `idle_before_us`, in which all
+    earlier kernels had ended. `launched`: all their counts.
     """
     found: dict[str, dict[str, Any]] = {}
     ordered = sorted(call)
     frontier = ordered[0].begin
     for one in ordered:
         name = one.name[:120]
-        told = found.setdefault(name, {"name": name, "count": 0, "sum": 0, "overlapped": 0, "idle_before": 0})
+        row = found.setdefault(name, {"name": name, "count": 0, "sum": 0, "overlapped": 0, "idle_before": 0})
         lasted, before = one.end - one.begin, max(one.begin, frontier)
-        told["count"] += 1
-        told["sum"] += lasted
-        told["overlapped"] += lasted - max(one.end - before, 0)
-        told["idle_before"] += before - frontier
+        row["count"] += 1
+        row["sum"] += lasted
+        row["overlapped"] += lasted - max(one.end - before, 0)
+        row["idle_before"] += before - frontier
         frontier = max(frontier, one.end)
-    whole = {key: sum(told[key] for told in found.values()) for key in ("sum", "overlapped", "idle_before")}
+    whole = {key: sum(row[key] for row in found.values()) for key in ("sum", "overlapped", "idle_before")}
     span = frontier - ordered[0].begin
     return {
         "span_us": span / 1e3,
@@ -64,9 +61,9 @@ def figures(call: Iterable[Interval]) -> dict[str, Any]:
         "overlapped_us": whole["overlapped"] / 1e3,
         "launched": len(ordered),
         "kernels": [
-            {"name": told["name"], "count": told["count"]}
-            | {f"{key}_us": told[key] / 1e3 for key in ("sum", "overlapped", "idle_before")}
-            for told in sorted(found.values(), key=lambda told: -told["sum"])
+            {"name": row["name"], "count": row["count"]}
+            | {f"{key}_us": row[key] / 1e3 for key in ("sum", "overlapped", "idle_before")}
+            for row in sorted(found.values(), key=lambda row: -row["sum"])
         ],
     }
 
@@ -87,40 +84,27 @@ def median_call(calls: Iterable[Sequence[Interval]]) -> Sequence[Interval]:
 
 
 def intervals(events: Iterable[Any]) -> list[Interval]:
-    """Kernels, copies and memsets among torch.profiler's events, raw ones of kineto or FunctionEvents. What the host
-    did (launches, waiting, the profiler's own buffers) is none of them, nor is an annotation drawn over kernels."""
+    """Kernels, copies and memsets among the profiler's raw events, without host activity and annotations."""
     found = []
     for event in events:
-        kind = _told(event, "activity_type")
-        ran_on_gpu = _told(event, "device_type") == torch.autograd.DeviceType.CUDA
-        if not ran_on_gpu or _told(event, "is_user_annotation") or (kind is not None and kind not in _ON_DEVICE):
-            continue
-        if hasattr(event, "start_ns"):
-            begin = _told(event, "start_ns")
-            end = begin + _told(event, "duration_ns")
-        else:
-            begin, end = (round(1e3 * microseconds) for microseconds in (event.time_range.start, event.time_range.end))
-        found.append(Interval(begin, end, _told(event, "name")))
+        kind = event.activity_type() if hasattr(event, "activity_type") else None  # newer versions of torch have it
+        on_gpu = event.device_type() == torch.autograd.DeviceType.CUDA and (kind is None or kind in _ON_DEVICE)
+        if on_gpu and not event.is_user_annotation():
+            found.append(Interval(event.start_ns(), event.start_ns() + event.duration_ns(), event.name()))
     return found
 
 
-def _told(event: Any, name: str) -> Any:
-    """An attribute, or what a method of this name returns; None where there is neither."""
-    value = getattr(event, name, None)
-    return value() if callable(value) else value
-
-
 def recorded(call: Callable[[], object]) -> dict[str, Any]:
-    """`figures` of a call that is warm, and waits for the GPU: of `CALLS` calls the one of median length. `spans_us`:
-    the shortest and the longest. Raises EngineError where the profiler sees no kernels."""
+    """`figures` of the call of median length among `CALLS` warm calls that wait for the GPU. `spans_us`: the shortest
+    and the longest. Raises EngineError if the profiler sees no kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(CALLS):
             call()
             time.sleep(PAUSE_S)
-    results = getattr(profiler.profiler, "kineto_results", None)
-    seen = intervals(profiler.events() or () if results is None else results.events())
+    results: Any = profiler.profiler
+    seen = intervals(results.kineto_results.events())
     if len(seen) < CALLS:
         raise EngineError(
             f"profile: expected kernels of {CALLS} calls, torch's profiler saw {len(seen)}; it needs CUPTI"

@@ -20,9 +20,8 @@ _EVERY = 0.1
 def paced(
     system: System, prepare: Callable[[], Mapping[str, Any]], hz: float, calls: int, device: torch.device
 ) -> dict[str, Any]:
-    """`calls` calls of one system, one every 1 / `hz` seconds. Latency in ms as `measure.bench.summary`; `late`: calls
-    that began after their time, because the one before took longer; `power_w`: mean over the calls, None where the
-    device does not tell."""
+    """Time calls of one system every 1 / `hz` seconds. Latency as in `measure.bench.summary`; `late`: calls that began
+    after their time; `power_w`: mean power, None if unknown."""
     taken: list[float] = []
     late = 0
     with power(device) as drawn:

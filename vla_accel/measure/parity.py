@@ -1,15 +1,14 @@
-"""Agreement of a policy with the FP32 eager reference: the final actions, and component by component for blame.
+"""Agreement of a policy with the FP32 eager reference, on the same observations and noise.
 
-Both get the same observations and the same noise. Judged on the final actions only: a component may be 0.999 alike and
-ten steps garbage. Three things are asked of them: that commands, such as a gripper's, do not fall the other way more
-often than a rate; that the chunks in which none did point the same way (cosine); and that the error of all is small
-beside what another observation changes (a policy that ignores its images must fail, however little they matter). A
-command that fell the other way is as large as a whole chunk may differ: the cosine of all chunks would count such once
-more, without an interval, and a handful among a thousand would decide it.
+The final actions alone decide, by three measures: the share of chunks in which a command, such as a gripper's, flipped;
+the cosine of the other chunks (one flip costs the cosine of all chunks as much as a whole chunk may differ); and the
+error in units of what another observation changes, so that a policy that ignores its images fails. Agreement by
+component only helps to find the culprit.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,12 +29,8 @@ Rows = np.ndarray | Sequence[np.ndarray]
 
 @dataclass(frozen=True)
 class Limits:
-    """What is asked of the final (normalised) actions.
-
-    Attributes:
-        cosine: with the reference, at least, of the chunks in which no command fell the other way.
-        relative: root mean square of the error, in units of what another observation changes, at most.
-    """
+    """Limits of the final (normalised) actions: the smallest `cosine` of the chunks without a flipped command, and the
+    largest rms error `relative` to what another observation changes."""
 
     cosine: float
     relative: float
@@ -49,19 +44,20 @@ LIMITS = {
     "int8": Limits(0.998, 0.20),
 }
 """By the lowest precision in use. Another prompt changes the actions of random weights by about a third of what another
-observation does, so that the loosest limit still notices a wrong K/V cache."""
+observation does, so the loosest limit still notices a wrong K/V cache."""
 FLIP_RATE = 0.01
-"""Share of chunks in which a command may fall the other way. Judged by the lower end of its 95 % interval: few chunks
-that happen to flip are no proof."""
+"""Largest share of chunks with a flipped command, compared with the lower end of its 95 % interval."""
 COMPARED = 32
-"""Observations at most for which the reference is asked what another one would change."""
+"""Most observations for which the reference also runs on another one."""
 FLIPPED = 1.0
-"""An error of a normalised action, half of its range of 2, from which on a command was decided the other way."""
+"""Smallest error of a normalised action, half of its range of 2, that counts as a flipped command."""
+SAMPLED = 65_536
+"""Most values kept of each internal tensor: enough to find a culprit."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What two computed, compared: cosine of the whole, median and smallest cosine of one observation, errors."""
+    """Cosine of all values, median and smallest cosine of one observation, largest and mean error."""
 
     cosine: float
     median_cosine: float
@@ -71,7 +67,7 @@ class Agreement:
 
     @classmethod
     def of(cls, got: Rows, want: Rows) -> Agreement:
-        """An array of each observation, of shapes that may differ with the prompt's length."""
+        """Compare one array for each observation; shapes may differ with the prompt's length."""
         rows = [cosine(a, b) for a, b in zip(got, want, strict=True)]
         mine, true = (np.concatenate([row.ravel() for row in side]).astype(np.float64) for side in (got, want))
         error = np.abs(mine - true)
@@ -86,13 +82,16 @@ def limits_of(specs: Mapping[str, EngineSpec], dtype: torch.dtype) -> Limits:
 
 @dataclass(frozen=True)
 class Report:
-    """A comparison. `dimensions`: the errors of each action dimension, robot's units.
+    """A comparison.
 
-    `draws`: noises an observation. `flipped`: chunks in which a command fell the other way, as a gripper's does where
-    noise decides it, with the 95 % interval of their share (`flipped_low`, `flipped_high`); `rest_cosine`: of the other
-    chunks, which `threshold` is for, None if there are none. `sensitivity`: how much another observation changes the
-    reference's actions, as a share of their norm; `relative_error`: the error in units of that change; both None for a
-    single observation. `reasons`: why it did not pass.
+    Attributes:
+        dimensions: errors of each action dimension, in the robot's units.
+        draws: noise draws of each observation.
+        flipped: chunks with a flipped command; `flipped_low` and `flipped_high`: the 95 % interval of their share.
+        rest_cosine: of the other chunks, which `threshold` is for; None if there are none.
+        sensitivity: how much another observation changes the reference's actions, as a share of their norm.
+        relative_error: the error in units of that change. Both are None for a single observation.
+        reasons: why it did not pass.
     """
 
     name: str
@@ -137,27 +136,27 @@ def compare(
     draws: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Run both on every observation, with the same noise, one at a time; `draws` noises each. `threshold`: a cosine
-    instead of the usual one. `progress` is told now and then how far all of it is."""
-    shape = policy.family.action_shape(policy.model.config)
-    rng = np.random.default_rng(seed)
-    got, want, changed, tell = _Kept(), _Kept(), [], counted("calls of each", progress)
-    count, todo = len(observations), len(observations) * draws
+    """Run both on every observation with the same noise, `draws` times. `threshold` replaces the usual cosine."""
+    rng, shape = np.random.default_rng(seed), policy.family.action_shape(policy.model.config)
+    got: dict[str, list[np.ndarray]] = {}
+    want: dict[str, list[np.ndarray]] = {}
+    count, changed, tell = len(observations), [], counted("calls of each", progress)
     chosen = np.unique(np.linspace(0, count - 1, min(count, COMPARED)).astype(int)) if count > 1 else ()
-    for done, (i, draw) in enumerate(((i, d) for i in range(count) for d in range(draws)), 1):
+    for done, (i, draw) in enumerate(itertools.product(range(count), range(draws)), 1):
         noise = rng.standard_normal(shape).astype(np.float32)
-        # The prefix does not see the noise: once is enough.
-        got.add(policy, observations[i], noise, components=draw == 0)
-        want.add(reference, observations[i], noise, components=draw == 0)
+        for side, kept in ((policy, got), (reference, want)):
+            result, internals = side.infer_with_internals(observations[i], noise=noise)
+            kept.setdefault("robot", []).append(np.asarray(result["actions"]))
+            for name, value in internals.items():
+                if name == "actions" or draw == 0:  # the other internals do not depend on the noise
+                    kept.setdefault(name, []).append(sampled(name, value))
         if draw == 0 and i in chosen:
-            # Half the recording away, which in a recording of several tasks is another task's.
+            # Half the recording away, which in a recording of several tasks is another task.
             _, other = reference.infer_with_internals(observations[(i + count // 2) % count], noise=noise)
             changed.append(other["actions"])
-        tell(done, todo)
-    normalised, exact = got.stacked("actions"), want.stacked("actions")
-    actions = Agreement.of(normalised, exact)
+        tell(done, count * draws)
+    (normalised, robot), (exact, true) = ([np.stack(k[name]) for name in ("actions", "robot")] for k in (got, want))
     kept = np.abs(normalised - exact).reshape(len(exact), -1).max(axis=1) < FLIPPED
-    robot, true = got.stacked("robot"), want.stacked("robot")
     error = np.abs(robot - true)
     dimensions = [
         {
@@ -167,10 +166,8 @@ def compare(
         }
         for d in range(robot.shape[-1])
     ]
-    components = {n: Agreement.of(got.rows[n], want.rows[n]) for n in got.internals}
     limits = limits_of(policy.specs, policy.model.dtype)
     limits = limits if threshold is None else replace(limits, cosine=threshold)
-    # What another observation changes in the reference's actions, the noise being the same.
     same = exact[::draws][list(chosen)]
     change = _rms(np.stack(changed) - same) if changed else None
     relative = None if not change else _rms(normalised - exact) / change
@@ -183,24 +180,21 @@ def compare(
     if change == 0:
         reasons.append("another observation changes nothing, so that agreement says nothing")
     if relative is not None and not relative <= limits.relative:
-        reasons.append(
-            f"error {100 * relative:.1f} % of what another observation changes, "
-            f"at most {100 * limits.relative:g} % wanted"
-        )
+        most = f"at most {100 * limits.relative:g} % wanted"
+        reasons.append(f"error {100 * relative:.1f} % of what another observation changes, {most}")
     if low > FLIP_RATE:
-        reasons.append(
-            f"commands fell the other way in at least {100 * low:.1f} % of chunks, {100 * FLIP_RATE:g} % allowed"
-        )
+        allowed = f"{100 * FLIP_RATE:g} % allowed"
+        reasons.append(f"commands fell the other way in at least {100 * low:.1f} % of chunks, {allowed}")
     return Report(
         name=name,
         passed=not reasons,
         threshold=limits.cosine,
-        observations=len(observations),
+        observations=count,
         num_steps=policy.num_steps,
-        actions=actions,
+        actions=Agreement.of(normalised, exact),
         robot_actions=Agreement.of(robot, true),
         dimensions=dimensions,
-        components=components,
+        components={n: Agreement.of(got[n], want[n]) for n in got if n not in ("robot", "actions")},
         engines=policy.ledger.as_list(),
         draws=draws,
         flipped=flipped,
@@ -214,31 +208,10 @@ def compare(
     )
 
 
+def sampled(name: str, value: np.ndarray) -> np.ndarray:
+    """All actions, or every n-th value of another tensor."""
+    return np.asarray(value if name == "actions" else value.reshape(-1)[:: max(1, value.size // SAMPLED)])
+
+
 def _rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.square(x.astype(np.float64)).mean()))
-
-
-class _Kept:
-    """What is compared, of every observation."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, list[np.ndarray]] = {}
-
-    @property
-    def internals(self) -> list[str]:
-        """What there is besides the actions."""
-        return [name for name in self.rows if name not in ("robot", "actions")]
-
-    def add(
-        self, policy: OptimizedPolicy, observation: Mapping[str, Any], noise: np.ndarray, *, components: bool
-    ) -> None:
-        result, raw = policy.infer_with_internals(observation, noise=noise)
-        for key, value in {"robot": result["actions"], **raw}.items():
-            # A few numbers of each tensor are enough to find a culprit, and all of them would not fit in memory.
-            if key not in ("robot", "actions") and not components:
-                continue
-            flat = value if key in ("robot", "actions") else value.reshape(-1)[:: max(1, value.size // 65_536)]
-            self.rows.setdefault(key, []).append(np.asarray(flat))
-
-    def stacked(self, key: str) -> np.ndarray:
-        return np.stack(self.rows[key])

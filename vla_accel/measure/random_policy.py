@@ -1,5 +1,4 @@
-"""Policies with random weights, and random observations for them: speed and agreement where no checkpoint can be had.
-Success cannot be measured on these."""
+"""Policies with random weights, and random observations for them, to measure speed and agreement."""
 
 from __future__ import annotations
 
@@ -46,11 +45,9 @@ def random_policy(
     model: Network | None = None,
     scales: Scales | None = None,
 ) -> tuple[OptimizedPolicy, OptimizedPolicy | None]:
-    """A policy of a family's published size, and with `with_reference` its FP32 eager twin of the same weights.
-
-    `horizon` and `views`: the family's own if not given. FP8 scales are calibrated on random observations where some
-    component asks for them and none are given. `model`: weights to share, not copied.
-    """
+    """A policy of a family's published size, and with `with_reference` an FP32 eager policy of the same weights.
+    `model`: weights to share, without a copy; `scales`: by default calibrated on random observations if a component
+    needs them."""
     if isinstance(family, str):
         family = family_named(family)
     settings = replace(settings, device=device or settings.device, num_steps=steps or settings.num_steps)

@@ -1,7 +1,5 @@
-"""Recorded observations: one compressed NumPy file, for calibration and agreement on what a policy really sees.
-
-Each key of an observation is one array with the observations along its first axis; prompts are strings. No pickle.
-"""
+"""Recorded observations: one compressed NumPy file of arrays with the observations along the first axis, and prompts
+as strings."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ RECORDED = "recorded ones as vla_accel.measure.recording.save_observations write
 
 
 def save_observations(observations: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Write observations of the same keys and shapes; what is nested gets keys with slashes, and what is None is left
-    out. Raises ObservationError for one unlike the first, and for what is neither numbers nor text."""
+    """Write observations of the same keys and shapes. Nested values get keys with slashes; None is left out. Raises
+    ObservationError for one unlike the first, and for values that are neither numbers nor text."""
     if isinstance(observations, Mapping) or not observations:
         got = "one that is in no list" if observations else "none"
         raise ObservationError(f"recording {path}: expected a list of at least one observation, got {got}")

@@ -1,8 +1,4 @@
-"""A module in BF16 or FP16, and its ranges, memory and latency.
-
-Weights are converted once; modules named to stay in float32 compute there. Ranges: IEEE 754 binary16 (65504) and
-bfloat16 (3.4e38).
-"""
+"""A module in BF16 or FP16, except parts that stay in float32, and its ranges, memory and latency."""
 
 from __future__ import annotations
 
@@ -55,17 +51,10 @@ class Cost:
 
 
 def reduce_precision(module: nn.Module, dtype_name: str, keep_fp32: Sequence[str] = ()) -> list[str]:
-    """Convert a module in place, with convolutions channels-last; return the names of the modules kept in float32.
+    """Convert a module in place, with convolutions channels-last; return the names of the modules kept in float32,
+    whose inputs are widened and whose outputs are rounded. `keep_fp32`: fnmatch patterns of module names.
 
-    The inputs of kept modules are widened and their outputs rounded.
-
-    Args:
-        dtype_name: "bf16" or "fp16".
-        keep_fp32: fnmatch patterns of module names, such as "decoder.mid_block.*".
-
-    Raises:
-        ConfigError: a pattern names no module.
-        EngineError: the GPU lacks the dtype.
+    Raises ConfigError if a pattern names no module, EngineError if the GPU lacks the dtype.
     """
     dtype = DTYPES[dtype_name]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))

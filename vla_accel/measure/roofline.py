@@ -1,7 +1,4 @@
-"""The least time that a policy's arithmetic and bytes allow: what a measurement is held against.
-
-What each component must do is the family's to say (`families.bench.Work`); here are the rates of the machine.
-"""
+"""The floor of a policy's time: its work (`families.bench.Work`) at the measured rates of the machine."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from vla_accel.kernels.gpu import Gpu
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of one GPU, measured: products in BF16, FP8 and INT8 (FLOP/s; BF16's where it lacks a type), and a device
-    copy, read plus write (bytes/s)."""
+    """Measured rates of a GPU: FLOP/s (those of BF16 for a type that it lacks), and bytes/s of a copy, read plus
+    write."""
 
     bf16_flops: float
     fp8_flops: float
@@ -29,10 +26,7 @@ class Ceilings:
 
 def floors_ms(work: Mapping[str, Work], ceilings: Ceilings, batch: int = 1) -> dict[str, float]:
     """Milliseconds of each component at the ceilings, by bytes or arithmetic, whichever is more, and their `total`.
-
-    `work` is that of one observation; of a `batch` the arithmetic is so many times as much, and the bytes, of which
-    nearly all are weights, are read once.
-    """
+    `work`: of one observation. A batch multiplies the arithmetic; the bytes, nearly all weights, are read once."""
     rates = {"bf16": ceilings.bf16_flops, "fp8": ceilings.fp8_flops, "int8": ceilings.int8_flops}
     parts = {n: 1e3 * max(batch * w.flop / rates[w.precision], w.bytes / ceilings.bytes_per_s) for n, w in work.items()}
     return {**parts, "total": sum(parts.values())}
@@ -50,14 +44,12 @@ def add_batch_floors(
 
 
 def steps_timed(row: Mapping[str, Any]) -> int:
-    """Steps in the loop's own time, of a row of a report: the first may have run beside the prefix, and is in the
-    prefix's then."""
+    """Steps in the loop's own time, of a row of a report: a first step that overlaps the prefix is in its time."""
     return row["steps"] - any(BESIDE in line.get("detail", "") for line in row.get("engines", ()))
 
 
 def rates(row: Mapping[str, Any]) -> dict[str, float]:
-    """What a row of a report achieved, from the parts' medians and what each had to do: TFLOP/s, or GB/s of the
-    component that reads, of the steps in its own time; none for a loop whose one step ran beside the prefix."""
+    """TFLOP/s of each part of a row, or GB/s of a part that reads, for the steps in its own time."""
     found = {}
     for name, one in row["work"].items():
         if ms := row["parts_ms"].get(name):

@@ -1,8 +1,5 @@
-"""What a policy server adds to a call, and where: `vla-accel bench-server`.
-
-The server has a process of its own, and so have the clients. The time of a call is split by what client and server each
-see of it; the parts of one request add up to what the client waited, but for the policy's own time.
-"""
+"""What a policy server adds to a call, and where, for `vla-accel bench-server`. Server and clients run in processes of
+their own; the parts of a request and the policy's time add up to the client's wait."""
 
 from __future__ import annotations
 
@@ -57,11 +54,9 @@ class Nothing:
 def measure(
     address: str, observation: dict[str, Any], clients: int, seconds: float, advance: Callable[[int, int], object]
 ) -> dict[str, Any]:
-    """One row: `clients` at once for `seconds`, after requests that are not counted, of which `advance` is told.
-
-    All times are milliseconds. `added`: what a call takes beyond the policy and the wait for its turn, over all
-    requests. `parts`: medians, which need not add up to the median of the whole.
-    """
+    """One row: `clients` at once for `seconds`, after warm-up requests, which `advance` counts. In milliseconds;
+    `added`: what a call takes beyond the policy and the queue; `parts`: medians, which need not add up to the
+    whole's."""
     seen = load(address, clients, seconds, observation, warm_up=max(2, WARM_UP // clients), advance=advance)
     if not len(seen.samples):
         raise EngineError(f"bench-server: expected answers, got none; {'; '.join(seen.problems[:3])}")
@@ -90,9 +85,8 @@ def measure(
 
 
 def costs(address: str, observation: dict[str, Any]) -> dict[str, Any]:
-    """What nobody can save: bytes both ways, the client's own encoding and decoding, and the bytes over a bare socket
-    and back, median milliseconds; these are part of `client and sockets`. `bare_socket_woken_ms`: over the socket after
-    `PAUSE_S`, about a small policy's time, in which processors fall asleep and caches are used for other things."""
+    """The unavoidable part of `client and sockets`, as median milliseconds: the client's encoding and decoding, and the
+    bytes over a bare socket and back, also after a pause of `PAUSE_S`, in which processors sleep and caches cool."""
     with PolicyClient(address) as policy:
         answer = policy.infer(observation)
     sizes = len(wire.pack(observation)), len(wire.pack(answer))
@@ -105,8 +99,7 @@ def costs(address: str, observation: dict[str, Any]) -> dict[str, Any]:
 
 
 def socket_ms(there: int, back: int, times: int = 200, pause_s: float = 0.0) -> float:
-    """Median milliseconds for so many bytes over TCP on this machine and so many back, between two threads, each time
-    after a pause."""
+    """Median milliseconds for bytes over local TCP and back, between two threads, each time after a pause."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
         socket.create_connection(listening.getsockname()) as ours,
@@ -153,8 +146,8 @@ def served(
     device: str | None = None,
     **limits: Any,
 ) -> Iterator[str]:
-    """The address of a server in a process of its own; `devices`: of replicas, None for a policy in the server's own
-    process, on `device`; `limits` as `ServerConfig` takes them. Raises what starting it raised."""
+    """The address of a server in a process of its own. `devices`: of replicas; None: a policy in the server's
+    process, on `device`. `limits`: of `ServerConfig`. Raises the error of a failed start."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     # No daemon: a daemon may have no processes of its own, which replicas are.

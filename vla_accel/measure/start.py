@@ -1,8 +1,5 @@
-"""How long a policy takes from the start of its process to its first action: in processes of their own, first without
-anything that an earlier start left behind, then with it.
-
-`python -m vla_accel.measure.start` is such a process: it reads what to start as JSON, and prints the seconds.
-"""
+"""The time from the start of a policy's process to its first action, with empty and with filled caches. `python -m
+vla_accel.measure.start` is such a process: it reads what to start as JSON on stdin and prints the seconds."""
 
 from __future__ import annotations
 
@@ -25,12 +22,11 @@ _CHUNK = 16 << 20
 
 
 def starts(config: PolicyConfig, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of two starts, `cold` (empty caches of compiled kernels, engines and tunings, and of Python's bytecode)
-    and `warm` (those that the cold one left), by phase; `first_action`: from the process's start on. `file_read`:
-    reading the checkpoint's weights alone, as often as it takes to have them in the page cache.
+    """Seconds of two starts by phase: `cold` (no compiled kernels, engines, tuning results or Python bytecode) and
+    `warm` (those of the cold one); `file_read`: reading the weights alone. All read the weights from the page cache.
 
-    `source`: {"checkpoint": …} or {"family", "views", "horizon"} for random weights, which are written to a file
-    first. Files are in the page cache for both: the disk is another matter. Raises EngineError where a start fails.
+    `source`: {"checkpoint": …}, or {"family", "views", "horizon"} for random weights, which are written to a file
+    first. Raises EngineError if a start fails.
     """
     with tempfile.TemporaryDirectory(prefix="vla_accel_start_") as folder:
         cache = Path(folder, "cache")

@@ -1,8 +1,5 @@
-"""A checkpoint's statistics: what is unusual about them, and which share of recorded data lies outside their ranges.
-
-Statistics of another robot, unit or convention load without an error, and the model then sees numbers that no training
-data had.
-"""
+"""A checkpoint's statistics: unusual ranges, and the share of recorded data outside them, which shows statistics of
+another robot, unit or convention."""
 
 from __future__ import annotations
 
@@ -21,15 +18,8 @@ ACTIONS = ("actions", "action")
 
 @dataclass(frozen=True)
 class Fit:
-    """Statistics of one quantity, compared with data.
-
-    Attributes:
-        name: "state" or "actions".
-        range: What the statistics expect.
-        rows: Rows of data; 0 without a recording.
-        outside: Share of rows outside the range, by dimension; empty without data.
-        far: Share of rows more than `FAR` spans outside, by dimension.
-    """
+    """Statistics of the state or the actions, compared with `rows` rows of data. `outside`: the share of rows
+    outside the range by dimension, empty without data; `far`: the share more than `FAR` spans outside."""
 
     name: str
     range: Range
@@ -72,19 +62,8 @@ class Fit:
 def fits(
     processor: Any, observations: Sequence[Mapping[str, Any]] = (), prepared: Sequence[Any] | None = None
 ) -> list[Fit]:  # fmt: skip
-    """Compare a checkpoint's statistics with data.
-
-    Args:
-        processor: The checkpoint's transforms; those without `ranges` have no statistics.
-        observations: Recorded ones; a key of `ACTIONS` holds the actions.
-        prepared: What the processor made of them, where that is known.
-
-    Returns:
-        The state's, and the actions'.
-
-    Raises:
-        ObservationError: An observation does not fit the robot.
-    """
+    """Compare the statistics of state and actions with recorded observations, whose key of `ACTIONS` holds the actions.
+    `prepared`: the processor's inputs of the observations, if known. Raises ObservationError."""
     if not hasattr(processor, "ranges"):
         return []
     rows: dict[str, list[np.ndarray]] = {name: [] for name in processor.ranges}

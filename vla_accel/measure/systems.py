@@ -7,7 +7,7 @@ import functools
 import gc
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,20 @@ import numpy as np
 import torch
 
 from vla_accel.config import CheckpointSpec, EngineSpec, NativeOptions, PolicyConfig, load_config
-from vla_accel.errors import ConfigError, ObservationError
+from vla_accel.errors import ConfigError, DependencyError, ObservationError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import Family, quantised_configs
 from vla_accel.families.loading import base_and_lora, family_of, load
 from vla_accel.fp8 import FORMATS, Scales
-from vla_accel.measure.bench import System, peak
+from vla_accel.measure.bench import System, peak, run
+from vla_accel.measure.overlap import recorded
 from vla_accel.measure.random_policy import noise_scales, random_policy
 from vla_accel.measure.roofline import Ceilings, floors_ms
-from vla_accel.nn.network import Network
 from vla_accel.policy import OptimizedPolicy
 
 
 def system_name(name: str) -> str:
-    """Return the name of a system as reports have it: with hyphens, where the names of configuration files have
-    underscores."""
+    """The name of a system in reports: with hyphens instead of the underscores of configuration files."""
     return name.replace("_", "-")
 
 
@@ -65,51 +64,59 @@ _HELD = 1 << 20
 """Bytes. If a baseline allocates less, its project's model was already loaded."""
 
 
-class Factory:
-    """Makes the systems of one family with the same random weights. Each holds only the weights that it needs."""
+class _Policies:
+    """The policies that a factory has made, and their memory while they loaded."""
+
+    def __init__(self, device: str | None, ceilings: Ceilings | None, tokens: int | None) -> None:
+        self.device, self.ceilings, self.tokens = device, ceilings, tokens
+        self.processor: Any = None
+        self.policies: dict[str, OptimizedPolicy] = {}
+        self.loading: dict[str, int] = {}
+        """Peak bytes of making each policy, in addition to those allocated before."""
+
+    def _system(self, name: str, steps: int, build: Callable[[], OptimizedPolicy]) -> System:
+        started = time.perf_counter()
+        with peak() as loading:
+            if name not in self.policies:
+                self.policies[name] = build()
+                self.processor = self.policies[name].processor
+            system = timed(name, self.policies[name].with_steps(steps), started, self.ceilings, self.tokens)
+        if loading and system.memory is not None:  # with other steps nothing is loaded again
+            system.memory["peak_loading"] = self.loading.setdefault(name, loading[0])
+        return system
+
+
+class Factory(_Policies):
+    """Makes the systems of one family with the same random weights. `checkout`: of realtime-vla, adds its systems."""
 
     def __init__(
         self, family: Family, *, views: int, horizon: int, device: str | None, ceilings: Ceilings | None,
         checkout: Path | None = None, tokens: int | None = None,
     ) -> None:  # fmt: skip
-        """`checkout`: of realtime-vla, adds its systems. `tokens`: length of the prompt; None: an ordinary one."""
+        super().__init__(device, ceilings, tokens)
         card = bench_card(family)
         self.family, self.card, self.views, self.horizon, self.sweep = family, card, views, horizon, card.sweep
-        self.device, self.ceilings, self.checkout, self.tokens = device, ceilings, checkout, tokens
-        self.configs = configs(family)
+        self.checkout, self.configs = checkout, configs(family)
         self.default = ("eager", "native-bf16", *map(system_name, card.quantised))
         self.baselines = (*card.baselines, *(card.realtime_vla if checkout is not None else ()))
         self.names = (*self.configs, *self.baselines)
-        self.model: Network | None = None
-        self.processor: Any = None
         self.scales: Scales | None = None
-        self.policies: dict[str, OptimizedPolicy] = {}
-        self.loading: dict[str, int] = {}
-        """Peak bytes of making each policy, in addition to those allocated before."""
         self.held: dict[str, dict[str, int]] = {}
         """Memory of each other project's model."""
 
     def make(self, name: str, steps: int) -> System:
-        """Return a system. Raises ConfigError for an unknown name, DependencyError for a baseline not installed."""
+        """Return a system of `names`. Raises DependencyError for a baseline that is not installed."""
         if name in self.baselines:
             return self._baseline(name, steps)
-        if name not in self.configs:
-            raise ConfigError(f"systems: expected some of {', '.join(self.names)}, got {name!r}")
+        sizes: dict[str, Any] = {"horizon": self.horizon, "views": self.views, "device": self.device}
         if self.scales is None:
             # Before the measurement of memory: calibration needs the memory of the whole module.
-            self.scales = noise_scales(
-                self.family, self.configs[name], horizon=self.horizon, views=self.views, device=self.device
-            )
-        started = time.perf_counter()
-        with peak() as loading:
-            if name not in self.policies:
-                policy, _ = random_policy(
-                    self.family, self.configs[name], horizon=self.horizon, views=self.views, steps=steps,
-                    device=self.device, scales=self.scales,
-                )  # fmt: skip
-                self.policies[name], self.model, self.processor = policy, policy.model, policy.processor
-            system = timed(name, self.policies[name].with_steps(steps), started, self.ceilings, self.tokens)
-        return with_peak(system, loading, self.loading)
+            self.scales = noise_scales(self.family, self.configs[name], **sizes)
+
+        def build() -> OptimizedPolicy:
+            return random_policy(self.family, self.configs[name], steps=steps, scales=self.scales, **sizes)[0]
+
+        return self._system(name, steps, build)
 
     def _baseline(self, name: str, steps: int) -> System:
         """Return another project's code. Its memory is what the GPU's allocator handed out while it was made."""
@@ -136,21 +143,19 @@ class Factory:
 
     def about(self) -> dict[str, Any]:
         """Return a description of the model, for the report."""
-        if self.model is None:
-            return {}
-        return {**asdict(self.model.config), "kind": self.family.name, "views": self.views}
+        (policy, *_) = self.policies.values()
+        return {**asdict(policy.model.config), "kind": self.family.name, "views": self.views}
 
 
-class CheckpointFactory:
+class CheckpointFactory(_Policies):
     """Makes the systems of one checkpoint: a policy for each configuration, by its name or file."""
 
     def __init__(
         self, checkpoint: str, names: Sequence[str], *, device: str | None, ceilings: Ceilings | None,
         tokens: int | None = None,
     ) -> None:  # fmt: skip
-        """`tokens`: length of the prompt, by default an ordinary one's."""
-        self.checkpoint, self.device, self.ceilings, self.tokens = checkpoint, device, ceilings, tokens
-        self.names, self.baselines, self.default = tuple(names), (), tuple(names)
+        super().__init__(device, ceilings, tokens)
+        self.checkpoint, self.names, self.baselines, self.default = checkpoint, tuple(names), (), tuple(names)
         given = {name: load_config(name) for name in names}
         # Configurations without `preset` and `checkpoint`, such as eager, take those of the others: all must agree.
         nothing = (None, CheckpointSpec())
@@ -159,9 +164,6 @@ class CheckpointFactory:
         silent = {n: replace(given[n], preset=preset, checkpoint=spec) for n in names if robots[n] == nothing}
         self.configs = {**given, **silent}
         self.family = family_of(base_and_lora(checkpoint)[0])
-        self.processor: Any = None
-        self.policies: dict[str, OptimizedPolicy] = {}
-        self.loading: dict[str, int] = {}
 
     @functools.cached_property
     def sweep(self) -> tuple[int, ...]:
@@ -171,14 +173,12 @@ class CheckpointFactory:
 
     def make(self, name: str, steps: int) -> System:
         """Return the system of a configuration, with its own weights."""
-        started = time.perf_counter()
-        with peak() as loading:
-            if name not in self.policies:
-                settings = self.configs[name]
-                policy = OptimizedPolicy.from_pretrained(self.checkpoint, settings, device=self.device, num_steps=steps)
-                self.policies[name], self.processor = policy, policy.processor
-            system = timed(name, self.policies[name].with_steps(steps), started, self.ceilings, self.tokens)
-        return with_peak(system, loading, self.loading)
+
+        def build() -> OptimizedPolicy:
+            settings = self.configs[name]
+            return OptimizedPolicy.from_pretrained(self.checkpoint, settings, device=self.device, num_steps=steps)
+
+        return self._system(name, steps, build)
 
     def source(self) -> dict[str, Any]:
         """Return the argument of `measure.start.starts`."""
@@ -189,21 +189,89 @@ class CheckpointFactory:
         return {"name": self.checkpoint, **next(iter(self.policies.values())).metadata["model"]}
 
 
+AnyFactory = Factory | CheckpointFactory
+
+
+def choose_systems(factory: AnyFactory, named: tuple[str, ...], *, fitted: bool) -> tuple[str, ...]:
+    """Return the named systems, or the default ones with the first baseline, and those of a realtime-vla checkout
+    unless some are named. `fitted`: images have the model's size; other sizes exclude the baselines."""
+    if not isinstance(factory, Factory):
+        return factory.names
+    named = tuple(map(system_name, named))
+    if not fitted:
+        if others := [name for name in named if name in factory.baselines]:
+            raise ConfigError(f"camera: expected systems that fit images themselves, got {', '.join(others)}")
+        return named or tuple(dict.fromkeys((*factory.default[1:], "eager")))
+    installed = factory.card.baselines
+    systems = named or (*factory.default[1:], "eager", *installed[:1])
+    of_checkout = factory.baselines[len(installed) :]
+    return tuple(dict.fromkeys(systems if {*named} & {*of_checkout} else (*systems, *of_checkout)))
+
+
+def timed_once(factory: AnyFactory, names: Sequence[str], sweep: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """The number of steps, and the reason, for systems that are timed at one of several. Raises ConfigError if it is
+    not in the sweep."""
+    card = bench_card(factory.family)
+    found = dict.fromkeys(card.baselines[1:], (sweep[0], "torch.compile takes minutes for each number"))
+    found |= dict.fromkeys(card.realtime_vla, (REALTIME_VLA_STEPS, "its kernels are written for so many"))
+    once = {name: {"steps": steps, "why": why} for name, (steps, why) in found.items() if name in names}
+    for name, reason in once.items():
+        if reason["steps"] not in sweep:
+            got = ",".join(map(str, sweep))
+            raise ConfigError(f"steps: expected {reason['steps']} among them for {name}, got {got}")
+    return once if len(sweep) > 1 else {}
+
+
+def make_baselines(
+    factory: AnyFactory, steps: Mapping[str, int], say: Callable[[str], None]
+) -> tuple[dict[str, System], dict[str, str]]:
+    """Make other projects' systems for these numbers of steps; return them, and why others are left out."""
+    ready: dict[str, System] = {}
+    left_out: dict[str, str] = {}
+    for name, number in steps.items():
+        try:
+            ready[name] = factory.make(name, number)
+        except DependencyError as error:
+            left_out[name] = str(error)
+            say(f"left out: {name}: {error}")
+    return ready, left_out
+
+
+def throughput(
+    factory: AnyFactory, names: list[str], steps: int, batches: Sequence[int], calls: int, observer_of: Any,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Time batched calls of each policy; `observer_of(family, processor)` makes the observations."""
+    rows = []
+    for name in names:
+        policy = factory.policies[name].with_steps(steps)
+        observe = observer_of(policy.family, policy.processor)
+        for batch in batches:
+            rng = np.random.default_rng(batch)
+            observations = [observe(rng) for _ in range(batch)]
+            system = System(name, lambda _, p=policy, o=observations: p.infer_batch(o)[0], steps)
+            row = run([system], lambda _: {}, calls=max(10, calls // 4))[0]
+            say(f"{name}: batches of {batch}")
+            rows.append({"system": name, "steps": steps, "batch": batch, "median_ms": row["median_ms"],
+                         "per_second": 1e3 * batch / row["median_ms"], "parts_ms": row["parts_ms"],
+                         "engines": policy.ledger.as_list()})  # fmt: skip
+    return rows
+
+
+def profile(factory: AnyFactory, name: str, steps: int) -> dict[str, Any]:
+    """List the kernels of one call (`measure.overlap`); `graph`: whether it replays a CUDA graph."""
+    policy = factory.policies[name].with_steps(steps)
+    policy.warm_up()
+    observation = policy.processor.example()
+    found = recorded(lambda: policy.infer(observation))
+    return {"steps": steps, "graph": policy.pipelines.newest.captured is not None, **found}
+
+
 def timed(
     name: str, policy: OptimizedPolicy, started: float, ceilings: Ceilings | None, tokens: int | None = None
 ) -> System:
-    """Return a warm policy as a system.
-
-    Args:
-        name: Of the system.
-        policy: The policy.
-        started: `time.perf_counter()` before it was made.
-        ceilings: Rates of the GPU, for the floors.
-        tokens: Length of the prompt that work and floors assume, as in `observer`.
-
-    Raises:
-        ConfigError: The model does not take a prompt of this length.
-    """
+    """Return a warm policy as a system. `started`: `time.perf_counter()` before its making; `tokens`: as in
+    `observer`. Raises ConfigError for a length of the prompt that the model does not take."""
     policy.warm_up()
     system = System(name, policy.infer, policy.num_steps, time.perf_counter() - started)
     system.memory = policy.memory()
@@ -244,25 +312,18 @@ def _prompt(processor: Any, tokens: int | None) -> dict[str, str]:
     """Return the text of an observation whose prompt has this many tokens; nothing for an ordinary one."""
     if tokens is None:
         return {}
-    length, told = 0, {}
+    length, made = 0, {}
     for words in range(1, tokens + 1):
-        told = processor.example(" ".join(["pick"] * words))
+        made = processor.example(" ".join(["pick"] * words))
         try:
-            length = len(processor.prepare(told).tokens)
+            length = len(processor.prepare(made).tokens)
         except ObservationError as error:
             raise ConfigError(f"prompt_tokens: expected at most {length}, got {tokens}") from error
         if length >= tokens:
             break
     if length != tokens:
         raise ConfigError(f"prompt_tokens: expected a length that a prompt can have, such as {length}, got {tokens}")
-    return {key: value for key, value in told.items() if isinstance(value, str)}
-
-
-def with_peak(system: System, loading: Sequence[int], known: dict[str, int]) -> System:
-    """Add the peak of loading to a system's memory; `known` has that of policies made for another number of steps."""
-    if loading and system.memory is not None:
-        system.memory["peak_loading"] = known.setdefault(system.name, loading[0])
-    return system
+    return {key: value for key, value in made.items() if isinstance(value, str)}
 
 
 def allocated() -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vla_accel.component import Island
 from vla_accel.errors import EngineError
-from vla_accel.fp8 import NO_SCALES, Scales
+from vla_accel.fp8 import Scales, no_scales
 from vla_accel.kernels import reference
 from vla_accel.kernels.image.pixels import pixels
 from vla_accel.nn.calibration import quantise
@@ -116,7 +116,7 @@ def variants(model: Any, kind: str, scales: Scales | None = None) -> dict[str, C
 
     def fp8() -> nn.Module:
         if scales is None:
-            raise EngineError(f"{kind}: {NO_SCALES}")
+            raise EngineError(f"{kind}: {no_scales('fp8')}")
         return QuantisedKvCache(model, scales).requires_grad_(False)
 
     return {"fp8": fp8}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import platform
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -155,9 +154,7 @@ def _components(
     return {c.name: c for c in family.components(model, shape, scales=scales, rtc=rtc)}
 
 
-def build(
-    job: Job, progress: Progress | None = None, cancel: threading.Event | None = None, exports: Exports | None = None
-) -> list[dict[str, Any]]:
+def build(job: Job, progress: Progress | None = None, exports: Exports | None = None) -> list[dict[str, Any]]:
     """Build one job, or find it in the cache; return a manifest row for each engine (torch_tensorrt: for each part)."""
     began = time.perf_counter()
     if job.spec.engine == "torch_tensorrt":
@@ -173,7 +170,6 @@ def build(
                 [target],
                 device=job.device,
                 progress=progress,
-                cancel=cancel,
                 exports=exports,
             )
         ]

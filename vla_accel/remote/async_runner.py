@@ -34,39 +34,24 @@ _EXIT_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class RunnerReport:
-    """Counts since the runner was made.
-
-    Attributes:
-        ticks: calls of `step`.
-        chunks: inferences used.
-        underruns: ticks without a computed action.
-        late: chunks that took more ticks than announced to the policy, so that the guidance did not cover them.
-        stale: chunks that took longer than they last, and were dropped.
-        failures: inferences that raised.
-        delay_ticks, latency_ms: the longest of the newest inferences.
-        longest_step_ms: the longest call of `step`.
-    """
+    """Counts since the runner was made."""
 
     ticks: int
+    """Calls of `step`."""
     chunks: int
+    """Inferences used."""
     underruns: int
+    """Ticks without a computed action."""
     late: int
+    """Chunks that took more ticks than announced to the policy, so that the guidance did not cover them."""
     stale: int
+    """Chunks that took longer than they last, and were dropped."""
     failures: int
+    """Inferences that raised."""
     delay_ticks: int
     latency_ms: float
+    """The longest of the newest inferences."""
     longest_step_ms: float
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Actions (n, action_dim); row 0 belongs to tick `first`."""
-
-    actions: np.ndarray
-    first: int
-
-    def remaining(self, tick: int) -> np.ndarray:
-        return self.actions[max(tick - self.first, 0) :]
 
 
 class AsyncRunner:
@@ -77,12 +62,8 @@ class AsyncRunner:
             while ...:
                 robot.act(runner.step(robot.observe()))   # once per control period
 
-    The runner estimates the delay that it announces to a guided policy (`remote.delay.DelayEstimate`):
-
-        announced = max(0, min(expected, k - 1, max_delay))
-
-    with the k remaining actions and the policy's `max_delay`. An inference that takes longer is counted as `late`; it
-    is no error.
+    The runner estimates the delay that it announces to a guided policy (`remote.delay.DelayEstimate`). An inference
+    that takes longer is counted as `late`; it is no error.
 
     If an inference fails while actions are left, `step` returns those. The error is logged at once, and raised when no
     action is left, whatever `underrun` says. The next attempt follows after 1, 2, 4, … ticks, at most a second.
@@ -116,8 +97,9 @@ class AsyncRunner:
         underrun: Choice = "hold",
         real_time_chunking: bool | None = None,
     ) -> None:
+        kind = type(policy).__name__
         if not callable(getattr(policy, "infer", None)):
-            raise ConfigError(f"policy: expected one with `infer(observation)`, got a {type(policy).__name__}")
+            raise ConfigError(f"policy: expected one with `infer(observation)`, got a {kind}")
         self._policy, self._hz = policy, above_zero(hz, "hz", "a control rate")
         self._replan = None if replan_ticks is None else at_least(1, replan_ticks, "replan_ticks")
         self._margin = at_least(0, margin_ticks, "margin_ticks")
@@ -125,23 +107,15 @@ class AsyncRunner:
         self._underrun = Underrun(underrun, motion_dims(policy), self._hz)
         supported = supports_prev_chunk(policy)
         if real_time_chunking and not supported:
-            raise ConfigError(
-                "real_time_chunking: expected a policy with supports_prev_chunk = True, got a "
-                f"{type(policy).__name__} without it"
-            )
+            raise ConfigError(f"real_time_chunking: expected a policy with supports_prev_chunk = True, got a {kind}")
         self.real_time_chunking = supported if real_time_chunking is None else real_time_chunking
         self._delay = DelayEstimate(self._hz, max_delay(policy))
         self._inference = Inference(policy)
         self._tick, self._launched, self._started, self._closed = 0, 0, False, False
-        self._chunk: _Chunk | None = None
-        self._last: np.ndarray | None = None
         self._width: int | None = None
-        self._error: BaseException | None = None
-        self._trace: Any = None
-        self._failed, self._attempt_at = 0, 0  # consecutive failures; no attempt before this tick
-        self._missed = 0  # consecutive underruns
         self._counts = {"chunks": 0, "underruns": 0, "late": 0, "stale": 0, "failures": 0}
         self._longest_step_s = 0.0
+        self._reset()
 
     def __enter__(self) -> AsyncRunner:
         return self
@@ -160,10 +134,6 @@ class AsyncRunner:
 
         If it fails, `step` raises until another `start` succeeds. The first `start` of a runner infers twice, because
         the first call of a policy may compile or load: the second one is measured and used.
-
-        Args:
-            observation: the robot's observation.
-            timeout_s: longest wait in seconds.
 
         Raises:
             ConfigError: `underrun` does not fit the robot's actions.
@@ -191,18 +161,12 @@ class AsyncRunner:
             if measured:
                 self._delay.add(done.seconds)
                 self._use(done, 0)
-        action = self._action()
-        assert action is not None
-        self._underrun.check(action)
+        self._underrun.check(self._remaining()[0])
         self._started = True
 
     def step(self, observation: Mapping[str, Any]) -> np.ndarray:
-        """Return the action of this tick. Call it once per control period, with the current observation.
-
-        Waits at most `max_wait_s`, and only if no action is left.
-
-        Returns:
-            The action (action_dim,) float64.
+        """Return the action (action_dim,) float64 of this tick. Call it once per control period, with the current
+        observation. Waits at most `max_wait_s`, and only if no action is left.
 
         Raises:
             EngineError: no action is left, and `underrun` requires an error or its limit is reached.
@@ -214,15 +178,15 @@ class AsyncRunner:
             raise ConfigError("async runner: call start(observation) before step(observation)")
         try:
             self._advance(observation)
-            if self._action() is None and self._inference.busy and self._inference.wait_until(began + self._max_wait_s):
+            waits = self._inference.busy and not len(self._remaining())
+            if waits and self._inference.wait_until(began + self._max_wait_s):
                 self._advance(observation)
-            action = self._action()
-            if action is None:
+            if not len(self._remaining()):
                 return self._without().copy()
             if self._missed:
                 self._missed = 0
                 logger.warning("async runner: actions again at tick %d", self._tick)
-            self._last = action
+            self._last = action = self._remaining()[0]
             return action.copy()
         finally:
             self._tick += 1
@@ -239,13 +203,10 @@ class AsyncRunner:
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Start no further inference, and wait for the current one.
+        """Start no further inference, and wait for the current one. Raises EngineError if it did not end in time.
 
         The end of a `with` block calls this. If an exception (also KeyboardInterrupt) ended the block, it waits at most
         a second and only logs a warning.
-
-        Raises:
-            EngineError: the inference did not end within `timeout_s`.
         """
         timeout_s = zero_or_more(timeout_s, "timeout_s")
         first, self._closed = not self._closed, True
@@ -262,24 +223,24 @@ class AsyncRunner:
     def _reset(self) -> None:
         """Drop the actions, error and underruns of the past."""
         self._inference.taken()
-        self._started, self._missed = False, 0
-        self._chunk, self._last, self._error = None, None, None
-        self._failed, self._attempt_at = 0, self._tick
+        self._started, self._missed = False, 0  # consecutive underruns
+        self._actions, self._first = np.empty((0, 0)), 0  # the chunk; row 0 belongs to tick `first`
+        self._last: np.ndarray | None = None
+        self._error: BaseException | None = None
+        self._trace: Any = None
+        self._failed, self._attempt_at = 0, self._tick  # consecutive failures; no attempt before this tick
 
-    def _action(self) -> np.ndarray | None:
-        """The action of this tick, if any."""
-        if self._chunk is None:
-            return None
-        remaining = self._chunk.remaining(self._tick)
-        return remaining[0] if len(remaining) else None
+    def _remaining(self) -> np.ndarray:
+        """The actions (k, action_dim) of this tick and the next ones."""
+        return self._actions[max(self._tick - self._first, 0) :]
 
     def _due(self) -> bool:
         """Whether the next inference should start now."""
         if self._tick < self._attempt_at:
             return False
-        if self._chunk is None or self._error is not None:
+        horizon, used = len(self._actions), self._tick - self._first
+        if not horizon or self._error is not None:
             return True
-        horizon, used = len(self._chunk.actions), self._tick - self._chunk.first
         replan = self._replan or max(horizon // 2, 1)
         return used >= replan or horizon - used <= self._delay.expected() + self._margin
 
@@ -296,12 +257,11 @@ class AsyncRunner:
             self._launch(observation)
 
     def _launch(self, observation: Mapping[str, Any]) -> None:
-        previous = None
-        if self.real_time_chunking and self._chunk is not None and self._action() is not None:
-            previous = self._chunk.remaining(self._tick).copy()
-        delay = 0 if previous is None else self._delay.announced(len(previous))
-        self._launched = self._tick
-        self._inference.begin(Job(copied(observation), self._tick, previous, delay))
+        left, self._launched = self._remaining(), self._tick
+        job = Job(copied(observation), self._tick)
+        if self.real_time_chunking and len(left):
+            job.prev_chunk, job.delay = left.copy(), self._delay.announced(len(left))
+        self._inference.begin(job)
 
     def _taken(self) -> Job | None:
         """The finished inference, if any; a chunk of another width than the first counts as a failure."""
@@ -326,13 +286,10 @@ class AsyncRunner:
             return
         if done.prev_chunk is not None and delay > done.delay:
             self._counts["late"] += 1
-            logger.warning(
-                "async runner: an inference took %d ticks, %d were announced: the chunks may not join smoothly",
-                delay,
-                done.delay,
-            )
+            text = "async runner: an inference took %d ticks, %d were announced: the chunks may not join smoothly"
+            logger.warning(text, delay, done.delay)
         self._counts["chunks"] += 1
-        self._chunk = _Chunk(done.actions, done.tick)
+        self._actions, self._first = done.actions, done.tick
 
     def _fail(self, error: BaseException | None) -> None:
         """Keep the error until no action is left, and pause before the next attempt."""
@@ -342,8 +299,7 @@ class AsyncRunner:
         pause = min(2 ** min(self._failed, 30), math.ceil(_LONGEST_PAUSE_S * self._hz))
         self._failed += 1
         self._attempt_at = self._tick + pause
-        left = 0 if self._chunk is None else len(self._chunk.remaining(self._tick))
-        what = f"tick {self._tick}, {left} actions are left, next attempt in {pause} ticks"
+        what = f"tick {self._tick}, {len(self._remaining())} actions are left, next attempt in {pause} ticks"
         logger.warning("async runner: an inference failed at %s: %s: %s", what, type(error).__name__, error)
 
     def _without(self) -> np.ndarray:
@@ -362,9 +318,9 @@ class AsyncRunner:
 
     def _slow(self) -> str:
         """Why there is no action, in numbers."""
-        n = 0 if self._chunk is None else len(self._chunk.actions)
+        n, period_ms = len(self._actions), 1e3 / self._hz
         current = self._tick - self._launched if self._inference.busy else 0
-        ticks, period_ms = max(self._delay.longest_ticks, current), 1e3 / self._hz
+        ticks = max(self._delay.longest_ticks, current)
         return (
             f"the newest inferences took up to {ticks} ticks of {period_ms:g} ms. A chunk must last at least twice the "
             f"delay, once until it is ready and once for the next one: {n} actions allow {n // 2} ticks "

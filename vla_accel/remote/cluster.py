@@ -19,13 +19,8 @@ CONNECT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster that is alive.
-
-    Attributes:
-        id: Ray's id.
-        name: its address and the beginning of its id, for messages.
-        cores, gpus: the resources that it offers.
-    """
+    """A machine of the cluster that is alive, with the resources that it offers. `name`: its address and the beginning
+    of its id, for messages."""
 
     id: str
     name: str
@@ -50,13 +45,7 @@ class Placement:
 
 
 def connect(address: str) -> Any:
-    """Join a cluster.
-
-    Args:
-        address: auto, local (a cluster that ends with this process) or HOST:PORT.
-
-    Returns:
-        The module `ray`.
+    """Join the cluster at auto, local (a cluster that ends with this process) or HOST:PORT; returns the module `ray`.
 
     Raises:
         ConfigError: an invalid address, no cluster there, or one with another version of Ray or Python.

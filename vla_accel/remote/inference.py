@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import copy
 import queue
 import sys
@@ -18,28 +17,16 @@ import numpy as np
 
 from vla_accel.errors import ConfigError, EngineError, ObservationError
 
-_IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), np.generic)
-
 
 @dataclass
 class Job:
-    """One inference and its outcome.
-
-    Attributes:
-        observation: what the policy sees; nobody else may write to it.
-        tick: control tick of the observation.
-        prev_chunk: remaining actions (k, action_dim) for a guided policy.
-        delay: announced delay in ticks, with `prev_chunk`.
-        actions: the result (n, action_dim), or None.
-        error: what the policy raised, or None.
-        seconds: duration.
-    """
+    """One inference and its outcome. Nobody else may write to its observation."""
 
     observation: dict[str, Any]
-    tick: int
-    prev_chunk: np.ndarray | None = None
-    delay: int = 0
-    actions: np.ndarray | None = None
+    tick: int  # control tick of the observation
+    prev_chunk: np.ndarray | None = None  # remaining actions (k, action_dim) for a guided policy
+    delay: int = 0  # announced delay in ticks, with `prev_chunk`
+    actions: np.ndarray | None = None  # the result (n, action_dim)
     error: BaseException | None = None
     seconds: float = 0.0
 
@@ -70,11 +57,12 @@ class Inference:
     def wait_until(self, end: float) -> bool:
         """Wait for the inference under way; False if it has not ended at `end` (`time.monotonic`)."""
         assert self._job is not None
-        with contextlib.suppress(concurrent.futures.CancelledError):
-            try:
-                self._job[1].result(max(end - time.monotonic(), 0.0))
-            except concurrent.futures.TimeoutError:
-                return False
+        try:
+            self._job[1].result(max(end - time.monotonic(), 0.0))
+        except concurrent.futures.TimeoutError:
+            return False
+        except concurrent.futures.CancelledError:
+            pass
         return True
 
     def taken(self) -> Job | None:
@@ -139,20 +127,9 @@ def actions_of(result: Any) -> np.ndarray:
 def copied(value: Any, name: str = "observation") -> Any:
     """Copy an observation for a thread that reads it after the caller has written its next frame.
 
-    Args:
-        value: nested mappings, lists and tuples of NumPy arrays, torch tensors (also on a GPU), PIL images, bytearrays,
-            memoryviews, numbers and text. Other objects are copied by `copy.deepcopy`.
-        name: the value's name in errors.
-
-    Returns:
-        The copy. Mappings become dictionaries; everything else keeps its type. A torch tensor keeps its device and
-        dtype and loses its gradient.
-
-    Raises:
-        ObservationError: an object that cannot be copied.
+    Nested mappings become dictionaries; everything else keeps its type. A torch tensor keeps its device and dtype and
+    loses its gradient. Raises ObservationError for an object that cannot be copied; `name` is the value's name there.
     """
-    if isinstance(value, _IMMUTABLE):
-        return value
     if isinstance(value, Mapping):
         return {key: copied(one, f"{name}[{key!r}]") for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -160,23 +137,14 @@ def copied(value: Any, name: str = "observation") -> Any:
         if isinstance(value, list):
             return items
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.copy()
     if isinstance(value, memoryview):
         return np.array(value).data  # keeps shape and format, unlike `memoryview.tobytes`
-    if isinstance(value, bytearray):
-        return bytearray(value)
-    # Their modules are imported if such objects exist; a robot without torch must not import it.
-    torch: Any = sys.modules.get("torch")
-    pillow: Any = sys.modules.get("PIL.Image")
+    torch: Any = sys.modules.get("torch")  # imported if tensors exist; a robot without torch must not import it
     if torch is not None and isinstance(value, torch.Tensor):
-        tensor: Any = value
-        clone = tensor.detach().clone()  # deepcopy would copy the whole storage of a view
+        clone = value.detach().clone()  # deepcopy would copy the whole storage of a view
         if clone.is_cuda:  # the clone is only enqueued on this thread's stream; the other thread uses another one
             torch.cuda.current_stream(clone.device).synchronize()
         return clone
-    if pillow is not None and isinstance(value, pillow.Image):
-        return value.copy()
     try:
         return copy.deepcopy(value)
     except Exception as error:

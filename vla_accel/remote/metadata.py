@@ -18,18 +18,16 @@ clean prefixes (`rtc: {trained: true}`) accepts at most the delays of its traini
 ROBOT = "robot"
 """Metadata key: the robot, a map of `images` and `state` (observation keys), `action_dim`, and `motion_dims` (see
 `transforms.robots.Preset`; None if the checkpoint does not declare them)."""
-_IDENTITY = ("policy", "action_dim", "action_horizon", MAX_DELAY, wire.REAL_TIME_CHUNKING)
 
 
 def supports_prev_chunk(policy: Any) -> bool:
-    """Whether `policy.infer` takes `prev_chunk` and `inference_delay`: its attribute of this name, or False. Raises
-    ConfigError if the attribute is no bool."""
+    """Whether `policy.infer` takes `prev_chunk` and `inference_delay`: its attribute of this name, or False."""
     return _flag(policy, "supports_prev_chunk")
 
 
 def batches_prev_chunks(policy: Any) -> bool:
     """Whether `policy.infer_batch` takes `prev_chunks` and `inference_delays`, with None for plain observations: its
-    attribute of this name, or False. Raises ConfigError if the attribute is no bool."""
+    attribute of this name, or False."""
     return _flag(policy, "batches_prev_chunks")
 
 
@@ -59,9 +57,9 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
 
 
 def _identity(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    robot = metadata.get(ROBOT)
+    keys, robot = ("policy", "action_dim", "action_horizon", MAX_DELAY, wire.REAL_TIME_CHUNKING), metadata.get(ROBOT)
     parts = {f"{ROBOT}.{key}": one for key, one in robot.items()} if isinstance(robot, Mapping) else {}
-    return {**{key: metadata.get(key) for key in _IDENTITY}, **parts}
+    return {key: metadata.get(key) for key in keys} | parts
 
 
 def _flag(policy: Any, name: str) -> bool:

@@ -11,24 +11,24 @@ from vla_accel.errors import ConfigError
 
 def above_zero(value: Any, name: str, what: str = "seconds") -> float:
     """`value` as a float. Raises ConfigError unless it is a finite number above 0."""
-    if not _is_real(value) or not 0 < value < math.inf:
+    if not _is_a(numbers.Real, value) or not 0 < value < math.inf:
         raise ConfigError(f"{name}: expected {what} above 0, got {value!r}")
     return float(value)
 
 
-def zero_or_more(value: Any, name: str, what: str = "seconds") -> float:
+def zero_or_more(value: Any, name: str) -> float:
     """`value` as a float. Raises ConfigError unless it is a finite number of 0 or more."""
-    if not _is_real(value) or not 0 <= value < math.inf:
-        raise ConfigError(f"{name}: expected 0 or more {what}, got {value!r}")
+    if not _is_a(numbers.Real, value) or not 0 <= value < math.inf:
+        raise ConfigError(f"{name}: expected 0 or more seconds, got {value!r}")
     return float(value)
 
 
 def at_least(least: int, value: Any, name: str) -> int:
     """`value` as an int. Raises ConfigError unless it is a whole number of `least` or more."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+    if not _is_a(numbers.Integral, value) or value < least:
         raise ConfigError(f"{name}: expected a whole number of at least {least}, got {value!r}")
     return int(value)
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _is_a(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

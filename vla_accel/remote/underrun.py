@@ -44,27 +44,28 @@ Choice = Literal["hold", "raise"] | Hold | np.ndarray
 
 
 class Underrun:
-    """The user's choice for ticks without an action.
+    """The user's choice for ticks without an action: "hold" (as `Hold()`), "raise", a `Hold`, or an action.
 
-    Args:
-        choice: "hold" is `Hold()`; an array (action_dim,) is used unchanged; "raise" raises an error.
-        declared: motion dimensions that the policy declares; None if it declares none.
-        hz: control rate.
+    `declared`: motion dimensions that the policy declares; None if it declares none. `hz`: control rate.
     """
 
     def __init__(self, choice: Any, declared: tuple[int, ...] | None, hz: float) -> None:
         self._own: np.ndarray | None = None
         self._dims: tuple[int, ...] | None = None
         self._limit = 0.0  # ticks to hold
-        if isinstance(choice, str) and choice not in ("hold", "raise"):
-            raise ConfigError(f"underrun: expected 'hold', 'raise', a Hold or an action, got {choice!r}")
-        if not isinstance(choice, (str, Hold)):
-            self._own = _action(choice)
-        elif choice != "raise":
+        if isinstance(choice, Hold) or (isinstance(choice, str) and choice == "hold"):
             hold = choice if isinstance(choice, Hold) else Hold()
             self._dims = declared if hold.motion_dims is None else hold.motion_dims
             default = math.inf if self._dims is not None else math.ceil(UNKNOWN_LIMIT_S * hz)
             self._limit = default if hold.limit_ticks is None else hold.limit_ticks
+        elif not (isinstance(choice, str) and choice == "raise"):
+            try:
+                self._own = np.array(choice, np.float64)
+            except (TypeError, ValueError):
+                self._own = np.array(np.nan)
+            if self._own.ndim != 1 or not np.isfinite(self._own).all():
+                expected = "'hold', 'raise', a Hold or an action of finite numbers"
+                raise ConfigError(f"underrun: expected {expected}, got {choice!r:.60}")
 
     def check(self, action: np.ndarray) -> None:
         """Raise ConfigError if the choice does not fit the robot's actions, of which `action` is one."""
@@ -74,12 +75,8 @@ class Underrun:
             raise ConfigError(f"motion_dims: expected dimensions 0 to {len(action) - 1}, got {list(self._dims)}")
 
     def action(self, last: np.ndarray | None, missed: int) -> np.ndarray | None:
-        """The action to use, or None to raise an error.
-
-        Args:
-            last: the action of the tick before the underrun.
-            missed: consecutive ticks without an action, including this one.
-        """
+        """The action to use after the action `last` and `missed` consecutive ticks without one, including this one; or
+        None to raise an error."""
         if self._own is not None:
             return self._own
         if last is None or missed > self._limit:
@@ -100,15 +97,3 @@ class Underrun:
             return f"repeating the last action{limit}: the policy declares no motion_dims, so it may be a velocity"
         zeroed = f" with dimensions {list(self._dims)} set to 0" if self._dims else ""
         return f"repeating the last action{zeroed}{limit}"
-
-
-def _action(choice: Any) -> np.ndarray:
-    try:
-        action = np.array(choice, np.float64)
-    except (TypeError, ValueError):
-        action = np.array(np.nan)
-    if action.ndim != 1 or not np.isfinite(action).all():
-        raise ConfigError(
-            f"underrun: expected 'hold', 'raise', a Hold or an action of finite numbers, got {choice!r:.60}"
-        )
-    return action

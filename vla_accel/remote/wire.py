@@ -41,18 +41,11 @@ POLICIES = "policies"
 REAL_TIME_CHUNKING = "real_time_chunking"
 """Metadata key: whether the server's policy takes the two keys above."""
 
-# The dtypes that NumPy itself writes for plain numbers, text and dates; its own parser accepts far more.
+# What NumPy itself writes for plain numbers, text and dates; its own parser accepts far more.
 _DTYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|[SU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)")
 _PLAIN_KINDS = "biufSUmM"
 _LAST_CHARACTER = 0x10FFFF
-_SCALARS: dict[str, tuple[type, ...]] = {
-    "b": (bool,),
-    "i": (int,),
-    "u": (int,),
-    "f": (float, int),
-    "S": (bytes,),
-    "U": (str,),
-}
+_SCALARS = {"b": (bool,), "i": (int,), "u": (int,), "f": (float, int), "S": (bytes,), "U": (str,)}
 _NDARRAY_KEYS = {b"__ndarray__", b"data", b"dtype", b"shape"}
 _SCALAR_KEYS = {b"__npgeneric__", b"data", b"dtype"}
 
@@ -166,27 +159,17 @@ def survey(data: bytes | memoryview) -> int:
     return values
 
 
-def _size(code: int) -> int | None:
-    """Bytes of a value as far as its first byte determines: of a number or a short text all, otherwise the first byte
-    and the length. None for a code that the format does not use."""
-    if code <= 0x9F or code >= 0xE0 or code in (0xC0, 0xC2, 0xC3):
-        return 1
-    if code <= 0xBF:
-        return 1 + (code & 0x1F)
-    if code in (0xCA, 0xCB):
-        return 5 if code == 0xCA else 9
-    if 0xCC <= code <= 0xD3:
-        return 1 + 2 ** (code & 3)
-    return 1 + _LENGTHS[code][0] if code in _LENGTHS else None
-
-
 _LENGTHS = {code: (0, 2 if code <= 0x8F else 1) for code in range(0x80, 0xA0)}
 """First byte -> (bytes of the length after it, 0 if it contains the length; values per unit of the length, 0 if the
 length counts bytes)."""
 _LENGTHS |= {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
 _LENGTHS |= {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 _KINDS = [_LENGTHS.get(code) for code in range(256)]
-_SIZES = {code: size for code in range(256) if (size := _size(code)) is not None}
+# First byte -> bytes of a number or a short text; otherwise of the first byte and the length.
+_SIZES = dict.fromkeys((*range(0xA0), 0xC0, 0xC2, 0xC3, *range(0xE0, 0x100)), 1)
+_SIZES |= {0xA0 + length: 1 + length for length in range(32)}
+_SIZES |= {0xCA: 5, 0xCB: 9} | {0xCC + i: 1 + 2 ** (i % 4) for i in range(8)}
+_SIZES |= {code: 1 + width for code, (width, _) in _LENGTHS.items()}
 
 
 def _encode(value: Any) -> dict[bytes, Any]:

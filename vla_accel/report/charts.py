@@ -1,8 +1,5 @@
-"""Charts of reports, drawn by matplotlib: stacked bars, rates with intervals, a heat map, points, lines.
-
-Each function takes numbers and labels and returns a figure of one of two widths, so that text stays readable on a
-phone; `svg` renders it. matplotlib is imported when a chart is drawn.
-"""
+"""Charts of reports by matplotlib, which is imported when one is drawn: stacked bars, rates with intervals, a heat map,
+points, lines. Each comes in two widths, so that text stays readable on a phone; `svg` renders it."""
 
 from __future__ import annotations
 
@@ -101,10 +98,8 @@ def heat(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[
 
 
 def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: float | None = None) -> Any:
-    """Draw points by two measures, with the front joined, and names at the front and at the chosen point.
-
-    x has a logarithmic scale if it spans much. `finest`: y is logarithmic down to this value, and linear below.
-    """
+    """Draw points by two measures, with the front joined, and names at the front and at the chosen point. x is
+    logarithmic if it spans much; y is logarithmic down to `finest`, and linear below."""
     figure, axes = _axes(narrow, 4.2, x, y)
     front = sorted((p.x, p.y) for p in points if p.front)
     axes.step(*zip(*front, strict=True), where="post", color=PARTS["vision"], linewidth=1) if front else None

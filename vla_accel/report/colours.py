@@ -1,7 +1,5 @@
-"""Colours of charts: those of Okabe and Ito, which people with any colour vision can tell apart.
-
-Source: M. Okabe and K. Ito, "Color Universal Design" (2008). A test simulates colour blindness and measures distances.
-"""
+"""Colours of charts, which people with any colour vision can tell apart: M. Okabe and K. Ito, "Color Universal
+Design" (2008)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""One HTML file of headings, charts with their figures as tables, and films, which opens offline.
-
-A page is plain data; `write` makes it HTML without a script. Every picture has a caption, a text for screen readers and
-two widths; figures in tables carry their unrounded value (`<data value=…>`).
-"""
+"""One HTML file of headings, charts with their figures as tables, and films, which opens offline. Every picture has a
+caption, a text for screen readers and two widths; figures in tables carry their unrounded value (`<data value=…>`)."""
 
 from __future__ import annotations
 

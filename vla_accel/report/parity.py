@@ -14,27 +14,14 @@ FIGURES = ("cosine", "median_cosine", "worst_cosine", "max_error", "mean_error")
 
 def page(report: Mapping[str, Any], command: Sequence[str]) -> Page:
     """The page of a report of schema `vla_accel.parity/1`."""
-    verdict = "agrees" if report["passed"] else "does NOT agree"
-    chunks = report["observations"] * report["draws"]
-    rest = "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.6f}"
-    summary = (
-        f"{report['name']}{fell_back(report['engines'])} {verdict} with FP32 eager over {chunks} chunks of "
-        f"{report['observations']} observations; in {report['flipped']} of them a command fell the other way. Cosine "
-        f"of the final actions of the others {rest}, at least {report['threshold']} wanted."
-    )
-    if report.get("relative_error") is not None:
-        summary += f" The error is {report['relative_error']:.1%} of what another observation changes."
-    if report.get("reasons"):  # older reports have none
-        summary += f" Why not: {'; '.join(report['reasons'])}."
-    actions = {"actions (normalised)": report["actions"], "actions (robot)": report["robot_actions"]}
-    parts = {**report["components"], **actions}
+    parts = _parts(report)
     # A cosine of equal vectors may round to more than one, and a bar has no negative length.
     apart = {name: max(0.0, 1 - found["cosine"]) for name, found in parts.items()}
     picture = bars_picture(
         "Disagreement with FP32 eager, one minus the cosine: components in the order they run, then the final actions",
         [Bar(name, {"1 - cosine": value}, f"{value:.2e}") for name, value in apart.items()],
         "1 - cosine",
-        _table("Agreement with FP32 eager", "what", FIGURES, parts),
+        agreement(report),
     )
     dimensions = {str(i): found for i, found in enumerate(report["dimensions"])}
     names = ("cosine", "max_error", "mean_error")
@@ -45,7 +32,34 @@ def page(report: Mapping[str, Any], command: Sequence[str]) -> Page:
         ledger([(report["name"], report["engines"])]),
         conditions(command, report["hardware"], report["software"], **more),
     ]
-    return Page(f"Agreement of {report['name']}", summary, sections)
+    return Page(f"Agreement of {report['name']}", summary(report), sections)
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """The verdict, and the figures that it is based on."""
+    verdict = "agrees" if report["passed"] else "does NOT agree"
+    chunks = report["observations"] * report["draws"]
+    rest = "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.6f}"
+    text = (
+        f"{report['name']}{fell_back(report['engines'])} {verdict} with FP32 eager over {chunks} chunks of "
+        f"{report['observations']} observations; in {report['flipped']} of them a command fell the other way. Cosine "
+        f"of the final actions of the others {rest}, at least {report['threshold']} wanted."
+    )
+    if report.get("relative_error") is not None:
+        text += f" The error is {report['relative_error']:.1%} of what another observation changes."
+    if report.get("reasons"):  # older reports have none
+        text += f" Why not: {'; '.join(report['reasons'])}."
+    return text
+
+
+def _parts(report: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+    actions = {"actions (normalised)": report["actions"], "actions (robot)": report["robot_actions"]}
+    return {**report["components"], **actions}
+
+
+def agreement(report: Mapping[str, Any]) -> Table:
+    """A row for each component, and for the final actions."""
+    return _table("Agreement with FP32 eager", "what", FIGURES, _parts(report))
 
 
 def _table(title: str, first: str, names: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> Table:

@@ -41,7 +41,7 @@ def page(result: Mapping[str, Any]) -> Page:
         Section("Latency against agreement", _agreement(timed)),
         Section("Success on paired episodes", _success(played) if played else [Text("Success was not tested.")]),
         Section("Episodes that only one of them won", _films(played)),
-        Section("Everything tried", [_tried(rows), *left]),
+        Section("Everything tried", [tried(rows), *left]),
         Section("Where the time goes", [_parts(timed)] if timed else []),
         ledger((row["name"], row["latency"]["engines"]) for row in timed),
         conditions(result["command"], result["hardware"], result["software"], **took, **settings),
@@ -127,12 +127,15 @@ def _films(rows: Sequence[Row]) -> list[Films]:
     return [*found["reference"], *found["candidate"]][:MOST_FILMS]
 
 
-def _tried(rows: Sequence[Row]) -> Table:
+def tried(rows: Sequence[Row]) -> Table:
+    """A row for each candidate."""
     body: list[list[Cell]] = []
     for row in rows:
-        median = (row["latency"] or {}).get("median_ms")
-        body.append([row["name"], row["tries"], Number(median), Number(_cosine(row), "{:.6f}"), verdict(row)])
-    header = ("configuration", "what it tries", "median ms", "cosine", "verdict")
+        median, s = (row["latency"] or {}).get("median_ms"), row["success"]
+        pairs = f"{s['lost']} / {s['gained']} of {s['pairs']}" if s else "-"
+        figures = [Number(median), Number(_cosine(row), "{:.6f}"), pairs]
+        body.append([row["name"], row["tries"], *figures, verdict(row)])
+    header = ("configuration", "what it tries", "median ms", "cosine", "lost / gained", "verdict")
     return Table("Everything tried, and why it was dropped", header, body)
 
 

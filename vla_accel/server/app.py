@@ -27,7 +27,7 @@ from vla_accel.server.keys import DEFAULT, Keys
 from vla_accel.server.limits import BatchLimits, ServerConfig
 from vla_accel.server.loop import run_loop
 from vla_accel.server.metrics import Metrics
-from vla_accel.server.pages import HEADERS, Pages
+from vla_accel.server.pages import HEADERS, page
 from vla_accel.server.ray_replica import RayReplicas
 from vla_accel.server.replica import ProcessReplica, Replica, Replicas, ThreadReplica
 from vla_accel.server.requests import Answer, Call, ClientGone
@@ -50,8 +50,7 @@ class PolicyServer:
 
     def __init__(self, policy: Any, config: ServerConfig | None = None) -> None:
         self.config = config or ServerConfig()
-        self.address = ""
-        """`ws://host:port`, once the server listens."""
+        self.address = ""  # `ws://host:port`, once the server listens
         self.metrics = Metrics(
             {
                 "clients": lambda: len(self._clients),
@@ -61,12 +60,10 @@ class PolicyServer:
             }
         )
         self.dispatcher = Dispatcher(_replicas(policy, self.config.batches), self.config, self.metrics)
-        self._pages = Pages(self.metrics, self.dispatcher, self.config.page)
         self._clients: set[Any] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._loading: asyncio.Future[None] | None = None
-        self._draining = False
         self._closing: set[asyncio.Future[None]] = set()
         self._rates = RateLimit(self.config.rate_limit)
         self._keys = Keys(self.config.api_key, self.config.api_key_file)
@@ -116,8 +113,8 @@ class PolicyServer:
             logger.warning("%s without a TLS certificate: keys are sent unencrypted", config.host)
         watch = asyncio.create_task(self._watch())
         try:
-            page = f" (live page: {self.address.replace('ws', 'http', 1)})" if config.page else ""
-            logger.info("serving on %s%s", self.address, page)
+            live = f" (live page: {self.address.replace('ws', 'http', 1)})" if config.page else ""
+            logger.info("serving on %s%s", self.address, live)
             if on_ready is not None:
                 on_ready(self)
             await self._stop.wait()
@@ -146,7 +143,6 @@ class PolicyServer:
 
     async def _drain(self, server: Any) -> None:
         """Accept nothing new, and wait for the requests under way within the grace period."""
-        self._draining = True
         server.close(close_connections=False)
         for client in self._clients:
             if not client.busy:
@@ -180,34 +176,34 @@ class PolicyServer:
 
     def _process_request(self, connection: Any, request: Any) -> Any:
         """Answer health checks and pages, and check the key and the number of clients. None continues the handshake."""
-        path, upgrade = _path(request), "Upgrade" in request.headers
+        path, upgrade, status = _path(request), "Upgrade" in request.headers, http.HTTPStatus
         if path == "healthz":
-            return connection.respond(http.HTTPStatus.OK, "OK\n")
+            return connection.respond(status.OK, "OK\n")
         if self._keys.required:
             values = request.headers.get_all("Authorization")
             name_of = self._keys.name_of if upgrade else self._keys.name_of_page
             connection.key = name_of(values[0]) if len(values) == 1 else None
             if connection.key is None:
                 self._refused("api key", connection, f"refused, {'wrong' if values else 'no'} API key")
-                response = connection.respond(http.HTTPStatus.UNAUTHORIZED, "expected Authorization: Api-Key ...\n")
+                response = connection.respond(status.UNAUTHORIZED, "expected Authorization: Api-Key ...\n")
                 response.headers["WWW-Authenticate"] = "Api-Key" if upgrade else 'Basic realm="the key as password"'
                 return response
-        page = None if upgrade else self._pages.get(path)
-        if page is not None:
-            response = connection.respond(http.HTTPStatus.OK, page[1])
+        shown = None if upgrade else page(path, self.metrics, self.dispatcher, live=self.config.page)
+        if shown is not None:
+            response = connection.respond(status.OK, shown[1])
             del response.headers["Content-Type"]
-            for name, value in {"Content-Type": page[0], **HEADERS}.items():
+            for name, value in {"Content-Type": shown[0], **HEADERS}.items():
                 response.headers[name] = value
             return response
         frames = self.dispatcher.metadata_frames
         names = [name for name in frames if name]
         if names and path not in frames:
             text = f"policy: expected one of {', '.join(names)} as the path\n"
-            return connection.respond(http.HTTPStatus.NOT_FOUND, text)
+            return connection.respond(status.NOT_FOUND, text)
         if len(self._clients) >= self.config.max_clients:
             self._refused("clients")
             text = f"{self.config.max_clients} clients are connected already\n"
-            return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, text)
+            return connection.respond(status.SERVICE_UNAVAILABLE, text)
         return None
 
     async def _handle(self, client: Any) -> None:
@@ -221,7 +217,7 @@ class PolicyServer:
             frames, name = self.dispatcher.metadata_frames, _path(client.request)
             name = name if name in frames else ""  # a single policy answers on every path
             await self._send(client, frames[name])
-            while not self._draining:
+            while not self._stop.is_set():
                 frame = await client.recv()
                 client.busy = True
                 began = time.monotonic()
@@ -262,8 +258,8 @@ class PolicyServer:
         if client.key is not None:
             self.metrics.count("key_requests", client.key)
         if answer.outcome == "ok":
-            self.metrics.histograms["queue_seconds"].observe(call.waited_s)
-            self.metrics.histograms["batch_size"].observe(answer.batch)
+            self.metrics.observe("queue_seconds", call.waited_s)
+            self.metrics.observe("batch_size", answer.batch)
             self.metrics.observe_components(answer.policy_timing)
             if answer.policy:
                 self.metrics.count("policy_requests", answer.policy)
@@ -313,11 +309,7 @@ class PolicyServer:
 def serve(policy: Any, config: ServerConfig | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests under way. A second signal does not wait for them.
 
-    Args:
-        policy, config: as for `PolicyServer`.
-
-    Raises:
-        KeyboardInterrupt: a signal arrived while replicas were loading.
+    The arguments are those of `PolicyServer`. Raises KeyboardInterrupt if a signal arrived while replicas were loading.
     """
     server = PolicyServer(policy, config)
 
@@ -333,14 +325,8 @@ def serve(policy: Any, config: ServerConfig | None = None) -> None:
 
 @contextlib.contextmanager
 def background(policy: Any, config: ServerConfig | None = None) -> Iterator[PolicyServer]:
-    """Run a server in a thread of this process; it stops gracefully at the end of the block.
-
-    Args:
-        policy, config: as for `PolicyServer`.
-
-    Yields:
-        The server, listening.
-    """
+    """Run a `PolicyServer` in a thread of this process, and yield it once it listens. It stops gracefully at the end of
+    the block."""
     server = PolicyServer(policy, config)
     ready = threading.Event()
     failure: list[BaseException] = []

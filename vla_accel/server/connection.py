@@ -33,12 +33,6 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
     At most `max_sockets` TCP connections are open at once. For one more, the oldest whose handshake is unfinished is
     dropped (the new one itself, if all others have finished), and `on_refused` is called. So connections that never
     shake hands keep no client out.
-
-    Attributes of its instances:
-        busy: set by the server while it works for this client; unfinished messages may then wait.
-        key: the name of the client's API key.
-        on_gone: called when the connection is lost.
-        unfinished_since: arrival of the first byte of an incomplete message (`time.monotonic`), or None.
     """
     from websockets.protocol import CONNECTING
 
@@ -46,10 +40,10 @@ def connection_class(max_sockets: int, on_refused: Callable[[str], None]) -> typ
     connections: dict[Any, None] = {}  # oldest first
 
     class Connection(base):  # type: ignore[misc,valid-type]
-        busy = False
-        key: str | None = None
-        on_gone: Callable[[], None] | None = None
-        unfinished_since: float | None = None
+        busy = False  # set by the server while it works for this client; unfinished messages may then wait
+        key: str | None = None  # the name of the client's API key
+        on_gone: Callable[[], None] | None = None  # called when the connection is lost
+        unfinished_since: float | None = None  # arrival of the first byte of an incomplete message
         _fragmented = False
 
         def connection_made(self, transport: Any) -> None:

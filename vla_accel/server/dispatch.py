@@ -38,7 +38,6 @@ class Dispatcher:
         self._batches: dict[Replica, list[Batch]] = {}  # of busy replicas: the running batch, and those behind it
         self._pump_at: asyncio.TimerHandle | None = None
         self._restarts: set[asyncio.Task[None]] = set()
-        self._max_batch = 1
         self._closing = False
 
     async def start(self) -> None:
@@ -52,16 +51,15 @@ class Dispatcher:
         starts = [asyncio.ensure_future(r.start(lambda r=r: self._died(r))) for r in self.replicas]
         try:
             await asyncio.gather(*starts)
+            if self.config.max_batch > 1 and not self.replicas[0].batches:
+                got = self.config.max_batch
+                raise ConfigError(f"max_batch: expected 1 for a policy without infer_batch, got {got}")
         except BaseException:
             for start in starts:
                 start.cancel()
             await asyncio.wait(starts)
             await self.close()
             raise
-        if self.config.max_batch > 1 and not self.replicas[0].batches:
-            await self.close()
-            raise ConfigError(f"max_batch: expected 1 for a policy without infer_batch, got {self.config.max_batch}")
-        self._max_batch = self.config.max_batch
         self._idle.extend(self.replicas)
 
     @property
@@ -72,10 +70,8 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Calls that wait for their turn."""
-        behind = (
-            call for batches in self._batches.values() for batch in batches[1:] for call in batch.pending.values()
-        )
-        return len(self._queue) + sum(not call.dropped for call in behind)
+        behind = [batch for batches in self._batches.values() for batch in batches[1:]]
+        return len(self._queue) + sum(not call.dropped for batch in behind for call in batch.pending.values())
 
     @property
     def running(self) -> int:
@@ -100,9 +96,8 @@ class Dispatcher:
     def abandon(self, call: Call) -> None:
         """The client has left: remove the call from the queue. A replica of this process skips it, too; another one
         may still compute it."""
-        assert call.outcome is not None
         if not call.dropped:
-            call.outcome.set_exception(ClientGone())
+            call.outcome.set_exception(ClientGone())  # type: ignore[union-attr]
             self._queue.remove(call.client, call)
 
     async def close(self) -> None:
@@ -120,20 +115,21 @@ class Dispatcher:
         if self._pump_at is not None:
             self._pump_at.cancel()
             self._pump_at = None
+        full = self.config.max_batch
         while (waiting := len(self._queue)) and (replica := self._free_replica(waiting)) is not None:
-            if waiting < self._max_batch:
+            if waiting < full:
                 until = min(call.arrived_s for call in self._queue) + self.config.max_wait_s
                 left = until - time.monotonic()
                 if left > 0:
                     self._pump_at = self._loop.call_later(left, self._pump)
                     return
-            self._send(replica, [self._queue.pop() for _ in range(largest_power_of_two(min(waiting, self._max_batch)))])
+            self._send(replica, [self._queue.pop() for _ in range(largest_power_of_two(min(waiting, full)))])
 
     def _free_replica(self, waiting: int) -> Replica | None:
         """An idle replica; or a single replica that can hold one more batch, if that batch is full."""
         if self._idle:
             return self._idle[0]
-        if len(self.replicas) > 1 or waiting < self._max_batch:
+        if len(self.replicas) > 1 or waiting < self.config.max_batch:
             return None
         single = self.replicas[0]
         return single if 0 < len(self._batches.get(single, ())) < single.capacity else None
@@ -167,13 +163,12 @@ class Dispatcher:
 
     def _take(self, call: Call, answer: Answer) -> bool:
         """Take an answer. False if it leaves observations, for which the call waits again behind other clients."""
-        assert call.outcome is not None
         if call.dropped:
             return True
         call.results += answer.results
         if not answer.remaining:
             whole = replace(answer, message=wire.pack_list(call.results)) if answer.results else answer
-            call.outcome.set_result(whole)
+            call.outcome.set_result(whole)  # type: ignore[union-attr]
             return True
         call.done = len(call.results)
         call.started_s, call.queued_s = 0.0, time.monotonic()
@@ -181,11 +176,10 @@ class Dispatcher:
         return False
 
     def _time_out(self, call: Call) -> None:
-        assert call.outcome is not None
         if not call.dropped:
             stage = "while the policy computed" if call.started_s else "while it waited for its turn"
             error = ServerError(f"request: no result within {self.config.request_timeout_s:g} s, {stage}")
-            call.outcome.set_result(failure(error, "timeout"))
+            call.outcome.set_result(failure(error, "timeout"))  # type: ignore[union-attr]
             self._queue.remove(call.client, call)
 
     def _died(self, replica: Replica) -> None:
@@ -219,15 +213,14 @@ class Dispatcher:
             try:
                 await replica.close()
                 await replica.start(lambda: self._died(replica))
+                break
             except Exception as error:
                 logger.error("replica %s does not start, next attempt in %g s: %s", replica.name, pause_s, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            logger.warning("replica %s is back", replica.name)
-            self._idle.append(replica)
-            self._pump()
-            return
+        logger.warning("replica %s is back", replica.name)
+        self._idle.append(replica)
+        self._pump()
 
 
 def _started(batch: Batch, now: float) -> None:

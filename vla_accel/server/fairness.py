@@ -33,32 +33,24 @@ class FairQueue(Generic[T]):
         self._waiting.move_to_end(client, last=False)
 
     def pop(self) -> T:
-        """Take the next item; its client moves to the end of the round. Raises IndexError if nothing waits."""
-        if not self._waiting:
-            raise IndexError("pop from an empty queue")
+        """Take the next item; its client moves to the end of the round."""
         client, items = self._waiting.popitem(last=False)
         item = items.popleft()
         if items:
             self._waiting[client] = items
         return item
 
-    def remove(self, client: Hashable, item: T) -> bool:
-        """Remove an item; False if it is not waiting."""
+    def remove(self, client: Hashable, item: T) -> None:
+        """Remove an item if it is waiting."""
         items = self._waiting.get(client)
-        if items is None or item not in items:
-            return False
-        items.remove(item)
-        if not items:
-            del self._waiting[client]
-        return True
+        if items is not None and item in items:
+            items.remove(item)
+            if not items:
+                del self._waiting[client]
 
 
 class RateLimit:
-    """A token bucket of one second for each client. Spending more than the bucket holds makes the client wait.
-
-    Args:
-        per_second: observations per second of one client; None for no limit.
-    """
+    """A token bucket of one second for each client, with `per_second` tokens; None for no limit."""
 
     def __init__(self, per_second: float | None) -> None:
         self._per_second = per_second

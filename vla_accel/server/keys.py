@@ -30,11 +30,7 @@ class Keys:
 
     def __init__(self, key: str | None = None, file: Path | None = None) -> None:
         self._file, self._stamp = file, _stamp(file)
-        self._digests: dict[bytes, str] = {}
-        if file is not None:
-            self._digests = _digests(file)
-        elif key is not None:
-            self._digests = {_digest(key): DEFAULT}
+        self._digests = _digests(read_keys(file) if file is not None else {DEFAULT: key} if key is not None else {})
 
     @property
     def required(self) -> bool:
@@ -43,7 +39,7 @@ class Keys:
 
     def name_of(self, authorization: str) -> str | None:
         """The name of the key in an `Authorization` header; None if it is unknown."""
-        digest, name = hashlib.sha256(authorization.encode("utf-8", "surrogateescape")).digest(), None
+        digest, name = _digest(authorization), None
         for known, known_name in self._digests.items():  # all of them, so that the time reveals nothing
             if hmac.compare_digest(digest, known):
                 name = known_name
@@ -70,7 +66,7 @@ class Keys:
             return False
         self._stamp = stamp
         try:
-            self._digests = _digests(self._file)
+            self._digests = _digests(read_keys(self._file))
         except ConfigError as error:
             logger.error("the keys stay unchanged: %s", error)
             return False
@@ -79,8 +75,7 @@ class Keys:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Keys by name from a file; command lines are public, so no option takes a key. Raises ConfigError, which quotes
-    no key."""
+    """Keys by name from a file. Raises ConfigError, which quotes no key."""
     where = f"api key {path}"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -104,13 +99,13 @@ def read_keys(path: Path) -> dict[str, str]:
     return keys
 
 
-def _digests(file: Path) -> dict[bytes, str]:
-    return {_digest(key): name for name, key in read_keys(file).items()}
+def _digests(keys: dict[str, str]) -> dict[bytes, str]:
+    return {_digest(f"Api-Key {key}"): name for name, key in keys.items()}
 
 
-def _digest(key: str) -> bytes:
+def _digest(authorization: str) -> bytes:
     # Digests have the same length whatever a client sent, so comparing them does not reveal the length of a key.
-    return hashlib.sha256(f"Api-Key {key}".encode()).digest()
+    return hashlib.sha256(authorization.encode("utf-8", "surrogateescape")).digest()
 
 
 def _stamp(file: Path | None) -> tuple[int, int, int] | None:

@@ -16,12 +16,7 @@ from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How many observations run together.
-
-    Attributes:
-        max_batch: the most observations of one turn.
-        max_observations: the most observations of one request.
-    """
+    """The most observations of one turn, and of one request."""
 
     max_batch: int = 1
     max_observations: int = 64
@@ -31,9 +26,8 @@ class BatchLimits:
 class ServerConfig(Checked):
     """Address, limits and batching of a policy server.
 
-    Memory is bounded by about three times `max_clients * max_payload`, for frames, messages and arrays, plus 16 MiB for
-    each replica with a process of its own. Each client has at most one request under way; its further frames wait in
-    its socket.
+    Memory is bounded by about three times `max_clients * max_payload`, plus 16 MiB for each replica with a process of
+    its own. Each client has at most one request under way; its further frames wait in its socket.
     """
 
     host: str = "127.0.0.1"
@@ -89,10 +83,7 @@ class ServerConfig(Checked):
         for name in ("max_payload", "max_clients", "max_batch", "max_observations"):
             at_least(1, getattr(self, name), name)
         if self.max_batch & (self.max_batch - 1):
-            lower = 1 << (self.max_batch.bit_length() - 1)
-            raise ConfigError(
-                f"max_batch: expected a power of two, such as {lower} or {2 * lower}, got {self.max_batch}"
-            )
+            raise ConfigError(f"max_batch: expected a power of two (1, 2, 4, 8, …), got {self.max_batch}")
         if self.max_batch == 1 and self.max_wait_s != type(self).max_wait_s:
             raise ConfigError(f"max_wait_s: expected max_batch above 1 with it, got {self.max_wait_s} alone")
         for name in ("request_timeout_s", "message_timeout_s", "handshake_timeout_s", "send_timeout_s"):
@@ -133,7 +124,6 @@ class ServerConfig(Checked):
         try:
             context.load_cert_chain(self.tls_cert, self.tls_key)
         except (OSError, ssl.SSLError) as error:
-            files = f"{self.tls_cert}" + (f" and {self.tls_key}" if self.tls_key else "")
-            hint = "" if self.tls_key else "; for a key in a separate file pass --tls-key"
-            raise ConfigError(f"tls_cert: expected a certificate and its key in {files}, got: {error}{hint}") from error
+            files = f"{self.tls_cert} and {self.tls_key}" if self.tls_key else f"{self.tls_cert} (or pass --tls-key)"
+            raise ConfigError(f"tls_cert: expected a certificate and its key in {files}, got: {error}") from error
         return context

@@ -9,10 +9,6 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_KEPT_BYTES = 64 * 2**20
-_SWITCH_S = 0.0005
-
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
     """Run `main` to its end, in uvloop if it is installed, else in asyncio's event loop."""
@@ -33,6 +29,6 @@ def tune_process() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):  # no glibc
         libc = ctypes.CDLL(None)
-        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            libc.mallopt(option, _KEPT_BYTES)
-    sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
+        for option in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
+            libc.mallopt(option, 64 * 2**20)
+    sys.setswitchinterval(min(0.0005, sys.getswitchinterval()))

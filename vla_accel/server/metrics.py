@@ -6,21 +6,26 @@ Only the event loop writes and reads these counts, so there are no locks.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import functools
 import itertools
 import math
 import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from vla_accel.errors import DependencyError
-from vla_accel.server.gpus import gpus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 QUANTILES = (0.5, 0.99)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+_WINDOW_S, _RATE_S = 300.0, 10.0
 
 COUNTERS = {
     "requests": ("Requests answered, by outcome.", "outcome"),
@@ -52,41 +57,31 @@ GAUGES = {
 }
 
 
-class Histogram:
-    """Counts of values in buckets, for each value of one label ("" without a label)."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(bounds) + 1))
-        self.sums: Counter[str] = Counter()
-
-    def observe(self, value: float, label: str = "") -> None:
-        self.counts[label][bisect.bisect_left(self.bounds, value)] += 1
-        self.sums[label] += value  # type: ignore[assignment]
-
-
 class Metrics:
-    """Everything that a policy server counts.
-
-    Args:
-        gauges: functions that return the current value of each of `GAUGES`.
-    """
+    """Everything that a policy server counts. `gauges`: functions that return the current value of each of `GAUGES`."""
 
     def __init__(self, gauges: Mapping[str, Callable[[], int]]) -> None:
         prometheus()  # a missing package is an error at the start
-        self.counters = {name: Counter() if label else Counter({"": 0}) for name, (_, label) in COUNTERS.items()}
-        self.histograms = {name: Histogram(bounds) for name, (_, bounds, _) in HISTOGRAMS.items()}
-        self.recent = Recent()
-        """Latency of the last five minutes by component; `request` is the whole request."""
         self.gauges = gauges
+        self.counters = {name: Counter() if label else Counter({"": 0}) for name, (_, label) in COUNTERS.items()}
+        # By label: the number of values in each bucket, and their sum.
+        self._histograms: dict[str, dict[str, Any]] = {name: {} for name in HISTOGRAMS}
+        self.recent = Recent()
 
     def count(self, name: str, label: str = "", amount: int = 1) -> None:
         """Add to one of `COUNTERS`; without a label its only label is ""."""
         self.counters[name][label] += amount
 
+    def observe(self, name: str, value: float, label: str = "") -> None:
+        """Add a value to one of `HISTOGRAMS`."""
+        bounds = HISTOGRAMS[name][1]
+        histogram = self._histograms[name].setdefault(label, [[0] * (len(bounds) + 1), 0.0])
+        histogram[0][bisect.bisect_left(bounds, value)] += 1
+        histogram[1] += value
+
     def observe_request(self, seconds: float) -> None:
         """Count a request's total time."""
-        self.histograms["request_seconds"].observe(seconds)
+        self.observe("request_seconds", seconds)
         self.recent.add("request", seconds)
 
     def observe_components(self, timing: Mapping[str, Any]) -> None:
@@ -94,7 +89,7 @@ class Metrics:
         for key, value in timing.items():
             if isinstance(key, str) and key.endswith("_ms") and isinstance(value, (int, float)):
                 name, seconds = key.removesuffix("_ms"), float(value) / 1e3
-                self.histograms["component_seconds"].observe(seconds, name)
+                self.observe("component_seconds", seconds, name)
                 self.recent.add(name, seconds)
 
     def text(self) -> str:
@@ -104,6 +99,13 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         """The metric families, as `prometheus_client` asks a registry for them."""
         core = prometheus().core
+
+        def gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Any:
+            family = core.GaugeMetricFamily(name, text, labels=labels)
+            for label, value in values.items():
+                family.add_metric(label, value)
+            return family
+
         for name, (text, label) in COUNTERS.items():
             family = core.CounterMetricFamily(f"vla_accel_{name}", text, labels=[label] if label else [])
             for value, count in self.counters[name].items():
@@ -111,35 +113,25 @@ class Metrics:
             yield family
         for name, (text, bounds, label) in HISTOGRAMS.items():
             family = core.HistogramMetricFamily(f"vla_accel_{name}", text, labels=[label] if label else [])
-            for value, counts in self.histograms[name].counts.items():
+            for value, (counts, total) in self._histograms[name].items():
                 buckets = list(zip((*map("{:g}".format, bounds), "+Inf"), itertools.accumulate(counts), strict=True))
-                family.add_metric([value] if label else [], buckets, self.histograms[name].sums[value])
+                family.add_metric([value] if label else [], buckets, total)
             yield family
         for name, text in GAUGES.items():
-            yield core.GaugeMetricFamily(f"vla_accel_{name}", text, value=self.gauges[name]())
-        yield core.GaugeMetricFamily(
-            "vla_accel_recent_requests_per_second",
-            "Requests answered per second over the last seconds; no bad ones.",
-            value=self.recent.per_second("request"),
-        )
-        recent = "vla_accel_recent_seconds", "Latency by component in the last five minutes."
-        family = core.GaugeMetricFamily(*recent, labels=["component", "quantile"])
-        for name in self.recent.names():
-            for q in QUANTILES:
-                family.add_metric([name, f"{q:g}"], self.recent.quantile(name, q))
-        yield family
+            yield gauge(f"vla_accel_{name}", text, (), {(): self.gauges[name]()})
+        text = "Requests answered per second over the last seconds; no bad ones."
+        yield gauge("vla_accel_recent_requests_per_second", text, (), {(): self.recent.per_second("request")})
+        quantiles = {(n, f"{q:g}"): self.recent.quantile(n, q) for n in self.recent.names() for q in QUANTILES}
+        text = "Latency by component in the last five minutes."
+        yield gauge("vla_accel_recent_seconds", text, ("component", "quantile"), quantiles)
         for name, text in (
             ("memory_used_bytes", "Memory used, by GPU."),
             ("memory_total_bytes", "Memory, by GPU."),
             ("clock_hertz", "Clock of the multiprocessors, by GPU."),
         ):
-            family = core.GaugeMetricFamily(f"vla_accel_gpu_{name}", text, labels=["gpu"])
-            for gpu in gpus():
-                family.add_metric([gpu.name], getattr(gpu, name))
-            yield family
-        yield core.GaugeMetricFamily(
-            "process_resident_memory_bytes", "Resident memory of the server process.", value=resident_bytes()
-        )
+            yield gauge(f"vla_accel_gpu_{name}", text, ("gpu",), {(gpu.name,): getattr(gpu, name) for gpu in gpus()})
+        text = "Resident memory of the server process."
+        yield gauge("process_resident_memory_bytes", text, (), {(): resident_bytes()})
 
 
 def prometheus() -> Any:
@@ -163,56 +155,68 @@ def resident_bytes() -> float:
 
 
 class Recent:
-    """Quantiles and rates of the last five minutes in bounded memory, because the event loop reads them.
-
-    Durations are counted in buckets that grow by 4 %, so quantiles are exact to 2 %. Counts are kept for slots of ten
-    seconds, of which the oldest expire, and for the whole window.
-    """
-
-    _WINDOW_S, _SLOT_S, _GROWTH, _FINEST_S = 300.0, 10.0, 1.04, 1e-6
+    """Durations in seconds of the last five minutes, by component; the newest 2,000 of each, because the event loop
+    reads them. `request` is the whole request."""
 
     def __init__(self) -> None:
-        self._slots: deque[tuple[int, defaultdict[str, Counter[int]]]] = deque()
-        self._window: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        self._samples: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=2000))
 
     def add(self, name: str, seconds: float) -> None:
-        """Count a duration."""
-        bucket = round(math.log(max(seconds, self._FINEST_S) / self._FINEST_S, self._GROWTH))
-        for counts in (self._slot(), self._window):
-            counts[name][bucket] += 1
+        """Record a duration that ends now."""
+        self._samples[name].append((time.monotonic(), seconds))
 
     def names(self) -> list[str]:
         """Names with durations in the window."""
-        self._slot()
-        return list(self._window)
+        return [name for name in self._samples if self._since(name, _WINDOW_S)]
 
     def quantile(self, name: str, q: float) -> float:
         """A quantile of the durations in the window, in seconds; NaN without any."""
-        self._slot()
-        counts = self._window.get(name, Counter())
-        left = math.ceil(q * counts.total())
-        for bucket in sorted(counts):
-            left -= counts[bucket]
-            if left <= 0:
-                return self._FINEST_S * self._GROWTH**bucket
-        return math.nan
+        durations = [seconds for _, seconds in self._since(name, _WINDOW_S)]
+        return float(np.quantile(durations, q)) if durations else math.nan
 
     def per_second(self, name: str) -> float:
-        """Durations counted per second, over the last complete slot and the current one."""
-        self._slot()
-        now = time.monotonic()
-        first = int(now / self._SLOT_S) - 1
-        count = sum(slot[name].total() for number, slot in self._slots if number >= first and name in slot)
-        return count / (now - first * self._SLOT_S)
+        """Durations recorded per second, over the last seconds."""
+        samples = self._since(name, _RATE_S)
+        full = len(samples) == self._samples[name].maxlen
+        return len(samples) / (time.monotonic() - samples[0][0] if full else _RATE_S)
 
-    def _slot(self) -> defaultdict[str, Counter[int]]:
-        """The current slot; expired slots are removed from the window."""
-        number = int(time.monotonic() / self._SLOT_S)
-        while self._slots and self._slots[0][0] <= number - self._WINDOW_S / self._SLOT_S:
-            for name, counts in self._slots.popleft()[1].items():
-                self._window[name] -= counts  # Counter subtraction drops what falls to zero
-                if not self._window[name]:
-                    del self._window[name]
-        if not self._slots or self._slots[-1][0] != number:
-            self._slots.append((number, defaultdict(Counter)))
-        return self._slots[-1][1]
+    def _since(self, name: str, window_s: float) -> list[tuple[float, float]]:
+        oldest = time.monotonic() - window_s
+        return [sample for sample in self._samples.get(name, ()) if sample[0] >= oldest]
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One GPU now; `clock_hertz` is the clock of its multiprocessors."""
+
+    name: str
+    memory_used_bytes: int
+    memory_total_bytes: int
+    clock_hertz: float
+
+
+def gpus() -> list[GpuState]:
+    """Every GPU that NVIDIA's driver reports, without a CUDA context; none without a driver or nvidia-ml-py."""
+    nvml, found = _nvml(), []
+    if nvml is None:
+        return found
+    with contextlib.suppress(nvml.NVMLError):  # a MIG slice has no clock: leave out what is unknown
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle)
+            clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+            name = name.decode() if isinstance(name, bytes) else name
+            found.append(GpuState(f"{index} {name}", int(memory.used), int(memory.total), clock * 1e6))
+    return found
+
+
+@functools.cache
+def _nvml() -> Any:
+    """The module `pynvml`, initialised; None without it or without a driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # ImportError or NVMLError
+        return None
+    return pynvml

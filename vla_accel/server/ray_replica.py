@@ -14,9 +14,8 @@ from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.remote import cluster
 from vla_accel.server.limits import BatchLimits
 from vla_accel.server.loop import tune_process
-from vla_accel.server.policies import PolicyRegistry
 from vla_accel.server.requests import Answers, Batch, Call
-from vla_accel.server.runner import Runner
+from vla_accel.server.runner import PolicyRegistry, Runner
 
 PLACEMENT_TIMEOUT_S = 60.0
 """How long a replica waits for a free GPU or node."""
@@ -129,12 +128,11 @@ async def _result(method: Any, *arguments: Any) -> Any:
 
 
 class Actor:
-    """The replica on its node."""
+    """The replica on its node. One thread loads and uses the policy."""
 
     def __init__(self, load: Callable[[str], Any], device: str, limits: BatchLimits) -> None:
         self._load, self._device, self._limits = load, device, limits
-        self._thread = ThreadPoolExecutor(1)  # the only thread that uses the policy
-        self._runner: Runner | None = None
+        self._thread = ThreadPoolExecutor(1)
 
     async def ready(self) -> None:
         """Return once the actor is placed."""
@@ -145,17 +143,14 @@ class Actor:
 
     async def start(self) -> tuple[dict[str, bytes], bool]:
         """Load the policies; returns `metadata_frames` and `batches`. Raises what loading raises."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start)
+        return await asyncio.wrap_future(self._thread.submit(self._start))
 
     async def run(self, calls: Sequence[Call]) -> Answers:
         """Answer all calls."""
-        now = time.monotonic()
+        now, answers = time.monotonic(), []
         for call in calls:
             call.sent_s = now  # the clocks of two machines differ
-        answers: Answers = []
-        assert self._runner is not None
-        run = self._runner.run
-        await asyncio.get_running_loop().run_in_executor(self._thread, run, calls, answers.extend)
+        await asyncio.wrap_future(self._thread.submit(self._runner.run, calls, answers.extend))
         return answers
 
     def _start(self) -> tuple[dict[str, bytes], bool]:

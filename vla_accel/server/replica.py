@@ -22,9 +22,8 @@ from vla_accel.errors import EngineError, VlaAccelError
 from vla_accel.remote.processes import start
 from vla_accel.server.limits import BatchLimits
 from vla_accel.server.loop import tune_process
-from vla_accel.server.policies import PolicyRegistry
 from vla_accel.server.requests import Answers, Batch
-from vla_accel.server.runner import Runner
+from vla_accel.server.runner import PolicyRegistry, Runner
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -36,11 +35,9 @@ _END_S = 5.0
 
 @dataclass(frozen=True)
 class Replicas:
-    """Copies of a policy, each in a process of its own.
+    """Copies of a policy, each in a process of its own, on these devices; a device may occur more than once.
 
-    Attributes:
-        load: makes the policy, or a `PolicyRegistry`, for a device's name. It is pickled and called in the process.
-        devices: the device of each process; a device may occur more than once.
+    `load` makes the policy, or a `PolicyRegistry`, for a device's name. It is pickled and called in the process.
     """
 
     load: Callable[[str], Any]
@@ -48,13 +45,8 @@ class Replicas:
 
 
 class Replica(Protocol):
-    """One copy of the policies.
-
-    Attributes:
-        name: its label in metrics and errors.
-        capacity: batches that it holds at once: the one it runs, and those that wait behind it.
-        metadata_frames, batches: as in `PolicyRegistry`; valid once it has started.
-    """
+    """One copy of the policies. `capacity`: batches that it holds at once, the running one and those behind it.
+    `metadata_frames` and `batches` (see `PolicyRegistry`) are valid once it has started."""
 
     name: str
     capacity: int
@@ -63,22 +55,18 @@ class Replica(Protocol):
 
     async def start(self, on_death: Callable[[], None]) -> None:
         """Load the policies; raises what loading raised. `on_death` is called once if the replica ends by itself."""
-        ...
 
     def run(self, batch: Batch) -> None:
         """Begin to answer a batch. Every call gets its answer on the event loop, unless the replica dies."""
-        ...
 
     async def close(self) -> None:
         """End the replica; its batches may be lost."""
-        ...
 
 
 class ThreadReplica:
     """Policies in a daemon thread of this process, so that a call that hangs does not keep the process alive."""
 
-    name = "here"
-    capacity = 2
+    name, capacity = "here", 2
 
     def __init__(self, policy: Any, limits: BatchLimits) -> None:
         self._registry, self._limits = PolicyRegistry.containing(policy), limits
@@ -126,13 +114,10 @@ class ProcessReplica:
     capacity = 2
 
     def __init__(self, name: str, load: Callable[[str], Any], device: str, limits: BatchLimits) -> None:
-        self.name, self._load, self._device, self._limits = name, load, device, limits
-        self.metadata_frames, self.batches = {}, False
-        self.pid = 0
+        self.name, self._arguments = name, (load, device, name, limits)
+        self.metadata_frames, self.batches, self.pid = {}, False, 0
         self._process: Any = None
         self._connection: Any = None
-        self._sender: ThreadPoolExecutor | None = None
-        self._sending: Future[None] | None = None
         self._running: deque[Batch] = deque()
         self._half = 0
 
@@ -142,7 +127,7 @@ class ProcessReplica:
         memory = context.RawArray(ctypes.c_char, 2 * _BATCH_BYTES)
         self._frames = memoryview(memory).cast("B")
         ours, theirs = context.Pipe()
-        arguments = theirs, memory, self._load, self._device, self.name, self._limits
+        arguments = theirs, memory, *self._arguments
         process = context.Process(target=_replica_main, args=arguments, name=self.name, daemon=True)
         starting = loop.run_in_executor(None, start, process)
         try:
@@ -153,6 +138,7 @@ class ProcessReplica:
             if process.pid is not None:
                 self._process, self.pid = process, process.pid
         loaded: asyncio.Future[Any] = loop.create_future()
+        sender = ThreadPoolExecutor(1)
 
         def received(message: Any) -> None:
             if message is None:
@@ -173,8 +159,8 @@ class ProcessReplica:
                     _on_loop(loop, received, ours.recv())
             _on_loop(loop, received, None)
 
-        sender = ThreadPoolExecutor(1)
-        self._connection, self._sender, self._sending = ours, sender, None
+        self._connection, self._sender, self._sending = ours, sender, Future[None]()
+        self._sending.set_result(None)
         threading.Thread(target=receive, name=f"replica {self.name}", daemon=True).start()
         result = await loaded
         if isinstance(result, Exception):
@@ -183,11 +169,10 @@ class ProcessReplica:
         self.metadata_frames, self.batches = result
 
     def run(self, batch: Batch) -> None:
-        assert self._sender is not None
         # The process may still read the frames of the batch before, in the other half.
         position = self._half * _BATCH_BYTES
         end, self._half = position + _BATCH_BYTES, 1 - self._half
-        calls, small = [], self._sending is None or self._sending.done()
+        calls, small = [], self._sending.done()
         for call in batch.calls:
             frame, stop = call.frame, position + len(call.frame)
             if isinstance(frame, bytes) and stop <= end:

@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vla_accel.errors import ObservationError
 from vla_accel.remote import wire
 from vla_accel.transforms.observations import real_numbers
-
-if TYPE_CHECKING:
-    from vla_accel.server.policies import LoadedPolicy
 
 OPTIONS = {"prev_chunk": wire.PREV_CHUNK, "inference_delay": wire.INFERENCE_DELAY}
 """Keyword arguments of `infer` that may travel with an observation, and their keys in it."""
@@ -30,27 +27,16 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """The reply to a call.
+    """The reply to a call; `policy_timing` has the policy's own times in ms."""
 
-    Attributes:
-        message: the frame to send; text is an error message.
-        outcome: label of the metric `vla_accel_requests_total`.
-        error: type of the error; "" without one.
-        trace: traceback of an error that no client can cause; only logged.
-        batch: observations that ran together.
-        policy: name of the policy.
-        policy_timing: the policy's own times in ms.
-        results: packed results of this turn, in order, of a call with several observations; `message` is then empty.
-        remaining: observations of the call that no turn has answered yet.
-    """
-
-    message: bytes | str
-    outcome: str = "ok"
-    error: str = ""
-    trace: str = ""
-    batch: int = 0
+    message: bytes | str  # the frame to send; text is an error message
+    outcome: str = "ok"  # label of the metric `vla_accel_requests_total`
+    error: str = ""  # type of the error
+    trace: str = ""  # traceback of an error that no client can cause; only logged
+    batch: int = 0  # observations that ran together
     policy: str = ""
     policy_timing: dict[str, Any] = field(default_factory=dict)
+    # Of a call with several observations: the packed results of this turn, and how many are left for further turns.
     results: tuple[bytes, ...] = ()
     remaining: int = 0
 
@@ -61,39 +47,22 @@ Answers = list[tuple[int, Answer]]
 
 @dataclass(eq=False)
 class Call:
-    """One message of a client, from its arrival to its answer. Times are in seconds of `time.monotonic`.
-
-    Attributes:
-        frame: the message as received.
-        policy: the policy that the connection's path names; "" for the default.
-        timing: the answer's `server_timing` so far, in ms.
-        client: who takes a turn in the queue.
-        outcome: resolves to the `Answer`, or fails with `ClientGone`; None in a replica's process.
-        arrived_s: arrival at the server.
-        queued_s: start of the current wait in the queue.
-        waited_s: waits of all turns so far.
-        sent_s: when the call was sent to a replica.
-        started_s: when the replica began its batch; 0 while the call waits, in the queue or at the replica.
-        total: observations in the message if it holds a list; 0 for a single observation.
-        done: observations that earlier turns have answered.
-        results: their packed results.
-        deaths: replicas that died while they worked on this call.
-    """
+    """One message of a client, from its arrival to its answer. Times are in seconds of `time.monotonic`."""
 
     frame: Any
-    policy: str = ""
-    timing: dict[str, float] = field(default_factory=dict)
-    client: Hashable = ""
-    outcome: asyncio.Future[Answer] | None = None
+    policy: str = ""  # from the connection's path
+    timing: dict[str, float] = field(default_factory=dict)  # the answer's `server_timing` so far, in ms
+    client: Hashable = ""  # takes turns in the queue
+    outcome: asyncio.Future[Answer] | None = None  # may fail with `ClientGone`; None in a replica's process
     arrived_s: float = 0.0
-    queued_s: float = 0.0
-    waited_s: float = 0.0
-    sent_s: float = 0.0
-    started_s: float = 0.0
-    total: int = 0
-    done: int = 0
+    queued_s: float = 0.0  # start of the current wait in the queue
+    waited_s: float = 0.0  # waits of all turns so far
+    sent_s: float = 0.0  # when the call was sent to a replica
+    started_s: float = 0.0  # when the replica began its batch; 0 while the call waits, in the queue or at the replica
+    total: int = 0  # observations in the message if it holds a list; 0 for a single observation
+    done: int = 0  # observations that earlier turns have answered
     results: list[bytes] = field(default_factory=list)
-    deaths: int = 0
+    deaths: int = 0  # replicas that died while they worked on this call
 
     @property
     def dropped(self) -> bool:
@@ -106,12 +75,7 @@ class Call:
 
 
 class Batch:
-    """Calls that a replica runs together.
-
-    Attributes:
-        calls: the calls.
-        pending: the calls without an answer, by index.
-    """
+    """Calls that a replica runs together; `pending` has those without an answer, by index."""
 
     def __init__(self, calls: Sequence[Call], on_answers: Callable[[Batch, list[tuple[Call, Answer]]], object]) -> None:
         self.calls, self._on_answers = calls, on_answers
@@ -124,38 +88,25 @@ class Batch:
 
 @dataclass(eq=False)
 class Request:
-    """One observation, as the policy takes it.
-
-    Attributes:
-        observation: the observation.
-        options: keyword arguments of `infer`.
-        policy: the policy that runs it.
-        call: index of its call in the batch.
-        index: its index in the call's list of observations.
-        result: the policy's result, or the exception that it raised.
-        infer_ms, batch: duration and size of the policy call; `batch` is 0 before it.
-    """
+    """One observation with the keyword arguments of `infer`; `result` may be the exception that the policy raised."""
 
     observation: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
-    policy: LoadedPolicy | None = None
-    call: int = 0
-    index: int = 0
+    policy: Any = None  # a `LoadedPolicy`
+    call: int = 0  # index of its call in the batch
+    index: int = 0  # its index in the call's list of observations
     result: Any = None
     infer_ms: float = 0.0
-    batch: int = 0
+    batch: int = 0  # size of the policy call; 0 before it
 
 
 def parse(frame: Any, *, named: bool, max_observations: int) -> tuple[str, list[dict[str, Any]], bool]:
-    """Parse a client's frame.
+    """Return the policy's name ("" without one), the observations, and whether the frame holds a list of them.
 
     Args:
         frame: the frame as received.
         named: whether the server has several policies, so that the key `policy` names one.
         max_observations: the most observations in one frame.
-
-    Returns:
-        The policy's name ("" without one), the observations, and whether the frame holds a list of them.
 
     Raises:
         WireError: the frame is not a message in openpi's format.
@@ -184,12 +135,7 @@ def parse(frame: Any, *, named: bool, max_observations: int) -> tuple[str, list[
 def split_options(observation: dict[str, Any], *, real_time_chunking: bool) -> dict[str, Any]:
     """Remove the keyword arguments of `infer` from an observation and return them. The policy checks the rest.
 
-    Args:
-        observation: the observation; changed in place.
-        real_time_chunking: whether the policy takes `prev_chunk` and `inference_delay`.
-
-    Raises:
-        ObservationError: real-time chunking that the policy does not support, or invalid values.
+    Raises ObservationError for invalid values, or if the policy does not support real-time chunking.
     """
     present = [key for key in OPTIONS.values() if key in observation]
     if not present:

@@ -1,4 +1,4 @@
-"""Runs batches: parses frames, groups requests, calls the policy and packs the results.
+"""The policies of a server, and what runs batches: parses frames, groups requests, calls the policy, packs the results.
 
 All of it happens in the one thread that calls the policy, in the server's process or in a replica's, so that frames
 travel between processes unparsed.
@@ -6,6 +6,7 @@ travel between processes unparsed.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import traceback
@@ -13,16 +14,101 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vla_accel.errors import ActionError, EngineError, ObservationError, VlaAccelError, WireError
+from vla_accel.errors import ActionError, ConfigError, EngineError, ObservationError, VlaAccelError, WireError
 from vla_accel.remote import wire
+from vla_accel.remote.metadata import batches_prev_chunks, supports_prev_chunk
 from vla_accel.server.limits import BatchLimits
-from vla_accel.server.policies import PolicyRegistry
 from vla_accel.server.requests import OPTIONS, Answer, Answers, Call, Request, parse, split_options
 
 logger = logging.getLogger("vla_accel.server")
 
 _MAX_ERROR_LENGTH = 4000
-_DROPPED = Answer("", "dropped")
+
+
+class LoadedPolicy:
+    """A policy with its capabilities, as the policy declares them."""
+
+    def __init__(self, policy: Any, name: str = "", size: int = 0) -> None:
+        self.policy, self.name, self.size = policy, name, size
+        self.real_time_chunking = supports_prev_chunk(policy)
+        self.batches = hasattr(policy, "infer_batch")
+        self.mixed = batches_prev_chunks(policy)
+
+    def metadata_frame(self, names: list[str]) -> bytes:
+        """The first frame of a connection. Raises WireError for metadata that cannot be sent."""
+        metadata = {**(getattr(self.policy, "metadata", None) or {}), wire.REAL_TIME_CHUNKING: self.real_time_chunking}
+        return wire.pack(metadata | ({wire.POLICIES: names} if names else {}))
+
+
+class PolicyRegistry:
+    """Policies by name, of which the most recently used stay loaded within a memory budget.
+
+    Args:
+        loaders: for each name, a function that returns the policy and its size in bytes. The first is the default.
+        budget: bytes for all loaded policies; None for no limit.
+    """
+
+    def __init__(self, loaders: Mapping[str, Callable[[], tuple[Any, int]]], budget: int | None = None) -> None:
+        if not loaders:
+            raise ConfigError("policy: expected at least one, got none")
+        self._loaders, self.budget = loaders, budget
+        self._default = next(iter(loaders))
+        self._sizes: dict[str, int] = {}
+        self._loaded: dict[str, LoadedPolicy] = {}  # least recently used first
+        self.metadata_frames: dict[str, bytes] = {}  # by name; "" is the default policy
+        self.batches = False
+
+    @classmethod
+    def single(cls, load: Callable[[], Any]) -> PolicyRegistry:
+        """A registry of one policy without a name, which `start` loads."""
+        return cls({"": lambda: (load(), 0)})
+
+    @classmethod
+    def containing(cls, policy: Any) -> PolicyRegistry:
+        """A registry of one policy without a name; a registry is returned unchanged."""
+        return policy if isinstance(policy, cls) else cls.single(lambda: policy)
+
+    @property
+    def names(self) -> list[str]:
+        """The names that clients can choose from; empty for a single policy without a name."""
+        return [name for name in self._loaders if name]
+
+    @property
+    def loaded(self) -> list[str]:
+        """Names of the loaded policies, least recently used first."""
+        return list(self._loaded)
+
+    def start(self) -> None:
+        """Load each policy once, so that errors appear at the start: WireError, and whatever a loader raises."""
+        for name in reversed(list(self._loaders)):  # the default last, so that it stays loaded
+            loaded = self.get(name)
+            self.metadata_frames[name] = loaded.metadata_frame(self.names)
+            self.batches |= loaded.batches
+        self.metadata_frames[""] = self.metadata_frames[self._default]
+
+    def get(self, name: str) -> LoadedPolicy:
+        """The policy of this name ("" for the default), loaded. Raises ObservationError for an unknown name."""
+        name = name or self._default
+        if name not in self._loaders:
+            raise ObservationError(f"{wire.POLICY}: expected one of {', '.join(self.names)}, got {name!r:.60}")
+        if name not in self._loaded:
+            self._unload_until_free(self._sizes.get(name, 0))
+            policy, self._sizes[name] = self._loaders[name]()
+            self._loaded[name] = LoadedPolicy(policy, name, self._sizes[name])
+            self._unload_until_free(0, keep=name)
+        self._loaded[name] = self._loaded.pop(name)
+        return self._loaded[name]
+
+    def _unload_until_free(self, needed: int, keep: str = "") -> None:
+        while self.budget is not None and sum(p.size for p in self._loaded.values()) + needed > self.budget:
+            oldest = next((name for name in self._loaded if name != keep), None)
+            if oldest is None:
+                if keep:
+                    logger.warning("policy %s alone exceeds the memory budget", keep)
+                return
+            del self._loaded[oldest]
+            gc.collect()  # engines and CUDA graphs reference each other
+            logger.warning("unloaded policy %s: the memory budget is %d MiB", oldest, self.budget >> 20)
 
 
 class Runner:
@@ -46,7 +132,7 @@ class Runner:
         spare = max(0, self._limits.max_batch - len(calls))
         for index, call in enumerate(calls):
             if call.dropped:
-                refused.append((index, _DROPPED))
+                refused.append((index, Answer("", "dropped")))
                 continue
             began = time.monotonic()
             ready = max(call.sent_s, self._idle_since)  # the call may have waited here behind the batch before
@@ -65,7 +151,7 @@ class Runner:
             group = next_group(waiting, self._limits.max_batch)
             waiting = [request for request in waiting if request not in group]
             began = time.monotonic()
-            results = run_requests(group[0].policy.policy, group)  # type: ignore[union-attr]
+            results = run_requests(group[0].policy.policy, group)
             infer_ms = (time.monotonic() - began) * 1e3
             for request, result in zip(group, results, strict=True):
                 request.result, request.infer_ms, request.batch = result, infer_ms, len(group)
@@ -92,33 +178,32 @@ class Runner:
 
 
 def _answer(call: Call, requests: list[Request]) -> Answer:
-    try:
-        return _packed(call, requests)
-    except Exception as error:  # a result is the policy's own object: reading it may raise anything
+    results, policy_timing = [], None
+    try:  # a result is the policy's own object: reading it may raise anything
+        for request in requests:
+            result = request.result
+            if isinstance(result, Exception):
+                raise _with_index(result, call, request.index)
+            if not isinstance(result, Mapping):
+                raise EngineError(f"policy: expected a mapping as its result, got {type(result).__name__}")
+            policy_timing = result.get("policy_timing")
+            timing = {"infer_ms": request.infer_ms, **call.timing, "batch": request.batch}
+            try:
+                results.append(wire.pack({**result, "server_timing": timing}))
+            except WireError as error:
+                raise EngineError(f"policy: its result cannot be sent: {error}") from error
+    except Exception as error:
         return failure(error)
-
-
-def _packed(call: Call, requests: list[Request]) -> Answer:
-    results, policy_timing = [], {}
-    for request in requests:
-        result = request.result
-        if isinstance(result, Exception):
-            return failure(_with_index(result, call, request.index))
-        if not isinstance(result, Mapping):
-            return failure(EngineError(f"policy: expected a mapping as its result, got {type(result).__name__}"))
-        policy_timing = result.get("policy_timing")
-        timing = {"infer_ms": request.infer_ms, **call.timing, "batch": request.batch}
-        results.append({**result, "server_timing": timing})
-    try:
-        packed = tuple(wire.pack(result) for result in results)
-    except WireError as error:
-        return failure(EngineError(f"policy: its result cannot be sent: {error}"))
-    last, timing = requests[-1], dict(policy_timing) if isinstance(policy_timing, Mapping) else {}
-    name = last.policy.name if last.policy else ""
-    answer = Answer(packed[0], batch=last.batch, policy=name, policy_timing=timing)
+    last = requests[-1]
+    answer = Answer(
+        results[0],
+        batch=last.batch,
+        policy=last.policy.name if last.policy else "",
+        policy_timing=dict(policy_timing) if isinstance(policy_timing, Mapping) else {},
+    )
     if not call.total:
         return answer
-    return replace(answer, message=b"", results=packed, remaining=call.total - call.done - len(requests))
+    return replace(answer, message=b"", results=tuple(results), remaining=call.total - call.done - len(requests))
 
 
 def _with_index(error: Exception, call: Call, index: int) -> Exception:
@@ -159,13 +244,10 @@ def largest_power_of_two(count: int) -> int:
 
 
 def run_requests(policy: Any, requests: Sequence[Request]) -> list[Any]:
-    """Run requests, several of them as one batch. Returns each one's result or its exception.
-
-    Requests of a batch have options only if the policy declares `batches_prev_chunks`.
-    """
+    """Run requests, several of them as one batch. Returns each one's result or its exception."""
     if len(requests) > 1:
         options = {}
-        if any(r.options for r in requests):
+        if any(r.options for r in requests):  # only if the policy declares `batches_prev_chunks`
             options = {f"{name}s": [r.options.get(name) for r in requests] for name in OPTIONS}
         try:
             results = policy.infer_batch([r.observation for r in requests], **options)

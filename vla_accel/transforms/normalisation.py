@@ -211,6 +211,12 @@ def load_statistics(path: Path) -> dict[str, Statistics]:
     return result
 
 
+def load_scales(path: Path, kind: NormKind) -> tuple[Normaliser, Normaliser]:
+    """Read openpi's `norm_stats.json` as the scaling of state and actions. Raises CheckpointError."""
+    found = load_statistics(path)
+    return Normaliser.of(found["state"], kind, "state"), Normaliser.of(found["actions"], kind, "actions")
+
+
 def finite_array(value: Any, where: str) -> np.ndarray | None:
     """Convert to float64 (n,) of finite numbers; None stays None. Raises CheckpointError that names `where`."""
     if value is None:

@@ -52,22 +52,134 @@ class Inputs:
     pixel_maps: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
-class Processor:
-    """One robot's transforms around a model.
-
-    openpi masks a missing view; dropping it is exact, so `Inputs.images` may have fewer views than the preset.
+@dataclass(frozen=True, kw_only=True)
+class RobotTransforms:
+    """One robot's transforms around a model: what all families share.
 
     Attributes:
         tokenizer: Encodes prompts.
         state: Scales the robot's state.
         actions: Scales the robot's actions.
-        image_size: Side of the model's images, pixels.
         action_dim: Numbers of the model's action.
         max_token_len: Most tokens of a prompt.
-        discrete_state: Whether the state is part of the prompt.
         default_prompt: Instruction for observations without one.
         preset: The robot's conventions.
+    """
+
+    tokenizer: Tokenizer
+    state: Any
+    actions: Any
+    action_dim: int
+    max_token_len: int
+    default_prompt: str | None = None
+    preset: Preset = LIBERO
+    _prompts: dict[Any, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _reader: Reader = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_reader", Reader(self.preset, self.default_prompt))
+
+    @property
+    def image_shape(self) -> tuple[int, int]:
+        """Height and width of an example's images."""
+        raise NotImplementedError
+
+    def observe(self, observation: Mapping[str, Any]) -> Observed:
+        """Read and check an observation's images, state and keys. Raises ObservationError that names the key."""
+        raise NotImplementedError
+
+    def resized(self, seen: Observed) -> Observed:
+        """Resize the images to the model's size on the host."""
+        return seen
+
+    def encode(self, seen: Observed) -> Inputs:
+        """Normalise the state and tokenize the prompt. Raises ObservationError that names the key."""
+        raise NotImplementedError
+
+    def prepare(self, observation: Mapping[str, Any]) -> Inputs:
+        """Check and convert an observation, its images resized on the host."""
+        return self.encode(self.resized(self.observe(observation)))
+
+    def normalize_actions(self, actions: Any, inputs: Inputs, name: str = "prev_chunk") -> np.ndarray:
+        """Convert robot actions (k, robot's) to the model's, float32 (k, action_dim), padded with zeros.
+
+        The inverse of `unnormalize_actions`. Deltas become relative to the state of `inputs`, even if the actions were
+        computed for an earlier state. Raises ObservationError that names `name`.
+        """
+        robot = self._model_actions(actions, inputs, name)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _padded(self.actions.invert(robot), self.action_dim, name, "actions", robot)
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """The ranges that the checkpoint's statistics give to the numbers of `before_scaling`, by name."""
+        return {"state": self.state.range, "actions": self.actions.range}
+
+    def before_scaling(self, inputs: Inputs, actions: Any = None) -> dict[str, np.ndarray]:
+        """Return `state` (1, n) and, with the robot's actions (k, robot's), `actions` (k, n), float64, in the units of
+        the statistics."""
+        found = {"state": self._model_state(inputs.raw_state)[None]}
+        return found if actions is None else {**found, "actions": self._model_actions(actions, inputs, "actions")}
+
+    def example(self, prompt: str | None = None) -> dict[str, Any]:
+        """Return a valid observation with every view: black images, an ordinary state, and `prompt` if given."""
+        preset = self.preset
+        # The middle of each range, so that a prompt with the state in it has its usual length.
+        state = self.state_at(np.zeros(preset.state_dim))
+        images = {k: np.zeros((*self.image_shape, 3), np.uint8) for k in preset.images}
+        prompt = prompt or self.default_prompt or self.ordinary_prompt()
+        return {**images, **preset.split(state), preset.prompt: prompt}
+
+    def state_at(self, normalised: np.ndarray) -> np.ndarray:
+        """Return a robot's state (n,) with these normalised numbers (n,)."""
+        raise NotImplementedError
+
+    def ordinary_prompt(self) -> str:
+        """Return an instruction for `example`."""
+        return _ORDINARY[0]
+
+    def _model_state(self, raw: np.ndarray) -> np.ndarray:
+        """The robot's state in the model's conventions, before normalisation."""
+        return raw
+
+    def _model_actions(self, actions: Any, inputs: Inputs, name: str) -> np.ndarray:
+        """Robot actions (k, robot's) in the model's conventions, before normalisation."""
+        raise NotImplementedError
+
+    def _padded_state(self, normalised: np.ndarray, size: int, raw: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return _padded(normalised, size, " and ".join(self.preset.state), "a state", raw)
+
+    def _cached(self, key: Any, tokenize: Callable[[], np.ndarray]) -> np.ndarray:
+        """Tokenize a prompt, or return its tokens of an earlier call."""
+        known = self._prompts.get(key)
+        if known is None:
+            known = tokenize()
+            known.setflags(write=False)
+            if len(self._prompts) >= _KEPT_PROMPTS:
+                self._prompts.clear()
+            self._prompts[key] = known
+        return known
+
+
+def _padded(values: np.ndarray, size: int, name: str, what: str, raw: np.ndarray) -> np.ndarray:
+    """Return values (..., n) as float32 (..., size), cut or padded with zeros."""
+    padded = np.zeros((*values.shape[:-1], size), np.float32)
+    padded[..., : values.shape[-1]] = values[..., :size]
+    if not np.isfinite(padded).all():
+        raise ObservationError(f"{name}: expected {what} in the checkpoint's range, got up to {abs(raw).max():g}")
+    return padded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor(RobotTransforms):
+    """openpi's and lerobot's transforms.
+
+    openpi masks a missing view; dropping it is exact, so `Inputs.images` may have fewer views than the preset.
+
+    Attributes:
+        image_size: Side of the model's images, pixels.
+        discrete_state: Whether the state is part of the prompt.
         prompt_state_dim: Numbers to which the state is padded with zeros before it enters the prompt (lerobot); None
             for no padding.
         padded_state: Numbers of `Inputs.state`; None for `action_dim`.
@@ -75,51 +187,29 @@ class Processor:
         pixels: Pixel values of the checkpoint's training; None for byte / 127.5 - 1 and black bars.
     """
 
-    tokenizer: Tokenizer
     state: Normaliser
     actions: Normaliser
     image_size: int
-    action_dim: int
-    max_token_len: int
     discrete_state: bool
-    default_prompt: str | None = None
-    preset: Preset = LIBERO
     prompt_state_dim: int | None = None
     padded_state: int | None = None
     prompt_form: PromptForm = "cleaned"
     pixels: PixelValues | None = None
-    _prompts: dict[str, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
     _counts: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _reader: Reader = field(init=False, repr=False, compare=False)
-    # The preset's dimensions as NumPy indexes with them.
-    _deltas: np.ndarray = field(init=False, repr=False, compare=False)
-    _flipped: np.ndarray = field(init=False, repr=False, compare=False)
-    _grippers: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        preset = self.preset
-        computed = {
-            "state": self.state.cut(preset.state_dim, self.action_dim, "state"),
-            "actions": self.actions.cut(preset.action_dim, self.action_dim, "actions"),
-            "_deltas": np.array(preset.delta_actions, np.intp),
-            "_flipped": np.array(preset.flipped, np.intp),
-            "_grippers": np.array(preset.gripper_dims, np.intp),
-            "_reader": Reader(preset, self.default_prompt),
-        }
-        for name, value in computed.items():
-            object.__setattr__(self, name, value)
-        scaled, cameras = 0 if self.pixels is None else len(self.pixels.cameras), len(preset.images)
+        super().__post_init__()
+        for name, count in (("state", self.preset.state_dim), ("actions", self.preset.action_dim)):
+            object.__setattr__(self, name, getattr(self, name).cut(count, self.action_dim, name))
+        scaled, cameras = 0 if self.pixels is None else len(self.pixels.cameras), len(self.preset.images)
         if scaled not in (0, cameras):
             raise ConfigError(f"preset: expected {scaled} cameras, whose images the checkpoint scales, got {cameras}")
 
-    # -- observations -------------------------------------------------------------------------------------------------
+    @property
+    def image_shape(self) -> tuple[int, int]:
+        return self.image_size, self.image_size
 
     def observe(self, observation: Mapping[str, Any]) -> Observed:
-        """Read and check an observation's images, state and keys; images keep their sizes.
-
-        Raises:
-            ObservationError: Names the key.
-        """
         preset, size = self.preset, self.image_size
         seen = self._reader.read(observation)
         images = {key: to_uint8(image, key) for key, image in seen.views.items()}
@@ -134,7 +224,6 @@ class Processor:
         return replace(seen, images=tuple(images.values()), cameras=cameras, pixel_maps=maps)
 
     def resized(self, seen: Observed) -> Observed:
-        """Resize the images to the model's size on the host."""
         if seen.cameras is None:
             return seen
         views = zip(seen.views, seen.images, strict=True)
@@ -142,87 +231,26 @@ class Processor:
         return replace(seen, images=images, cameras=None)
 
     def encode(self, seen: Observed) -> Inputs:
-        """Normalise the state and tokenize the prompt.
-
-        Raises:
-            ObservationError: The state is beyond float32, or the prompt is no text, empty or too long.
-        """
-        raw = seen.state
-        normalised = self.state.normalise(self._decoded(raw))
-        padded = np.zeros(self.padded_state or self.action_dim, np.float32)
-        count = min(len(normalised), len(padded))
-        with np.errstate(over="ignore"):
-            padded[:count] = normalised[:count]
-        if not np.isfinite(padded).all():
-            name = " and ".join(self.preset.state)
-            raise ObservationError(f"{name}: expected a state in the checkpoint's range, got up to {abs(raw).max():g}")
-        return Inputs(seen.images, self._tokens(seen.prompt, normalised), padded, raw, seen.cameras, seen.pixel_maps)
-
-    def prepare(self, observation: Mapping[str, Any]) -> Inputs:
-        """Check and convert an observation, its images resized on the host."""
-        return self.encode(self.resized(self.observe(observation)))
-
-    # -- actions ------------------------------------------------------------------------------------------------------
+        normalised = self.state.normalise(self._model_state(seen.state))
+        state = self._padded_state(normalised, self.padded_state or self.action_dim, seen.state)
+        prompt, most = seen.prompt, self.max_token_len
+        if self.discrete_state:
+            tokens = self._tokenized(prompt, normalised, most)
+        else:
+            key = prompt if isinstance(prompt, str) else None
+            tokens = self._cached(key, lambda: self._tokenized(prompt, None, most))
+        return Inputs(seen.images, tokens, state, seen.state, seen.cameras, seen.pixel_maps)
 
     def unnormalize_actions(self, actions: np.ndarray, inputs: Inputs) -> np.ndarray:
         """Convert the model's actions (H, action_dim) for the observation `inputs` to the robot's, float64."""
-        robot = self.actions.restore(actions.astype(np.float64))
-        if self._deltas.size:
-            robot[:, self._deltas] += self._decoded(inputs.raw_state)[self._deltas]
-        if self._flipped.size:
-            robot[:, self._flipped] *= -1.0
-        if self.preset.gripper == "aloha":
-            robot[:, self._grippers] = _aloha_gripper_command(robot[:, self._grippers])
+        robot, preset = self.actions.restore(actions.astype(np.float64)), self.preset
+        deltas, grippers = list(preset.delta_actions), list(preset.gripper_dims)
+        if deltas:
+            robot[:, deltas] += self._model_state(inputs.raw_state)[deltas]
+        robot[:, list(preset.flipped)] *= -1.0
+        if preset.gripper == "aloha":
+            robot[:, grippers] = _aloha_gripper_command(robot[:, grippers])
         return robot
-
-    def normalize_actions(self, actions: Any, inputs: Inputs, name: str = "prev_chunk") -> np.ndarray:
-        """Convert robot actions (k, robot's) to the model's, float32 (k, action_dim), padded with zeros.
-
-        The inverse of `unnormalize_actions`. Deltas become relative to the state of `inputs`, even if the actions were
-        computed for an earlier state.
-
-        Raises:
-            ObservationError: The actions have another shape or are out of range; names `name`.
-        """
-        robot = self._model_actions(actions, inputs, name)
-        with np.errstate(over="ignore", invalid="ignore"):
-            normalised = self.actions.invert(robot).astype(np.float32)
-        if not np.isfinite(normalised).all():
-            raise ObservationError(
-                f"{name}: expected actions in the checkpoint's range, got up to {abs(robot).max():g}"
-            )
-        padded = np.zeros((len(robot), self.action_dim), np.float32)
-        padded[:, : self.preset.action_dim] = normalised
-        return padded
-
-    # -- ranges and examples ------------------------------------------------------------------------------------------
-
-    @property
-    def ranges(self) -> dict[str, Range]:
-        """The ranges that the checkpoint's statistics give to the numbers of `before_scaling`, by name."""
-        return {"state": self.state.range, "actions": self.actions.range}
-
-    def before_scaling(self, inputs: Inputs, actions: Any = None) -> dict[str, np.ndarray]:
-        """Return numbers in the units of the statistics.
-
-        Args:
-            inputs: A prepared observation.
-            actions: Robot actions (k, robot's), or None.
-
-        Returns:
-            `state` (1, n) and, with actions, `actions` (k, n), float64.
-        """
-        found = {"state": self._decoded(inputs.raw_state)[None]}
-        return found if actions is None else {**found, "actions": self._model_actions(actions, inputs, "actions")}
-
-    def example(self, prompt: str | None = None) -> dict[str, Any]:
-        """Return a valid observation with every view: black images, an ordinary state, and `prompt` if given."""
-        preset, size = self.preset, self.image_size
-        # The middle of each range, so that a prompt with the state in it has its usual length.
-        state = self.state_at(np.zeros(preset.state_dim))
-        observation: dict[str, Any] = {k: np.zeros((size, size, 3), np.uint8) for k in preset.images}
-        prompt = prompt or self.default_prompt or self.ordinary_prompt()
-        return {**observation, **preset.split(state), preset.prompt: prompt}
 
     def state_at(self, normalised: np.ndarray) -> np.ndarray:
         """Return a robot's state with these normalised numbers (state_dim,) and half-open grippers."""
@@ -251,43 +279,25 @@ class Processor:
             known = self._counts[prompt] = min(counts), max(counts)
         return known
 
-    # -- internal -----------------------------------------------------------------------------------------------------
-
-    def _decoded(self, raw: np.ndarray) -> np.ndarray:
-        """The robot's state in the model's conventions, before normalisation."""
-        if not self._flipped.size and self.preset.gripper == "none":
-            return raw
-        state = raw.copy()
-        state[self._flipped] *= -1.0
+    def _model_state(self, raw: np.ndarray) -> np.ndarray:
+        state, grippers = raw.copy(), list(self.preset.gripper_dims)
+        state[list(self.preset.flipped)] *= -1.0
         if self.preset.gripper == "aloha":
-            state[self._grippers] = _aloha_gripper_angle(state[self._grippers])
+            state[grippers] = _aloha_gripper_angle(state[grippers])
         return state
 
     def _model_actions(self, actions: Any, inputs: Inputs, name: str) -> np.ndarray:
-        """Robot actions (k, robot's) in the model's conventions, before normalisation."""
         preset = self.preset
         robot = real_numbers(actions, name)
         if robot.ndim != 2 or not len(robot) or robot.shape[1] != preset.action_dim:
             raise ObservationError(f"{name}: expected shape (k, {preset.action_dim}), k at least 1, got {robot.shape}")
+        deltas, grippers = list(preset.delta_actions), list(preset.gripper_dims)
         if preset.gripper == "aloha":
-            robot[:, self._grippers] = _aloha_gripper_output(robot[:, self._grippers])
-        if self._flipped.size:
-            robot[:, self._flipped] *= -1.0
-        if self._deltas.size:
-            robot[:, self._deltas] -= self._decoded(inputs.raw_state)[self._deltas]
+            robot[:, grippers] = _aloha_gripper_output(robot[:, grippers])
+        robot[:, list(preset.flipped)] *= -1.0
+        if deltas:
+            robot[:, deltas] -= self._model_state(inputs.raw_state)[deltas]
         return robot
-
-    def _tokens(self, prompt: Any, state: np.ndarray) -> np.ndarray:
-        if self.discrete_state:
-            return self._tokenized(prompt, state, self.max_token_len)
-        known = self._prompts.get(prompt) if isinstance(prompt, str) else None
-        if known is None:
-            known = self._tokenized(prompt, None, self.max_token_len)
-            known.setflags(write=False)
-            if len(self._prompts) >= _KEPT_PROMPTS:
-                self._prompts.clear()
-            self._prompts[prompt] = known
-        return known
 
     def _tokenized(self, prompt: Any, state: np.ndarray | None, most: int = sys.maxsize) -> np.ndarray:
         """At most `most` tokens of a prompt, with the normalised state in it unless that is None."""

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vla_accel.config import LARGEST
 from vla_accel.config.mapping import from_mapping, read_mapping
-from vla_accel.config.policy import LARGEST
 from vla_accel.errors import ConfigError, unknown
 from vla_accel.files import user_path
 from vla_accel.pictures import Resize

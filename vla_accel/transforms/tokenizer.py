@@ -77,7 +77,7 @@ def tokenize_prompt(
     else:
         values = " ".join(map(str, discretise_state(state).tolist()))
         ids = tokenizer.encode(f"Task: {cleaned}, State: {values};\nAction: ", add_bos=True)
-    return _checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
+    return checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
 
 
 def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_len: int, name: str) -> np.ndarray:
@@ -87,7 +87,7 @@ def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_l
     """
     line = _instruction(prompt, name)
     ids = tokenizer.encode(line if line.endswith("\n") else f"{line}\n", add_bos=True)
-    return _checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
+    return checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
 
 
 def tokenize_fast(tokenizer: Tokenizer, prompt: object, state: np.ndarray, max_token_len: int, name: str) -> np.ndarray:
@@ -95,10 +95,11 @@ def tokenize_fast(tokenizer: Tokenizer, prompt: object, state: np.ndarray, max_t
     after which the model decodes. As lerobot's `pi0_fast`, which truncates a longer prompt."""
     values = " ".join(map(str, discretise_state(state).tolist()))
     ids = tokenizer.encode(f"Task: {clean_prompt(prompt, name)}, State: {values};\n", add_bos=True)
-    return _checked_length([*tokenizer.finish(ids), *tokenizer.encode("", add_bos=True)], prompt, max_token_len, name)
+    return checked_length([*tokenizer.finish(ids), *tokenizer.encode("", add_bos=True)], prompt, max_token_len, name)
 
 
-def _checked_length(ids: list[int], prompt: object, max_token_len: int, name: str) -> np.ndarray:
+def checked_length(ids: list[int], prompt: object, max_token_len: int, name: str) -> np.ndarray:
+    """Return ids as int64 (L,). Raises ObservationError that names the prompt if there are too many."""
     if len(ids) > max_token_len:
         raise ObservationError(
             f"{name}: expected at most {max_token_len} tokens (max_token_len), got {len(ids)} from {str(prompt)[:60]!r}"
@@ -182,8 +183,17 @@ class PaliGemmaTokenizer:
     """PaliGemma's tokenizer, from SentencePiece's `*.model` (openpi) or Hugging Face's `tokenizer.json`."""
 
     def __init__(self, path: Path) -> None:
-        read = _from_tokenizers if path.suffix == ".json" else _from_sentencepiece
-        self._encode, self._bos, self.vocab_size = read(path)
+        if path.suffix == ".json":
+            tokenizer = read_tokenizers(path)
+            bos: int | None = tokenizer.token_to_id("<bos>")
+            self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=False)
+            self._encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        else:
+            processor = _read_sentencepiece(path)
+            bos, self.vocab_size, self._encode = processor.bos_id(), processor.vocab_size(), processor.encode
+        if bos is None or bos < 0:
+            raise CheckpointError(f"tokenizer {path}: expected a token <bos>, found none")
+        self._bos = bos
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         ids = self._encode(text)
@@ -207,16 +217,6 @@ class LineTokenizer:
         return ids
 
 
-def _from_tokenizers(path: Path) -> tuple[Callable[[str], list[int]], int, int]:
-    """The encoder, <bos> and `vocab_size`."""
-    tokenizer = read_tokenizers(path)
-    bos = tokenizer.token_to_id("<bos>")
-    if bos is None:
-        raise CheckpointError(f"tokenizer {path}: expected a token <bos>, found none")
-    size = tokenizer.get_vocab_size(with_added_tokens=False)
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, bos, size
-
-
 def read_tokenizers(path: Path) -> Any:
     """Read Hugging Face's tokenizer of a `tokenizer.json`. Raises CheckpointError, DependencyError."""
     try:
@@ -234,23 +234,20 @@ def read_tokenizers(path: Path) -> Any:
     return tokenizer
 
 
-def _from_sentencepiece(path: Path) -> tuple[Callable[[str], list[int]], int, int]:
+def _read_sentencepiece(path: Path) -> Any:
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError as error:
         raise DependencyError(f"{path.name} needs sentencepiece: pip install 'vla_accel[checkpoints]'") from error
     try:
-        processor = SentencePieceProcessor(model_file=str(path))
+        return SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"tokenizer {path}: expected a SentencePiece model, got: {error}") from error
-    if processor.bos_id() < 0:
-        raise CheckpointError(f"tokenizer {path}: expected a token <bos>, found none")
-    return processor.encode, processor.bos_id(), processor.vocab_size()  # type: ignore[return-value]
 
 
 def load_tokenizer(
     folder: Path, source: str | None = None, *, elsewhere: bool = False, hub: str = PALIGEMMA_HUB
-) -> Tokenizer:  # fmt: skip
+) -> Tokenizer:
     """Return the tokenizer of a checkpoint folder: the small one or PaliGemma's.
 
     Args:
@@ -262,24 +259,17 @@ def load_tokenizer(
     Raises:
         CheckpointError: There is none.
     """
-    if source is not None:
-        path = user_path(source)
-        if path.is_file():
-            return _load_file(path)
-        if path.is_dir():
-            folder, elsewhere = path, False
-        else:
-            return _load_file(_from_hub(source))
-    for name in _PALIGEMMA_FILES:
-        if (folder / name).is_file():
-            return _load_file(folder / name)
-    if elsewhere:
-        # lerobot may name a copy of PaliGemma's on another machine.
-        if Path(hub).is_dir() or Path(hub).name != Path(PALIGEMMA_HUB).name:
-            return _load_file(_from_hub(hub))
-        kept = _OPENPI_CACHE.expanduser()
-        return _load_file(kept if kept.is_file() else _from_hub(PALIGEMMA_HUB))
-    raise CheckpointError(f"tokenizer {folder}: expected tokenizer.json or tokenizer.model, found neither")
+    place = folder if source is None else user_path(source)
+    if source is not None and not place.is_dir():
+        return _load_file(place if place.is_file() else _from_hub(source), PaliGemmaTokenizer)
+    path = next((place / name for name in _PALIGEMMA_FILES if (place / name).is_file()), None)
+    if path is None and (source is not None or not elsewhere):
+        raise CheckpointError(f"tokenizer {place}: expected tokenizer.json or tokenizer.model, found neither")
+    kept = _OPENPI_CACHE.expanduser()
+    # lerobot may name a copy of PaliGemma's on another machine.
+    if path is None and (Path(hub).is_dir() or Path(hub).name != Path(PALIGEMMA_HUB).name):
+        path = _from_hub(hub)
+    return _load_file(path or (kept if kept.is_file() else _from_hub(PALIGEMMA_HUB)), PaliGemmaTokenizer)
 
 
 def load_line_tokenizer(folder: Path, source: str | None, hub: str) -> Tokenizer:
@@ -290,22 +280,18 @@ def load_line_tokenizer(folder: Path, source: str | None, hub: str) -> Tokenizer
     if not path.is_file():
         hint = ", or put its tokenizer.json into the checkpoint's folder, or name one as checkpoint.tokenizer"
         path = _from_hub(source or hub, hint)
-    return LineTokenizer(path) if _is_hugging_face(path) else SmallTokenizer.load(path)
+    return _load_file(path, LineTokenizer)
 
 
-def _load_file(path: Path) -> Tokenizer:
-    if path.suffix != ".json" or _is_hugging_face(path):
-        return PaliGemmaTokenizer(path)
-    return SmallTokenizer.load(path)
-
-
-def _is_hugging_face(path: Path) -> bool:
-    """Whether a JSON file holds a tokenizer under "model", as Hugging Face's does."""
+def _load_file(path: Path, kind: type[PaliGemmaTokenizer | LineTokenizer]) -> Tokenizer:
+    """Read a small tokenizer, or one of `kind`: Hugging Face's JSON has it under "model"."""
+    if path.suffix != ".json":
+        return kind(path)
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"tokenizer {path}: expected JSON, got: {error}") from error
-    return isinstance(content, dict) and "model" in content
+    return kind(path) if isinstance(content, dict) and "model" in content else SmallTokenizer.load(path)
 
 
 _HUB_ANSWERS_WITHIN_S = 10.0

@@ -1,8 +1,5 @@
-"""The candidates of `vla-accel tune`: engines, precisions, products kept in BF16, attention, steps.
-
-Each stage takes what has been tried and returns more candidates. It knows a family by its component names and by what
-its engines compute in low precision.
-"""
+"""The candidates of `vla-accel tune`: engines, precisions, products kept in BF16, attention, steps. Each stage takes
+what has been tried and returns more candidates."""
 
 from __future__ import annotations
 
@@ -34,10 +31,8 @@ def reference(base: PolicyConfig, parts: Sequence[str]) -> Candidate:
 
 
 def engines(base: PolicyConfig, parts: Sequence[str], device: torch.device) -> tuple[list[Candidate], dict[str, str]]:
-    """Each engine that this machine can run, for all components; and why the others are left out.
-
-    On a GPU newer than Ada the native engine is also tried with portable kernels, which can be faster for small models.
-    """
+    """Each engine that this machine can run, for all components, and why the others are left out; on a GPU newer
+    than Ada also the native engine with portable kernels, which can be faster for small models."""
     reasons = {name: engine.why_not(device) for name, engine in ENGINES.items()}
     gpu, found = Gpu.of(device), []
     for name in cast(list[EngineName], [name for name, reason in reasons.items() if reason is None]):
@@ -69,11 +64,8 @@ def precisions(tried: Sequence[Tried], lower_of: Callable[[], Lower]) -> list[Ca
 
 
 def products(tried: Sequence[Tried], lower_of: Callable[[], Lower], count: int) -> list[Candidate]:
-    """Where a low precision in one component failed gate one: keep each set of `count` of its products in BF16.
-
-    Sets that contain one that already passed are skipped: keeping more is slower. Components that quantise only weights
-    do so for all products or none.
-    """
+    """Where a low precision in one component failed gate one: keep each set of `count` of its products in BF16, except
+    sets that contain one that passed, which are slower. Weights alone are quantised in all products or none."""
     found = []
     for failed in tried:
         if failed.agreement is None or failed.agreement["passed"] or failed.candidate.other_policy:

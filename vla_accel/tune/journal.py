@@ -1,8 +1,5 @@
-"""The journal of a search: one measurement a line, so that an interrupted search continues and repeats nothing.
-
-The first line describes the search; the journal of another search is refused. Each line is on disk before the next
-measurement begins; a line that was cut in half is dropped.
-"""
+"""The journal of a search: one measurement a line, so that an interrupted search continues and repeats nothing. The
+first line describes the search; an incomplete last line is dropped."""
 
 from __future__ import annotations
 
@@ -18,15 +15,8 @@ SCHEMA = "vla_accel.tune.journal/1"
 
 
 class Journal:
-    """Measurements by (kind, name); a context manager.
-
-    Args:
-        path: The file.
-        about: Everything that a measurement depends on (JSON types).
-
-    Raises:
-        ConfigError: The journal is of another search, damaged, or open in another process.
-    """
+    """Measurements by (kind, name); a context manager. `about`: everything that a measurement depends on (JSON types).
+    Raises ConfigError for a journal of another search, a damaged one, or one that another process has open."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path

@@ -1,7 +1,4 @@
-"""Measure candidates on this machine: agreement by `measure.parity`, latency by `measure.bench`.
-
-The reference's answers are kept, because every candidate is compared with the same ones.
-"""
+"""Measure candidates on this machine: agreement by `measure.parity`, latency by `measure.bench`."""
 
 from __future__ import annotations
 
@@ -17,12 +14,9 @@ from vla_accel.measure.systems import free, timed
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.tune.search import Candidate
 
-SAMPLED = 65_536
-"""Values kept of each tensor inside the reference, at most, as in `measure.parity`."""
-
 
 class PolicyBench:
-    """The `Bench` of one checkpoint: `draws` noises of each observation, `calls` timed calls."""
+    """Measures the candidates of one checkpoint: `draws` noises of each observation, `calls` timed calls."""
 
     def __init__(
         self, checkpoint: str, reference: Candidate, observations: Sequence[Mapping[str, Any]], *, draws: int = 1,
@@ -84,10 +78,8 @@ class PolicyBench:
         return self._lower
 
     def _timed(self, *policies: OptimizedPolicy) -> tuple[list[dict[str, Any]], float | None]:
-        """Rows of figures, and the cores that others kept busy.
-
-        At least two turns, and long ones: the first call of a turn finds the other policy's weights in the caches.
-        """
+        """Rows of figures, and the cores that others kept busy. Turns are long, because the first call of a turn
+        finds the other policy's weights in the caches."""
         systems = [timed(str(place), policy, 0.0, None) for place, policy in enumerate(policies)]
         cores: list[float | None] = []
         turn = max(1, min(10, self.calls // 2))
@@ -129,7 +121,7 @@ class Remembered:
         key = digest.digest()
         if key not in self._answers:
             result, raw = self._policy.infer_with_internals(observation, noise=noise)
-            few = {n: v if n == "actions" else v.reshape(-1)[:: max(1, v.size // SAMPLED)] for n, v in raw.items()}
+            few = {name: parity.sampled(name, value) for name, value in raw.items()}
             self._answers[key] = ({"actions": result["actions"]}, few)
         return self._answers[key]
 

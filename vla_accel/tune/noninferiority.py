@@ -19,7 +19,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vla_accel.errors import ConfigError
 from vla_accel.measure.proportion import Z_95
 
 Verdict = Literal["not worse", "worse", "open"]
@@ -58,12 +57,6 @@ class Rule:
 
     margin: float = 0.02
     alpha: float = 0.025
-
-    def __post_init__(self) -> None:
-        if not 0 < self.margin < 1:
-            raise ConfigError(f"margin: expected a share of episodes between 0 and 1, got {self.margin}")
-        if not 0 < self.alpha < 0.5:
-            raise ConfigError(f"alpha: expected a probability between 0 and 0.5, got {self.alpha}")
 
     def verdict(self, pairs: Pairs) -> Verdict:
         """What is proven so far. Stop at the first verdict that is not open."""
@@ -105,10 +98,8 @@ def money(pairs: Pairs, mean: float, *, better: bool) -> float:
 
 
 def tango(pairs: Pairs) -> tuple[float, float]:
-    """Tango's score interval (95 %) of the difference (candidate minus reference); (-1, 1) without pairs.
-
-    It holds for a fixed number of pairs. After an early stop it only describes; `lower_bound` is the proof.
-    """
+    """Tango's score interval (95 %) of the difference (candidate minus reference); (-1, 1) without pairs. After an
+    early stop it only describes; `lower_bound` is the proof."""
     n, lost, gained = pairs.count, pairs.lost, pairs.gained
     if not n:
         return -1.0, 1.0

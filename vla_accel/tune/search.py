@@ -1,13 +1,9 @@
 """The search: stages propose candidates, gates drop them, and the fastest that no gate dropped is chosen.
 
-Gate one is agreement with FP32 eager on recorded observations. Gate two, if a benchmark is given, is success on paired
+Gate one is agreement with FP32 eager on recorded observations. Gate two, with a benchmark, is success on paired
 episodes, not worse than FP32 eager's by the margin (`noninferiority`). Candidates that passed gate one and are faster
 than FP32 eager, also when timed in turns with it, play in order of latency; the first that passes gate two is chosen.
-At most `finalists` play, each with its share of the error rate, so that the whole search calls a worse candidate "not
-worse" with probability alpha at most.
-
-The search does not know how to measure (`Bench`) or what an episode is (`Episodes`), so that tests can give it
-candidates whose truth is known.
+At most `finalists` play, each with its share of the error rate alpha of the whole search.
 """
 
 from __future__ import annotations
@@ -19,12 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from vla_accel.config import PolicyConfig
+from vla_accel.config import PolicyConfig, load_config
 from vla_accel.config.mapping import as_mapping
 from vla_accel.errors import ConfigError, OutputError, VlaAccelError
+from vla_accel.files import replacing
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Pairs, Rule, tango
 
+SCHEMA = "vla_accel.tune/1"
 REFERENCE = "eager_fp32"
 MOST_CRASHED = 0.05
 """Largest share of pairs with a crashed episode; with more, success says nothing."""
@@ -32,8 +30,7 @@ MOST_CRASHED = 0.05
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration to try. `other_policy`: it computes something else, as with another number of steps, so that only
-    success can judge it."""
+    """A configuration to try. `other_policy`: it has another number of steps, so only success can judge it."""
 
     name: str
     config: PolicyConfig
@@ -70,25 +67,9 @@ class Tried:
         return about | {name: value for name, value in vars(self).items() if name != "candidate"}
 
 
-class Bench(Protocol):
-    """Measures candidates on this machine; raises VlaAccelError for one that cannot run here.
-
-    `agreement` returns at least `passed`, `reasons` and `cosine`; `latency` at least `median_ms` of a whole call;
-    `in_turns` has `median_ms` and `reference_ms`. `release` frees the loaded policies before episodes are played.
-    """
-
-    def agreement(self, candidate: Candidate) -> dict[str, Any]: ...
-    def latency(self, candidate: Candidate) -> dict[str, Any]: ...
-    def in_turns(self, candidate: Candidate) -> dict[str, Any]: ...
-    def release(self) -> None: ...
-
-
 class Episodes(Protocol):
-    """A benchmark's episodes; `keys` has all of them in random order.
-
-    `play` yields each episode's key and whether it was won (None: it crashed), in any order. `film` returns the film of
-    an episode that was played, or None.
-    """
+    """A benchmark's episodes; `keys`: all of them in random order. `play` yields each episode's key and whether it
+    was won (None: it crashed), in any order. `film` returns the film of an episode that was played, or None."""
 
     name: str
     keys: Sequence[str]
@@ -105,18 +86,13 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """`rule`: gate two's margin and error rate for the whole search; `finalists`: candidates that may play;
-    `most_pairs`: episodes of each; `block`: pairs between two verdicts."""
+    """`rule`: of gate two for the whole search; `finalists`: candidates that may play; `most_pairs`: episodes of each;
+    `block`: pairs between two verdicts."""
 
     rule: Rule = field(default_factory=Rule)
     finalists: int = 3
     most_pairs: int = 1000
     block: int = 20
-
-    def __post_init__(self) -> None:
-        for name in ("finalists", "most_pairs", "block"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
     def each(self) -> Rule:
         """The rule of one finalist; the error rates of all add up to that of the search."""
@@ -125,11 +101,12 @@ class Settings:
 
 @dataclass
 class Search:
-    """One search; `run` measures only what the journal lacks."""
+    """One search; `run` measures only what the journal lacks. `bench`: a `measuring.PolicyBench`, whose methods raise
+    VlaAccelError for a candidate that cannot run here."""
 
     reference: Candidate
     stages: Sequence[Stage]
-    bench: Bench
+    bench: Any
     journal: Journal
     settings: Settings
     episodes: Episodes | None = None
@@ -289,3 +266,38 @@ def front(tried: Iterable[Tried]) -> set[str]:
 
 def _counts(pairs: Pairs) -> str:
     return f"lost {pairs.lost}, gained {pairs.gained} of {pairs.count} pairs"
+
+
+def outcome(search: Search, chosen: Tried, left_out: Mapping[str, str], about: Mapping[str, Any]) -> dict[str, Any]:
+    """The search as JSON types (schema `vla_accel.tune/1`). `about`: command, machine, settings."""
+    best, s = front(search.tried), chosen.success
+    if chosen is search.tried[0]:
+        why = "nothing faster passed the gates"
+    elif s is None:
+        why = "the fastest that agrees with FP32 eager; success was not tested, because no benchmark was given"
+    else:
+        why = (
+            f"the fastest that passed the gates: it lost {s['lost']} and gained {s['gained']} of {s['pairs']} pairs, "
+            f"so that its success is above FP32 eager's minus {100 * s['margin']:.3g} points (error rate "
+            f"{s['alpha']:.3g} a finalist)"
+        )
+    return {
+        "schema": SCHEMA,
+        **about,
+        "chosen": chosen.candidate.name,
+        "times_as_fast": timed["reference_ms"] / timed["median_ms"] if (timed := chosen.in_turns) else 1.0,
+        "why": why,
+        "left_out": dict(left_out),
+        "tried": [{**t.to_json(), "front": t.candidate.key in best, "chosen": t is chosen} for t in search.tried],
+    }
+
+
+def write_config(config: PolicyConfig, path: Path, comment: str) -> Path:
+    """Write a configuration as YAML with a comment above it. Raises OSError."""
+    import yaml
+
+    text = "".join(f"# {line}\n" for line in comment.splitlines())
+    with replacing(path) as temporary:
+        temporary.write_text(text + yaml.safe_dump(as_mapping(config), sort_keys=False))
+        assert load_config(temporary) == config, f"{path.name} would load as another configuration"
+    return path

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.toy_family.network import Toy, ToyConfig
-from vla_accel.checkpoints.checkpoint import load_own, read_config
+from vla_accel.checkpoints.checkpoint import fitted_own, read_config
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.errors import ObservationError
@@ -130,10 +130,9 @@ class ToyFamily(Family[ToyConfig, ToyInputs, Shape]):
         return content.get("family") == self.name
 
     @staticmethod
-    def load(
-        folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-    ) -> tuple[Toy, ToyTransforms]:
-        return load_own(Toy.empty(read_config(folder, ToyConfig)), folder, device=device, dtype=dtype), ToyTransforms()
+    def load(folder: Path, settings: PolicyConfig) -> tuple[Toy, ToyTransforms]:
+        model = fitted_own(Toy.empty(read_config(folder, ToyConfig)), folder)
+        return model.placed(torch.device("cpu"), None).whole(), ToyTransforms()
 
 
 TOY = ToyFamily()

@@ -20,11 +20,11 @@ from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, Work, lib
 from vla_accel.families.groot.components import CACHE
 from vla_accel.families.groot.family import GROOT
 from vla_accel.families.groot.images import Cropping
-from vla_accel.families.groot.language import LEAD
 from vla_accel.families.groot.modalities import Group, Groups
 from vla_accel.families.groot.network import GrootConfig, groot_n17
-from vla_accel.families.groot.transforms import GrootInputs, GrootProcessor
+from vla_accel.families.groot.transforms import GrootProcessor
 from vla_accel.nn.random_weights import DrawnGroot
+from vla_accel.transforms.processing import Inputs
 from vla_accel.transforms.robots import LIBERO
 
 LEROBOT_MODES: dict[str, str | None] = {"lerobot-eager": None, "lerobot-compile": "default"}
@@ -42,7 +42,7 @@ class _DummyTokenizer(DummyTokenizer):
         return [zlib.crc32(piece.encode()) % self.vocab_size for piece in _PIECES.findall(text)]
 
 
-class GrootBench(BenchCard[GrootConfig, GrootInputs]):
+class GrootBench(BenchCard[GrootConfig, Inputs]):
     """GR00T N1.7."""
 
     family, drawn = GROOT, DrawnGroot
@@ -77,14 +77,13 @@ class GrootBench(BenchCard[GrootConfig, GrootInputs]):
             action_dim=config.action_dim,
             max_token_len=config.max_token_len,
             rows=config.action_horizon,
-            lead=LEAD,
         )
 
     def random_observation(self, transforms: GrootProcessor, rng: np.random.Generator) -> dict[str, Any]:
         return libero_observation(transforms, transforms.cropping.target, rng)
 
     def internals(
-        self, config: GrootConfig, outputs: Mapping[str, Tensor], inputs: GrootInputs
+        self, config: GrootConfig, outputs: Mapping[str, Tensor], inputs: Inputs
     ) -> dict[str, Tensor]:  # fmt: skip
         """`image_tokens` (I, W), `deepstack` (n, I, W), and keys and values of real tokens (n, tokens, heads, d)."""
         real = len(inputs.tokens)
@@ -92,9 +91,7 @@ class GrootBench(BenchCard[GrootConfig, GrootInputs]):
         text = {name: value[:, :real] for name, value in cache.items() if name.startswith("text")}
         return {"image_tokens": outputs["image_tokens"][0], "deepstack": outputs["deepstack"][:, 0], **cache, **text}
 
-    def work(
-        self, config: GrootConfig, inputs: GrootInputs, steps: int, specs: Mapping[str, EngineSpec]
-    ) -> dict[str, Work]:
+    def work(self, config: GrootConfig, inputs: Inputs, steps: int, specs: Mapping[str, EngineSpec]) -> dict[str, Work]:
         """Vision and prefix are bound by their products, denoising by reading the transformer's weights at every step.
         Modulations of norms, and keys and values of cross-attention blocks, are computed before the loop."""
         v, lm, h = config.vision, config.language, config.head

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
+from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
 from vla_accel.checkpoints.lora import Lora, fold
 from vla_accel.checkpoints.stacks import shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
@@ -96,11 +94,8 @@ def model_type(content: Mapping[str, Any]) -> str:
     return value.lower() if isinstance(value, str) else ""
 
 
-def load_groot(
-    weights: Weights, config: GrootConfig, embodiment: int, where: str, *, lora: Lora | None = None,
-    device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
-) -> Groot:  # fmt: skip
-    """Return the network of one embodiment, whose weights are read later, with an adapter folded in.
+def load_groot(weights: Weights, config: GrootConfig, embodiment: int, where: str, lora: Lora | None = None) -> Groot:
+    """Return the network of one embodiment, with an adapter folded in.
 
     Language layers after the last one in use and the weights of other embodiments are not loaded.
 
@@ -111,17 +106,15 @@ def load_groot(
     prefix = prefix_of(weights.shapes) or ""
     recipe: dict[str, tuple[Piece, ...]] = {
         name: tuple(Piece(prefix + p.name, p.rows, p.entry) for p in pieces(name, config, embodiment))
-        for name in shapes_of(network)
+        for name in network.state_dict()
     }
     table = next((prefix + e for e in _EMBEDDINGS if prefix + e in weights.shapes), prefix + _EMBEDDINGS[0])
     recipe["embed.weight"] = (Piece(table),)
     deeper = (n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth)
     dead = [*(prefix + d for d in _DEAD), *deeper]
-    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead).placed(torch.device(device), dtype)
-    if lora is None:
-        return model
+    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead)
     unread = [name.removeprefix(prefix) for name in dead]
-    unread += [name for name in lora.changes if _layer(name, _LANGUAGE) >= config.language.depth]
+    unread += [name for name in (lora.changes if lora else ()) if _layer(name, _LANGUAGE) >= config.language.depth]
     return fold(model, lora, lambda name: pieces(name, config, embodiment), unread)
 
 

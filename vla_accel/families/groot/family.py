@@ -22,11 +22,11 @@ from vla_accel.families.groot.head import QUANTISED
 from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n17, overlap_weights
-from vla_accel.families.groot.transforms import GrootInputs
 from vla_accel.families.groot.vision import Grid
 from vla_accel.families.prompted import TextFamily, TextShape
 from vla_accel.fp8 import Scales
 from vla_accel.transforms.observations import Observed
+from vla_accel.transforms.processing import Inputs
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class GrootChunking(Chunking[GrootConfig]):
         return {"target": target, "weights": weights.numpy()}
 
 
-class GrootFamily(TextFamily[GrootConfig, GrootInputs, GrootShape]):
+class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
     """One embodiment of a checkpoint."""
 
     name = "groot"
@@ -81,7 +81,7 @@ class GrootFamily(TextFamily[GrootConfig, GrootInputs, GrootShape]):
         return groot_components(model, shape.layout, shape.batch, shape.steps, shape.padded, store)
 
     def shape(
-        self, config: GrootConfig, inputs: Sequence[GrootInputs], steps: int, specs: Mapping[str, EngineSpec]
+        self, config: GrootConfig, inputs: Sequence[Inputs], steps: int, specs: Mapping[str, EngineSpec]
     ) -> GrootShape:
         sizes = {(len(i.images), *i.images[0].shape[:2]) for i in inputs}
         if len(sizes) > 1:
@@ -90,10 +90,10 @@ class GrootFamily(TextFamily[GrootConfig, GrootInputs, GrootShape]):
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
         return GrootShape(len(inputs), steps, views, tokens, padded, config.vision.grid(height, width))
 
-    def image_feed(self, config: GrootConfig, seen: Sequence[Observed | GrootInputs]) -> Mapping[str, Rows]:
+    def image_feed(self, config: GrootConfig, seen: Sequence[Observed | Inputs]) -> Mapping[str, Rows]:
         return {IMAGES: [image for one in seen for image in one.images]}
 
-    def feed(self, config: GrootConfig, inputs: Sequence[GrootInputs]) -> Mapping[str, Rows]:
+    def feed(self, config: GrootConfig, inputs: Sequence[Inputs]) -> Mapping[str, Rows]:
         return {
             **self.image_feed(config, inputs),
             "tokens": [i.tokens for i in inputs],

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from vla_accel.checkpoints.lerobot import is_lerobot, read_settings
 from vla_accel.checkpoints.lerobot_settings import AFTER, BATCH, BEFORE, DEVICE, RENAME
@@ -18,7 +16,6 @@ from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arra
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
 from vla_accel.families.groot.checkpoint import OTHERS, infer_config, load_groot, other_generation
-from vla_accel.families.groot.language import LEAD
 from vla_accel.families.groot.network import Groot
 from vla_accel.families.groot.robot import LIBERO_TAG, Robot, isaac_cropping, lerobot_cropping, mapping, read_robot
 from vla_accel.families.groot.settings import DECODE, ENCODE, PACK, UNPACK, check_processor, check_step
@@ -51,19 +48,18 @@ PUBLISHED_IDS = {
 _log = logging.getLogger("vla_accel.checkpoints")
 
 
-def load_folder(
-    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-) -> tuple[Groot, GrootProcessor]:
-    """Return one embodiment's network, whose weights are read later, and its transforms (`Family.load`)."""
+def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Groot, GrootProcessor]:
+    """Return one embodiment's network and its transforms (`Family.load`)."""
     overrides, weights = settings.checkpoint, SafetensorsWeights(folder)
     lora, described = adapter_of(folder, settings)
     content = read_json(described / "config.json")
     if (other := other_generation(content, weights.shapes)) is not None:
         raise CheckpointError(f"checkpoint {folder}: expected GR00T N1.7, got {other}: {OTHERS}")
     if is_lerobot(described):
-        robot, stated = _lerobot(described, content, overrides.embodiment)
+        robot, preset, stated = _lerobot(described, content, overrides.embodiment)
     else:
         robot, stated = _isaac(folder, overrides.embodiment), content
+        preset = _preset(robot, (), {})
     if overrides.action_horizon is not None:
         warn_of_contradictions({"action_horizon": overrides.action_horizon}, stated)
         stated = {**stated, "action_horizon": overrides.action_horizon}
@@ -72,43 +68,37 @@ def load_folder(
         config = dataclasses.replace(config, max_token_len=overrides.max_token_len)
     tokenizer = load_line_tokenizer(described, overrides.tokenizer, TOKENIZER)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)
+    cropping = dataclasses.replace(robot.transforms["cropping"], unit=config.vision.unit)
     processor = GrootProcessor(
+        **{**robot.transforms, "cropping": cropping},
         tokenizer=tokenizer,
-        state=robot.state,
-        actions=robot.actions,
-        preset=robot_of(_preset(robot), settings),
-        cropping=dataclasses.replace(robot.cropping, unit=config.vision.unit),
+        preset=robot_of(preset, settings),
         state_dim=config.state_dim,
         action_dim=config.action_dim,
         max_token_len=config.max_token_len,
         rows=min(robot.rows, config.action_horizon),
-        lead=LEAD,
-        frames=robot.frames,
-        formal=robot.formal,
-        gripper=robot.gripper,
-        exclude_state=robot.exclude_state,
         default_prompt=settings.default_prompt,
     )
-    model = load_groot(weights, config, robot.embodiment, str(folder), lora=lora, device=device, dtype=dtype)
-    return model, processor
+    return load_groot(weights, config, robot.embodiment, str(folder), lora), processor
 
 
-def _preset(robot: Robot) -> Preset:
-    """Return the robot's keys: openpi's for LIBERO, so that LIBERO's clients work, else lerobot's."""
-    sizes = robot.state.size, robot.actions.size
+def _preset(robot: Robot, features: Collection[str], renamed: Mapping[str, str]) -> Preset:
+    """Return the robot's keys: openpi's for LIBERO, so that LIBERO's clients work, else lerobot's.
+
+    Args:
+        robot: The robot.
+        features: lerobot's names of the cameras, empty if the folder has none.
+        renamed: The robot's names of lerobot's features, if they differ.
+    """
+    sizes = robot.transforms["state"].size, robot.transforms["actions"].size
     if robot.tag == LIBERO_TAG and len(robot.cameras) == 2 and sizes == (LIBERO.state_dim, LIBERO.action_dim):
         return LIBERO
-    images = []
-    for camera in robot.cameras:
-        name = f"observation.images.{camera}"
-        if name not in robot.features and camera == "wrist_image" and "observation.images.image2" in robot.features:
-            name = "observation.images.image2"
-        images.append(robot.renamed.get(name, name))
-    keys = tuple(images)
-    return Preset(
-        images=keys, state=(robot.renamed.get(STATE, STATE),), state_dim=sizes[0], action_dim=sizes[1], prompt="task",
-        optional_images=keys,
-    )  # fmt: skip
+    names = [f"observation.images.{camera}" for camera in robot.cameras]
+    wrist, second = "observation.images.wrist_image", "observation.images.image2"
+    if wrist not in features and second in features:
+        names = [second if name == wrist else name for name in names]
+    images = tuple(renamed.get(name, name) for name in names)
+    return Preset(images, (renamed.get(STATE, STATE),), *sizes, "task", images)
 
 
 # -- Isaac-GR00T --------------------------------------------------------------------------------------------------
@@ -134,9 +124,10 @@ def _isaac(folder: Path, wanted: str | None) -> Robot:
     if own and tag not in own:
         _log.warning("%s: lacks %s: using Isaac-GR00T's own number, %d", ids_path, tag, ids[tag])
     modality = modalities[tag]
-    robot = read_robot(tag, ids[tag], modality, statistics[tag], settings, isaac_cropping(settings, path), path)
+    robot = read_robot(tag, ids[tag], modality, statistics[tag], settings, path)
     exclude = bool(settings.get("exclude_state") or mapping(modality, "state", path).get("exclude_state"))
-    return dataclasses.replace(robot, exclude_state=exclude)
+    robot.transforms.update(cropping=isaac_cropping(settings, path), exclude_state=exclude)
+    return robot
 
 
 def _processor_folder(folder: Path) -> Path:
@@ -159,8 +150,8 @@ _N1_5 = {"groot_pack_inputs_v3", "groot_eagle_encode_v3", "groot_eagle_collate_v
 _KNOWN = {RENAME, BATCH, DEVICE, PACK, ENCODE, DECODE, UNPACK}
 
 
-def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tuple[Robot, Mapping[str, Any]]:
-    """Return the robot, and the settings of the model under Isaac-GR00T's names."""
+def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tuple[Robot, Preset, Mapping[str, Any]]:
+    """Return the robot, its keys, and the settings of the model under Isaac-GR00T's names."""
     read_settings(folder / "config.json", ("groot",))
     path = folder / BEFORE
     before, after = _steps(path), _steps(folder / AFTER)
@@ -181,26 +172,19 @@ def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tu
         modality, statistics = _one_group(folder, pack, content)
         merged, horizon = {**merged, "use_percentiles": False}, 40
     modality = {**modality, "video": _video(modality, pack, content, path)}
-    robot = read_robot(tag, ids[tag], modality, statistics, merged, lerobot_cropping(images, path), path)
-    size, post = robot.actions.size, folder / AFTER
+    robot = read_robot(tag, ids[tag], modality, statistics, merged, path)
+    size, post = robot.transforms["actions"].size, folder / AFTER
     # 0 means all of them.
     count = size_of({"env_action_dim": decode.get("env_action_dim") or size}, "env_action_dim", post)
     if count < size:
         raise CheckpointError(f"{post}: env_action_dim: expected {size}, got {count}")
-    transform = decode.get("action_decode_transform")
+    gripper = decode.get("action_decode_transform") == "libero" or bool(decode.get("libero_gripper_action"))
+    robot.transforms.update(cropping=lerobot_cropping(images, path), gripper=gripper)
     features = content.get("input_features")
-    robot = dataclasses.replace(
-        robot,
-        gripper=transform == "libero" or bool(decode.get("libero_gripper_action")),
-        features=tuple(features) if isinstance(features, Mapping) else (),
-        renamed={model: robot for robot, model in (before.get(RENAME, {}).get("rename_map") or {}).items()},
-    )
-    stated = {
-        "action_horizon": horizon,
-        "num_inference_timesteps": content.get("num_inference_timesteps"),
-        "rtc_ramp_rate": content.get("rtc_ramp_rate"),
-    }
-    return robot, {k: v for k, v in stated.items() if v is not None}
+    renamed = {model: own for own, model in (before.get(RENAME, {}).get("rename_map") or {}).items()}
+    preset = _preset(robot, features if isinstance(features, Mapping) else (), renamed)
+    stated = {name: content.get(name) for name in ("num_inference_timesteps", "rtc_ramp_rate")}
+    return robot, preset, {"action_horizon": horizon, **{k: v for k, v in stated.items() if v is not None}}
 
 
 def _video(

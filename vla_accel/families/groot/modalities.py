@@ -53,6 +53,11 @@ class Group:
                 raise CheckpointError(f"statistics of {self.name}: expected ({self.size},), got {got}")
 
     @property
+    def anchor(self) -> str | None:
+        """The state group that relative actions refer to; None for absolute ones."""
+        return None if self.relative == "no" else self.reference or self.name
+
+    @property
     def width(self) -> int:
         """The model's numbers."""
         return 2 * self.size if self.scaling == "sin_cos" else self.size
@@ -152,43 +157,37 @@ class Groups:
         ends = np.cumsum([g.size for g in self.groups])[:-1]
         return {g.name: part for g, part in zip(self.groups, np.split(vector, ends, -1), strict=True)}
 
-    def normalise(self, vector: np.ndarray, state: dict[str, np.ndarray] | None = None) -> np.ndarray:
-        """Normalize the robot's (..., size) to the model's (..., width). `state`: by group, for relative actions."""
+    def normalise(self, vector: np.ndarray) -> np.ndarray:
+        """Normalize numbers (..., size) in the units of the statistics to the model's (..., width)."""
         parts = self.split(vector)
-        return np.concatenate([g.normalise(self._against(g, parts[g.name], state)) for g in self.groups], -1)
+        return np.concatenate([g.normalise(parts[g.name]) for g in self.groups], -1)
+
+    invert = normalise
+    """Of actions: invert the scaling of `restore`."""
 
     def before_scaling(self, vector: np.ndarray, state: dict[str, np.ndarray]) -> np.ndarray:
         """Return the robot's actions (rows, size) in the units of the statistics, relative ones relative to `state`."""
         parts = self.split(vector)
-        return np.concatenate([self._against(g, parts[g.name], state) for g in self.groups], -1)
+        found = [g.against(parts[g.name], state[g.anchor]) if g.anchor else parts[g.name] for g in self.groups]
+        return np.concatenate(found, -1)
 
     def restore(self, normalised: np.ndarray, state: dict[str, np.ndarray]) -> np.ndarray:
         """Unnormalize the model's actions (rows, at least width) to the robot's (rows, size)."""
         parts = self.split(normalised[:, : self.size].astype(np.float64))
-        found = []
-        for group in self.groups:
-            restored = group.restore(parts[group.name])
-            found.append(
-                restored if group.relative == "no" else group.absolute(restored, state[group.reference or group.name])
-            )
-        return np.concatenate(found, -1)
-
-    @staticmethod
-    def _against(group: Group, part: np.ndarray, state: dict[str, np.ndarray] | None) -> np.ndarray:
-        if group.relative == "no":
-            return part
-        assert state is not None
-        return group.against(part, state[group.reference or group.name])
+        found = [g.restore(parts[g.name]) for g in self.groups]
+        return np.concatenate(
+            [g.absolute(x, state[g.anchor]) if g.anchor else x for g, x in zip(self.groups, found, strict=True)], -1
+        )
 
 
 def check_references(actions: Groups, state: Sequence[Group], where: str) -> None:
     """Raise CheckpointError if a relative action refers to no state group of its size."""
     sizes = {g.name: g.size for g in state}
     for group in actions.groups:
-        if group.relative != "no" and sizes.get(group.reference or group.name) != group.size:
+        if group.anchor is not None and sizes.get(group.anchor) != group.size:
             raise CheckpointError(
-                f"{where}: action {group.name} is relative to state {group.reference or group.name} of {group.size} "
-                f"numbers; the state has {sizes}"
+                f"{where}: action {group.name} is relative to state {group.anchor} of {group.size} numbers; the state "
+                f"has {sizes}"
             )
 
 

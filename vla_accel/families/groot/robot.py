@@ -1,9 +1,7 @@
-"""One embodiment of a GR00T checkpoint, from Isaac-GR00T's settings: its cameras, its groups of states and actions, and
-the cropping of its images."""
+"""One embodiment of a GR00T checkpoint, from Isaac-GR00T's settings, and the cropping of its images."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ import numpy as np
 from vla_accel.checkpoints.weights import size_of
 from vla_accel.errors import CheckpointError
 from vla_accel.families.groot.images import Cropping
-from vla_accel.families.groot.modalities import Group, Groups, Scaling, check_references
+from vla_accel.families.groot.modalities import Group, Groups, Relative, Scaling, check_references
 from vla_accel.families.groot.settings import check_modality
 
 D = TypeVar("D")
@@ -29,54 +27,40 @@ class Robot:
         tag: Its tag.
         embodiment: Its number.
         cameras: In the model's order.
-        frames: Images of each camera.
         rows: Actions of a chunk.
-        state: Groups of the state.
-        actions: Groups of the actions.
-        cropping: How images become the model's.
-        formal: Whether prompts lose capitals and punctuation.
-        gripper: Whether the last action is a gripper's opening.
-        exclude_state: Whether the model's state is zero.
-        features: lerobot's names of the robot's cameras, empty if the folder has none.
-        renamed: The robot's names of lerobot's features, if they differ.
+        transforms: Fields of `GrootProcessor`.
     """
 
     tag: str
     embodiment: int
     cameras: tuple[str, ...]
-    frames: int
     rows: int
-    state: Groups
-    actions: Groups
-    cropping: Cropping
-    formal: bool
-    gripper: bool
-    exclude_state: bool = False
-    features: tuple[str, ...] = ()
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    transforms: dict[str, Any]
 
 
 def read_robot(
-    tag: str, embodiment: Any, modality: Any, statistics: Any, settings: Mapping[str, Any], cropping: Cropping,
-    path: Path,
-) -> Robot:  # fmt: skip
+    tag: str, embodiment: Any, modality: Any, statistics: Any, settings: Mapping[str, Any], path: Path
+) -> Robot:
     """Return one embodiment. Raises CheckpointError for settings that are missing or refused."""
-    check_modality(modality, f"{path}: {tag}")
+    where = f"{path}: {tag}"
+    check_modality(modality, where)
     video, action = mapping(modality, "video", path), mapping(modality, "action", path)
     if not isinstance(embodiment, int) or isinstance(embodiment, bool) or embodiment < 0:
         raise CheckpointError(f"{path}: expected a number for embodiment {tag}, got {embodiment!r}")
     rows = len(action.get("delta_indices") or ())
     cameras = tuple(map(str, video.get("modality_keys") or ()))
     if not rows or not cameras:
-        raise CheckpointError(f"{path}: {tag}: expected video.modality_keys and action.delta_indices, got none")
-    state = _groups("state", modality, statistics, settings, f"{path}: {tag}")
-    actions = _groups("action", modality, statistics, settings, f"{path}: {tag}")
-    check_references(actions, state.groups, f"{path}: {tag}")
-    return Robot(
-        tag=tag, embodiment=embodiment, cameras=cameras, frames=max(1, len(video.get("delta_indices") or ())),
-        rows=rows, state=state, actions=actions, cropping=cropping,
-        formal=settings.get("formalize_language", True) is not False, gripper=tag == LIBERO_TAG,
-    )  # fmt: skip
+        raise CheckpointError(f"{where}: expected video.modality_keys and action.delta_indices, got none")
+    state, actions = (_groups(kind, modality, statistics, settings, where) for kind in ("state", "action"))
+    check_references(actions, state.groups, where)
+    transforms = {
+        "state": state,
+        "actions": actions,
+        "frames": max(1, len(video.get("delta_indices") or ())),
+        "formal": settings.get("formalize_language", True) is not False,
+        "gripper": tag == LIBERO_TAG,
+    }
+    return Robot(tag, embodiment, cameras, rows, transforms)
 
 
 def _groups(kind: str, modality: Any, statistics: Any, settings: Mapping[str, Any], where: str) -> Groups:
@@ -89,48 +73,47 @@ def _groups(kind: str, modality: Any, statistics: Any, settings: Mapping[str, An
         entry = mapping(table, name, f"{where}: statistics of {kind}")
         size = _size(entry, f"{where}: statistics of {kind} {name}")
         form = forms[index] if index < len(forms) and isinstance(forms[index], Mapping) else {}
-        relative = bool(settings.get("use_relative_action")) and _word(form.get("rep")) == "relative"
-        group = Group(name, size, "sin_cos")
+        relative = bool(settings.get("use_relative_action")) and str(form.get("rep")).lower() == "relative"
         if relative:
             entry = mapping(mapping(statistics, "relative_action", where), name, f"{where}: relative_action")
-            group = dataclasses.replace(
-                group, relative=_relation(form, f"{where}: action {name}"), reference=form.get("state_key") or name
-            )
         angles = config.get("sin_cos_embedding_keys") if settings.get("apply_sincos_state_encoding") else None
-        as_angles = kind == "state" and name in (angles or ())
-        if not as_angles:
-            scaling = "mean_std" if name in (config.get("mean_std_embedding_keys") or ()) else "range"
-            group = _scaled(group, entry, scaling, settings, relative, f"{where}: {kind} {name}")
+        scaling: Scaling = "mean_std" if name in (config.get("mean_std_embedding_keys") or ()) else "range"
+        if kind == "state" and name in (angles or ()):
+            scaling, low, high = "sin_cos", None, None
+        else:
+            percentiles = bool(settings.get("use_percentiles")) and not relative
+            low, high = _limits(entry, scaling, percentiles, f"{where}: {kind} {name}")
+        group = Group(
+            name,
+            size,
+            scaling,
+            low,
+            high,
+            clipped=settings.get("clip_outliers", True) is not False,
+            relative=_relation(form, f"{where}: action {name}") if relative else "no",
+            reference=form.get("state_key"),
+        )
         found.append(group)
     if not found:
         raise CheckpointError(f"{where}: expected {kind}.modality_keys, got none")
     return Groups(tuple(found))
 
 
-def _scaled(
-    group: Group, entry: Mapping[str, Any], scaling: Scaling, settings: Mapping[str, Any], relative: bool, where: str
-) -> Group:
-    names = ("mean", "std") if scaling == "mean_std" else ("min", "max")
-    if scaling == "range" and settings.get("use_percentiles") and not relative:
-        names = ("q01", "q99")
+def _limits(entry: Mapping[str, Any], scaling: Scaling, percentiles: bool, where: str) -> tuple[np.ndarray, np.ndarray]:
+    names = ("mean", "std") if scaling == "mean_std" else ("q01", "q99") if percentiles else ("min", "max")
     low, high = (_numbers(entry.get(n), f"{where}: {n}") for n in names)
     if (high < (0.0 if scaling == "mean_std" else low)).any():
         raise CheckpointError(f"{where}: expected {'std >= 0' if scaling == 'mean_std' else ' <= '.join(names)}")
-    clipped = settings.get("clip_outliers", True) is not False
-    return dataclasses.replace(group, scaling=scaling, low=low, high=high, clipped=clipped)
+    return low, high
 
 
-def _relation(form: Mapping[str, Any], where: str) -> Any:
-    kind, layout = _word(form.get("type")), _word(form.get("format")).replace("_", "+")
-    if kind == "non+eef" or kind == "non_eef":
+def _relation(form: Mapping[str, Any], where: str) -> Relative:
+    kind, layout = (str(form.get(name)).lower().replace("_", "+") for name in ("type", "format"))
+    if kind == "non+eef":
         return "difference"
     if kind == "eef" and layout == "xyz+rot6d":
         return "pose"
     raise CheckpointError(f"{where}: expected NON_EEF, or EEF as XYZ_ROT6D, got {dict(form)}")
-
-
-def _word(value: Any) -> str:
-    return str(value).lower()
 
 
 # -- images -------------------------------------------------------------------------------------------------------

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.checkpoint import account, compare_sizes, deferred, is_own, read_config, shapes_of
+from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, is_own, read_config
 from vla_accel.checkpoints.lerobot import (
+    Processors,
     buffers,
     denoising_steps,
     is_lerobot,
     is_migrated,
-    longest_prompt,
-    prompt_state_dim,
     read_processors,
     read_settings,
     required,
@@ -49,10 +48,9 @@ from vla_accel.families.overrides import (
     warn_of_contradictions,
 )
 from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config
-from vla_accel.pictures import PixelValues
-from vla_accel.transforms.normalisation import Normaliser, NormKind, load_statistics, statistics_by_asset
+from vla_accel.transforms.normalisation import Normaliser, load_scales, statistics_by_asset
 from vla_accel.transforms.processing import Processor, PromptForm
-from vla_accel.transforms.robots import BY_ASSET, Preset, load_preset, of_another
+from vla_accel.transforms.robots import BY_ASSET, load_preset, of_another
 from vla_accel.transforms.tokenizer import PALIGEMMA_HUB, Tokenizer, load_tokenizer
 
 _log = logging.getLogger("vla_accel.checkpoints")
@@ -60,103 +58,46 @@ _KIND_SIGNS: dict[Kind, tuple[str, ...]] = {
     "pi0": ("state_proj.weight", "action_time_mlp_in.weight"),
     "pi05": ("time_mlp_in.weight", STACKS["expert"] + "norm.dense.weight"),
 }
+_Read = tuple[Pi0Config, Processors, Tokenizer]
+"""The content of a folder without its weights."""
 
 
-@dataclass(frozen=True)
-class _Folder:
-    """The content of a folder without its weights."""
-
-    config: Pi0Config
-    preset: Preset
-    scales: tuple[Normaliser, Normaliser]
-    tokenizer: Tokenizer
-    prompt_state_dim: int | None = None
-    prompt_form: PromptForm = "cleaned"
-    pixels: PixelValues | None = None
-
-
-def load_folder(
-    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-) -> tuple[Pi0, Processor]:
-    """Return the network, whose weights are read later, and the robot's transforms (`Family.load`)."""
+def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Pi0, Processor]:
+    """Return the network and the robot's transforms (`Family.load`)."""
     lora, described = adapter_of(folder, settings)
-    if is_lerobot(described):
-        weights = SafetensorsWeights(folder)
-        found = _lerobot(described, weights, settings)
-    elif _is_own(folder):
-        found = _own(folder, settings)
-        weights = SafetensorsWeights(folder)
-    else:
-        weights = SafetensorsWeights(folder)
-        found = _openpi(folder, weights, settings)
-    config, preset = found.config, found.preset
-    needed = max(preset.action_dim, preset.state_dim if config.kind == "pi0" else 0)
+    weights = SafetensorsWeights(folder)
+    lerobot = is_lerobot(described)
+    read = _lerobot if lerobot else _own if _is_own(folder, weights) else _openpi
+    config, saved, tokenizer = read(described, weights, settings)
+    needed = max(saved.preset.action_dim, saved.preset.state_dim if config.kind == "pi0" else 0)
     if needed > config.action_dim:
         raise ConfigError(f"preset: {needed} state or action dimensions do not fit a model of {config.action_dim}")
-    processor = processor_of(
-        Processor,
-        config,
-        preset,
-        found.scales,
-        found.tokenizer,
-        settings,
-        discrete_state=config.discrete_state_input,
-        prompt_state_dim=found.prompt_state_dim,
-        prompt_form=found.prompt_form,
-        pixels=found.pixels,
-    )
-    model = load_weights(weights, config, str(folder), device=device, dtype=dtype)
-    if lora is not None:
-        fold(model, lora, lambda name: NAMES.pieces(name, config), (*DEAD, EMBEDDINGS[1]))
-    return model, processor
+    # lerobot's π0 appends a newline to the instruction; openpi cleans the text, too.
+    form: PromptForm = "line" if lerobot and config.kind == "pi0" else "cleaned"
+    discrete = config.discrete_state_input
+    processor = processor_of(Processor, config, saved, tokenizer, settings, discrete_state=discrete, prompt_form=form)
+    model = load_weights(weights, config, str(folder))
+    return fold(model, lora, lambda name: NAMES.pieces(name, config), (*DEAD, EMBEDDINGS[1])), processor
 
 
-# -- weights ------------------------------------------------------------------------------------------------------
-
-
-def load_weights(
-    weights: Weights, config: Pi0Config, where: str, *, device: str | torch.device, dtype: torch.dtype | None
-) -> Pi0:
-    """Return the network in eval mode, whose weights are read when they are needed (`Network.fetch`).
-
-    Args:
-        weights: Tensors under this package's, openpi's or lerobot's names.
-        config: Sizes of the network.
-        where: The folder, for errors.
-        device: The device of the weights.
-        dtype: Of the large products; None keeps the stored one. `Pi0.kept_wide` stays in float32.
-
-    Raises:
-        CheckpointError: Tensors are missing, left over or misshaped; the message lists them.
-    """
-    recipe = check_weights(weights, config, where)
-    return deferred(Pi0.empty(config), weights, recipe, where).placed(torch.device(device), dtype)
-
-
-def check_weights(weights: Weights, config: Pi0Config, where: str) -> dict[str, tuple[Piece, ...]]:
-    """Return the stored tensors of each canonical one. Raises CheckpointError if any is missing, left over, misshaped
-    or not a float."""
-    expected = shapes_of(Pi0.empty(config))
-    names = weights.shapes.keys()
-    dialect, prefix = dialect_of(names)
+def load_weights(weights: Weights, config: Pi0Config, where: str) -> Pi0:
+    """Return the network of tensors under this package's, openpi's or lerobot's names, which are read when they are
+    needed. Raises CheckpointError that lists tensors that are missing, left over or misshaped."""
+    network = Pi0.empty(config)
+    recipe: dict[str, tuple[Piece, ...]] = {name: (Piece(name),) for name in network.state_dict()}
+    dialect, prefix = dialect_of(weights.shapes)
     dead: list[str] = []
-    if dialect == "vla_accel":
-        recipe: dict[str, tuple[Piece, ...]] = {name: (Piece(name),) for name in expected}
-    else:
-        recipe = {
-            name: tuple(Piece(prefix + piece.name, piece.rows) for piece in NAMES.pieces(name, config))
-            for name in expected
-        }
-        tables = [prefix + e for e in EMBEDDINGS if prefix + e in names]
+    if dialect != "vla_accel":
+        recipe = {n: tuple(Piece(prefix + p.name, p.rows) for p in NAMES.pieces(n, config)) for n in recipe}
+        tables = [prefix + e for e in EMBEDDINGS if prefix + e in weights.shapes]
         # Since transformers 5, training unties the table from the head, which nothing reads. lerobot's folders often
         # hold two different tables. openpi ties them, so a difference means that other code wrote the folder.
         if len(tables) == 2 and dialect == "openpi" and not torch.equal(*(weights.read(table) for table in tables)):
             _log.warning("checkpoint %s: %s and %s differ: the first is read", where, *tables)
         if tables:
             recipe["embed.weight"] = (Piece(tables[0]),)
-        dead = [*tables, *(prefix + d for d in DEAD), *buffers(names)]
-    account(weights, recipe, expected, f"checkpoint {where} does not fit {config.kind}", dead)
-    return recipe
+        dead = [*tables, *(prefix + d for d in DEAD), *buffers(weights.shapes)]
+    return fitted(network, weights, recipe, where, config.kind, dead)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
@@ -237,26 +178,27 @@ def kind_of(shapes: Shapes) -> Kind | None:
 # -- this package's own folders -----------------------------------------------------------------------------------
 
 
-def _is_own(folder: Path) -> bool:
+def _is_own(folder: Path, weights: Weights) -> bool:
     path = folder / "config.json"
-    if path.is_file():
-        return is_own(read_json(path))
     # Canonical names without any config: reading the config then reports that it is missing.
-    return dialect_of(SafetensorsWeights(folder).shapes)[0] == "vla_accel"
+    return is_own(read_json(path)) if path.is_file() else dialect_of(weights.shapes)[0] == "vla_accel"
 
 
-def _own(folder: Path, settings: PolicyConfig) -> _Folder:
+def _own(folder: Path, weights: Weights, settings: PolicyConfig) -> _Read:
     refuse_asset(settings, folder)
     config = resized(read_config(folder, Pi0Config), settings)
-    preset = load_preset(settings.preset or "libero")
-    scales = _openpi_statistics(folder / "norm_stats.json", config)
-    return _Folder(config, preset, scales, load_tokenizer(folder, settings.checkpoint.tokenizer))
+    saved = Processors(load_preset(settings.preset or "libero"), *_scales(folder / "norm_stats.json", config))
+    return config, saved, load_tokenizer(folder, settings.checkpoint.tokenizer)
+
+
+def _scales(path: Path, config: Pi0Config) -> tuple[Normaliser, Normaliser]:
+    return load_scales(path, "quantile" if config.kind == "pi05" else "mean_std")
 
 
 # -- openpi -------------------------------------------------------------------------------------------------------
 
 
-def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -> _Folder:
+def _openpi(folder: Path, weights: Weights, settings: PolicyConfig) -> _Read:
     """Read openpi's folder: `assets/<asset_id>/norm_stats.json`, and the config.json of its converter.
 
     `pi05`, `max_token_len`, `discrete_state_input` and `preset` in config.json are additions of `vla-accel convert`.
@@ -290,7 +232,7 @@ def _openpi(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -
     if discrete is not None and config.kind == "pi05":
         config = dataclasses.replace(config, discrete_state_input=bool(discrete))
     tokenizer = load_tokenizer(folder, settings.checkpoint.tokenizer, elsewhere=True)
-    return _Folder(config, preset, _openpi_statistics(statistics, config), tokenizer)
+    return config, Processors(preset, *_scales(statistics, config)), tokenizer
 
 
 def _preset_of(asset: str, folder: Path) -> str:
@@ -303,12 +245,6 @@ def _preset_of(asset: str, folder: Path) -> str:
             "the configuration to the robot's conventions (a shipped preset's name or a YAML file)"
         )
     return BY_ASSET[asset]
-
-
-def _openpi_statistics(path: Path, config: Pi0Config) -> tuple[Normaliser, Normaliser]:
-    statistics = load_statistics(path)
-    kind: NormKind = "quantile" if config.kind == "pi05" else "mean_std"
-    return Normaliser.of(statistics["state"], kind, "state"), Normaliser.of(statistics["actions"], kind, "actions")
 
 
 def _asset(folder: Path, wanted: str | None) -> tuple[str, Path]:
@@ -345,7 +281,7 @@ def _rlinf_assets(folder: Path) -> dict[str, Path]:
 # -- lerobot ------------------------------------------------------------------------------------------------------
 
 
-def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) -> _Folder:
+def _lerobot(folder: Path, weights: Weights, settings: PolicyConfig) -> _Read:
     refuse_asset(settings, folder)
     path = folder / "config.json"
     content = read_settings(path, ("pi0", "pi05"))
@@ -356,27 +292,18 @@ def _lerobot(folder: Path, weights: SafetensorsWeights, settings: PolicyConfig) 
     horizon, delay = size_of(content, "chunk_size", path), content.get("rtc_training_max_delay")
     if delay is not None and (type(delay) is not int or not 0 <= delay < horizon):
         raise CheckpointError(f"{path}: rtc_training_max_delay: expected 0 to {horizon - 1}, got {delay!r:.60}")
-    _, prefix = dialect_of(weights.shapes)
     stated = Stated(
         kind=content["type"],
         action_dim=required(content, "max_action_dim", int, path),
         action_horizon=horizon,
-        max_token_len=longest_prompt(saved, content, path),
+        max_token_len=saved.max_token_len,
         image_size=int(resolution[0]),
         variants=(content.get("paligemma_variant"), content.get("action_expert_variant")),
     )
-    config = resized(infer_config(weights.shapes, prefix, stated, str(folder)), settings)
+    config = resized(infer_config(weights.shapes, dialect_of(weights.shapes)[1], stated, str(folder)), settings)
     steps = denoising_steps(content, "num_inference_steps", path)
     config = dataclasses.replace(config, num_steps=steps, trained_delay=delay)
-    hub = saved.tokenizer.get("tokenizer_name") or PALIGEMMA_HUB
-    tokenizer = load_tokenizer(folder, settings.checkpoint.tokenizer, elsewhere=True, hub=hub)
-    return _Folder(
-        config,
-        robot_of(saved.preset, settings),
-        (saved.state, saved.actions),
-        tokenizer,
-        prompt_state_dim(content, path),
-        # lerobot's π0 appends a newline to the instruction; openpi cleans the text, too.
-        "line" if config.kind == "pi0" else "cleaned",
-        saved.pixels,
+    tokenizer = load_tokenizer(
+        folder, settings.checkpoint.tokenizer, elsewhere=True, hub=saved.tokenizer or PALIGEMMA_HUB
     )
+    return config, dataclasses.replace(saved, preset=robot_of(saved.preset, settings)), tokenizer

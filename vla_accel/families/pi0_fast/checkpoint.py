@@ -14,15 +14,8 @@ from typing import Any
 
 import torch
 
-from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, shapes_of
-from vla_accel.checkpoints.lerobot import (
-    buffers,
-    longest_prompt,
-    prompt_state_dim,
-    read_processors,
-    read_settings,
-    required,
-)
+from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
+from vla_accel.checkpoints.lerobot import buffers, read_processors, read_settings, required
 from vla_accel.checkpoints.lora import fold
 from vla_accel.checkpoints.paligemma import DEAD, EMBEDDINGS, NAMES, compared_variant, stack_sizes, tower_sizes
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
@@ -40,23 +33,20 @@ _OTHERS = {"norm.weight": _PREFIX + DEAD[1], "head.weight": _HEAD}
 """Tensors that π0 does not read: the final norm, and the head."""
 
 
-def load_folder(
-    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-) -> tuple[Pi0Fast, FastProcessor]:
-    """Return the network, whose weights are read later, and the robot's transforms (`Family.load`)."""
+def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Pi0Fast, FastProcessor]:
+    """Return the network and the robot's transforms (`Family.load`)."""
     lora, described = adapter_of(folder, settings)
     path, overrides = described / "config.json", settings.checkpoint
     content, weights = read_settings(path, ("pi0_fast",)), SafetensorsWeights(folder)
     saved = read_processors(described, content, "bilinear", weights)
-    config = resized(read_sizes(weights, content, longest_prompt(saved, content, path), path), settings)
+    config = resized(read_sizes(weights, content, saved.max_token_len, path), settings)
     if lora is not None and EMBEDDINGS[1] in lora.changes:
         # The adapter changes the head, which then differs from the embedding.
         config = dataclasses.replace(config, tied=False)
-    hub = saved.tokenizer.get("tokenizer_name") or content.get("text_tokenizer_name")
-    tokenizer = load_tokenizer(described, overrides.tokenizer, elsewhere=True, hub=hub or PALIGEMMA_HUB)
-    fast_name = required(content, "action_tokenizer_name", str, path)
+    hub = saved.tokenizer or content.get("text_tokenizer_name") or PALIGEMMA_HUB
+    tokenizer = load_tokenizer(described, overrides.tokenizer, elsewhere=True, hub=hub)
     detokeniser = Detokeniser.of(
-        load_fast(described, overrides.action_tokenizer, fast_name),
+        load_fast(described, overrides.action_tokenizer, required(content, "action_tokenizer_name", str, path)),
         tokenizer,
         required(content, "fast_skip_tokens", int, path),
         config.action_horizon,
@@ -65,34 +55,18 @@ def load_folder(
         relaxed=overrides.relaxed_actions,
     )
     config = dataclasses.replace(config, stop_token=detokeniser.stop)
-    processor = processor_of(
-        FastProcessor,
-        config,
-        robot_of(saved.preset, settings),
-        (saved.state, saved.actions),
-        tokenizer,
-        settings,
-        discrete_state=True,
-        prompt_form="fast",
-        prompt_state_dim=prompt_state_dim(content, path),
-        pixels=saved.pixels,
-        detokeniser=detokeniser,
-    )
-    model = _network(weights, config, str(folder)).placed(torch.device(device), dtype)
-    return model if lora is None else fold(model, lora, lambda name: pieces(name, config)), processor
-
-
-def _network(weights: Weights, config: Pi0FastConfig, where: str) -> Pi0Fast:
-    """Raise CheckpointError that lists missing, left-over and misshaped tensors."""
-    empty = Pi0Fast.empty(config)
-    recipe = {name: pieces(name, config) for name in shapes_of(empty)}
+    saved = dataclasses.replace(saved, preset=robot_of(saved.preset, settings))
+    fields = {"discrete_state": True, "prompt_form": "fast", "detokeniser": detokeniser}
+    processor = processor_of(FastProcessor, config, saved, tokenizer, settings, **fields)
+    recipe = {name: pieces(name, config) for name in Pi0Fast.empty(config).state_dict()}
     stored = [name for name in (_TABLE, _HEAD) if name in weights.shapes]
     for name in ("embed.weight", "head.weight"):
         # One table under either name, unless there are two.
         if name in recipe and (config.tied or len(stored) == 1):
             recipe[name] = (Piece((stored or [_TABLE])[0]),)
     dead = (*((_TABLE, _HEAD) if config.tied else ()), *buffers(weights.shapes))
-    return fitted(empty, weights, recipe, where, "pi0_fast", dead)
+    model = fitted(Pi0Fast.empty(config), weights, recipe, str(folder), "pi0_fast", dead)
+    return fold(model, lora, lambda name: pieces(name, config)), processor
 
 
 def pieces(name: str, config: Pi0FastConfig) -> tuple[Piece, ...]:

@@ -10,19 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, fitted_own, is_own, read_config, shapes_of
+from vla_accel.checkpoints.checkpoint import compare_sizes, fitted, is_own, read_config
 from vla_accel.checkpoints.lerobot import (
     Processors,
     buffers,
     denoising_steps,
-    longest_prompt,
     read_processors,
     read_settings,
     required,
 )
-from vla_accel.checkpoints.lora import Lora, fold
+from vla_accel.checkpoints.lora import fold
 from vla_accel.checkpoints.stacks import Names, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
 from vla_accel.config import PolicyConfig
@@ -31,10 +28,10 @@ from vla_accel.families.overrides import adapter_of, processor_of, resized, robo
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, expert_mlp_dim
 from vla_accel.nn.gemma import SmolLmConfig
 from vla_accel.nn.siglip import SiglipConfig
-from vla_accel.transforms.normalisation import Normaliser, load_statistics
+from vla_accel.transforms.normalisation import load_scales
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import load_preset
-from vla_accel.transforms.tokenizer import Tokenizer, load_line_tokenizer
+from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 TOKENIZER_HUB = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
 _log = logging.getLogger("vla_accel.checkpoints")
@@ -54,61 +51,32 @@ _TEXT_WIDTHS = (256, 576, 960, 2048)  # of the bundled demo, and of SmolLM2's th
 _VISION_HEADS = {256: 4, 768: 12, 1152: 16}  # by width: the bundled demo, SigLIP B and SO400M (arXiv 2504.05299)
 
 
-def load_folder(
-    folder: Path, settings: PolicyConfig, *, device: str | torch.device, dtype: torch.dtype | None
-) -> tuple[SmolVla, Processor]:
-    """Return the network, whose weights are read later, and the robot's transforms (`Family.load`)."""
+def load_folder(folder: Path, settings: PolicyConfig) -> tuple[SmolVla, Processor]:
+    """Return the network and the robot's transforms (`Family.load`)."""
     lora, described = adapter_of(folder, settings)
-    path = described / "config.json"
-    if is_own(read_json(path)):
-        return _own(folder, settings, lora, device=device, dtype=dtype)
-    weights, content = SafetensorsWeights(folder), read_settings(path, ("smolvla",))
-    saved = read_processors(described, content, "corner", weights)
-    config = resized(read_sizes(weights.shapes, content, longest_prompt(saved, content, path), path), settings)
-    saved = dataclasses.replace(saved, preset=robot_of(saved.preset, settings))
-    hub = saved.tokenizer.get("tokenizer_name") or content.get("vlm_model_name") or TOKENIZER_HUB
-    processor = _processor(config, saved, load_line_tokenizer(described, settings.checkpoint.tokenizer, hub), settings)
-    empty = SmolVla.empty(config)
-    recipe = {name: pieces(name, config) for name in shapes_of(empty)}
-    dead = (*DEAD, *buffers(weights.shapes))
-    model = fitted(empty, weights, recipe, str(folder), "smolvla", dead).placed(torch.device(device), dtype)
-    return _adapted(model, lora), processor
-
-
-def _own(
-    folder: Path, settings: PolicyConfig, lora: Lora | None, *, device: str | torch.device, dtype: torch.dtype | None
-) -> tuple[SmolVla, Processor]:
-    config = resized(read_config(folder, SmolVlaConfig), settings)
-    statistics = load_statistics(folder / "norm_stats.json")
-    preset = dataclasses.replace(load_preset(settings.preset or "libero"), resize="corner")
-    state, actions = (Normaliser.of(statistics[name], "mean_std", name) for name in ("state", "actions"))
-    tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER_HUB)
-    processor = _processor(config, Processors(preset, state, actions, {}), tokenizer, settings)
-    model = fitted_own(SmolVla.empty(config), folder).placed(torch.device(device), dtype)
-    return _adapted(model, lora).whole(), processor
-
-
-def _adapted(model: SmolVla, lora: Lora | None) -> SmolVla:
-    return model if lora is None else fold(model, lora, lambda name: pieces(name, model.config), DEAD)
-
-
-def _processor(config: SmolVlaConfig, saved: Processors, tokenizer: Tokenizer, settings: PolicyConfig) -> Processor:
+    path, weights = described / "config.json", SafetensorsWeights(folder)
+    hub: str | None = None
+    if own := is_own(read_json(path)):
+        config = resized(read_config(folder, SmolVlaConfig), settings)
+        preset = dataclasses.replace(load_preset(settings.preset or "libero"), resize="corner")
+        saved = Processors(preset, *load_scales(folder / "norm_stats.json", "mean_std"))
+    else:
+        content = read_settings(path, ("smolvla",))
+        saved = read_processors(described, content, "corner", weights)
+        config = resized(read_sizes(weights.shapes, content, saved.max_token_len, path), settings)
+        saved = dataclasses.replace(saved, preset=robot_of(saved.preset, settings))
+        hub = saved.tokenizer or content.get("vlm_model_name")
     for name in ("state", "action"):
         needed, available = getattr(saved.preset, f"{name}_dim"), getattr(config, f"{name}_dim")
         if needed > available:
             raise ConfigError(f"preset: {needed} {name} dimensions do not fit a model of {available}")
-    return processor_of(
-        Processor,
-        config,
-        saved.preset,
-        (saved.state, saved.actions),
-        tokenizer,
-        settings,
-        discrete_state=False,
-        padded_state=config.state_dim,
-        prompt_form="line",
-        pixels=saved.pixels,
-    )
+    tokenizer = load_line_tokenizer(described, settings.checkpoint.tokenizer, hub or TOKENIZER_HUB)
+    fields = {"discrete_state": False, "padded_state": config.state_dim, "prompt_form": "line"}
+    processor = processor_of(Processor, config, saved, tokenizer, settings, **fields)
+    model = SmolVla.empty(config)
+    recipe = {name: (Piece(name),) if own else pieces(name, config) for name in model.state_dict()}
+    fitted(model, weights, recipe, str(folder), "smolvla", () if own else (*DEAD, *buffers(weights.shapes)))
+    return fold(model, lora, lambda name: pieces(name, config), DEAD), processor
 
 
 def pieces(name: str, config: SmolVlaConfig) -> tuple[Piece, ...]:

@@ -1,21 +1,22 @@
-"""The streamed kernels of π0's and π0.5's loop, run as they are in an emulator on the CPU, against the loop of fused
-ops: as near to float32 as that loop is in BF16; the same bits in any order of warps, whatever lies
-behind a prefix's length. And the same kernels with mistakes, which must show."""
+"""The streamed kernels of all loops in an emulator on the CPU: as near to float32 as the loop of fused ops in BF16; the
+same bits in any order of warps, whatever lies behind a prefix's length; and the same kernels with mistakes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.agreement import assert_as_near
-from tests.support.cuda_emulator import EmulationError
-from tests.support.emulated_loops import EmulatedLoop, Pi0Loops
-from tests.support.streamed_support import LOOPS, LoopCase, streamable
-
-NAN, INFINITY = float("nan"), float("inf")
+from tests.support.cuda_emulator import EmulatedModule, EmulationError
+from tests.support.streamed_support import EXPERTS, LOOPS, NAN, LoopCase, Loops, smolvla_case, streamable
+from vla_accel.kernels import nvrtc
+from vla_accel.kernels.loop import StreamedLoop
 
 # `attend` is for heads of 128 or more: one to four tiles of rows, with a state's token and without.
 ATTEND = {"width": 128, "mlp": 256, "heads": 2, "head_dim": 128, "depth": 1}
@@ -29,9 +30,7 @@ CASES = {
     "pi0 33": LoopCase(streamable("pi0", **ATTEND, horizon=33), prefix_tokens=41, steps=1),
     "pi0 50": LoopCase(streamable("pi0", **TWO_LAYERS, horizon=50), steps=1),
     # Gate and up load so many rows of such a width in batches.
-    "pi05 50 in batches": LoopCase(
-        streamable("pi05", **ATTEND | {"width": 1024}, horizon=50), prefix_tokens=41, steps=1
-    ),
+    "pi05 50 in batches": LoopCase(streamable("pi05", **ATTEND | {"width": 1024}, horizon=50), 1, 41, 1),
     "pi0 50 in batches": LoopCase(streamable("pi0", **ATTEND | {"width": 1024}, horizon=50), steps=1),
     # Small heads, several sequences, four parts of K, products of two chunks.
     **{name: replace(LOOPS[name], steps=2) for name in ("demo", "demo x 4", "narrow")},
@@ -40,26 +39,56 @@ CASES = {
     "two tiles of keys a block": LoopCase(
         streamable("pi05", width=64, mlp=128, heads=4, depth=1, horizon=5), batch=2, prefix_tokens=646, steps=1
     ),
+    **{f"smolvla {name}": case for name, case in EXPERTS.items() if not name.startswith("full")},
+    "smolvla two tiles of rows a block": smolvla_case(40, 33, steps=1, heads=8, kv_heads=1, horizon=50),
 }
-QUICK = ("pi05 10", "pi0 50")
+QUICK = ("pi05 10", "pi0 50", "smolvla 17 actions", "smolvla three sequences")
+
+
+class EmulatedLoop:
+    """A streamed loop whose kernels run in the emulator, and may access its own tensors and a call's alone.
+
+    Args:
+        folder: Holds compiled kernels.
+        change: Edits their source first.
+    """
+
+    def __init__(self, loops: Loops, folder: Path, change: Callable[[str], str] = lambda source: source) -> None:
+        def load(source: str, *rest: Any, **options: Any) -> EmulatedModule:
+            return EmulatedModule(change(source), *rest, folder=folder)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nvrtc, "load_module", load)
+            self.loop: StreamedLoop = loops.streamed()
+        assert isinstance(self.loop.module, EmulatedModule)
+        self.module = self.loop.module
+
+    def run(self, inputs: dict[str, Tensor], state: Tensor | None, actions: Tensor) -> None:
+        loop = self.loop
+        own = (*loop._buffers.values(), *loop._constants.values(), loop.values_t)
+        self.module.allow(*(t for t in (*own, *inputs.values(), state, actions) if t is not None))
+        loop.run(inputs, state, actions)
+
+
+def assert_near(loops: Loops, got: Tensor) -> None:
+    exact = loops.moved(loops.fused("fp32"), loops.placed("cpu", torch.float32, beyond=0.0))
+    plain = loops.moved(loops.fused("bf16"), loops.placed(beyond=0.0))
+    assert_as_near(got, plain, exact)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_the_loop_is_as_near_as_fused_ops(name: str, emulated: Path) -> None:
-    loops = Pi0Loops(CASES[name])
-    exact = loops.moved(loops.fused("fp32"), loops.inputs(0.0, torch.float32))
-    plain = loops.moved(loops.fused("bf16"), loops.inputs(0.0))
-    loop = EmulatedLoop(loops.streamed, emulated)
-    got = loops.moved(loop, loops.inputs(NAN))
-    assert_as_near(got, plain, exact)
-    assert torch.equal(loops.moved(loop, loops.inputs(INFINITY)), got)  # in another order of warps, too
+    loops = Loops(CASES[name])
+    loop = EmulatedLoop(loops, emulated)
+    got = loops.moved(loop, loops.placed(beyond=NAN))
+    assert_near(loops, got)
+    # In another order of warps, too.
+    assert torch.equal(loops.moved(loop, loops.placed(beyond=float("inf"))), got)
     assert set(loop.module.launches) == set(loop.loop.schedule.blocks)
     assert loop.loop.schedule.macros["BATCHED_ROWS"] == ("in batches" in name)
 
 
-# -- mistakes ---------------------------------------------------------------------------------------------------------
-
-# What a line of the source becomes, and what is then said; where nothing is said, the actions are off.
+# What a line of the source becomes, and the error; without one, the actions are wrong.
 MISTAKES = {
     "no barrier": ("    __syncthreads();\n    put_sums<N>", "    put_sums<N>", "with no barrier between"),
     "no wait for the copy": ("  attention.kv_arrived.wait();\n", "", "which its copy engine wrote with no barrier"),
@@ -88,20 +117,18 @@ MISTAKES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_shows(name: str, emulated: Path) -> None:
-    text, becomes, says = MISTAKES[name]
-    loops = Pi0Loops(replace(CASES["pi05 10"], steps=1))
+    text, becomes, error = MISTAKES[name]
+    loops = Loops(replace(CASES["pi05 10"], steps=1))
 
-    def changed(source: str) -> str:
+    def change(source: str) -> str:
         assert text in source
         return source.replace(text, becomes)
 
-    loop = EmulatedLoop(loops.streamed, emulated, changed)
-    if says:
-        with pytest.raises(EmulationError, match=says):
-            loops.moved(loop, loops.inputs(NAN))
+    loop = EmulatedLoop(loops, emulated, change)
+    if error:
+        with pytest.raises(EmulationError, match=error):
+            loops.moved(loop, loops.placed(beyond=NAN))
         return
-    got = loops.moved(loop, loops.inputs(NAN))
-    exact = loops.moved(loops.fused("fp32"), loops.inputs(0.0, torch.float32))
-    plain = loops.moved(loops.fused("bf16"), loops.inputs(0.0))
+    got = loops.moved(loop, loops.placed(beyond=NAN))
     with pytest.raises(AssertionError):
-        assert_as_near(got, plain, exact)
+        assert_near(loops, got)

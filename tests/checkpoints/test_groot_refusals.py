@@ -1,0 +1,198 @@
+"""What is not understood in GR00T's folders, or contradicts itself, is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support import groot_folders as written
+from tests.support.groot_folders import TAG, put, tensors, write_isaac, write_lerobot
+from tests.support.lerobot_saved import Change
+from vla_accel.config import CheckpointSpec, PolicyConfig
+from vla_accel.errors import CheckpointError
+from vla_accel.families.loading import load
+
+W3 = "action_head.action_encoder.W3.W"
+CONFIG, PROCESSOR, STATISTICS, IDS = "config.json", "processor_config.json", "statistics.json", "embodiment_id.json"
+BEFORE, AFTER = "policy_preprocessor.json", "policy_postprocessor.json"
+NO_SIZE = "expected a whole number from 1 to 4096, got"
+STATE = written.statistics(written.STATE)
+SWAPPED = {
+    name: {**entry, "q01": entry["q99"], "q99": entry["q01"], "min": entry["max"], "max": entry["min"]}
+    for name, entry in STATE.items()
+}
+
+
+def config(*path: Any) -> Change:
+    return put(CONFIG, *path)
+
+
+def setting(name: str, value: Any) -> Change:
+    return put(PROCESSOR, "processor_kwargs", name, value)
+
+
+def images(**values: Any) -> Change:
+    """Settings of a processor with OpenCV's filter."""
+    settings = {"use_albumentations": True, "image_target_size": [256, 256], "image_crop_size": [230, 230], **values}
+    return lambda files: files[PROCESSOR]["processor_kwargs"].update(settings)
+
+
+def modality(*path: Any) -> Change:
+    return put(PROCESSOR, "processor_kwargs", "modality_configs", TAG, *path)
+
+
+def step(file: str, index: int, name: str, value: Any) -> Change:
+    return put(file, "steps", index, "config", name, value)
+
+
+def relation(**form: Any) -> Change:
+    """The first action is relative to the state."""
+    form = {"rep": "RELATIVE", "state_key": "x", **form}
+
+    def change(files: dict[str, Any]) -> None:
+        settings = files[PROCESSOR]["processor_kwargs"]
+        settings["use_relative_action"] = True
+        settings["modality_configs"][TAG]["action"]["action_configs"] = [form, *[{"rep": "ABSOLUTE"}] * 6]
+        files[STATISTICS][TAG]["relative_action"] = written.statistics({"x": 1}, rows=6)
+
+    return change
+
+
+ISAAC: list[tuple[Change, str]] = [
+    # config.json against the weights.
+    (config("hidden_size", 64), "hidden_size: config says 64, weights say 56"),
+    (config("use_vl_self_attention", False), "use_vl_self_attention: config says False, weights say True"),
+    (config("select_layer", 6), "missing: backbone.model.model.language_model.layers.4"),
+    *((config(name, value), rf"/config\.json: {name}: {NO_SIZE} {value!r}") for name, value in (
+        ("select_layer", "last"), ("select_layer", 10**9), ("action_horizon", -1), ("num_inference_timesteps", 0))),
+    (config("model_type", "Gr00tN1d6"), "expected GR00T N1.7 .*, found gr00tn1d6"),
+    # Networks that are not built.
+    *((config(*path), rf"{'.'.join(path[:-1])}\b.*got|got {'.'.join(path[:-1])} ") for path in (
+        ("use_alternate_vl_dit", False), ("strict_action_padding_mask", True), ("use_future_tokens", True),
+        ("use_soft_prompts", True), ("use_tactile", True), ("backbone_model_type", "eagle"), ("use_motion", True),
+        ("state_history_length", 3), ("loss_mechanism", "dual_branch"),
+        ("diffusion_model_cfg", "norm_type", "layer_norm"), ("diffusion_model_cfg", "a_later_setting", 3),
+        ("vl_self_attention_cfg", "positional_embeddings", "sinusoidal"))),
+    # Embodiments and statistics.
+    *((put(IDS, TAG, number), "misshaped: action_head.action_decoder.layer1.W") for number in (7, 10**9)),
+    (lambda files: files.update({STATISTICS: {"gr1": {}}, IDS: {"mine": 1}}),
+     f"all its files have, found {TAG} in .*; gr1 in statistics.json; .*mine.* in embodiment_id"),
+    (put(STATISTICS, TAG, {"state": STATE}), "expected action, found"),
+    (put(STATISTICS, TAG, {"state": {}, "action": {}}), "expected x, found"),
+    (put(STATISTICS, TAG, {"state": SWAPPED, "action": SWAPPED}), r"expected \w+ <= "),
+    # Images.
+    *((images(**changes), rf"/processor_config\.json: {message}") for changes, message in (
+        ({"shortest_image_edge": -1}, f"shortest_image_edge: {NO_SIZE} -1"),
+        ({"shortest_image_edge": "256"}, f"shortest_image_edge: {NO_SIZE} '256'"),
+        ({"image_target_size": [256, 0]}, f"image_target_size: {NO_SIZE} 0"),
+        ({"image_target_size": 256}, "image_target_size: expected a height and a width, got 256"),
+        ({"crop_fraction": None, "image_crop_size": [-1, 2]}, f"image_crop_size: {NO_SIZE} -1"),
+        ({"crop_fraction": None, "image_crop_size": [230]}, r"image_crop_size: expected a height and a width, got \["),
+        ({"crop_fraction": "0.9"}, "crop_fraction: expected a number, got '0.9'"),
+        ({"crop_fraction": 1.5}, "crop_fraction: expected .*, got 1.5"),
+        ({"use_albumentations": False, "image_target_size": None}, "image_target_size: expected .*, got "),
+        ({"use_albumentations": False, "image_crop_size": None}, "image_crop_size: expected .*, got "),
+        ({"use_albumentations": False, "image_crop_size": [300, 230]}, "image_crop_size: expected .*, got "),
+        ({"crop_fraction": None, "image_crop_size": None}, "image_crop_size: expected .*, got "),
+        ({"shortest_image_edge": None, "image_target_size": None}, "image_target_size: expected .*, got "))),
+    # Settings of the processor and of modalities.
+    *((setting(name, value), rf"processor_config\.json: ({name}: )?expected .*got ({name}|true|\")")
+      for name, value in (
+        ("use_tactile", True), ("model_type", "eagle"), ("a_later_setting", 3), ("statistics_override", {"a": 1}))),
+    *((modality(kind, name, value), rf"{TAG}: .*{kind}\.{name}\b") for kind, name, value in (
+        ("state", "delta_indices", [-2, -1, 0]), ("state", "delta_indices", [-1]), ("video", "a_later_setting", 1),
+        ("action", "a_later_setting", "x"), ("state", "noise", 0.1))),
+    (modality("force", {"modality_keys": ["wrist"]}), rf"{TAG}: .*got force "),
+    (relation(type="EEF", format="XYZ_ROTVEC"), "expected NON_EEF, or EEF as XYZ_ROT6D"),
+    (relation(type="NON_EEF", state_key="gripper"), "action x is relative to state gripper of 1 numbers"),
+]  # fmt: skip
+LEROBOT: list[tuple[Change, str]] = [
+    (put(BEFORE, "steps", 0, "registry_name", "relative_actions_processor"),
+     "expected steps among .*, got relative_actions_processor"),
+    # lerobot takes embodiment 0 for an unknown tag.
+    (step(BEFORE, 2, "embodiment_tag", "typo"), "got 'typo'"),
+    (step(BEFORE, 4, "float_dtype", "bfloat16"), "device_processor: float_dtype: expected .*, got .bfloat16"),
+    (step(AFTER, 0, "env_action_dim", 5), "env_action_dim: expected 7, got 5"),
+    *((step(file, index, name, value), rf"{file}: groot_\w+: .*\b{name}\b") for file, index, name, value in (
+        (BEFORE, 2, "state_horizon", 2), (BEFORE, 2, "normalize_min_max", False), (BEFORE, 2, "language_key", "text"),
+        (BEFORE, 2, "a_later_setting", 1), (BEFORE, 3, "a_later_setting", 1), (AFTER, 0, "a_later_setting", "x"),
+        (AFTER, 0, "action_decode_transform", "another"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lerobot", "change", "message"), [*((False, *case) for case in ISAAC), *((True, *case) for case in LEROBOT)]
+)
+def test_a_folder_that_is_not_understood_is_refused_by_name(
+    lerobot: bool, change: Change, message: str, tmp_path: Path
+) -> None:
+    if "use_albumentations" in message or "crop" in message or "image_" in message:
+        pytest.importorskip("cv2")
+    (write_lerobot if lerobot else write_isaac)(tmp_path, change=change)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({W3: None}, f"1 missing: {W3}"),
+        ({"action_head.more": torch.zeros(2)}, "1 left over: action_head.more"),
+        ({W3: torch.zeros(5, 96, 95)}, r"1 misshaped: .*expected \(5, 96, 96\), got"),
+        ({W3: torch.zeros(2, 96, 96)}, r"1 misshaped: .*expected \(3, 96, 96\), got"),
+    ],
+)
+def test_every_key_is_accounted_for(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    weights = {name: value for name, value in {**tensors(), **changes}.items() if value is not None}
+    with pytest.raises(CheckpointError, match=message):
+        load(write_isaac(tmp_path, weights=weights))
+
+
+@pytest.mark.parametrize("name", ["action_horizon", "video_horizon", "valid_action_horizon", "chunk_size"])
+def test_sizes_in_lerobots_form_that_would_take_all_memory_are_refused(name: str, tmp_path: Path) -> None:
+    change = config(name, 10**9) if name == "chunk_size" else step(BEFORE, 2, name, 10**9)
+    with pytest.raises(CheckpointError, match=rf"/\w+\.json: {name}: expected .* from 1 to 4096, got 1000000000"):
+        load(write_lerobot(tmp_path, flat=True, change=change))
+
+
+@pytest.mark.parametrize("write", [write_isaac, write_lerobot])
+def test_an_embodiment_that_the_folder_lacks_is_refused(write: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"expected an embodiment of {TAG}[;,] got 'gr1'"):
+        load(write(tmp_path), PolicyConfig(checkpoint=CheckpointSpec(embodiment="gr1")))
+
+
+# -- other generations ----------------------------------------------------------------------------------------------
+
+EAGLE = "_groot_model.backbone.eagle_model.language_model.lm_head.weight"
+OLD = "_groot_model.action_head.model.proj_out_1.weight"
+STEPS = ("groot_pack_inputs_v3", "groot_eagle_encode_v3", "groot_eagle_collate_v3")
+
+
+@pytest.mark.parametrize(
+    ("weight", "base", "generation"),
+    [
+        (EAGLE, None, r"N1\.5: another network, .*supported"),
+        (OLD, "nvidia/GR00T-N1.5-3B", r"N1\.5: another network"),
+        (OLD, "nvidia/GR00T-N1.6-3B", r"N1\.6: another network"),
+        ("_groot_model.backbone.model.vision_model.x", None, r"N1\.6: another network"),
+        (OLD, None, r"N1\.5 \(groot_pack_inputs_v3, "),
+    ],
+)
+def test_an_older_generation_is_named(weight: str, base: str | None, generation: str, tmp_path: Path) -> None:
+    save_file({weight: torch.zeros(4, 4)}, str(tmp_path / "model.safetensors"))
+    content = {"type": "groot", "input_features": {}, "base_model_path": base}
+    (tmp_path / CONFIG).write_text(json.dumps(content))
+    steps = [{"registry_name": name, "config": {}} for name in STEPS]
+    (tmp_path / BEFORE).write_text(json.dumps({"steps": steps}))
+    with pytest.raises(CheckpointError, match=rf"expected GR00T N1\.7, got {generation}"):
+        load(tmp_path)
+
+
+def test_a_base_of_this_generation_is_not_taken_for_another(tmp_path: Path) -> None:
+    folder = write_lerobot(tmp_path, change=config("base_model_path", "nvidia/GR00T-N1.7-3B"))
+    assert load(folder, whole=False).processor.state.size == 8

@@ -1,0 +1,211 @@
+"""SmolVLA, GR00T and π0-FAST on a GPU: native next to eager, small and at the published size with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
+from tests.support.agreement import assert_as_near
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.config import load_config
+from vla_accel.families.groot.family import GROOT
+from vla_accel.families.pi0_fast.family import PI0_FAST
+from vla_accel.families.pi0_fast.native_decode import TURN
+from vla_accel.families.smolvla.family import SMOLVLA
+from vla_accel.measure.parity import LIMITS, compare
+from vla_accel.measure.random_policy import random_observations, random_policy
+from vla_accel.numeric import cosine
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = {
+    "smolvla": ("pick up the bowl", "pick it", "place it"),
+    "groot": ("open it", "pick up the black bowl", "put it on the task " * 6),
+    "pi0_fast": ("pick up the bowl", "pick it", "pick up the bowl : pick it up"),
+}
+
+
+def settings(family: Any, precision: str, engine: str, **parts: str) -> PolicyConfig:
+    """`parts`: precision of the engine of a component."""
+    spec = EngineSpec(engine)  # type: ignore[arg-type]
+    specs = {n: replace(spec, precision=parts.get(n, "auto")) for n in family.parts}  # type: ignore[arg-type]
+    base = {"precision": precision, "device": "cuda", "checkpoint": {"relaxed_actions": family is PI0_FAST}}
+    return load_config(base).with_specs(specs)
+
+
+def used(policy: OptimizedPolicy) -> set[str]:
+    return {entry.used for entry in policy.ledger.entries.values()}
+
+
+@pytest.mark.parametrize(
+    ("family", "low"),
+    [
+        (SMOLVLA, {}), (SMOLVLA, {"kv_cache": "fp8"}), (SMOLVLA, {"vision": "fp8", "kv_cache": "fp8"}),
+        (SMOLVLA, {"denoise": "int8"}), (GROOT, {}), (GROOT, {"denoise": "fp8"}), (GROOT, {"denoise": "int8"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
+)  # fmt: skip
+def test_published_size(family: Any, low: dict[str, str]) -> None:
+    """Random weights, in one graph, within the limits of `parity`; SmolVLA in BF16 as near to FP32 as eager is."""
+    policy, exact = random_policy(family, settings(family, "bf16", "native", **low), with_reference=True)
+    assert exact is not None
+    given = random_observations(policy, 4)
+    report = compare(policy, exact, given, name="native")
+    assert used(policy) == {"native", "cuda_graph"}
+    if family is SMOLVLA:
+        streamed = torch.cuda.get_device_capability() == (9, 0) and "denoise" not in low
+        assert policy.ledger.entries["denoise"].detail.startswith("streamed CUDA kernels" if streamed else "fused ops")
+    if low or family is GROOT:
+        assert report.passed, report.reasons
+        return
+    plain, _ = random_policy(family, settings(family, "bf16", "eager"))
+    eager = compare(plain, exact, given, name="eager")
+    assert 1 - report.actions.cosine <= 4 * (1 - eager.actions.cosine)
+
+
+@pytest.mark.parametrize("libero", [False, True])
+def test_smolvla_is_as_near_as_eager(libero: bool, tmp_path: Path) -> None:
+    """Batches of several lengths in one graph, guided and not, in BF16."""
+    tiny_smolvla.write_lerobot(tmp_path, libero=libero)
+    given = [tiny_smolvla.observation(i, libero=libero, prompt=prompt) for i, prompt in enumerate(PROMPTS["smolvla"])]
+    noise = np.random.default_rng(2).standard_normal((3, 5, 9)).astype(np.float32)
+    chunk = np.full((4, 7 if libero else 6), 0.3)
+    for guided in ({}, {"prev_chunks": [chunk, None, chunk[:2]], "inference_delays": [2, None, 1]}):
+        answers = []
+        for precision, engine in (("bf16", "native"), ("bf16", "eager"), ("fp32", "eager")):
+            policy = OptimizedPolicy.from_pretrained(tmp_path, settings(SMOLVLA, precision, engine))
+            made = [r["actions"] for r in policy.infer_batch(given, noise=noise, **guided)]
+            answers.append(torch.from_numpy(np.stack(made)))
+            assert used(policy) - {"cuda_graph", "stream"} == {engine}
+        assert_as_near(*answers)
+
+
+def test_smolvla_in_fp32_is_eager(tmp_path: Path) -> None:
+    tiny_smolvla.write_lerobot(tmp_path)
+    noise = np.random.default_rng(2).standard_normal((5, 9)).astype(np.float32)
+    policies = [OptimizedPolicy.from_pretrained(tmp_path, settings(SMOLVLA, "fp32", e)) for e in ("native", "eager")]
+    ours, theirs = (p.infer(tiny_smolvla.observation(), noise=noise)["actions"] for p in policies)
+    # TF32 products keep ten bits of a mantissa.
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-3)
+
+
+# -- GR00T ------------------------------------------------------------------------------------------------------------
+
+
+def groot_noise(count: int) -> np.ndarray:
+    return np.random.default_rng(count).standard_normal((count, 8, 132)).astype(np.float32)
+
+
+@pytest.mark.parametrize("denoise", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_groot_is_as_near_as_eager(groot_folder: Path, batch: int, denoise: Any) -> None:
+    configs = (
+        settings(GROOT, "bf16", "native", denoise=denoise), settings(GROOT, "bf16", "eager"),
+        settings(GROOT, "fp32", "eager"),
+    )  # fmt: skip
+    policies = [OptimizedPolicy.from_pretrained(groot_folder, config) for config in configs]
+    assert policies[0].pipelines.newest.captured is not None, "a whole call in graphs"
+    given = [groot_folders.observation(i, PROMPTS["groot"][i]) for i in range(batch)]
+    rows = []
+    for policy in policies:
+        policy.infer_batch(given, noise=groot_noise(batch))
+        rows.append(policy.pipelines.newest.outputs["actions"].cpu().clone())
+    if denoise == "auto":
+        assert_as_near(*rows)
+    else:
+        assert cosine(rows[0].numpy(), rows[2].numpy()) >= LIMITS[denoise].cosine
+
+
+def test_guided_and_plain_calls_of_groot_share_a_graph(groot_folder: Path) -> None:
+    native, eager = (
+        OptimizedPolicy.from_pretrained(groot_folder, settings(GROOT, "bf16", e)) for e in ("native", "eager")
+    )  # fmt: skip
+    noise, one, other = groot_noise(1)[0], groot_folders.observation(), groot_folders.observation(1)
+    plain = native.infer(one, noise=noise)["actions"]
+    chunk = plain[2:]
+    guided = [p.infer(other, noise=noise, prev_chunk=chunk, inference_delay=2)["actions"] for p in (native, eager)]
+    np.testing.assert_allclose(guided[0][:2, :6], chunk[:2, :6], atol=1e-5)
+    np.testing.assert_allclose(guided[0][:, :6], guided[1][:, :6], atol=0.1)
+    np.testing.assert_array_equal(native.infer(one, noise=noise)["actions"], plain)
+
+
+# -- π0-FAST ----------------------------------------------------------------------------------------------------------
+
+
+def unchecked(files: dict[str, Any]) -> None:
+    files["config"]["validate_action_token_prefix"] = False
+
+
+def tokens_of(policy: OptimizedPolicy) -> torch.Tensor:
+    return policy.pipelines.newest.outputs["action_tokens"].cpu().clone()
+
+
+def test_captured_turns_of_pi0_fast_write_what_launches_do(tmp_path: Path) -> None:
+    """In BF16, bit for bit: as one call of graphs, and launched one by one."""
+    tiny_pi0_fast.write_lerobot(tmp_path, change=unchecked)
+    given = [tiny_pi0_fast.observation(i, prompt) for i, prompt in enumerate(PROMPTS["pi0_fast"])]
+    found = []
+    for captured in (True, False):
+        config = replace(settings(PI0_FAST, "bf16", "native"), cuda_graph=captured)
+        policy = OptimizedPolicy.from_pretrained(tmp_path, config, num_steps=3 * TURN + 2)
+        for _ in range(3):
+            policy.infer_batch(given)
+            found.append(tokens_of(policy))
+        assert used(policy) == ({"native", "cuda_graph"} if captured else {"native"})
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+
+
+def test_pi0_fast_ends_early_for_every_stop_token(tmp_path: Path) -> None:
+    config = tiny_pi0_fast.tiny_config(stop_token=None, max_steps=40)
+    tiny_pi0_fast.write_lerobot(tmp_path, config, change=unchecked)
+    policy = OptimizedPolicy.from_pretrained(tmp_path, settings(PI0_FAST, "bf16", "native"))
+    stop = policy.model.config.stop_token
+    for given in (tiny_pi0_fast.observation(0), tiny_pi0_fast.observation(3, "pick it")):
+        times = policy.infer(given)["policy_timing"]
+        whole = tokens_of(policy)[0].tolist()
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        # At most two turns more than needed.
+        assert not any(whole[(end // TURN + 3) * TURN :])
+        assert times["decode_ms"] > 0 and times["total_ms"] >= times["decode_ms"]
+
+
+def test_pi0_fast_in_fp32_is_eager(tmp_path: Path) -> None:
+    """Products on either side are TF32's or float32's; the first tokens must be the same."""
+    tiny_pi0_fast.write_lerobot(tmp_path, change=unchecked)
+    found = []
+    for engine in ("native", "eager"):
+        policy = OptimizedPolicy.from_pretrained(tmp_path, settings(PI0_FAST, "fp32", engine), num_steps=TURN)
+        policy.infer(tiny_pi0_fast.observation())
+        found.append(tokens_of(policy))
+    assert torch.equal(found[0][:, :1], found[1][:, :1])
+
+
+@pytest.mark.parametrize(
+    "low", [{}, {"kv_cache": "fp8"}, {"kv_cache": "fp8", "decode": "fp8"}, {"decode": "int8"}], ids=str
+)
+def test_published_size_of_pi0_fast(low: dict[str, str]) -> None:
+    """Random weights: keys and values are near eager's, and the requested number of tokens comes in one call of
+    graphs."""
+    policy, _ = random_policy(PI0_FAST, settings(PI0_FAST, "bf16", "native", **low), steps=32)
+    given = random_observations(policy, 2)
+    answers = [policy.infer(one)["actions"] for one in given]
+    assert all(np.isfinite(actions).all() and actions.shape == (50, 7) for actions in answers)
+    assert used(policy) == {"native", "cuda_graph"} and tokens_of(policy).shape == (1, 32)
+    for one, actions in zip(given, answers, strict=True):
+        np.testing.assert_array_equal(policy.infer(one)["actions"], actions)
+    if low:
+        return
+    keys = policy.pipelines.newest.outputs["keys"].float()
+    plain, _ = random_policy(PI0_FAST, settings(PI0_FAST, "bf16", "eager"), steps=1)
+    plain.infer(given[1])
+    real = plain.pipelines.newest.outputs["keys"].float()
+    kept = keys[:, :, : real.shape[2]]
+    assert torch.nn.functional.cosine_similarity(kept.flatten(), real.flatten(), dim=0) > 0.999
+    # Each weight once: tower and projector, Gemma, and the table that is the head, too.
+    assert policy.memory()["total"] - policy.memory()["buffers"] < 6.3e9
