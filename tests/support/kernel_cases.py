@@ -177,10 +177,10 @@ def _suffix_attention(
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
         sizes = SuffixShape(batch, tokens, prefix, heads, kv_heads, head_dim, draw.dtype.itemsize)
         taken = cut or key_splits(None, sizes)[0]
-        caches = [draw(batch, n, kv_heads, head_dim) for n in (prefix, prefix, tokens, tokens)]
+        keys, values, k, v = (draw(batch, n, kv_heads, head_dim) for n in (prefix, prefix, tokens, tokens))
         arguments = {
-            "suffix": Heads(draw(batch, tokens, heads, head_dim, scale=2.0), *caches[2:]),
-            "prefix": Prefix(*caches[:2], real), "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
+            "suffix": Heads(draw(batch, tokens, heads, head_dim, scale=2.0), k, v),
+            "prefix": Prefix(keys, values, real), "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
             "workspace": Workspace(sizes, taken), "state_first": state_first, "config": taken,
         }  # fmt: skip
         arguments |= {"causal": True} if causal else {}
