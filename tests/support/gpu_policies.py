@@ -170,7 +170,7 @@ def poison(policy: OptimizedPolicy) -> None:
     with torch.inference_mode():
         for pipeline, _ in policy.pipelines._kept.values():
             assert pipeline._noise is not None
-            buffers: list[Tensor] = [pipeline._result, pipeline._noise]
+            buffers: list[Tensor] = [pipeline.result, pipeline._noise]
             for _, engine in pipeline.engines:
                 buffers += [*engine.inputs.values(), *engine.outputs.values(), *scratch_of(engine.program)]  # type: ignore[attr-defined]
             for buffer in buffers:

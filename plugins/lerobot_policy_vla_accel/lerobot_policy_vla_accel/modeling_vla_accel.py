@@ -189,7 +189,7 @@ def describe(processor: Any) -> dict[str, PolicyFeature]:
 
 def check_action_steps(asked: int | None, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for more actions than a chunk of the checkpoint has, as lerobot's policies do."""
-    horizon, _ = checkpoint.family.action_shape(checkpoint.model.config)
+    horizon = checkpoint.model.config.action_horizon
     # GR00T: a robot may get fewer actions than the model computes.
     most = min(horizon, getattr(checkpoint.processor, "rows", horizon))
     if asked is not None and asked > most:
