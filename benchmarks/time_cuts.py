@@ -33,7 +33,7 @@ from tests.support.runtimes import steered
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.config import KeySplit, SuffixShape
-from vla_accel.kernels.attention.suffix import AttentionWorkspace, suffix_attention, suffix_workspace
+from vla_accel.kernels.attention.suffix import AttentionWorkspace, Prefix, suffix_attention, suffix_workspace
 from vla_accel.kernels.autotune import milliseconds, unfit
 from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Skinny, candidates, gemm_sizes, skinny
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation, Workspace
@@ -181,7 +181,8 @@ def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
         tensors = (bench.q, bench.keys, bench.values, bench.k, bench.v)
         q, keys, values, k, v = (x.float() for x in tensors) if wide else tensors
         into = out.float() if wide else out
-        suffix_attention(q, keys, values, k, v, bench.lengths, into, workspace, state_first=True, config=cut)
+        prefix = Prefix(keys, values, bench.lengths)
+        suffix_attention(Heads(q, k, v), prefix, into, workspace, state_first=True, config=cut)
         return into
 
     with steered("reference", bench.device):

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.harness import conditions
 from eval.harness.benchmark import Benchmark
 from eval.harness.cluster_actors import Played, Replica, Simulator
 from eval.harness.log import differences
 from eval.harness.policies import PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import EpisodeResult
-from eval.harness.runner import Setup
+from eval.harness.runner import Setup, software
 from eval.harness.sharing import Schedule
 from eval.harness.workers import Loaded, LocalWorkers
 from vla_accel.errors import EngineError, VlaAccelError
@@ -211,7 +210,7 @@ class RayWorkers:
 
     def _check(self, node: cluster.Node) -> None:
         """Check the versions of a node."""
-        cluster.check_node(self._ray, node, partial(conditions.software, self._benchmark))
+        cluster.check_node(self._ray, node, partial(software, self._benchmark))
         self._nodes[node.id] = node
 
     def _name(self, node_id: str) -> str:

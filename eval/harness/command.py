@@ -1,8 +1,7 @@
 """The command line of a benchmark: play a policy through it and report success and latency.
 
 Prints progress and tables on stderr, and one JSON line on stdout at the end. Exit code: 0 when every episode ran to its
-end (won or lost), 1 when some crashed, 2 for bad input, 130 when interrupted. Running the same command again continues
-an interrupted run.
+end (won or lost), 1 when some crashed, 2 for bad input, 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from eval.harness.benchmark import Benchmark, Suite
 from eval.harness.options import RUNS, Arguments
 from eval.harness.policies import PolicySource
 from eval.harness.progress import stderr_console
-from eval.harness.protocol import Protocol, Shard, parse_tasks
+from eval.harness.protocol import Protocol, parse_tasks
 from eval.harness.report import policy_name, read_result, row_line
 from eval.harness.stress import parse_stress
 from eval.script import concluded
@@ -108,20 +107,8 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
             stress=stress,
         )
 
-    shard = None if arguments.shard is None else Shard.parse(arguments.shard)
-    quick = ["quick"] if arguments.quick else []
-    part = [f"shard{shard.number}of{shard.count}"] if shard is not None else []
-    request = Request(
-        options=arguments,
-        benchmark=benchmark,
-        suites=suites,
-        protocol=protocol,
-        source=source,
-        label="-".join([source.name, "+".join(suite.name for suite in suites), *quick, *part]),
-        beside=None if not arguments.beside else {path.stem: read_result(path)[0] for path in arguments.beside},
-        shard=shard,
-        command=command,
-    )
+    beside = {path.stem: read_result(path)[0] for path in arguments.beside} or None
+    request = Request(arguments, benchmark, suites, protocol, source, beside, command)
     # Check the numbers before anything is loaded; the step count of the policy is not known yet.
     request.plan(protocol({} if source.kind == "expert" else {"num_steps": (steps or (1,))[0]}))
     return request

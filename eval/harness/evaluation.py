@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 
-from eval.harness import conditions, figures, report
+from eval.harness import figures, report
 from eval.harness.benchmark import Benchmark, Suite, schema
 from eval.harness.log import EpisodeLog, log_path
 from eval.harness.options import RUNS, Arguments
@@ -20,9 +22,9 @@ from eval.harness.pages import print_run, run_page
 from eval.harness.policies import PolicySource, check_chunks
 from eval.harness.progress import EpisodeProgress
 from eval.harness.protocol import EpisodeKey, Protocol, Shard, fingerprint
-from eval.harness.runner import VIDEO_EVERY, Setup
+from eval.harness.runner import VIDEO_EVERY, Setup, software
 from eval.harness.workers import LocalWorkers
-from vla_accel import latency
+from vla_accel import latency, machine
 from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.progress import going_on
@@ -36,15 +38,13 @@ Workers: TypeAlias = "LocalWorkers | RayWorkers"
 
 @dataclass(frozen=True)
 class Request:
-    """What to evaluate, and where to write it.
+    """What to evaluate.
 
     Attributes:
         options: the options of the command line, checked.
         suites: the played suites of the benchmark, loaded.
         protocol: makes the protocol from the policy's metadata (empty for the expert).
-        label: start of the name of a result without a name.
         beside: results by name whose latencies are shown for comparison; None for the stored ones of the same model.
-        shard: the part of the plan to play, or None for all of it.
         command: the command line, for the record.
     """
 
@@ -53,10 +53,20 @@ class Request:
     suites: tuple[Suite, ...]
     protocol: Callable[[Mapping[str, Any]], Protocol]
     source: PolicySource
-    label: str
     beside: Mapping[str, Mapping[str, Any]] | None
-    shard: Shard | None
     command: list[str]
+
+    @property
+    def shard(self) -> Shard | None:
+        """The part of the plan to play, or None for all of it."""
+        return None if self.options.shard is None else Shard.parse(self.options.shard)
+
+    @property
+    def label(self) -> str:
+        """Start of the name of a result without a name."""
+        quick = ["quick"] if self.options.quick else []
+        part = [f"shard{self.shard.number}of{self.shard.count}"] if self.shard is not None else []
+        return "-".join([self.source.name, "+".join(suite.name for suite in self.suites), *quick, *part])
 
     def plan(self, protocol: Protocol) -> tuple[EpisodeKey, ...]:
         """The episodes of this run. Raises `ConfigError` if there are fewer than shards."""
@@ -86,7 +96,14 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
         if filmed and figures.check_video_packages() == "gif":
             console.print("rollout videos are GIFs: the package imageio-ffmpeg is not installed")
         workers.warm_up(protocol, request.suites[0].tasks[protocol.tasks[0]].instruction)
-        launch = conditions.launch(request.benchmark, request.command, hardware=loaded.hardware, workers=workers.size)
+        launch = {
+            "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": request.command,
+            "git": machine.commit(),
+            "hardware": loaded.hardware,
+            "software": {**software(request.benchmark), "platform": platform.platform()},
+            "workers": workers.size,
+        }
         identity = {"protocol": protocol.to_json(), "policy": loaded.identity}
         with EpisodeLog(log_path(output), schema(name, "log"), mark, identity, partial(_warn, console)) as log:
             if options.retry_errors and (count := log.forget_errors()):

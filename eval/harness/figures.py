@@ -22,13 +22,7 @@ from vla_accel.report.conditions import machine
 
 
 class VideoRecorder:
-    """Collects frames of one episode, all cameras side by side.
-
-    Args:
-        cameras: observation keys of the images.
-        every: actions between two frames.
-        control_hz: actions in a second of simulated time.
-    """
+    """Collects frames of one episode, all cameras (observation keys) in one row: one every `every` actions."""
 
     def __init__(self, cameras: Sequence[str], *, every: int, control_hz: float) -> None:
         self.every = every
@@ -42,11 +36,7 @@ class VideoRecorder:
 
 
 def check_video_packages() -> str:
-    """The video format that will be used, `mp4` or `gif`.
-
-    Raises:
-        DependencyError: `imageio` is not installed.
-    """
+    """The video format that will be used, `mp4` or `gif`. Raises DependencyError without `imageio`."""
     if find_spec("imageio") is None:
         raise DependencyError("rollout videos need the package imageio: pip install imageio")
     return "mp4" if find_spec("imageio_ffmpeg") is not None else "gif"

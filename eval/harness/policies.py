@@ -30,14 +30,12 @@ ANSWER_TIMEOUT_S = 300.0  # a server may compile at its first request
 
 @dataclass(frozen=True)
 class PolicySource:
-    """What to load.
+    """What to load; plain data that travels to worker processes.
 
     Attributes:
         kind: `local` (a checkpoint in this process), `remote` (a websocket) or `expert`.
         where: checkpoint path or name, websocket address, or empty for the expert.
-        config: of a local policy: what `OptimizedPolicy.from_pretrained` takes (a file, or the name of a shipped
-            configuration), or None for its default.
-        device: `cpu`, `cuda`, or `auto` for the configuration's, for a local policy.
+        config: of a local policy: what `OptimizedPolicy.from_pretrained` takes, or None for its default.
         chunking: `plain`, or `rtc` for chunks that are guided by what is left of the last one.
     """
 
@@ -71,11 +69,7 @@ class PolicySource:
         return "remote" if self.kind == "remote" else Path(self.where).name or "policy"
 
     def load(self) -> Any:
-        """The policy; loading a checkpoint or connecting happens here.
-
-        Raises:
-            VlaAccelError: of the kind that fits, from the policy or the connection.
-        """
+        """Load a checkpoint, or connect; returns an object with `infer`, `reset` and `metadata`."""
         if self.kind == "remote":
             return PolicyClient(self.where, timeout_s=ANSWER_TIMEOUT_S)
         from vla_accel.policy import OptimizedPolicy
@@ -231,15 +225,11 @@ def check_chunks(
     few to have some left when they arrive, or if a policy takes no previous chunk and shall be guided by it."""
     if source.kind == "local":
         horizon, _ = noise_shape(metadata)
-        for name, got, most in (
-            ("replan", protocol.replan_steps, horizon),
-            ("stress: latency", protocol.latency, horizon - 1),
-        ):
-            if got > most:
-                fewer = "" if most == horizon else " less one"
-                raise ConfigError(
-                    f"{name}: expected at most the policy's {horizon} predicted actions{fewer}, got {got}"
-                )
+        most = f"expected at most the policy's {horizon} predicted actions"
+        if protocol.replan_steps > horizon:
+            raise ConfigError(f"replan: {most}, got {protocol.replan_steps}")
+        if protocol.latency >= horizon:
+            raise ConfigError(f"stress: latency: {most} less one, got {protocol.latency}")
     if source.chunking == "rtc" and not supports_prev_chunk:
         raise ConfigError(
             "chunking: rtc: expected a policy with real-time chunking (supports_prev_chunk), got one without"

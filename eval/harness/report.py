@@ -171,12 +171,8 @@ def _doubts(steps: int | None, parts: Mapping[str, float], total: float, samples
 
 
 def row_line(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One step count on the JSON line that ends a command.
-
-    Returns:
-        Rates, `mean_ms` (the whole call), `components_ms` (mean milliseconds of each component and of `total`) and
-        `hz`. The last three are None where no call was timed.
-    """
+    """One step count on the JSON line that ends a command: its rates, and mean milliseconds of the call and of each
+    component, None where no call was timed."""
     breakdown = row["breakdown"]
     means = {name: part["mean_ms"] for name, part in breakdown["components"].items()} if breakdown else None
     return {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 from eval.harness.benchmark import Benchmark, Environment, Task
@@ -10,7 +12,9 @@ from eval.harness.figures import VideoRecorder, write_video
 from eval.harness.policies import PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import Actor, EpisodeResult, run_episode
+from vla_accel import machine
 
+PACKAGES = ("numpy", "imageio-ffmpeg")
 VIDEO_EVERY = 2  # actions between two frames
 
 
@@ -31,6 +35,15 @@ class Setup:
     video_folder: Path | None = None
     video_keys: frozenset[EpisodeKey] = frozenset()
     video_every: int = VIDEO_EVERY
+
+
+def software(benchmark: Benchmark) -> dict[str, str]:
+    """Versions on this machine that an episode depends on; a missing optional package has none."""
+    versions = dict(machine.software())
+    for name in (*benchmark.packages, *PACKAGES):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 class Runner:

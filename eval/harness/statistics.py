@@ -18,13 +18,7 @@ Z_POWER = 0.8416212335729143
 
 @dataclass(frozen=True)
 class Rate:
-    """Successes out of the episodes that ran to their end; errors are counted apart.
-
-    Attributes:
-        successes: episodes that reached the goal.
-        episodes: episodes that ran to their end, errors not among them.
-        errors: episodes that crashed.
-    """
+    """Successes out of the episodes that ran to their end; crashed episodes are counted apart, as errors."""
 
     successes: int
     episodes: int

@@ -13,8 +13,7 @@ import numpy as np
 from eval.harness.benchmark import Benchmark, Task
 from eval.harness.stress import Kind
 from eval.libero.expert import Expert
-from eval.libero.observation import CAMERAS, IMAGE_SIZE, example
-from eval.libero.simulator import RESOLUTION, WAIT_ACTION, WAIT_STEPS, LiberoEnv
+from eval.libero.simulator import CAMERAS, IMAGE_SIZE, RESOLUTION, WAIT_ACTION, WAIT_STEPS, LiberoEnv, example
 from eval.libero.suites import SUITES, LiberoTask, load_sampled, load_suite, sampled_of
 
 STARTS = "start_states"

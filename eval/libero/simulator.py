@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,11 +21,18 @@ from typing import Any
 import numpy as np
 
 from eval.libero.install import GL_HELP, choose_gpu, libero
-from eval.libero.observation import CAMERAS, IMAGE_SIZE, PROPRIO, to_openpi
 from eval.libero.physics import quickened
 from eval.libero.suites import LiberoTask
 from vla_accel.errors import ObservationError, SimulatorError
 
+IMAGE_SIZE = 224
+CAMERAS = {
+    "observation/image": "agentview_image",
+    "observation/wrist_image": "robot0_eye_in_hand_image",
+}
+"""openpi's key to robosuite's."""
+PROPRIO = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
+"""robosuite's keys: end effector xyz, its quaternion (x, y, z, w), the two fingers."""
 RESOLUTION = 256
 """Camera width and height in pixels, before images are resized for the policy."""
 WAIT_STEPS = 10
@@ -35,6 +43,45 @@ THIRD_PERSON = "agentview"
 """LIBERO's name of the third-person camera; the other camera is on the hand."""
 SEED = 7
 """Seed of a new environment until its first reset with a seed."""
+
+
+def to_openpi(observation: dict[str, np.ndarray], size: int = IMAGE_SIZE) -> dict[str, np.ndarray]:
+    """A LIBERO observation in openpi's form: images turned by 180 degrees and `size` a side, state (8,) float64."""
+    seen = {key: resize_with_pad(observation[name][::-1, ::-1], size) for key, name in CAMERAS.items()}
+    position, quaternion, fingers = (observation[name] for name in PROPRIO)
+    seen["observation/state"] = np.concatenate((position, quaternion_to_axis_angle(quaternion), fingers))
+    return seen
+
+
+def example() -> dict[str, np.ndarray]:
+    """What a policy sees, in black: for warming it up."""
+    images = {key: np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8) for key in CAMERAS}
+    return {**images, "observation/state": np.zeros(8)}
+
+
+def quaternion_to_axis_angle(quaternion: np.ndarray) -> np.ndarray:
+    """(x, y, z, w) to axis times angle, in [0, 2 pi): q and -q differ, as in openpi's `_quat2axisangle`."""
+    w = float(np.clip(quaternion[3], -1.0, 1.0))
+    sine = math.sqrt(1.0 - w * w)
+    if math.isclose(sine, 0.0):
+        return np.zeros(3)
+    return np.asarray(quaternion[:3]) * 2.0 * math.acos(w) / sine
+
+
+def resize_with_pad(image: np.ndarray, size: int = IMAGE_SIZE) -> np.ndarray:
+    """Fit a uint8 (H, W, 3) image into (size, size, 3): bilinear, aspect kept, black borders."""
+    from PIL import Image
+
+    height, width = image.shape[:2]
+    if (height, width) == (size, size):
+        return np.ascontiguousarray(image)
+    ratio = max(width / size, height / size)
+    inner = Image.fromarray(np.ascontiguousarray(image)).resize(
+        (int(width / ratio), int(height / ratio)), resample=Image.Resampling.BILINEAR
+    )
+    outer = Image.new(inner.mode, (size, size), 0)
+    outer.paste(inner, (max(0, (size - inner.width) // 2), max(0, (size - inner.height) // 2)))
+    return np.asarray(outer)
 
 
 class LiberoEnv:

@@ -257,7 +257,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {k: v for k, v in jax_tree(small("pi0")).items() if k.startswith("state_proj")},
         r"expected weights of π0 .* or of π0\.5",
     ),
-    "not finite": ({Q: np.full((3, 4, 18, 6), np.nan)}, rf"non-finite values in {Q}"),
+    "not finite": ({Q: np.full((3, 4, 18, 6), np.nan, np.float32)}, rf"non-finite values in {Q}"),
 }
 
 

@@ -142,10 +142,9 @@ def test_ranks_and_alphas_by_pattern_and_whole_weights(base: Path, tmp_path: Pat
     torch.testing.assert_close(folded.get_parameter("action_in_proj.bias").detach(), bias)
 
 
-@pytest.mark.parametrize("dialect", ["openpi", "lerobot"])
-def test_the_base_may_speak_any_dialect(tmp_path: Path, dialect: str) -> None:
+def test_the_base_may_have_openpis_names(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    (write_openpi if dialect == "openpi" else write_lerobot)(base, "pi05")
+    write_openpi(base, "pi05")
     name = f"{EXPERT}layers.0.self_attn.o_proj"
     shape = load(base).model.get_parameter("expert.layers.0.o_proj.weight").shape
     pairs = {name: (torch.randn(RANK, shape[1]), torch.randn(shape[0], RANK))}

@@ -17,25 +17,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(map(str, (*folders, ROOT)))
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT)))}
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=True)
 
 
 def test_importing_libero_prints_nothing_and_later_warnings_are_seen() -> None:
     pytest.importorskip("libero", reason="needs LIBERO")
-    code = (
+    done = python(
         "from eval.libero.install import libero; libero()\n"
         "from robosuite.utils.log_utils import ROBOSUITE_DEFAULT_LOGGER as logger\n"
         "logger.warning('the arm is on fire')"
     )
-    done = python(code)
     (said,) = done.stderr.splitlines()
     assert "the arm is on fire" in said and done.stdout == ""
 

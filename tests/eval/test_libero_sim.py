@@ -26,14 +26,8 @@ ROOT = Path(__file__).parents[2]
 
 def run(*words: str, code: int = 0) -> tuple[dict[str, Any], str]:
     """Run the command line in a process of its own; returns its JSON line and stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "eval.libero", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = (sys.executable, "-m", "eval.libero", *words)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stderr[-3000:]
     (line,) = done.stdout.splitlines()
     return json.loads(line), done.stderr
@@ -129,11 +123,7 @@ def test_workers_with_policies_of_their_own_report_latency_and_film(tmp_path: Pa
         breakdown = row["breakdown"]
         assert breakdown["schema"] == "vla_accel.breakdown/1" and breakdown["workers"] == 2
         assert breakdown["samples"] == 2 * 2  # two episodes, asked after 0 and 5 actions
-        assert {entry["component"] for entry in breakdown["engines"]} == {
-            "vision",
-            "kv_cache",
-            "denoise",
-        }
+        assert {entry["component"] for entry in breakdown["engines"]} == {"vision", "kv_cache", "denoise"}
         parts = breakdown["components"]
         total = parts.pop("total")["mean_ms"]
         assert set(parts) == {"preprocess", "vision", "kv_cache", "denoise", "transfer", "postprocess"}

@@ -12,7 +12,7 @@ import pytest
 
 from eval.libero.__main__ import main
 from eval.libero.benchmark import LIBERO, from_sampled, settings_for
-from eval.libero.observation import CAMERAS, PROPRIO, to_openpi
+from eval.libero.simulator import CAMERAS, PROPRIO, to_openpi
 from eval.libero.suites import MAX_STEPS, SUITES, VARIANTS, VARIED, load_suite, stated_instruction
 from vla_accel.errors import ConfigError, SimulatorError
 

@@ -31,7 +31,7 @@ from vla_accel.kernels.loop.schedule import THREADS
 
 ROOT = Path(__file__).parents[2]
 FITTING = {"_filtered", "_sampled"}
-ROWS = {"_patchify", "_add_norm", "_embed_norm", "_geglu", "_rope_cache", "_attention", "_step"} | FITTING
+ROWS = {"_patchify", "_add_norm", "_embed_norm", "_geglu", "_rotate", "_attention", "_step"} | FITTING
 # What takes the denoise loop's products and attention: of up to 16 rows, and of more.
 FEW = {"_skinny_pair", "_skinny_columns"}
 MANY = {"_measure", "_pipelined_pair", "_pipelined_columns"}

@@ -23,7 +23,8 @@ from vla_accel.families.groot.vision import QwenVisionConfig
 @pytest.fixture(scope="module")
 def model() -> Groot:
     weights = MemoryWeights(tensors())
-    return load_groot(weights, infer_config(weights.shapes, CONFIG, "small"), 2, "small", dtype=torch.float32).whole()
+    model = load_groot(weights, infer_config(weights.shapes, CONFIG, "small"), 2, "small")
+    return model.placed(torch.device("cpu"), torch.float32).whole()
 
 
 def drawn(name: str, *shape: int) -> Tensor:

@@ -20,7 +20,8 @@ from vla_accel.nn.loop import LayerLoop
 
 def groot_loop() -> LayerLoop:
     stored = MemoryWeights(tensors())
-    model = load_groot(stored, infer_config(stored.shapes, CONFIG, "small"), 2, "small", dtype=torch.float32)
+    model = load_groot(stored, infer_config(stored.shapes, CONFIG, "small"), 2, "small")
+    model = model.placed(torch.device("cpu"), torch.float32)
     weights = TransformerWeights.of(model, "fp32")
     with torch.inference_mode():
         return NativeTransformer(weights, step_tables(model, weights, 2), model.config, 2)

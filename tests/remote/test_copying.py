@@ -18,7 +18,7 @@ from vla_accel.errors import ObservationError
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.remote.inference import copied
 
-torch = pytest.importorskip("torch")
+torch: Any = pytest.importorskip("torch")
 Pose = namedtuple("Pose", ["position", "gripper"])
 
 
@@ -52,7 +52,7 @@ def seen(value: Any) -> Any:
     if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object):
         return [seen(one) for one in value]
     if isinstance(value, torch.Tensor):
-        return value.detach().tolist()
+        return value.detach().tolist()  # pyright: ignore[reportAttributeAccessIssue]
     return value if isinstance(value, (str, float)) else np.asarray(value).tolist()
 
 

@@ -263,27 +263,28 @@ def test_a_client_that_does_not_read_its_answer_is_dropped() -> None:
 
 
 def test_a_client_that_leaves_costs_nothing_more() -> None:
-    """One leaves within a message, one while the policy computes, and one while it waits for its turn."""
+    """One leaves within a message, one while the policy computes, and two while they wait for their turns."""
     policy, data = EchoPolicy(held=True), openpi_pack(observation(1))
     gone = 'vla_accel_requests_total{outcome="client gone"}'
     with background(policy, local()) as server:
-        sending, running, waiting = (RawClient(server.address) for _ in range(3))
+        sending, running, *waiting = (RawClient(server.address) for _ in range(4))
         sending.socket.sendall(frame_bytes(data)[:50])
         eventually(lambda: begun(server))
         sending.close()
-        eventually(lambda: metric(server.address, "vla_accel_clients") == 2)
+        eventually(lambda: metric(server.address, "vla_accel_clients") == 3)
         assert metric(server.address, gone) == 0
         running.send(data)
         assert policy.entered.acquire(timeout=PATIENCE_S)
-        waiting.send(data)
-        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 1)
-        waiting.close()
-        running.close()
+        for one in waiting:
+            one.send(data)
+        eventually(lambda: metric(server.address, "vla_accel_queue_depth") == 2)
+        for one in (*waiting, running):
+            one.close()
         eventually(lambda: metric(server.address, "vla_accel_clients") == 0)
         assert metric(server.address, "vla_accel_queue_depth") == 0
         policy.gate.set()
         assert actions_of(server, observation(2)) == 2 and policy.sizes == [1, 1]
-        assert metric(server.address, gone) == 2
+        assert metric(server.address, gone) == 3
         assert "vla_accel_errors_total{" not in get(server.address, "/metrics")[2]
 
 

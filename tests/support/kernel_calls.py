@@ -159,6 +159,8 @@ class Placed:
         elif dataclasses.is_dataclass(value):
             parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
             return type(value)(**{n: self._place(n, v) for n, v in parts.items()})
+        elif isinstance(value, tuple):
+            return tuple(self._place(name, part) for part in value)
         if not isinstance(value, Tensor):
             return value
         if name in self.call.hidden:
@@ -227,7 +229,9 @@ def _fill_nan(buffer: Tensor) -> Tensor:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """A tensor, or those in a dataclass."""
+    """A tensor, or those in a dataclass or a tuple."""
+    if isinstance(value, tuple):
+        return [tensor for part in value for tensor in _tensors(part)]
     if dataclasses.is_dataclass(value):
         return [tensor for f in dataclasses.fields(value) for tensor in _tensors(getattr(value, f.name))]
     return [value] if isinstance(value, Tensor) else []

@@ -21,6 +21,7 @@ from tests.support.gpus import RTX_4090
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, Workspace, eight_bit
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import CrossTile, FlashTile, KeySplit, SuffixShape, key_splits
+from vla_accel.kernels.attention.suffix import Prefix
 from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library, Pipelined, Skinny, default, moments_columns
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments
@@ -116,7 +117,7 @@ def _rope_cache(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: in
             "qkv": draw(batch * tokens, (heads + 2 * kv_heads) * head_dim), "cos": cos, "sin": sin, "keys": cache,
             "values": cache, "heads": heads,
         }  # fmt: skip
-        return Call("rope_cache", arguments, ("qkv", "keys", "values"))
+        return Call("rotate", arguments, ("qkv", "keys", "values"))
 
     return call
 
@@ -176,17 +177,15 @@ def _suffix_attention(
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
         sizes = SuffixShape(batch, tokens, prefix, heads, kv_heads, head_dim, draw.dtype.itemsize)
         taken = cut or key_splits(None, sizes)[0]
-        caches = [draw(batch, n, kv_heads, head_dim) for n in (prefix, prefix, tokens, tokens)]
+        keys, values, k, v = (draw(batch, n, kv_heads, head_dim) for n in (prefix, prefix, tokens, tokens))
         arguments = {
-            "q": draw(batch, tokens, heads, head_dim, scale=2.0), "prefix_k": caches[0], "prefix_v": caches[1],
-            "k": caches[2], "v": caches[3], "lengths": real,
-            "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
+            "suffix": Heads(draw(batch, tokens, heads, head_dim, scale=2.0), k, v),
+            "prefix": Prefix(keys, values, real), "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
             "workspace": Workspace(sizes, taken), "state_first": state_first, "config": taken,
         }  # fmt: skip
         arguments |= {"causal": True} if causal else {}
         beyond = _beyond(real, prefix, kv_heads, head_dim)
-        hidden: dict[str, Tensor] = {"prefix_k": beyond, "prefix_v": beyond}
-        return Call("suffix_attention", arguments, ("out",), hidden)
+        return Call("suffix_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
 
     return call
 
@@ -244,11 +243,11 @@ def _cross_attention(
 ) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
-        cos, sin = rope_tables(tokens + 3, head_dim, torch.device("cpu"))
+        rope = rope_tables(tokens + 3, head_dim, torch.device("cpu"))
         keys, values = (draw(batch, source, kv_heads, head_dim) for _ in range(2))
         arguments: dict[str, Any] = {
-            "x": draw(batch * tokens, width, scale=2.0), "layer": draw.linear(heads * head_dim, width, weights=weights),
-            "cos": cos, "sin": sin, "keys": keys, "values": values, "lengths": real,
+            "x": draw(batch * tokens, width, scale=2.0), "rope": rope, "prefix": Prefix(keys, values, real),
+            "weights": draw.linear(heads * head_dim, width, weights=weights),
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
         }  # fmt: skip
         if cut is not None:
@@ -378,7 +377,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     yield "patchify (3, 28, 14, 592) mapped", _patchify(3, 28, 14, 592, mapped=True)
     yield "patchify (3, 24, 4, 48) by twos, mapped", _patchify(3, 24, 4, 48, 2, mapped=True)
     for shape in ((1, 3, 8, 1, 256), (2, 17, 4, 2, 64), (2, 10, 3, 3, 72), (1, 100, 0, 1, 256), (2, 5, 0, 2, 6)):
-        yield f"rope_cache {shape}", _rope_cache(*shape)
+        yield f"rotate into a cache {shape}", _rope_cache(*shape)
     for shape in (
         (1, 1, 1, 1, 64, [1]), (3, 70, 8, 1, 256, [50]), (17, 33, 4, 2, 72, [33, 7]), (64, 100, 4, 1, 64, [64, 65]),
         (33, 130, 2, 2, 6, [129, 1]), (100, 100, 2, 1, 72, None), (10, 17, 2, 2, 256, None),

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.support.kernel_calls import EPS, Call, Draw, Empty, Part, eight_bit
+from tests.support.kernel_calls import EPS, Call, Draw, Empty, Part, Same, eight_bit
 from tests.support.kernel_cases import moments_of
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm.config import Pipelined
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.rows.flow import Guidance
+from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance
+from vla_accel.kernels.rows.rows import HeadNorms
 
 
 def _patchify(images: int, rows: int, columns: int, patch: int, merge: int, stride: int) -> Callable:
@@ -20,7 +21,7 @@ def _patchify(images: int, rows: int, columns: int, patch: int, merge: int, stri
         side = patch * merge
         pixels = draw.integers(256, images, rows * side, columns * side, 3, dtype=torch.uint8)
         out = Empty((images * rows * columns * merge**2, 2 * stride), draw.dtype)
-        return Call("patchify_blocks", {"images": pixels, "out": out, "patch": patch, "merge": merge}, ("out",))
+        return Call("patchify", {"images": pixels, "out": out, "patch": patch, "square": merge}, ("out",))
 
     return call
 
@@ -48,13 +49,13 @@ def _add_at(batch: int, tokens: int, count: int, width: int) -> Callable:
 
 def _norm_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool) -> Callable:
     def call(draw: Draw) -> Call:
-        weights = {n: draw.wide(head_dim) if norm else None for n in ("q_norm", "k_norm")}
+        norms = HeadNorms(draw.wide(head_dim), draw.wide(head_dim), EPS) if norm else None
         angles = draw.wide(tokens, head_dim // 2, scale=3.0)
         arguments = {
-            "qkv": draw(batch * tokens, (heads + 2 * kv_heads) * head_dim), **weights, "cos": angles.cos(),
-            "sin": angles.sin(), "heads": heads, "kv_heads": kv_heads, "eps": EPS,
+            "qkv": draw(batch * tokens, (heads + 2 * kv_heads) * head_dim), "norms": norms, "cos": angles.cos(),
+            "sin": angles.sin(), "heads": heads,
         }  # fmt: skip
-        return Call("norm_rope", arguments, ("qkv",))
+        return Call("rotate", arguments, ("qkv",))
 
     return call
 
@@ -74,7 +75,11 @@ def _causal(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -
 
 
 def _gelu(rows: int, width: int) -> Callable:
-    return lambda draw: Call("exact_gelu", {"x": draw(rows, width, scale=2.0)}, ("x",))
+    def call(draw: Draw) -> Call:
+        x = draw(rows, width, scale=2.0)
+        return Call("gelu", {"x": x, "out": Same("x"), "inverse_scale": None, "exact": True}, ("out",))
+
+    return call
 
 
 def _product(rows: int, n: int, k: int, what: str, cut: Pipelined | None = None) -> Callable:
@@ -116,9 +121,9 @@ def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
         arguments = {
             "velocity": draw.wide(batch * tokens, actions), "before": draw.wide(*shape),
             "guidance": Guidance(draw.wide(*shape), weights),
-            "w_in": draw.wide(actions, width, scale=actions**-0.5), "b_in": draw.wide(width),
-            "after": Empty(shape, torch.float32), "hidden": hidden, "dt": 0.25, "tokens": tokens, "first": "f" in what,
-            "last": last,
+            "into": ActionInput(draw.wide(actions, width, scale=actions**-0.5), draw.wide(width)),
+            "after": Empty(shape, torch.float32), "hidden": hidden,
+            "at": EulerStep(0.25, first="f" in what, last=last), "tokens": tokens,
         }  # fmt: skip
         return Call("flow_step", arguments, ("after",) if last else ("after", "hidden"))
 
@@ -127,16 +132,16 @@ def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
 
 def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for shape in ((2, 2, 3, 4, 2, 48), (1, 1, 2, 5, 1, 80)):
-        yield f"patchify_blocks {shape}", _patchify(*shape)
+        yield f"patchify in squares {shape}", _patchify(*shape)
     for shape in ((2, 5, 7, 12), (1, 1, 1, 40)):
         yield f"place_tokens {shape}", _place(*shape)
         yield f"add_at {shape}", _add_at(shape[0], shape[1] + shape[2], shape[1], shape[3])
     for shape in ((2, 5, 3, 1, 12, True), (1, 33, 2, 2, 16, False), (1, 7, 4, 2, 6, True)):
-        yield f"norm_rope {shape}", _norm_rope(*shape)
+        yield f"rotate {shape}", _norm_rope(*shape)
     for shape in ((2, 33, 4, 2, 16), (1, 1, 2, 1, 6), (1, 130, 2, 1, 12)):
         yield f"causal_attention {shape}", _causal(*shape)
     for shape in ((3, 20), (1, 6)):
-        yield f"exact_gelu {shape}", _gelu(*shape)
+        yield f"gelu, exact {shape}", _gelu(*shape)
     for rows, n, k, what in (
         (41, 40, 48, "nsg"), (41, 40, 48, "nsgm"), (3, 20, 33, "nm"),
         (41, 24, 72, "ns8"), (41, 24, 72, "nsi"), (17, 132, 40, "nmi"), (3, 20, 33, "n"), (82, 132, 40, "r"),

@@ -115,19 +115,23 @@ def test_elsewhere_is_openpis_folder_then_the_hub(tmp_path: Path, monkeypatch: p
 def test_a_tokenizer_comes_from_the_hub_and_then_from_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from huggingface_hub import constants
+
     repository = tmp_path / "repository"
     repository.mkdir()
     SmallTokenizer(("pick",), state_dim=2, fill_to=0).save(repository / "tokenizer.json")
     with served(LocalHub({("org/name", COMMIT): repository}), tmp_path / "cache", monkeypatch):
         assert isinstance(load_tokenizer(tmp_path, "org/name"), SmallTokenizer)
-        with pytest.raises(CheckpointError, match="Repository Not Found"):
+        with pytest.raises(CheckpointError, match="Not Found"):
             load_tokenizer(tmp_path, "org/none")
     # The hub cannot be reached any more. One request is made, without a wait for another.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("another request"))
     assert isinstance(load_tokenizer(tmp_path, "org/name"), SmallTokenizer)
     with pytest.raises(CheckpointError) as refused:
         load_tokenizer(tmp_path, "org/other")
-    where = rf"'org/other' in the hub's cache {tmp_path / 'cache'} or at http://127\.0\.0\.1:\d+, got: .*refused"
+    where = rf"'org/other' in the hub's cache {tmp_path / 'cache'} or at http://127\.0\.0\.1:9, got: .*refused"
     what = r"type hf download org/other tokenizer\.json \(.*licence[^()]*\), or put .*checkpoint\.tokenizer [^()]*"
     assert re.fullmatch(f"tokenizer: expected {where}; .*, {what}", str(refused.value)), refused.value
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support import groot_folders, tiny_smolvla
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ObservationError, ServerError
-from vla_accel.families.loading import load
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.server import ServerConfig, background
 from vla_accel.transforms import observations
@@ -28,50 +24,6 @@ from vla_accel.transforms.robots import PRESETS, Preset, preset_from
 
 LEROBOT = ("observation.images.front", "observation.images.wrist")
 LIBERO = ("observation/image", "observation/wrist_image")
-
-
-def smolvla(folder: Path) -> None:
-    tiny_smolvla.write_lerobot(folder)
-
-
-def smolvla_libero(folder: Path) -> None:
-    tiny_smolvla.write_lerobot(folder, libero=True)
-
-
-def groot(folder: Path) -> None:
-    """Another robot than LIBERO's."""
-    robot = groot_folders.modality(groot_folders.STATE, groot_folders.ACTION, ("front", "wrist"))
-    stats = {
-        "state": groot_folders.statistics(groot_folders.STATE), "action": groot_folders.statistics(groot_folders.ACTION)
-    }  # fmt: skip
-    groot_folders.write_isaac(folder, modalities={"new_embodiment": robot}, stats={"new_embodiment": stats})
-
-
-def groot_libero(folder: Path) -> None:
-    groot_folders.write_isaac(folder)
-
-
-@pytest.mark.parametrize(
-    ("write", "cameras"), [(smolvla, LEROBOT), (smolvla_libero, LIBERO), (groot, LEROBOT), (groot_libero, LIBERO)]
-)
-def test_one_error_names_it_and_the_expected_ones(
-    write: Callable[[Path], None], cameras: tuple[str, str], tmp_path: Path
-) -> None:
-    write(tmp_path)
-    processor = load(tmp_path).processor
-    assert processor.preset.images == cameras
-    example = processor.example()
-    processor.prepare(example)
-    first, second = cameras
-    unknown = re.sub(r"\w+$", "side", first)
-    # Both misspelt, and one of them.
-    for kept in ((), (second,)):
-        given = {k: v for k, v in example.items() if k not in cameras or k in kept} | {unknown: example[first]}
-        with pytest.raises(ObservationError) as refused:
-            processor.prepare(given)
-        said = str(refused.value)
-        assert unknown in said and first in said and "\n" not in said
-        assert (second in said) == (not kept or cameras == LIBERO)
 
 
 def test_a_robot_may_have_more_cameras_than_the_model_sees() -> None:

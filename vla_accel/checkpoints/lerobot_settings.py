@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vla_accel.checkpoints.settings import Setting, fixed, neutral, read
+from vla_accel.checkpoints.settings import Setting, fixed, neutral, read, refuse
 
 RELEASES = ("0.3.3", "0.4.0", "0.4.1", "0.4.2", "0.4.3", "0.4.4", "0.5.0", "0.5.1", "0.6.0", "0.6.1", "main")
 """Releases whose settings are known; "main" is lerobot's main branch as of `MAIN`."""
@@ -88,18 +88,9 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
     "pi0": (
         *_FLOW,
         neutral("max_state_dim", "size that the weights show", "0.4.0"),
-        Setting(
-            (
-                "resize_imgs_with_padding",
-                "adapt_to_pi_aloha",
-                "use_delta_joint_actions_aloha",
-                "proj_width",
-                "num_steps",
-                "use_cache",
-                "attention_implementation",
-                "train_state_proj",
-            ),
-            "refused",
+        refuse(
+            "resize_imgs_with_padding adapt_to_pi_aloha use_delta_joint_actions_aloha proj_width num_steps use_cache "
+            "attention_implementation train_state_proj",
             _OLD_PI0,
             until="0.3.3",
         ),
@@ -154,7 +145,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("base_model_path", "checkpoint that training started from", "0.4.0"),
         neutral("embodiment_tag", _COPIED, "0.4.0"),
         neutral("image_size", "not read since N1.7", "0.4.0"),
-        Setting(("tokenizer_assets_repo",), "refused", "it belongs to GR00T N1.5, another network", "0.4.0"),
+        refuse("tokenizer_assets_repo", "it belongs to GR00T N1.5, another network", "0.4.0"),
         neutral(
             "tune_llm tune_visual tune_projector tune_diffusion_model lora_rank lora_alpha lora_dropout "
             "lora_full_model optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay warmup_ratio use_bf16 "

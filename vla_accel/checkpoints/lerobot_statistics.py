@@ -76,8 +76,7 @@ class Statistics:
         return Normaliser("quantile", low, span + added if self.added else np.where(span == 0, self.eps, span), True)
 
     def camera(self, key: str) -> Normaliser | None:
-        """Return how the images of a camera are normalized, by channel. None if lerobot leaves them as they are, which
-        it does without statistics."""
+        """Return how the images of a camera are normalized, by channel; None if they are not, as without statistics."""
         return self.scaling(key) if any(name.startswith(f"{key}.") for name in self.table or ()) else None
 
     def _array(self, name: str) -> np.ndarray | None:

@@ -55,6 +55,11 @@ def neutral(names: str, reason: str, since: str = "", until: str = "") -> Settin
     return Setting(tuple(names.split()), "neutral", reason, since, until)
 
 
+def refuse(names: str, reason: str, since: str = "", until: str = "") -> Setting:
+    """Settings of which any value that does not switch them off is an error."""
+    return Setting(tuple(names.split()), "refused", reason, since, until)
+
+
 def fixed(names: str, reason: str, *values: object, since: str = "", until: str = "") -> Setting:
     """Settings of which only some values are supported."""
     return Setting(tuple(names.split()), "fixed", reason, since, until, values)

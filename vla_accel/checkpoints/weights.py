@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vla_accel.config import LARGEST
@@ -21,7 +22,11 @@ from vla_accel.errors import CheckpointError, ConfigError
 INDEX = "model.safetensors.index.json"
 # The pages of a mapped file count as memory of the process until it is closed: reopen it after this many bytes.
 _MAPPED_BYTES = 16 << 20
-_NOT_FLOAT = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,7 @@ class SafetensorsWeights:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.sizes: dict[str, int] = {}
         self.integers: dict[str, str] = {}
-        index = path / INDEX if path.is_dir() else None
-        table = _read_index(index) if index is not None and index.is_file() else None
+        table = _read_index(path / INDEX) if (path / INDEX).is_file() else None
         for file in self._files(table):
             self._add(file)
         if table is not None:
@@ -111,12 +115,11 @@ class SafetensorsWeights:
                 if key in self._places:
                     raise CheckpointError(f"checkpoint {self.path}: key {key} is in more than one file")
                 view = reader.get_slice(key)
-                shape, dtype = tuple(view.get_shape()), view.get_dtype()
-                self._places[key] = file
-                self.shapes[key] = shape
-                if dtype in _NOT_FLOAT:
-                    self.integers[key] = f"torch.{dtype.lower().replace('i', 'int').replace('u', 'uint')}"
-                self.sizes[key] = torch.Size(shape).numel() * _BYTES.get(dtype, 1)
+                shape, dtype = tuple(view.get_shape()), _DTYPES.get(view.get_dtype(), torch.float8_e4m3fn)
+                self._places[key], self.shapes[key] = file, shape
+                if not dtype.is_floating_point:
+                    self.integers[key] = str(dtype)
+                self.sizes[key] = torch.Size(shape).numel() * dtype.itemsize
 
     def _compare(self, table: Mapping[str, str]) -> None:
         absent = sorted(k for k, name in table.items() if self._places.get(k) != self.path / name)
@@ -136,22 +139,11 @@ class SafetensorsWeights:
         self._touched += self.sizes[name]
         try:
             return self._reader.get_tensor(name)
-        except (OSError, *_safetensors_errors()) as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"checkpoint {file}: {name}: damaged safetensors file: {error}") from error
 
 
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U64": 8, "U32": 4, "U16": 2}
-
-
-def _safetensors_errors() -> tuple[type[Exception], ...]:
-    from safetensors import SafetensorError
-
-    return (SafetensorError,)
-
-
 def _open(file: Path) -> Any:
-    from safetensors import safe_open
-
     try:
         with file.open("rb") as opened:  # safetensors reports an unreadable file as missing
             if opened.read(23) == b"version https://git-lfs":
@@ -159,7 +151,7 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except OSError as error:
         raise CheckpointError(f"checkpoint {file}: cannot be read: {error.strerror or error}") from error
-    except _safetensors_errors() as error:
+    except SafetensorError as error:
         raise CheckpointError(f"checkpoint {file}: damaged safetensors file: {error}") from error
 
 

@@ -68,12 +68,9 @@ def load(
 ) -> Load:
     """Send requests from `clients` connections, each as soon as the answer before has arrived.
 
-    All clients begin at the same time, after `warm_up` requests each that are not counted. After an error, a client
-    records it and continues with a new connection. A client with an error before its first counted request ends.
-
-    Args:
-        observation: what to send; its first vector gets other numbers in each request.
-        advance: called with (1, number of all warm-up answers) for each warm-up answer.
+    The first vector of the observation gets other numbers in each request. All clients begin at the same time, after
+    `warm_up` requests each that are not counted; `advance` is called with (1, number of all warm-up answers) for each.
+    After an error, a client continues with a new connection; before its first counted request, it ends.
     """
     processes = max(1, min(clients, os.cpu_count() or 1))
     shares = [clients // processes + (i < clients % processes) for i in range(processes)]

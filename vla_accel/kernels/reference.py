@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from vla_accel.kernels.activation import Activation
 
 MOMENTS_OF = 64
-"""Columns of a row that share a pair of moments: their mean and their sum of squared deviations."""
+"""Columns of a row that share a pair of moments: their sum and their sum of squares."""
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -60,6 +60,11 @@ GELU, SILU, RELU = (tl.constexpr(a.code) for a in (Activation.GELU, Activation.S
 
 
 @triton.jit
+def gelu_erf(x):
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     """Apply the activation with this code, which must not be gated."""
     if ACTIVATION == GELU:

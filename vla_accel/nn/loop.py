@@ -19,7 +19,7 @@ from torch import Tensor
 from vla_accel.component import BESIDE, FollowingProgram, Program
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import SuffixShape
-from vla_accel.kernels.attention.suffix import cross_attention, crossing, suffix_attention
+from vla_accel.kernels.attention.suffix import Prefix, cross_attention, crossing, suffix_attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.config import GemmSizes, gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
@@ -251,17 +251,16 @@ class CachedLoop(LayerLoop):
 
     def _attention(self, step: int, index: int, inputs: Inputs) -> None:
         del step
-        keys, values, new = inputs["keys"][index], inputs["values"][index], self.heads[index]
         suffix_attention(
-            self.q, keys, values, new.k, new.v, inputs["lengths"], self.context, state_first=self.spec.has_state,
+            self.heads[index], prefix_of(inputs, index), self.context, state_first=self.spec.has_state,
             causal=self.spec.causal, **self.choices["attention"].options,
         )  # fmt: skip
 
     def _cross(self, step: int, index: int, inputs: Inputs) -> None:
         del step
+        norm, weights = Norm(self.spec.eps, self.moments_before(index)), self.weights.layers[index].qkv
         cross_attention(
-            self.x, self.weights.layers[index].qkv, self.cos, self.sin, inputs["keys"][index], inputs["values"][index],
-            inputs["lengths"], self.context, norm=Norm(self.spec.eps, self.moments_before(index)),
+            self.x, weights, (self.cos, self.sin), prefix_of(inputs, index), self.context, norm=norm,
             config=self.choices["cross"].config,
         )  # fmt: skip
 
@@ -331,6 +330,11 @@ class SuffixLoop(CachedLoop):
         assert self.weights.mix is not None
         skip = self.spec.tokens if self.spec.has_state else 0
         gemm(self.hidden, self.weights.mix, self.x, Epilogue(skip_every=skip), **self.choices["mix"].options)
+
+
+def prefix_of(inputs: Inputs, layer: int) -> Prefix:
+    """Return the keys and values that a layer reads."""
+    return Prefix(inputs["keys"][layer], inputs["values"][layer], inputs["lengths"])
 
 
 def streamed_loop(

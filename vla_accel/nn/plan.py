@@ -25,7 +25,7 @@ from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.rows.rows import add_norm, norm_rope, rope_cache
+from vla_accel.kernels.rows.rows import HeadNorms, add_norm, rotate
 from vla_accel.nn.block import Attention
 from vla_accel.nn.weights import BlockWeights, StackWeights
 from vla_accel.runtime import current
@@ -181,7 +181,7 @@ class StackPlan:
             if self.attention_norm_inside:
                 self._norm(self.x, None, self.h, None)
             gemm(self.h, self.weights.last_kv, self.last_kv)
-            rope_cache(self.last_kv, *self.rope, *cache(len(blocks)), 0)
+            rotate(self.last_kv, *self.rope, 0, None, *cache(len(blocks)))
             cached(len(blocks))
 
     def output(self) -> Tensor:
@@ -205,13 +205,15 @@ class StackPlan:
         heads = self.qkv.view(rows.batch, rows.tokens, -1, block.head_dim)
         if cache is not None and self.rope is not None:
             keys, values = cache(index)
-            rope_cache(self.qkv, *self.rope, keys, values, block.heads)
+            rotate(self.qkv, *self.rope, block.heads, None, keys, values)
             cached(index)
             q = heads[:, :, : block.heads]
         else:
             if self.rope is not None:
-                eps = block.eps if block.qk_norm else 0.0
-                norm_rope(self.qkv, weights.q_norm, weights.k_norm, *self.rope, block.heads, block.kv_heads, eps=eps)
+                norms = None
+                if weights.q_norm is not None and weights.k_norm is not None:
+                    norms = HeadNorms(weights.q_norm, weights.k_norm, block.eps)
+                rotate(self.qkv, *self.rope, block.heads, norms)
             q, keys, values = heads.split((block.heads, block.kv_heads, block.kv_heads), 2)
         if self.attention is None:
             return causal_attention(q, keys, values, self.context.view(rows.batch, rows.tokens, -1))

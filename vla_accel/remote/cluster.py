@@ -47,9 +47,7 @@ class Placement:
 def connect(address: str) -> Any:
     """Join the cluster at auto, local (a cluster that ends with this process) or HOST:PORT; returns the module `ray`.
 
-    Raises:
-        ConfigError: an invalid address, no cluster there, or one with another version of Ray or Python.
-        DependencyError: ray is not installed.
+    Raises ConfigError for an invalid address, no cluster there, or one with another version of Ray or Python.
     """
     try:
         import ray

@@ -69,13 +69,9 @@ class PolicyServer:
         self._keys = Keys(self.config.api_key, self.config.api_key_file)
 
     async def run(self, on_ready: Callable[[PolicyServer], None] | None = None) -> None:
-        """Load, listen and serve until `stop_soon`, then finish the requests under way.
+        """Load, listen and serve until `stop_soon`, then finish the requests under way. Raises what loading raises.
 
         `stop_soon` during loading ends it; `address` then stays empty.
-
-        Raises:
-            ConfigError: it cannot listen on the address.
-            Exception: what loading the policy raised.
         """
         config, self._loop = self.config, asyncio.get_running_loop()
         module, tls = websockets_server(), config.tls()

@@ -41,12 +41,8 @@ class Dispatcher:
         self._closing = False
 
     async def start(self) -> None:
-        """Load all replicas at the same time.
-
-        Raises:
-            ConfigError: `max_batch` above 1 for a policy without `infer_batch`.
-            Exception: what the first replica that failed has raised; the others are ended.
-        """
+        """Load all replicas at the same time. Raises what the first replica that failed has raised; the others are
+        ended. Raises ConfigError for `max_batch` above 1 and a policy without `infer_batch`."""
         self._loop = asyncio.get_running_loop()
         starts = [asyncio.ensure_future(r.start(lambda r=r: self._died(r))) for r in self.replicas]
         try:

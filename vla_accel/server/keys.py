@@ -23,9 +23,6 @@ class Keys:
     """The accepted keys by name: a single key, or those of a file, which is read again when it changes.
 
     A file has lines `NAME: KEY`, or one line with a key alone; lines that begin with `#` are comments.
-
-    Raises:
-        ConfigError: a file without keys, or with a malformed line.
     """
 
     def __init__(self, key: str | None = None, file: Path | None = None) -> None:

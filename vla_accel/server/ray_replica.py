@@ -23,27 +23,16 @@ PLACEMENT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class RayReplicas:
-    """Copies of a policy on each GPU of a Ray cluster, or on each node of a cluster without GPUs.
+    """Copies of a policy on each GPU of a Ray cluster, or on each node of a cluster without GPUs."""
 
-    Attributes:
-        load: makes the policy, or a `PolicyRegistry`, for a device's name. It is pickled and called in the actor.
-        address: `auto`, `local` or HOST:PORT.
-        device: cpu, cuda, or auto for GPUs if there are any.
-        software: returns the versions that decide results; it is called here and on every node.
-    """
-
-    load: Callable[[str], Any]
-    address: str
-    device: str
-    software: Callable[[], Mapping[str, str]]
+    load: Callable[[str], Any]  # makes the policy, or a `PolicyRegistry`, for a device's name; called in the actor
+    address: str  # `auto`, `local` or HOST:PORT
+    device: str  # cpu, cuda, or auto for GPUs if there are any
+    software: Callable[[], Mapping[str, str]]  # the versions that decide results; called here and on every node
 
     def replicas(self, limits: BatchLimits) -> list[RayReplica]:
-        """The replicas, not started.
-
-        Raises:
-            ConfigError: no cluster at the address, or no node has a GPU that `device` requires.
-            EngineError: a node has other versions.
-        """
+        """The replicas, not started. Raises ConfigError without a cluster at the address or a GPU that `device`
+        requires, and EngineError for a node with other versions."""
         ray = cluster.connect(self.address)
         nodes = cluster.nodes(ray)
         for node in nodes:

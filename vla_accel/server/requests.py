@@ -103,14 +103,8 @@ class Request:
 def parse(frame: Any, *, named: bool, max_observations: int) -> tuple[str, list[dict[str, Any]], bool]:
     """Return the policy's name ("" without one), the observations, and whether the frame holds a list of them.
 
-    Args:
-        frame: the frame as received.
-        named: whether the server has several policies, so that the key `policy` names one.
-        max_observations: the most observations in one frame.
-
-    Raises:
-        WireError: the frame is not a message in openpi's format.
-        ObservationError: no valid list of observations or name of a policy, or too many observations.
+    `named`: whether the server has several policies, so that the key `policy` names one. Raises WireError and
+    ObservationError.
     """
     content = wire.unpack_map(frame)
     policy = content.pop(wire.POLICY, "") if named else ""

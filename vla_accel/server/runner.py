@@ -41,11 +41,9 @@ class LoadedPolicy:
 
 
 class PolicyRegistry:
-    """Policies by name, of which the most recently used stay loaded within a memory budget.
+    """Policies by name, of which the most recently used stay loaded within a budget in bytes; None for no limit.
 
-    Args:
-        loaders: for each name, a function that returns the policy and its size in bytes. The first is the default.
-        budget: bytes for all loaded policies; None for no limit.
+    `loaders`: for each name, a function that returns the policy and its size in bytes. The first is the default.
     """
 
     def __init__(self, loaders: Mapping[str, Callable[[], tuple[Any, int]]], budget: int | None = None) -> None:

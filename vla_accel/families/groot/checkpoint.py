@@ -162,11 +162,12 @@ def _rows(config: GrootConfig, part: str, stack: str, module: str) -> tuple[int 
 
 
 @dataclass(frozen=True)
-class _Shapes:
-    """Shapes by Isaac-GR00T's names."""
+class _Stored:
+    """Shapes by Isaac-GR00T's names, and its config.json."""
 
     shapes: Mapping[str, tuple[int, ...]]
     prefix: str
+    stated: Mapping[str, Any]
     where: str
 
     def __call__(self, name: str, axes: int) -> tuple[int, ...]:
@@ -174,6 +175,17 @@ class _Shapes:
 
     def depth(self, start: str) -> int:
         return 1 + max((_layer(n.removeprefix(self.prefix), start) for n in self.shapes), default=-1)
+
+    def value(self, key: str) -> Any:
+        """Return a setting, None if config.json has none. Dots separate nested keys."""
+        found: Any = self.stated
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
+
+    def size(self, key: str, published: int) -> int:
+        name = key.rpartition(".")[2]
+        return size_of({name: self.value(key)}, name, Path(self.where) / "config.json", published)
 
 
 def _layer(name: str, start: str) -> int:
@@ -189,28 +201,42 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
     Raises:
         CheckpointError: A tensor is missing, or weights and config.json contradict each other.
     """
-    shape = _Shapes(shapes, prefix_of(shapes) or "", where)
+    stored = _Stored(shapes, prefix_of(shapes) or "", stated, where)
     check_config(stated, f"checkpoint {where}")
     try:
-        vision, language = _vision(shape), _language(shape, stated)
-        head, horizon = _head(shape, stated), _whole(shape, stated, "action_horizon", 40)
         config = GrootConfig(
-            vision=vision,
-            language=language,
-            head=head,
-            action_dim=shape(_HEAD + "action_encoder.W1.W", 3)[1],
-            state_dim=shape(_HEAD + "state_encoder.layer1.W", 3)[1],
-            action_horizon=horizon,
-            num_steps=_whole(shape, stated, "num_inference_timesteps", 4),
+            vision=_vision(stored),
+            language=_language(stored),
+            head=_head(stored),
+            action_dim=stored(_HEAD + "action_encoder.W1.W", 3)[1],
+            state_dim=stored(_HEAD + "state_encoder.layer1.W", 3)[1],
+            action_horizon=stored.size("action_horizon", 40),
+            num_steps=stored.size("num_inference_timesteps", 4),
             ramp=float(stated.get("rtc_ramp_rate") or 6.0),
         )
     except ConfigError as error:
         raise CheckpointError(f"checkpoint {where}: {error}") from error
-    _cross_check(config, stated, shape)
+    head, dit, vl = config.head, "diffusion_model_cfg", "vl_self_attention_cfg"
+    found = {
+        "max_state_dim": config.state_dim,
+        "max_action_dim": config.action_dim,
+        "hidden_size": head.hidden,
+        "input_embedding_dim": head.width,
+        "backbone_embedding_dim": head.vl_width,
+        "max_seq_len": head.longest_chunk,
+        "max_num_embodiments": stored(_HEAD + "action_encoder.W1.W", 3)[0],
+        f"{dit}.num_layers": head.depth,
+        f"{dit}.num_attention_heads": head.heads,
+        f"{dit}.output_dim": head.hidden,
+        "use_vl_self_attention": head.vl_depth > 0,
+        f"{vl}.num_layers": head.vl_depth,
+        f"{vl}.num_attention_heads": head.vl_heads,
+    }
+    compare_sizes([(name, stored.value(name), size) for name, size in found.items()], where)
     return config
 
 
-def _vision(shape: _Shapes) -> QwenVisionConfig:
+def _vision(shape: _Stored) -> QwenVisionConfig:
     width, _, frames, patch, _ = shape(_VISION + "patch_embed.proj.weight", 5)
     positions, _ = shape(_VISION + "pos_embed.weight", 2)
     depth = shape.depth(_VISION + "blocks.")
@@ -227,14 +253,14 @@ def _vision(shape: _Shapes) -> QwenVisionConfig:
     )  # fmt: skip
 
 
-def _language(shape: _Shapes, stated: Mapping[str, Any]) -> QwenConfig:
+def _language(shape: _Stored) -> QwenConfig:
     start = _LANGUAGE + "layers.0."
     (head_dim,) = shape(start + "self_attn.q_norm.weight", 1)
     queries, width = shape(start + "self_attn.q_proj.weight", 2)
     stored, half = shape.depth(_LANGUAGE + "layers."), head_dim // 2
     table = next((e for e in _EMBEDDINGS if shape.prefix + e in shape.shapes), _EMBEDDINGS[0])
     return QwenConfig(
-        width=width, depth=_whole(shape, stated, "select_layer", min(16, stored)),
+        width=width, depth=shape.size("select_layer", min(16, stored)),
         mlp_dim=shape(start + "mlp.gate_proj.weight", 2)[0], heads=queries // head_dim,
         kv_heads=shape(start + "self_attn.k_proj.weight", 2)[0] // head_dim, head_dim=head_dim,
         vocab_size=shape(table, 2)[0],
@@ -243,16 +269,12 @@ def _language(shape: _Shapes, stated: Mapping[str, Any]) -> QwenConfig:
     )  # fmt: skip
 
 
-def _whole(shape: _Shapes, stated: Mapping[str, Any], key: str, published: int) -> int:
-    return size_of(stated, key, Path(shape.where) / "config.json", published)
-
-
-def _head(shape: _Shapes, stated: Mapping[str, Any]) -> HeadConfig:
+def _head(shape: _Stored) -> HeadConfig:
     (vl_width,) = shape(_HEAD + "vlln.weight", 1)
     vl, dit = _HEAD + "vl_self_attention.transformer_blocks.", _DIT + "transformer_blocks."
     width, vl_depth = shape(_DIT + "proj_out_1.weight", 2)[1], shape.depth(vl)
-    vl_head = _stated(shape, stated, "vl_self_attention_cfg", "attention_head_dim", _VL_HEAD)
-    head_dim = _stated(shape, stated, "diffusion_model_cfg", "attention_head_dim", _DIT_HEAD)
+    vl_head = shape.size("vl_self_attention_cfg.attention_head_dim", _VL_HEAD)
+    head_dim = shape.size("diffusion_model_cfg.attention_head_dim", _DIT_HEAD)
     if vl_width % vl_head or width % head_dim:
         raise ConfigError(f"head: expected widths of whole heads of {vl_head} and {head_dim}, got {vl_width}, {width}")
     return HeadConfig(
@@ -260,34 +282,7 @@ def _head(shape: _Shapes, stated: Mapping[str, Any]) -> HeadConfig:
         vl_mlp_dim=shape(vl + "0.ff.net.0.proj.weight", 2)[0] if vl_depth else 4 * vl_width, width=width,
         depth=shape.depth(dit), heads=width // head_dim, head_dim=head_dim,
         mlp_dim=shape(dit + "0.ff.net.0.proj.weight", 2)[0], hidden=shape(_DIT + "proj_out_2.weight", 2)[0],
-        text_every=_whole(shape, stated, "attend_text_every_n_blocks", 2),
+        text_every=shape.size("attend_text_every_n_blocks", 2),
         longest_chunk=shape(_HEAD + "position_embedding.weight", 2)[0],
-        buckets=_whole(shape, stated, "num_timestep_buckets", 1000),
+        buckets=shape.size("num_timestep_buckets", 1000),
     )  # fmt: skip
-
-
-def _stated(shape: _Shapes, stated: Mapping[str, Any], part: str, key: str, default: int) -> int:
-    content = stated.get(part)
-    return _whole(shape, content, key, default) if isinstance(content, Mapping) else default
-
-
-def _cross_check(config: GrootConfig, stated: Mapping[str, Any], shape: _Shapes) -> None:
-    head, vl = config.head, stated.get("vl_self_attention_cfg")
-    dit = stated.get("diffusion_model_cfg")
-    vl, dit = (c if isinstance(c, Mapping) else {} for c in (vl, dit))
-    pairs: list[tuple[str, object, object]] = [
-        ("max_state_dim", stated.get("max_state_dim"), config.state_dim),
-        ("max_action_dim", stated.get("max_action_dim"), config.action_dim),
-        ("hidden_size", stated.get("hidden_size"), head.hidden),
-        ("input_embedding_dim", stated.get("input_embedding_dim"), head.width),
-        ("backbone_embedding_dim", stated.get("backbone_embedding_dim"), head.vl_width),
-        ("max_seq_len", stated.get("max_seq_len"), head.longest_chunk),
-        ("max_num_embodiments", stated.get("max_num_embodiments"), shape(_HEAD + "action_encoder.W1.W", 3)[0]),
-        ("diffusion_model_cfg.num_layers", dit.get("num_layers"), head.depth),
-        ("diffusion_model_cfg.num_attention_heads", dit.get("num_attention_heads"), head.heads),
-        ("diffusion_model_cfg.output_dim", dit.get("output_dim"), head.hidden),
-        ("use_vl_self_attention", stated.get("use_vl_self_attention"), head.vl_depth > 0),
-        ("vl_self_attention_cfg.num_layers", vl.get("num_layers"), head.vl_depth),
-        ("vl_self_attention_cfg.num_attention_heads", vl.get("num_attention_heads"), head.vl_heads),
-    ]
-    compare_sizes(pairs, shape.where)

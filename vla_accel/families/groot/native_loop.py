@@ -22,7 +22,7 @@ from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop.tables import LayerTables
-from vla_accel.kernels.rows.flow import Guidance, flow_step
+from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance, flow_step
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
 from vla_accel.nn.weights import BlockWeights, compute_dtype, plain_input, weights_in
 
@@ -182,11 +182,11 @@ class NativeTransformer(LayerLoop):
         if not first:
             self._decode(step - 1)
         before = inputs["noise"] if first else self.flow[(step - 1) % 2]
-        flow_step(
-            self.velocity, before, Guidance(inputs["target"], inputs["weights"]), self.weights.w_in,
-            self.tables.rows[min(step, self.steps - 1)].b_in, actions if last else self.flow[step % 2], self.hidden,
-            dt=1.0 / self.steps, tokens=self.tokens, first=first, last=last,
-        )  # fmt: skip
+        after = actions if last else self.flow[step % 2]
+        b_in = self.tables.rows[min(step, self.steps - 1)].b_in
+        guidance, into = Guidance(inputs["target"], inputs["weights"]), ActionInput(self.weights.w_in, b_in)
+        at = EulerStep(1.0 / self.steps, first=first, last=last)
+        flow_step(self.velocity, before, guidance, into, after, self.hidden, at, tokens=self.tokens)
         if not last:
             self.x.copy_(self.start)
             self.chain.restart()

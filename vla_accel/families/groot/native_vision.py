@@ -17,7 +17,7 @@ from vla_accel.families.groot.network import Groot
 from vla_accel.families.groot.vision import PatchMerger, QwenVisionConfig, patch_rope, place_embedding
 from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.rows.rows import add_norm, exact_gelu, patchify_blocks
+from vla_accel.kernels.rows.rows import add_norm, gelu, patchify
 from vla_accel.nn.native_vision import patch_embedding
 from vla_accel.nn.plan import Rows, StackPlan
 from vla_accel.nn.weights import Precision, StackWeights, fold, stack_weights
@@ -95,7 +95,7 @@ class NativeTower:
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         stack, config = self.stack, self.config
-        patchify_blocks(inputs["images"].flatten(0, 1), self.patches, config.patch_size, config.merge)
+        patchify(inputs["images"].flatten(0, 1), self.patches, config.patch_size, config.merge)
         patch_product(self.patches, self.weights.patch, self.embedded)
 
         def after(index: int) -> None:
@@ -117,5 +117,5 @@ class NativeTower:
             normed = normed.view(x.shape)
         add_norm(x, None, x, normed, layer=True, eps=self.config.eps, inverse_scale=None)
         gemm(self.normed, merger.fc1, self.hidden)
-        exact_gelu(self.hidden)
+        gelu(self.hidden, self.hidden, inverse_scale=None, exact=True)
         gemm(self.hidden, merger.fc2, out.flatten(0, 1))

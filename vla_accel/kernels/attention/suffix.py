@@ -5,6 +5,8 @@ Conventions as in `vla_accel.kernels.rows.rows`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,13 +14,22 @@ from vla_accel.kernels import reference
 from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.config import CrossShape, CrossTile, KeySplit, SuffixShape
 from vla_accel.kernels.dispatch import kernels, path
-from vla_accel.kernels.gemm.epilogue import Norm
+from vla_accel.kernels.gemm.epilogue import Heads, Norm
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.runtime import current
 
 AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
 """Parts and statistics of programs that share keys, and the counters of those that have arrived."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values (B, S, kv_heads, d), contiguous, of which sequence b has lengths[b]; `lengths` (B,) int32."""
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
 
 
 def suffix_workspace(sizes: SuffixShape, device: torch.device, config: KeySplit | None = None) -> AttentionWorkspace:
@@ -46,70 +57,63 @@ def crossing(x: Tensor, layer: Linear, keys: Tensor) -> CrossShape:
 
 
 def suffix_attention(
-    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
-    workspace: AttentionWorkspace, *, state_first: bool, causal: bool = False,
-    config: KeySplit | None = None,
+    suffix: Heads, prefix: Prefix, out: Tensor, workspace: AttentionWorkspace, *, state_first: bool,
+    causal: bool = False, config: KeySplit | None = None,
 ) -> None:  # fmt: skip
     """Attention of the suffix to the first `lengths[b]` keys of the prefix and to itself.
 
     Args:
-        q: (B, T, heads, d).
-        prefix_k, prefix_v: (B, S, kv_heads, d).
-        k, v: (B, T, kv_heads, d), of the suffix.
         out: (B * T, heads * d). All tensors are contiguous.
         workspace: made by `suffix_workspace` for the same `config`.
         state_first: the first token attends to the prefix and itself only (π0).
         causal: no token attends to a later one.
     """
+    q = suffix.q
+    batch, tokens, heads, head_dim = q.shape
     if path(q) != "reference":
-        batch, tokens, heads, head_dim = q.shape
-        prefix_tokens, kv_heads = prefix_k.shape[1:3]
+        prefix_tokens, kv_heads = prefix.keys.shape[1:3]
         sizes = SuffixShape(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
         config = config or attention_config.key_splits(current(q).gpu, sizes)[0]
         return kernels("attention.triton_attention").suffix_attention(
-            q, prefix_k, prefix_v, k, v, lengths, out, workspace, state_first=state_first, causal=causal,
-            cut=config,
-        )  # fmt: skip
-    batch, tokens = q.shape[:2]
+            suffix, prefix, out, workspace, sizes, config, state_first=state_first, causal=causal
+        )
     inner = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
     if state_first:
         inner[0, 1:] = False
     if causal:
         inner = inner.tril()
-    outer = torch.arange(prefix_k.shape[1], device=q.device) < lengths[:, None]
+    outer = torch.arange(prefix.keys.shape[1], device=q.device) < prefix.lengths[:, None]
     mask = torch.cat((outer[:, None].expand(-1, tokens, -1), inner.expand(batch, -1, -1)), 2)
-    keys, values = torch.cat((prefix_k, k), 1), torch.cat((prefix_v, v), 1)
+    keys, values = torch.cat((prefix.keys, suffix.k), 1), torch.cat((prefix.values, suffix.v), 1)
     values = values.masked_fill(~torch.cat((outer, outer.new_ones(batch, tokens)), 1)[:, :, None, None], 0)
     out.copy_(reference.attention(q, keys, values, mask).reshape(out.shape))
 
 
 def cross_attention(
-    x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, out: Tensor, *,
-    norm: Norm, config: CrossTile | None = None,
+    x: Tensor, weights: Linear, rope: tuple[Tensor, Tensor], prefix: Prefix, out: Tensor, *, norm: Norm,
+    config: CrossTile | None = None,
 ) -> None:  # fmt: skip
     """Norm, query projection and rotation of the suffix, and attention to the prefix only. Positions start at 0.
 
     Args:
         x: (B * T, W).
-        layer: of the queries, (heads * d, W).
-        keys, values: (B, S, kv_heads, d), of which row b has lengths[b].
+        weights: of the queries, (heads * d, W).
+        rope: cos and sin, (positions, d / 2) float32.
         out: (B * T, heads * d). All tensors are contiguous.
-        config: one of `attention_config.cross_tiles`.
         norm: of x, an RMSNorm without a scale.
+        config: one of `attention_config.cross_tiles`.
     """
+    keys, values, (cos, sin) = prefix.keys, prefix.values, rope
     if path(x) != "reference":
-        if config is None:
-            config = attention_config.cross_tiles(current(x).gpu, crossing(x, layer, keys))[0]
-        return kernels("attention.triton_cross").cross_attention(
-            x, layer, cos, sin, keys, values, lengths, out, norm=norm, cut=config,
-        )  # fmt: skip
+        config = config or attention_config.cross_tiles(current(x).gpu, crossing(x, weights, keys))[0]
+        return kernels("attention.triton_cross").cross_attention(x, weights, rope, prefix, out, norm, config)
     batch, source, _, head_dim = keys.shape
     tokens = len(x) // batch
-    q = torch.empty(len(x), len(layer.weight), dtype=torch.promote_types(torch.float32, x.dtype), device=x.device)
-    gemm(x, layer, q, norm=norm)
+    q = torch.empty(len(x), len(weights.weight), dtype=torch.promote_types(torch.float32, x.dtype), device=x.device)
+    gemm(x, weights, q, norm=norm)
     q = q.view(batch, tokens, -1, head_dim)
     q = reference.apply_rope(q, cos[:tokens, None].to(q.dtype), sin[:tokens, None].to(q.dtype))
-    real = torch.arange(source, device=x.device) < lengths[:, None]
+    real = torch.arange(source, device=x.device) < prefix.lengths[:, None]
     values = values.masked_fill(~real[:, :, None, None], 0)
     mask = real[:, None].expand(-1, tokens, -1)
     out.copy_(reference.attention(q.to(keys.dtype), keys, values, mask).reshape(out.shape))

@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.kernels.attention.config import FlashTile, KeySplit, SuffixShape
+from vla_accel.kernels.attention.suffix import AttentionWorkspace, Prefix
 from vla_accel.kernels.chain import launch
+from vla_accel.kernels.gemm.epilogue import Heads
 from vla_accel.kernels.triton_common import softmax_step, store_rounded, wait_for_previous
 from vla_accel.numeric import power_of_two
 from vla_accel.runtime import current
@@ -291,22 +293,20 @@ def _suffix_attention_split(q_ptr, prefix, suffix, length_ptr, workspace, out_pt
 
 
 def suffix_attention(
-    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor,
-    workspace: tuple[Tensor, Tensor, Tensor], *, state_first: bool, causal: bool, cut: KeySplit,
+    suffix: Heads, prefix: Prefix, out: Tensor, workspace: AttentionWorkspace, sizes: SuffixShape, tile: KeySplit, *,
+    state_first: bool, causal: bool,
 ) -> None:  # fmt: skip
     """See `vla_accel.kernels.attention.suffix.suffix_attention`."""
-    batch, tokens, heads, head_dim = q.shape
-    prefix_tokens, kv_heads = prefix_k.shape[1:3]
-    sizes = SuffixShape(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size())
-    splits = Splits(cut.prefix_splits(sizes), cut.splits(sizes), cut.row_tiles(sizes))
+    splits = Splits(tile.prefix_splits(sizes), tile.splits(sizes), tile.row_tiles(sizes))
     arguments = (
-        q, (prefix_k, prefix_v), (k, v), lengths, workspace, out, tokens, prefix_tokens, head_dim**-0.5 * LOG2E,
-        HeadShape.of(q, k), cut, splits, Mask(causal=causal, first=state_first),
+        suffix.q, (prefix.keys, prefix.values), (suffix.k, suffix.v), prefix.lengths, workspace, out, sizes.tokens,
+        sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E, HeadShape.of(suffix.q, suffix.k), tile, splits,
+        Mask(causal=causal, first=state_first),
     )  # fmt: skip
-    options = {"num_warps": cut.warps, "num_stages": cut.stages}
-    pairs = batch * kv_heads
-    if cut.tiles == 1:
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    pairs = sizes.batch * sizes.kv_heads
+    if tile.tiles == 1:
         launch(_suffix_attention, (splits.all, splits.row_tiles, pairs), *arguments, **options)
     else:
-        suffix = tokens if cut.joined else cut.keys
-        launch(_suffix_attention_split, (splits.row_tiles, splits.all, pairs), *arguments, suffix, **options)
+        own = sizes.tokens if tile.joined else tile.keys
+        launch(_suffix_attention_split, (splits.row_tiles, splits.all, pairs), *arguments, own, **options)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vla_accel.kernels.attention.config import CrossTile
+from vla_accel.kernels.attention.suffix import Prefix
 from vla_accel.kernels.attention.triton_attention import LOG2E
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.epilogue import Norm
@@ -97,16 +98,16 @@ def _cross_attention(x_ptr, w_ptr, wscale, norm, cos_ptr, sin_ptr, k_ptr, v_ptr,
 
 
 def cross_attention(
-    x: Tensor, layer: Linear, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    lengths: Tensor, out: Tensor, *, norm: Norm, cut: CrossTile,
-) -> None:  # fmt: skip
+    x: Tensor, weights: Linear, rope: tuple[Tensor, Tensor], prefix: Prefix, out: Tensor, norm: Norm, tile: CrossTile
+) -> None:
     """See `vla_accel.kernels.attention.suffix.cross_attention`."""
-    batch, source, kv_heads, head_dim = keys.shape
+    batch, source, kv_heads, head_dim = prefix.keys.shape
     tokens, width, half = len(x) // batch, x.shape[1], head_dim // 2
-    heads = layer.weight.shape[0] // head_dim
+    heads = weights.weight.shape[0] // head_dim
     launch(
-        _cross_attention, (heads, triton.cdiv(tokens, cut.rows), batch),
-        x, layer.weight, layer.sums_scale, norm_arguments(norm), cos, sin, keys, values, lengths, out, len(x), tokens,
-        head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, cut.rows, max(16, power_of_two(half)), cut.keys,
-        cut.block_k, can_fetch_ahead(layer.weight), *tiles_of(norm), num_warps=8, num_stages=cut.stages,
+        _cross_attention, (heads, triton.cdiv(tokens, tile.rows), batch),
+        x, weights.weight, weights.sums_scale, norm_arguments(norm), *rope, prefix.keys, prefix.values, prefix.lengths,
+        out, len(x), tokens, head_dim**-0.5 * LOG2E, source, width, heads, kv_heads, half, tile.rows,
+        max(16, power_of_two(half)), tile.keys, tile.block_k, can_fetch_ahead(weights.weight), *tiles_of(norm),
+        num_warps=8, num_stages=tile.stages,
     )  # fmt: skip

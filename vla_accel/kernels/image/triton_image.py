@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image.ops import GroupNorm, Sum
-from vla_accel.kernels.triton_common import activated, softmax_step
+from vla_accel.kernels.triton_common import activated, gelu_erf, softmax_step
 from vla_accel.numeric import power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -295,8 +295,7 @@ def _geglu_erf(x_ptr, out_ptr, rows, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, 
     keep = (row < rows) & (column < HIDDEN)
     value = tl.load(x_ptr + row * (2 * HIDDEN) + column, mask=keep, other=0.0).to(tl.float32)
     gate = tl.load(x_ptr + row * (2 * HIDDEN) + HIDDEN + column, mask=keep, other=0.0).to(tl.float32)
-    gelu = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    tl.store(out_ptr + row * HIDDEN + column, (value * gelu).to(out_ptr.dtype.element_ty), mask=keep)
+    tl.store(out_ptr + row * HIDDEN + column, (value * gelu_erf(gate)).to(out_ptr.dtype.element_ty), mask=keep)
 
 
 def geglu_erf(x: Tensor) -> Tensor:

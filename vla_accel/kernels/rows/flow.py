@@ -42,7 +42,7 @@ class ActionInput:
 
     weight: Tensor
     bias: Tensor
-    activation: Activation
+    activation: Activation = Activation.SILU
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class EulerStep:
     evaluation follows."""
 
     dt: float
-    time: float
-    gain: float
-    first: bool
-    last: bool
+    time: float = 0.0
+    gain: float = 0.0
+    first: bool = False
+    last: bool = False
 
 
 def step(
@@ -102,28 +102,26 @@ def step(
 
 
 def flow_step(
-    velocity: Tensor, before: Tensor, guidance: Guidance, w_in: Tensor, b_in: Tensor, after: Tensor,
-    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool,
+    velocity: Tensor, before: Tensor, guidance: Guidance, into: ActionInput, after: Tensor, hidden: Tensor,
+    at: EulerStep, *, tokens: int,
 ) -> None:  # fmt: skip
     """Euler step of a flow from noise to actions, and the input of the next evaluation.
 
     Args:
-        velocity: (B * T, A) float32, T = `tokens`; its last H rows of every T are read, none if `first`.
-        before, after: (B, H, A) float32: after = before + dt (1 - weights) velocity. If `first`, after = target where a
-            weight is above zero, and before elsewhere.
-        w_in, b_in: (A, W), (W,) float32.
-        hidden: (B * T, W); its last H rows of every T receive silu(after · w_in + b_in), unless `last`.
+        velocity: (B * T, A) float32, T = `tokens`; its last H rows of every T are read, none if `at.first`.
+        before, after: (B, H, A) float32: after = before + dt (1 - weights) velocity. If `at.first`, after = target
+            where a weight is above zero, and before elsewhere.
+        into: with one bias and SILU.
+        hidden: (B * T, W); its last H rows of every T receive the next input, unless `at.last`.
     """
     if path(before) != "reference":
-        return kernels("rows.triton_flow").flow_step(
-            velocity, before, guidance, w_in, b_in, after, hidden, dt=dt, tokens=tokens, first=first, last=last,
-        )  # fmt: skip
+        return kernels("rows.triton_flow").flow_step(velocity, before, guidance, into, after, hidden, at, tokens=tokens)
     batch, horizon, _ = before.shape
-    if first:
+    if at.first:
         after.copy_(torch.where(guidance.weights[..., None] > 0, guidance.target, before))
     else:
         moved = velocity.view(batch, tokens, -1)[:, tokens - horizon :]
-        after.copy_(before + dt * (1.0 - guidance.weights[..., None]) * moved)
-    if not last:
-        embedded = F.silu(after.to(w_in.dtype) @ w_in + b_in)
+        after.copy_(before + at.dt * (1.0 - guidance.weights[..., None]) * moved)
+    if not at.last:
+        embedded = F.silu(after.to(into.weight.dtype) @ into.weight + into.bias)
         hidden.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(hidden.dtype)

@@ -7,6 +7,8 @@ buffer, saturated at ±448 or ±127; None stores x in the dtype of the buffer.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,7 +26,7 @@ _TRITON = "rows.triton_rows"
 
 @op(_TRITON)
 def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_maps: Tensor | None = None) -> None:
-    """Write the patches of uint8 images (N, S, S, 3) to rows (N * patches, 2 * stride).
+    """Write the patches of uint8 images (N, H, W, 3) to rows (N * patches, 2 * stride).
 
     A row holds the patch twice, in the order of a convolution's weight (channel, row, column), each padded with zeros
     to `stride`. Bytes are exact in BF16, so weights in two halves lose nothing.
@@ -37,16 +39,6 @@ def patchify(images: Tensor, out: Tensor, patch: int, square: int = 1, pixel_map
     """
     if pixel_maps is not None:
         images = levels(images, pixel_maps)
-    _store_patches(images, out, patch, square)
-
-
-@op(_TRITON)
-def patchify_blocks(images: Tensor, out: Tensor, patch: int, merge: int) -> None:
-    """`patchify` for images (N, H, W, 3) of any size, in squares of `merge` patches on a side."""
-    _store_patches(images, out, patch, merge)
-
-
-def _store_patches(images: Tensor, out: Tensor, patch: int, square: int) -> None:
     n, height, width = images.shape[:3]
     side, stride = patch * square, out.shape[1] // 2
     split = images.permute(0, 3, 1, 2).reshape(n, 3, height // side, square, patch, width // side, square, patch)
@@ -135,15 +127,9 @@ def geglu(
 
 
 @op(_TRITON)
-def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
-    """out = gelu_tanh(x)."""
-    store(out, reference.activate(x, Activation.GELU), inverse_scale)
-
-
-@op(_TRITON)
-def exact_gelu(x: Tensor) -> None:
-    """GELU with the error function, in place."""
-    x.copy_(F.gelu(x))
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, exact: bool = False) -> None:
+    """out = GELU of x, which may be `out`. `exact`: with the error function, otherwise the tanh form."""
+    store(out, F.gelu(x, approximate="none" if exact else "tanh"), inverse_scale)
 
 
 # -- rotary positions -------------------------------------------------------------------------------------------------
@@ -155,38 +141,37 @@ def rope_tables(length: int, head_dim: int, device: torch.device) -> tuple[Tenso
     return cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
 
-@op(_TRITON)
-def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
-    """Rotate q in `qkv` (B * S, (heads + 2 kv_heads) * d) in place, and write rotated k and v to the cache.
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorms of each head of q and of k; weights (d,) float32."""
 
-    keys, values (B, S, kv_heads, d), contiguous. Positions count the rows of each sequence.
-    """
-    batch, tokens, kv_heads, head_dim = keys.shape
-    parts = qkv.view(batch, tokens, heads + 2 * kv_heads, head_dim)
-    c, s = cos[:tokens, None].to(qkv.dtype), sin[:tokens, None].to(qkv.dtype)
-    keys.copy_(reference.apply_rope(parts[:, :, heads : heads + kv_heads], c, s))
-    values.copy_(parts[:, :, heads + kv_heads :])
-    parts[:, :, :heads] = reference.apply_rope(parts[:, :, :heads], c, s)
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 @op(_TRITON)
-def norm_rope(
-    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
-    eps: float,
+def rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, norms: HeadNorms | None = None, keys: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Norm and rotate q and k in `qkv` (B * T, (heads + 2 kv_heads) * d) in place; v stays unchanged.
+    """Norm and rotate q and k in `qkv` (B * T, (heads + 2 kv_heads) * d), q in place.
 
     Args:
-        q_norm, k_norm: (d,) float32, weights of an RMSNorm of each head, or both None for no norm.
-        cos, sin: (T, d / 2) float32.
+        cos, sin: (T, d / 2) float32, or with a cache more positions.
+        keys, values: the cache (B, T, kv_heads, d), contiguous, which receives k and v. None: k is rotated in place.
     """
-    both = qkv.view(-1, len(cos), heads + 2 * kv_heads, 2 * cos.shape[1])
-    for start, count, weight in ((0, heads, q_norm), (heads, kv_heads, k_norm)):
-        part = both[:, :, start : start + count]
-        wide = part.to(torch.promote_types(part.dtype, torch.float32))
-        if weight is not None:
-            wide = normed(wide, False, eps) * weight
-        part.copy_(reference.apply_rope(wide, cos[:, None].to(wide.dtype), sin[:, None].to(wide.dtype)))
+    tokens, head_dim = len(cos) if keys is None else keys.shape[1], 2 * cos.shape[1]
+    both = qkv.view(-1, tokens, qkv.shape[1] // head_dim, head_dim)
+    kv_heads, wide = (both.shape[2] - heads) // 2, torch.promote_types(qkv.dtype, torch.float32)
+    q, k, v = both.split((heads, kv_heads, kv_heads), 2)
+    c, s = (table[:tokens, None].to(wide) for table in (cos, sin))
+    for part, out, weight in ((q, q, norms and norms.q), (k, k if keys is None else keys, norms and norms.k)):
+        x = part.to(wide)
+        x = x if norms is None or weight is None else normed(x, False, norms.eps) * weight
+        out.copy_(reference.apply_rope(x, c, s))
+    if values is not None:
+        values.copy_(v)
 
 
 # -- what references share --------------------------------------------------------------------------------------------

@@ -138,15 +138,15 @@ def _flow_step(velocity_ptr, actions, guidance, into, hidden_ptr, dt, rows, leng
 
 
 def flow_step(
-    velocity: Tensor, before: Tensor, guidance: Guidance, w_in: Tensor, b_in: Tensor, after: Tensor,
-    hidden: Tensor, *, dt: float, tokens: int, first: bool, last: bool,
+    velocity: Tensor, before: Tensor, guidance: Guidance, into: ActionInput, after: Tensor, hidden: Tensor,
+    at: EulerStep, *, tokens: int,
 ) -> None:  # fmt: skip
     """See `vla_accel.kernels.rows.flow.flow_step`."""
     batch, horizon, actions = before.shape
-    rows, width = batch * horizon, w_in.shape[1]
-    shape = StepShape(width, 32, actions, max(16, power_of_two(actions)), first, last, SILU.value, True, False)
+    rows, width = batch * horizon, into.weight.shape[1]
+    shape = StepShape(width, 32, actions, max(16, power_of_two(actions)), at.first, at.last, SILU.value, True, False)
     launch(
-        _flow_step, (1 if last else triton.cdiv(width, 32), triton.cdiv(rows, 16)), velocity, (before, after),
-        (guidance.target, guidance.weights), (w_in, b_in), hidden, dt, rows, (horizon, tokens), shape,
+        _flow_step, (1 if at.last else triton.cdiv(width, 32), triton.cdiv(rows, 16)), velocity, (before, after),
+        (guidance.target, guidance.weights), (into.weight, into.bias), hidden, at.dt, rows, (horizon, tokens), shape,
         num_warps=4, num_stages=1,
     )  # fmt: skip

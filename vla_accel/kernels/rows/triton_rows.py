@@ -9,7 +9,15 @@ from torch import Tensor
 from vla_accel import pictures
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.triton_common import activated, gelu_tanh, let_next_start, store_rounded, wait_for_previous
+from vla_accel.kernels.rows.rows import HeadNorms
+from vla_accel.kernels.triton_common import (
+    activated,
+    gelu_erf,
+    gelu_tanh,
+    let_next_start,
+    store_rounded,
+    wait_for_previous,
+)
 from vla_accel.numeric import power_of_two
 
 TOP, LEFT, BOTTOM, RIGHT = (tl.constexpr(n) for n in (pictures.TOP, pictures.LEFT, pictures.BOTTOM, pictures.RIGHT))
@@ -19,20 +27,22 @@ MAP_WIDTH = tl.constexpr(pictures.MAP_WIDTH)
 
 
 @triton.jit
-def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr,
+def _patchify(image_ptr, map_ptr, out_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PATCH: tl.constexpr,
               SQUARE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
-    image, cell = row // (SIDE * SIDE), row % (SIDE * SIDE)
+    COLUMNS: tl.constexpr = WIDTH // (PATCH * SQUARE)
+    PATCHES: tl.constexpr = (HEIGHT // PATCH) * (WIDTH // PATCH)
+    image, cell = row // PATCHES, row % PATCHES
     square, place = cell // (SQUARE * SQUARE), cell % (SQUARE * SQUARE)
-    top = (square // (SIDE // SQUARE) * SQUARE + place // SQUARE) * PATCH
-    left = (square % (SIDE // SQUARE) * SQUARE + place % SQUARE) * PATCH
+    top = (square // COLUMNS * SQUARE + place // SQUARE) * PATCH
+    left = (square % COLUMNS * SQUARE + place % SQUARE) * PATCH
     k = tl.arange(0, BLOCK)
     # A row is in the order of the convolution's weight: channel, row, column.
     channel, inside = k // (PATCH * PATCH), k % (PATCH * PATCH)
     y, x = top + inside // PATCH, left + inside % PATCH
     real = k < 3 * PATCH * PATCH
-    base = image_ptr + image.to(tl.int64) * SIZE * SIZE * 3
-    pixel = tl.load(base + (y * SIZE + x) * 3 + channel, mask=real, other=0).to(tl.float32)
+    base = image_ptr + image.to(tl.int64) * HEIGHT * WIDTH * 3
+    pixel = tl.load(base + (y * WIDTH + x) * 3 + channel, mask=real, other=0).to(tl.float32)
     if map_ptr is not None:
         its = map_ptr + image * MAP_WIDTH
         inside = (y >= tl.load(its + TOP)) & (y < tl.load(its + BOTTOM))
@@ -49,11 +59,9 @@ def _patchify(image_ptr, map_ptr, out_ptr, SIZE: tl.constexpr, PATCH: tl.constex
 
 
 def patchify(images: Tensor, out: Tensor, patch: int, square: int, pixel_maps: Tensor | None) -> None:
-    size = images.shape[1]
-    stride = out.shape[1] // 2
-    side = size // patch
+    height, width, stride = images.shape[1], images.shape[2], out.shape[1] // 2
     block = power_of_two(stride)
-    _patchify[(len(out),)](images, pixel_maps, out, size, patch, side, square, stride, block, num_warps=4)
+    _patchify[(len(out),)](images, pixel_maps, out, height, width, patch, square, stride, block, num_warps=4)
 
 
 @triton.jit
@@ -156,86 +164,76 @@ def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: 
 
 
 @triton.jit
-def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     wait_for_previous(PDL)
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = offset < total
-    y = gelu_tanh(tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32))
-    store_rounded(out_ptr + offset, y, keep, inverse_scale)
+    x = tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32)
+    store_rounded(out_ptr + offset, gelu_erf(x) if EXACT else gelu_tanh(x), keep, inverse_scale)
 
 
-def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None) -> None:
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, exact: bool) -> None:
     total = x.numel()
-    launch(_gelu, (triton.cdiv(total, 4096),), x, out, total, inverse_scale, 4096, num_warps=8)
+    launch(_gelu, (triton.cdiv(total, 4096),), x, out, total, inverse_scale, 4096, exact, num_warps=8)
 
 
 @triton.jit
-def _rope_cache(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-                KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-                BLOCK_HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _rotate(qkv_ptr, norms, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+            KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     i = tl.arange(0, BLOCK_HALF)[None, :]
-    real = (i < HALF) & (head < HEADS + 2 * KV_HEADS)
+    # Without a cache k is rotated in place, and v stays unchanged.
+    TAKEN: tl.constexpr = HEADS + KV_HEADS + (KV_HEADS if k_ptr is not None else 0)
+    real = (i < HALF) & (head < TAKEN)
     source = qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + head * (2 * HALF) + i
     a = tl.load(source, mask=real, other=0.0).to(tl.float32)
     b = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
-    place = row % TOKENS
-    cos = tl.load(cos_ptr + place * HALF + i, mask=i < HALF, other=0.0)
-    sin = tl.load(sin_ptr + place * HALF + i, mask=i < HALF, other=0.0)
     kind = qkv_ptr.dtype.element_ty
+    is_q = head < HEADS
+    if v_ptr is not None:
+        is_v = real & (head >= HEADS + KV_HEADS)
+        v = v_ptr + (row.to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF) + i
+        tl.store(v, a.to(kind), mask=is_v)
+        tl.store(v + HALF, b.to(kind), mask=is_v)
+    q_norm_ptr, k_norm_ptr, eps = norms
+    if q_norm_ptr is not None:
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
+        at = tl.minimum(i, HALF - 1)
+        low = tl.where(is_q, tl.load(q_norm_ptr + at), tl.load(k_norm_ptr + at))
+        high = tl.where(is_q, tl.load(q_norm_ptr + HALF + at), tl.load(k_norm_ptr + HALF + at))
+        a, b = a * rstd * low, b * rstd * high
+    angle = (row % TOKENS) * HALF + i
+    cos = tl.load(cos_ptr + angle, mask=i < HALF, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=i < HALF, other=0.0)
     rotated_a, rotated_b = (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
-    is_q = real & (head < HEADS)
-    tl.store(source, rotated_a, mask=is_q)
-    tl.store(source + HALF, rotated_b, mask=is_q)
-    is_k = real & (head >= HEADS) & (head < HEADS + KV_HEADS)
-    k = k_ptr + (row.to(tl.int64) * KV_HEADS + head - HEADS) * (2 * HALF) + i
-    tl.store(k, rotated_a, mask=is_k)
-    tl.store(k + HALF, rotated_b, mask=is_k)
-    is_v = real & (head >= HEADS + KV_HEADS)
-    v = v_ptr + (row.to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF) + i
-    tl.store(v, a.to(kind), mask=is_v)
-    tl.store(v + HALF, b.to(kind), mask=is_v)
+    in_place = real
+    if k_ptr is not None:
+        in_place = real & is_q
+        is_k = real & (head >= HEADS) & (head < HEADS + KV_HEADS)
+        k = k_ptr + (row.to(tl.int64) * KV_HEADS + head - HEADS) * (2 * HALF) + i
+        tl.store(k, rotated_a, mask=is_k)
+        tl.store(k + HALF, rotated_b, mask=is_k)
+    tl.store(source, rotated_a, mask=in_place)
+    tl.store(source + HALF, rotated_b, mask=in_place)
 
 
-def rope_cache(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, heads: int) -> None:
-    tokens, kv_heads, head_dim = keys.shape[1:]
+def rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, norms: HeadNorms | None, keys: Tensor | None,
+    values: Tensor | None,
+) -> None:  # fmt: skip
+    half = cos.shape[1]
+    kv_heads = (qkv.shape[1] // (2 * half) - heads) // 2
+    tokens, taken = (len(cos), heads + kv_heads) if keys is None else (keys.shape[1], heads + 2 * kv_heads)
+    weights = (None, None, None) if norms is None else (norms.q, norms.k, norms.eps)
     launch(
-        _rope_cache, (qkv.shape[0],),
-        qkv, cos, sin, keys, values, tokens, heads, kv_heads, head_dim // 2, power_of_two(heads + 2 * kv_heads),
-        power_of_two(head_dim // 2), num_warps=4,
+        _rotate, (len(qkv),), qkv, weights, cos, sin, keys, values, tokens, heads, kv_heads, half, power_of_two(taken),
+        power_of_two(half), num_warps=4,
     )  # fmt: skip
-
-
-@triton.jit
-def _patchify_blocks(image_ptr, out_ptr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                     MERGE: tl.constexpr, PATCH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0)
-    PATCHES: tl.constexpr = ROWS * COLUMNS * MERGE * MERGE
-    image, place = row // PATCHES, row % PATCHES
-    block, inner = place // (MERGE * MERGE), place % (MERGE * MERGE)
-    top = (block // COLUMNS * MERGE + inner // MERGE) * PATCH
-    left = (block % COLUMNS * MERGE + inner % MERGE) * PATCH
-    k = tl.arange(0, BLOCK)
-    # A row is in the order of the convolution's weight: channel, row, column.
-    channel, inside = k // (PATCH * PATCH), k % (PATCH * PATCH)
-    y, x = top + inside // PATCH, left + inside % PATCH
-    base = image_ptr + image.to(tl.int64) * (ROWS * MERGE * PATCH) * WIDTH * 3
-    pixel = tl.load(base + (y * WIDTH + x) * 3 + channel, mask=k < 3 * PATCH * PATCH, other=0).to(tl.float32)
-    out = out_ptr + row.to(tl.int64) * (2 * STRIDE) + k
-    tl.store(out, pixel.to(out_ptr.dtype.element_ty), mask=k < STRIDE)
-    tl.store(out + STRIDE, pixel.to(out_ptr.dtype.element_ty), mask=k < STRIDE)
-
-
-def patchify_blocks(images: Tensor, out: Tensor, patch: int, merge: int) -> None:
-    height, width, stride = images.shape[1], images.shape[2], out.shape[1] // 2
-    side = patch * merge
-    _patchify_blocks[(out.shape[0],)](
-        images, out, width, height // side, width // side, merge, patch, stride, power_of_two(stride), num_warps=4
-    )
 
 
 @triton.jit
@@ -280,59 +278,3 @@ def _add_at(y_ptr, place_ptr, x_ptr, TOKENS: tl.constexpr, COUNT: tl.constexpr, 
 def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
     batch, count, width = y.shape
     launch(_add_at, (batch * count,), y, places, x, x.shape[0] // batch, count, width, power_of_two(width), num_warps=4)
-
-
-@triton.jit
-def _norm_rope(qkv_ptr, norms, cos_ptr, sin_ptr, eps, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-               KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
-               PDL: tl.constexpr):  # fmt: skip
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    row = tl.program_id(0)
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
-    i = tl.arange(0, BLOCK_HALF)[None, :]
-    keep = (i < HALF) & (head < HEADS + KV_HEADS)
-    place = qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + head * (2 * HALF) + i
-    a = tl.load(place, mask=keep, other=0.0).to(tl.float32)
-    b = tl.load(place + HALF, mask=keep, other=0.0).to(tl.float32)
-    q_norm_ptr, k_norm_ptr = norms
-    if q_norm_ptr is not None:
-        rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
-        is_q, at = head < HEADS, tl.minimum(i, HALF - 1)
-        low = tl.where(is_q, tl.load(q_norm_ptr + at), tl.load(k_norm_ptr + at))
-        high = tl.where(is_q, tl.load(q_norm_ptr + HALF + at), tl.load(k_norm_ptr + HALF + at))
-        a, b = a * rstd * low, b * rstd * high
-    angle = (row % TOKENS) * HALF + i
-    cos = tl.load(cos_ptr + angle, mask=i < HALF, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=i < HALF, other=0.0)
-    kind = qkv_ptr.dtype.element_ty
-    tl.store(place, (a * cos - b * sin).to(kind), mask=keep)
-    tl.store(place + HALF, (b * cos + a * sin).to(kind), mask=keep)
-
-
-def norm_rope(
-    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
-    eps: float,
-) -> None:  # fmt: skip
-    tokens, half = cos.shape
-    launch(
-        _norm_rope, (qkv.shape[0],),
-        qkv, (q_norm, k_norm), cos, sin, eps, tokens, heads, kv_heads, half, power_of_two(heads + kv_heads),
-        power_of_two(half), num_warps=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _exact_gelu(x_ptr, total, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    keep = offset < total
-    x = tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32)
-    y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    tl.store(x_ptr + offset, y.to(x_ptr.dtype.element_ty), mask=keep)
-
-
-def exact_gelu(x: Tensor) -> None:
-    total = x.numel()
-    launch(_exact_gelu, (triton.cdiv(total, 2048),), x, total, 2048, num_warps=8)
