@@ -165,8 +165,9 @@ def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixtu
 def test_calibrate_says_where_its_file_is(
     monkeypatch: pytest.MonkeyPatch, recorded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    family = SimpleNamespace(calibrate=lambda *_: Scales({"prefix.layers.0.o_proj": 3.0}, 3, "test", "0", "01"))
-    loaded = SimpleNamespace(model=None, processor=SimpleNamespace(prepare=lambda o: o), family=family, kept=tmp_path)
+    card = SimpleNamespace(calibrate=lambda *_: Scales({"prefix.layers.0.o_proj": 3.0}, 3, "test", "0", "01"))
+    monkeypatch.setattr("vla_accel.families.bench.bench_card", lambda _: card)
+    loaded = SimpleNamespace(model=None, processor=SimpleNamespace(prepare=lambda o: o), family=None, kept=tmp_path)
     monkeypatch.setattr("vla_accel.families.loading.load", lambda *_, **__: loaded)
     for folder, words in ((tmp_path, []), (tmp_path / "a/new", ["--output", str(tmp_path / "a/new")])):
         assert main(["calibrate", "demo", "--observations", recorded, "--device", "cpu", *words]) == 0
@@ -179,7 +180,7 @@ def test_calibrate_takes_what_the_checkpoint_does_not_say_of_its_robot(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scales = Scales({"prefix.layers.0.o_proj": 3.0}, 1, "test", "0", "01")
-    monkeypatch.setattr("vla_accel.families.prompted.DenoisingFamily.calibrate", lambda *_: scales)
+    monkeypatch.setattr("vla_accel.families.bench.bench_card", lambda _: SimpleNamespace(calibrate=lambda *_: scales))
     (tmp_path / "config.yaml").write_text(f"preset: {write_robot(tmp_path / 'robot.yaml')}\n")
     seen = tiny_observation()
     mine = {"front": seen["observation/image"], "wrist": seen["observation/wrist_image"],

@@ -30,7 +30,8 @@ from vla_accel.kernels.image.ops import Sum
 
 TRAIN_TIMESTEPS = 1000
 _EXPECTED = {
-    **dict.fromkeys(("cross_attention_norm", "time_embedding_act_fn", "timestep_post_act")),
+    **dict.fromkeys(("class_embed_type", "addition_embed_type", "encoder_hid_dim_type", "cross_attention_norm")),
+    **dict.fromkeys(("time_embedding_act_fn", "timestep_post_act", "time_cond_proj_dim")),
     **dict.fromkeys(("resnet_skip_time_act", "center_input_sample", "only_cross_attention"), False),
     **dict.fromkeys(("resnet_out_scale_factor", "mid_block_scale_factor", "downsample_padding"), 1),
     **dict.fromkeys(("resnet_time_scale_shift", "attention_type"), "default"),
