@@ -211,7 +211,7 @@ def test_the_published_sizes_fit_into_small_gpus(family: Any) -> None:
     plain, prefix = weights_of(family), weights_of(family, kv_cache="fp8")
     vision = weights_of(family, vision="fp8", kv_cache="fp8")
     smallest = weights_of(family, vision="fp8", kv_cache="fp8", denoise="fp8", embeddings="host")
-    stored = json.loads((Path(__file__).parents[2] / "eval" / "results" / "memory_counted.json").read_text())
+    stored = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory_counted.json").read_text())
     told = stored["families"][family.name]
     for name, found in (("native-bf16", plain), ("native-fp8", prefix), ("native-fp8-vision", vision)):
         assert told[name]["bytes"] == found, name

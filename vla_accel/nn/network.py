@@ -143,11 +143,11 @@ class Network(nn.Module, ABC):
     def weight(self, name: str, device: torch.device | None = None) -> Tensor:
         """Return a weight in the dtype that this network computes in, on the network's device by default. The network
         does not keep what it reads."""
-        value = self.get_parameter(name).detach()
-        if self.origin is None or not value.is_meta:
-            return value if device is None else value.to(device)
+        kept = self.get_parameter(name)
+        if self.origin is None or not kept.is_meta:
+            return kept.detach() if device is None else kept.detach().to(device)
         with phase("read"):
-            return self.origin.read(name, None if self._as_stored else value.dtype, device or self.device)
+            return self.origin.read(name, None if self._as_stored else kept.dtype, device or self.device)
 
     def fetch(self, *parts: str) -> list[Tensor]:
         """Read the weights of these parts (as in `names`) that are not in memory yet, keep them, and return all."""
