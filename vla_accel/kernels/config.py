@@ -49,6 +49,11 @@ def shared_limit(gpu: Gpu | None) -> int:
     return NO_LIMIT if gpu is None else gpu.shared_per_block
 
 
+def too_large(config: object, shared: int, gpu: Gpu | None) -> str | None:
+    """Explain that a block of `config` needs more than the GPU's shared memory; None if its `shared` bytes fit."""
+    return f"{config} needs {shared} bytes of shared memory a block" if shared > shared_limit(gpu) else None
+
+
 def imbalance(gpu: Gpu | None, blocks: int) -> float:
     """Return how far `blocks` are from one on each multiprocessor, in powers of two."""
     return abs(math.log2(blocks / (128 if gpu is None else gpu.multiprocessors)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vla_accel.fp8 import E4M3
-from vla_accel.kernels.config import MOST_MEASURED, cheapest, deepest, imbalance, shared_limit
+from vla_accel.kernels.config import MOST_MEASURED, cheapest, deepest, imbalance, too_large
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.numeric import power_of_two
 
@@ -151,9 +151,7 @@ class KeySplit:
         return rows * shape.block_d, 2 * rows, self.blocks(shape) // self.splits(shape)
 
     def why_not(self, gpu: Gpu | None, sizes: SuffixShape) -> str | None:
-        if self.shared(sizes) > shared_limit(gpu):
-            return f"{self} needs {self.shared(sizes)} bytes of shared memory a block"
-        return None
+        return too_large(self, self.shared(sizes), gpu)
 
     def cost(self, gpu: Gpu | None, sizes: SuffixShape) -> tuple[float, ...]:
         return imbalance(gpu, self.blocks(sizes)), self.splits(sizes), -self.keys
@@ -222,9 +220,7 @@ class CrossTile:
         return self.stages * stage + 2 * self.keys * head * shape.activation
 
     def why_not(self, gpu: Gpu | None, sizes: CrossShape) -> str | None:
-        if self.shared(sizes) > shared_limit(gpu):
-            return f"{self} needs {self.shared(sizes)} bytes of shared memory a block"
-        return None
+        return too_large(self, self.shared(sizes), gpu)
 
     def cost(self, gpu: Gpu | None, sizes: CrossShape) -> tuple[float, ...]:
         return (0.0,)

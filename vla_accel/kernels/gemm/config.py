@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.config import MOST_MEASURED, NO_LIMIT, cheapest, deepest, imbalance, measured, shared_limit
+from vla_accel.kernels.config import (
+    MOST_MEASURED,
+    NO_LIMIT,
+    cheapest,
+    deepest,
+    imbalance,
+    measured,
+    shared_limit,
+    too_large,
+)
 from vla_accel.kernels.gemm import hopper
 from vla_accel.kernels.gemm.epilogue import Heads
 from vla_accel.kernels.gemm.hopper.config import HopperTile, few_rows
@@ -95,8 +104,8 @@ class Skinny:
         return self.block_k * (weights + 2 * self.rows * sizes.row_bytes) + 4 * self.parts * self.rows
 
     def why_not(self, gpu: Gpu | None, sizes: GemmSizes) -> str | None:
-        if self.shared(sizes) > shared_limit(gpu):
-            return f"{self} needs {self.shared(sizes)} bytes of shared memory a block"
+        if why := too_large(self, self.shared(sizes), gpu):
+            return why
         if sizes.layer_norm:
             return f"{self} norms the rows of pairs alone"
         return None if sizes.rows <= self.rows else f"{self} is for {self.rows} rows, not {sizes.rows}"
@@ -168,8 +177,8 @@ class Pipelined:
         return blocks * self.rows * self.columns, blocks // self.split
 
     def why_not(self, gpu: Gpu | None, sizes: GemmSizes) -> str | None:
-        if self.shared(sizes) > shared_limit(gpu):
-            return f"{self} needs {self.shared(sizes)} bytes of shared memory a block"
+        if why := too_large(self, self.shared(sizes), gpu):
+            return why
         if self.split > 1 and (sizes.pairs or sizes.layer_norm):
             return "programs share K of plain products alone"
         if self.rows * self.columns * sizes.sides > 128 * 32 * self.warps:

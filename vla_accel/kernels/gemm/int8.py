@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.config import measure, measured, shared_limit
+from vla_accel.kernels.config import measure, measured, too_large
 from vla_accel.kernels.dispatch import kernels
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.weights import Linear
@@ -40,7 +40,7 @@ class Int8Tile:
         return (self.rows + self.columns) * self.depth * self.stages
 
     def why_not(self, gpu: Gpu | None, rows: int) -> str | None:
-        return None if self.shared <= shared_limit(gpu) else f"{self} needs {self.shared} bytes of shared memory"
+        return too_large(self, self.shared, gpu)
 
     def cost(self, gpu: Gpu | None, rows: int) -> tuple[float, ...]:
         """The default for this number of rows is the first; the others are only measured."""
