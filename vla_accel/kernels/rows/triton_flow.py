@@ -26,9 +26,9 @@ class StepShape(NamedTuple):
     block_a: int
     first: bool
     last: bool
-    activation: int
-    pinned: bool
-    two_inputs: bool
+    activation: int = 0
+    pinned: bool = False
+    two_inputs: bool = False
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def flow_step(
     """See `vla_accel.kernels.rows.flow.flow_step`."""
     batch, horizon, actions = before.shape
     rows, width = batch * horizon, into.weight.shape[1]
-    shape = StepShape(width, 32, actions, max(16, power_of_two(actions)), at.first, at.last, SILU.value, True, False)
+    shape = StepShape(width, 32, actions, max(16, power_of_two(actions)), at.first, at.last)
     launch(
         _flow_step, (1 if at.last else triton.cdiv(width, 32), triton.cdiv(rows, 16)), velocity, (before, after),
         (guidance.target, guidance.weights), (into.weight, into.bias), hidden, at.dt, rows, (horizon, tokens), shape,
