@@ -40,7 +40,7 @@ SMALLEST = "smallest"
 
 
 def dummy_scales(value: float = 1.0) -> Scales:
-    """The same scale for every product that is asked for, where only sizes matter."""
+    """The same scale for every product, because only sizes matter here."""
     return Scales(_Same(value), 1, "dummy", "none", "none")
 
 

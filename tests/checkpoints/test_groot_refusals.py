@@ -1,4 +1,4 @@
-"""What is not understood in GR00T's folders, or contradicts itself, is refused by name."""
+"""Settings of GR00T's folders that are unknown, unsupported or contradictory raise an error that names them."""
 
 from __future__ import annotations
 

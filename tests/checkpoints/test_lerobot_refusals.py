@@ -1,4 +1,4 @@
-"""What is not understood in lerobot's folders, or contradicts itself, is refused by name."""
+"""Settings of lerobot's folders that are unknown, unsupported or contradictory raise an error that names them."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 
 
 def test_an_installed_package_has_its_data() -> None:
-    """What is not Python is installed only if pyproject.toml lists it."""
+    """Files other than Python modules are installed only if pyproject.toml lists them."""
     import fnmatch
 
     text = (ROOT / "pyproject.toml").read_text()

@@ -33,7 +33,7 @@ class Build(PolicySource):
     cache: OutputFolder = None
     """Folder of the engines; the configuration's if not given."""
     manifest: OutputFile = None
-    """Where the manifest goes; beside the engines if not given."""
+    """File for the manifest; by default in the folder of the engines."""
     no_verify: bool = False
     """Do not compare the exported graphs with the modules."""
     dry_run: bool = False

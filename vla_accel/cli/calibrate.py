@@ -16,7 +16,7 @@ from vla_accel.measure.statistics import fits
 
 @dataclass(frozen=True)
 class Calibrate(PolicySource):
-    """Measure the largest inputs of what FP8 may compute through NVIDIA ModelOpt; store them beside the checkpoint."""
+    """Measure the largest inputs of the FP8 products with NVIDIA ModelOpt and store them in the checkpoint's folder."""
 
     config: Annotated[str | None, Argument("CONFIG")] = None
     """A YAML or JSON file with what the checkpoint does not say of itself: preset, tokenizer, embodiment."""

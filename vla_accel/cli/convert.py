@@ -33,7 +33,7 @@ class Convert:
     precision: Literal["mixed", "bfloat16", "float32"] = "mixed"
     """mixed: float32 for what openpi computes in float32, bfloat16 for the rest; or everything in one."""
     assets: Folder = None
-    """Folder of the statistics, if it is not beside params/."""
+    """Folder of the statistics, if it is not in the folder of params/."""
     lora_scale: Annotated[float, Within(0, above=True)] = 1.0
     """alpha / rank of the attention's LoRA adapters, which are folded in; openpi's variants have alpha = rank."""
     unused_head: bool = False

@@ -1,1 +1,1 @@
-"""What is measured: speed beside the floor, agreement with FP32, what a precision costs."""
+"""Measurements: speed compared with the floor, agreement with FP32, the cost of a precision."""

@@ -101,7 +101,7 @@ def _row(system: System, samples: _Samples) -> dict[str, Any]:
         "calls": len(samples.total_ms),
         **total,
         "parts_ms": parts,
-        # What a caller's clock sees beside what the parts add up to.
+        # To compare with the caller's clock.
         "parts_sum_ms": sum(parts.values()),
         "floors_ms": system.floors,
         "share_of_floor": floor / total["median_ms"] if floor else None,

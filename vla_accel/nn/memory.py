@@ -24,7 +24,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 class Counted:
     """Counts storages, each the first time that it is met. `kind`: the device type that counts; others are left out,
-    such as host memory beside a GPU's."""
+    such as host memory in addition to a GPU's."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

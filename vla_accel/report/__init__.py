@@ -1,1 +1,1 @@
-"""Reports that open offline: one HTML file with pictures, the figures of each as a table beside it, and conditions."""
+"""Reports that open offline: one HTML file with pictures, the figures of each as a table, and conditions."""

@@ -60,5 +60,5 @@ def step_tables(
 
 
 def paired(table: Tensor) -> Tensor:
-    """Rows (n + 1, …, W) of n steps and of t = 0 as (n, …, 2, W): each step's, and beside it that of t = 0."""
+    """Rows (n + 1, …, W) of n steps and of t = 0 as (n, …, 2, W): each step's row, then that of t = 0."""
     return torch.stack((table[:-1], table[-1:].expand_as(table[:-1])), -2).contiguous()

@@ -187,7 +187,7 @@ struct NormedRows {
   uint4 factor[ROUNDS(WIDTH)];
   float squares[HELD_TILES][2];
 
-  // Loads the factors of the norm that fit beside the rows before the kernel waits.
+  // Before the wait, loads the factors of the norm that fit in shared memory next to the rows.
   __device__ __forceinline__ void load_factors(const float* scale) {
     if (IN_BATCHES && ADAPTIVE && threadIdx.x < WIDTH / 8) factors[threadIdx.x] = factors_of(scale + threadIdx.x * 8);
     if (!MANY_ROWS) load_own_factors(scale);

@@ -104,8 +104,8 @@ struct Ring {
     if (count >= STAGES) mbarrier_wait(empty + count % STAGES * 8, (count / STAGES - 1) & 1);
   }
   __device__ __forceinline__ void expect(int stage) const { mbarrier_arrive_expect_tx(full + stage * 8, ARRIVING); }
-  // This tells all blocks that send to this stage, those of the same row and column of the cluster; this block is in
-  // both and is told once.
+  // Arrives at the barriers of all blocks that send to this stage: those of the same row and column of the cluster.
+  // This block is in both and arrives once.
   __device__ __forceinline__ void release(int count, const Block& b) const {
     const int lane = threadIdx.x & 31;
     if (lane < ACROSS + ALONG - 1) {
