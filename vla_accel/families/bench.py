@@ -3,9 +3,11 @@ module of its folder. Also dummy transforms for networks with random weights."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from vla_accel.checkpoints.lerobot import Processors
 from vla_accel.config import EngineSpec, PolicyConfig
@@ -52,16 +56,6 @@ class Work:
     precision: Literal["bf16", "fp8", "int8"] = "bf16"
 
 
-def product_precision(spec: EngineSpec) -> Literal["bf16", "fp8", "int8"]:
-    """Return the precision of a component's products, for its `Work`."""
-    return spec.precision if spec.precision in ("fp8", "int8") else "bf16"
-
-
-def weight_bytes(spec: EngineSpec) -> int:
-    """Return the bytes of one weight of a component's products."""
-    return 1 if spec.precision in FORMATS else 2
-
-
 class BenchCard(ABC, Generic[C, X]):
     """How a family is measured without a checkpoint, and against what."""
 
@@ -84,6 +78,8 @@ class BenchCard(ABC, Generic[C, X]):
     """Other projects' code for the same model: first eager, then through torch.compile."""
     realtime_vla: tuple[str, ...] = ()
     """Systems of a checkout of realtime-vla."""
+    bound_by_reading: tuple[str, ...] = ()
+    """Components that take less arithmetic than reading, in addition to the last."""
 
     def random(self, config: C, *, seed: int, device: str, dtype: torch.dtype) -> Network:
         """Return a network in eval mode whose random weights keep activations of order one; they are drawn when they
@@ -121,9 +117,25 @@ class BenchCard(ABC, Generic[C, X]):
             inputs: The prepared observation.
         """
 
-    @abstractmethod
     def work(self, config: C, inputs: X, steps: int, specs: Mapping[str, EngineSpec]) -> dict[str, Work]:
-        """Return the work of each component on one prepared observation."""
+        """Return the work of each component on one prepared observation, with the bytes of weights and inputs for a
+        component that is bound by reading. The last component reads its inputs at every step."""
+        *_, last = self.family.parts
+        shape = self.family.shape(config, [inputs], 1, dict.fromkeys(self.family.parts, EngineSpec("eager")))
+        first, second = (_counted(self.family, config, replace(shape, steps=count)) for count in (1, 2))
+        found = {}
+        for name, one in first.items():
+            precision, times = specs[name].precision, steps - 1 if name == last else 0
+            flop = one.flop + times * (second[name].flop - one.flop)
+            read = one.bytes(precision) + times * (second[name].bytes(precision) - one.bytes(precision))
+            reads = name == last or name in self.bound_by_reading
+            quantised = name != last and precision in FORMATS
+            found[name] = Work(
+                float(flop),
+                float(read + times * one.input_bytes) if reads else 0.0,
+                precision if quantised else "bf16",  # type: ignore[arg-type]
+            )
+        return found
 
     def calibrate(self, model: Any, inputs: Sequence[X], source: str) -> Scales:
         """Return scales measured on prepared observations. Raises ConfigError for a family that needs none."""
@@ -152,6 +164,54 @@ def sized(name: str) -> tuple[BenchCard[Any, Any], Callable[..., Any]]:
         if name in card.sizes:
             return card, card.sizes[name]
     raise ConfigError(unknown("model", name, sorted(size for card in cards for size in card.sizes)))
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A call of a component: FLOP, bytes of its inputs, the numbers of weights that it reads by product, and the
+    products of which FP8 and INT8 take the weights."""
+
+    flop: int
+    input_bytes: int
+    weights: Mapping[str, int]
+    quantised: Sequence[str]
+
+    def bytes(self, precision: str) -> int:
+        low = self.quantised if precision in FORMATS else ()
+        return self.input_bytes + sum(count * (1 if name in low else 2) for name, count in self.weights.items())
+
+
+class _WeightReads(TorchFunctionMode):
+    """Counts the weights that linear layers read, by product."""
+
+    def __init__(self, model: Network) -> None:
+        super().__init__()
+        # Products outside of layers are never quantized. A crossing layer has only the first part of qkv_proj.
+        names = {id(p): name.split(".") for name, p in model.named_parameters()}
+        inside = {key: parts[-2] for key, parts in names.items() if any(part.isdigit() for part in parts)}
+        self._products = {key: "qkv_proj" if name == "q_proj" else name for key, name in inside.items()}
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            self.counts[self._products.get(id(args[1]), "")] += args[1].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@functools.lru_cache(maxsize=32)
+def _counted(family: Family[Any, Any, Any], config: Any, shape: Any) -> Mapping[str, _Counted]:
+    """Run every component on the meta device, in eager mode."""
+    meta, found = torch.device("meta"), {}
+    with meta:
+        model = family.network_class(config).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
+    for component in family.components(model, shape):
+        inputs = [spec.empty(meta) for spec in component.inputs]
+        with torch.inference_mode(), FlopCounterMode(display=False) as flop, _WeightReads(model) as reads:
+            component.module(*inputs)
+        quantised = component.quantised["native"].names if "native" in component.quantised else ()
+        size = sum(tensor.nbytes for tensor in inputs)
+        found[component.name] = _Counted(flop.get_total_flops(), size, reads.counts, quantised)
+    return found
 
 
 # -- dummy transforms ---------------------------------------------------------------------------------------------
@@ -235,22 +295,3 @@ class DenoisingBench(PromptedBench[C]):
         return replace(
             config, prefix=replace(config.prefix, depth=depth), expert=replace(config.expert, depth=depth)
         )  # fmt: skip
-
-
-def prefix_work(config: Any, inputs: Inputs, specs: Mapping[str, EngineSpec]) -> dict[str, Work]:
-    """Return the work of vision and kv_cache on one observation for a `nn.paligemma.PaliGemma`. The last prefix layer
-    stops after its keys and values."""
-    v, p = config.vision, config.prefix
-    image_tokens = len(inputs.images) * v.tokens
-    per_token = 4 * v.width * v.width + 2 * v.width * v.mlp_dim
-    vision = v.depth * (2 * image_tokens * per_token + 4 * image_tokens * v.tokens * v.width)
-    vision += 2 * image_tokens * (3 * v.patch_size**2 * v.width + v.width * p.width)
-    tokens = config.prefix_tokens(len(inputs.images), len(inputs.tokens))
-    attended = p.heads * p.head_dim
-    layer = p.width * (p.qkv_dim + attended + 3 * p.mlp_dim)
-    last = p.width * 2 * p.kv_heads * p.head_dim
-    prefix = 2 * tokens * ((p.depth - 1) * layer + last) + (p.depth - 1) * 4 * tokens * tokens * attended
-    return {
-        "vision": Work(float(vision), precision=product_precision(specs["vision"])),
-        "kv_cache": Work(float(prefix), precision=product_precision(specs["kv_cache"])),
-    }

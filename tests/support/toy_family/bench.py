@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tests.support.toy_family.family import REAL, TOY, ToyInputs, ToyTransforms
 from tests.support.toy_family.network import Toy, ToyConfig
-from vla_accel.config import EngineSpec
-from vla_accel.families.bench import BenchCard, Work
+from vla_accel.families.bench import BenchCard
 
 
 class ToyBench(BenchCard[ToyConfig, ToyInputs]):
@@ -39,11 +38,6 @@ class ToyBench(BenchCard[ToyConfig, ToyInputs]):
 
     def internals(self, config: ToyConfig, outputs: Mapping[str, Tensor], inputs: ToyInputs) -> dict[str, Tensor]:
         return {"latents": outputs["latents"][0, :REAL]}
-
-    def work(
-        self, config: ToyConfig, inputs: ToyInputs, steps: int, specs: Mapping[str, EngineSpec]
-    ) -> dict[str, Work]:
-        return {"encoder": Work(2 * 4 * 12 * config.width), "head": Work(0.0, bytes=2.0 * steps)}
 
 
 CARDS = {"toy": ToyBench()}

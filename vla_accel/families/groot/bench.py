@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.config import EngineSpec
 from vla_accel.errors import DependencyError
-from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, Work, libero, libero_observation, weight_bytes
+from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, libero, libero_observation
 from vla_accel.families.groot.components import CACHE
 from vla_accel.families.groot.family import GROOT
 from vla_accel.families.groot.images import Cropping
@@ -91,41 +90,6 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
         cache = {name: outputs[name][:, 0] for name in CACHE}
         text = {name: value[:, :real] for name, value in cache.items() if name.startswith("text")}
         return {"image_tokens": outputs["image_tokens"][0], "deepstack": outputs["deepstack"][:, 0], **cache, **text}
-
-    def work(self, config: GrootConfig, inputs: Inputs, steps: int, specs: Mapping[str, EngineSpec]) -> dict[str, Work]:
-        """Vision and prefix are bound by their products, denoising by reading the transformer's weights at every step.
-        Modulations of norms, and keys and values of cross-attention blocks, are computed before the loop."""
-        v, lm, h = config.vision, config.language, config.head
-        rows, columns = v.grid(*inputs.images[0].shape[:2])
-        tokens = len(inputs.images) * rows * columns
-        patches, joined = tokens * v.merge**2, v.width * v.merge**2
-        per_patch = 3 * v.patch_size**2 * v.width + v.depth * (4 * v.width * v.width + 2 * v.width * v.mlp_dim)
-        attended = rows * columns * v.merge**2
-        mergers = (1 + len(v.deepstack)) * tokens * joined * (joined + v.out_width)
-        vision = 2 * (patches * per_patch + mergers) + v.depth * 4 * patches * attended * v.width
-        text = len(inputs.tokens)
-        total = tokens + text
-        layer = lm.width * (lm.qkv_dim + lm.heads * lm.head_dim + 3 * lm.mlp_dim)
-        block = 4 * h.vl_width * h.vl_width + 2 * h.vl_width * h.vl_mlp_dim
-        cross = 2 * h.vl_width * h.width
-        cached = cross * (len(h.blocks("text")) * text + len(h.blocks("image")) * tokens)
-        # Under a causal mask half of the pairs of tokens are computed.
-        prefix = 2 * (total * (lm.depth * layer + h.vl_depth * block) + cached)
-        prefix += 4 * total * total * (lm.depth * lm.heads * lm.head_dim / 2 + h.vl_depth * h.vl_width)
-        own = len(h.blocks("self"))
-        weights = h.depth * (2 * h.width * h.width + 2 * h.width * h.mlp_dim) + own * 2 * h.width * h.width
-        ends = h.width * (config.action_dim + 2 * h.width) + h.hidden * (h.width + h.hidden + config.action_dim)
-        suffix = config.action_horizon + 1
-        keys = 2 * h.width * (len(h.blocks("text")) * text + len(h.blocks("image")) * tokens)
-        attention = 4 * suffix * h.width * (keys / (2 * h.width) + own * suffix)
-        return {
-            "vision": Work(float(vision)),
-            "kv_cache": Work(float(prefix)),
-            "denoise": Work(
-                float(steps * (2 * suffix * (weights + ends) + attention)),
-                float(steps * (weights * weight_bytes(specs["denoise"]) + 2 * ends + 2 * keys)),
-            ),
-        }
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         return _lerobot(horizon, device).sampler(LEROBOT_MODES[name], steps)

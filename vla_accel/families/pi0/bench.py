@@ -14,13 +14,11 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError, DependencyError
-from vla_accel.families.bench import DenoisingBench, Infer, Work, prefix_work, weight_bytes
+from vla_accel.families.bench import DenoisingBench, Infer
 from vla_accel.families.pi0.family import PI0, PI05, Pi0Family
 from vla_accel.families.pi0.network import Pi0Config, pi0, pi05, pi05_demo
 from vla_accel.numeric import matmul_precision
-from vla_accel.transforms.processing import Inputs
 
 OPENPI_MODES: dict[str, str | None] = {
     "openpi-eager": None,
@@ -42,22 +40,6 @@ class Pi0Bench(DenoisingBench[Pi0Config]):
     def published(self, horizon: int | None = None) -> Pi0Config:
         """π0.5 has no state in its prompt, as in pi05_libero."""
         return self.sizes[self.family.name](action_horizon=horizon or self.horizon, discrete_state_input=False)
-
-    def work(self, config: Pi0Config, inputs: Inputs, steps: int, specs: Mapping[str, EngineSpec]) -> dict[str, Work]:
-        """Vision and prefix are bound by their products, denoising by reading the expert's weights at every step."""
-        e = config.expert
-        tokens = config.prefix_tokens(len(inputs.images), len(inputs.tokens))
-        expert = e.depth * e.width * (e.qkv_dim + e.heads * e.head_dim + 3 * e.mlp_dim)
-        cache = 2 * e.depth * tokens * e.kv_heads * e.head_dim * 2
-        suffix = config.suffix_tokens
-        attention = e.depth * 4 * suffix * (tokens + suffix) * e.heads * e.head_dim
-        return {
-            **prefix_work(config, inputs, specs),
-            "denoise": Work(
-                float(steps * (2 * suffix * expert + attention)),
-                float(steps * (expert * weight_bytes(specs["denoise"]) + cache)),
-            ),
-        }
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         return _openpi(self.family.name, horizon, device).sampler(OPENPI_MODES[name], steps)

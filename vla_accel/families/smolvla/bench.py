@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from vla_accel.config import EngineSpec
 from vla_accel.errors import DependencyError
-from vla_accel.families.bench import DenoisingBench, Infer, Work, dummy_processor, prefix_work, weight_bytes
+from vla_accel.families.bench import DenoisingBench, Infer, dummy_processor
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.network import SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.numeric import matmul_precision
-from vla_accel.transforms.processing import Inputs, Processor
+from vla_accel.transforms.processing import Processor
 
 LEROBOT_MODES: dict[str, bool] = {"lerobot-eager": False, "lerobot-compile": True}
 """Systems of lerobot, with whether it compiles its model (torch.compile, max-autotune)."""
@@ -31,29 +29,13 @@ class SmolVlaBench(DenoisingBench[SmolVlaConfig]):
     family = SMOLVLA
     sizes: ClassVar = {"smolvla": smolvla, "smolvla_demo": smolvla_demo}
     baselines = tuple(LEROBOT_MODES)
+    bound_by_reading = ("kv_cache",)
 
     def published(self, horizon: int | None = None) -> SmolVlaConfig:
         return smolvla(action_horizon=horizon or 50)
 
     def dummy(self, config: SmolVlaConfig, views: int) -> Processor:
         return dummy_processor(config, views, padded_state=config.state_dim, prompt_form="line")
-
-    def work(
-        self, config: SmolVlaConfig, inputs: Inputs, steps: int, specs: Mapping[str, EngineSpec]
-    ) -> dict[str, Work]:
-        """The last prefix layer stops after its keys and values, and a crossing layer projects them once."""
-        p, e = config.prefix, config.expert
-        tokens = config.prefix_tokens(len(inputs.images), len(inputs.tokens))
-        crossing, kv, attended = sum(map(config.crosses, range(e.depth))), p.kv_heads * p.head_dim, p.heads * p.head_dim
-        work = prefix_work(config, inputs, specs)
-        read = p.depth * p.width * (p.qkv_dim + attended + 3 * p.mlp_dim) * 2
-        prefix = replace(work["kv_cache"], flop=work["kv_cache"].flop + 4 * tokens * crossing * kv * kv, bytes=read)
-        expert = e.depth * e.width * (2 * attended + 3 * e.mlp_dim) + (e.depth - crossing) * e.width * 2 * kv
-        suffix = config.action_horizon
-        attention = 4 * suffix * attended * (e.depth * tokens + (e.depth - crossing) * suffix)
-        step = expert * weight_bytes(specs["denoise"]) + 2 * e.depth * tokens * kv * 2
-        denoise = Work(float(steps * (2 * suffix * expert + attention)), float(steps * step))
-        return {**work, "kv_cache": prefix, "denoise": denoise}
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         with matmul_precision():
