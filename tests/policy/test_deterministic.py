@@ -3,6 +3,7 @@ That the bits repeat on a GPU is for tests/gpu/test_gpu_deterministic.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.tiny import tiny_observation, write_tiny_checkpoint
+from tests.support.tiny import NATIVE, tiny_observation
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.engines.native import NativeEngine
@@ -18,14 +19,6 @@ from vla_accel.errors import ConfigError
 from vla_accel.runtime import current
 
 CPU = torch.device("cpu")
-NATIVE = {"device": "cpu", "num_steps": 2, "vision": "native", "kv_cache": "native", "denoise": "native"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("deterministic")
-    write_tiny_checkpoint(folder)
-    return folder
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -43,7 +36,7 @@ def test_a_policy_is_built_and_runs_pinned(deterministic: bool, folder: Path, mo
 
     monkeypatch.setattr(NativeEngine, "__init__", made)
     monkeypatch.setattr(NativeEngine, "run", ran)
-    policy = OptimizedPolicy.from_pretrained(folder, {**NATIVE, "deterministic": deterministic})
+    policy = OptimizedPolicy.from_pretrained(folder, replace(NATIVE, deterministic=deterministic))
     noise = np.ones(policy.action_shape, np.float32)
     again = policy.with_steps(1)
     for one in (policy, again):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.tiny import tiny_observation, write_tiny_checkpoint
-from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from tests.support.tiny import NATIVE, PARTS, tiny_observation
+from vla_accel import OptimizedPolicy
 from vla_accel.errors import ObservationError
 from vla_accel.kernels.image import resize
 from vla_accel.pictures import Cameras, PixelValues
@@ -22,10 +22,6 @@ from vla_accel.policy import pipeline as pipelines
 from vla_accel.policy.pipeline import MOST_CAMERAS, Pipeline
 from vla_accel.transforms.processing import Processor
 
-PARTS = ("vision", "kv_cache", "denoise")
-CONFIG = PolicyConfig(num_steps=2, precision="fp32", device="cpu").with_specs(
-    dict.fromkeys(PARTS, EngineSpec("native"))
-)
 NOISE = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
 IMAGE, WRIST = "observation/image", "observation/wrist_image"
 EARLY = ["vision", "encode", "rest", "wait"]
@@ -52,17 +48,10 @@ class Graphs:
         return dict.fromkeys(PARTS, 0.0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("early")
-    write_tiny_checkpoint(folder)
-    return folder
-
-
 @pytest.fixture
 def plain(folder: Path) -> OptimizedPolicy:
     """Without graphs; resizes images on the host."""
-    return OptimizedPolicy.from_pretrained(folder, CONFIG)
+    return OptimizedPolicy.from_pretrained(folder, NATIVE)
 
 
 @pytest.fixture
@@ -73,7 +62,7 @@ def log() -> list[str]:
 @pytest.fixture
 def policy(folder: Path, log: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[OptimizedPolicy]:
     """With graphs, on a device that resizes images."""
-    policy = OptimizedPolicy.from_pretrained(folder, CONFIG)
+    policy = OptimizedPolicy.from_pretrained(folder, NATIVE)
     encode, get, ours = Processor.encode, policy.pipelines.get, policy.device
 
     def noted(self: Processor, seen: Any) -> Any:

@@ -15,17 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.tiny import (
-    TOKENIZER,
-    random_model,
-    statistics,
-    tiny_config,
-    tiny_observation,
-    write_tiny_checkpoints,
-)
+from tests.support.tiny import EAGER, NATIVE, TOKENIZER, draw, random_model, statistics, tiny_config, tiny_observation
 from tests.support.waiting import PATIENCE_S
 from tests.transforms.test_presets import inputs_of, processor_of
-from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.config import RtcConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families.loading import Checkpoint
@@ -36,16 +29,7 @@ from vla_accel.transforms.normalisation import Normaliser, Statistics
 from vla_accel.transforms.processing import Processor
 from vla_accel.transforms.robots import PRESETS
 
-FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
-EAGER = FP32.with_specs(dict.fromkeys(("vision", "kv_cache", "denoise"), EngineSpec("eager")))
-SPEC = EngineSpec("native")
-NATIVE = replace(EAGER, vision=SPEC, kv_cache=SPEC, denoise=SPEC)
 CONFIGS = {"eager": EAGER, "native": NATIVE}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
-    return write_tiny_checkpoints(tmp_path_factory.mktemp("guided"))
 
 
 @pytest.fixture(scope="module", params=["pi0", "pi05"])
@@ -55,12 +39,6 @@ def folder(request: pytest.FixtureRequest, folders: dict[Kind, Path]) -> Path:
 
 def load(folder: Path, config: PolicyConfig = EAGER) -> OptimizedPolicy:
     return OptimizedPolicy.from_pretrained(folder, config)
-
-
-def draw(policy: OptimizedPolicy, seed: int, batch: int) -> np.ndarray:
-    config = policy.model.config
-    shape = (batch, config.action_horizon, config.action_dim)
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def chunk(seed: int, left: int = 4) -> np.ndarray:

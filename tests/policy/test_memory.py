@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.gpus import H200
 from tests.support.scales import scales_of_any
-from tests.support.tiny import Kind, tiny_observation, write_tiny_checkpoint
+from tests.support.tiny import PARTS, Kind, draw, tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import NativeOptions, TensorrtOptions
 from vla_accel.errors import DeviceMemoryError
@@ -36,20 +36,10 @@ from vla_accel.nn.memory import Counted, free_memory, tensors_in
 from vla_accel.nn.native_vision import VisionWeights
 from vla_accel.policy import footprint
 
-PARTS = ("vision", "kv_cache", "denoise")
 BF16 = PolicyConfig(num_steps=2, precision="bf16", device="cpu")
 NATIVE = BF16.with_specs(dict.fromkeys(PARTS, EngineSpec("native")))
 EAGER = BF16.with_specs(dict.fromkeys(PARTS, EngineSpec("eager")))
 FP8 = NATIVE.with_specs(dict.fromkeys(PARTS, EngineSpec("native", precision="fp8")))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
-    kinds: tuple[Kind, ...] = ("pi0", "pi05")
-    found: dict[Kind, Path] = {kind: tmp_path_factory.mktemp(kind) for kind in kinds}
-    for kind in kinds:
-        write_tiny_checkpoint(found[kind], kind)
-    return found
 
 
 def policy_of(folder: Path, config: PolicyConfig, *, whole: bool = False) -> OptimizedPolicy:
@@ -61,9 +51,7 @@ def policy_of(folder: Path, config: PolicyConfig, *, whole: bool = False) -> Opt
 
 
 def actions(policy: OptimizedPolicy) -> np.ndarray:
-    horizon, dim = policy.action_shape
-    noise = np.random.default_rng(0).standard_normal((horizon, dim)).astype(np.float32)
-    return policy.infer(tiny_observation(), noise=noise)["actions"]
+    return policy.infer(tiny_observation(), noise=draw(policy, 0))["actions"]
 
 
 def live() -> list[torch.Tensor]:

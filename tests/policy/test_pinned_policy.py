@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.policy.test_guided_policy import EAGER, chunk, draw, load, observed_by_hand, scaling
-from tests.support.tiny import tiny_observation, write_tiny_checkpoints
+from tests.policy.test_guided_policy import chunk, load, observed_by_hand, scaling
+from tests.support.tiny import EAGER, draw, tiny_observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import RtcConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
@@ -20,11 +20,6 @@ from vla_accel.families.pi0.network import Kind
 TRAINED = RtcConfig(trained=True, max_delay=3)
 PINNED = replace(EAGER, rtc=TRAINED)
 NATIVE = replace(PINNED, denoise=EngineSpec("native"))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
-    return write_tiny_checkpoints(tmp_path_factory.mktemp("pinned"))
 
 
 def by_hand(

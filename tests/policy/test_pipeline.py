@@ -10,27 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.tiny import TOKENIZER, random_model, tiny_config, tiny_observation, write_tiny_checkpoint
+from tests.support.tiny import EAGER, NATIVE, TOKENIZER, random_model, tiny_config, tiny_observation
 from tests.transforms.test_presets import ALL, aloha, processor_of
-from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel import OptimizedPolicy
 from vla_accel.errors import EngineError, ObservationError
 from vla_accel.families.loading import Checkpoint
 from vla_accel.families.pi0.family import PI0
 from vla_accel.transforms.images import resize
 from vla_accel.transforms.robots import PRESETS
 
-PARTS = ("vision", "kv_cache", "denoise")
-FP32 = PolicyConfig(num_steps=2, precision="fp32", device="cpu")
-EAGER = FP32.with_specs(dict.fromkeys(PARTS, EngineSpec("eager")))
-NATIVE = FP32.with_specs(dict.fromkeys(PARTS, EngineSpec("native")))
 VIEWS = ("observation/image", "observation/wrist_image")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("staged")
-    write_tiny_checkpoint(folder)
-    return folder
 
 
 @pytest.fixture(scope="module", params=[EAGER, NATIVE], ids=["eager", "native"])

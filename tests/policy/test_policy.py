@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.tiny import TOKENIZER, statistics, tiny_observation, write_tiny_checkpoint, write_tiny_checkpoints
+from tests.support.tiny import EAGER, PARTS, TOKENIZER, draw, statistics, tiny_observation, write_tiny_checkpoint
 from tests.support.whole_calls import pi0_actions
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.component import Component
@@ -26,33 +26,18 @@ from vla_accel.errors import CheckpointError, ConfigError, EngineError, Observat
 from vla_accel.families.pi0.network import Kind
 from vla_accel.transforms.tokenizer import tokenize_prompt
 
-PARTS = ("preprocess", "vision", "kv_cache", "denoise", "transfer", "postprocess")
+SECTIONS = ("preprocess", "vision", "kv_cache", "denoise", "transfer", "postprocess")
 PROMPTS = ("pick up the bowl", "place it on the plate", "pick it")
-EAGER = EngineSpec("eager")
-FP32 = PolicyConfig(
-    num_steps=3, precision="fp32", device="cpu", vision=EAGER, kv_cache=EAGER, denoise=EAGER
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
-    return write_tiny_checkpoints(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
 def policy(folders: dict[Kind, Path]) -> OptimizedPolicy:
-    return OptimizedPolicy.from_pretrained(folders["pi05"], FP32)
+    return OptimizedPolicy.from_pretrained(folders["pi05"], EAGER)
 
 
 @pytest.fixture(scope="module")
 def demo() -> OptimizedPolicy:
     return OptimizedPolicy.from_pretrained("demo", device="cpu", num_steps=2)
-
-
-def noise_for(policy: OptimizedPolicy, seed: int, batch: int | None = None) -> np.ndarray:
-    config = policy.model.config
-    shape = (config.action_horizon, config.action_dim)
-    return np.random.default_rng(seed).normal(size=shape if batch is None else (batch, *shape)).astype(np.float32)
 
 
 def close(a: np.ndarray, b: np.ndarray, atol: float = 1e-5) -> None:
@@ -67,12 +52,10 @@ def check_result(result: dict[str, Any], horizon: int, state: np.ndarray) -> Non
     assert [name for name, value in result.items() if isinstance(value, np.ndarray)] == ["actions"]
     assert result["state"] == state.tolist()
     timing = result["policy_timing"]
-    assert timing.keys() == {"infer_ms", "total_ms", *(f"{p}_ms" for p in PARTS)}
+    assert timing.keys() == {"infer_ms", "total_ms", *(f"{p}_ms" for p in SECTIONS)}
     assert timing["infer_ms"] == timing["total_ms"] and all(v > 0 for v in timing.values())
     assert [(e["component"], e["used"], e["fell_back"]) for e in result["engines"]] == [
-        ("vision", "eager", False),
-        ("kv_cache", "eager", False),
-        ("denoise", "eager", False),
+        (part, "eager", False) for part in PARTS
     ]
 
 
@@ -89,15 +72,15 @@ def test_the_bundled_policy(demo: OptimizedPolicy) -> None:
     check_result(demo.infer(observation), 10, state.astype(np.float32).astype(np.float64))
     parts = [demo.infer(observation)["policy_timing"] for _ in range(5)]
     for t in parts:
-        assert sum(t[f"{p}_ms"] for p in PARTS) == pytest.approx(t["total_ms"], rel=1e-9)
+        assert sum(t[f"{p}_ms"] for p in SECTIONS) == pytest.approx(t["total_ms"], rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["pi0", "pi05"])
 @pytest.mark.parametrize("steps", [1, 3, 10])
 def test_actions_are_those_of_sample_actions(folders: dict[Kind, Path], kind: Kind, steps: int) -> None:
     """The engines' path and the model's own, put together here from raw arrays."""
-    policy = OptimizedPolicy.from_pretrained(folders[kind], replace(FP32, num_steps=steps))
-    observation, noise = tiny_observation(3), noise_for(policy, 4)
+    policy = OptimizedPolicy.from_pretrained(folders[kind], replace(EAGER, num_steps=steps))
+    observation, noise = tiny_observation(3), draw(policy, 4)
     table = {k: {n: np.array(v) for n, v in d.items()} for k, d in statistics().items()}
     state, actions = table["state"], table["actions"]
     raw = observation["observation/state"]
@@ -134,9 +117,9 @@ def test_reset_begins_the_noise_anew(folders: dict[Kind, Path], policy: Optimize
     policy.reset()
     np.testing.assert_array_equal(policy.infer(observation)["actions"], first)
     np.testing.assert_array_equal(policy.infer(observation)["actions"], second)
-    same = OptimizedPolicy.from_pretrained(folders["pi05"], FP32)
+    same = OptimizedPolicy.from_pretrained(folders["pi05"], EAGER)
     np.testing.assert_array_equal(same.infer(observation)["actions"], first)
-    other = OptimizedPolicy.from_pretrained(folders["pi05"], FP32, seed=1)
+    other = OptimizedPolicy.from_pretrained(folders["pi05"], EAGER, seed=1)
     assert np.abs(other.infer(observation)["actions"] - first).max() > 1e-2
 
 
@@ -156,22 +139,33 @@ def test_bad_noise_is_refused(policy: OptimizedPolicy, noise: np.ndarray, messag
         policy.infer(tiny_observation(), noise=noise)
 
 
-def test_what_is_no_batch_is_refused(policy: OptimizedPolicy) -> None:
-    one: Any = tiny_observation()
-    with pytest.raises(ObservationError, match="observations: expected a list of them, got one dict"):
-        policy.infer_batch(one)
-    for noise in (np.zeros((1, 5, 8)), np.zeros((5, 8))):
+def test_a_bad_batch_is_refused_and_its_first_bad_observation_named(policy: OptimizedPolicy) -> None:
+    good: Any = tiny_observation()
+    bad = {**good, "observation/state": np.zeros(3)}
+    with pytest.raises(ObservationError, match=r"^observation/state: ") as alone:
+        policy.infer(bad)
+    for observations, noise, message in (
+        (good, None, "observations: expected a list of them, got one dict"),
+        ([], None, "observations: expected at least one, got none"),
+        ([good, good], np.zeros((1, 5, 8)), "noise: expected shape (2, 5, 8), got (1, 5, 8)"),
+        ([good, good], np.zeros((5, 8)), "noise: expected shape (2, 5, 8), got (5, 8)"),
+        ([good], draw(policy, 0, 2), "noise: expected shape (1, 5, 8)"),
+        ([good, bad], None, f"observations[1]: {alone.value}"),
+        ([good, good, bad, {}], None, f"observations[2]: {alone.value}"),
+        ([bad, good], None, f"observations[0]: {alone.value}"),
+        ([bad], None, str(alone.value)),
+    ):
         with pytest.raises(ObservationError) as caught:
-            policy.infer_batch([one, one], noise=noise)
-        assert str(caught.value) == f"noise: expected shape (2, 5, 8), got {noise.shape}"
+            policy.infer_batch(observations, noise=noise)
+        assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("kind", ["pi0", "pi05"])
 @pytest.mark.parametrize("prompts", [(PROMPTS[0],) * 3, PROMPTS], ids=["equal", "different"])
 def test_a_batch_equals_single_calls(folders: dict[Kind, Path], kind: Kind, prompts: tuple[str, ...]) -> None:
-    policy = OptimizedPolicy.from_pretrained(folders[kind], FP32)
+    policy = OptimizedPolicy.from_pretrained(folders[kind], EAGER)
     observations = [tiny_observation(i, p) for i, p in enumerate(prompts)]
-    noise = noise_for(policy, 0, batch=3)
+    noise = draw(policy, 0, 3)
     single = [policy.infer(o, noise=n)["actions"] for o, n in zip(observations, noise, strict=True)]
     for _ in range(2):  # the second time through engines that were fed before
         batch = policy.infer_batch(observations, noise=noise)
@@ -182,25 +176,8 @@ def test_a_batch_equals_single_calls(folders: dict[Kind, Path], kind: Kind, prom
         np.testing.assert_array_equal(result["state"], observations[i]["observation/state"])
 
 
-def test_a_batch_needs_an_observation_and_names_a_bad_one(policy: OptimizedPolicy) -> None:
-    with pytest.raises(ObservationError, match="expected at least one, got none"):
-        policy.infer_batch([])
-    good, bad = tiny_observation(), {**tiny_observation(), "observation/state": np.zeros(3)}
-    with pytest.raises(ObservationError) as alone:
-        policy.infer(bad)
-    for batch, place in (([good, bad], 1), ([bad, good], 0), ([good, good, bad, {}], 2)):
-        with pytest.raises(ObservationError) as caught:
-            policy.infer_batch(batch)
-        assert str(caught.value) == f"observations[{place}]: {alone.value}", "the first that is bad"
-    with pytest.raises(ObservationError) as caught:
-        policy.infer_batch([bad])
-    assert str(caught.value) == str(alone.value) and str(alone.value).startswith("observation/state: ")
-    with pytest.raises(ObservationError, match="noise: expected shape"):
-        policy.infer_batch([tiny_observation()], noise=noise_for(policy, 0, batch=2))
-
-
 def test_old_pipelines_are_dropped_and_rebuilt(policy: OptimizedPolicy) -> None:
-    noise = noise_for(policy, 0)
+    noise = draw(policy, 0)
     first = policy.infer(tiny_observation(0, "bowl"), noise=noise)["actions"]
     for count in range(2, policy.pipelines.limit + 3):
         policy.infer(tiny_observation(0, "bowl " * count), noise=noise)
@@ -209,7 +186,7 @@ def test_old_pipelines_are_dropped_and_rebuilt(policy: OptimizedPolicy) -> None:
 
 
 def test_a_refused_observation_leaves_the_policy_usable(policy: OptimizedPolicy) -> None:
-    noise = noise_for(policy, 0)
+    noise = draw(policy, 0)
     before = policy.infer(tiny_observation(), noise=noise)["actions"]
     with pytest.raises(ObservationError, match="prompt"):
         policy.infer({**tiny_observation(), "prompt": " "}, noise=noise)
@@ -235,7 +212,7 @@ def eager_switching() -> Iterator[None]:
 
 
 def test_threads_get_the_serial_results(policy: OptimizedPolicy, eager_switching: None) -> None:
-    jobs = [(tiny_observation(i, PROMPTS[i % 3]), noise_for(policy, i)) for i in range(8)]
+    jobs = [(tiny_observation(i, PROMPTS[i % 3]), draw(policy, i)) for i in range(8)]
     serial = [policy.infer(o, noise=n)["actions"] for o, n in jobs]
 
     def work(index: int) -> list[np.ndarray]:
@@ -251,8 +228,8 @@ def test_threads_get_the_serial_results(policy: OptimizedPolicy, eager_switching
 
 def test_two_policies_in_one_process(tmp_path: Path, policy: OptimizedPolicy) -> None:
     write_tiny_checkpoint(tmp_path / "other", "pi05", seed=7)
-    other = OptimizedPolicy.from_pretrained(tmp_path / "other", FP32)
-    observation, noise = tiny_observation(), noise_for(policy, 0)
+    other = OptimizedPolicy.from_pretrained(tmp_path / "other", EAGER)
+    observation, noise = tiny_observation(), draw(policy, 0)
     ours = policy.infer(observation, noise=noise)["actions"]
     theirs = other.infer(observation, noise=noise)["actions"]
     assert np.abs(ours - theirs).max() > 1e-2
@@ -267,9 +244,9 @@ def test_with_steps_shares_the_weights(folders: dict[Kind, Path], policy: Optimi
     pointers = {n: p.data_ptr() for n, p in policy.model.named_parameters()}
     assert {n: p.data_ptr() for n, p in one.model.named_parameters()} == pointers
     assert (one.config.num_steps, policy.config.num_steps) == (1, 3)
-    observation, noise = tiny_observation(), noise_for(policy, 0)
+    observation, noise = tiny_observation(), draw(policy, 0)
     before = policy.infer(observation, noise=noise)["actions"]
-    fresh = OptimizedPolicy.from_pretrained(folders["pi05"], FP32, num_steps=1)
+    fresh = OptimizedPolicy.from_pretrained(folders["pi05"], EAGER, num_steps=1)
     np.testing.assert_array_equal(
         one.infer(observation, noise=noise)["actions"], fresh.infer(observation, noise=noise)["actions"]
     )
@@ -307,56 +284,54 @@ def test_metadata_and_latency_report(folders: dict[Kind, Path], policy: Optimize
     assert report["schema"] == "vla_accel.breakdown/1"
     assert (report["steps"], report["samples"]) == (3, 3) and report["engines"] == metadata["engines"]
     components = report["components"]
-    assert set(components) == {*PARTS, "total"}
+    assert set(components) == {*SECTIONS, "total"}
     for row in components.values():
         assert row.keys() == {"mean_ms", "p50_ms", "p90_ms", "p99_ms", "share"}
     assert components["total"]["share"] == 1.0
-    assert sum(components[p]["share"] for p in PARTS) == pytest.approx(1.0, rel=1e-9)
+    assert sum(components[p]["share"] for p in SECTIONS) == pytest.approx(1.0, rel=1e-9)
     assert report["memory"] == metadata["memory"] == policy.memory()
     assert report["hz"] == pytest.approx(1e3 / components["total"]["mean_ms"])
     assert json.loads(json.dumps(report)) == report
 
 
 @pytest.fixture
-def broken_engine(monkeypatch: pytest.MonkeyPatch) -> str:
+def broken(monkeypatch: pytest.MonkeyPatch) -> PolicyConfig:
+    """A configuration whose engine of denoise cannot be built; its fallback can."""
+
     class Refuses(EagerEngine):
         def __init__(self, component: Component, device: torch.device, spec: EngineSpec) -> None:
             raise EngineError(f"cannot build {component.name}")
 
     monkeypatch.setitem(ENGINES, "broken", Refuses)
-    return "broken"
-
-
-def with_broken_denoise(name: str, *fallback: Any, strict: bool = False) -> PolicyConfig:
-    return replace(FP32, denoise=EngineSpec(name, fallback), strict=strict)  # type: ignore[arg-type]
+    return replace(EAGER, denoise=EngineSpec("broken", ("eager",)))  # type: ignore[arg-type]
 
 
 def test_a_fallback_is_in_the_ledger_everywhere(
-    folders: dict[Kind, Path], policy: OptimizedPolicy, broken_engine: str, caplog: pytest.LogCaptureFixture
+    folder: Path, policy: OptimizedPolicy, broken: PolicyConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "vla_accel"):
-        fallen = OptimizedPolicy.from_pretrained(folders["pi05"], with_broken_denoise(broken_engine, "eager"))
-        noise = noise_for(fallen, 0)
+        fallen = OptimizedPolicy.from_pretrained(folder, broken)
+        noise = draw(fallen, 0)
         assert [e["fell_back"] for e in fallen.metadata["engines"]] == [False, False, True], "known before a call"
         result = fallen.infer(tiny_observation(), noise=noise)
     np.testing.assert_array_equal(result["actions"], policy.infer(tiny_observation(), noise=noise)["actions"])
     for ledger in (result["engines"], fallen.metadata["engines"], fallen.latency_report()["engines"]):
-        entry = {e["component"]: e for e in ledger}["denoise"]
-        assert (entry["requested"], entry["used"], entry["fell_back"]) == ("broken", "eager", True)
-        assert entry["reason"] == "broken: cannot build denoise"
-        assert [e["fell_back"] for e in ledger] == [False, False, True]
+        *others, entry = ledger
+        assert (entry["component"], entry["requested"], entry["used"]) == ("denoise", "broken", "eager")
+        assert entry["fell_back"] and entry["reason"] == "broken: cannot build denoise"
+        assert not any(e["fell_back"] for e in others)
     assert caplog.messages == ["denoise: requested engine broken, using eager: broken: cannot build denoise"]
 
 
 def test_an_engine_that_cannot_be_built_is_an_error_where_no_fallback_is_allowed(
-    folders: dict[Kind, Path], broken_engine: str
+    folder: Path, broken: PolicyConfig
 ) -> None:
     for config, message in (
-        (with_broken_denoise(broken_engine, "eager", strict=True), "strict mode: denoise: requested engine broken"),
-        (with_broken_denoise(broken_engine), r"denoise: no engine could be built \(broken: cannot build denoise\)"),
+        (replace(broken, strict=True), "strict mode: denoise: requested engine broken"),
+        (replace(broken, denoise=replace(broken.denoise, fallback=())), r"denoise: no engine .*\(broken: cannot build"),
     ):
         with pytest.raises(EngineError, match=message):
-            OptimizedPolicy.from_pretrained(folders["pi05"], config)
+            OptimizedPolicy.from_pretrained(folder, config)
 
 
 def test_non_finite_actions_are_an_error(policy: OptimizedPolicy) -> None:
@@ -405,6 +380,4 @@ def test_an_engine_that_cannot_run_here_gives_way_to_the_native_one() -> None:
     assert family.shape(model.config, inputs, 1, config.specs(family.parts)).padded
     alone = {name: EngineSpec("tensorrt_rtx") for name in family.parts}
     assert not family.shape(model.config, inputs, 1, alone).padded
-    assert {e["component"]: e["used"] for e in policy.metadata["engines"]} == dict.fromkeys(
-        ("vision", "kv_cache", "denoise"), "native"
-    )
+    assert {e["component"]: e["used"] for e in policy.metadata["engines"]} == dict.fromkeys(PARTS, "native")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.reference_rtc import guided_euler
+from tests.support.tiny import draw
 from tests.support.tiny_smolvla import observation, write_lerobot
 from vla_accel import OptimizedPolicy
 from vla_accel.config import load_config
@@ -35,14 +36,9 @@ def policy(folder: Path) -> OptimizedPolicy:
     return OptimizedPolicy.from_pretrained(folder, FP32, num_steps=3)
 
 
-def noise_for(policy: OptimizedPolicy, *batch: int) -> np.ndarray:
-    shape = (*batch, *policy.action_shape)
-    return np.random.default_rng(5).standard_normal(shape).astype(np.float32)
-
-
 def test_a_batch_is_its_rows(policy: OptimizedPolicy) -> None:
     given = [observation(i, libero=True, prompt=p) for i, p in enumerate(PROMPTS)]
-    noise = noise_for(policy, 3)
+    noise = draw(policy, 5, 3)
     together = policy.infer_batch(given, noise=noise)
     for one, row, answer in zip(given, noise, together, strict=True):
         alone = policy.infer(one, noise=row)
@@ -57,7 +53,7 @@ def test_a_batch_is_its_rows(policy: OptimizedPolicy) -> None:
 
 def test_a_previous_chunk_guides(policy: OptimizedPolicy) -> None:
     """As the shared guidance does it around this model's velocity."""
-    given, noise = observation(libero=True), noise_for(policy)
+    given, noise = observation(libero=True), draw(policy, 5)
     first = policy.infer(given, noise=noise)["actions"]
     left, delay = first[1:], 2
     guided = policy.infer(given, noise=-noise, prev_chunk=left, inference_delay=delay)["actions"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
+from tests.support.lerobot_saved import configure, edit, together
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.errors import CheckpointError
@@ -59,76 +59,56 @@ def test_a_groot_state_far_outside_is_a_warning_although_it_is_clipped(
     assert said.startswith(f"{key}: expected dimension 0 in the range")
 
 
-def openpi(folder: Path, kind: Any, quantity: str, dimensions: slice) -> None:
-    write_tiny_checkpoint(folder, kind)
-    path = folder / "norm_stats.json"
+def remove_span(table: dict[str, Any], dimensions: slice) -> None:
+    for low, high in (("q01", "q99"), ("min", "max")):
+        if high in table:
+            table[high][dimensions] = table[low][dimensions]
+    table["std"][dimensions] = [0.0] * len(table["std"][dimensions])
+
+
+def write(folder: Path, kind: Any, quantity: str, dimensions: slice, **options: Any) -> None:
+    """A checkpoint whose states or actions are constant in `dimensions` (GR00T: groups of them)."""
+    if kind in LEROBOT:
+        LEROBOT[kind].write_lerobot(folder, **options)
+        key = {"state": "observation.state.", "actions": "action."}[quantity]
+        for path in folder.glob("policy_*.safetensors"):
+            tensors = dict(load_file(path))
+            if table := {name.removeprefix(key): value for name, value in tensors.items() if name.startswith(key)}:
+                remove_span(table, dimensions)
+            save_file(tensors, path)
+        return
+    if kind == "groot":
+        path = groot_folders.write_isaac(folder) / "statistics.json"
+    else:
+        write_tiny_checkpoint(folder, kind)
+        path = folder / "norm_stats.json"
     content = json.loads(path.read_text())
-    table = {k: np.array(v) for k, v in content["norm_stats"][quantity].items()}
-    table["std"][dimensions] = 0.0
-    table["q99"][dimensions] = table["q01"][dimensions]
-    content["norm_stats"][quantity] = {k: v.tolist() for k, v in table.items()}
+    if kind == "groot":
+        for group in [*content[groot_folders.TAG][quantity.removesuffix("s")].values()][dimensions]:
+            remove_span(group, slice(None))
+    else:
+        remove_span(content["norm_stats"][quantity], dimensions)
     path.write_text(json.dumps(content))
 
 
-def lerobot(write: Callable[[Path], Any], folder: Path, quantity: str, dimensions: slice) -> None:
-    write(folder)
-    key = {"state": "observation.state", "actions": "action"}[quantity]
-    for path in folder.glob("policy_*.safetensors"):
-        table = dict(load_file(path))
-        if f"{key}.std" in table:
-            table[f"{key}.std"][dimensions] = 0.0
-        for low, high in (("q01", "q99"), ("min", "max")):
-            if f"{key}.{low}" in table:
-                table[f"{key}.{high}"][dimensions] = table[f"{key}.{low}"][dimensions]
-        save_file(table, path)
-
-
-def isaac(folder: Path, quantity: str, dimensions: slice) -> None:
-    groot_folders.write_isaac(folder)
-    path = folder / "statistics.json"
-    content = json.loads(path.read_text())
-    for robot in content.values():
-        groups = robot[{"state": "state", "actions": "action"}[quantity]]
-        for index, group in enumerate(groups.values()):
-            if dimensions == slice(None) or index == 0:
-                group["max"], group["q99"] = group["min"], group["q01"]
-                group["std"] = [0.0] * len(group["std"])
-    path.write_text(json.dumps(content))
-
-
-WRITERS: dict[str, Callable[[Path, str, slice], None]] = {
-    "openpi pi05": lambda folder, name, dims: openpi(folder, "pi05", name, dims),
-    "openpi pi0": lambda folder, name, dims: openpi(folder, "pi0", name, dims),
-    "smolvla": lambda folder, name, dims: lerobot(tiny_smolvla.write_lerobot, folder, name, dims),
-    "pi0_fast": lambda folder, name, dims: lerobot(tiny_pi0_fast.write_lerobot, folder, name, dims),
-    "groot": isaac,
-}
+LEROBOT: dict[str, Any] = {"smolvla": tiny_smolvla, "pi0_fast": tiny_pi0_fast}
 
 
 @pytest.mark.parametrize("quantity", ["state", "actions"])
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", ["pi05", "pi0", "groot", *LEROBOT])
 def test_statistics_without_any_span_are_an_error(kind: str, quantity: str, tmp_path: Path) -> None:
-    WRITERS[kind](tmp_path / "one", quantity, slice(0, 1))
+    write(tmp_path / "one", kind, quantity, slice(0, 1))
     load(tmp_path / "one")
-    WRITERS[kind](tmp_path / "all", quantity, slice(None))
+    write(tmp_path / "all", kind, quantity, slice(None))
     with pytest.raises(CheckpointError, match=r"expected .*vary in at least one of .* dimensions, got a span of 0"):
         load(tmp_path / "all")
 
 
-def test_numbers_that_are_not_normalised_need_no_span(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantity", ["state", "actions"])
+def test_numbers_that_are_not_normalised_need_no_span(quantity: str, tmp_path: Path) -> None:
     """IDENTITY with statistics of zeros."""
-
-    def identity(files: dict[str, Any]) -> None:
-        modes = {"VISUAL": "IDENTITY", "STATE": "IDENTITY", "ACTION": "IDENTITY"}
-        files["config"]["normalization_mapping"] = modes
-        for name in ("policy_preprocessor", "policy_postprocessor"):
-            for step in files[name]["steps"]:
-                if "norm_map" in step["config"]:
-                    step["config"]["norm_map"] = modes
-
-    def write(folder: Path) -> None:
-        tiny_smolvla.write_lerobot(folder, change=identity)
-
-    for quantity in ("state", "actions"):
-        lerobot(write, tmp_path / quantity, quantity, slice(None))
-        assert not load(tmp_path / quantity).processor.ranges["state"].known
+    modes = dict.fromkeys(("VISUAL", "STATE", "ACTION"), "IDENTITY")
+    steps = [edit(name, norm_map=modes) for name in ("normalizer_processor", "unnormalizer_processor")]
+    change = together(configure(normalization_mapping=modes), *steps)
+    write(tmp_path, "smolvla", quantity, slice(None), change=change)
+    assert not load(tmp_path).processor.ranges["state"].known

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.tiny import tiny_observation, write_tiny_checkpoint
-from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from tests.support.tiny import NATIVE, PARTS, tiny_observation, write_tiny_checkpoint
+from vla_accel import EngineSpec, OptimizedPolicy
 from vla_accel.engines import ENGINES
 from vla_accel.engines.eager import EagerEngine
 from vla_accel.engines.native import NativeEngine
@@ -23,9 +23,6 @@ from vla_accel.families.loading import load
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.policy.optimized import MOST_BUILT
 
-PARTS = ("vision", "kv_cache", "denoise")
-FP32 = PolicyConfig(num_steps=1, precision="fp32", device="cpu")
-NATIVE = FP32.with_specs(dict.fromkeys(PARTS, EngineSpec("native")))
 SHORT, LONG = "pick up the bowl", "bowl " * 24
 FAR = "bowl " * 90
 

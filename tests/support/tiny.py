@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config
 from vla_accel.nn.gemma import GemmaConfig
@@ -22,6 +23,11 @@ from vla_accel.transforms.tokenizer import SmallTokenizer
 
 WORDS = ("task", "state", "action", "pick", "up", "the", "bowl", "place", "it", "on", "plate", ":", ",", ";", "\n")
 TOKENIZER = SmallTokenizer(WORDS, state_dim=8, fill_to=0)
+PARTS = ("vision", "kv_cache", "denoise")
+EAGER, NATIVE = (
+    PolicyConfig(num_steps=3, precision="fp32", device="cpu").with_specs(dict.fromkeys(PARTS, EngineSpec(engine)))
+    for engine in ("eager", "native")
+)
 
 
 def tiny_config(kind: Kind, **changes: Any) -> Pi0Config:
@@ -106,6 +112,11 @@ def tiny_observation(seed: int = 0, prompt: str = "pick up the bowl") -> dict[st
         "observation/state": rng.random(8),
         "prompt": prompt,
     }
+
+
+def draw(policy: OptimizedPolicy, seed: int, *batch: int) -> np.ndarray:
+    """Noise (*batch, H, A) float32."""
+    return np.random.default_rng(seed).standard_normal((*batch, *policy.action_shape)).astype(np.float32)
 
 
 def write_robot(path: Path) -> Path:
