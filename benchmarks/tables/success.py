@@ -219,7 +219,8 @@ def tune(result: Row) -> str:
     left_out = "; ".join(f"{name}: {why}" for name, why in result["left_out"].items())
     tried = table(
         "configuration = {name} | median ms = {latency[median_ms]:.2f} | cosine = {agreement[cosine]:.6f} | "
-        "lost / gained = {success[lost]} / {success[gained]} of {success[pairs]}, {bound} | verdict = {verdict}",
+        "regressions / improvements = {success[lost]} / {success[gained]} of {success[pairs]}, {bound} | "
+        "verdict = {verdict}",
         rows,
         f"**{result['chosen']}** is {result['times_as_fast']:.1f} times as fast as FP32 eager: {result['why']}. "
         f"{machine(result)}; {result['seconds'] / 60:.0f} minutes; {command(result)}."

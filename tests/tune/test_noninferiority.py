@@ -48,15 +48,15 @@ def test_clear_cases_stop_early() -> None:
     assert RULE.verdict(Pairs(same=RULE.fewest_pairs - 1)) == "open"
     # Fewer than one exact test of a fixed number of pairs would need, times one and a half.
     assert RULE.fewest_pairs < 1.5 * math.log(RULE.alpha) / math.log(1 - RULE.margin)
-    assert RULE.verdict(Pairs(lost=20, same=40)) == "worse"
-    assert RULE.verdict(Pairs(lost=5, gained=5, same=90)) == "open"
+    assert RULE.verdict(Pairs(regressions=20, same=40)) == "worse"
+    assert RULE.verdict(Pairs(regressions=5, improvements=5, same=90)) == "open"
 
 
 def test_order_and_looks_do_not_matter() -> None:
     pairs = Pairs()
     for reference, candidate in [(True, False), (False, True), (True, True), (False, False), (True, False)]:
         pairs = pairs.with_pair(reference, candidate)
-    assert pairs == Pairs(lost=2, gained=1, same=2) and pairs.difference == pytest.approx(-0.2)
+    assert pairs == Pairs(regressions=2, improvements=1, same=2) and pairs.difference == pytest.approx(-0.2)
 
 
 def test_what_is_proven_is_below_what_was_seen() -> None:
@@ -68,7 +68,7 @@ def test_what_is_proven_is_below_what_was_seen() -> None:
 
 def score_by_search(pairs: Pairs, delta: float) -> float:
     """Tango's score from its definition: the constrained likelihood is maximised by trying."""
-    n, lost, gained = pairs.count, pairs.lost, pairs.gained
+    n, lost, gained = pairs.count, pairs.regressions, pairs.improvements
     p = np.linspace(max(0.0, -delta) + 1e-9, (1 - delta) / 2 - 1e-9, 400_001)  # share of lost pairs
     likelihood = lost * np.log(p) + gained * np.log(p + delta) + (n - lost - gained) * np.log1p(-2 * p - delta)
     best = float(p[np.argmax(likelihood)])

@@ -13,6 +13,7 @@ import pytest
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError, EngineError, OutputError
 from vla_accel.report.tune import times_as_fast, verdict
+from vla_accel.report.tune import tried as table_of
 from vla_accel.tune.journal import Journal
 from vla_accel.tune.noninferiority import Rule
 from vla_accel.tune.search import Candidate, Search, Settings, Tried, front, outcome, write_config
@@ -126,7 +127,13 @@ def test_the_fastest_that_is_not_worse_is_chosen(tmp_path: Path) -> None:
     assert dropped["slow"] == "not faster than eager_fp32"
     assert dropped["broken"] == "cannot run here: denoise: it needs another GPU"
     bad = tried["bad"].success
-    assert bad is not None and bad["pairs"] < 200 and len(bad["discordant"]) == bad["lost"] + bad["gained"]
+    assert bad is not None and bad["pairs"] < 200
+    won_by = [episode["won_by"] for episode in bad["discordant"]]
+    assert bad["lost"] == won_by.count("reference") > bad["gained"] == won_by.count("candidate")
+    row = {**tried["bad"].to_json(), "chosen": False}
+    counts = f"{bad['lost']} / {bad['gained']} of {bad['pairs']}"
+    table = table_of([row])
+    assert dict(zip(table.header, table.rows[0], strict=True))["regressions / improvements"] == counts
     assert all(len(e["films"]) == (2 if e["key"] != KEYS[0] else 0) for e in bad["discordant"])
 
 

@@ -94,7 +94,7 @@ def _success(rows: Sequence[Row]) -> list[Picture]:
     """Latency against the difference of success; the table has Tango's interval and the proven bound."""
     points = [charts.Point(row["name"], row["latency"]["median_ms"], 100 * row["success"]["difference"],
                            chosen=row["chosen"], dropped=row["dropped"] is not None) for row in rows]  # fmt: skip
-    names = ("pairs", "lost", "gained", "crashed")
+    names = {"pairs": "pairs", "lost": "regressions", "gained": "improvements", "crashed": "crashed"}
     body = []
     for row in rows:
         s = row["success"]
@@ -109,20 +109,20 @@ def _success(rows: Sequence[Row]) -> list[Picture]:
         lambda narrow: charts.scatter(points, x="median of one call [ms]", y="difference of success [points]",
                                       narrow=narrow),
         Table(f"Paired episodes; margin {100 * s['margin']:g} points, error rate {s['alpha']:.3g} a finalist",
-              ("configuration", *names, "reference won", "candidate won", "difference", "from (Tango, 95 %)", "to",
-               "proven to be above", "verdict"), body),
+              ("configuration", *names.values(), "reference won", "candidate won", "difference",
+               "from (Tango, 95 %)", "to", "proven to be above", "verdict"), body),
     )]  # fmt: skip
 
 
 def _films(rows: Sequence[Row]) -> list[Films]:
-    """Films of lost episodes, then of gained ones, as far as the files exist."""
+    """Films of regressions, then of improvements, as far as the files exist."""
     found: dict[str, list[Films]] = {"reference": [], "candidate": []}
     for row in rows:
         for episode in row["success"]["discordant"]:
             films = [Path(film) for film in episode["films"]]
             if films and all(film.is_file() and film.suffix in FILMS for film in films):
-                how = "lost" if episode["won_by"] == "reference" else "gained"
-                title = f"{row['name']} {how} {episode['key']}"
+                how = "regression" if episode["won_by"] == "reference" else "improvement"
+                title = f"{row['name']}: {how} in {episode['key']}"
                 found[episode["won_by"]].append(Films(title, [("FP32 eager", films[0]), (row["name"], films[1])]))
     return [*found["reference"], *found["candidate"]][:MOST_FILMS]
 
@@ -135,7 +135,7 @@ def tried(rows: Sequence[Row]) -> Table:
         pairs = f"{s['lost']} / {s['gained']} of {s['pairs']}" if s else "-"
         figures = [Number(median), Number(_cosine(row), "{:.6f}"), pairs]
         body.append([row["name"], row["tries"], *figures, verdict(row)])
-    header = ("configuration", "what it tries", "median ms", "cosine", "lost / gained", "verdict")
+    header = ("configuration", "what it tries", "median ms", "cosine", "regressions / improvements", "verdict")
     return Table("Everything tried, and why it was dropped", header, body)
 
 

@@ -1,6 +1,6 @@
 """A sequential test that a candidate's success is not worse than a reference's by a margin, on paired episodes.
 
-Both play the same episode; the difference X is 1 (gained), 0 or -1 (lost). The hypothesis to refute is "the candidate
+Both play the same episode; X is 1 (improvement), 0 or -1 (regression). The hypothesis to refute is "the candidate
 is worse by `margin` or more": E[X] <= -margin. Bet against it with a share b of all money before each pair, 0 <= b <
 1 / (1 - margin): the money is multiplied by 1 + b (X + margin). This is never negative and, under the hypothesis, at
 most 1 on average. So the money grows from 1 to 1 / alpha with a probability of at most alpha, at any number of looks
@@ -32,22 +32,22 @@ ALPHA_WORSE = 0.05
 class Pairs:
     """Pairs of finished episodes: won by the reference only, by the candidate only, by both or none."""
 
-    lost: int = 0
-    gained: int = 0
+    regressions: int = 0
+    improvements: int = 0
     same: int = 0
 
     @property
     def count(self) -> int:
-        return self.lost + self.gained + self.same
+        return self.regressions + self.improvements + self.same
 
     @property
     def difference(self) -> float:
         """The candidate's rate minus the reference's; 0 without pairs."""
-        return (self.gained - self.lost) / self.count if self.count else 0.0
+        return (self.improvements - self.regressions) / self.count if self.count else 0.0
 
     def with_pair(self, reference: bool, candidate: bool) -> Pairs:
         """Add a pair."""
-        name = "same" if reference == candidate else "lost" if reference else "gained"
+        name = "same" if reference == candidate else "regressions" if reference else "improvements"
         return replace(self, **{name: getattr(self, name) + 1})
 
 
@@ -91,7 +91,7 @@ def money(pairs: Pairs, mean: float, *, better: bool) -> float:
     for share, put in BETS:
         bet = share * largest
         log = math.log(put)
-        for outcome, times in ((-1, pairs.lost), (1, pairs.gained), (0, pairs.same)):
+        for outcome, times in ((-1, pairs.regressions), (1, pairs.improvements), (0, pairs.same)):
             log += times * math.log1p(bet * side * (outcome - mean))
         total += math.exp(min(log, 700.0))
     return total
@@ -100,19 +100,19 @@ def money(pairs: Pairs, mean: float, *, better: bool) -> float:
 def tango(pairs: Pairs) -> tuple[float, float]:
     """Tango's score interval (95 %) of the difference (candidate minus reference); (-1, 1) without pairs. After an
     early stop it only describes; `lower_bound` is the proof."""
-    n, lost, gained = pairs.count, pairs.lost, pairs.gained
+    n, worse, better = pairs.count, pairs.regressions, pairs.improvements
     if not n:
         return -1.0, 1.0
 
     def score(delta: float) -> float:
-        # The most likely share of lost pairs if the difference is delta: the root of a q^2 + b q + c.
+        # The most likely share of regressions if the difference is delta: the root of a q^2 + b q + c.
         a = 2 * n
-        b = -lost - gained + (2 * n - gained + lost) * delta
-        c = -lost * delta * (1 - delta)
+        b = -worse - better + (2 * n - better + worse) * delta
+        c = -worse * delta * (1 - delta)
         q = (math.sqrt(max(b * b - 4 * a * c, 0.0)) - b) / (2 * a)
         spread = n * (2 * q + delta * (1 - delta))
-        return (gained - lost - n * delta) / math.sqrt(spread) if spread > 0 else math.copysign(
-            math.inf, gained - lost - n * delta
+        return (better - worse - n * delta) / math.sqrt(spread) if spread > 0 else math.copysign(
+            math.inf, better - worse - n * delta
         )  # fmt: skip
 
     def root(target: float, low: float, high: float) -> float:

@@ -219,9 +219,9 @@ class Search:
                 break
         low, high = tango(pairs)
         tried.success = {
-            "pairs": pairs.count, "lost": pairs.lost, "gained": pairs.gained, "crashed": crashed, "verdict": verdict,
-            "difference": pairs.difference, "lower_bound": rule.lower_bound(pairs), "alpha": rule.alpha,
-            "margin": rule.margin, "tango_95_low": low, "tango_95_high": high,
+            "pairs": pairs.count, "lost": pairs.regressions, "gained": pairs.improvements, "crashed": crashed,
+            "verdict": verdict, "difference": pairs.difference, "lower_bound": rule.lower_bound(pairs),
+            "alpha": rule.alpha, "margin": rule.margin, "tango_95_low": low, "tango_95_high": high,
             "reference_won": wins[0], "candidate_won": wins[1], "discordant": differ,
         }  # fmt: skip
         if crashed > MOST_CRASHED * (pairs.count + crashed):
@@ -265,7 +265,7 @@ def front(tried: Iterable[Tried]) -> set[str]:
 
 
 def _counts(pairs: Pairs) -> str:
-    return f"lost {pairs.lost}, gained {pairs.gained} of {pairs.count} pairs"
+    return f"{pairs.regressions} regressions, {pairs.improvements} improvements in {pairs.count} pairs"
 
 
 def outcome(search: Search, chosen: Tried, left_out: Mapping[str, str], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,9 +277,9 @@ def outcome(search: Search, chosen: Tried, left_out: Mapping[str, str], about: M
         why = "the fastest that agrees with FP32 eager; success was not tested, because no benchmark was given"
     else:
         why = (
-            f"the fastest that passed the gates: it lost {s['lost']} and gained {s['gained']} of {s['pairs']} pairs, "
-            f"so that its success is above FP32 eager's minus {100 * s['margin']:.3g} points (error rate "
-            f"{s['alpha']:.3g} a finalist)"
+            f"the fastest that passed the gates: {s['lost']} regressions and {s['gained']} improvements in "
+            f"{s['pairs']} pairs, so that its success is above FP32 eager's minus {100 * s['margin']:.3g} points "
+            f"(error rate {s['alpha']:.3g} a finalist)"
         )
     return {
         "schema": SCHEMA,
