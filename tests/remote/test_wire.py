@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,16 @@ def test_arrays_of_any_memory_layout_arrive_unchanged(dtype: str) -> None:
         back = wire.unpack(wire.pack(array))
         assert (back.dtype, back.shape) == (array.dtype, array.shape)
         np.testing.assert_array_equal(back, array)
+
+
+def test_a_contiguous_array_is_packed_without_another_copy() -> None:
+    packer, image, peak = wire.Packer(), np.zeros((480, 640, 3), np.uint8), 0
+    for _ in range(2):  # the first time, the packer allocates the memory that it keeps
+        tracemalloc.start()
+        with packer.packed({"image": image}):
+            peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < image.nbytes / 10
 
 
 def test_claimed_lengths_allocate_nothing() -> None:
