@@ -72,7 +72,7 @@ def named(dtype: torch.dtype) -> str:
 
 def no_scales(precision: str) -> str:
     """Return the error of a precision of `FORMATS` without calibrated scales."""
-    text = f"FP8 needs calibrated scales beside the checkpoint ({FILE}); make them with `vla-accel calibrate`"
+    text = f"FP8 needs calibrated scales next to the checkpoint ({FILE}); make them with `vla-accel calibrate`"
     return text.replace("FP8", precision.upper(), 1)
 
 

@@ -240,7 +240,7 @@ Q, KV = ATTENTION + "q_einsum/w", ATTENTION + "kv_einsum/w"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": (
         {ATTENTION + "q_norm/scale": np.zeros(3)},
-        rf"1 parameters have no place in π0: {ATTENTION}q_norm/scale",
+        rf"1 parameters do not belong to π0: {ATTENTION}q_norm/scale",
     ),
     "half an adapter": (
         {ATTENTION + "q_einsum/lora_a": np.zeros((3, 4, 18, 2))},

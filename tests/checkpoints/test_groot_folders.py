@@ -105,7 +105,7 @@ def test_a_robot_or_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
     for words, message in (
         ("state_dim: 4", r"preset: expected 8 numbers of state, got .*mine\.yaml's 4"),
         ("action_dim: 6", r"preset: expected 7 numbers of action, got .*mine\.yaml's 6"),
-        ("flipped: [1]", r"preset\.flipped: expected none beside a GR00T checkpoint's own, got \[1\]"),
+        ("flipped: [1]", r"preset\.flipped: expected none in addition to a GR00T checkpoint's own, got \[1\]"),
         ("delta_actions: [0, 2]", r"preset\.delta_actions: expected none .*, got \[0, 2\]"),
         ("gripper: aloha\ngripper_dims: [6]", r"preset\.gripper_dims: expected none .*, got \[6\]"),
     ):

@@ -94,7 +94,7 @@ CASES: list[tuple[str, Change, str]] = [
     ("pi0_fast", configure(paligemma_variant="gemma_9b"), "expected prefix one of gemma_2b, .* got 'gemma_9b'"),
     ("pi0_fast", configure(image_resolution=[28, 56]), r"config says \[28, 56\], weights say \[28, 28\]"),
     ("pi0_fast", pop("action_tokenizer_name"), "expected action_tokenizer_name of type str"),
-    ("pi0_fast", configure(fast_skip_tokens=200), "expected at most 184 tokens beside"),
+    ("pi0_fast", configure(fast_skip_tokens=200), "expected at most 184 tokens with"),
     ("smolvla", configure(num_vlm_layers=2), "num_vlm_layers: config says 2, weights say 3"),
     ("smolvla", configure(num_expert_layers=1), "num_expert_layers: config says 1, weights say 3"),
     ("smolvla", configure(expert_width_multiplier=0.5), r"config says \(24, 256\), weights say \(36, 256\)"),

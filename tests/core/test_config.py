@@ -131,9 +131,9 @@ def test_every_shipped_config_loads(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("num_steps: 2\nnum_steps: 3", "num_steps: given twice"),
-        ("vision: {engine: native, engine: eager}", r"vision\.engine: given twice"),
-        ("warm_up: [{a: 1, a: 2}]", r"warm_up\.a: given twice"),
+        ("num_steps: 2\nnum_steps: 3", "num_steps: this key appears twice"),
+        ("vision: {engine: native, engine: eager}", r"vision\.engine: this key appears twice"),
+        ("warm_up: [{a: 1, a: 2}]", r"warm_up\.a: this key appears twice"),
         ("visoin: native", r"unknown key visoin: did you mean vision\?"),
         ("vision: null", "vision: expected an engine's name or a mapping, got None"),
         ("pipeline_memory_gib: .nan", "pipeline_memory_gib: expected at least 0, got nan"),

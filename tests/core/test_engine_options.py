@@ -236,7 +236,7 @@ def test_a_fallback_is_another_engine() -> None:
 
 def test_options_of_all_native_engines_and_of_one_are_not_mixed() -> None:
     mixed = {"native": {"kernels": "portable"}, "vision": {"engine": "native", "native": {"embeddings": "host"}}}
-    with pytest.raises(ConfigError, match=r"vision\.native: given twice"):
+    with pytest.raises(ConfigError, match=r"vision\.native: configured twice"):
         load_config(mixed).specs(("vision", "denoise"))
     eager = {"native": {"kernels": "portable"}, "vision": "eager", "denoise": {"engine": "tensorrt"}}
     with pytest.raises(ConfigError, match="native: expected a component in engine native, got vision eager"):

@@ -188,7 +188,7 @@ def test_an_ignored_option_or_a_missing_engine_is_an_error() -> None:
 
     with pytest.raises(DependencyError, match=r"2\.12\.0 does not know the options .*use_explicit_typing"):
         convert(package(bare), "2.12.0", "mlp", module, inputs, spec())
-    with pytest.raises(EngineError, match=r"mlp: torch-tensorrt 2\.13\.0 gave no engine"):
+    with pytest.raises(EngineError, match=r"mlp: torch-tensorrt 2\.13\.0 returned no engine"):
         convert(package(function_of(lambda *a: b"", (2, 13))), "2.13.0", "mlp", module, inputs, spec())
 
 

@@ -79,7 +79,7 @@ def test_integers_are_the_nearest_and_saturate() -> None:
     values = torch.tensor([0.4, 0.5, -0.5, 1.5, -1.5, 126.6, 127.5, 500.0, -500.0])
     assert INT8.saturated(values).tolist() == [0, 1, 0, 2, -1, 127, 127, 127, -127]
     assert FORMATS == {"fp8": E4M3, "int8": INT8} and INT8.scale(12.7) == pytest.approx(0.1)
-    assert no_scales("int8").startswith("INT8 needs calibrated scales beside the checkpoint (fp8_scales.json)")
+    assert no_scales("int8").startswith("INT8 needs calibrated scales next to the checkpoint (fp8_scales.json)")
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -222,7 +222,7 @@ def test_the_ledger_says_which_products_are_integers(folder: Path) -> None:
 
 
 def test_what_cannot_be_is_one_error_each(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"kv_cache: .*\(native: INT8 needs calibrated scales beside the checkpoint"):
+    with pytest.raises(EngineError, match=r"kv_cache: .*\(native: INT8 needs calibrated scales next to the checkpoint"):
         OptimizedPolicy.from_pretrained(folder, INT8_PREFIX)
     write_tiny_checkpoint(tmp_path, "pi05", seed=1)
     scales = replace(scales_of_any(), amax={"prefix.layers.0.o_proj": 1.0}, fingerprint="of others")

@@ -165,7 +165,7 @@ def test_engines_by_name_are_those_of_the_fields(folder: Path) -> None:
     parts = ("vision", "kv_cache", "denoise")
     named, fields = load_config({"engines": {"denoise": "native"}}), load_config({"denoise": "native"})
     assert named.specs(parts) == fields.specs(parts)
-    with pytest.raises(ConfigError, match=r"engines\.denoise: given twice"):
+    with pytest.raises(ConfigError, match=r"engines\.denoise: configured twice"):
         load_config({"engines": {"denoise": "native"}, "denoise": "eager"}).specs(parts)
     specs = {"denoise": EngineSpec("native"), "head": EngineSpec("eager")}
     changed = fields.with_specs(specs)

@@ -101,7 +101,7 @@ def test_a_delay_that_was_never_trained_is_named(
 @pytest.mark.parametrize(
     ("rtc", "message"),
     [
-        ({"trained": True, "max_guidance_weight": 5.0}, "rtc.trained: expected no guidance beside it"),
+        ({"trained": True, "max_guidance_weight": 5.0}, "rtc.trained: expected no guidance with it"),
         ({"max_delay": 3}, "rtc.max_delay: expected trained: true with it, got 3 alone"),
         ({"trained": True, "max_delay": 0}, "rtc.max_delay: expected at least 1, got 0"),
     ],

@@ -137,7 +137,7 @@ def test_sizes_must_fit(folder: Path, tmp_path: Path) -> None:
             made_of(tmp_path)
     write_fast(tmp_path, time_horizon=HORIZON, action_dim=ACTION_DIM)
     assert made_of(tmp_path).fast.time_horizon == HORIZON
-    with pytest.raises(CheckpointError, match=r"expected at most 194 tokens beside a vocabulary of 199 .* got \d+"):
+    with pytest.raises(CheckpointError, match=r"expected at most 194 tokens with a vocabulary of 199 .* got \d+"):
         made_of(folder, vocabulary=199)
 
 

@@ -130,7 +130,7 @@ def targets(shapes: Mapping[str, Shape], where: str) -> list[Target]:
             checked.
     """
     if unknown := sorted(shapes.keys() - _RULES.keys()):
-        raise CheckpointError(f"checkpoint {where}: {len(unknown)} parameters have no place in π0: {some(unknown)}")
+        raise CheckpointError(f"checkpoint {where}: {len(unknown)} parameters do not belong to π0: {some(unknown)}")
     return [target for source in sorted(shapes) for target in _of_one(source, shapes[source], where)]
 
 

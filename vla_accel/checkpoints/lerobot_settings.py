@@ -180,7 +180,7 @@ NEUTRAL = (BATCH, DEVICE, ACTION_TOKENS)
 _NORMALIZER = (
     read("features", "names that are normalized"),
     read("norm_map", "how statistics scale, by kind of feature"),
-    read("eps", "added to or put in place of a divisor"),
+    read("eps", "added to a divisor, or used instead of it"),
     read("normalize_observation_keys", "names that are normalized, instead of all features"),
     fixed("stats", "statistics are read from the step's file", None),
 )

@@ -16,7 +16,7 @@ from vla_accel.errors import VlaAccelError, nearest
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("doctor", "doctor.Doctor", "say what this machine can run; show a checkpoint's statistics"),
-    "bench": ("bench", "bench.Bench", "time whole calls of a policy beside its baselines and its floor, in turns"),
+    "bench": ("bench", "bench.Bench", "time whole calls of a policy, its baselines and its floor, in turns"),
     "parity": ("parity", "parity.Parity", "compare a configuration with FP32 eager; fails where it does not agree"),
     "tune": ("tune", "tune.Tune", "find the fastest configuration here that loses nothing, with the evidence"),
     "calibrate": ("calibrate", "calibrate.Calibrate", "measure FP8 scales of a checkpoint on recorded observations"),

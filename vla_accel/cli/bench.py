@@ -149,7 +149,7 @@ def main(options: Bench, words: list[str]) -> int:
                     made.append(ready.pop(name, None) or factory.make(name, steps))
         processor = factory.processor
         if processor is None:
-            raise ConfigError("systems: expected at least one of this package's own beside the others")
+            raise ConfigError("systems: expected at least one of this package's own in addition to the others")
         report["model"] = factory.about()
         observe = observer(family, processor, options.prompt_tokens, camera)
         found = run(made, observe, calls=options.calls, progress=say, heard=record_load)
@@ -209,11 +209,11 @@ def make_factory(options: Bench, device: str, ceilings: Any) -> Any:
     if options.checkpoint is not None:
         for name in ("model", "systems", "views", "horizon", "realtime_vla"):
             if value := getattr(options, name):
-                raise ConfigError(f"{name}: expected none beside checkpoint {options.checkpoint}, got {value}")
+                raise ConfigError(f"{name}: expected none with checkpoint {options.checkpoint}, got {value}")
         return CheckpointFactory(options.checkpoint, tuple(dict.fromkeys((*options.config, "eager"))), **shared)
     if options.config != (AUTO,):
         got = ",".join(options.config)
-        raise ConfigError(f"config: expected a checkpoint beside it; random weights have --systems, got {got}")
+        raise ConfigError(f"config: expected a checkpoint with it; random weights have --systems, got {got}")
     family = family_named(options.model or "pi05")
     card = bench_card(family)
     views, horizon = options.views or card.views, options.horizon or card.published().action_horizon

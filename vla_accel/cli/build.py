@@ -60,9 +60,9 @@ def main(options: Build, words: list[str]) -> int:
     specs = {part: replace(spec, tensorrt=replace(spec.tensorrt, **changes)) for part, spec in specs.items()}
     config = config.with_specs({**config.specs(family.parts), **specs})
     if options.model and (source := options.checkpoint or options.lora):
-        raise ConfigError(f"model: expected no checkpoint beside it, got {source}")
+        raise ConfigError(f"model: expected no checkpoint with it, got {source}")
     if options.depth is not None and not options.model:
-        raise ConfigError("depth: expected --model beside it: a checkpoint has its own depth")
+        raise ConfigError("depth: expected --model with it: a checkpoint has its own depth")
     targets = [parse_target(t) for t in options.targets]
     if options.dry_run and options.manifest is not None:
         raise ConfigError(f"manifest: expected no --dry-run with it, which builds nothing, got {options.manifest}")

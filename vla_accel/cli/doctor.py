@@ -90,7 +90,7 @@ def summary(report: dict[str, Any]) -> list[str]:
         memory, version = about["memory_gib"], about["compute_capability"]
         lines.append(f"  {about['gpu']}, compute capability {version}, {memory} GiB, driver {about['driver']}")
     else:
-        lines.append(f"  no GPU: {about['no_gpu'] or 'not asked for'}")
+        lines.append(f"  no GPU: {about['no_gpu'] or 'not requested'}")
     lines += ["software", "  " + ", ".join(f"{name} {version}" for name, version in report["software"].items())]
     lines += ["engines", *_list({name: one["why_not"] for name, one in report["engines"].items()})]
     reasons = {

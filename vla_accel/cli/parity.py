@@ -63,7 +63,7 @@ def main(options: Parity, words: list[str]) -> int:
         got = next((f"--{n}" for n in ("model", "threshold") if getattr(options, n) is not None), "no --observations")
         raise ConfigError(f"keep: expected a checkpoint, --observations and no --threshold of its own, got {got}")
     if options.model and (source := options.checkpoint or options.lora):
-        raise ConfigError(f"model: expected no checkpoint beside it, got {source}")
+        raise ConfigError(f"model: expected no checkpoint with it, got {source}")
     checkpoint, name = options.checkpoint or "demo", Path(options.config or AUTO).stem
     settings = options.settings()
     recorded = None if options.observations is None else load_observations(options.observations, options.count)

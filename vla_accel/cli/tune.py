@@ -111,9 +111,9 @@ def main(options: Tune, words: list[str]) -> int:
     # Starting simulators takes seconds: between two looks each plays several episodes.
     settings = Settings(rule, options.finalists, options.episodes, block=max(20, 8 * options.workers))
     if options.allow_steps and options.benchmark is None:
-        raise ConfigError("allow-steps: expected --benchmark beside it: another number of steps is judged by success")
+        raise ConfigError("allow-steps: expected --benchmark with it: another number of steps is judged by success")
     if options.benchmark is None and (alone := options.suite or options.tasks):
-        raise ConfigError(f"suite, tasks: expected --benchmark beside them, got {alone} alone")
+        raise ConfigError(f"suite, tasks: expected --benchmark with them, got {alone} alone")
     _refuse_unread(options)
     if options.observations is None and not options.quick:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, or --quick, got none")

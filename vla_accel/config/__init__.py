@@ -220,7 +220,7 @@ class RtcConfig(Checked):
         guided = {"max_guidance_weight": self.max_guidance_weight, "execution_horizon": self.execution_horizon}
         guided["schedule"] = None if self.schedule == type(self).schedule else self.schedule
         if self.trained and any(value is not None for value in guided.values()):
-            raise ConfigError(f"rtc.trained: expected no guidance beside it, got {guided}")
+            raise ConfigError(f"rtc.trained: expected no guidance with it, got {guided}")
         if self.max_delay is not None and not self.trained:
             raise ConfigError(f"rtc.max_delay: expected trained: true with it, got {self.max_delay} alone")
 
@@ -289,7 +289,7 @@ class PolicyConfig(Checked):
         given = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) != EngineSpec()}
         twice = sorted(given.keys() & self.engines.keys())
         if twice:
-            raise ConfigError(f"engines.{twice[0]}: given twice, as {twice[0]}, too")
+            raise ConfigError(f"engines.{twice[0]}: configured twice, as field and in engines")
         given |= self.engines
         for part, other in _INSTEAD.items():
             # Shipped configurations name `denoise` and must fit every model.
@@ -302,7 +302,7 @@ class PolicyConfig(Checked):
         if self.native == NativeOptions():
             return specs
         if own := [name for name, spec in specs.items() if spec.native != NativeOptions()]:
-            raise ConfigError(f"{own[0]}.native: given twice, as native of every component, too")
+            raise ConfigError(f"{own[0]}.native: configured twice, also as native of every component")
         if not any(map(_may_be_native, specs.values())):
             engines = ", ".join(f"{name} {spec.engine}" for name, spec in specs.items())
             raise ConfigError(f"native: expected a component in engine native, got {engines}")

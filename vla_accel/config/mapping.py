@@ -76,7 +76,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         found = "nothing in it" if content is None else type(content).__name__
         raise ConfigError(f"config {path}: expected a mapping, got {found}")
     if twice is not None:
-        raise ConfigError(f"config {path}: {twice}: given twice")
+        raise ConfigError(f"config {path}: {twice}: this key appears twice")
     return content
 
 

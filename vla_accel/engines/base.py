@@ -102,11 +102,11 @@ class Engine(ABC):
         """Copy what the module returned into the output buffers."""
         results, count = results if isinstance(results, tuple) else (results,), len(self.outputs)
         if len(results) != count:
-            raise EngineError(f"{self.component.name}: declared {count} outputs, the module gave {len(results)}")
+            raise EngineError(f"{self.component.name}: declared {count} outputs, the module returned {len(results)}")
         for (name, buffer), result in zip(self.outputs.items(), results, strict=True):
             if result.shape != buffer.shape or result.dtype != buffer.dtype:
                 raise EngineError(
                     f"{self.component.name}.{name}: declared {tuple(buffer.shape)} {buffer.dtype}, "
-                    f"the module gave {tuple(result.shape)} {result.dtype}"
+                    f"the module returned {tuple(result.shape)} {result.dtype}"
                 )
             buffer.copy_(result)

@@ -121,7 +121,7 @@ def check_output(name: str, got: Tensor, want: Tensor) -> None:
     a, b = got.detach().float().cpu().flatten().numpy(), want.detach().float().cpu().flatten().numpy()
     if bad := int((~np.isfinite(a)).sum()):
         raise EngineError(
-            f"{name}: the engine gave {bad} non-finite values of {a.size}; FP16 overflows at 65504, try precision auto"
+            f"{name}: {bad} of {a.size} values are not finite; FP16 overflows at 65504, try precision auto"
         )
     similarity = cosine(a, b)
     if similarity < SIMILARITY:

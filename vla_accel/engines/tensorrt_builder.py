@@ -136,7 +136,7 @@ def build_plan(
     began = time.perf_counter()
     builder = trt.Builder(library.logger)
     if builder is None:
-        raise EngineError(f"{component.name}: {library.title} gave no builder: {library.take_errors()}")
+        raise EngineError(f"{component.name}: {library.title} returned no builder: {library.take_errors()}")
     # TensorRT 11 knows strongly typed networks only, and may drop the flag.
     typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     network = builder.create_network(0 if typed is None else 1 << int(typed))
@@ -159,7 +159,7 @@ def build_plan(
     config.progress_monitor = _monitor(trt, progress, stop)
     content = _build(builder, network, config, stop)
     if content is None:
-        reason = library.take_errors() or "the library gave no reason"
+        reason = library.take_errors() or "the library reported no reason"
         raise EngineError(f"{component.name}: build for {dotted(targets)} with {library.title}: {reason}")
     if cached is not None and timing_cache is not None and (timings := config.get_timing_cache()) is not None:
         with replacing_privately(timing_cache) as temporary:

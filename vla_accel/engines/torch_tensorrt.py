@@ -155,7 +155,7 @@ def convert(
             text = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
             raise EngineError(f"{name}: torch-tensorrt {version} cannot convert it whole: {text}") from error
     if not content:
-        raise EngineError(f"{name}: torch-tensorrt {version} gave no engine")
+        raise EngineError(f"{name}: torch-tensorrt {version} returned no engine")
     seconds = {"export": exported_s, "build": time.perf_counter() - began - exported_s}
     profiles = [{f"input{i}": [tuple(x.shape)] * 3 for i, x in enumerate(inputs)}]
     return bytes(content), description(profiles, operators, sum(p.nbytes for p in module.parameters()), seconds)

@@ -35,7 +35,7 @@ def page(report: Mapping[str, Any]) -> Page:
     if report["throughput"]:
         sections.insert(1, Section("Batched calls", [_batches(report["throughput"])]))
     if more := tables(report):
-        sections.append(Section("Timed besides", [Table(*one) for one in more]))
+        sections.append(Section("Other timings", [Table(*one) for one in more]))
     left_out = ", ".join(f"{name} ({why})" for name, why in report["left_out"].items())
     host = report.get("host", {})
     busy = host.get("others_busy")

@@ -185,7 +185,7 @@ class Dispatcher:
         calls = [call for batch in self._batches.pop(replica, []) for call in batch.pending.values()]
         if replica in self._idle:
             self._idle.remove(replica)
-        logger.error("replica %s died with %d requests under way; restarting it", replica.name, len(calls))
+        logger.error("replica %s died with %d running requests; restarting it", replica.name, len(calls))
         self._metrics.count("replica_deaths", replica.name)
         for call in reversed(calls):
             call.deaths += call.started_s > 0

@@ -274,7 +274,7 @@ def outcome(search: Search, chosen: Tried, left_out: Mapping[str, str], about: M
     if chosen is search.tried[0]:
         why = "nothing faster passed the gates"
     elif s is None:
-        why = "the fastest that agrees with FP32 eager; success was not tested, because no benchmark was given"
+        why = "the fastest that agrees with FP32 eager; success was not tested, because there was no --benchmark"
     else:
         why = (
             f"the fastest that passed the gates: {s['lost']} regressions and {s['gained']} improvements in "

@@ -59,7 +59,7 @@ class GrootProcessor(RobotTransforms):
                 raise CheckpointError(f"{name}: expected statistics of {expected} numbers, got {groups.size}")
         for name in ("delta_actions", "flipped", "gripper_dims"):
             if own := getattr(self.preset, name):
-                raise ConfigError(f"preset.{name}: expected none beside a GR00T checkpoint's own, got {[*own]}")
+                raise ConfigError(f"preset.{name}: expected none in addition to a GR00T checkpoint's own, got {[*own]}")
 
     @property
     def image_shape(self) -> tuple[int, int]:

@@ -125,7 +125,7 @@ class Detokeniser:
         highest = tokenizer.vocab_size - 1 - skipped
         if fast.vocab_size > highest + 1:
             raise CheckpointError(
-                f"FAST: expected at most {highest + 1} tokens beside a vocabulary of {tokenizer.vocab_size} whose last "
+                f"FAST: expected at most {highest + 1} tokens with a vocabulary of {tokenizer.vocab_size} whose last "
                 f"{skipped} are left alone, got {fast.vocab_size}"
             )
         return cls(fast, tuple(opening), stop[0], highest, horizon, action_dim, opened, relaxed)

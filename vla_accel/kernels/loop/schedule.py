@@ -168,7 +168,7 @@ def attend(spec: ExpertSpec, batch: int, prefix_tokens: int, gpu: Gpu) -> Fused 
     if shared > gpu.shared_per_block:
         return f"its keys need {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}"
     if 2 * (padded_keys + 8) > pitch:
-        return f"it has no room for the probabilities of {keys} keys a block"
+        return f"its shared memory is too small for the probabilities of {keys} keys a block"
     blocks = in_front + spec.heads * RANKS
     clusters, held = blocks // RANKS, gpu.clusters_at_once(RANKS)
     if blocks > gpu.multiprocessors or clusters > held:
