@@ -461,5 +461,5 @@ def test_what_compiles_for_minutes_is_timed_once(tmp_path: Path) -> None:
     assert {name: told["steps"] for name, told in found.items()} == {"openpi-max-autotune": 3, "realtime-vla": 10}
     assert "torch.compile takes minutes" in found["openpi-max-autotune"]["why"]
     assert systems.timed_once(factory, names, (10,)) == systems.timed_once(factory, names[:2], (3, 1)) == {}
-    with pytest.raises(ConfigError, match="steps: expected 10 among them for realtime-vla, got 3,1"):
+    with pytest.raises(ConfigError, match="steps: expected a list with 10 for realtime-vla, got 3,1"):
         systems.timed_once(factory, names, (3, 1))

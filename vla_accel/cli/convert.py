@@ -97,8 +97,8 @@ def main(options: Convert, words: list[str]) -> int:
 
 
 def contradiction(name: str, known: OpenpiConfig, parameters: Any, assets: Path) -> str | None:
-    """What in the weights or the statistics contradicts openpi's config `name`, or None. Statistics under a name that
-    openpi does not use may be of any robot with so many numbers."""
+    """Return how the weights or statistics contradict openpi's config `name`, or None. Statistics under a name that
+    openpi does not use may belong to any robot with as many dimensions."""
     kind, stored = name.partition("_")[0], "pi05" if "time_mlp_in/kernel" in parameters.shapes else "pi0"
     if kind != stored:
         return f"expected weights of {kind}, found {stored}"

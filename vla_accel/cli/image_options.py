@@ -19,7 +19,7 @@ class BenchOptions:
     """Options of every benchmark of image models."""
 
     dtype: Dtype = "bf16"
-    """Of the models' weights."""
+    """Dtype of the models' weights."""
     rounds: Count = 5
     """Calls timed of each system; the systems take turns."""
     device: str = "auto"

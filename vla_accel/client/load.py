@@ -27,7 +27,7 @@ COLUMNS = ("round_trip", "server", "queue", "handover", "decode", "infer")
 sent, the wait for a turn, the way to the policy's thread, the decoding of the frame, the policy."""
 _TIMING_KEYS = ("prev_total_ms", "queue_ms", "handover_ms", "decode_ms", "infer_ms")
 _NOTICE_S = 0.05
-"""From the message that all processes are warm to the common start."""
+"""Seconds between the message that all processes are warm and their common start."""
 _WARM_UP_S = 300.0
 """Longest wait for an answer during the warm-up, in which a policy may build engines."""
 

@@ -113,7 +113,7 @@ def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[s
 
 
 def main() -> None:
-    """One start, or the writing of what one starts from, told on stdin."""
+    """Start a policy once, or write the checkpoint that starts read, as the JSON on stdin says."""
     asked = json.loads(sys.stdin.read())
     config, source = from_mapping(PolicyConfig, asked["config"]), asked["source"]
     if asked["what"] == "write":

@@ -218,7 +218,7 @@ def timed_once(factory: AnyFactory, names: Sequence[str], sweep: Sequence[int]) 
     for name, reason in once.items():
         if reason["steps"] not in sweep:
             got = ",".join(map(str, sweep))
-            raise ConfigError(f"steps: expected {reason['steps']} among them for {name}, got {got}")
+            raise ConfigError(f"steps: expected a list with {reason['steps']} for {name}, got {got}")
     return once if len(sweep) > 1 else {}
 
 

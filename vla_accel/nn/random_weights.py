@@ -24,7 +24,7 @@ SHARP, EXPERT_SHARP = 2.0, 4.0
 """Deviation of the attention's logits, in vision and prefix, and in the expert. At 1 attention over 500 tokens is
 flat."""
 EXPERT_BRANCH = 2.0
-"""How many times as much the expert's branches add: what it reads becomes half of what it says."""
+"""Factor on the residual branches of the expert, so that its result depends as much on the prefix as on itself."""
 PIECE = 1 << 24
 """Values that are drawn at a time."""
 # The products that end a residual branch.

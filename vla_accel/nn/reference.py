@@ -1,4 +1,4 @@
-"""The blocks of `nn.block` in plain torch: the eager engine, training, and the truth of the tests."""
+"""The blocks of `nn.block` in plain torch: for the eager engine, for training, and as the reference of tests."""
 
 from __future__ import annotations
 

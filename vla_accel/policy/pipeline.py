@@ -179,7 +179,7 @@ class Pipeline:
                 source = produced.get(name, self._inputs.get(name))
                 if name == NOISE and source is None:
                     source = noise = own if noise is None else noise
-                # Camera images have no source: they are resized into the engine's own input.
+                # Camera images are not bound: the device resizes them into the engine's own input.
                 if source is not None and source is not own:
                     engine.bind(name, source)
             if again := sorted(engine.outputs.keys() & produced.keys()):

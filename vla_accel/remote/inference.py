@@ -44,11 +44,11 @@ class Inference:
 
     @property
     def busy(self) -> bool:
-        """Whether an inference is under way, or has ended without a call of `taken`."""
+        """Whether an inference is running, or has ended without a call of `taken`."""
         return self._job is not None
 
     def begin(self, job: Job) -> None:
-        """Begin an inference while none is under way. After `close` it fails."""
+        """Begin an inference; none may be running. After `close` the inference fails."""
         self._job = job, Future()
         self._queue.put(self._job)
         if self._closed:

@@ -67,8 +67,8 @@ class Vision(_Fixed):
 
 
 class KvCache(_Fixed):
-    """image_tokens, deepstack, tokens (B, L) int64 of the text, and, where rows may be shorter, `lengths` (B,) int32 of
-    them, to keys and values of text (n, B, L, heads, d) and of image tokens (n, B, I, heads, d)."""
+    """From image_tokens, deepstack, text tokens (B, L) int64 and, if rows may be shorter, their `lengths` (B,) int32,
+    compute keys and values of text (n, B, L, heads, d) and of image tokens (n, B, I, heads, d)."""
 
     def __init__(self, model: Groot, layout: Layout) -> None:
         head = [name for name in model.names("head") if name.startswith("head.vl_") or ".kv_proj." in name]

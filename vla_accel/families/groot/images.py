@@ -41,7 +41,7 @@ class Cropping:
     unit: int = 32
 
     def __post_init__(self) -> None:
-        # While the checkpoint is read, and before its tokenizer is: the extra brings what both need.
+        # Fail while the checkpoint is read: one extra brings cv2 and what its tokenizer needs.
         if self.filter == "area":
             try:
                 import cv2  # noqa: F401

@@ -72,7 +72,7 @@ class NativeReader:
         self.places = places = layout.places(device)
         cos, sin = (t[:, 0].contiguous() for t in language_rope(config, places.positions, torch.float32))
         rows, deepstack = Rows(batch, layout.tokens, padded=True), len(weights.config.vision.deepstack)
-        # What deepstack adds to the output of a block is normed after it.
+        # Deepstack adds to the outputs of the first blocks; the next norm must come after that.
         self.language = StackPlan(weights.language, rows, attention, (cos, sin), range(deepstack + 1))
         self.chain = self.language.chain
         self.stack = StackPlan(weights.vl_stack, rows, attention, normed_outside=(0,))

@@ -45,9 +45,9 @@ def gemm(
         weights: (N, K).
         out: (R, N), (R, N / 2) for a gated activation, or heads with N columns for a rotation.
         config: the tile config, from `config.candidates`, `variants` or `without_triton`. None: the measured or
-            default one. `Library` and `HopperTile` require rows with moments for a norm, and support no pinned rows.
-        workspace: made by `gemm_workspace` for the same config. Without a config: rows (R, N) for the sums of cuBLAS,
-            before an activation that it does not have; may be `out`.
+            default one. `Library` and `HopperTile` need the moments of the rows for a norm, and support no pinned rows.
+        workspace: made by `gemm_workspace` for the same config. Without a config: a buffer (R, N) in which cuBLAS
+            leaves the product before the activation; may be `out`.
 
     Raises:
         EngineError: no kernel runs this product. Plan a norm or a residual with `choice.can_be_inside`.

@@ -37,8 +37,8 @@ from vla_accel.kernels.triton_common import can_fetch_ahead, fetch_ahead, scale_
 
 @triton.jit
 def _row_tile(x_ptr, x_tma, row, row0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
-    """(BLOCK_M, BLOCK_K) of (rows, K) activations, from `k0` on: of rows `row`, or, by TMA, of those from `row0` on,
-    with zeros beyond the last. EVEN: no tile ends beyond K."""
+    """Load a tile (BLOCK_M, BLOCK_K) of activations (rows, K) from column `k0` on: the rows `row`, or with TMA the rows
+    from `row0` on, zeros beyond the last. EVEN: K is a multiple of BLOCK_K."""
     if x_tma is not None:
         return x_tma.load([row0, k0])
     else:
@@ -54,7 +54,7 @@ def _row_tile(x_ptr, x_tma, row, row0, k0, K: tl.constexpr, BLOCK_K: tl.constexp
 def _weight_tile(w_ptr, w_tma, n, n0, k0, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
                  WEIGHTS_FIRST: tl.constexpr):  # fmt: skip
     """The operand of `_multiply` from a (N, K) weight: (BLOCK_N, BLOCK_K) with WEIGHTS_FIRST, else (BLOCK_K, BLOCK_N).
-    `n` and `n0` as `row` and `row0` of `_row_tile`."""
+    `n`, `n0`: as `row`, `row0` in `_row_tile`."""
     if WEIGHTS_FIRST:
         return _row_tile(w_ptr, w_tma, n, n0, k0, K, BLOCK_K, EVEN)
     elif w_tma is not None:
@@ -79,8 +79,8 @@ def _no_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHTS_FIRST: tl.con
 
 @triton.jit
 def _multiply(x, w, sums, WEIGHTS_FIRST: tl.constexpr):
-    """Add the product of a tile of activations (BLOCK_M, BLOCK_K) and one of weights. On Hopper the first operand may
-    come from registers: there weights of one byte are widened without a way back to memory."""
+    """Add the product of a tile of activations (BLOCK_M, BLOCK_K) and one of weights. WEIGHTS_FIRST: Hopper reads the
+    first operand from registers, where weights of one byte are widened without storing them again."""
     if WEIGHTS_FIRST:
         return tl.dot(w.to(x.dtype), x.T, sums)
     else:

@@ -78,8 +78,8 @@ class Tiling:
         }  # fmt: skip
 
     def normed_bytes(self, units: int, least: int = 0) -> int:
-        """Bytes of the weights of a product after a norm, of the sums that replace them, and at least `least` for what
-        replaces these afterwards."""
+        """Bytes of an area of shared memory that holds, in turn, the weights of a product after a norm, its sums, and
+        `least` bytes."""
         together = min(units, self.pairs)
         sums = WARPS * together * 2 * self.held * 512
         return max(units * STAGE_BYTES, (units - 1) // together * together * STAGE_BYTES + sums, least)
