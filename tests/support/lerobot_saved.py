@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from torch import Tensor
 
 STATE_FILES = ("policy_preprocessor", "policy_postprocessor")
 Change = Callable[[dict[str, Any]], object]
@@ -44,6 +45,16 @@ def saved(
                 one["config"] |= {"features": copy.deepcopy(its), "norm_map": dict(modes)}
     step(files, "tokenizer_processor")["config"]["max_length"] = files["config"]["tokenizer_max_length"]
     return files
+
+
+def lerobot_tensors(model: Any, pieces: Callable[[str, Any], Sequence[Any]]) -> dict[str, Tensor]:
+    """A model's weights under lerobot's names, as `pieces` of its family splits each."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        parts = pieces(name, model.config)
+        rows = [p.rows or len(value) for p in parts]
+        tensors |= {p.name: t.clone() for p, t in zip(parts, value.split(rows), strict=True)}
+    return tensors
 
 
 def write_saved(

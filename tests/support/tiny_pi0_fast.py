@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support import reference_pi0 as slow
-from tests.support.lerobot_saved import Change, saved, write_saved
+from tests.support.lerobot_saved import Change, lerobot_tensors, saved, write_saved
 from tests.support.tiny_smolvla import CAMERAS, statistics
 from vla_accel.families.pi0_fast.checkpoint import pieces
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig
@@ -154,13 +154,9 @@ def rounded(actions: np.ndarray) -> np.ndarray:
 # -- lerobot's folder -------------------------------------------------------------------------------------------------
 
 
-def lerobot_tensors(model: Pi0Fast) -> dict[str, Tensor]:
+def tensors_of(model: Pi0Fast) -> dict[str, Tensor]:
     """The weights under lerobot's names; the token table as embedding and as head."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        parts = pieces(name, model.config)
-        rows = [p.rows or len(value) for p in parts]
-        tensors |= {p.name: t.clone() for p, t in zip(parts, value.split(rows), strict=True)}
+    tensors = lerobot_tensors(model, pieces)
     if model.config.tied:
         tensors["model.paligemma_with_expert.paligemma.lm_head.weight"] = model.embed.weight.detach().clone()
     return tensors
@@ -175,7 +171,7 @@ def write_lerobot(
     config = config or tiny_config()
     model = tiny_model(config, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(lerobot_tensors(model), folder / "model.safetensors")
+    save_file(tensors_of(model), folder / "model.safetensors")
     side = config.vision.image_size
     features = {c: {"type": "VISUAL", "shape": [3, side, side]} for c in CAMERAS}
     features["observation.state"] = {"type": "STATE", "shape": [STATE_DIM]}

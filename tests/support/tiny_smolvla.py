@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support import reference_pi0 as slow
-from tests.support.lerobot_saved import Change, saved, write_saved
+from tests.support.lerobot_saved import Change, lerobot_tensors, saved, write_saved
 from tests.support.tiny import TOKENIZER
 from vla_accel.families.smolvla.checkpoint import DEAD, pieces
 from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig, expert_mlp_dim
@@ -70,15 +70,12 @@ def tiny_model(config: SmolVlaConfig, seed: int = 0) -> SmolVla:
 # -- lerobot's folder -------------------------------------------------------------------------------------------------
 
 
-def lerobot_tensors(model: SmolVla) -> dict[str, Tensor]:
+def tensors_of(model: SmolVla) -> dict[str, Tensor]:
     """The weights under lerobot's names, with what the model never reads."""
-    config, tensors = model.config, {}
-    for name, value in model.state_dict().items():
-        parts = pieces(name, config)
-        rows = [p.rows or len(value) for p in parts]
-        tensors |= {p.name: t.clone() for p, t in zip(parts, value.split(rows), strict=True)}
+    config = model.config
     shapes = (config.vocab_size, config.prefix.width), (config.prefix.width,)
-    return {**tensors, **{name: torch.ones(shape) for name, shape in zip(DEAD, shapes, strict=True)}}
+    dead = {name: torch.ones(shape) for name, shape in zip(DEAD, shapes, strict=True)}
+    return {**lerobot_tensors(model, pieces), **dead}
 
 
 def statistics(count: int) -> dict[str, np.ndarray]:
@@ -96,7 +93,7 @@ def write_lerobot(
     config = config or (libero_config() if libero else tiny_config())
     model = tiny_model(config)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(lerobot_tensors(model), folder / "model.safetensors")
+    save_file(tensors_of(model), folder / "model.safetensors")
     cameras, state, action = (LIBERO_CAMERAS, 8, 7) if libero else (CAMERAS, 6, 6)
     side, prefix = config.vision.image_size, config.prefix
     features = {c: {"type": "VISUAL", "shape": [3, side, side]} for c in cameras}

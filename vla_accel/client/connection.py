@@ -62,7 +62,7 @@ def connection_class() -> type:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
         def send_binary(self, message: memoryview) -> None:
-            """Send one binary message. Raises what `send` raises, and TimeoutError after the limit that `limit_sends` set."""
+            """Send one binary message. Raises what `send` raises, and TimeoutError after the limit of `limit_sends`."""
             try:
                 with self.send_context():
                     self.protocol.writes.append(self._frame.of(message))

@@ -276,7 +276,7 @@ def _head(shape: _Stored) -> HeadConfig:
     vl_head = shape.size("vl_self_attention_cfg.attention_head_dim", _VL_HEAD)
     head_dim = shape.size("diffusion_model_cfg.attention_head_dim", _DIT_HEAD)
     if vl_width % vl_head or width % head_dim:
-        raise ConfigError(f"head: expected widths that are multiples of {vl_head} and {head_dim}, got {vl_width}, {width}")
+        raise ConfigError(f"head: expected multiples of {vl_head} and {head_dim} as widths, got {vl_width}, {width}")
     return HeadConfig(
         vl_width=vl_width, vl_depth=vl_depth, vl_heads=vl_width // vl_head,
         vl_mlp_dim=shape(vl + "0.ff.net.0.proj.weight", 2)[0] if vl_depth else 4 * vl_width, width=width,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -75,9 +75,8 @@ def _policy(horizon: int, device: str, compiled: bool, steps: int) -> Any:
     return policy.to(device)
 
 
-@contextlib.contextmanager
-def _without_hub(module: Any) -> Iterator[None]:
-    """Replace SmolVLM2's sizes and tokenizer, which lerobot would load from the hub."""
+def _without_hub(module: Any) -> Any:
+    """Replace SmolVLM2's sizes and tokenizer, which lerobot would load from the hub, within a block."""
     from transformers.models.smolvlm import SmolVLMConfig
 
     ours = smolvla()
@@ -92,14 +91,8 @@ def _without_hub(module: Any) -> Iterator[None]:
     config = SmolVLMConfig(**whole, scale_factor=ours.shuffle)
     tokenizer = SimpleNamespace(fake_image_token_id=1, global_image_token_id=2)
     dummies = {"AutoConfig": config, "AutoProcessor": SimpleNamespace(tokenizer=tokenizer)}
-    kept = {name: getattr(module, name) for name in dummies}
-    try:
-        for name, made in dummies.items():
-            setattr(module, name, SimpleNamespace(from_pretrained=lambda _, made=made: made))
-        yield
-    finally:
-        for name, real in kept.items():
-            setattr(module, name, real)
+    made = {n: SimpleNamespace(from_pretrained=lambda _, dummy=dummy: dummy) for n, dummy in dummies.items()}
+    return patch.multiple(module, **made)
 
 
 @torch.inference_mode()
