@@ -1,21 +1,13 @@
-"""A script: π0-FAST's decode program in Triton's interpreter on a CPU, and in the ops' references. Prints one JSON
-line: both ways' tokens, and the largest difference of the first token's logits.
-
-Run by test_pi0_fast_native.py in a process of its own, because the interpreter is chosen when triton is first imported.
-"""
+"""π0-FAST's decode program in Triton's interpreter, and in the ops' references (`interpreter`, test_pi0_fast_native).
+`main` prints one JSON line: the tokens of both, and the largest difference of the first token's logits."""
 
 from __future__ import annotations
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import json
 from typing import Literal
 
 import torch
 
-from tests.support.interpreter import patch_once
 from tests.support.runtimes import steered
 from tests.support.tiny_pi0_fast import BOS, tiny_config, tiny_model
 from vla_accel.config import EngineSpec
@@ -48,10 +40,3 @@ def main() -> None:
             program(inputs, written)
         found[way] = written["action_tokens"].tolist()
     print(json.dumps({**found, "logits": float((logits[0] - logits[1]).abs().max())}))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    patch_once()
-    with torch.inference_mode():
-        main()

@@ -1,20 +1,13 @@
-"""A script: every kernel of `kernels/image/triton_image.py` in Triton's interpreter, against its torch reference.
-
-Prints one line a case: the largest difference, relative to the largest value, and the name; with --few about half of
-them. Run by test_image_ops.py in a process of its own.
-"""
+"""Every kernel of `kernels/image/triton_image.py` in Triton's interpreter, compared with its torch reference
+(`interpreter`, test_image_ops). `main` prints for each case (with --few about half of them) the largest difference,
+relative to the largest value, and its name."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
@@ -101,11 +94,8 @@ def difference(got: Any, want: Any) -> float:
     return max(float((a.float() - b.float().cpu()).abs().max() / a.float().abs().max()) for a, b in pairs)
 
 
-if __name__ == "__main__":
-    from tests.support.interpreter import patch_once
-
-    patch_once()
-    for name, (op, arguments) in cases("--few" in sys.argv).items():
+def main(*words: str) -> None:
+    for name, (op, arguments) in cases("--few" in words).items():
         want = op(*arguments)
         with steered("triton"):
             got = op(*arguments)

@@ -1,14 +1,7 @@
-"""A script: the kernels of INT8 in Triton's interpreter on a CPU, against their references; prints a JSON list a case:
-its name, and the largest difference of what is stored.
-
-Run by test_int8.py in a process of its own, because the interpreter is chosen when triton is first imported.
-"""
+"""The kernels of INT8 in Triton's interpreter, compared with their references (`interpreter`, test_int8). `main` prints
+a JSON list for each case: its name, and how the stored values differ."""
 
 from __future__ import annotations
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import json
 from collections.abc import Callable
@@ -17,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.interpreter import patch_once
 from tests.support.runtimes import steered
 from vla_accel.fp8 import INT8
 from vla_accel.kernels.activation import Activation
@@ -115,10 +107,3 @@ def main() -> None:
         print(
             json.dumps([name, difference, float((found[0] != found[1]).double().mean()), float(found[1].abs().max())])
         )
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    patch_once()
-    with torch.inference_mode():
-        main()

@@ -1,18 +1,9 @@
-"""A script: the cases of kernel_cases.py and kernel_shapes.py named on its command line, or all that are fast, in
-Triton's interpreter on a CPU.
-
-Prints a JSON list a case: its name, what is wrong or nothing, the worst difference. Run by test_kernels.py in a process
-of its own, because the interpreter is chosen when triton is first imported.
-"""
+"""Cases of kernel_cases.py and kernel_shapes.py in Triton's interpreter (`interpreter`, test_kernels). `main` runs the
+named ones, or all that are fast, and prints a JSON list for each: name, what is wrong or nothing, worst difference."""
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import json
-import sys
 import traceback
 from typing import Any
 
@@ -22,7 +13,6 @@ import torch
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support import kernel_shapes as shapes
-from tests.support.interpreter import patch_once
 from tests.support.runtimes import steered
 
 CPU = torch.device("cpu")
@@ -64,9 +54,7 @@ def run(name: str) -> tuple[str, float]:
     return "", max(wide, default=0.0)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main(*names: str) -> None:
     round_as_hardware_does()
-    patch_once()
-    for case in sys.argv[1:] or (*cases.CASES, *shapes.TALL, *shapes.CUTS):
+    for case in names or (*cases.CASES, *shapes.TALL, *shapes.CUTS):
         print(json.dumps([case, *run(case)]), flush=True)

@@ -23,7 +23,8 @@ def lines_of(script: str, *words: str, cache: Path | None = None) -> list[str]:
                    "OMP_NUM_THREADS": "1"}  # fmt: skip
     if cache is not None:
         environment |= {"TRITON_CACHE_DIR": str(cache), "HOME": str(cache)}
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.support.{script}", *words]
+    modules = ["tests.support.interpreter", script] if script.startswith("interpret_") else [f"tests.support.{script}"]
+    command = [sys.executable, "-W", "ignore", "-m", *modules, *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
