@@ -1,4 +1,4 @@
-"""Time denoising steps at full size with every kind of loop, and the GEMMs of prefix and vision.
+"""Time denoising steps at full size with every kind of loop.
 
     python -m benchmarks.time_loops --output runs/loops.jsonl [--only TEXT]
     python -m benchmarks.time_loops --many --output runs/many.jsonl [--only TEXT] [--ways WAY ...]
@@ -7,8 +7,8 @@
 Loops: all layers of the expert, one step, with streamed kernels (Hopper's CUDA C++), in Triton as built here, and in
 Triton as a portable GPU would build it: microseconds a layer, and the cosine with the float32 reference, judged by that
 of plain BF16. With --many: loops of many rows, ten steps, with products in Triton, by the library, by the own GEMM, and
-as chosen, and every time that the choice was based on. GEMMs: row counts between those of the table, the library and
-the searched tilings. A JSON line for each; the exit status is 1 if one is wrong.
+as chosen, and every time that the choice was based on. A JSON line for each; the exit status is 1 if one is wrong.
+`benchmarks.time_gemm` times the GEMMs of prefix and vision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,17 +35,9 @@ from tests.support.streamed_support import FULL, SMOLVLA_FULL, LoopCase, Loops, 
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of, why_not_streamed
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.smolvla import native_loop as smolvla_expert
-from vla_accel.fp8 import E4M3
-from vla_accel.kernels import autotune, nvrtc
+from vla_accel.kernels import autotune
 from vla_accel.kernels import config as configs
-from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import milliseconds, unfit
-from vla_accel.kernels.gemm import hopper
-from vla_accel.kernels.gemm.choice import trial
-from vla_accel.kernels.gemm.config import Library
-from vla_accel.kernels.gemm.epilogue import Epilogue
-from vla_accel.kernels.gemm.hopper import HopperTile, launch
-from vla_accel.kernels.gemm.weights import make_linear, pair
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import why_not
 from vla_accel.machine import resolve_device
@@ -54,10 +45,8 @@ from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
 from vla_accel.runtime import Runtime
 
-COSINE, WORST = 0.9995, 0.13
-"""Lowest cosine of the velocity with float32, where plain BF16 reaches it; largest error of an element of a product,
-whose FP8 steps are an eighth."""
-ROWS = (288, 544, 576, 800, 832, 1088, 2176, 4352)
+COSINE = 0.9995
+"""Lowest cosine of the velocity with float32, where plain BF16 reaches it."""
 DEEP = {**FULL, "depth": 18}
 LOOPS = {
     **{f"pi05 H=10 batch {n}": LoopCase(streamable("pi05", **DEEP), n, 544) for n in (1, 4, 8, 16, 32)},
@@ -241,52 +230,9 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         yield from timed(loop, ways)
 
 
-def tilings(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> list[HopperTile]:
-    """The table's and those that are searched for."""
-    sizes = (E4M3.dtype if kind == "fp8" else torch.bfloat16, activation, rows, n, k)
-    table = hopper.planned(gpu, *sizes)
-    return list(dict.fromkeys(([] if table is None else [table]) + hopper.searched(gpu, *sizes)))
-
-
-def sources(gpu: Gpu, kind: str, rows: int, activation: Activation, n: int, k: int) -> Iterator[str]:
-    """Their CUDA C++ sources."""
-    dtype, narrow = (E4M3.dtype, activation is not Activation.NONE) if kind == "fp8" else (torch.bfloat16, False)
-    for tiling in tilings(gpu, kind, rows, activation, n, k):
-        yield launch.source(dtype, tiling, Epilogue(activation=activation), fp8_out=narrow)
-
-
-def gemms(device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row for each product, number of rows and way."""
-    gpu = Gpu.of(device)
-    assert gpu is not None
-    products = list(itertools.product(sorted(hopper.TABLES[launch.ARCHITECTURE]), ROWS))
-    with ThreadPoolExecutor() as pool:
-        # Only the compiler takes long, and it needs no GPU.
-        texts = {text for (kind, act, n, k), rows in products for text in sources(gpu, kind, rows, act, n, k)}
-        list(pool.map(lambda text: nvrtc.compile_source(text, launch.ARCHITECTURE), texts))
-    for (kind, activation, n, k), rows in products:
-        draw = calls.Draw(f"{n}x{k}", torch.bfloat16)
-        bias = None if n in (32_768, 2048, 2560) else draw(n).to(device)
-        layer = make_linear(
-            draw.wide(n, k, scale=k**-0.5).to(device), bias, torch.bfloat16, 4.0 if kind == "fp8" else None
-        )
-        call = trial(pair(layer) if activation is Activation.GEGLU else layer, activation, rows, gpu)
-        want = call(Library()).float().clone()
-        for tiling in (Library(), *tilings(gpu, kind, rows, activation, n, k)):
-            way = str(tiling)
-            row: dict[str, Any] = {"gemm": f"{kind} {activation} {rows}x{n}x{k}", "rows": rows, "way": way}
-            try:
-                worst = calls.difference(call(tiling).float(), want).worst
-                row |= {"worst": worst, "right": worst <= WORST}
-                row["us"] = 1e3 * milliseconds(functools.partial(call, tiling), device, 10)
-            except unfit() as error:
-                row["error"] = reason(error)
-            yield row
-
-
 def main() -> int:
     parser = options_parser(__doc__)
-    parser.add_argument("--only", default="", help="loops whose name contains this text, and no GEMMs")
+    parser.add_argument("--only", default="", help="loops whose name contains this text")
     parser.add_argument("--many", action="store_true", help="only loops of many rows, built in every way")
     parser.add_argument(
         "--ways", nargs="+", choices=PREFERRED, default=list(PREFERRED), help="for --many; default: all"
@@ -299,7 +245,6 @@ def main() -> int:
     rows = itertools.chain(
         loops(device, chosen),
         () if options.tiny else smolvla_loops(device, options.only),
-        gemms(device) if here is not None and not options.only else (),
     )
     if options.many:
         rows = many(
