@@ -255,23 +255,18 @@ def test_a_policy_that_does_not_fit_says_what_would(folders: dict[Kind, Path], m
         policy.warm_up()
 
 
-def test_smaller_configurations_are_those_that_the_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gpu, "of", lambda _: H200)
-    cuda = torch.device("cuda")
-    texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, True)]
+@pytest.mark.parametrize(("gpu", "low"), [(H200, "fp8"), (replace(H200, capability=(8, 6)), "int8")])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_smaller_configurations_are_those_that_the_gpu_has(
+    gpu: Gpu, low: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights alone need no scales."""
+    monkeypatch.setattr(Gpu, "of", lambda _: gpu)
+    vision, prefix, expert = (f"{part}: {{engine: native, precision: {low}}}" for part in PARTS)
     host = "native: {embeddings: host}"
-    prefix = "kv_cache: {engine: native, precision: fp8}"
-    vision = f"vision: {{engine: native, precision: fp8}}, {prefix}"
-    expert = "denoise: {engine: native, precision: fp8}"
-    assert texts == [host, *(f"{part}{end}" for part in (expert, prefix, vision) for end in ("", f", {host}"))]
-    texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, False)]
-    assert texts == [host, expert, f"{expert}, {host}"], "weights alone need no scales"
-    monkeypatch.setattr(Gpu, "of", lambda _: replace(H200, capability=(8, 6)))
-    expert = "denoise: {engine: native, precision: int8}"
-    texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, True)]
-    assert texts[:4] == [host, expert, f"{expert}, {host}", prefix.replace("fp8", "int8")] and len(texts) == 7
-    texts = [text for text, _ in footprint.smaller(PI05, engines(), cuda, False)]
-    assert texts == [host, expert, f"{expert}, {host}"], "weights alone need no scales"
+    parts = (expert, prefix, f"{vision}, {prefix}") if scaled else (expert,)
+    texts = [text for text, _ in footprint.smaller(PI05, engines(), torch.device("cuda"), scaled)]
+    assert texts == [host, *(f"{part}{end}" for part in parts for end in ("", f", {host}"))]
 
 
 def test_smaller_configurations_are_of_components_that_can_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,17 +289,9 @@ def test_smaller_configurations_are_of_components_that_can_have_them(monkeypatch
 def test_weights_are_counted_whatever_engines_the_components_have(folders: dict[Kind, Path]) -> None:
     model = load(folders["pi05"], dtype=torch.bfloat16, whole=False).model
     chain = EngineSpec("native", ("tensorrt", "eager"), tensorrt=TensorrtOptions(refit=True))
-    found = footprint.weight_bytes(
-        model,
-        PI05,
-        PromptShape(1, 2, 2, 32, True),
-        {
-            "vision": EngineSpec("eager"),
-            "kv_cache": chain,
-            "denoise": EngineSpec("eager", ("native",), precision="fp8"),
-        },
-        None,
-    )
+    low = EngineSpec("eager", ("native",), precision="fp8")
+    specs = {"vision": EngineSpec("eager"), "kv_cache": chain, "denoise": low}
+    found = footprint.weight_bytes(model, PI05, PromptShape(1, 2, 2, 32, True), specs, None)
     assert all(size > 0 for size in found.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,21 +33,14 @@ class PI0Pytorch(torch.nn.Module):
 
 @pytest.fixture
 def openpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    members = {
-        "openpi": {},
-        "openpi.models": {},
-        "openpi.models.model": {"Observation": SimpleNamespace(from_dict=lambda content: content)},
-        "openpi.models.pi0_config": {"Pi0Config": lambda **given: SimpleNamespace(**given)},
-        "openpi.models_pytorch": {},
-        "openpi.models_pytorch.pi0_pytorch": {"PI0Pytorch": PI0Pytorch},
+    model = SimpleNamespace(Observation=SimpleNamespace(from_dict=lambda content: content))
+    config = SimpleNamespace(Pi0Config=SimpleNamespace)
+    modules = {
+        "openpi.models": SimpleNamespace(model=model, pi0_config=config),
+        "openpi.models_pytorch.pi0_pytorch": SimpleNamespace(PI0Pytorch=PI0Pytorch),
     }
-    for name, inside in members.items():
-        module = ModuleType(name)
-        vars(module).update(inside)
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], last, module)
     before = torch.get_float32_matmul_precision()
     pi0_bench._openpi.cache_clear()
     SEEN.clear()

@@ -91,7 +91,9 @@ def _without_hub(module: Any) -> Any:
     config = SmolVLMConfig(**whole, scale_factor=ours.shuffle)
     tokenizer = SimpleNamespace(fake_image_token_id=1, global_image_token_id=2)
     dummies = {"AutoConfig": config, "AutoProcessor": SimpleNamespace(tokenizer=tokenizer)}
-    made = {n: SimpleNamespace(from_pretrained=lambda _, dummy=dummy: dummy) for n, dummy in dummies.items()}
+    made: dict[str, Any] = {
+        name: SimpleNamespace(from_pretrained=lambda _, dummy=dummy: dummy) for name, dummy in dummies.items()
+    }
     return patch.multiple(module, **made)
 
 
