@@ -95,7 +95,7 @@ def test_bind_refuses_another_device() -> None:
     [
         ([torch.zeros(1, 3)], ("affine.z", "(2, 3) torch.float32", "(1, 3) torch.float32")),
         ([torch.zeros(2, 3).double()], ("affine.z", "torch.float64")),
-        ([torch.zeros(2, 3)] * 2, ("affine", "1 outputs", "gave 2")),
+        ([torch.zeros(2, 3)] * 2, ("affine", "1 outputs", "returned 2")),
     ],
 )
 def test_an_undeclared_output_is_named(results: list[Tensor], parts: tuple[str, ...]) -> None:
