@@ -31,6 +31,7 @@ from vla_accel.families.pi0.native import Pi0Store
 from vla_accel.families.prompted import PromptShape
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.calibration import calibrate
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.memory import Counted, free_memory, tensors_in
 from vla_accel.nn.native_vision import VisionWeights
@@ -176,7 +177,7 @@ def test_calibration_reads_weights_as_they_are_stored(tmp_path: Path, kind: Kind
 
 def published(family: Any) -> tuple[Any, PromptShape]:
     model = bench_card(family).random(bench_card(family).published(), seed=0, device="cpu", dtype=torch.bfloat16)
-    return model, PromptShape(1, 10, bench_card(family).views, 32, True)
+    return model, PromptShape(1, Schedule.uniform(10), bench_card(family).views, 32, True)
 
 
 def engines(
@@ -291,7 +292,8 @@ def test_weights_are_counted_whatever_engines_the_components_have(folders: dict[
     chain = EngineSpec("native", ("tensorrt", "eager"), tensorrt=TensorrtOptions(refit=True))
     low = EngineSpec("eager", ("native",), precision="fp8")
     specs = {"vision": EngineSpec("eager"), "kv_cache": chain, "denoise": low}
-    found = footprint.weight_bytes(model, PI05, PromptShape(1, 2, 2, 32, True), specs, None)
+    shape = PromptShape(1, Schedule.uniform(2), 2, 32, True)
+    found = footprint.weight_bytes(model, PI05, shape, specs, None)
     assert all(size > 0 for size in found.values())
 
 

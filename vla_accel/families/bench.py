@@ -26,6 +26,7 @@ from vla_accel.families.family import FAMILIES, Family, ModelConfig, family_name
 from vla_accel.families.overrides import processor_of
 from vla_accel.fp8 import FORMATS, Scales
 from vla_accel.nn.calibration import calibrate
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
 from vla_accel.nn.random_weights import Drawn, drawn_model
 from vla_accel.transforms.normalisation import Normaliser
@@ -121,8 +122,9 @@ class BenchCard(ABC, Generic[C, X]):
         """Return the work of each component on one prepared observation, with the bytes of weights and inputs for a
         component that is bound by reading. The last component reads its inputs at every step."""
         *_, last = self.family.parts
-        shape = self.family.shape(config, [inputs], 1, dict.fromkeys(self.family.parts, EngineSpec("eager")))
-        first, second = (_counted(self.family, config, replace(shape, steps=count)) for count in (1, 2))
+        eager = dict.fromkeys(self.family.parts, EngineSpec("eager"))
+        shapes = (self.family.shape(config, [inputs], Schedule.uniform(count), eager) for count in (1, 2))
+        first, second = (_counted(self.family, config, shape) for shape in shapes)
         found = {}
         for name, one in first.items():
             precision, times = specs[name].precision, steps - 1 if name == last else 0
