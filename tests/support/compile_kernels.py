@@ -213,7 +213,7 @@ def constants_of(launch: Launch) -> dict[str, Any]:
     named = dict(zip(kernel.arg_names, args, strict=True))
     found = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
     found["PINNED"] = getattr(found.get("S"), "pinned", getattr(named.get("e"), "pinned", None) is not None)
-    return {**found, "TMA": named.get("x_tma") is not None}
+    return {**found, "TMA": getattr(found.get("TILE"), "tma", False)}
 
 
 def types_of(launch: Launch) -> list[str]:
