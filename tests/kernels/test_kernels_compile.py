@@ -76,11 +76,11 @@ def check_it_fits(row: dict[str, Any]) -> None:
     pdl = bool(row["constants"].get("PDL"))
     assert (row["waits"] > 0) == (row["releases"] > 0) == pdl == bool(row["options"].get("launch_pdl")), row
     assert not pdl or gpu.dependent_launch
-    check_its_cut(row)
+    check_its_config(row)
 
 
-def check_its_cut(row: dict[str, Any]) -> None:
-    """Within what its cut says that it has at most, by which cuts are chosen."""
+def check_its_config(row: dict[str, Any]) -> None:
+    """It needs no more shared memory than its config says."""
     if row["kernel"] in FEW:
         config, (_, k, *_) = Skinny(**row["constants"]["TILE"]), row["constants"]["SHAPE"]
         sides, weight = 1 if row["kernel"] == "_skinny_columns" else 2, 1 if row["int8"] else 2
@@ -133,7 +133,7 @@ def test_each_kernel_compiles_for_each_capability(version: str, tmp_path: Path) 
     for row in rows:
         assert row["bytes"] > 1000 and row["fits"] == (row["kernel"] not in tight), row
         assert row["spilled"] <= SPILLED, row
-        check_its_cut(row)
+        check_its_config(row)
     everywhere = set().union(*(BY_MODEL[model] for model in ("pi05", "pi05 int8", "pi0", "pi0 int8")))
     # A GELU of its own comes before a product in FP8 alone.
     everywhere |= {"_gelu"}

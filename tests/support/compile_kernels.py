@@ -129,7 +129,7 @@ def launches_of(
             program(tensors, tensors)
         programs[0]({**tensors, "pixel_maps": buffer(batch, views, MAP_WIDTH, dtype=torch.float32)}, tensors)
         if tried:
-            try_cuts(gpu, loop, tensors)  # pyright: ignore[reportArgumentType]
+            try_configs(gpu, loop, tensors)  # pyright: ignore[reportArgumentType]
 
     return recorded(run)
 
@@ -151,8 +151,8 @@ def recorded(call: Callable[[], None]) -> list[Launch]:
     return found
 
 
-def try_cuts(gpu: Gpu, loop: SuffixLoop, tensors: dict[str, Tensor]) -> None:
-    """Launch every product and attention of a layer in every cut that is worth measuring, and what stands around the
+def try_configs(gpu: Gpu, loop: SuffixLoop, tensors: dict[str, Tensor]) -> None:
+    """Launch every product and attention of a layer in every config that is worth measuring, and what stands around the
     library's products."""
     products = loop.products()
     for name, found in products.items():
@@ -168,10 +168,10 @@ def try_cuts(gpu: Gpu, loop: SuffixLoop, tensors: dict[str, Tensor]) -> None:
             loop.choices.chosen[name] = Choice(Library(), gemm_workspace(sizes, META, Library()), moments)
         for found in products.values():
             found.run(tensors)
-    # The cuts of a batch, of which what is compiled here does not know.
+    # The configs of a batch, which the models here do not have.
     several = attention_config.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
-    for cut in dict.fromkeys((*attention_config.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
-        loop.choices.chosen["attention"] = Choice(cut, suffix_workspace(loop.attention, META, cut))
+    for config in dict.fromkeys((*attention_config.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
+        loop.choices.chosen["attention"] = Choice(config, suffix_workspace(loop.attention, META, config))
         loop._attention(0, 0, tensors)
 
 
