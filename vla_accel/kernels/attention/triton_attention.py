@@ -10,8 +10,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.attention.config import FlashTile, KeySplit, SuffixShape
+from vla_accel.kernels.attention.ops import Tensors
 from vla_accel.kernels.attention.suffix import AttentionWorkspace, Prefix
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.epilogue import Heads
@@ -64,12 +66,11 @@ class Splits(NamedTuple):
 
 
 @triton.jit
-def _attention(tensors, tokens, strides, scales, H: tl.constexpr, TILE: tl.constexpr, MASK: tl.constexpr,
-               PDL: tl.constexpr):  # fmt: skip
+def _attention(tensors, tokens, strides, scales, H: constexpr, TILE: constexpr, MASK: constexpr, PDL: constexpr):
     q_ptr, k_ptr, v_ptr, out_ptr, length_ptr = tensors
-    SOURCE: tl.constexpr = MASK.source
-    WHOLE: tl.constexpr = SOURCE % TILE.keys == 0 and length_ptr is None  # every tile of keys is full
-    UNMASKED: tl.constexpr = WHOLE and H.dim == H.block
+    SOURCE: constexpr = MASK.source
+    WHOLE: constexpr = SOURCE % TILE.keys == 0 and length_ptr is None  # every tile of keys is full
+    UNMASKED: constexpr = WHOLE and H.dim == H.block
     q_strides, k_strides = strides
     scale, inverse_scale = scales
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -123,34 +124,29 @@ def _attention(tensors, tokens, strides, scales, H: tl.constexpr, TILE: tl.const
     store_rounded(target, out, keep, inverse_scale)
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None,
-    last: bool = False, tile: FlashTile | None = None,
-) -> None:  # fmt: skip
+def attention(tensors: Tensors, inverse_scale: float | None, last: bool, tile: FlashTile | None) -> None:
     """See `vla_accel.kernels.attention.ops.attention`."""
+    q, k, *_ = tensors
     tile = tile or FlashTile.default(current(q).gpu, q.shape[1], k.shape[1], q.shape[3])
-    _attend(q, k, v, out, lengths, inverse_scale, Mask(k.shape[1], last), tile)
+    _launch(tensors, inverse_scale, Mask(k.shape[1], last), tile)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """See `vla_accel.kernels.attention.ops.causal_attention`."""
     tile = FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2)
-    _attend(q, k, v, out, None, None, Mask(k.shape[1], causal=True), tile)
+    _launch((q, k, v, out, None), None, Mask(k.shape[1], causal=True), tile)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, mask: Mask,
-    tile: FlashTile,
-) -> None:  # fmt: skip
+def _launch(tensors: Tensors, inverse_scale: float | None, mask: Mask, tile: FlashTile) -> None:
+    q, k, *_ = tensors
     batch, tokens, heads, head_dim = q.shape
-    grid = (triton.cdiv(tokens, tile.queries), heads, batch)
-    tensors, strides = (q, k, v, out, lengths), (q.stride()[:3], k.stride()[:3])
+    grid, strides = (triton.cdiv(tokens, tile.queries), heads, batch), (q.stride()[:3], k.stride()[:3])
     scales, run = (head_dim**-0.5 * LOG2E, inverse_scale), {"num_warps": tile.warps, "num_stages": tile.stages}
     launch(_attention, grid, tensors, tokens, strides, scales, HeadShape.of(q, k), tile, mask, **run)
 
 
 @triton.jit
-def _store(part, best, total, workspace, target, mask, split, group, SPLITS: tl.constexpr):
+def _store(part, best, total, workspace, target, mask, split, group, SPLITS: constexpr):
     """Store the output of a program's sums over its keys: at once if it has all keys. Otherwise it stores its sums, and
     the last program of a group combines all of them and stores the output.
     """
@@ -159,8 +155,8 @@ def _store(part, best, total, workspace, target, mask, split, group, SPLITS: tl.
         out = part / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(target, out.to(target.dtype.element_ty), mask=mask)
     else:
-        ROWS: tl.constexpr = part.shape[0]
-        COLUMNS: tl.constexpr = part.shape[1]
+        ROWS: constexpr = part.shape[0]
+        COLUMNS: constexpr = part.shape[1]
         part_ptr, stat_ptr, count_ptr = workspace
         local = tl.arange(0, ROWS)
         at = local[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -191,7 +187,7 @@ def _store(part, best, total, workspace, target, mask, split, group, SPLITS: tl.
 
 
 @triton.jit
-def _seen(token, key, tokens, MASK: tl.constexpr):
+def _seen(token, key, tokens, MASK: constexpr):
     """Which keys of the suffix its tokens see."""
     seen = (token < tokens)[:, None] & (key < tokens)[None, :]
     if MASK.first:
@@ -203,10 +199,11 @@ def _seen(token, key, tokens, MASK: tl.constexpr):
 
 
 @triton.jit
-def _suffix_attention(suffix, prefix, workspace, sizes, H: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-                      MASK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    KV_HEADS: tl.constexpr = H.heads // H.group
-    AT_ONCE: tl.constexpr = TILE.tiles == 1
+def _suffix_attention(
+    suffix, prefix, workspace, sizes, H: constexpr, TILE: constexpr, SPLITS: constexpr, MASK: constexpr, PDL: constexpr
+):
+    KV_HEADS: constexpr = H.heads // H.group
+    AT_ONCE: constexpr = TILE.tiles == 1
     q_ptr, suffix_keys, suffix_values, out_ptr = suffix
     prefix_keys, prefix_values, length_ptr = prefix
     tokens, prefix_tokens, scale = sizes

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.attention.config import CrossTile
 from vla_accel.kernels.attention.suffix import Prefix
@@ -40,20 +41,21 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def _keys_of(ptr, at, i, mask, HALF: tl.constexpr, SIDE: tl.constexpr):
+def _keys_of(ptr, at, i, mask, HALF: constexpr, SIDE: constexpr):
     """A tile of keys (SIDE 0: transposed) or of values (SIDE 1), both halves of a head."""
     place = ptr + (at[None, :] + i[:, None] if SIDE == 0 else at[:, None] + i[None, :])
     return tl.load(place, mask=mask, other=0.0), tl.load(place + HALF, mask=mask, other=0.0)
 
 
 @triton.jit
-def _cross_attention(x_ptr, weights, norm, e, prefix, SHAPE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-                     PDL: tl.constexpr):  # fmt: skip
+def _cross_attention(
+    x_ptr, weights, norm, e, prefix, SHAPE: constexpr, TILE: constexpr, KEYS: constexpr, PDL: constexpr
+):
     w_ptr, wscale = weights
     k_ptr, v_ptr, length_ptr = prefix
-    HALF: tl.constexpr = SHAPE.half
-    KV_HEADS: tl.constexpr = SHAPE.kv_heads
-    K: tl.constexpr = SHAPE.k
+    HALF: constexpr = SHAPE.half
+    KV_HEADS: constexpr = SHAPE.kv_heads
+    K: constexpr = SHAPE.k
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     first, end = tl.program_id(1) * TILE.rows, (batch + 1) * e.tokens
     row0 = batch * e.tokens + first
@@ -69,7 +71,7 @@ def _cross_attention(x_ptr, weights, norm, e, prefix, SHAPE: tl.constexpr, TILE:
     keep = (place < e.tokens) & in_half[None, :]
     cos = tl.load(e.cos + place * HALF + i[None, :], mask=keep, other=0.0)
     sin = tl.load(e.sin + place * HALF + i[None, :], mask=keep, other=0.0)
-    ONE: tl.constexpr = KEYS.source <= KEYS.block
+    ONE: constexpr = KEYS.source <= KEYS.block
     key = tl.arange(0, KEYS.block)
     length = tl.load(length_ptr + batch)
     cache = (batch * KEYS.source * KV_HEADS + head // (SHAPE.heads // KV_HEADS)) * (2 * HALF)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm
 from vla_accel.kernels.gemm.triton_moments import store_moments
@@ -113,13 +114,13 @@ def product_shape(weights: Linear, epilogue: Epilogue, out: Tensor | Heads, norm
 
 
 @triton.jit
-def own_row(e, row, COLUMNS: tl.constexpr):
+def own_row(e, row, COLUMNS: constexpr):
     """Where a row's constants begin in a table of two rows of COLUMNS, the second for pinned actions."""
     return tl.load(e.pinned + row, mask=row < e.rows, other=0) * COLUMNS
 
 
 @triton.jit
-def _constants(ptr, own, n, real, EMPTY: tl.constexpr):
+def _constants(ptr, own, n, real, EMPTY: constexpr):
     """Float32 constants of columns n, (1, BLOCK_N) or, with `own_row`, (BLOCK_M, BLOCK_N); EMPTY without a table."""
     if ptr is None:
         return tl.full((1, n.shape[1]), EMPTY, tl.float32)
@@ -129,10 +130,10 @@ def _constants(ptr, own, n, real, EMPTY: tl.constexpr):
 
 
 @triton.jit
-def load_pair(e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def load_pair(e, at, SHAPE: constexpr, TILE: constexpr):
     """The constants of `store_pair`: shifts of both columns of a pair, and the cosines and sines of q and k."""
     group, i0, row0 = at
-    HALF: tl.constexpr = SHAPE.half
+    HALF: constexpr = SHAPE.half
     i = i0 + tl.arange(0, TILE.columns)[None, :]
     row = row0 + tl.arange(0, TILE.rows)[:, None]
     own = None
@@ -152,13 +153,13 @@ def load_pair(e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def store_pair(a, b, constants, e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def store_pair(a, b, constants, e, at, SHAPE: constexpr, TILE: constexpr):
     """Store the sums a and b of pairs, rotated to q, k or v, or as gate(a) * b, with the constants of `load_pair`."""
     low, high, cos, sin = constants
     group, i0, row0 = at
-    HALF: tl.constexpr = SHAPE.half
-    HEADS: tl.constexpr = SHAPE.heads
-    KV_HEADS: tl.constexpr = SHAPE.kv_heads
+    HALF: constexpr = SHAPE.half
+    HEADS: constexpr = SHAPE.heads
+    KV_HEADS: constexpr = SHAPE.kv_heads
     i = i0 + tl.arange(0, TILE.columns)[None, :]
     row = row0 + tl.arange(0, TILE.rows)[:, None]
     keep = (row < e.rows) & (i < HALF)
@@ -185,7 +186,7 @@ def store_pair(a, b, constants, e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_columns(e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def load_columns(e, at, SHAPE: constexpr, TILE: constexpr):
     """The constants of `store_columns`: shift or bias, and gate."""
     _, n0, row0 = at
     n = n0 + tl.arange(0, TILE.columns)[None, :]
@@ -197,7 +198,7 @@ def load_columns(e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_residual(e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def load_residual(e, at, SHAPE: constexpr, TILE: constexpr):
     """The rows that `store_columns` adds to, 0 if there are none, and which elements it stores."""
     _, n0, row0 = at
     n = n0 + tl.arange(0, TILE.columns)[None, :]
@@ -213,7 +214,7 @@ def load_residual(e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def store_columns(y, constants, residual, e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def store_columns(y, constants, residual, e, at, SHAPE: constexpr, TILE: constexpr):
     """out = before + gate ∘ activation(y + shift), with `load_columns` and `load_residual`, and the moments of the
     stored rows.
     """

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.epilogue import Epilogue
@@ -14,7 +15,7 @@ from vla_accel.kernels.gemm.int8 import Int8Tile
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.triton_common import activated, let_next_start, store_rounded, wait_for_previous
 
-TURNS = tl.constexpr(8)
+TURNS = constexpr(8)
 """Row tiles that take turns at the same columns of weights, which stay in L2 meanwhile."""
 
 
@@ -31,7 +32,7 @@ class Int8Shape(NamedTuple):
 
 
 @triton.jit
-def _own_tile(rows, column_tiles, ROWS: tl.constexpr):
+def _own_tile(rows, column_tiles, ROWS: constexpr):
     """A program's rows (ROWS,) and which of the column tiles is its own."""
     program = tl.program_id(0)
     first = program // (TURNS * column_tiles) * TURNS
@@ -41,7 +42,7 @@ def _own_tile(rows, column_tiles, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _fetched(at, real, k, K: tl.constexpr, DEPTH: tl.constexpr):
+def _fetched(at, real, k, K: constexpr, DEPTH: constexpr):
     """An operand's next DEPTH of K, zero beyond its end."""
     if K % DEPTH == 0:
         return tl.load(at, mask=real, other=0)
@@ -59,17 +60,17 @@ def _in_units(total, n, real, scale_ptr, bias_ptr, input_scale):
 
 
 @triton.jit
-def _int8_product(x_ptr, weights, out_ptr, scales, rows, S: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _int8_product(x_ptr, weights, out_ptr, scales, rows, S: constexpr, TILE: constexpr, PDL: constexpr):
     """Half of a gated tile's columns are of the gate and half of up: eight of each in turns if they are paired,
     otherwise all of the gate first.
     """
     let_next_start(PDL)
     w_ptr, scale_ptr, bias_ptr = weights
-    N: tl.constexpr = S.n
-    K: tl.constexpr = S.k
-    ROWS: tl.constexpr = TILE.rows
-    COLUMNS: tl.constexpr = TILE.columns // 2 if S.gated else TILE.columns
-    DEPTH: tl.constexpr = TILE.depth
+    N: constexpr = S.n
+    K: constexpr = S.k
+    ROWS: constexpr = TILE.rows
+    COLUMNS: constexpr = TILE.columns // 2 if S.gated else TILE.columns
+    DEPTH: constexpr = TILE.depth
     row, tile = _own_tile(rows, tl.cdiv(N, COLUMNS), ROWS)
     n = tile * COLUMNS + tl.arange(0, COLUMNS)
     first, second = n, n + N

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm
@@ -40,16 +41,16 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _sums(y_ptr, row, rows, n, in_row, N: tl.constexpr):
+def _sums(y_ptr, row, rows, n, in_row, N: constexpr):
     """(BLOCK_M, BLOCK_N) float32 of a product (rows, N) in memory: columns n, those of `in_row`."""
     at = row.to(tl.int64)[:, None] * N + n[None, :]
     return tl.load(y_ptr + at, mask=(row < rows)[:, None] & in_row[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _library_pair(y_ptr, norm, e, SHAPE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
-    HALF: tl.constexpr = SHAPE.half
-    IN_HALF: tl.constexpr = (HALF + TILE.columns - 1) // TILE.columns
+def _library_pair(y_ptr, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+    HALF: constexpr = SHAPE.half
+    IN_HALF: constexpr = (HALF + TILE.columns - 1) // TILE.columns
     row0 = tl.program_id(0) * TILE.rows
     group, i0 = tl.program_id(1) // IN_HALF, tl.program_id(1) % IN_HALF * TILE.columns
     row, i = row0 + tl.arange(0, TILE.rows), i0 + tl.arange(0, TILE.columns)
@@ -64,7 +65,7 @@ def _library_pair(y_ptr, norm, e, SHAPE: tl.constexpr, TILE: tl.constexpr, PDL: 
 
 
 @triton.jit
-def _library_columns(y_ptr, e, SHAPE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _library_columns(y_ptr, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
     at = (0, 0, tl.program_id(0))
     row, n = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, TILE.columns)
     let_next_start(PDL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.moments import Moments
@@ -13,7 +14,7 @@ from vla_accel.numeric import power_of_two
 
 
 @triton.jit
-def store_moments(y, keep, row, n, moments, tile, rows, N: tl.constexpr):
+def store_moments(y, keep, row, n, moments, tile, rows, N: constexpr):
     """Store the moments of a tile y (BLOCK_M, BLOCK_N) float32 of rows as they were stored, and the scaled rows.
 
     `keep`: which elements of the tile are in the tensor; `moments`: the scale, and where all are stored.
@@ -29,7 +30,7 @@ def store_moments(y, keep, row, n, moments, tile, rows, N: tl.constexpr):
 
 
 @triton.jit
-def of_tiles(moment_ptr, row, rows, TILES: tl.constexpr):
+def of_tiles(moment_ptr, row, rows, TILES: constexpr):
     """One moment (tiles, BLOCK_M) of every tile of rows that are all in the tensor.
 
     Loaded before a product and added up after it, they arrive while the product waits for its own operands.
@@ -39,7 +40,7 @@ def of_tiles(moment_ptr, row, rows, TILES: tl.constexpr):
 
 
 @triton.jit
-def _measure(x_ptr, moments, rows, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr):
+def _measure(x_ptr, moments, rows, WIDTH: constexpr, BLOCK_W: constexpr, PDL: constexpr):
     row = tl.program_id(0) + tl.arange(0, 1)
     n = tl.arange(0, BLOCK_W)
     keep = (row < rows)[:, None] & (n < WIDTH)[None, :]

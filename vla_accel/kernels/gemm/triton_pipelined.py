@@ -13,6 +13,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vla_accel.kernels.chain import launch
@@ -35,7 +36,7 @@ from vla_accel.kernels.triton_common import can_fetch_ahead, fetch_ahead, scale_
 
 
 @triton.jit
-def _row_tile(x, row, row0, k0, K: tl.constexpr, TILE: tl.constexpr):
+def _row_tile(x, row, row0, k0, K: constexpr, TILE: constexpr):
     """(BLOCK_M, BLOCK_K) of (rows, K) activations, from `k0` on: of rows `row`, or, by TMA, of those from `row0` on,
     with zeros beyond the last."""
     if TILE.tma:
@@ -51,7 +52,7 @@ def _row_tile(x, row, row0, k0, K: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _weight_tile(w, n, n0, k0, K: tl.constexpr, TILE: tl.constexpr):
+def _weight_tile(w, n, n0, k0, K: constexpr, TILE: constexpr):
     """The operand of `_multiply` from a (N, K) weight: (BLOCK_N, BLOCK_K) of weights that come first, else
     (BLOCK_K, BLOCK_N). `n` and `n0` as `row` and `row0` of `_row_tile`."""
     if TILE.weights_first:
@@ -68,7 +69,7 @@ def _weight_tile(w, n, n0, k0, K: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _no_sums(TILE: tl.constexpr):
+def _no_sums(TILE: constexpr):
     """The sums before the first `_multiply`."""
     if TILE.weights_first:
         return tl.full((TILE.columns, TILE.rows), 0.0, tl.float32)
@@ -77,7 +78,7 @@ def _no_sums(TILE: tl.constexpr):
 
 
 @triton.jit
-def _multiply(x, w, sums, TILE: tl.constexpr):
+def _multiply(x, w, sums, TILE: constexpr):
     """Add the product of a tile of activations (BLOCK_M, BLOCK_K) and one of weights. On Hopper the first operand may
     come from registers: there weights of one byte are widened without a way back to memory."""
     if TILE.weights_first:
@@ -87,7 +88,7 @@ def _multiply(x, w, sums, TILE: tl.constexpr):
 
 
 @triton.jit
-def _by_row(sums, TILE: tl.constexpr):
+def _by_row(sums, TILE: constexpr):
     """(BLOCK_M, BLOCK_N) of the sums of `_multiply`."""
     if TILE.weights_first:
         return sums.T
@@ -96,12 +97,12 @@ def _by_row(sums, TILE: tl.constexpr):
 
 
 @triton.jit
-def normed_pair(x, w, scales, norm, e, at, end, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def normed_pair(x, w, scales, norm, e, at, end, SHAPE: constexpr, TILE: constexpr):
     """Normed rows, from `at` to before `end`, times both tiles of weight rows of a pair. `scales`: of their sums. With
     moments the rows come scaled, and the norm is a factor of the sums."""
     group, i0, row0 = at
-    HALF: tl.constexpr = SHAPE.half
-    K: tl.constexpr = SHAPE.k
+    HALF: constexpr = SHAPE.half
+    K: constexpr = SHAPE.k
     # Rows beyond the last are the last one again: they are not stored.
     row = tl.minimum(row0 + tl.arange(0, TILE.rows), end - 1)
     real = (row0 + tl.arange(0, TILE.rows) < end)[:, None]
@@ -139,11 +140,11 @@ def normed_pair(x, w, scales, norm, e, at, end, SHAPE: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
-def _pipelined_pair(x, weights, w_tma, norm, e, SHAPE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _pipelined_pair(x, weights, w_tma, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
     w_ptr, wscale = weights
-    HALF: tl.constexpr = SHAPE.half
-    K: tl.constexpr = SHAPE.k
-    IN_HALF: tl.constexpr = (HALF + TILE.columns - 1) // TILE.columns
+    HALF: constexpr = SHAPE.half
+    K: constexpr = SHAPE.k
+    IN_HALF: constexpr = (HALF + TILE.columns - 1) // TILE.columns
     row0 = tl.program_id(0) * TILE.rows
     group, i0 = tl.program_id(1) // IN_HALF, (tl.program_id(1) % IN_HALF) * TILE.columns
     # One program owns both columns of a pair.
@@ -162,7 +163,7 @@ def _pipelined_pair(x, weights, w_tma, norm, e, SHAPE: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
-def _constants(weights, norm, e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def _constants(weights, norm, e, at, SHAPE: constexpr, TILE: constexpr):
     """The scale of the sums of a tile's columns, the sums of their weight rows, and what `load_columns` loads."""
     n = at[1] + tl.arange(0, TILE.columns)
     scale = scale_of_sums(weights[0], weights[1], tl.minimum(n, SHAPE.n - 1))
@@ -174,10 +175,10 @@ def _constants(weights, norm, e, at, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _sums_of_parts(acc, workspace, TILE: tl.constexpr):
+def _sums_of_parts(acc, workspace, TILE: constexpr):
     """Store this program's part of a tile's sums. Returns whether it is the last one, and then the sums of all."""
     part_ptr, count_ptr = workspace
-    SIZE: tl.constexpr = TILE.rows * TILE.columns
+    SIZE: constexpr = TILE.rows * TILE.columns
     split = tl.program_id(2)
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     inside = tl.arange(0, TILE.rows)[:, None] * TILE.columns + tl.arange(0, TILE.columns)[None, :]
@@ -195,20 +196,18 @@ def _sums_of_parts(acc, workspace, TILE: tl.constexpr):
 
 
 @triton.jit
-def _pipelined_columns(
-    x, weights, w_tma, norm, e, workspace, SHAPE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
-):
-    K: tl.constexpr = SHAPE.k
-    BLOCK_K: tl.constexpr = TILE.block_k
+def _pipelined_columns(x, weights, w_tma, norm, e, workspace, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+    K: constexpr = SHAPE.k
+    BLOCK_K: constexpr = TILE.block_k
     row0, n0, split = tl.program_id(0) * TILE.rows, tl.program_id(1) * TILE.columns, tl.program_id(2)
     at = (tl.program_id(1), n0, row0)
     # Rows and columns beyond the last are the last one again: they are not stored.
     real = row0 + tl.arange(0, TILE.rows) < e.rows
     row = tl.minimum(row0 + tl.arange(0, TILE.rows), e.rows - 1)
     n = tl.minimum(n0 + tl.arange(0, TILE.columns), SHAPE.n - 1)
-    SHARE: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + TILE.split - 1) // TILE.split * BLOCK_K
+    SHARE: constexpr = ((K + BLOCK_K - 1) // BLOCK_K + TILE.split - 1) // TILE.split * BLOCK_K
     # Tiles of many rows behind a norm need their registers for the sums: they load constants after the product.
-    LATE: tl.constexpr = norm.weight_sums is not None and TILE.rows > 64
+    LATE: constexpr = norm.weight_sums is not None and TILE.rows > 64
     if tl.program_id(0) == 0 and split * SHARE < K:
         fetch_ahead(weights[0] + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), TILE.prefetch, PDL)
     if not LATE:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.config import Skinny
@@ -32,9 +33,9 @@ from vla_accel.kernels.triton_common import scale_of_sums, wait_for_previous
 
 
 @triton.jit
-def _weight_tile(w_ptr, first, limit, k0, K: tl.constexpr, TILE: tl.constexpr):
+def _weight_tile(w_ptr, first, limit, k0, K: constexpr, TILE: constexpr):
     """(PARTS, PIECE, BLOCK_N) of a (N, K) weight, from row `first` and column k0."""
-    PIECE: tl.constexpr = TILE.block_k // TILE.parts
+    PIECE: constexpr = TILE.block_k // TILE.parts
     part = tl.arange(0, TILE.parts)[:, None, None]
     piece = tl.arange(0, PIECE)[None, :, None]
     n = first + tl.arange(0, TILE.columns)[None, None, :]
@@ -43,14 +44,14 @@ def _weight_tile(w_ptr, first, limit, k0, K: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _of_row(k0, TILE: tl.constexpr):
+def _of_row(k0, TILE: constexpr):
     """Columns (PARTS, 1, PIECE) of a chunk of a row."""
-    PIECE: tl.constexpr = TILE.block_k // TILE.parts
+    PIECE: constexpr = TILE.block_k // TILE.parts
     return k0 + tl.arange(0, TILE.parts)[:, None, None] * PIECE + tl.arange(0, PIECE)[None, None, :]
 
 
 @triton.jit
-def _row_tile(x_ptr, row0, rows, k0, K: tl.constexpr, TILE: tl.constexpr):
+def _row_tile(x_ptr, row0, rows, k0, K: constexpr, TILE: constexpr):
     """(PARTS, BLOCK_M, PIECE) of (rows, K) activations."""
     row = row0 + tl.arange(0, TILE.rows)[None, :, None]
     k = _of_row(k0, TILE)
@@ -58,7 +59,7 @@ def _row_tile(x_ptr, row0, rows, k0, K: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _early(w_ptr, first, limit, K: tl.constexpr, TILE: tl.constexpr):
+def _early(w_ptr, first, limit, K: constexpr, TILE: constexpr):
     """The first chunks of a weight, one to four; those beyond repeat the first and are never used."""
     w0 = _weight_tile(w_ptr, first, limit, 0, K, TILE)
     w1, w2, w3 = w0, w0, w0
@@ -72,7 +73,7 @@ def _early(w_ptr, first, limit, K: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _pick(early, CHUNK: tl.constexpr, w_ptr, first, limit, K: tl.constexpr, TILE: tl.constexpr):
+def _pick(early, CHUNK: constexpr, w_ptr, first, limit, K: constexpr, TILE: constexpr):
     """A chunk of a weight: one that `_early` has loaded, or loaded now."""
     if TILE.early > CHUNK:
         return early[CHUNK]
@@ -81,7 +82,7 @@ def _pick(early, CHUNK: tl.constexpr, w_ptr, first, limit, K: tl.constexpr, TILE
 
 
 @triton.jit
-def _modulated(x, scale_ptr, own, k0, K: tl.constexpr, TILE: tl.constexpr):
+def _modulated(x, scale_ptr, own, k0, K: constexpr, TILE: constexpr):
     """x ∘ (1 + scale) in the dtype of x, and the sums of squares of x by row, (BLOCK_M,) float32. `own`: where the
     rows' scales begin, 0 or (1, BLOCK_M, 1)."""
     wide = x.to(tl.float32)
@@ -93,12 +94,12 @@ def _modulated(x, scale_ptr, own, k0, K: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _skinny_pair(x_ptr, weights, norm, e, SHAPE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
     w_ptr, wscale = weights
-    HALF: tl.constexpr = SHAPE.half
-    K: tl.constexpr = SHAPE.k
-    BLOCK_K: tl.constexpr = TILE.block_k
-    IN_HALF: tl.constexpr = (HALF + TILE.columns - 1) // TILE.columns
+    HALF: constexpr = SHAPE.half
+    K: constexpr = SHAPE.k
+    BLOCK_K: constexpr = TILE.block_k
+    IN_HALF: constexpr = (HALF + TILE.columns - 1) // TILE.columns
     group, i0 = tl.program_id(0) // IN_HALF, (tl.program_id(0) % IN_HALF) * TILE.columns
     row0 = tl.program_id(1) * TILE.rows
     # One program owns both columns of a pair.
@@ -133,11 +134,11 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: tl.constexpr, TILE: tl.constexp
 
 
 @triton.jit
-def _skinny_columns(x_ptr, weights, e, SHAPE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _skinny_columns(x_ptr, weights, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
     w_ptr, wscale = weights
-    N: tl.constexpr = SHAPE.n
-    K: tl.constexpr = SHAPE.k
-    BLOCK_K: tl.constexpr = TILE.block_k
+    N: constexpr = SHAPE.n
+    K: constexpr = SHAPE.k
+    BLOCK_K: constexpr = TILE.block_k
     n0, row0 = tl.program_id(0) * TILE.columns, tl.program_id(1) * TILE.rows
     early = _early(w_ptr, n0, N, K, TILE)
     scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, TILE.columns), N - 1))

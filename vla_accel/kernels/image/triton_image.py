@@ -13,14 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.kernels.triton_common import activated, gelu_erf, softmax_step
 from vla_accel.numeric import power_of_two
 
-LOG2E = tl.constexpr(1.4426950408889634)
-TILE = tl.constexpr(4096)
+LOG2E = constexpr(1.4426950408889634)
+TILE = constexpr(4096)
 """Elements that one program holds at a time: 32 a thread with 4 warps."""
 
 
@@ -41,7 +42,7 @@ class SumKind(NamedTuple):
 
 class GroupShape(NamedTuple):
     """Constants of a group norm in a kernel: groups, channels of a group, groups of a program, lanes and rows of its
-    tile, and tiles of a program.
+    tile, and tiles of a program; a power of two that holds the partial sums of a group.
     """
 
     groups: int
@@ -50,10 +51,11 @@ class GroupShape(NamedTuple):
     lanes: int
     rows: int
     passes: int
+    pieces: int
 
 
 @triton.jit
-def _summed(source, row, column, keep, real, size, X: tl.constexpr):
+def _summed(source, row, column, keep, real, size, X: constexpr):
     # `row` counts pixels over the batch (int64), `column` counts channels, valid where `real`; the two broadcast.
     x_ptr, residual_ptr, shift_ptr = source
     height, width = size
@@ -76,10 +78,10 @@ def _summed(source, row, column, keep, real, size, X: tl.constexpr):
 
 
 @triton.jit
-def _rows(source, gamma_ptr, targets, rows, size, X: tl.constexpr, ACTIVATION: tl.constexpr, PAD: tl.constexpr):
-    C: tl.constexpr = X.channels
-    BLOCK_C: tl.constexpr = triton.next_power_of_2(C)
-    ROWS: tl.constexpr = max(1, TILE // BLOCK_C)
+def _rows(source, gamma_ptr, targets, rows, size, X: constexpr, ACTIVATION: constexpr, PAD: constexpr):
+    C: constexpr = X.channels
+    BLOCK_C: constexpr = triton.next_power_of_2(C)
+    ROWS: constexpr = max(1, TILE // BLOCK_C)
     sum_ptr, out_ptr = targets
     height, width = size
     target = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -133,9 +135,9 @@ def _launch_rows(
 
 
 @triton.jit
-def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: tl.constexpr, SKIP: tl.constexpr, G: tl.constexpr):
+def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: constexpr, SKIP: constexpr, G: constexpr):
     # A program has whole groups side by side in its lanes, so that loads are long and aligned for any width of a group.
-    C: tl.constexpr = X.channels
+    C: constexpr = X.channels
     pixels = size[0] * size[1]
     piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     lane = tl.arange(0, G.lanes)
@@ -169,18 +171,17 @@ def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: tl.constexpr, SKIP
 
 
 @triton.jit
-def _membership(G: tl.constexpr):
+def _membership(G: constexpr):
     # (groups, lanes): true where the lane belongs to the group.
     lane, local = tl.arange(0, G.lanes), tl.arange(0, triton.next_power_of_2(G.taken))
     return (lane // G.channels)[None, :] == local[:, None]
 
 
 @triton.jit
-def _group_apply(source, sums, affine, out_ptr, size, X: tl.constexpr, G: tl.constexpr, PIECES: tl.constexpr,
-                 ACTIVATION: tl.constexpr):  # fmt: skip
+def _group_apply(source, sums, affine, out_ptr, size, X: constexpr, G: constexpr, ACTIVATION: constexpr):
     weight_ptr, bias_ptr, eps = affine
     part_ptr, pieces = sums
-    C: tl.constexpr = X.channels
+    C: constexpr = X.channels
     pixels = size[0] * size[1]
     piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     lane = tl.arange(0, G.lanes)
@@ -189,7 +190,7 @@ def _group_apply(source, sums, affine, out_ptr, size, X: tl.constexpr, G: tl.con
     member = _membership(G)
     local = tl.arange(0, member.shape[0])
     group = block * G.taken + local
-    part = tl.arange(0, PIECES)
+    part = tl.arange(0, G.pieces)
     parts = part_ptr + (batch * pieces + part)[:, None] * (2 * G.groups) + group[None, :]
     have = (part < pieces)[:, None] & ((local < G.taken) & (group < G.groups))[None, :]
     count = pixels * G.channels * 1.0
@@ -232,7 +233,8 @@ def group_act(
     total = torch.empty((batch, height, width, wide), dtype=dtype, device=device) if written else None
     out = torch.empty((batch, height, width, wide), dtype=dtype, device=device)
     parts = torch.empty((batch, pieces, 2, norm.groups), dtype=torch.float32, device=device)
-    shape, tensors = GroupShape(norm.groups, per_group, taken, block, tile, passes), (x.value, x.residual, x.shift)
+    shape = GroupShape(norm.groups, per_group, taken, block, tile, passes, power_of_two(pieces))
+    tensors = (x.value, x.residual, x.shift)
     sums = _group_sums[(pieces, blocks, batch)]
     sums(tensors, skip, total, parts, (height, width), SumKind.of(x), extra, shape, num_warps=4)
     source = x if total is None else Sum(total)
@@ -240,13 +242,13 @@ def group_act(
     shape = shape._replace(passes=min(passes, 4))
     _group_apply[(triton.cdiv(pixels, shape.passes * tile), blocks, batch)](
         (source.value, source.residual, source.shift), (parts, pieces), (norm.weight, norm.bias, norm.eps), out,
-        (height, width), SumKind.of(source), shape, power_of_two(pieces), activation.code, num_warps=4,
+        (height, width), SumKind.of(source), shape, activation.code, num_warps=4,
     )  # fmt: skip
     return (source.value if keep else out), out
 
 
 @triton.jit
-def _layer_norm(source, affine, sum_ptr, out_ptr, rows, C: tl.constexpr, ROWS: tl.constexpr):
+def _layer_norm(source, affine, sum_ptr, out_ptr, rows, C: constexpr, ROWS: constexpr):
     x_ptr, residual_ptr, shift_ptr = source
     weight_ptr, bias_ptr, eps = affine
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -285,7 +287,7 @@ def add_layer_norm(
 
 
 @triton.jit
-def _geglu_erf(x_ptr, out_ptr, rows, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _geglu_erf(x_ptr, out_ptr, rows, HIDDEN: constexpr, BLOCK: constexpr, ROWS: constexpr):
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     keep = (row < rows) & (column < HIDDEN)
@@ -304,7 +306,7 @@ def geglu_erf(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _softmax(x_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _softmax(x_ptr, out_ptr, COLUMNS: constexpr, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -335,12 +337,12 @@ def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _wide_attention(tensors, tokens, row, scale, SOURCE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr):
+def _wide_attention(tensors, tokens, row, scale, SOURCE: constexpr, D: constexpr, TILE: constexpr):
     q_ptr, k_ptr, v_ptr, out_ptr = tensors
-    D1: tl.constexpr = D[0]
-    D2: tl.constexpr = D[1]
-    BLOCK_M: tl.constexpr = TILE[0]
-    BLOCK_N: tl.constexpr = TILE[1]
+    D1: constexpr = D[0]
+    D2: constexpr = D[1]
+    BLOCK_M: constexpr = TILE[0]
+    BLOCK_N: constexpr = TILE[1]
     # A head has D1 + D2 channels: blocks are powers of two, and one of 512 would not fit the registers.
     batch = tl.program_id(1).to(tl.int64)
     m, n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)

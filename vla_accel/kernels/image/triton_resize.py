@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 if TYPE_CHECKING:
     from vla_accel.kernels.image.resize import Filter, Sampling
 
-BLOCK = tl.constexpr(1024)
-PRECISION, HALF = tl.constexpr(22), tl.constexpr(1 << 21)
+BLOCK = constexpr(1024)
+PRECISION, HALF = constexpr(22), constexpr(1 << 21)
 
 
 # Compiled once: the sizes of cameras are not known in advance.
@@ -22,7 +23,7 @@ SIZES = ("total", "outputs", "inner", "in_outer", "in_count", "out_outer", "out_
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _filtered(tensors, total, outputs, inner, in_outer, in_count, out_outer, out_step, TAPS: tl.constexpr):
+def _filtered(tensors, total, outputs, inner, in_outer, in_count, out_outer, out_step, TAPS: constexpr):
     image_ptr, first_ptr, weights_ptr, out_ptr = tensors
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = n < total

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Guidance
@@ -32,7 +33,7 @@ class StepShape(NamedTuple):
 
 
 @triton.jit
-def _step(rows, output, actions_ptr, guidance, into, times, lengths, S: tl.constexpr, PDL: tl.constexpr):
+def _step(rows, output, actions_ptr, guidance, into, times, lengths, S: constexpr, PDL: constexpr):
     x_ptr, next_ptr = rows
     horizon, tokens = lengths
     scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, eps = output
@@ -99,13 +100,13 @@ def step(
 
 
 @triton.jit
-def _flow_step(velocity_ptr, actions, guidance, into, hidden_ptr, dt, sizes, S: tl.constexpr, PDL: tl.constexpr):
+def _flow_step(velocity_ptr, actions, guidance, into, hidden_ptr, dt, sizes, S: constexpr, PDL: constexpr):
     before_ptr, after_ptr = actions
     target_ptr, weights_ptr = guidance
     w_in_ptr, b_in_ptr = into
     rows, horizon, tokens = sizes
-    ACTIONS: tl.constexpr = S.actions
-    WIDTH: tl.constexpr = S.width
+    ACTIONS: constexpr = S.actions
+    WIDTH: constexpr = S.width
     row = tl.program_id(1) * 16 + tl.arange(0, 16)
     real = row < rows
     token = (row // horizon) * tokens + (tokens - horizon) + row % horizon

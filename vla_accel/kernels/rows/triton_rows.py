@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel import pictures
 from vla_accel.kernels.activation import Activation
@@ -20,18 +21,26 @@ from vla_accel.kernels.triton_common import (
 )
 from vla_accel.numeric import power_of_two
 
-TOP, LEFT, BOTTOM, RIGHT = (tl.constexpr(n) for n in (pictures.TOP, pictures.LEFT, pictures.BOTTOM, pictures.RIGHT))
-OUTSIDE, LOWEST, HIGHEST = tl.constexpr(pictures.OUTSIDE), tl.constexpr(pictures.LOWEST), tl.constexpr(pictures.HIGHEST)
-OFFSET, SHIFT, SCALE = tl.constexpr(pictures.OFFSET), tl.constexpr(pictures.SHIFT), tl.constexpr(pictures.SCALE)
-MAP_WIDTH = tl.constexpr(pictures.MAP_WIDTH)
+TOP, LEFT, BOTTOM, RIGHT = (constexpr(n) for n in (pictures.TOP, pictures.LEFT, pictures.BOTTOM, pictures.RIGHT))
+OUTSIDE, LOWEST, HIGHEST = constexpr(pictures.OUTSIDE), constexpr(pictures.LOWEST), constexpr(pictures.HIGHEST)
+OFFSET, SHIFT, SCALE = constexpr(pictures.OFFSET), constexpr(pictures.SHIFT), constexpr(pictures.SCALE)
+MAP_WIDTH = constexpr(pictures.MAP_WIDTH)
 
 
 @triton.jit
-def _patchify(image_ptr, map_ptr, out_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PATCH: tl.constexpr,
-              SQUARE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+def _patchify(
+    image_ptr,
+    map_ptr,
+    out_ptr,
+    HEIGHT: constexpr,
+    WIDTH: constexpr,
+    PATCH: constexpr,
+    SQUARE: constexpr,
+    STRIDE: constexpr,
+):
     row = tl.program_id(0)
-    COLUMNS: tl.constexpr = WIDTH // (PATCH * SQUARE)
-    PATCHES: tl.constexpr = (HEIGHT // PATCH) * (WIDTH // PATCH)
+    COLUMNS: constexpr = WIDTH // (PATCH * SQUARE)
+    PATCHES: constexpr = (HEIGHT // PATCH) * (WIDTH // PATCH)
     image, cell = row // PATCHES, row % PATCHES
     square, place = cell // (SQUARE * SQUARE), cell % (SQUARE * SQUARE)
     top = (square // COLUMNS * SQUARE + place // SQUARE) * PATCH
@@ -64,7 +73,7 @@ def patchify(images: Tensor, out: Tensor, patch: int, square: int, pixel_maps: T
 
 
 @triton.jit
-def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr):
+def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: constexpr, LAYER: constexpr):
     if LAYER:
         centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
         h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
@@ -74,7 +83,7 @@ def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexp
 
 
 @triton.jit
-def _add_norm(tensors, y_rows, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr, PDL: tl.constexpr):
+def _add_norm(tensors, y_rows, eps, inverse_scale, WIDTH: constexpr, LAYER: constexpr, PDL: constexpr):
     x_ptr, y_ptr, x_out_ptr, h_ptr = tensors
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -101,11 +110,11 @@ def add_norm(
 
 
 @triton.jit
-def _embed_norm(sources, x_ptr, h_ptr, scales, IMAGES: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+def _embed_norm(sources, x_ptr, h_ptr, scales, IMAGES: constexpr, LENGTH: constexpr, WIDTH: constexpr):
     row = tl.program_id(0)
     image_ptr, token_ptr, table_ptr, state_ptr, length_ptr = sources
     multiplier, eps, inverse_scale = scales
-    TOTAL: tl.constexpr = IMAGES + LENGTH + (length_ptr is not None)  # lengths come with a state
+    TOTAL: constexpr = IMAGES + LENGTH + (length_ptr is not None)  # lengths come with a state
     batch, place = row // TOTAL, row % TOTAL
     column = tl.arange(0, triton.next_power_of_2(WIDTH))
     keep = column < WIDTH
@@ -138,10 +147,8 @@ def embed_norm(
 
 
 @triton.jit
-def _geglu(
-    x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, PAIRED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr
-):
-    BLOCK: tl.constexpr = min(2048, triton.next_power_of_2(HIDDEN))
+def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: constexpr, PAIRED: constexpr, GATE: constexpr, PDL: constexpr):
+    BLOCK: constexpr = min(2048, triton.next_power_of_2(HIDDEN))
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -161,7 +168,7 @@ def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: 
 
 
 @triton.jit
-def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr):
+def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: constexpr, EXACT: constexpr, PDL: constexpr):
     let_next_start(PDL)
     wait_for_previous(PDL)
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -176,15 +183,24 @@ def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, exact: bool) ->
 
 
 @triton.jit
-def _rotate(qkv_ptr, norms, rope, cache, TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-            HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _rotate(
+    qkv_ptr,
+    norms,
+    rope,
+    cache,
+    TOKENS: constexpr,
+    HEADS: constexpr,
+    KV_HEADS: constexpr,
+    HALF: constexpr,
+    PDL: constexpr,
+):
     cos_ptr, sin_ptr = rope
     k_ptr, v_ptr = cache
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
     # Without a cache k is rotated in place, and v stays unchanged.
-    TAKEN: tl.constexpr = HEADS + KV_HEADS + (KV_HEADS if k_ptr is not None else 0)
+    TAKEN: constexpr = HEADS + KV_HEADS + (KV_HEADS if k_ptr is not None else 0)
     head = tl.arange(0, triton.next_power_of_2(TAKEN))[:, None]
     i = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     real = (i < HALF) & (head < TAKEN)
@@ -233,7 +249,7 @@ def rotate(
 
 
 @triton.jit
-def _place_tokens(sources, order_ptr, x_ptr, IMAGES: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+def _place_tokens(sources, order_ptr, x_ptr, IMAGES: constexpr, LENGTH: constexpr, WIDTH: constexpr):
     image_ptr, token_ptr, table_ptr = sources
     row = tl.program_id(0)
     batch, source = row // (IMAGES + LENGTH), tl.load(order_ptr + row % (IMAGES + LENGTH))
@@ -253,7 +269,7 @@ def place_tokens(image_tokens: Tensor, tokens: Tensor, table: Tensor, order: Ten
 
 
 @triton.jit
-def _add_at(tensors, TOKENS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def _add_at(tensors, TOKENS: constexpr, COUNT: constexpr, WIDTH: constexpr, PDL: constexpr):
     y_ptr, place_ptr, x_ptr = tensors
     let_next_start(PDL)
     wait_for_previous(PDL)

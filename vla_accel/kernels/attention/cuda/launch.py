@@ -82,17 +82,6 @@ def _fits_shared_keys(q: Tensor, k: Tensor) -> bool:
     return group > 1 and 64 % group == 0 and q.shape[3] == 256
 
 
-def attention(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, gpu: Gpu,
-    inverse_scale: float | None,
-) -> None:  # fmt: skip
-    """Launch the kernel that `kernel_for` named."""
-    if kernel == "whole":
-        whole(q, k, v, out, inverse_scale)
-    else:
-        shared_keys(q, k, v, out, lengths, inverse_scale, gpu=gpu)
-
-
 def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | None) -> None:
     """All keys at once: no lengths, as many key heads as query heads, a small head, at most 256 keys."""
     batch, tokens, heads, head_dim = q.shape
@@ -108,8 +97,8 @@ def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | N
 
 
 def shared_keys(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, *, gpu: Gpu,
-) -> None:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, gpu: Gpu
+) -> None:
     """Several query heads a key head, a head of 256, any number of keys."""
     batch, tokens, heads, head_dim = q.shape
     source, kv_heads = k.shape[1:3]
