@@ -211,17 +211,8 @@ def _qkv_rope(
         cos, sin = rope_tables(int(lengths[-1]) + tokens, head_dim, torch.device("cpu"))
         out = Heads(*(Empty((batch, tokens, n, head_dim), draw.dtype) for n in (heads, kv_heads, kv_heads)))  # type: ignore
         layer = draw.linear(columns, width, weights=weights)
-        return _pair_call(
-            draw,
-            layer,
-            (batch * tokens, width),
-            out,
-            adaptive,
-            config,
-            moments,
-            pinned,
-            rope=Rotation(cos, sin, lengths),
-        )
+        rope = Rotation(cos, sin, lengths)
+        return _pair_call(draw, layer, (batch * tokens, width), out, adaptive, config, moments, pinned, rope=rope)
 
     return call
 

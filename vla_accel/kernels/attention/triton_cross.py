@@ -118,10 +118,9 @@ def cross_attention(
     tokens, half, (n, k) = len(x) // batch, head_dim // 2, weights.weight.shape
     shape = ProductShape(n, k, moment_tiles(norm), 0, False, half, n // head_dim, kv_heads)
     columns, prefetch = max(16, power_of_two(half)), can_fetch_ahead(weights.weight)
-    launch(
-        _cross_attention, (shape.heads, triton.cdiv(tokens, tile.rows), batch),
-        x, (weights.weight, weights.sums_scale), norm_arguments(norm),
-        EpilogueArguments((out,), len(x), tokens, *rope), (prefix.keys, prefix.values, prefix.lengths), shape,
-        Pipelined(tile.rows, columns, tile.block_k, stages=tile.stages, prefetch=prefetch),
-        Keys(source, tile.keys, head_dim**-0.5 * LOG2E), num_warps=8, num_stages=tile.stages,
-    )  # fmt: skip
+    config = Pipelined(tile.rows, columns, tile.block_k, stages=tile.stages, warps=8, prefetch=prefetch)
+    constants = (shape, config, Keys(source, tile.keys, head_dim**-0.5 * LOG2E))
+    operands, to = (weights.weight, weights.sums_scale), EpilogueArguments((out,), len(x), tokens, *rope)
+    arguments = (x, operands, norm_arguments(norm), to, (prefix.keys, prefix.values, prefix.lengths), *constants)
+    grid, run = (shape.heads, triton.cdiv(tokens, tile.rows), batch), {"num_warps": 8, "num_stages": tile.stages}
+    launch(_cross_attention, grid, *arguments, **run)

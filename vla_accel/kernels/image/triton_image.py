@@ -240,10 +240,10 @@ def group_act(
     source = x if total is None else Sum(total)
     # Large images get more programs than partial sums, with fewer passes each, for balance.
     shape = shape._replace(passes=min(passes, 4))
-    _group_apply[(triton.cdiv(pixels, shape.passes * tile), blocks, batch)](
-        (source.value, source.residual, source.shift), (parts, pieces), (norm.weight, norm.bias, norm.eps), out,
-        (height, width), SumKind.of(source), shape, activation.code, num_warps=4,
-    )  # fmt: skip
+    tensors, affine = (source.value, source.residual, source.shift), (norm.weight, norm.bias, norm.eps)
+    constants = (SumKind.of(source), shape, activation.code)
+    apply = _group_apply[(triton.cdiv(pixels, shape.passes * tile), blocks, batch)]
+    apply(tensors, (parts, pieces), affine, out, (height, width), *constants, num_warps=4)
     return (source.value if keep else out), out
 
 

@@ -89,10 +89,8 @@ def step(
     """See `vla_accel.kernels.rows.flow.step`."""
     batch, horizon, action_dim = actions.shape
     width = output.weight.shape[1]
-    shape = StepShape(
-        width, power_of_two(width), action_dim, power_of_two(action_dim), at.first, at.last, into.activation.code,
-        guidance.pinned, into.bias.ndim == 2,
-    )  # fmt: skip
+    kind = (at.first, at.last, into.activation.code, guidance.pinned, into.bias.ndim == 2)
+    shape = StepShape(width, power_of_two(width), action_dim, power_of_two(action_dim), *kind)
     last = (output.scale, output.shift, output.weight, output.bias, output.eps)
     guided, first, times = (guidance.target, guidance.weights), (into.weight, into.bias), (at.dt, at.time, at.gain)
     arguments = ((x, following), last, actions, guided, first, times, (horizon, tokens), shape)

@@ -87,10 +87,8 @@ def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | N
     batch, tokens, heads, head_dim = q.shape
     source = k.shape[1]
     tiles = -(-tokens // 64)
-    call = Whole(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), *q.stride()[:3], *k.stride()[:3],
-        Output(out.data_ptr(), inverse_scale or 1.0), head_dim**-0.5 * LOG2E, tokens, tiles, heads,
-    )  # fmt: skip
+    read, written = (x.data_ptr() for x in (q, k, v)), Output(out.data_ptr(), inverse_scale or 1.0)
+    call = Whole(*read, *q.stride()[:3], *k.stride()[:3], written, head_dim**-0.5 * LOG2E, tokens, tiles, heads)
     module = _module("whole", q.dtype, inverse_scale is not None, q.device, D=head_dim, S=source)
     maps = WholeMaps(_map(q, 64), *(_map(x, round_up(source, 64)) for x in (k, v)))
     launch_cuda(module, "whole", batch * heads * tiles, 256, (maps, call))
@@ -107,10 +105,8 @@ def shared_keys(
     blocks = batch * kv_heads * tiles
     splits = splits_of(blocks, gpu)
     maps = Maps(_map(q, 64 // group, group), *(_map(x, rows) for x in (k, v) for rows in (64, 16)))
-    call = SharedKeys(
-        lengths.data_ptr() if lengths is not None else None, Output(out.data_ptr(), inverse_scale or 1.0),
-        head_dim**-0.5 * LOG2E, tokens, tiles, source, splits,
-    )  # fmt: skip
+    read, written = None if lengths is None else lengths.data_ptr(), Output(out.data_ptr(), inverse_scale or 1.0)
+    call = SharedKeys(read, written, head_dim**-0.5 * LOG2E, tokens, tiles, source, splits)
     sizes = {"D": head_dim, "GROUP": group, "KV": kv_heads}
     module = _module("shared_keys", q.dtype, inverse_scale is not None, q.device, **sizes)
     launch_cuda(module, "shared_keys", blocks * splits, 384, (maps, call), cluster=splits)
