@@ -106,9 +106,6 @@ def product(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue, tile: I
     (rows, k), n, kind = x.shape, out.shape[1], epilogue.activation
     shape = Int8Shape(n, k, kind.gate.code if kind.gated else kind.code, kind.gated, kind.gated and weights.paired)
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns // (1 + kind.gated)),)
-    operands, scales = (
-        (weights.weight, weights.weight_scale, weights.bias),
-        (weights.input_scale_value, epilogue.quantize),
-    )
-    run = {"num_warps": tile.warps, "num_stages": tile.stages}
-    launch(_int8_product, grid, x, operands, out, scales, rows, shape, tile, **run)
+    operands = (x, (weights.weight, weights.weight_scale, weights.bias), out)
+    scales, run = (weights.input_scale_value, epilogue.quantize), {"num_warps": tile.warps, "num_stages": tile.stages}
+    launch(_int8_product, grid, *operands, scales, rows, shape, tile, **run)
