@@ -50,6 +50,7 @@ from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm_workspace
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import resize
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.kernel_choices import Choice
 from vla_accel.nn.loop import SuffixLoop
 from vla_accel.pictures import MAP_WIDTH
@@ -100,7 +101,7 @@ def launches_of(
     with steered("triton", META):
         programs = (
             store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
-            store.denoise(batch, total, 2, of_loop, trained=trained),
+            store.denoise(batch, total, Schedule.uniform(2), of_loop, trained=trained),
         )  # fmt: skip
     loop: Any = getattr(programs[2], "loop", programs[2])
     assert isinstance(loop, SuffixLoop)
