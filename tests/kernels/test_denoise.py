@@ -35,8 +35,8 @@ from vla_accel.kernels.loop.schedule import (
     attend,
     offsets,
 )
-from vla_accel.nn.flow import euler_times
-from vla_accel.nn.rtc import guidance_weights
+from vla_accel.nn import flow
+from vla_accel.nn.rtc import step_gains
 
 CODE = re.sub(r"//.*", "", nvrtc.source_of({}))
 SMALL = LOOPS["demo"].config
@@ -240,12 +240,20 @@ def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> No
     repeats = len(phases) - phases.count("attention")
     assert of_layers == [[s, n] for s in range(case.steps) for n in range(expert.depth) for _ in range(repeats)]
     assert [n for kernel, n in numbers if kernel == "between"] == [[s] for s in range(case.steps + 1)]
-    # Time and gain are those of the evaluation that has just ended.
+    # Time, size and gain are those of the evaluation that has just ended.
     floats = [[a.value for a in launch[3][2:] if isinstance(a, ctypes.c_float)] for launch in module.launches]
     got = [n[1:] for launch, n in zip(module.launches, floats, strict=True) if launch[0] == "between"]
-    times = euler_times(case.steps).tolist()
-    assert got[1:] == [pytest.approx(pair) for pair in zip(times, guidance_weights(times, case.steps), strict=True)]
+    times, dts = case.schedule.times[:-1], case.schedule.dts
+    expected = zip(times, dts, step_gains(times, dts, None), strict=True)
+    assert got[1:] == [pytest.approx(one) for one in expected]
     assert all(size <= H200.shared_per_block for size in module.shared.values())
+
+
+def test_equal_steps_are_one_over_n_rounded_once() -> None:
+    """The kernel's `dt` is the quotient in float32, whichever side divides."""
+    for steps in range(1, 1001):
+        dts = torch.tensor(flow.Schedule.uniform(steps).dts)
+        assert torch.equal(dts, -(torch.tensor(1.0) / torch.tensor(float(steps))).expand(steps))
 
 
 def test_a_first_step_that_overlaps_the_prefix_waits_for_each_layer(

@@ -22,7 +22,7 @@ from vla_accel.kernels.loop import StreamedLoop
 ATTEND = {"width": 128, "mlp": 256, "heads": 2, "head_dim": 128, "depth": 1}
 TWO_LAYERS = ATTEND | {"depth": 2}  # What π0's state token sees, actions see a layer later.
 CASES = {
-    "pi05 10": LoopCase(streamable("pi05", **ATTEND), steps=2),
+    "pi05 10": LoopCase(streamable("pi05", **ATTEND), steps=2, setting="cubic"),
     "pi05 17": LoopCase(streamable("pi05", **ATTEND, horizon=17), steps=1),
     "pi05 50": LoopCase(streamable("pi05", **ATTEND, horizon=50), prefix_tokens=41, steps=2),
     "pi0 9": LoopCase(streamable("pi0", **TWO_LAYERS, horizon=9), prefix_tokens=8, steps=1),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vla_accel import latency
-from vla_accel.config import PolicyConfig, load_config
+from vla_accel.config import NamedSchedule, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import choose
 from vla_accel.errors import ConfigError, ObservationError, of_one
@@ -71,7 +71,8 @@ class OptimizedPolicy:
         sizes = checkpoint.model.config
         self.action_shape: tuple[int, int] = (sizes.action_horizon, sizes.action_dim)
         """Horizon and action dimensions of one row of the noise and of the normalized actions."""
-        self.num_steps = config.num_steps or sizes.num_steps
+        self.schedule = self.family.schedule(sizes, config)
+        self.num_steps = self.schedule.steps
         rtc = self.family.chunking.resolve(sizes, config.rtc)
         refuse_unused_rtc(self.family, rtc)
         self.config = config = replace(config, num_steps=self.num_steps, rtc=rtc)
@@ -86,7 +87,7 @@ class OptimizedPolicy:
         self.latency = latency.LatencyLog()
         check_engines(self.family, config)
         specs = config.specs(self.family.parts)
-        shown = None if self.device.type == "cpu" else agreement.for_auto(checkpoint, specs, self.num_steps)
+        shown = None if self.device.type == "cpu" else agreement.for_auto(checkpoint, specs, self.schedule)
         self.choices = choose(specs, self.device, dtype, shown)
         self.specs = {name: choice.spec for name, choice in self.choices.items()}
         """The engine of each component, with "auto" resolved."""
@@ -302,9 +303,12 @@ class OptimizedPolicy:
                 "its prompt in `warm_up` of the configuration"
             )
 
-    def with_steps(self, num_steps: int) -> OptimizedPolicy:
-        """Return a policy with the same weights, another number of denoising steps and its own latency log."""
-        made = OptimizedPolicy(self.checkpoint, replace(self.config, num_steps=num_steps), store=self.store)
+    def with_steps(
+        self, num_steps: int | None = None, schedule: NamedSchedule | Sequence[float] | None = None
+    ) -> OptimizedPolicy:
+        """Return a policy with the same weights, other denoising steps and its own latency log. Arguments: see
+        `PolicyConfig.with_steps`."""
+        made = OptimizedPolicy(self.checkpoint, self.config.with_steps(num_steps, schedule), store=self.store)
         made.ledger.warned = self.ledger.warned
         return made
 
@@ -340,6 +344,7 @@ class OptimizedPolicy:
             "robot": None if preset is None else preset.described(),
             "max_delay": self.config.rtc.longest_delay(self.action_shape[0]),
             "num_steps": self.num_steps,
+            **self.schedule.described,
             "device": str(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "engines": self.ledger.as_list(),
@@ -354,7 +359,7 @@ class OptimizedPolicy:
 
     def latency_report(self) -> dict[str, Any]:
         """The breakdown JSON of the calls so far (schema `vla_accel.breakdown/1`)."""
-        return latency.breakdown(
+        content = latency.breakdown(
             model={"name": self.name, **self._described()},
             engines=self.ledger.as_list(),
             steps=self.num_steps,
@@ -363,6 +368,7 @@ class OptimizedPolicy:
             samples=len(self.latency.samples),
             memory=self.memory(),
         )
+        return {**content, **self.schedule.described}
 
     def _described(self) -> dict[str, Any]:
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -390,7 +396,7 @@ class OptimizedPolicy:
         return explained_if_too_large(self.pipelines.plan, self.checkpoint, self._free, ordinary)
 
     def _shape(self, inputs: Sequence[Any]) -> Shape:
-        return self.family.shape(self.model.config, inputs, self.num_steps, self.specs)
+        return self.family.shape(self.model.config, inputs, self.schedule, self.specs)
 
     def _feed(
         self, inputs: list[Any], noise: np.ndarray | None, guidance: Mapping[str, np.ndarray] | None
