@@ -190,7 +190,8 @@ def test_a_loop_without_guidance_is_the_same_bit_for_bit(folder: Path) -> None:
     module: Any = denoise.component.module
     state = denoise.inputs.get("state")
     noise, keys, values = (denoise.inputs[n] for n in ("noise", "keys", "values"))
-    plain = policy.model.integrate(noise, module.embeddings, module.modulations, keys, values, state)
+    rows = module.embeddings, module.modulations
+    plain = policy.model.integrate(noise, *rows, keys, values, state, schedule=policy.schedule)
     assert torch.equal(denoise.outputs["actions"], plain)
 
 
