@@ -11,6 +11,7 @@ from typing import Annotated
 from vla_accel.cli.common import print_json, print_table, say
 from vla_accel.cli.options import Count, OutputFile, PolicySource, Seed, Within, Written
 from vla_accel.config import AUTO
+from vla_accel.errors import ConfigError
 from vla_accel.files import without_folders, write_json
 from vla_accel.measure.host import beside
 from vla_accel.measure.recording import load_observations, named
@@ -63,7 +64,8 @@ def main(options: Flow, words: list[str]) -> int:
     settings = replace(settings, device=options.device or settings.device)
     device = resolve_device(settings.device)
     family = family_of(base_and_lora(checkpoint, settings.checkpoint.lora)[0])
-    family.check_flow()
+    if not family.flow:
+        raise ConfigError(f"flow: expected a family whose steps integrate a flow, got {family.name}")
     recorded = None
     if options.observations is not None:
         recorded = load_observations(options.observations, options.count)
@@ -75,7 +77,7 @@ def main(options: Flow, words: list[str]) -> int:
     if recorded is None:
         say("warning: random observations; the velocity may bend elsewhere on recorded ones (--observations)")
         recorded = random_observations(exact, options.count, seed=options.seed)
-    configured = exact.with_steps(settings.num_steps, settings.schedule).schedule
+    configured = family.schedule(exact.model.config, settings)
     with named(options.observations):
         flow = PolicyFlow(exact, recorded, seed=options.seed, progress=say)
         found = judge(flow, exact.num_steps, steps=options.steps, configured=configured, seed=options.seed,
@@ -85,7 +87,7 @@ def main(options: Flow, words: list[str]) -> int:
     with going_on(f"preparing {options.config or AUTO}", say):
         policy = OptimizedPolicy.from_pretrained(checkpoint, settings)
     cores: list[float | None] = []
-    timed = time_steps(policy, [row.schedule for row in found.rows], recorded, calls=options.calls, seed=options.seed,
+    timed = time_steps(policy, [row.schedule.steps for row in found.rows], recorded, calls=options.calls, seed=options.seed,
                        progress=say, heard=cores.append)  # fmt: skip
     result = found.as_dict()
     kept = ("median_ms", "p10_ms", "p90_ms", "calls", "parts_ms")

@@ -237,16 +237,14 @@ def search(
 
 
 def time_steps(
-    policy: OptimizedPolicy, schedules: Sequence[Schedule], observations: Sequence[Mapping[str, Any]], *, calls: int,
+    policy: OptimizedPolicy, steps: Sequence[int], observations: Sequence[Mapping[str, Any]], *, calls: int,
     seed: int = 0, progress: Callable[[str], None] = lambda _: None,
     heard: Callable[[float | None], None] = lambda _: None,
 ) -> dict[int, dict[str, Any]]:  # fmt: skip
-    """Time whole calls of a policy in turns; return a row of `bench.run` by number of steps, for which the times of the
-    steps make no difference."""
-    by_steps = {schedule.steps: schedule for schedule in schedules}
+    """Time whole calls of a policy in turns; return a row of `bench.run` for each number of steps. At which times they
+    are makes no difference to the work."""
     systems = [
-        timed(f"{n} steps", policy.with_steps(n, schedule), time.perf_counter(), None)
-        for n, schedule in by_steps.items()
+        timed(f"{n} steps", policy.with_steps(n, "uniform"), time.perf_counter(), None) for n in dict.fromkeys(steps)
     ]
     rows = bench.run(systems, lambda rng: dict(observations[int(rng.integers(len(observations)))]), calls=calls,
                      turn=max(1, min(10, calls // 2)), seed=seed, progress=progress, heard=heard)  # fmt: skip
