@@ -11,7 +11,6 @@ from typing import Annotated
 from vla_accel.cli.common import print_json, print_table, say
 from vla_accel.cli.options import Count, OutputFile, PolicySource, Seed, Within, Written
 from vla_accel.config import AUTO
-from vla_accel.errors import ConfigError
 from vla_accel.files import without_folders, write_json
 from vla_accel.measure.host import beside
 from vla_accel.measure.recording import load_observations, named
@@ -45,12 +44,8 @@ class Flow(PolicySource):
 
 def main(options: Flow, words: list[str]) -> int:
     """Measure, write the files and report; the exit status."""
-    import torch
-
-    from vla_accel.families.loading import base_and_lora, family_of, load
-    from vla_accel.machine import hardware, resolve_device, software
-    from vla_accel.measure.flow import PolicyFlow
-    from vla_accel.measure.parity import reference_of
+    from vla_accel.machine import hardware, software
+    from vla_accel.measure.flow import PolicyFlow, exact_policy
     from vla_accel.measure.random_policy import random_observations
     from vla_accel.measure.schedules import check_count, judge, time_steps
     from vla_accel.measure.systems import free
@@ -62,22 +57,15 @@ def main(options: Flow, words: list[str]) -> int:
     check_path(report)
     checkpoint, settings = options.checkpoint or "demo", options.settings()
     settings = replace(settings, device=options.device or settings.device)
-    device = resolve_device(settings.device)
-    family = family_of(base_and_lora(checkpoint, settings.checkpoint.lora)[0])
-    if not family.flow:
-        raise ConfigError(f"flow: expected a family whose steps integrate a flow, got {family.name}")
-    recorded = None
-    if options.observations is not None:
-        recorded = load_observations(options.observations, options.count)
-        with named(options.observations):
-            check_count(len(recorded))
-    plain = replace(settings, num_steps=None, schedule=None)
+    recorded = None if options.observations is None else load_observations(options.observations, options.count)
+    with named(options.observations):
+        check_count(options.count if recorded is None else len(recorded))
     with going_on(f"preparing {checkpoint} in FP32 eager", say):
-        exact = reference_of(plain, load(checkpoint, plain, device=device, dtype=torch.float32))
+        exact = exact_policy(checkpoint, settings)
     if recorded is None:
         say("warning: random observations; the velocity may bend elsewhere on recorded ones (--observations)")
         recorded = random_observations(exact, options.count, seed=options.seed)
-    configured = family.schedule(exact.model.config, settings)
+    configured = exact.family.schedule(exact.model.config, settings)
     with named(options.observations):
         flow = PolicyFlow(exact, recorded, seed=options.seed, progress=say)
         found = judge(flow, exact.num_steps, steps=options.steps, configured=configured, seed=options.seed,
@@ -87,8 +75,9 @@ def main(options: Flow, words: list[str]) -> int:
     with going_on(f"preparing {options.config or AUTO}", say):
         policy = OptimizedPolicy.from_pretrained(checkpoint, settings)
     cores: list[float | None] = []
-    timed = time_steps(policy, [row.schedule.steps for row in found.rows], recorded, calls=options.calls, seed=options.seed,
-                       progress=say, heard=cores.append)  # fmt: skip
+    numbers = [row.schedule.steps for row in found.rows]
+    timed = time_steps(policy, numbers, recorded, calls=options.calls, seed=options.seed, progress=say,
+                       heard=cores.append)  # fmt: skip
     result = found.as_dict()
     kept = ("median_ms", "p10_ms", "p90_ms", "calls", "parts_ms")
     for row in result["rows"]:
@@ -97,7 +86,7 @@ def main(options: Flow, words: list[str]) -> int:
         "checkpoint": checkpoint, "config": Path(options.config or AUTO).stem, "model": policy.metadata["model"],
         "observations": options.observations and options.observations.name, "engines": policy.ledger.as_list(),
         "others_busy": cores[0], "command": ["vla-accel", "flow", *without_folders(words)],
-        "hardware": hardware(device), "software": software(), "seconds": round(time.perf_counter() - began, 1),
+        "hardware": hardware(policy.device), "software": software(), "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
     best, lines = found.chosen, summary(result)
     config = replace(settings, num_steps=best.schedule.steps, schedule=best.setting)

@@ -13,7 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from vla_accel.errors import ObservationError, of_one
+from vla_accel.config import PolicyConfig
+from vla_accel.errors import ConfigError, ObservationError, of_one
+from vla_accel.families.loading import base_and_lora, family_of, load
+from vla_accel.machine import resolve_device
+from vla_accel.measure.parity import reference_of
 from vla_accel.nn.flow import Schedule
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.progress import counted
@@ -39,6 +43,16 @@ class Flow(Protocol):
     def robot(self, actions: np.ndarray) -> np.ndarray:
         """Convert normalized actions to the robot's, float64 (N, H, R)."""
         ...
+
+
+def exact_policy(checkpoint: str, settings: PolicyConfig) -> OptimizedPolicy:
+    """Return a checkpoint as an FP32 eager policy with its own denoising steps and all weights in memory. Raises
+    ConfigError for a family without a flow."""
+    family = family_of(base_and_lora(checkpoint, settings.checkpoint.lora)[0])
+    if not family.flow:
+        raise ConfigError(f"flow: expected a family whose steps integrate a flow, got {family.name}")
+    settings = replace(settings, num_steps=None, schedule=None)
+    return reference_of(settings, load(checkpoint, settings, device=resolve_device(settings.device), dtype=torch.float32))
 
 
 class PolicyFlow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Mean:
                    error * (one_sided + student(POWER, freedom)))  # fmt: skip
 
 
+@functools.cache
 def student(probability: float, freedom: int) -> float:
     """Return the quantile of Student's t distribution, for a probability from 0.5 to below 1.
 

@@ -39,7 +39,7 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     """The result, how exact the exact flow is, and what the comparison could have missed."""
     default, chosen = result["rows"][0], chosen_of(result)
     if chosen is default:
-        text = f"No schedule of as few steps is shown to end no further from the exact flow: keep {default['name']}."
+        text = f"No schedule is shown to end no further from the exact flow: keep {default['name']}, the checkpoint's own."
     else:
         text = (
             f"{_full_name(chosen)} ends no further from the exact flow than {default['name']}, the checkpoint's own: "
@@ -63,9 +63,9 @@ def judged(result: Mapping[str, Any]) -> Table:
         error, difference = row["error"], row["difference"]
         times = ", ".join(f"{t:g}" for t in row["schedule"]) if isinstance(row["schedule"], list) else "-"
         interval = f"{100 * error['low']:.1f} to {100 * error['high']:.1f}"
-        shares = [Number(100 * difference[name], form) for name, form in (("upper", "{:+.2f}"), ("detectable", "{:.2f}"))]
+        bound, seen = Number(100 * difference["upper"], "{:+.2f}"), Number(100 * difference["detectable"])
         flips = Number(row["flips"], "{}") if result["commands"] else "-"
-        figures = [Number(100 * error["value"]), interval, *shares, flips, Number(row["median_ms"])]
+        figures = [Number(100 * error["value"]), interval, *((bound, seen) if row is not result["rows"][0] else ("-", "-")), flips, Number(row["median_ms"])]
         body.append([row["name"], times, *figures, verdict(row, result)])
     header = ("schedule", "times", "error %", "95 % interval", "over default %, at most", "seen from %",
               f"flips of {result['commands']}", "median ms", "verdict")  # fmt: skip
