@@ -39,7 +39,7 @@ def folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def load(folder: Path, engine: Any = "eager", **settings: Any) -> OptimizedPolicy:
-    specs = dict.fromkeys(("vision", "kv_cache", "denoise"), EngineSpec(engine))
+    specs: dict[str, EngineSpec] = dict.fromkeys(("vision", "kv_cache", "denoise"), EngineSpec(engine))
     config = PolicyConfig(precision="fp32", device="cpu", strict=True, **settings)
     return OptimizedPolicy.from_pretrained(folder, config.with_specs(specs))
 
@@ -135,7 +135,7 @@ NO_TIMES = [], [1.0], [1.0, 0.5], [0.9, 0.0], [1.0, 0.5, 0.5, 0.0], [1.0, 1.2, 0
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        *(({"schedule": times}, "schedule: expected times that fall from 1 to 0, such as .*, got") for times in NO_TIMES),
+        *(({"schedule": times}, "schedule: expected times that fall from 1 to 0, .*, got") for times in NO_TIMES),
         ({"num_steps": 4, "schedule": [1.0, 0.3, 0.01, 0.0]}, "schedule: expected 5 times for 4 steps, got 4"),
         ({"schedule": "cubics"}, r"schedule: expected one of uniform, cubic, got 'cubics': did you mean cubic\?"),
         ({"schedule": 3}, "schedule: expected one of uniform, cubic, got 3"),

@@ -327,7 +327,8 @@ class PolicyConfig(Checked):
         too. Raises ConfigError if they contradict each other."""
         if num_steps is None and (schedule is None or isinstance(schedule, str)):
             num_steps = self.num_steps
-        return dataclasses.replace(self, num_steps=num_steps, schedule=schedule or self.schedule)  # type: ignore[arg-type]
+        schedule = self.schedule if schedule is None else schedule
+        return dataclasses.replace(self, num_steps=num_steps, schedule=schedule)  # type: ignore[arg-type]
 
     def with_lora(self, lora: str) -> PolicyConfig:
         """Return a copy that merges an adapter into the checkpoint's weights."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,13 +15,12 @@ import torch
 
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
+from vla_accel.kernels.autotune import CAPTURE_LOCK
 from vla_accel.kernels.phases import phase
 from vla_accel.ledger import Ledger, LedgerEntry
 
 GRAPH = "cuda_graph"
 STREAM = "stream"
-_ONE_AT_A_TIME = threading.RLock()
-"""Graphs of a device share the stream on which they are recorded (`side_stream`), and cuBLAS its workspaces."""
 
 
 class Turning:
@@ -104,7 +102,7 @@ def capture(
     names = [name for name, _ in engines]
     detail = f"{names[0]}, then {' → '.join(names[1:])}" if split_first else " → ".join(names)
     try:
-        with _ONE_AT_A_TIME, phase("capture"):
+        with CAPTURE_LOCK, phase("capture"):
             captured = _capture(engines, before or (lambda: None), after, split_first)
     except torch.OutOfMemoryError as error:
         ledger.record(LedgerEntry("call", GRAPH, STREAM, f"out of memory during capture: {error}", detail))
@@ -126,7 +124,7 @@ def recording(
     Args:
         previous: A graph that is always replayed before this one, which may reuse its memory.
     """
-    with _ONE_AT_A_TIME:
+    with CAPTURE_LOCK:
         torch._C._cuda_clearCublasWorkspaces()
         try:
             pool = None if previous is None else previous.pool()
@@ -147,7 +145,7 @@ def warmed_up(device: torch.device, work: Callable[[], object]) -> torch.cuda.St
     """Run `work` twice on the stream that records it, which is returned: capture may not compile kernels or pick
     algorithms."""
     side = side_stream(device)
-    with _ONE_AT_A_TIME:
+    with CAPTURE_LOCK:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):

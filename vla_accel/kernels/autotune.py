@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -30,6 +31,10 @@ log = logging.getLogger("vla_accel")
 
 ROUNDS = 5
 """Timed replays of a graph; the fastest counts."""
+CAPTURE_LOCK = threading.RLock()
+"""Held while a graph is captured or a candidate runs. Graphs of a device share the stream that records them, cuBLAS
+workspaces are shared as well, and PyTorch's default generator, which cuDNN's attention reads, fails in other threads
+during a capture."""
 Candidates = Mapping[str, Callable[[], object]]
 
 
@@ -156,13 +161,13 @@ def compile_all(calls: Collection[Callable[[], object]], runtime: Runtime) -> No
 
 def run_once(run: Callable[[], object], device: torch.device) -> None:
     """Call once on a GPU, to see whether it can run."""
-    with torch.inference_mode(), torch.cuda.device(device):
+    with CAPTURE_LOCK, torch.inference_mode(), torch.cuda.device(device):
         run()
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the time of a call on a GPU, in a graph: otherwise the CPU's launches would dominate small kernels."""
-    with torch.inference_mode(), torch.cuda.device(device):
+    with CAPTURE_LOCK, torch.inference_mode(), torch.cuda.device(device):
         stream = _stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
