@@ -41,7 +41,9 @@ class KnownFlow:
     def integrate(self, schedule: Schedule) -> np.ndarray:
         nothing = torch.empty(0)
         times = schedule.evaluations.double()
-        return FlowNetwork.integrate(self._network, self.noise, times, None, nothing, nothing, schedule=schedule).numpy()
+        return FlowNetwork.integrate(
+            self._network, self.noise, times, None, nothing, nothing, schedule=schedule
+        ).numpy()
 
     def robot(self, actions: np.ndarray) -> np.ndarray:
         return actions
@@ -89,9 +91,14 @@ def test_a_binary_command_flips_and_has_no_share_in_the_error() -> None:
     exact = rng.normal(size=(20, 4, 4)) * [1.0, 10.0, 1.0, 0.0]
     exact[..., 2] = np.where(exact[..., 2] > 0, 1.0, -1.0) + 0.01 * exact[..., 2]
     units = Units.of(exact)
-    assert units.binary.tolist() == [False, False, True, False] and units.continuous.tolist() == [True, True, False, False]
+    assert units.binary.tolist() == [False, False, True, False] and units.continuous.tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert not Units.of(exact, motion_dims=(2,)).binary.any(), "a step of two sizes is no command"
-    found = exact + [0.1, 0.0, 0.2, 0.0]
+    found = exact + np.array([0.1, 0.0, 0.2, 0.0])
     found[3, :2, 2] *= -1
     errors = units.errors(found, exact)
     assert errors.flips.tolist() == [0, 0, 0, 2] + [0] * 16
@@ -237,15 +244,23 @@ def test_the_command_writes_a_configuration_that_others_take(
     default, *others = result["rows"]
     own = OptimizedPolicy.from_pretrained(folder, device="cpu").num_steps
     assert (default["name"], default["num_steps"], default["passed"]) == (f"{own} uniform", own, True)
-    assert [row["num_steps"] for row in others] == [own, 2, 2, 2, 1] and (result["searched_on"], result["judged_on"]) == (4, 4)
+    assert [row["num_steps"] for row in others] == [own, 2, 2, 2, 1] and (
+        result["searched_on"],
+        result["judged_on"],
+    ) == (4, 4)
     assert all(row["median_ms"] > 0 and len(row["dimensions"]) == len(result["spread"]) for row in result["rows"])
     assert result["hardware"]["device"] == "cpu" and result["observations"] == "seen.npz" and result["seed"] == 0
     (chosen,) = [row for row in result["rows"] if row["chosen"]]
     config = load_config(out / "flow.yaml")
-    assert config.num_steps == chosen["num_steps"] and "this checkpoint's on this machine" in (out / "flow.yaml").read_text()
+    assert (
+        config.num_steps == chosen["num_steps"]
+        and "this checkpoint's on this machine" in (out / "flow.yaml").read_text()
+    )
     assert OptimizedPolicy.from_pretrained(folder, out / "flow.yaml", device="cpu").num_steps == chosen["num_steps"]
     drawn = figures_in((out / "report.html").read_text())
-    assert {row["median_ms"] for row in result["rows"]} | {100 * row["error"]["value"] for row in result["rows"]} <= drawn
+    assert {row["median_ms"] for row in result["rows"]} | {
+        100 * row["error"]["value"] for row in result["rows"]
+    } <= drawn
 
 
 def test_the_flow_of_a_policy_ends_where_the_policy_does(tmp_path: Path) -> None:
@@ -269,7 +284,10 @@ def test_one_clear_error_before_anything_is_written(tmp_path: Path, capsys: pyte
     fast = tmp_path / "fast"
     tiny_pi0_fast.write_lerobot(fast)
     cases = [
-        ((folder, "--observations", tmp_path / "few.npz"), "recording .*few.npz: observations: expected at least 8, .*, got 5"),
+        (
+            (folder, "--observations", tmp_path / "few.npz"),
+            "recording .*few.npz: observations: expected at least 8, .*, got 5",
+        ),
         ((folder, "--observations", tmp_path / "other.npz"), r"recording .*other.npz: observations\[0\]: .*got front"),
         ((folder, "--count", "7"), "observations: expected at least 8, .*, got 7"),
         ((fast,), "flow: expected a family whose steps integrate a flow, got pi0_fast"),

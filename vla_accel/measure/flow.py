@@ -31,10 +31,10 @@ BINARY = 0.05
 
 
 class Flow(Protocol):
-    """A flow from fixed noise for N observations. `motion_dims`: dimensions of the robot's action that are a velocity or
-    a step, and so never binary."""
+    """A flow from fixed noise for N observations. `motion_dims`: dimensions of the robot's action that are a velocity
+    or a step, and so never binary."""
 
-    motion_dims: Sequence[int]
+    motion_dims: tuple[int, ...]
 
     def integrate(self, schedule: Schedule) -> np.ndarray:
         """Return the normalized actions float64 (N, H, A) at the end of the schedule's Euler steps."""
@@ -52,7 +52,9 @@ def exact_policy(checkpoint: str, settings: PolicyConfig) -> OptimizedPolicy:
     if not family.flow:
         raise ConfigError(f"flow: expected a family whose steps integrate a flow, got {family.name}")
     settings = replace(settings, num_steps=None, schedule=None)
-    return reference_of(settings, load(checkpoint, settings, device=resolve_device(settings.device), dtype=torch.float32))
+    return reference_of(
+        settings, load(checkpoint, settings, device=resolve_device(settings.device), dtype=torch.float32)
+    )
 
 
 class PolicyFlow:
@@ -64,7 +66,7 @@ class PolicyFlow:
     ) -> None:  # fmt: skip
         """Run an FP32 eager policy on each observation. Raises ObservationError for observations of another robot."""
         preset = getattr(policy.processor, "preset", None)
-        self.motion_dims: Sequence[int] = () if preset is None else preset.motion_dims or ()
+        self.motion_dims: tuple[int, ...] = () if preset is None else preset.motion_dims or ()
         self._policy, self._inputs = policy, []
         for index, one in enumerate(observations):
             with of_one(index, len(observations)):

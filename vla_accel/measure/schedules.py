@@ -199,8 +199,9 @@ def judge(
     for name, schedule, setting in candidates:
         if schedule not in rows:  # one cubic step is a uniform one
             found = errors(schedule, judging)
-            rows[schedule] = Row(name, schedule, setting, Mean.of(found.share), tuple(found.robot.mean(axis=0).tolist()),
-                                 int(found.flips.sum()), no_further_from_exact(found, base))  # fmt: skip
+            by_dimension, flips = tuple(found.robot.mean(axis=0).tolist()), int(found.flips.sum())
+            gate = no_further_from_exact(found, base)
+            rows[schedule] = Row(name, schedule, setting, Mean.of(found.share), by_dimension, flips, gate)
     half, euler = (float(units.errors(a, exact.actions).share.mean()) for a in (exact.half, exact.euler))
     commands = len(judging) * exact.actions.shape[1] * int(units.binary.sum())
     return FlowReport(tuple(rows.values()), len(searching), len(judging), commands, units, half, euler, seed)

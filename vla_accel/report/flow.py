@@ -39,10 +39,10 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     """The result, how exact the exact flow is, and what the comparison could have missed."""
     default, chosen = result["rows"][0], chosen_of(result)
     if chosen is default:
-        text = f"No schedule is shown to end no further from the exact flow: keep {default['name']}, the checkpoint's own."
+        text = f"Keep the checkpoint's own, {default['name']}: nothing is shown to end no further from the exact flow."
     else:
         text = (
-            f"{_full_name(chosen)} ends no further from the exact flow than {default['name']}, the checkpoint's own: "
+            f"{_full_name(chosen)} ends no further from the exact flow than the checkpoint's own, {default['name']}: "
             f"{_percent(chosen)} of the spread against {_percent(default)}, and a call takes "
             f"{chosen['median_ms']:.2f} ms instead of {default['median_ms']:.2f} on {machine(result['hardware'])}."
         )
@@ -63,12 +63,15 @@ def judged(result: Mapping[str, Any]) -> Table:
         error, difference = row["error"], row["difference"]
         times = ", ".join(f"{t:g}" for t in row["schedule"]) if isinstance(row["schedule"], list) else "-"
         interval = f"{100 * error['low']:.1f} to {100 * error['high']:.1f}"
-        bound, seen = Number(100 * difference["upper"], "{:+.2f}"), Number(100 * difference["detectable"])
+        compared: list[Cell] = [Number(100 * difference["upper"], "{:+.2f}"), Number(100 * difference["detectable"])]
+        compared = ["-", "-"] if row is result["rows"][0] else compared
         flips = Number(row["flips"], "{}") if result["commands"] else "-"
-        figures = [Number(100 * error["value"]), interval, *((bound, seen) if row is not result["rows"][0] else ("-", "-")), flips, Number(row["median_ms"])]
-        body.append([row["name"], times, *figures, verdict(row, result)])
-    header = ("schedule", "times", "error %", "95 % interval", "over default %, at most", "seen from %",
-              f"flips of {result['commands']}", "median ms", "verdict")  # fmt: skip
+        last = [flips, Number(row["median_ms"]), verdict(row, result)]
+        body.append([row["name"], times, Number(100 * error["value"]), interval, *compared, *last])
+    header = (
+        *("schedule", "times", "error %", "95 % interval", "over default %, at most", "seen from %"),
+        *(f"flips of {result['commands']}", "median ms", "verdict"),
+    )
     title = (
         f"Error of the final actions against the exact flow, in % of their spread; {result['judged_on']} observations, "
         f"{result['searched_on']} others chose the searched times"

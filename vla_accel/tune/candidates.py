@@ -1,5 +1,7 @@
-"""The candidates of `vla-accel tune`: engines, precisions, products kept in BF16, attention, denoising steps. Each stage
-takes what has been tried and returns more candidates."""
+"""The candidates of `vla-accel tune`: engines, precisions, products kept in BF16, attention, denoising steps.
+
+Each stage takes what has been tried and returns more candidates.
+"""
 
 from __future__ import annotations
 
