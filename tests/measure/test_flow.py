@@ -232,35 +232,37 @@ def groot(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("write", [pi05, smolvla, groot])
 def test_the_command_writes_a_configuration_that_others_take(
-    write: Callable[[Path], list[dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    write: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, out = tmp_path / write.__name__, tmp_path / "out"
-    save_observations(write(folder), tmp_path / "seen.npz")
-    words = ["--observations", str(tmp_path / "seen.npz"), "--device", "cpu", "--steps", "2,1", "--calls", "2"]
+    monkeypatch.setattr("vla_accel.measure.flow.FINE", 40)
+    folder, out, seen, mine = (tmp_path / name for name in (write.__name__, "out", "seen.npz", "mine.yaml"))
+    save_observations(write(folder), seen)
+    mine.write_text("schedule: [1.0, 0.2, 0.0]\nseed: 5\n")
+    words = ["--config", str(mine), "--observations", str(seen), "--device", "cpu", "--steps", "2,1", "--calls", "2"]
     assert main(["flow", str(folder), *words, "--output", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "median ms" in printed and "% of their spread" in printed and "this checkpoint's on this machine" in printed
+    printed, one_checkpoint = capsys.readouterr().out, "this checkpoint's on this machine"
+    assert "median ms" in printed and "% of their spread" in printed and one_checkpoint in printed
     result = json.loads((out / "flow.json").read_text())
     default, *others = result["rows"]
     own = OptimizedPolicy.from_pretrained(folder, device="cpu").num_steps
     assert (default["name"], default["num_steps"], default["passed"]) == (f"{own} uniform", own, True)
-    assert [row["num_steps"] for row in others] == [own, 2, 2, 2, 1] and (
-        result["searched_on"],
-        result["judged_on"],
-    ) == (4, 4)
+    assert [row["num_steps"] for row in others] == [own, 2, 2, 2, 1, 2]
+    assert (others[-1]["name"], others[-1]["schedule"]) == ("2 configured", [1.0, 0.2, 0.0])
+    assert (result["searched_on"], result["judged_on"]) == (4, 4)
     assert all(row["median_ms"] > 0 and len(row["dimensions"]) == len(result["spread"]) for row in result["rows"])
     assert result["hardware"]["device"] == "cpu" and result["observations"] == "seen.npz" and result["seed"] == 0
-    (chosen,) = [row for row in result["rows"] if row["chosen"]]
-    config = load_config(out / "flow.yaml")
-    assert (
-        config.num_steps == chosen["num_steps"]
-        and "this checkpoint's on this machine" in (out / "flow.yaml").read_text()
-    )
-    assert OptimizedPolicy.from_pretrained(folder, out / "flow.yaml", device="cpu").num_steps == chosen["num_steps"]
     drawn = figures_in((out / "report.html").read_text())
-    assert {row["median_ms"] for row in result["rows"]} | {
-        100 * row["error"]["value"] for row in result["rows"]
-    } <= drawn
+    for figure in (lambda row: row["median_ms"], lambda row: 100 * row["error"]["value"]):
+        assert set(map(figure, result["rows"])) <= drawn
+    (chosen,) = [row for row in result["rows"] if row["chosen"]]
+    assert one_checkpoint in (out / "flow.yaml").read_text()
+    config = load_config(out / "flow.yaml")
+    listed = list(config.schedule) if isinstance(config.schedule, tuple) else config.schedule
+    assert (config.num_steps, listed, config.seed) == (chosen["num_steps"], chosen["schedule"], 5)
+    assert OptimizedPolicy.from_pretrained(folder, out / "flow.yaml").num_steps == chosen["num_steps"]
 
 
 def test_the_flow_of_a_policy_ends_where_the_policy_does(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """The search: stages propose candidates, gates drop them, and the fastest that no gate dropped is chosen.
 
 Gate one is agreement with FP32 eager of the same denoising steps on recorded observations; fewer steps must also end
-no further from the exact flow than the checkpoint's own (`measure.schedules`). Gate two, with a benchmark, is success on
-paired episodes, not worse than FP32 eager's by the margin (`noninferiority`). Candidates that passed gate one and are
-faster than FP32 eager, also when timed in turns with it, play in order of latency; the first that passes gate two is
-chosen. At most `finalists` play, each with its share of the error rate alpha of the whole search.
+no further from the exact flow than the checkpoint's own (`measure.schedules`). Gate two, with a benchmark, is success
+on paired episodes, not worse than FP32 eager's by the margin (`noninferiority`). Candidates that passed gate one and
+are faster than FP32 eager, also when timed in turns with it, play in order of latency; the first that passes gate two
+is chosen. At most `finalists` play, each with its share of the error rate alpha of the whole search.
 """
 
 from __future__ import annotations
