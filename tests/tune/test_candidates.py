@@ -155,10 +155,3 @@ def test_fewer_steps_that_end_no_further_from_the_exact_flow_are_tried_like_any_
         for one in FOUND
     ]
     assert [c.config.num_steps for c in candidates.schedules(few, lambda: FLOW)] == [1]
-
-
-def test_other_numbers_of_steps_keep_a_named_schedule_but_no_list_of_times() -> None:
-    for schedule, kept in (("cubic", "cubic"), ((1.0, 0.4, 0.2, 0.1, 0.0), None)):
-        config = replace(FOUND[2].candidate.config, schedule=schedule)
-        (found,) = candidates.steps([FOUND[0], replace(FOUND[2], candidate=Candidate("native", config, ""))], (2,))
-        assert (found.config.num_steps, found.config.schedule) == (2, kept)

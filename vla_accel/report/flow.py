@@ -50,8 +50,8 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     exact = (
         f"The exact flow differs from itself with half as many steps by {result['half_error']:.2%} of the spread, and "
         f"{result['euler_steps']} uniform Euler steps from it by {result['euler_error']:.1%}. On {result['judged_on']} "
-        f"observations 80 % of runs would have found differences from the default of {min(seen):.1%} to {max(seen):.1%}, "
-        "by schedule."
+        f"observations 80 % of runs would find differences from the default of {min(seen):.1%} to {max(seen):.1%}, by "
+        "schedule."
     )
     return [text, exact, ONE_CHECKPOINT]
 

@@ -127,12 +127,10 @@ def steps(tried: Sequence[Tried], numbers: Sequence[int]) -> list[Candidate]:
     """Other numbers of denoising steps in the fastest so far: another policy, which only success can judge."""
     best = (fastest(tried) or tried[0]).candidate
     unit = "step" if numbers == (1,) else "steps"
-    named = best.config.schedule if isinstance(best.config.schedule, str) else None
     return [
-        Candidate(f"{best.name}, {n} {unit}", replace(best.config, num_steps=n, schedule=named),
-                  f"{n} denoising step{'s' * (n > 1)}", True)
+        Candidate(f"{best.name}, {n} {unit}", best.config.with_steps(n), f"{n} denoising step{'s' * (n > 1)}", True)
         for n in numbers
-    ]  # fmt: skip
+    ]
 
 
 def schedules(tried: Sequence[Tried], flow: Callable[[], Mapping[str, Any]]) -> list[Candidate]:
