@@ -48,7 +48,10 @@ REFUSED = [
     ),
     ("serve demo --num-steps 5 --schedule 1,0.3,0.01,0", "schedule: expected 6 times for 5 steps, got 4"),
     ("bench demo --steps 5 --schedule 1,0.3,0.01,0", "schedule: expected 6 times for 5 steps, got 4"),
-    ("tune demo --quick --benchmark toy:x --allow-steps 2 --schedule 1,0.3,0.01,0", "schedule: expected 3 times for 2"),
+    (
+        "tune demo --quick --benchmark libero --allow-steps 2 --schedule 1,0.3,0.01,0",
+        "schedule: expected 3 times for 2",
+    ),
     ("parity demo --draws 0", "draws: expected at least 1, got 0"),
     ("parity demo --threshold nan", "threshold: expected -1 to 1, got nan"),
     ("parity demo --report /proc/a.html", "report: /proc/a.html cannot be written"),

@@ -166,9 +166,8 @@ def test_a_kept_report_counts_for_these_weights_steps_and_engines(
     for changes in wrong:
         caplog.clear()
         kept(folder, policy, **changes)
-        assert ("auto will not use parity_native_fp8.json: " in caplog.text) == changes.keys().isdisjoint(
-            ("num_steps", "schedule")
-        )
+        same_steps = changes.keys().isdisjoint(("num_steps", "schedule"))
+        assert ("auto will not use parity_native_fp8.json: " in caplog.text) == same_steps
         assert agreement.shown(folder, policy.model, TWO) is None
     path.write_text("{")
     assert agreement.shown(folder, policy.model, TWO) is None
@@ -199,7 +198,9 @@ def test_a_policy_wants_scales_and_a_report(folder: Path, caplog: pytest.LogCapt
 
 def test_the_command_keeps_a_report(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "fast.yaml"
-    config.write_text("num_steps: 2\nprecision: fp32\nvision: native\nkv_cache: native\ndenoise: native\n")
+    config.write_text(
+        "num_steps: 2\nschedule: cubic\nprecision: fp32\nvision: native\nkv_cache: native\ndenoise: native\n"
+    )
     save_observations([tiny_observation(i) for i in range(2)], tmp_path / "seen.npz")
     words = ["parity", str(folder), "--config", str(config), "--device", "cpu", "--threshold", "0.99", "--keep"]
     assert cli.main(words) == 1
@@ -213,4 +214,6 @@ def test_the_command_keeps_a_report(folder: Path, tmp_path: Path, capsys: pytest
     assert content["precisions"] == dict.fromkeys(PARTS, "auto") and content["recorded"] == "seen.npz"
     content["precisions"]["kv_cache"] = "fp8"
     (folder / "parity_fast.json").write_text(json.dumps(content))
-    assert agreement.shown(folder, policy.model, TWO) == replace(SHOWN, source="parity_fast.json")
+    assert content["schedule"] == [1.0, 0.125, 0.0]
+    assert agreement.shown(folder, policy.model, Schedule.cubic(2)) == replace(SHOWN, source="parity_fast.json")
+    assert agreement.shown(folder, policy.model, TWO) is None
