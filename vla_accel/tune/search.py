@@ -276,7 +276,9 @@ def outcome(search: Search, chosen: Tried, left_out: Mapping[str, str], about: M
     if chosen is search.tried[0]:
         why = "nothing faster passed the gates"
     elif s is None:
-        why = "the fastest that agrees with FP32 eager; success was not tested, because no benchmark was given"
+        own, mine = ((t.candidate.config.num_steps, t.candidate.config.schedule) for t in (search.tried[0], chosen))
+        steps = " of the same steps, which end no further from the exact flow than the checkpoint's own" * (own != mine)
+        why = f"the fastest that agrees with FP32 eager{steps}; success was not tested, because no benchmark was given"
     else:
         why = (
             f"the fastest that passed the gates: it lost {s['lost']} and gained {s['gained']} of {s['pairs']} pairs, "
