@@ -12,6 +12,7 @@ from eval.harness.policies import PolicyBySteps
 from eval.harness.protocol import EpisodeKey
 from eval.harness.rollout import describe
 from vla_accel.errors import EngineError
+from vla_accel.remote.metadata import starts_warm
 
 Request = tuple["int | None", dict[str, Any], dict[str, Any]]
 """Step count, observation, and options of `infer`."""
@@ -48,15 +49,18 @@ class Schedule:
 
 
 def answer(policies: PolicyBySteps, requests: Sequence[Request]) -> list[Answer]:
-    """Answer requests in their order; those with equal step counts, and all with or all without noise, make a batch.
+    """Answer requests in their order; those with equal step counts, and all with or all without noise, make a batch. So
+    do those with and those without a previous chunk, if the policy starts from it.
 
     A refused request gets the error as its answer, so that one bad episode does not end the run.
     """
-    groups: dict[tuple[int | None, bool], list[int]] = {}
+    groups: dict[tuple[int | None, bool, bool], list[int]] = {}
+    warm = starts_warm(policies.policy)
     for index, (steps, _, options) in enumerate(requests):
-        groups.setdefault((steps, options.get("noise") is not None), []).append(index)
+        kind = options.get("noise") is not None, warm and "prev_chunk" in options
+        groups.setdefault((steps, *kind), []).append(index)
     answers: list[Answer] = [("failed", "not answered")] * len(requests)
-    for (steps, _), left in groups.items():
+    for (steps, *_), left in groups.items():
         while left:
             # Engines and graphs are built for each batch size: powers of two are few.
             size = 1 << (len(left).bit_length() - 1) if hasattr(policies.policy, "infer_batch") else 1
