@@ -23,7 +23,7 @@ from vla_accel.files import content_hash
 from vla_accel.remote.metadata import WARM_START, max_delay
 
 Chunking = Literal["plain", "rtc", "warm"]
-REMOTE_IDENTITY = ("policy", "model", "num_steps", WARM_START, "dtype")
+REMOTE_IDENTITY = ("policy", "model", "num_steps", "schedule", WARM_START, "dtype")
 WARM_UP_CALLS = 2
 ANSWER_TIMEOUT_S = 300.0  # a server may compile at its first request
 
@@ -252,13 +252,16 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
         content = b"".join(file.read_bytes() for file in sorted(module.parent.glob(f"{module.stem}*.py")))
         return {"kind": "expert", "sha256": hashlib.sha256(content).hexdigest()}
     if source.kind == "remote":
-        known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if policy.metadata.get(k) is not None}
+        known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if k in policy.metadata}
         return {"kind": "remote", "address": source.where, "metadata": known, **chunking}
     # `auto` is replaced by the choice; the step count belongs to the protocol; empty options change nothing.
     from vla_accel.policy.agreement import weights_of
 
     config = asdict(policy.config.with_specs(policy.specs))
     del config["num_steps"]
+    for name in ("schedule", "warm_start"):
+        if config[name] is None:
+            del config[name]
     return {
         "kind": "local",
         "name": source.name,

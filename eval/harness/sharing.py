@@ -12,7 +12,6 @@ from eval.harness.policies import PolicyBySteps
 from eval.harness.protocol import EpisodeKey
 from eval.harness.rollout import describe
 from vla_accel.errors import EngineError
-from vla_accel.remote.metadata import starts_warm
 
 Request = tuple["int | None", dict[str, Any], dict[str, Any]]
 """Step count, observation, and options of `infer`."""
@@ -49,16 +48,15 @@ class Schedule:
 
 
 def answer(policies: PolicyBySteps, requests: Sequence[Request]) -> list[Answer]:
-    """Answer requests in their order; those with equal step counts, and all with or all without noise, make a batch. So
-    do those with and those without a previous chunk, if the policy starts from it.
+    """Answer requests in their order; those with equal step counts, and all with or all without noise and a previous
+    chunk, make a batch.
 
     A refused request gets the error as its answer, so that one bad episode does not end the run.
     """
     groups: dict[tuple[int | None, bool, bool], list[int]] = {}
-    warm = starts_warm(policies.policy)
     for index, (steps, _, options) in enumerate(requests):
-        kind = options.get("noise") is not None, warm and "prev_chunk" in options
-        groups.setdefault((steps, *kind), []).append(index)
+        key = steps, options.get("noise") is not None, "prev_chunk" in options
+        groups.setdefault(key, []).append(index)
     answers: list[Answer] = [("failed", "not answered")] * len(requests)
     for (steps, *_), left in groups.items():
         while left:

@@ -297,7 +297,6 @@ def test_metadata_and_latency_report(folders: dict[Kind, Path], policy: Optimize
         },
         "max_delay": None,
         "num_steps": 3,
-        "warm_start": None,
         "device": "cpu",
         "dtype": "float32",
     }

@@ -97,8 +97,8 @@ LOOPS = {
 }
 
 
-def smolvla_case(prefix_tokens: int, *ends: int, steps: int = 2, **expert: Any) -> LoopCase:
-    return LoopCase(expert_of(**expert), len(ends), prefix_tokens, steps, ends)
+def smolvla_case(prefix_tokens: int, *ends: int, steps: int = 2, setting: str = "cubic", **expert: Any) -> LoopCase:
+    return LoopCase(expert_of(**expert), len(ends), prefix_tokens, steps, ends, setting)
 
 
 # One to four tiles of rows, one and two rounds of keys, layers that cross always, sometimes and never, prefixes of one
@@ -115,7 +115,7 @@ EXPERTS = {
     "large heads": smolvla_case(40, 33, head_dim=256),
     "three sequences": smolvla_case(40, 33, 40, 7),
     "three long sequences": smolvla_case(70, 33, 40, 70, horizon=20),
-    "full": smolvla_case(177, 160, **SMOLVLA_FULL),
+    "full": smolvla_case(177, 160, setting="uniform", **SMOLVLA_FULL),
     "full short": smolvla_case(145, 130, **SMOLVLA_FULL),
     "full three views": smolvla_case(241, 241, **SMOLVLA_FULL),
 }

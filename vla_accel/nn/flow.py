@@ -77,6 +77,15 @@ class Schedule:
         return self == Schedule.uniform(self.steps)
 
     @property
+    def described(self) -> dict[str, list[float]]:
+        """The times under "schedule" for reports, where the number of steps does not imply them."""
+        return {} if self.is_uniform else {"schedule": list(self.times)}
+
+    def __str__(self) -> str:
+        steps = f"{self.steps} step{'s' * (self.steps > 1)}"
+        return steps if self.is_uniform else f"{steps} at {', '.join(f'{time:.3g}' for time in self.times[:-1])}"
+
+    @property
     def evaluations(self) -> Tensor:
         """The times (n,) float32 at which the velocity is evaluated."""
         return torch.tensor(self.times[:-1], dtype=torch.float32)

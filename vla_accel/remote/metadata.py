@@ -16,8 +16,8 @@ MAX_DELAY = "max_delay"
 """Metadata key: the longest `inference_delay` that the policy accepts; None for any. A checkpoint that was trained with
 clean prefixes (`rtc: {trained: true}`) accepts at most the delays of its training."""
 WARM_START = "warm_start"
-"""Metadata key: the flow time at which calls with a previous chunk start (`PolicyConfig.warm_start`), or None. Such a
-policy takes `prev_chunk` without `inference_delay`, and its `infer_batch` takes one for every observation or for none."""
+"""Metadata key: the flow time at which calls with a previous chunk start (`PolicyConfig.warm_start`). Such a policy
+takes `prev_chunk` without `inference_delay`, and its `infer_batch` takes one for every observation or for none."""
 ROBOT = "robot"
 """Metadata key: the robot, a map of `images` and `state` (observation keys), `action_dim`, and `motion_dims` (see
 `transforms.robots.Preset`; None if the checkpoint does not declare them)."""
