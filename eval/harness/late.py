@@ -40,7 +40,7 @@ class Arguments(options.Arguments):
     ticks: Annotated[tuple[int, ...], Within(0)] = (0, 1, 2, 4, 8)
     """Control ticks from an observation to the arrival of its actions."""
     chunkings: tuple[Chunking, ...] = ("plain", "rtc")
-    """How chunks follow each other: see --chunking of the benchmark's own command."""
+    """How a chunk follows the last one: plain, guided (rtc) or started from it (warm)."""
     note: str = ""
     """A note that is stored with the figures."""
     # Not options of a grid: `chunkings` replaces `chunking`, the expert has no latency, each point would overwrite the

@@ -63,8 +63,9 @@ def is_warm(config: PolicyConfig, chunks: Sequence[np.ndarray | None] | None) ->
         return False
     warm = sum(chunk is not None for chunk in chunks)
     if warm not in (0, len(chunks)):
-        expected = "one for every observation or for none, with warm_start"
-        raise ObservationError(f"prev_chunks: expected {expected}, got {warm} for {len(chunks)}")
+        raise ObservationError(
+            f"prev_chunks: expected one for every observation or for none (warm_start), got {warm} for {len(chunks)}"
+        )
     return warm > 0
 
 
