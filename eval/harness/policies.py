@@ -234,7 +234,7 @@ def check_chunks(
         if protocol.latency >= horizon:
             raise ConfigError(f"stress: latency: {most} less one, got {protocol.latency}")
         if source.chunking == "warm" and protocol.replan_steps == horizon and not protocol.latency:
-            raise ConfigError(f"replan: {most} less one, so that chunking: warm has a rest, got {protocol.replan_steps}")
+            raise ConfigError(f"replan: {most} less one, to leave some for a warm start, got {protocol.replan_steps}")
     if source.chunking == "rtc" and not supports_prev_chunk:
         raise ConfigError(
             "chunking: rtc: expected a policy with real-time chunking (supports_prev_chunk), got one without"

@@ -258,9 +258,9 @@ def test_a_policy_must_have_actions_left_when_they_arrive() -> None:
         check_chunks(metadata, guided, protocol, supports_prev_chunk=False)
     warm, all_executed = replace(source, chunking="warm"), replace(protocol, replan_steps=10)
     check_chunks({**metadata, "warm_start": 0.5}, warm, protocol, supports_prev_chunk=True)
-    with pytest.raises(ConfigError, match="chunking: warm: expected a policy .* warm_start, got one without"):
+    with pytest.raises(ConfigError, match=r"chunking: warm: expected a policy .* warm_start, got one without"):
         check_chunks({**metadata, "warm_start": None}, warm, protocol, supports_prev_chunk=True)
-    with pytest.raises(ConfigError, match="replan: expected .* 10 predicted actions less one, .*, got 10"):
+    with pytest.raises(ConfigError, match=r"replan: expected .* 10 predicted actions less one, .*, got 10"):
         check_chunks({**metadata, "warm_start": 0.5}, warm, all_executed, supports_prev_chunk=True)
 
 

@@ -109,7 +109,7 @@ def test_a_warm_batch_answers_each_row_as_alone(folders: dict[str, Path], family
              for o, n, c, d in zip(pair, noise, chunks, (None, 1), strict=True)]  # fmt: skip
     found = policy.infer_batch(pair, noise=noise, prev_chunks=chunks, inference_delays=[None, 1])
     np.testing.assert_allclose([one["actions"] for one in found], alone, rtol=0, atol=2e-4)
-    with pytest.raises(ObservationError, match="prev_chunks: expected one for every observation or .*, got 1 for 2"):
+    with pytest.raises(ObservationError, match=r"prev_chunks: expected one for every observation or .*, got 1 for 2"):
         policy.infer_batch(pair, prev_chunks=[None, chunks[0]])
 
 
@@ -169,14 +169,14 @@ def test_a_runner_passes_the_rest_of_the_chunk(folders: dict[str, Path], guided:
 
 def test_a_checkpoint_of_tokens_has_no_start(tmp_path: Path) -> None:
     tiny_pi0_fast.write_lerobot(tmp_path)
-    with pytest.raises(ConfigError, match="warm_start: expected none for pi0_fast, which has no flow, got 0.5"):
+    with pytest.raises(ConfigError, match=r"warm_start: expected none for pi0_fast, which has no flow, got 0.5"):
         OptimizedPolicy.from_pretrained(tmp_path, PolicyConfig(device="cpu", warm_start=START))
 
 
 @pytest.mark.parametrize("start", [0, 1, 0.0, 1.0, -0.5, 2, float("nan"), float("inf")])
 def test_a_start_lies_between_actions_and_noise(start: float) -> None:
     for make in (load_config, lambda settings: PolicyConfig(**settings)):
-        with pytest.raises(ConfigError, match="^warm_start: expected more than 0, less than 1, got"):
+        with pytest.raises(ConfigError, match=r"^warm_start: expected more than 0, less than 1, got"):
             make({"warm_start": start})
 
 
