@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.gpus import H200
+from vla_accel.config import NamedSchedule
 from vla_accel.families.pi0 import native_loop as pi0_loop
 from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config
 from vla_accel.families.smolvla import native_loop as smolvla_loop
@@ -65,7 +66,7 @@ class LoopCase:
     prefix_tokens: int = 100
     steps: int = 3
     ends: tuple[int, ...] = ()
-    setting: str | None = None
+    setting: NamedSchedule | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -97,7 +98,9 @@ LOOPS = {
 }
 
 
-def smolvla_case(prefix_tokens: int, *ends: int, steps: int = 2, setting: str = "cubic", **expert: Any) -> LoopCase:
+def smolvla_case(
+    prefix_tokens: int, *ends: int, steps: int = 2, setting: NamedSchedule = "cubic", **expert: Any
+) -> LoopCase:
     return LoopCase(expert_of(**expert), len(ends), prefix_tokens, steps, ends, setting)
 
 
