@@ -132,11 +132,12 @@ def test_the_server_answers_warm_and_cold_calls_in_separate_batches(folders: dic
     policy = load(folders["pi05"], num_steps=1, warm_start=START)
     (observation,), (rest,) = observed(policy, 0), rests(policy, 3)
     policy.reset()
-    want = [policy.infer(observation, **o)["actions"] for o in ({}, {"prev_chunk": rest})]
+    calls: list[dict[str, Any]] = [{}, {"prev_chunk": rest}]
+    want = [policy.infer(observation, **options)["actions"] for options in calls]
     policy.reset()
     with served(policy) as (_, client):
         assert client.metadata["warm_start"] == START
-        found = [client.infer(observation, **o)["actions"] for o in ({}, {"prev_chunk": rest})]
+        found = [client.infer(observation, **options)["actions"] for options in calls]
         client.infer(observation, prev_chunk=rest, inference_delay=1)
         with pytest.raises(ConfigError, match="expected prev_chunk and inference_delay together"):
             client.infer(observation, inference_delay=1)
@@ -148,9 +149,9 @@ def test_the_server_answers_warm_and_cold_calls_in_separate_batches(folders: dic
     requests = [Request(observation, options, loaded) for options in kinds]
     for group, which in ((next_group(requests, 4), (0, 2)), (next_group(requests[1:], 4), (1, 3))):
         assert group == [requests[index] for index in which]
-        calls = len(policy.latency.samples)
+        before = len(policy.latency.samples)
         assert all("actions" in one for one in run_requests(policy, group))
-        assert len(policy.latency.samples) == calls + 1, "one batch"
+        assert len(policy.latency.samples) == before + 1, "one batch"
 
 
 @pytest.mark.parametrize("guided", [True, False])
