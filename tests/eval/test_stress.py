@@ -19,7 +19,7 @@ from eval.harness.policies import Chunking, PolicyActor, PolicyBySteps, PolicySo
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import Chunks, run_episode
 from eval.harness.runner import Setup
-from eval.harness.sharing import batch_options
+from eval.harness.sharing import answer, batch_options
 from eval.harness.stress import GREY, disturb, parse_stress
 from eval.harness.workers import play
 from eval.libero.benchmark import LIBERO
@@ -244,6 +244,26 @@ def test_requests_that_are_answered_together_keep_their_own_chunks() -> None:
     assert both["noise"].shape == (2, 10, 8)
     assert both["prev_chunks"] == [None, "left"] and both["inference_delays"] == [None, 2]
     assert batch_options([{}, {}])["noise"] is None
+
+
+class Batching(FakePolicy):
+    """Keeps the previous chunks of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Any] = []
+
+    def infer_batch(self, observations: list[Any], **options: Any) -> list[dict[str, Any]]:
+        self.batches.append(options.get("prev_chunks"))
+        return [{} for _ in observations]
+
+
+def test_requests_with_and_without_a_previous_chunk_make_separate_batches() -> None:
+    policy = Batching()
+    answers = answer(
+        PolicyBySteps(policy), [(None, {}, {"prev_chunk": one} if one else {}) for one in ("a", "", "b", "")]
+    )
+    assert answers == [("answer", {})] * 4 and policy.batches == [["a", "b"], None]
 
 
 def test_a_policy_must_have_actions_left_when_they_arrive() -> None:

@@ -21,7 +21,7 @@ from vla_accel.families.loading import load as load_checkpoint
 from vla_accel.policy import ahead_of_time
 
 __all__ = ["folders"]
-START = 0.5
+START = 0.4
 
 
 def rests(policy: OptimizedPolicy, *lengths: int) -> list[np.ndarray]:
@@ -170,7 +170,7 @@ def test_a_runner_passes_the_rest_of_the_chunk(folders: dict[str, Path], guided:
 
 def test_a_checkpoint_of_tokens_has_no_start(tmp_path: Path) -> None:
     tiny_pi0_fast.write_lerobot(tmp_path)
-    with pytest.raises(ConfigError, match=r"warm_start: expected none for pi0_fast, which has no flow, got 0.5"):
+    with pytest.raises(ConfigError, match=r"warm_start: expected none for pi0_fast, which has no flow, got 0.4"):
         OptimizedPolicy.from_pretrained(tmp_path, PolicyConfig(device="cpu", warm_start=START))
 
 
