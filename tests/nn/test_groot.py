@@ -105,6 +105,12 @@ def test_a_row_is_what_it_would_be_alone(model: Groot) -> None:
     assert torch.isfinite(rows).all()
 
 
+def test_a_time_is_its_bucket_from_noise_to_actions(model: Groot) -> None:
+    """Equal steps as Isaac-GR00T rounds them; 1 - 0.9, just below 0.1 in binary, is bucket 100."""
+    assert model.head.times(Schedule.uniform(3)) == [0, 333, 666]
+    assert model.head.times(Schedule((1.0, 0.9, 0.43, 0.0005, 0.0))) == [0, 100, 570, 999]
+
+
 def test_training_reaches_every_weight(model: Groot) -> None:
     config = model.config
     trained = Groot(config)
