@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,22 +53,26 @@ class Runtime:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Make this the current runtime of this thread, for tensors on this type of device."""
-        outer, _OPEN.runtime = _OPEN.runtime, self
+        outer, OPEN.runtime = OPEN.runtime, self
         try:
             yield
         finally:
-            _OPEN.runtime = outer
+            OPEN.runtime = outer
 
 
 class _Open(threading.local):
+    """What a thread has open: its runtime, its `kernels.chain.Chain`, and its record of `kernels.phases`."""
+
     runtime: Runtime | None = None
+    chain: Any = None
+    record: Any = None
 
 
-_OPEN = _Open()
+OPEN = _Open()
 
 
 def current(where: Tensor | torch.device) -> Runtime:
     """Return the open runtime, or the default of the device if none is open or the open one has another device type."""
     device = where.device if isinstance(where, Tensor) else where
-    runtime = _OPEN.runtime
+    runtime = OPEN.runtime
     return runtime if runtime is not None and runtime.device.type == device.type else Runtime.of(device)

@@ -147,6 +147,16 @@ def test_bench_says_a_fallback_once_and_names_the_rows_by_what_ran(
         assert said.count("native_fp8 (kv_cache ran eager)") >= 3, "of each number of steps, and of a batch"
 
 
+def test_bench_reports_the_times_of_placed_steps(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--schedule", "1,0.3,0", "--calls", "1", "--device", "cpu", "--batch", "2"]
+    assert main(["bench", checkpoint, "--config", "eager", *words]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    rows = [*report["rows"], *report["throughput"]]
+    assert {(row["steps"], tuple(row["schedule"])) for row in rows} == {(2, (1.0, 0.3, 0.0))}
+    assert out.replace("\n", "").count("eager at 1, 0.3") >= len(rows)
+
+
 @pytest.mark.slow
 def test_bench_starts_policies_anew(checkpoint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["--config", "native", "--steps", "1", "--calls", "1", "--device", "cpu", "--starts", "--hz", "100"]

@@ -79,6 +79,7 @@ SMALLER: dict[str, str] = {
     "vla-accel build ": "--dry-run",
     "vla-accel doctor": "--device cpu",
     "vla-accel bench demo ": "--calls 1 --device cpu --report report.html",
+    "vla-accel flow ": "--count 8 --steps 2,1 --calls 1 --device cpu",
     "vla-accel tune ": "--calls 1 --count 1 --num-steps 1 --device cpu",
     "vla-accel parity ": "--count 2 --draws 1 --num-steps 2 --device cpu --report report.html",
     "vla-accel calibrate ": "--count 2 --device cpu",
@@ -117,7 +118,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     policy = OptimizedPolicy.from_pretrained("demo", device="cpu", num_steps=1)
     rng = np.random.default_rng(0)
-    observations = [{**policy.processor.example(), "observation/state": rng.normal(size=8) * 0.1} for _ in range(2)]
+    observations = [{**policy.processor.example(), "observation/state": rng.normal(size=8) * 0.1} for _ in range(8)]
     for place in (folder, folder / "runs" / "demo"):
         save_observations(observations, place / "observations.npz")
     shutil.copytree(NAMED["demo"], folder / "checkpoint")

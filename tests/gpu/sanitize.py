@@ -32,7 +32,7 @@ from tests.support import interpret_image
 from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import _attention, _self_attention
-from tests.support.kernel_shapes import CUTS, check_on_gpu
+from tests.support.kernel_shapes import CONFIGS, check_on_gpu
 from tests.support.streamed_support import LoopCase, Loops, streamable
 from vla_accel.families.pi0.network import Kind
 from vla_accel.fp8 import E4M3
@@ -86,10 +86,10 @@ def suffix() -> Cases:
                 r, 512, 1024, t, "grmn", c)),
         }  # fmt: skip
         for op, (product, make) in made.items():
-            for cut in without_triton(Gpu.of(DEVICE), product):
-                if isinstance(cut, HopperTile):
-                    name = f"{op} {rows} {cut}"
-                    found[name] = lambda n=name, m=make, c=cut: both_ways(n, m(c))
+            for config in without_triton(Gpu.of(DEVICE), product):
+                if isinstance(config, HopperTile):
+                    name = f"{op} {rows} {config}"
+                    found[name] = lambda n=name, m=make, c=config: both_ways(n, m(c))
     return found
 
 
@@ -140,7 +140,7 @@ def denoise() -> Cases:
 
 
 def triton() -> Cases:
-    """The smallest cases of every op, three of more than one tile, and every kind of cut."""
+    """The smallest cases of every op, three of more than one tile, and every kind of config."""
     kept: dict[str, int] = {}
     found: Cases = {}
     for name in cases.CASES:
@@ -148,7 +148,7 @@ def triton() -> Cases:
         kept[op] = kept.get(op, 0) + 1
         if kept[op] <= 6:
             found[name] = lambda n=name: check_on_gpu(n)
-    return found | {name: lambda n=name: check_on_gpu(n) for name in CUTS}
+    return found | {name: lambda n=name: check_on_gpu(n) for name in CONFIGS}
 
 
 def image() -> Cases:

@@ -45,16 +45,16 @@ def product_of(name: str, rows: int) -> GemmSizes:
     }[name]  # fmt: skip
 
 
-def call_of(name: str, batch: int, tokens: int, adaptive: bool, cut: GemmConfig) -> Call:
-    """With a name's own weights and rows, the same for every cut."""
+def call_of(name: str, batch: int, tokens: int, adaptive: bool, config: GemmConfig) -> Call:
+    """With a name's own weights and rows, the same for every config."""
     rows = batch * tokens
     if name == "qkv":
-        made = cases._qkv_rope(batch, tokens, 1024, 8, 1, 256, adaptive, "", cut, moments=128)
+        made = cases._qkv_rope(batch, tokens, 1024, 8, 1, 256, adaptive, "", config, moments=128)
     elif name == "gate_up":
-        made = cases._gate_up(rows, 1024, 4096, adaptive, "", cut, silu=not adaptive, moments=64)
+        made = cases._gate_up(rows, 1024, 4096, adaptive, "", config, silu=not adaptive, moments=64)
     else:
         what = "grmn" if adaptive else "rm"
-        made = cases._project(rows, 1024, 2048 if name == "o" else 4096, tokens, what, cut)
+        made = cases._project(rows, 1024, 2048 if name == "o" else 4096, tokens, what, config)
     return made(Draw(f"{name} {rows}", torch.bfloat16))
 
 
@@ -66,40 +66,40 @@ def test_a_product_is_that_of_float32(name: str, batch: int, tokens: int, adapti
     assert isinstance(ways[0], Library)
     wrong = []
     # The library's moments are of other tiles than the own GEMM's, which are alike.
-    called = {type(cut): call_of(name, batch, tokens, adaptive, cut) for cut in ways}
+    called = {type(config): call_of(name, batch, tokens, adaptive, config) for config in ways}
     wanted = {kind: calls.outputs_of(call, torch.device("cpu"), kernel=False) for kind, call in called.items()}
     runs = {}
-    for cut in ways:
-        call = called[type(cut)]
-        call = replace(call, arguments={**call.arguments, "config": cut})
-        runs[cut] = partial(calls.outputs_of, call, device, kernel=True, early=True)
+    for config in ways:
+        call = called[type(config)]
+        call = replace(call, arguments={**call.arguments, "config": config})
+        runs[config] = partial(calls.outputs_of, call, device, kernel=True, early=True)
     compile_all(runs.values(), Runtime.of(device))
-    for cut, run in runs.items():
-        found = [calls.difference(a, b) for a, b in zip(run(), wanted[type(cut)], strict=True)]
-        if not all(d.worst <= WORST[type(cut)] and d.mean <= MEAN for d in found):
-            wrong.append((str(cut), found))
+    for config, run in runs.items():
+        found = [calls.difference(a, b) for a, b in zip(run(), wanted[type(config)], strict=True)]
+        if not all(d.worst <= WORST[type(config)] and d.mean <= MEAN for d in found):
+            wrong.append((str(config), found))
     assert not wrong
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(16, 10), (32, 10), (4, 50)])
 def test_attention_of_a_batch_is_that_of_float32(batch: int, tokens: int) -> None:
-    """Every cut that is worth measuring, and lengths of which one ends in the first tile."""
+    """Every config that is worth measuring, and lengths of which one ends in the first tile."""
     device, prefix = torch.device(DEVICE), 554
     lengths = [prefix - 7 * b for b in range(batch - 1)] + [5]
     called, wrong, want = {}, [], None
-    for cut in attention_config.key_splits(Gpu.of(device), SuffixShape(batch, tokens, prefix, 8, 1, 256)):
-        made = cases._suffix_attention(tokens, prefix, 8, 1, 256, lengths, tokens == 50, cut)
-        called[str(cut)] = made(Draw(f"attention {batch}", torch.bfloat16))
+    for config in attention_config.key_splits(Gpu.of(device), SuffixShape(batch, tokens, prefix, 8, 1, 256)):
+        made = cases._suffix_attention(tokens, prefix, 8, 1, 256, lengths, tokens == 50, config)
+        called[str(config)] = made(Draw(f"attention {batch}", torch.bfloat16))
     compile_all(
         [partial(calls.outputs_of, call, device, kernel=True, early=True) for call in called.values()],
         Runtime.of(device),
     )
-    for cut, call in called.items():
+    for config, call in called.items():
         want = want or calls.outputs_of(call, torch.device("cpu"), kernel=False)
         got = calls.outputs_of(call, device, kernel=True, early=True, repeat=3)
         found = calls.difference(got[0], want[0])
         if not (found.worst <= WORST[HopperTile] and found.mean <= MEAN):
-            wrong.append((cut, found))
+            wrong.append((config, found))
     assert not wrong
 
 

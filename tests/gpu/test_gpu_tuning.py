@@ -1,4 +1,4 @@
-"""Cuts of the denoise loop as a build measures them on a GPU: the loop agrees, and the next build finds them again."""
+"""Tile configs of the denoise loop as a build measures them: the loop agrees, and the next build finds them again."""
 
 from __future__ import annotations
 

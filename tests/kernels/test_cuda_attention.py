@@ -97,10 +97,12 @@ def launched(
     hopper._module.cache_clear()
     q, k, v, out, lengths = random_tensors(sizes, CPU)
     scale = 200.0 if sizes.quantised else None
-    kernel = hopper.kernel_for(H200, q, k, v, out, lengths)
-    assert kernel is not None
+    whole = hopper.kernel_for(H200, q, k, v, out, lengths) == "whole"
     with Chain(H200, early).resumed():
-        hopper.attention(kernel, q, k, v, out, lengths, gpu=H200, inverse_scale=scale)
+        if whole:
+            hopper.whole(q, k, v, out, scale)
+        else:
+            hopper.shared_keys(q, k, v, out, lengths, scale, H200)
     hopper._module.cache_clear()
     (module,) = modules
     (launch,) = module.launches

@@ -14,7 +14,7 @@ from tests.support import kernel_calls as calls
 from tests.support import kernel_cases as cases
 from tests.support import kernel_shapes as shapes
 from tests.support.kernel_calls import FP8, Call, Draw, Empty, Same
-from tests.support.kernel_shapes import CUTS, TALL
+from tests.support.kernel_shapes import CONFIGS, TALL
 from tests.support.scripts import lines_of, needs_triton
 from vla_accel.kernels.rows import rows
 
@@ -29,10 +29,10 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
     return {name: wrong for name, wrong, _ in map(json.loads, lines_of("interpret_kernels", *selected))}
 
 
-QUICK = [name for name in CUTS if "1x50x128 pipelined 32" in name or "(10, 40, 320, 1, 'gr')" in name]
-QUICK += [name for name in CUTS if "moments" in name and "pipelined 32" in name and "adaptive=False" not in name]
-QUICK += [name for name in CUTS if name.startswith("suffix_attention (51") and "64x16" in name]
-QUICK += [name for name in CUTS if "TMA" in name and ("project 10" in name or "moments" in name)]
+QUICK = [name for name in CONFIGS if "1x50x128 pipelined 32" in name or "(10, 40, 320, 1, 'gr')" in name]
+QUICK += [name for name in CONFIGS if "moments" in name and "pipelined 32" in name and "adaptive=False" not in name]
+QUICK += [name for name in CONFIGS if name.startswith("suffix_attention (51") and "64x16" in name]
+QUICK += [name for name in CONFIGS if "TMA" in name and ("project 10" in name or "moments" in name)]
 # Of many programs, or of deep loops.
 LONG = (
     "513x", "257", "128x12", "128x20", "(2, 50, 96,", "(1, 64,", "(1, 51, 256,", "(1, 17, 320,", "(1, 3, 128,",
@@ -47,7 +47,7 @@ IN_TIME = {name for name in (*cases.CASES, *TALL, *QUICK) if not any(part in nam
 @needs_triton
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in IN_TIME else pytest.mark.slow) for name in (*cases.CASES, *TALL, *CUTS)],
+    [pytest.param(name, marks=() if name in IN_TIME else pytest.mark.slow) for name in (*cases.CASES, *TALL, *CONFIGS)],
 )
 def test_a_kernel_computes_what_its_reference_does(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == ""

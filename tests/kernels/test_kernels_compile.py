@@ -36,22 +36,17 @@ ROWS = {"_patchify", "_add_norm", "_embed_norm", "_geglu", "_rotate", "_attentio
 FEW = {"_skinny_pair", "_skinny_columns"}
 MANY = {"_measure", "_pipelined_pair", "_pipelined_columns"}
 AROUND = {"_library_pair", "_library_columns"}
-INT8 = {"_int8_linear", "_int8_gated"}
+INT8 = {"_int8_product"}
 BY_MODEL = {
     "pi05": ROWS | FEW | {"_suffix_attention"},
     "pi05 fp8": ROWS | FEW | {"_suffix_attention", "_gelu"},  # BF16 vision has its GELU in cuBLAS
     "pi05 int8": ROWS - {"_geglu"} | FEW | INT8 | {"_suffix_attention"},
-    "pi0": ROWS | MANY | {"_suffix_attention_split"},
-    "pi0 int8": ROWS - {"_geglu"} | MANY | INT8 | {"_suffix_attention_split"},
+    "pi0": ROWS | MANY | {"_suffix_attention"},
+    "pi0 int8": ROWS - {"_geglu"} | MANY | INT8 | {"_suffix_attention"},
     "demo": ROWS | FEW | {"_suffix_attention"},
     "demo x 8": ROWS | MANY | {"_suffix_attention"},
 }
-PRODUCTS = (
-    {"_attention", "_cross_attention", "_suffix_attention", "_suffix_attention_split"}
-    | INT8
-    | FEW
-    | MANY - {"_measure"}
-)
+PRODUCTS = {"_attention", "_cross_attention", "_suffix_attention"} | INT8 | FEW | MANY - {"_measure"}
 # All but the first of each program's chain.
 CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"} - FITTING
 SPILLED = 256
@@ -81,16 +76,15 @@ def check_it_fits(row: dict[str, Any]) -> None:
     pdl = bool(row["constants"].get("PDL"))
     assert (row["waits"] > 0) == (row["releases"] > 0) == pdl == bool(row["options"].get("launch_pdl")), row
     assert not pdl or gpu.dependent_launch
-    check_its_cut(row)
+    check_its_config(row)
 
 
-def check_its_cut(row: dict[str, Any]) -> None:
-    """Within what its cut says that it has at most, by which cuts are chosen."""
+def check_its_config(row: dict[str, Any]) -> None:
+    """It needs no more shared memory than its config says."""
     if row["kernel"] in FEW:
-        c = row["constants"]
-        config = Skinny(c["BLOCK_N"], c["PARTS"], c["PARTS"] * c["PIECE"], c["BLOCK_M"], c["EARLY"])
+        config, (_, k, *_) = Skinny(**row["constants"]["TILE"]), row["constants"]["SHAPE"]
         sides, weight = 1 if row["kernel"] == "_skinny_columns" else 2, 1 if row["int8"] else 2
-        assert row["shared"] <= config.shared(GemmSizes(1, c["K"], config.columns, 1, sides, weight)), row
+        assert row["shared"] <= config.shared(GemmSizes(1, k, config.columns, 1, sides, weight)), row
 
 
 @pytest.mark.slow
@@ -139,7 +133,7 @@ def test_each_kernel_compiles_for_each_capability(version: str, tmp_path: Path) 
     for row in rows:
         assert row["bytes"] > 1000 and row["fits"] == (row["kernel"] not in tight), row
         assert row["spilled"] <= SPILLED, row
-        check_its_cut(row)
+        check_its_config(row)
     everywhere = set().union(*(BY_MODEL[model] for model in ("pi05", "pi05 int8", "pi0", "pi0 int8")))
     # A GELU of its own comes before a product in FP8 alone.
     everywhere |= {"_gelu"}
@@ -159,7 +153,7 @@ def test_smolvlas_kernels_compile_and_fit(tmp_path: Path) -> None:
     for model, more in loops.items():
         found = {row["kernel"] for row in rows if model in row["models"]}
         inside = {"_geglu"} if model == "smolvla int8" else set()
-        assert found - {"_suffix_attention", "_suffix_attention_split"} == kernels - inside | more, model
+        assert found - {"_suffix_attention"} == kernels - inside | more, model
     for row in rows:
         check_it_fits(row)
 

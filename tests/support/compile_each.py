@@ -148,7 +148,7 @@ def around_products() -> Iterator[Callable[[], Any]]:
 
     def finish(out: Tensor | Heads, columns: int, norm: Norm | None, **epilogue: Any) -> Callable[[], Any]:
         weights, y = Linear(half(columns, width)), half(rows, columns)
-        return lambda: triton_library.finish(y, weights, out, Epilogue(**epilogue), norm, width)
+        return lambda: triton_library.finish(y, weights, out, Epilogue(**epilogue), norm)
 
     columns = (heads + 2) * head_dim
     yield finish(Heads(q, k, k), columns, norm, shift=wide(columns), rope=Rotation(angles, angles, lengths))

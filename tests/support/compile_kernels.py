@@ -50,6 +50,7 @@ from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm_workspace
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import resize
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.kernel_choices import Choice
 from vla_accel.nn.loop import SuffixLoop
 from vla_accel.pictures import MAP_WIDTH
@@ -100,7 +101,7 @@ def launches_of(
     with steered("triton", META):
         programs = (
             store.vision(batch, views, spec), store.kv_cache(batch, images, length, spec),
-            store.denoise(batch, total, 2, of_loop, trained=trained),
+            store.denoise(batch, total, Schedule.uniform(2), of_loop, trained=trained),
         )  # fmt: skip
     loop: Any = getattr(programs[2], "loop", programs[2])
     assert isinstance(loop, SuffixLoop)
@@ -129,7 +130,7 @@ def launches_of(
             program(tensors, tensors)
         programs[0]({**tensors, "pixel_maps": buffer(batch, views, MAP_WIDTH, dtype=torch.float32)}, tensors)
         if tried:
-            try_cuts(gpu, loop, tensors)  # pyright: ignore[reportArgumentType]
+            try_configs(gpu, loop, tensors)  # pyright: ignore[reportArgumentType]
 
     return recorded(run)
 
@@ -151,8 +152,8 @@ def recorded(call: Callable[[], None]) -> list[Launch]:
     return found
 
 
-def try_cuts(gpu: Gpu, loop: SuffixLoop, tensors: dict[str, Tensor]) -> None:
-    """Launch every product and attention of a layer in every cut that is worth measuring, and what stands around the
+def try_configs(gpu: Gpu, loop: SuffixLoop, tensors: dict[str, Tensor]) -> None:
+    """Launch every product and attention of a layer in every config that is worth measuring, and what stands around the
     library's products."""
     products = loop.products()
     for name, found in products.items():
@@ -168,10 +169,10 @@ def try_cuts(gpu: Gpu, loop: SuffixLoop, tensors: dict[str, Tensor]) -> None:
             loop.choices.chosen[name] = Choice(Library(), gemm_workspace(sizes, META, Library()), moments)
         for found in products.values():
             found.run(tensors)
-    # The cuts of a batch, of which what is compiled here does not know.
+    # The configs of a batch, which the models here do not have.
     several = attention_config.key_splits(gpu, dataclasses.replace(loop.attention, batch=8))
-    for cut in dict.fromkeys((*attention_config.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
-        loop.choices.chosen["attention"] = Choice(cut, suffix_workspace(loop.attention, META, cut))
+    for config in dict.fromkeys((*attention_config.key_splits(gpu, loop.attention), *(c for c in several if c.joined))):
+        loop.choices.chosen["attention"] = Choice(config, suffix_workspace(loop.attention, META, config))
         loop._attention(0, 0, tensors)
 
 
@@ -213,7 +214,7 @@ def constants_of(launch: Launch) -> dict[str, Any]:
     named = dict(zip(kernel.arg_names, args, strict=True))
     found = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
     found["PINNED"] = getattr(found.get("S"), "pinned", getattr(named.get("e"), "pinned", None) is not None)
-    return {**found, "TMA": named.get("x_tma") is not None}
+    return {**found, "TMA": getattr(found.get("TILE"), "tma", False)}
 
 
 def types_of(launch: Launch) -> list[str]:

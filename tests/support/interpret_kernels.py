@@ -68,5 +68,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     round_as_hardware_does()
     patch_once()
-    for case in sys.argv[1:] or (*cases.CASES, *shapes.TALL, *shapes.CUTS):
+    for case in sys.argv[1:] or (*cases.CASES, *shapes.TALL, *shapes.CONFIGS):
         print(json.dumps([case, *run(case)]), flush=True)

@@ -59,7 +59,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What programs of these sizes keep between them, in this cut."""
+    """What programs of these sizes keep between them, in this config."""
 
     sizes: SuffixShape | GemmSizes
     config: KeySplit | GemmConfig

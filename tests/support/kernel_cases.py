@@ -170,13 +170,13 @@ def _suffix_attention(
     head_dim: int,
     lengths: list[int],
     state_first: bool,
-    cut: KeySplit | None = None,
+    config: KeySplit | None = None,
     causal: bool = False,
 ) -> Callable:
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
         sizes = SuffixShape(batch, tokens, prefix, heads, kv_heads, head_dim, draw.dtype.itemsize)
-        taken = cut or key_splits(None, sizes)[0]
+        taken = config or key_splits(None, sizes)[0]
         keys, values, k, v = (draw(batch, n, kv_heads, head_dim) for n in (prefix, prefix, tokens, tokens))
         arguments = {
             "suffix": Heads(draw(batch, tokens, heads, head_dim, scale=2.0), k, v),
@@ -199,7 +199,7 @@ def _qkv_rope(
     head_dim: int,
     adaptive: bool,
     weights: str = "",
-    cut: GemmConfig | None = None,
+    config: GemmConfig | None = None,
     moments: int = 0,
     pinned: bool = False,
 ) -> Callable:
@@ -211,9 +211,8 @@ def _qkv_rope(
         cos, sin = rope_tables(int(lengths[-1]) + tokens, head_dim, torch.device("cpu"))
         out = Heads(*(Empty((batch, tokens, n, head_dim), draw.dtype) for n in (heads, kv_heads, kv_heads)))  # type: ignore
         layer = draw.linear(columns, width, weights=weights)
-        return _pair_call(
-            draw, layer, (batch * tokens, width), out, adaptive, cut, moments, pinned, rope=Rotation(cos, sin, lengths)
-        )
+        rope = Rotation(cos, sin, lengths)
+        return _pair_call(draw, layer, (batch * tokens, width), out, adaptive, config, moments, pinned, rope=rope)
 
     return call
 
@@ -239,7 +238,7 @@ def _pair_call(
 
 def _cross_attention(
     tokens: int, source: int, width: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int],
-    weights: str = "", moments: int = 0, cut: CrossTile | None = None,
+    weights: str = "", moments: int = 0, config: CrossTile | None = None,
 ) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
@@ -250,8 +249,8 @@ def _cross_attention(
             "weights": draw.linear(heads * head_dim, width, weights=weights),
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype),
         }  # fmt: skip
-        if cut is not None:
-            arguments["config"] = cut
+        if config is not None:
+            arguments["config"] = config
         arguments["norm"] = Norm(EPS, moments_of(arguments["x"], None, moments) if moments else None)
         beyond = _beyond(real, source, kv_heads, head_dim)
         return Call("cross_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
@@ -260,13 +259,13 @@ def _cross_attention(
 
 
 def _gate_up(
-    rows: int, width: int, hidden: int, adaptive: bool, weights: str = "", cut: GemmConfig | None = None,
+    rows: int, width: int, hidden: int, adaptive: bool, weights: str = "", config: GemmConfig | None = None,
     silu: bool = False, moments: int = 0, pinned: bool = False,
 ) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         layer, out = draw.linear(2 * hidden, width, weights=weights), Empty((rows, hidden), draw.dtype)
         activation = Activation.SWIGLU if silu else Activation.GEGLU
-        return _pair_call(draw, layer, (rows, width), out, adaptive, cut, moments, pinned, activation=activation)
+        return _pair_call(draw, layer, (rows, width), out, adaptive, config, moments, pinned, activation=activation)
 
     return call
 
@@ -277,17 +276,17 @@ def moments_of(x: Tensor, scale: Tensor | None, columns: int) -> Moments:
     return moments
 
 
-def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: GemmConfig | None = None) -> Callable:
+def _project(rows: int, n: int, k: int, tokens: int, what: str, config: GemmConfig | None = None) -> Callable:
     """`what`: letters of gate, bias, residual, skip the first, 8-bit (FP8) or integers, pinned; moments of what it
     writes, next norm's scale."""
     two, sizes = (2,) if "p" in what else (), GemmSizes(rows, k, n)
 
     def call(draw: Draw) -> Call:
-        config, outputs, moments = cut, ["out"], None
+        tile, outputs, moments = config, ["out"], None
         next_scale = draw.wide(n, scale=0.3) if "n" in what else None
         if "m" in what:
-            assert config is not None and not isinstance(config, Skinny)
-            columns = moments_columns(sizes, config)
+            assert tile is not None and not isinstance(tile, Skinny)
+            columns = moments_columns(sizes, tile)
             sums, squares = (Empty((-(-n // columns), rows), torch.float32) for _ in range(2))
             scaled = Empty((rows, n), draw.dtype) if "n" in what else None
             moments = Moments(sums, squares, scaled, columns)  # type: ignore[arg-type]
@@ -297,12 +296,12 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, cut: GemmConfig 
             skip_every=tokens if "s" in what else 0, moments=moments, next_scale=next_scale,
             pinned=draw.integers(2, rows, dtype=torch.int32) if two else None,
         )  # fmt: skip
-        if config is None:
-            config = default(RTX_4090, dataclasses.replace(sizes, row_bytes=draw.dtype.itemsize))  # fits any GPU
+        if tile is None:
+            tile = default(RTX_4090, dataclasses.replace(sizes, row_bytes=draw.dtype.itemsize))  # fits any GPU
         arguments = {
             "x": draw(rows, k), "weights": draw.linear(n, k, weights=eight_bit(what), bias="b" in what),
-            "out": draw(rows, n), "epilogue": epilogue, "config": config,
-            "workspace": Workspace(sizes, config) if isinstance(config, (Pipelined, Library)) else None,
+            "out": draw(rows, n), "epilogue": epilogue, "config": tile,
+            "workspace": Workspace(sizes, tile) if isinstance(tile, (Pipelined, Library)) else None,
         }  # fmt: skip
         return Call("gemm", arguments, tuple(outputs))
 
@@ -446,22 +445,22 @@ def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"cross_attention {shape} moments", _cross_attention(*shape, moments=32)
     # More keys than are fetched ahead.
     yield "cross_attention 300 keys", _cross_attention(18, 300, 40, 2, 1, 16, [290], moments=16)
-    for cut, weights in ((CrossTile(16, 128, 2, 16), ""), (CrossTile(32, 16, 3, 64), "int8")):
-        yield f"cross_attention {cut}", _cross_attention(40, 50, 136, 3, 1, 16, [50, 17], weights, 8, cut)
+    for config, weights in ((CrossTile(16, 128, 2, 16), ""), (CrossTile(32, 16, 3, 64), "int8")):
+        yield f"cross_attention {config}", _cross_attention(40, 50, 136, 3, 1, 16, [50, 17], weights, 8, config)
 
 
 def _pinned_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     """What a model trained with clean prefixes adds: a row of x takes the step's constants or those of t = 0."""
-    for rows, cut in ((9, None), (21, None), (40, Pipelined(16, 32, 64))):
+    for rows, config in ((9, None), (21, None), (40, Pipelined(16, 32, 64))):
         yield (
             f"qkv_rope {rows} pinned",
-            _qkv_rope(1, rows, 72, 2, 1, 24, True, "fp8" if rows == 21 else "", cut, pinned=True),
+            _qkv_rope(1, rows, 72, 2, 1, 24, True, "fp8" if rows == 21 else "", config, pinned=True),
         )
         yield (
             f"gate_up_geglu {rows} pinned",
-            _gate_up(rows, 72, 40, True, "int8" if rows == 9 else "", cut, pinned=True),
+            _gate_up(rows, 72, 40, True, "int8" if rows == 9 else "", config, pinned=True),
         )
-        yield f"project {rows} pinned", _project(rows, 40, 136, 1, "grp", cut)
+        yield f"project {rows} pinned", _project(rows, 40, 136, 1, "grp", config)
     yield "project of parts pinned", _project(33, 24, 320, 1, "gp", Pipelined(16, 16, 64, split=2))
     for what in ("fp", "np", "lnp", "fsp2", "sp2"):
         yield f"step pinned {what}", _step(2, 6, 5, 72, 7, what)

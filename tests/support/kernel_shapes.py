@@ -1,6 +1,6 @@
 """More cases of kernel_cases.py: row counts up to 1024 at every op, with the models' own widths and awkward ones (4304,
-head size 72). `WIDE` is for a GPU; `TALL`, many rows of little width, and `CUTS`, ways to cut an op into programs, are
-also fast in the interpreter, where the time is that of the programs: as many as show what is wrong."""
+head size 72). `WIDE` is for a GPU; `TALL`, many rows of little width, and `CONFIGS`, the tile configs, are also fast in
+the interpreter, where the time is that of the programs: as many as show what is wrong."""
 
 from __future__ import annotations
 
@@ -61,54 +61,54 @@ def _tall() -> Cases:
     yield "step (3, 66, 65)", _step(3, 66, 65, 20, 7, "n")
 
 
-def _cuts() -> Cases:
-    """Every kind of cut where another one is taken by default: tiles that end early, K in parts of which some are
-    empty, keys in several tiles, lengths that end in the first of them."""
-    for cut, narrow in (
+def _configs() -> Cases:
+    """Every kind of config but the default: tiles that end early, K in parts of which some are empty, keys in several
+    tiles, lengths that end in the first of them."""
+    for config, narrow in (
         (Pipelined(16, 16, 64), "fp8"), (Pipelined(32, 64, 32, stages=2), "int8"),
         (Pipelined(64, 32, 128, warps=8), "fp8"),
     ):  # fmt: skip
         for adaptive, weights in ((True, ""), (False, narrow)):
-            name = f"{cut} adaptive={adaptive} {weights or 'plain'}"
-            yield f"qkv_rope 2x9x72 {name}", _qkv_rope(2, 9, 72, 2, 1, 72, adaptive, weights, cut)
-            yield f"qkv_rope 1x50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, weights, cut)
-            yield f"gate_up_geglu 10x128 {name}", _gate_up(10, 128, 100, adaptive, weights, cut)
-            yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, weights, cut)
+            name = f"{config} adaptive={adaptive} {weights or 'plain'}"
+            yield f"qkv_rope 2x9x72 {name}", _qkv_rope(2, 9, 72, 2, 1, 72, adaptive, weights, config)
+            yield f"qkv_rope 1x50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, weights, config)
+            yield f"gate_up_geglu 10x128 {name}", _gate_up(10, 128, 100, adaptive, weights, config)
+            yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, weights, config)
         for adaptive in (True, False):
-            name = f"{cut} adaptive={adaptive}, moments"
-            yield f"qkv_rope 50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, "", cut, 32)
-            yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, "int8", cut, moments=16)
+            name = f"{config} adaptive={adaptive}, moments"
+            yield f"qkv_rope 50x128 {name}", _qkv_rope(1, 50, 128, 1, 1, 64, adaptive, "", config, 32)
+            yield f"gate_up_geglu 51x72 {name}", _gate_up(51, 72, 40, adaptive, "int8", config, moments=16)
         for split, what in ((1, "grm"), (2, "brmn"), (8, "grmn")):
-            shared = dataclasses.replace(cut, split=split)
+            shared = dataclasses.replace(config, split=split)
             yield f"project {what} {shared}", _project(35, 72, 520, 35, what, shared)
         for split in (1, 2, 8):
-            shared = dataclasses.replace(cut, split=split)
+            shared = dataclasses.replace(config, split=split)
             for shape in (
                 (10, 40, 320, 1, "gr"), (35, 72, 72, 35, "gbrs"), (100, 24, 520, 50, "bs8"), (35, 72, 520, 35, "gri"),
             ):  # fmt: skip
                 yield f"project {shape} {shared}", _project(*shape, shared)
     # By TMA a tile may end beyond its head or its side: of q/k/v in the next head, of gates in what is up. And weights
     # as the first operand, which are widened there.
-    for cut, narrow in (
+    for config, narrow in (
         (Pipelined(16, 32, 64, tma=True), "fp8"), (Pipelined(64, 16, 128, tma=True), "int8"),
         (Pipelined(16, 64, 64, weights_first=True), "fp8"),
         (Pipelined(64, 32, 64, warps=8, tma=True, weights_first=True), "int8"),
     ):  # fmt: skip
-        yield f"qkv_rope 2x9x144 {cut}", _qkv_rope(2, 9, 144, 2, 1, 40, True, "", cut)
-        yield f"qkv_rope 50x128 {cut}, {narrow}, moments", _qkv_rope(1, 50, 128, 1, 1, 64, False, narrow, cut, 32)
-        yield f"gate_up_geglu 51x144 {cut}, {narrow}", _gate_up(51, 144, 40, True, narrow, cut)
-        yield f"gate_up_geglu 70x128 {cut}, moments", _gate_up(70, 128, 100, True, "", cut, moments=16)
-        yield f"project 51x528 {cut}", _project(51, 100, 528, 51, "gr" + narrow[0].replace("f", "8"), cut)
-        shared = dataclasses.replace(cut, split=4)
+        yield f"qkv_rope 2x9x144 {config}", _qkv_rope(2, 9, 144, 2, 1, 40, True, "", config)
+        yield f"qkv_rope 50x128 {config}, {narrow}, moments", _qkv_rope(1, 50, 128, 1, 1, 64, False, narrow, config, 32)
+        yield f"gate_up_geglu 51x144 {config}, {narrow}", _gate_up(51, 144, 40, True, narrow, config)
+        yield f"gate_up_geglu 70x128 {config}, moments", _gate_up(70, 128, 100, True, "", config, moments=16)
+        yield f"project 51x528 {config}", _project(51, 100, 528, 51, "gr" + narrow[0].replace("f", "8"), config)
+        shared = dataclasses.replace(config, split=4)
         yield f"project 10x528 {shared}", _project(10, 40, 528, 1, "brmn", shared)
     # Joined: of two parts, of one, and of one where the suffix's keys fill several tiles.
     joined = (KeySplit(16, 32, 2, 2, 4, True), KeySplit(16, 32, 4, 2, 4, True), KeySplit(64, 16, 8, 1, 8, True))
     for sizes in ((16, 32, 2, 2, 4), (64, 16, 4, 1, 8), (32, 16, 8, 3, 4), (16, 64, 1, 1, 4), *joined):
-        cut = sizes if isinstance(sizes, KeySplit) else KeySplit(*sizes)
+        config = sizes if isinstance(sizes, KeySplit) else KeySplit(*sizes)
         for shape in (
             (10, 70, 8, 1, 64, [70, 40], False), (17, 100, 4, 1, 72, [90, 1], True), (51, 33, 2, 2, 16, [33, 0], True),
         ):  # fmt: skip
-            yield f"suffix_attention {shape} {cut}", _suffix_attention(*shape, cut)
+            yield f"suffix_attention {shape} {config}", _suffix_attention(*shape, config)
 
 
 def _wide() -> Cases:
@@ -150,9 +150,9 @@ def _wide() -> Cases:
 
 
 TALL: dict[str, Callable[[Draw], Call]] = {**sequence_cases.CASES, **dict(_tall())}
-CUTS: dict[str, Callable[[Draw], Call]] = dict(_cuts())
-WIDE: dict[str, Callable[[Draw], Call]] = {**TALL, **CUTS, **dict(_wide())}
-assert len(WIDE) == len(TALL) + len(CUTS) + len(dict(_wide())) and not WIDE.keys() & CASES.keys(), (
+CONFIGS: dict[str, Callable[[Draw], Call]] = dict(_configs())
+WIDE: dict[str, Callable[[Draw], Call]] = {**TALL, **CONFIGS, **dict(_wide())}
+assert len(WIDE) == len(TALL) + len(CONFIGS) + len(dict(_wide())) and not WIDE.keys() & CASES.keys(), (
     "two cases have one name"
 )
 

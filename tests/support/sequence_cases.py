@@ -82,7 +82,7 @@ def _gelu(rows: int, width: int) -> Callable:
     return call
 
 
-def _product(rows: int, n: int, k: int, what: str, cut: Pipelined | None = None) -> Callable:
+def _product(rows: int, n: int, k: int, what: str, config: Pipelined | None = None) -> Callable:
     """`what`: letters of norm, scale, gelu, relu, 8-bit (FP8) or integers; moments that come with the rows."""
 
     def call(draw: Draw) -> Call:
@@ -94,7 +94,7 @@ def _product(rows: int, n: int, k: int, what: str, cut: Pipelined | None = None)
         moments = moments_of(x, scale, 32) if "m" in what else None
         arguments = {
             "x": x, "weights": layer, "out": Empty((rows, n), draw.dtype), "epilogue": Epilogue(shift, activation),
-            "norm": Norm(EPS, moments, scale, sums) if "n" in what else None, "config": cut,
+            "norm": Norm(EPS, moments, scale, sums) if "n" in what else None, "config": config,
         }  # fmt: skip
         return Call("gemm", arguments, ("out",))
 

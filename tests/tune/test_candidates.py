@@ -123,3 +123,35 @@ def test_what_agreed_in_different_precisions_is_tried_together() -> None:
     assert (both.config.vision.precision, both.config.kv_cache.precision) == ("int8", "fp8")
     alike = Tried(failed("vision").candidate, latency={"median_ms": 2.0})
     assert candidates.together([*FOUND, alike, cache], PARTS) == [], "a set of `precisions`"
+
+
+def flow_row(name: str, n: int, schedule: object, error: float, passed: bool) -> dict[str, object]:
+    return {"name": name, "num_steps": n, "schedule": schedule, "error": {"value": error}, "passed": passed}
+
+
+FLOW = {
+    "rows": [
+        flow_row("4 uniform", 4, "uniform", 0.06, True),
+        flow_row("4 cubic", 4, "cubic", 0.02, True),
+        flow_row("3 cubic", 3, "cubic", 0.05, True),
+        flow_row("3 searched", 3, [1.0, 0.1, 0.01, 0.0], 0.04, True),
+        flow_row("2 uniform", 2, "uniform", 0.05, False),
+        flow_row("1 uniform", 1, "uniform", 0.06, True),
+    ]
+}
+
+
+def test_fewer_steps_that_end_no_further_from_the_exact_flow_are_tried_like_any_candidate() -> None:
+    found = candidates.schedules(FOUND, lambda: FLOW)
+    steps = [(c.config.num_steps, c.config.schedule) for c in found]
+    assert steps == [(1, "uniform"), (3, (1.0, 0.1, 0.01, 0.0))], (
+        "the closest of each number, and none that may be further"
+    )
+    assert not any(c.other_policy for c in found)
+    assert found[1].config.denoise == EngineSpec("native") and found[1].name == "native, 3 searched"
+    assert found[1].why == "4.0% of the actions' spread from the exact flow, the checkpoint's own 6.0%"
+    few = [
+        replace(one, candidate=replace(one.candidate, config=replace(one.candidate.config, num_steps=3)))
+        for one in FOUND
+    ]
+    assert [c.config.num_steps for c in candidates.schedules(few, lambda: FLOW)] == [1]

@@ -237,6 +237,15 @@ def test_the_outcome_has_everything_tried(tmp_path: Path) -> None:
     assert all(row["dropped"] or row["chosen"] or row["name"] == "eager_fp32" for row in made["tried"])
 
 
+def test_fewer_steps_are_chosen_for_their_distance_from_the_exact_flow(tmp_path: Path) -> None:
+    fewer = Candidate("good", PolicyConfig(num_steps=3, schedule="cubic"), "near")
+    for found, said in ((fewer, True), (candidate("good"), False)):
+        with Journal(tmp_path / f"{said}.jsonl", {}) as journal:
+            search = Search(candidate("eager_fp32"), [lambda _, c=found: [c]], Machine(), journal, Settings())
+            made = outcome(search, search.run(), {}, {})
+        assert made["chosen"] == "good" and ("exact flow" in made["why"]) == said
+
+
 @pytest.mark.parametrize("name", ["eager_fp32", "native_fp8_vision", "native_fp8_decode", "tensorrt_rtx_fp8", "auto"])
 def test_a_written_configuration_loads_as_the_same(tmp_path: Path, name: str) -> None:
     config = load_config(name)

@@ -14,6 +14,7 @@ import pytest
 from tests.support.published_folders import write_openpi
 from tests.support.reports import figures_in
 from tests.support.tiny import write_robot, write_tiny_checkpoint
+from tests.tune.test_candidates import FLOW
 from vla_accel.cli import main, tune
 from vla_accel.cli.tune import Tune, find_benchmark
 from vla_accel.config import PolicyConfig, load_config
@@ -71,6 +72,8 @@ def test_candidates_are_measured_against_the_same_answers(checkpoint: Path) -> N
     assert itself["passed"] and itself["cosine"] == pytest.approx(1.0) and 0.9 < found["cosine"] < 1.0
     assert found["passed"] == (not found["reasons"]) and found["relative_error"] > itself["relative_error"]
     assert found["chunks"] == 4 and found["engines"][0]["used"] == "eager"
+    fewer = bench.agreement(Candidate("fewer", reference.config.with_steps(3, (1.0, 0.3, 0.1, 0.0)), ""))
+    assert fewer["passed"] and fewer["cosine"] == pytest.approx(1.0), "FP32 eager takes the candidate's steps, too"
     row = bench.latency(eager)
     assert row["median_ms"] > 0 and row["calls"] == 2 and "vision" in row["parts_ms"]
     both = bench.in_turns(eager)
@@ -82,9 +85,11 @@ def test_candidates_are_measured_against_the_same_answers(checkpoint: Path) -> N
 def test_tune_finds_writes_and_continues(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = observations(checkpoint)
+    seen = observations(checkpoint) * 4
     save_observations(seen, tmp_path / "observations.npz")
     out = tmp_path / "out"
+    judged: list[Any] = []
+    monkeypatch.setattr(PolicyBench, "flow", lambda self, steps, progress: judged.append(steps) or FLOW)
     words = [
         "tune", str(checkpoint), "--observations", str(tmp_path / "observations.npz"), "--quick", "--num-steps", "2",
         "--calls", "2", "--device", "cpu", "--output", str(out), "--benchmark",
@@ -102,6 +107,11 @@ def test_tune_finds_writes_and_continues(
     assert [row["name"] for row in result["tried"]][:2] == ["eager_fp32", "eager bf16"]
     assert result["left_out"].keys() >= {"native", "tensorrt"}
     bf16 = result["tried"][1]
+    assert judged == [(5, 4, 3, 2, 1)] and result["flow"] == FLOW
+    (fewer,) = [row for row in result["tried"] if row["name"].endswith(", 1 uniform")]
+    assert (
+        not fewer["other_policy"] and fewer["agreement"]["cosine"] > 0.99 and fewer["config"]["schedule"] == "uniform"
+    )
     assert bf16["agreement"]["cosine"] > 0.99 and bf16["latency"]["median_ms"] > 0 and bf16["latency"]["calls"] == 2
     assert result["settings"]["benchmark"] == "coins" and line["chosen"] == result["chosen"]
     # The file runs as it is.
@@ -121,7 +131,7 @@ def test_tune_finds_writes_and_continues(
     # What took no time now did so in an earlier launch.
     assert result["measured_before"] == 0 < again["measured_before"]
     assert f">{again['measured_before']}</" in (out / "report.html").read_text()
-    assert again["tried"] == result["tried"]
+    assert again["tried"] == result["tried"] and len(judged) == 1
 
 
 def test_a_journal_is_of_one_robot_and_one_checkpoint(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("doctor", "doctor.Doctor", "say what this machine can run; show a checkpoint's statistics"),
     "bench": ("bench", "bench.Bench", "time whole calls of a policy beside its baselines and its floor, in turns"),
     "parity": ("parity", "parity.Parity", "compare a configuration with FP32 eager; fails where it does not agree"),
+    "flow": ("flow", "flow.Flow", "find the fewest denoising steps that end no further from the exact flow"),
     "tune": ("tune", "tune.Tune", "find the fastest configuration here that loses nothing, with the evidence"),
     "calibrate": ("calibrate", "calibrate.Calibrate", "measure FP8 scales of a checkpoint on recorded observations"),
     "build": ("build", "build.Build", "build the TensorRT engines of a configuration, also for other GPUs"),

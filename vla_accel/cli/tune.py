@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vla_accel.cli.common import print_json, print_table, say
+from vla_accel.cli.flow import Flow
 from vla_accel.cli.options import Argument, Count, OutputFile, PolicySource, Seed, StepOptions, Within, Written
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
@@ -74,7 +75,8 @@ class Tune(StepOptions, PolicySource):
     no_films: bool = False
     """Do not film episodes, which saves about a second each; the report then has no films."""
     allow_steps: Annotated[tuple[int, ...], Within(1)] = ()
-    """Also try these numbers of denoising steps. Needs --benchmark: only success can judge another policy."""
+    """Also try these numbers of denoising steps, however far from the exact flow they end (vla-accel flow). Needs
+    --benchmark: only success can judge another policy."""
     count: Count = 64
     """Observations at most."""
     draws: Count = 4
@@ -99,6 +101,7 @@ def main(options: Tune, words: list[str]) -> int:
     """Search, write the files and report; the exit status."""
     from vla_accel.families.loading import base_and_lora, family_of
     from vla_accel.machine import hardware, resolve_device, software
+    from vla_accel.measure.schedules import FEWEST
     from vla_accel.tune import candidates
     from vla_accel.tune.measuring import PolicyBench
 
@@ -117,7 +120,8 @@ def main(options: Tune, words: list[str]) -> int:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, or --quick, got none")
     opener = None if options.benchmark is None else find_benchmark(options.benchmark)
     checkpoint, base = options.checkpoint or "demo", _base(options)
-    parts = family_of(base_and_lora(checkpoint, base.checkpoint.lora)[0]).parts
+    family = family_of(base_and_lora(checkpoint, base.checkpoint.lora)[0])
+    parts = family.parts
     device = resolve_device(base.device)
     # Before a journal is begun or overwritten: this refuses unknown suites and tasks.
     episodes = None if opener is None else opener(
@@ -147,6 +151,16 @@ def main(options: Tune, words: list[str]) -> int:
         ]
         if options.allow_steps:
             stages.append(partial(candidates.steps, numbers=options.allow_steps))
+
+        def flow() -> dict[str, Any]:
+            known = journal.get("flow", reference.key)
+            return known or journal.put("flow", reference.key, bench.flow(Flow.steps, say))
+
+        if family.flow and len(bench.observations) >= FEWEST:
+            stages.append(partial(candidates.schedules, flow=flow))
+        elif family.flow:
+            say(f"fewer denoising steps are not tried: expected at least {FEWEST} observations to judge them by, got "
+                f"{len(bench.observations)}")  # fmt: skip
         try:
             with Teller() as teller, named(options.observations):
                 search = Search(reference, stages, bench, journal, settings, episodes, teller)
@@ -162,6 +176,7 @@ def main(options: Tune, words: list[str]) -> int:
         "settings": {**about, "benchmark": None if episodes is None else episodes.name},
         "seconds": round(time.perf_counter() - began, 1),
         "measured_before": known,
+        "flow": journal.get("flow", reference.key),
     }
     result = outcome(search, best, left_out, about_run)
     where = about_run["hardware"].get("gpu") or about_run["hardware"]["cpu"]

@@ -17,10 +17,11 @@ dependent kernel after them starts when they have ended.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from vla_accel.runtime import OPEN
 
 if TYPE_CHECKING:
     from vla_accel.kernels.gpu import Gpu
@@ -44,11 +45,11 @@ class Chain:
 
     def __enter__(self) -> Chain:
         self._linked = False
-        self._outer, _OPEN.chain = _OPEN.chain, self
+        self._outer, OPEN.chain = OPEN.chain, self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _OPEN.chain = self._outer
+        OPEN.chain = self._outer
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -70,13 +71,6 @@ class Chain:
         return dependent
 
 
-class _Open(threading.local):
-    chain: Chain | None = None
-
-
-_OPEN = _Open()
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel as the next one of the open chain. A kernel without the constant `PDL` is never
     dependent."""
@@ -96,5 +90,5 @@ def launch_cuda(
 
 
 def _dependent() -> bool:
-    chain = _OPEN.chain
+    chain: Chain | None = OPEN.chain
     return chain is not None and chain.advance()

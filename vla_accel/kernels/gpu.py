@@ -108,7 +108,5 @@ class Gpu:
 @functools.cache
 def _properties(index: int) -> Gpu:
     p = torch.cuda.get_device_properties(index)
-    return Gpu(
-        p.name, (p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin,
-        p.shared_memory_per_multiprocessor, p.total_memory, p.regs_per_multiprocessor,
-    )  # fmt: skip
+    shared = (p.shared_memory_per_block_optin, p.shared_memory_per_multiprocessor)
+    return Gpu(p.name, (p.major, p.minor), p.multi_processor_count, *shared, p.total_memory, p.regs_per_multiprocessor)

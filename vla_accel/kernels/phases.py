@@ -8,12 +8,13 @@ does not count for the outer one. Times are the host's: GPU work counts where th
 from __future__ import annotations
 
 import importlib.util
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from vla_accel.runtime import OPEN
 
 PHASES = ("read", "prepare", "compile", "tune", "capture")
 
@@ -38,30 +39,23 @@ class Spent:
         self._nested[-1] += taken
 
 
-class _Open(threading.local):
-    record: Spent | None = None
-
-
-_OPEN = _Open()
-
-
 @contextmanager
 def recorded() -> Iterator[Spent]:
     """Record the phases that this thread runs."""
     spent, began = Spent(), time.perf_counter()
-    outer, _OPEN.record = _OPEN.record, spent
+    outer, OPEN.record = OPEN.record, spent
     try:
         with _listening_to_triton(spent):
             yield spent
     finally:
-        _OPEN.record = outer
+        OPEN.record = outer
         spent.total = time.perf_counter() - began
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Count the time inside as a phase of `PHASES`, if this thread has an open record."""
-    spent = _OPEN.record
+    spent: Spent | None = OPEN.record
     if spent is None:
         yield
         return
@@ -87,7 +81,7 @@ def _listening_to_triton(spent: Spent) -> Iterator[None]:
     from triton import knobs
 
     def listen(*, times: Any, **_: Any) -> None:
-        if _OPEN.record is spent:
+        if OPEN.record is spent:
             spent.add("compile", times.total / 1e6)
 
     before, knobs.compilation.listener = knobs.compilation.listener, listen

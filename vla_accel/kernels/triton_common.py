@@ -5,15 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.fp8 import E4M3, INT8
 from vla_accel.kernels.activation import Activation
 
-FP8_MAX, INT8_MAX = tl.constexpr(E4M3.largest), tl.constexpr(INT8.largest)
+FP8_MAX, INT8_MAX = constexpr(E4M3.largest), constexpr(INT8.largest)
 
 
 @triton.jit
-def quantised(x, inverse_scale, DTYPE: tl.constexpr):
+def quantised(x, inverse_scale, DTYPE: constexpr):
     """float32 to E4M3 or INT8, as `fp8.Format.saturated`. A plain conversion to FP8 would turn large values into NaN,
     and one to integers would wrap them around.
     """
@@ -56,7 +57,7 @@ def silu(x):
     return x / (1.0 + tl.exp2(-1.4426950408889634 * x))
 
 
-GELU, SILU, RELU = (tl.constexpr(a.code) for a in (Activation.GELU, Activation.SILU, Activation.RELU))
+GELU, SILU, RELU = (constexpr(a.code) for a in (Activation.GELU, Activation.SILU, Activation.RELU))
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def gelu_erf(x):
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: constexpr):
     """Apply the activation with this code, which must not be gated."""
     if ACTIVATION == GELU:
         return gelu_tanh(x)
@@ -78,7 +79,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, best, total, EMPTY: tl.constexpr):
+def softmax_step(s, best, total, EMPTY: constexpr):
     """One block of an online softmax.
 
     Scores s (M, N) float32 are for exp2. `best` (M,) is the largest score and `total` (M,) the sum of weights of the
@@ -95,7 +96,7 @@ def softmax_step(s, best, total, EMPTY: tl.constexpr):
 
 
 @triton.jit
-def wait_for_previous(PDL: tl.constexpr):
+def wait_for_previous(PDL: constexpr):
     """Wait until the writes of the previous kernel are visible. Before it, read only constants."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -104,7 +105,7 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def fetch_ahead(rows_ptr, elements, AHEAD: tl.constexpr, PDL: tl.constexpr):
+def fetch_ahead(rows_ptr, elements, AHEAD: constexpr, PDL: constexpr):
     """Prefetch rows of a weight into the L2 cache before the wait, while the previous kernel still computes.
 
     `rows_ptr`: (N,) pointers, aligned to 16 bytes; `elements`: int32, of each row, a multiple of 16 bytes. Only a
@@ -122,7 +123,7 @@ def fetch_ahead(rows_ptr, elements, AHEAD: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def let_next_start(PDL: tl.constexpr):
+def let_next_start(PDL: constexpr):
     """Allow the next kernel to start. It waits itself for what this one writes."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -254,7 +254,7 @@ def throughput(
             say(f"{name}: batches of {batch}")
             rows.append({"system": name, "steps": steps, "batch": batch, "median_ms": row["median_ms"],
                          "per_second": 1e3 * batch / row["median_ms"], "parts_ms": row["parts_ms"],
-                         "engines": policy.ledger.as_list()})  # fmt: skip
+                         "engines": policy.ledger.as_list(), **policy.schedule.described})  # fmt: skip
     return rows
 
 

@@ -163,8 +163,9 @@ def console_tables(report: Mapping[str, Any]) -> list[tuple[str, list[str], list
 
 
 def ran(row: Mapping[str, Any]) -> str:
-    """A row's system, with what ran instead."""
-    return row["system"] + fell_back(row.get("engines") or [])
+    """A row's system, with the times of placed steps, and with what ran instead."""
+    times = ", ".join(f"{time:.3g}" for time in row.get("schedule", [])[:-1])
+    return row["system"] + (f" at {times}" if times else "") + fell_back(row.get("engines") or [])
 
 
 def _label(row: Mapping[str, Any]) -> str:

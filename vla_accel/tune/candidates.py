@@ -1,12 +1,14 @@
-"""The candidates of `vla-accel tune`: engines, precisions, products kept in BF16, attention, steps. Each stage takes
-what has been tried and returns more candidates."""
+"""The candidates of `vla-accel tune`: engines, precisions, products kept in BF16, attention, denoising steps.
+
+Each stage takes what has been tried and returns more candidates.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -129,6 +131,25 @@ def steps(tried: Sequence[Tried], numbers: Sequence[int]) -> list[Candidate]:
         Candidate(f"{best.name}, {n} {unit}", best.config.with_steps(n), f"{n} denoising step{'s' * (n > 1)}", True)
         for n in numbers
     ]
+
+
+def schedules(tried: Sequence[Tried], flow: Callable[[], Mapping[str, Any]]) -> list[Candidate]:
+    """Fewer denoising steps in the fastest so far, where they end no further from the exact flow than the checkpoint's
+    own: of each number the closest. `flow` returns a `measure.schedules.FlowReport` as plain data."""
+    best, found = (fastest(tried) or tried[0]).candidate, flow()
+    own = best.config.num_steps or found["rows"][0]["num_steps"]
+    closest: dict[int, Mapping[str, Any]] = {}
+    for row in sorted(found["rows"], key=lambda row: row["error"]["value"]):
+        if row["passed"] and row["num_steps"] < own:
+            closest.setdefault(row["num_steps"], row)
+    made = []
+    for n, row in sorted(closest.items()):
+        listed = row["schedule"] if isinstance(row["schedule"], str) else tuple(row["schedule"])
+        errors = (f"{one['error']['value']:.1%}" for one in (row, found["rows"][0]))
+        why = "{} of the actions' spread from the exact flow, the checkpoint's own {}".format(*errors)
+        config = replace(best.config, num_steps=n, schedule=listed)
+        made.append(Candidate(f"{best.name}, {row['name']}", config, why))
+    return made
 
 
 def fastest(tried: Sequence[Tried]) -> Tried | None:

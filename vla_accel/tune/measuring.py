@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from vla_accel.config import PolicyConfig
 from vla_accel.fp8 import Products
 from vla_accel.measure import bench, parity
+from vla_accel.measure.flow import PolicyFlow, exact_policy
+from vla_accel.measure.schedules import judge
 from vla_accel.measure.systems import free, timed
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.tune.search import Candidate
@@ -25,12 +28,13 @@ class PolicyBench:
         self.checkpoint, self.reference = checkpoint, reference
         self.observations, self.draws, self.calls, self.seed = observations, draws, calls, seed
         self._lower: dict[str, Mapping[str, Products]] | None = None
-        self._exact: OptimizedPolicy | None = None
+        self._exact: dict[tuple[Any, Any], OptimizedPolicy] = {}
+        """FP32 eager by number of steps and schedule, with its remembered answers."""
         self._loaded: tuple[str, OptimizedPolicy] | None = None
 
     def agreement(self, candidate: Candidate) -> dict[str, Any]:
-        """Compare with the reference on the recorded observations."""
-        exact, policy = self._both(candidate)
+        """Compare with FP32 eager of the same denoising steps on the recorded observations."""
+        exact, policy = self._reference(candidate.config), self._policy(candidate)
         report = parity.compare(policy, exact, self.observations, name=candidate.name, seed=self.seed, draws=self.draws)
         return {
             "passed": report.passed,
@@ -53,13 +57,21 @@ class PolicyBench:
 
     def in_turns(self, candidate: Candidate) -> dict[str, Any]:
         """Time the reference and the candidate in turns."""
-        (base, row), cores = self._timed(*self._both(candidate))
+        (base, row), cores = self._timed(self._reference(self.reference.config), self._policy(candidate))
         medians = {"median_ms": row["median_ms"], "reference_ms": base["median_ms"]}
         return {**medians, "calls": row["calls"], "others_busy": cores}
 
+    def flow(self, steps: Sequence[int], progress: Callable[[str], None]) -> dict[str, Any]:
+        """Judge denoising schedules by their distance from the exact flow (`measure.schedules.judge`)."""
+        self.release()
+        exact = exact_policy(self.checkpoint, self.reference.config)
+        found = judge(PolicyFlow(exact, self.observations, seed=self.seed, progress=progress), exact.num_steps,
+                      steps=steps, seed=self.seed, progress=progress)  # fmt: skip
+        return found.as_dict()
+
     def release(self) -> None:
         """Free the loaded policies."""
-        self._exact = self._loaded = None
+        self._exact, self._loaded = {}, None
         free()
 
     def lower(self) -> dict[str, Mapping[str, Products]]:
@@ -86,11 +98,15 @@ class PolicyBench:
         rows = bench.run(systems, self._observe, calls=self.calls, turn=turn, seed=self.seed, heard=cores.append)
         return rows, cores[0]
 
-    def _both(self, candidate: Candidate) -> tuple[OptimizedPolicy, OptimizedPolicy]:
-        """The reference with its remembered answers, and a candidate."""
-        if self._exact is None:
-            self._exact = cast(OptimizedPolicy, Remembered(self._policy(self.reference)))
-        return self._exact, self._policy(candidate)
+    def _reference(self, config: PolicyConfig) -> OptimizedPolicy:
+        """FP32 eager with the denoising steps of a candidate, and with its remembered answers."""
+        own = (self.reference.config.num_steps, self.reference.config.schedule)
+        if own not in self._exact:
+            self._exact[own] = cast(OptimizedPolicy, Remembered(self._policy(self.reference)))
+        steps = (config.num_steps, config.schedule)
+        if steps not in self._exact:
+            self._exact[steps] = cast(OptimizedPolicy, Remembered(self._exact[own].with_steps(*steps)))
+        return self._exact[steps]
 
     def _observe(self, rng: np.random.Generator) -> dict[str, Any]:
         return dict(self.observations[int(rng.integers(len(self.observations)))])

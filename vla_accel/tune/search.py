@@ -1,9 +1,10 @@
 """The search: stages propose candidates, gates drop them, and the fastest that no gate dropped is chosen.
 
-Gate one is agreement with FP32 eager on recorded observations. Gate two, with a benchmark, is success on paired
-episodes, not worse than FP32 eager's by the margin (`noninferiority`). Candidates that passed gate one and are faster
-than FP32 eager, also when timed in turns with it, play in order of latency; the first that passes gate two is chosen.
-At most `finalists` play, each with its share of the error rate alpha of the whole search.
+Gate one is agreement with FP32 eager of the same denoising steps on recorded observations; fewer steps must also end
+no further from the exact flow than the checkpoint's own (`measure.schedules`). Gate two, with a benchmark, is success
+on paired episodes, not worse than FP32 eager's by the margin (`noninferiority`). Candidates that passed gate one and
+are faster than FP32 eager, also when timed in turns with it, play in order of latency; the first that passes gate two
+is chosen. At most `finalists` play, each with its share of the error rate alpha of the whole search.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ MOST_CRASHED = 0.05
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration to try. `other_policy`: it has another number of steps, so only success can judge it."""
+    """A configuration to try. `other_policy`: it has other denoising steps that no distance from the exact flow judged,
+    so only success can judge it."""
 
     name: str
     config: PolicyConfig
@@ -274,7 +276,9 @@ def outcome(search: Search, chosen: Tried, left_out: Mapping[str, str], about: M
     if chosen is search.tried[0]:
         why = "nothing faster passed the gates"
     elif s is None:
-        why = "the fastest that agrees with FP32 eager; success was not tested, because no benchmark was given"
+        own, mine = ((t.candidate.config.num_steps, t.candidate.config.schedule) for t in (search.tried[0], chosen))
+        steps = " of the same steps, which end no further from the exact flow than the checkpoint's own" * (own != mine)
+        why = f"the fastest that agrees with FP32 eager{steps}; success was not tested, because no benchmark was given"
     else:
         why = (
             f"the fastest that passed the gates: it lost {s['lost']} and gained {s['gained']} of {s['pairs']} pairs, "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.kernels.attention.config import AttentionShape, FlashTile, flash_tiles
-from vla_accel.kernels.attention.ops import BACKENDS, ONE_QUERY_ONLY, attend, flash_module
+from vla_accel.kernels.attention.ops import BACKENDS, ONE_QUERY_ONLY, Tensors, attend, flash_module
 from vla_accel.kernels.autotune import fastest, remembered
 from vla_accel.runtime import Runtime
 
@@ -96,7 +96,7 @@ def own_kernel(shape: AttentionShape, runtime: Runtime) -> OwnKernel:
     return OwnKernel("CUDA C++" if reason is None else "Triton", reason)
 
 
-def random_tensors(shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def random_tensors(shape: AttentionShape, device: torch.device) -> Tensors:
     """Return random q, k, v, out and lengths in the layout of the programs."""
     s, generator = shape, torch.Generator(device).manual_seed(0)
 
@@ -123,10 +123,7 @@ def _fastest_tile(shape: AttentionShape, runtime: Runtime) -> FlashTile | None:
     return by_name[remembered(f"tile of {shape}", calls, runtime, repeats=CALLS).candidate]
 
 
-def _call(
-    backend: str, shape: AttentionShape, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    tile: FlashTile | None,
-) -> Callable[[], None]:  # fmt: skip
+def _call(backend: str, shape: AttentionShape, tensors: Tensors, tile: FlashTile | None) -> Callable[[], None]:
     inverse_scale = 1.0 if shape.quantised else None
     return lambda: attend(backend, *tensors, inverse_scale=inverse_scale, last=shape.last, tile=tile)
 

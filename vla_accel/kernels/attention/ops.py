@@ -22,6 +22,8 @@ from vla_accel.kernels.rows.rows import store
 from vla_accel.runtime import current
 
 BACKENDS = ("own", "sdpa", "flash_attn")
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""q, k, v, out and lengths of `attention`."""
 ONE_QUERY_ONLY = "it has no mask for a key that one query sees"
 
 
@@ -46,12 +48,12 @@ def attention(
         from vla_accel.kernels.attention import cuda as hopper
 
         kernel = hopper.kernel_for(runtime.gpu, q, k, v, out, lengths)
+        if kernel == "whole":
+            return hopper.whole(q, k, v, out, inverse_scale)
         if runtime.gpu is not None and kernel is not None:
-            return hopper.attention(kernel, q, k, v, out, lengths, gpu=runtime.gpu, inverse_scale=inverse_scale)
+            return hopper.shared_keys(q, k, v, out, lengths, inverse_scale, runtime.gpu)
     if runtime.backend != "reference":
-        return kernels("attention.triton_attention").attention(
-            q, k, v, out, lengths, inverse_scale=inverse_scale, last=last, tile=tile
-        )
+        return kernels("attention.triton_attention").attention((q, k, v, out, lengths), inverse_scale, last, tile)
     mask = None if lengths is None else _mask(lengths, q.shape[1], k.shape[1], last)
     store(out, reference.attention(q, k, v, mask).flatten(2), inverse_scale)
 

@@ -50,10 +50,8 @@ def suffix_workspace(sizes: SuffixShape, device: torch.device, config: KeySplit 
 def crossing(x: Tensor, layer: Linear, keys: Tensor) -> CrossShape:
     """Describe the problem of `cross_attention`."""
     batch, source, _, head_dim = keys.shape
-    return CrossShape(
-        batch, len(x) // batch, x.shape[1], source, layer.weight.shape[0] // head_dim, head_dim,
-        layer.weight.element_size(), x.element_size(), layer.weight.dtype == torch.int8,
-    )  # fmt: skip
+    heads, kinds = len(layer.weight) // head_dim, (layer.weight.element_size(), x.element_size(), layer.integers)
+    return CrossShape(batch, len(x) // batch, x.shape[1], source, heads, head_dim, *kinds)
 
 
 def suffix_attention(

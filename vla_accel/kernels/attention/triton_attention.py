@@ -1,4 +1,4 @@
-"""Attention kernels: one for many queries (vision, prefix), two that split the keys for the few queries of a suffix.
+"""Attention kernels: one for many queries (vision, prefix), one that splits the keys for the few queries of a suffix.
 
 Both take the number of real keys from device memory, so that one graph serves every prompt length of its bucket.
 """
@@ -10,8 +10,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.attention.config import FlashTile, KeySplit, SuffixShape
+from vla_accel.kernels.attention.ops import Tensors
 from vla_accel.kernels.attention.suffix import AttentionWorkspace, Prefix
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.epilogue import Heads
@@ -42,29 +44,34 @@ class HeadShape(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Constants of a kernel: which keys a query sees. `last` as in `ops.attention`; `first`: the first token sees no
-    other one of the suffix.
+    """Constants of a kernel: which of the `source` keys, or of the suffix's, a query sees. `last` as in
+    `ops.attention`; `first`: the first token sees no other one of the suffix.
     """
 
-    lengths: bool = False
+    source: int
     last: bool = False
     causal: bool = False
     first: bool = False
 
 
 class Splits(NamedTuple):
-    """Constants of a kernel: the programs that share the prefix's keys and all keys, and the tiles of rows."""
+    """Constants of a kernel: the programs that share the prefix's keys and all keys, the tiles of rows, and how many of
+    the suffix's keys a program has.
+    """
 
     prefix: int
     all: int
     row_tiles: int
+    own: int
 
 
 @triton.jit
-def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_strides, k_strides, scales, SOURCE: tl.constexpr,
-               H: tl.constexpr, TILE: tl.constexpr, MASK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    WHOLE: tl.constexpr = SOURCE % TILE.keys == 0 and not MASK.lengths  # every tile of keys is full
-    UNMASKED: tl.constexpr = WHOLE and H.dim == H.block
+def _attention(tensors, tokens, strides, scales, H: constexpr, TILE: constexpr, MASK: constexpr, PDL: constexpr):
+    q_ptr, k_ptr, v_ptr, out_ptr, length_ptr = tensors
+    SOURCE: constexpr = MASK.source
+    WHOLE: constexpr = SOURCE % TILE.keys == 0 and length_ptr is None  # every tile of keys is full
+    UNMASKED: constexpr = WHOLE and H.dim == H.block
+    q_strides, k_strides = strides
     scale, inverse_scale = scales
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_previous(PDL)
@@ -82,7 +89,7 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_strides, k_st
         other=0.0,
     )
     length = SOURCE
-    if MASK.lengths:
+    if length_ptr is not None:
         length = tl.load(length_ptr + batch)
     base = batch * k_strides[0] + kv_place
     best = tl.full((TILE.queries,), -float("inf"), tl.float32)
@@ -117,35 +124,29 @@ def _attention(q_ptr, k_ptr, v_ptr, out_ptr, length_ptr, tokens, q_strides, k_st
     store_rounded(target, out, keep, inverse_scale)
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None,
-    last: bool = False, tile: FlashTile | None = None,
-) -> None:  # fmt: skip
+def attention(tensors: Tensors, inverse_scale: float | None, last: bool, tile: FlashTile | None) -> None:
     """See `vla_accel.kernels.attention.ops.attention`."""
+    q, k, *_ = tensors
     tile = tile or FlashTile.default(current(q).gpu, q.shape[1], k.shape[1], q.shape[3])
-    _attend(q, k, v, out, lengths, inverse_scale, Mask(lengths is not None, last), tile)
+    _launch(tensors, inverse_scale, Mask(k.shape[1], last), tile)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """See `vla_accel.kernels.attention.ops.causal_attention`."""
-    _attend(q, k, v, out, None, None, Mask(causal=True), FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2))
+    tile = FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2)
+    _launch((q, k, v, out, None), None, Mask(k.shape[1], causal=True), tile)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, mask: Mask,
-    tile: FlashTile,
-) -> None:  # fmt: skip
+def _launch(tensors: Tensors, inverse_scale: float | None, mask: Mask, tile: FlashTile) -> None:
+    q, k, *_ = tensors
     batch, tokens, heads, head_dim = q.shape
-    grid = (triton.cdiv(tokens, tile.queries), heads, batch)
-    launch(
-        _attention, grid, q, k, v, out, lengths, tokens, q.stride()[:3], k.stride()[:3],
-        (head_dim**-0.5 * LOG2E, inverse_scale), k.shape[1], HeadShape.of(q, k), tile, mask,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    grid, strides = (triton.cdiv(tokens, tile.queries), heads, batch), (q.stride()[:3], k.stride()[:3])
+    scales, run = (head_dim**-0.5 * LOG2E, inverse_scale), {"num_warps": tile.warps, "num_stages": tile.stages}
+    launch(_attention, grid, tensors, tokens, strides, scales, HeadShape.of(q, k), tile, mask, **run)
 
 
 @triton.jit
-def _store(part, best, total, workspace, target, mask, split, group, SPLITS: tl.constexpr):
+def _store(part, best, total, workspace, target, mask, split, group, SPLITS: constexpr):
     """Store the output of a program's sums over its keys: at once if it has all keys. Otherwise it stores its sums, and
     the last program of a group combines all of them and stores the output.
     """
@@ -154,8 +155,8 @@ def _store(part, best, total, workspace, target, mask, split, group, SPLITS: tl.
         out = part / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(target, out.to(target.dtype.element_ty), mask=mask)
     else:
-        ROWS: tl.constexpr = part.shape[0]
-        COLUMNS: tl.constexpr = part.shape[1]
+        ROWS: constexpr = part.shape[0]
+        COLUMNS: constexpr = part.shape[1]
         part_ptr, stat_ptr, count_ptr = workspace
         local = tl.arange(0, ROWS)
         at = local[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -186,7 +187,7 @@ def _store(part, best, total, workspace, target, mask, split, group, SPLITS: tl.
 
 
 @triton.jit
-def _seen(token, key, tokens, MASK: tl.constexpr):
+def _seen(token, key, tokens, MASK: constexpr):
     """Which keys of the suffix its tokens see."""
     seen = (token < tokens)[:, None] & (key < tokens)[None, :]
     if MASK.first:
@@ -198,56 +199,15 @@ def _seen(token, key, tokens, MASK: tl.constexpr):
 
 
 @triton.jit
-def _suffix_attention(q_ptr, prefix, suffix, length_ptr, workspace, out_ptr, tokens, prefix_tokens, scale,
-                      H: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MASK: tl.constexpr,
-                      PDL: tl.constexpr):  # fmt: skip
-    KV_HEADS: tl.constexpr = H.heads // H.group
-    split, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
-    row = tile * TILE.rows + tl.arange(0, TILE.rows)
-    token, head = row // H.group, kv_head * H.group + row % H.group
-    real_row = token < tokens
-    d = tl.arange(0, H.block)
-    in_d = d < H.dim
-    n = tl.arange(0, TILE.keys)
-    query = ((batch * tokens + token[:, None]) * H.heads + head[:, None]) * H.dim + d[None, :]
-    if split < SPLITS.prefix:
-        # The prefix was complete before the first kernel of the loop: its keys may be fetched before the wait.
-        key = split * TILE.keys + n
-        real_key = key < tl.load(length_ptr + batch)
-        place = ((batch * prefix_tokens + key) * KV_HEADS + kv_head) * H.dim
-        inside = key < prefix_tokens
-        k = tl.load(prefix[0] + place[None, :] + d[:, None], mask=inside[None, :] & in_d[:, None], other=0.0)
-        v = tl.load(prefix[1] + place[:, None] + d[None, :], mask=inside[:, None] & in_d[None, :], other=0.0)
-        wait_for_previous(PDL)
-        seen = real_row[:, None] & real_key[None, :]
-    else:
-        wait_for_previous(PDL)
-        key = (split - SPLITS.prefix) * TILE.keys + n
-        real_key = key < tokens
-        place = ((batch * tokens + key) * KV_HEADS + kv_head) * H.dim
-        k = tl.load(suffix[0] + place[None, :] + d[:, None], mask=real_key[None, :] & in_d[:, None], other=0.0)
-        v = tl.load(suffix[1] + place[:, None] + d[None, :], mask=real_key[:, None] & in_d[None, :], other=0.0)
-        seen = _seen(token, key, tokens, MASK)
-    kept = real_row[:, None] & in_d[None, :]
-    q = tl.load(q_ptr + query, mask=kept, other=0.0)
-    s = tl.where(seen, tl.dot(q, k) * scale, -float("inf"))
-    best = tl.max(s, 1)
-    safe = tl.where(best == -float("inf"), 0.0, best)
-    p = tl.exp2(s - safe[:, None])
-    total = tl.sum(p, 1)
-    # A padded prefix may hold anything, NaN included, and 0 × NaN is NaN.
-    v = tl.where(real_key[:, None], v, 0.0)
-    part = tl.dot(p.to(v.dtype), v)
-    _store(part, best, total, workspace, out_ptr + query, kept, split, pair * SPLITS.row_tiles + tile, SPLITS.all)
-
-
-@triton.jit
-def _suffix_attention_split(q_ptr, prefix, suffix, length_ptr, workspace, out_ptr, tokens, prefix_tokens, scale,
-                            H: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MASK: tl.constexpr,
-                            SUFFIX: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    KV_HEADS: tl.constexpr = H.heads // H.group
-    tile, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+def _suffix_attention(
+    suffix, prefix, workspace, sizes, H: constexpr, TILE: constexpr, SPLITS: constexpr, MASK: constexpr, PDL: constexpr
+):
+    KV_HEADS: constexpr = H.heads // H.group
+    AT_ONCE: constexpr = TILE.tiles == 1
+    q_ptr, suffix_keys, suffix_values, out_ptr = suffix
+    prefix_keys, prefix_values, length_ptr = prefix
+    tokens, prefix_tokens, scale = sizes
+    tile, split, pair = tl.program_id(1 if AT_ONCE else 0), tl.program_id(0 if AT_ONCE else 1), tl.program_id(2)
     batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
     row = tile * TILE.rows + tl.arange(0, TILE.rows)
     token, head = row // H.group, kv_head * H.group + row % H.group
@@ -256,39 +216,68 @@ def _suffix_attention_split(q_ptr, prefix, suffix, length_ptr, workspace, out_pt
     n = tl.arange(0, TILE.keys)
     query = ((batch * tokens + token[:, None]) * H.heads + head[:, None]) * H.dim + d[None, :]
     kept = (token < tokens)[:, None] & in_d[None, :]
-    wait_for_previous(PDL)
-    q = tl.load(q_ptr + query, mask=kept, other=0.0)
-    best = tl.full((TILE.rows,), -float("inf"), tl.float32)
-    total = tl.full((TILE.rows,), 0.0, tl.float32)
-    part = tl.full((TILE.rows, H.block), 0.0, tl.float32)
-    if split < SPLITS.prefix:
-        length = tl.load(length_ptr + batch)
-        base = batch * prefix_tokens * (KV_HEADS * H.dim) + kv_head * H.dim
-        for start in range(0, TILE.tiles * TILE.keys, TILE.keys):
-            key = split * (TILE.tiles * TILE.keys) + start + n
-            # A padded prefix may hold anything, NaN included: what is not real is not read.
-            real = key < length
-            place = base + key * (KV_HEADS * H.dim)
-            k = tl.load(prefix[0] + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
-            s = tl.where(real[None, :], tl.dot(q, k) * scale, -float("inf"))
-            p, shrink, best, total = softmax_step(s, best, total, True)
-            v = tl.load(prefix[1] + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
-            part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
-    # The suffix's keys: a tile for each program after those of the prefix, or all for the last of these.
-    if TILE.joined:
-        mine, base = split == SPLITS.prefix - 1, 0
-    else:
-        mine, base = split >= SPLITS.prefix, (split - SPLITS.prefix) * TILE.keys
-    if mine:
-        for start in tl.range(0, SUFFIX, TILE.keys, num_stages=1):
-            key = base + start + n
-            real = key < tokens
+    if AT_ONCE:
+        if split < SPLITS.prefix:
+            # The prefix was complete before the first kernel of the loop: its keys may be fetched before the wait.
+            key = split * TILE.keys + n
+            real_key = key < tl.load(length_ptr + batch)
+            place = ((batch * prefix_tokens + key) * KV_HEADS + kv_head) * H.dim
+            inside = key < prefix_tokens
+            k = tl.load(prefix_keys + place[None, :] + d[:, None], mask=inside[None, :] & in_d[:, None], other=0.0)
+            v = tl.load(prefix_values + place[:, None] + d[None, :], mask=inside[:, None] & in_d[None, :], other=0.0)
+            wait_for_previous(PDL)
+            seen = (token < tokens)[:, None] & real_key[None, :]
+        else:
+            wait_for_previous(PDL)
+            key = (split - SPLITS.prefix) * TILE.keys + n
+            real_key = key < tokens
             place = ((batch * tokens + key) * KV_HEADS + kv_head) * H.dim
-            k = tl.load(suffix[0] + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
-            s = tl.where(_seen(token, key, tokens, MASK), tl.dot(q, k) * scale, -float("inf"))
-            p, shrink, best, total = softmax_step(s, best, total, True)
-            v = tl.load(suffix[1] + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
-            part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
+            k = tl.load(suffix_keys + place[None, :] + d[:, None], mask=real_key[None, :] & in_d[:, None], other=0.0)
+            v = tl.load(suffix_values + place[:, None] + d[None, :], mask=real_key[:, None] & in_d[None, :], other=0.0)
+            seen = _seen(token, key, tokens, MASK)
+        q = tl.load(q_ptr + query, mask=kept, other=0.0)
+        s = tl.where(seen, tl.dot(q, k) * scale, -float("inf"))
+        best = tl.max(s, 1)
+        safe = tl.where(best == -float("inf"), 0.0, best)
+        p = tl.exp2(s - safe[:, None])
+        total = tl.sum(p, 1)
+        # A padded prefix may hold anything, NaN included, and 0 × NaN is NaN.
+        v = tl.where(real_key[:, None], v, 0.0)
+        part = tl.dot(p.to(v.dtype), v)
+    else:
+        wait_for_previous(PDL)
+        q = tl.load(q_ptr + query, mask=kept, other=0.0)
+        best = tl.full((TILE.rows,), -float("inf"), tl.float32)
+        total = tl.full((TILE.rows,), 0.0, tl.float32)
+        part = tl.full((TILE.rows, H.block), 0.0, tl.float32)
+        if split < SPLITS.prefix:
+            length = tl.load(length_ptr + batch)
+            base = batch * prefix_tokens * (KV_HEADS * H.dim) + kv_head * H.dim
+            for start in range(0, TILE.tiles * TILE.keys, TILE.keys):
+                key = split * (TILE.tiles * TILE.keys) + start + n
+                # A padded prefix may hold anything, NaN included: what is not real is not read.
+                real = key < length
+                place = base + key * (KV_HEADS * H.dim)
+                k = tl.load(prefix_keys + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
+                s = tl.where(real[None, :], tl.dot(q, k) * scale, -float("inf"))
+                p, shrink, best, total = softmax_step(s, best, total, True)
+                v = tl.load(prefix_values + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
+                part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
+        # The suffix's keys: a tile for each program after those of the prefix, or all for the last of these.
+        if TILE.joined:
+            mine, base = split == SPLITS.prefix - 1, 0
+        else:
+            mine, base = split >= SPLITS.prefix, (split - SPLITS.prefix) * TILE.keys
+        if mine:
+            for start in tl.range(0, SPLITS.own, TILE.keys, num_stages=1):
+                key = base + start + n
+                real = key < tokens
+                place = ((batch * tokens + key) * KV_HEADS + kv_head) * H.dim
+                k = tl.load(suffix_keys + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
+                s = tl.where(_seen(token, key, tokens, MASK), tl.dot(q, k) * scale, -float("inf"))
+                p, shrink, best, total = softmax_step(s, best, total, True)
+                v = tl.load(suffix_values + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
+                part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
     _store(part, best, total, workspace, out_ptr + query, kept, split, pair * SPLITS.row_tiles + tile, SPLITS.all)
 
 
@@ -297,16 +286,11 @@ def suffix_attention(
     state_first: bool, causal: bool,
 ) -> None:  # fmt: skip
     """See `vla_accel.kernels.attention.suffix.suffix_attention`."""
-    splits = Splits(tile.prefix_splits(sizes), tile.splits(sizes), tile.row_tiles(sizes))
-    arguments = (
-        suffix.q, (prefix.keys, prefix.values), (suffix.k, suffix.v), prefix.lengths, workspace, out, sizes.tokens,
-        sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E, HeadShape.of(suffix.q, suffix.k), tile, splits,
-        Mask(causal=causal, first=state_first),
-    )  # fmt: skip
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    pairs = sizes.batch * sizes.kv_heads
-    if tile.tiles == 1:
-        launch(_suffix_attention, (splits.all, splits.row_tiles, pairs), *arguments, **options)
-    else:
-        own = sizes.tokens if tile.joined else tile.keys
-        launch(_suffix_attention_split, (splits.row_tiles, splits.all, pairs), *arguments, own, **options)
+    own = sizes.tokens if tile.joined else tile.keys
+    splits = Splits(tile.prefix_splits(sizes), tile.splits(sizes), tile.row_tiles(sizes), own)
+    shared = (splits.all, splits.row_tiles) if tile.tiles == 1 else (splits.row_tiles, splits.all)
+    tensors = ((suffix.q, suffix.k, suffix.v, out), (prefix.keys, prefix.values, prefix.lengths), workspace)
+    numbers = (sizes.tokens, sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E)
+    constants = (HeadShape.of(suffix.q, suffix.k), tile, splits, Mask(0, causal=causal, first=state_first))
+    grid, run = (*shared, sizes.batch * sizes.kv_heads), {"num_warps": tile.warps, "num_stages": tile.stages}
+    launch(_suffix_attention, grid, *tensors, numbers, *constants, **run)

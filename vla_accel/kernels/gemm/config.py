@@ -74,10 +74,8 @@ def gemm_sizes(
     columns, groups = (n // 2, 1) if gated else (n, 1)
     if heads is not None:
         columns, groups = heads.q.shape[3] // 2, heads.q.shape[2] + 2 * heads.k.shape[2]
-    return GemmSizes(
-        rows, k, columns, groups, 1 + (gated or heads is not None), weights.weight.element_size(), x.element_size(),
-        weights.integers, layer_norm,
-    )  # fmt: skip
+    sides, kinds = 1 + (gated or heads is not None), (weights.weight.element_size(), x.element_size(), weights.integers)
+    return GemmSizes(rows, k, columns, groups, sides, *kinds, layer_norm)
 
 
 @dataclass(frozen=True)

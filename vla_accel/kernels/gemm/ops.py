@@ -73,7 +73,7 @@ def gemm(
     elif isinstance(config, Library):
         assert workspace is not None and epilogue.pinned is None
         library_product(x if norm is None else norm.rows(x), weights, workspace[0])
-        kernels("gemm.triton_library").finish(workspace[0], weights, out, epilogue, norm, x.shape[1])
+        kernels("gemm.triton_library").finish(workspace[0], weights, out, epilogue, norm)
     elif isinstance(config, Skinny):
         kernels("gemm.triton_skinny").product(x, weights, out, epilogue, norm, config)
     else:

@@ -2,7 +2,10 @@
 
 Sums are (BLOCK_M, BLOCK_N) float32 of rows from `row0` and columns from `n0`; elements outside the tensors are not
 stored. A pair is two columns of the product that meet in one output: the halves of a head, or gate and up. Its weight
-rows are HALF rows apart, within groups of 2 HALF rows: a group is a head, or all of a gated product (HEADS = 0).
+rows are HALF rows apart, within groups of 2 HALF rows: a group is a head, or all of a gated product.
+
+SHAPE is a `ProductShape`, TILE has `rows` and `columns`, BLOCK_M and BLOCK_N. `at`: a program's group or column tile,
+its first column within the group or the tensor, and its first row.
 
 Constants of the loop are loaded apart from the sums, so that a kernel fetches them before it waits.
 """
@@ -14,12 +17,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm
 from vla_accel.kernels.gemm.triton_moments import store_moments
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.triton_common import activated
-from vla_accel.numeric import power_of_two
 
 
 class NormArguments(NamedTuple):
@@ -33,19 +36,43 @@ class NormArguments(NamedTuple):
 
 
 class EpilogueArguments(NamedTuple):
-    """`Epilogue` in a kernel. `shift` is float32 or the bias; `tokens`: rows of a sequence."""
+    """`Epilogue` in a kernel, and its outputs: q, k and v or a single tensor. `rows`: of the product; `tokens`: rows of
+    a sequence, None where nothing depends on them; `shift` is float32 or the bias.
+    """
 
-    shift: Any
-    pinned: Any
-    cos: Any
-    sin: Any
-    starts: Any
-    gate: Any
-    next_scale: Any
-    sums: Any
-    squares: Any
-    scaled: Any
-    tokens: int
+    out: tuple[Any, ...]
+    rows: int
+    tokens: int | None
+    cos: Any = None
+    sin: Any = None
+    starts: Any = None
+    shift: Any = None
+    pinned: Any = None
+    gate: Any = None
+    sums: Any = None
+    squares: Any = None
+    next_scale: Any = None
+    scaled: Any = None
+
+
+class ProductShape(NamedTuple):
+    """Constants of a product in a kernel: n weight rows of k columns, tiles of the norm's moments (0 without moments),
+    the code of the activation or of the gate's, and whether it adds to the output. Of pairs also HALF, and the heads.
+    """
+
+    n: int
+    k: int
+    tiles: int
+    activation: int
+    residual: bool
+    half: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Heads, or one group for a gated product."""
+        return self.n // (2 * self.half)
 
 
 def norm_arguments(norm: Norm | None) -> NormArguments:
@@ -56,77 +83,67 @@ def norm_arguments(norm: Norm | None) -> NormArguments:
     return NormArguments(norm.eps, norm.scale, norm.sums, m and m.sums, m and m.squares)
 
 
-def epilogue_arguments(weights: Linear, epilogue: Epilogue, tokens: int = 1) -> EpilogueArguments:
+def epilogue_arguments(weights: Linear, epilogue: Epilogue, out: Tensor | Heads, rows: int) -> EpilogueArguments:
     """Return an epilogue for a kernel."""
-    e, m, rope = epilogue, epilogue.moments, epilogue.rope
-    scaled = m.scaled if m is not None and e.next_scale is not None else None
-    return EpilogueArguments(
-        weights.bias if e.shift is None else e.shift, e.pinned, rope and rope.cos, rope and rope.sin,
-        rope and rope.starts, e.gate, e.next_scale if scaled is not None else None, m and m.sums, m and m.squares,
-        scaled, tokens,
-    )  # fmt: skip
-
-
-class PairShape(NamedTuple):
-    """The constants of a product of pairs: heads, HALF, and the code of the gate's activation."""
-
-    heads: int
-    kv_heads: int
-    half: int
-    gate: int
-
-    @property
-    def groups(self) -> int:
-        """Heads, or one group for a gated product."""
-        return self.heads + 2 * self.kv_heads if self.heads else 1
-
-
-def pair_shape(out: Tensor | Heads, epilogue: Epilogue) -> tuple[PairShape, tuple[Tensor, ...], int]:
-    """Return the constants of a product of pairs, its outputs, and the rows of a sequence."""
+    e, m = epilogue, epilogue.moments
     if isinstance(out, Heads):
-        _, tokens, heads, head_dim = out.q.shape
-        return PairShape(heads, out.k.shape[2], head_dim // 2, 0), (out.q, out.k, out.v), tokens
-    return PairShape(0, 0, out.shape[1], epilogue.activation.gate.code), (out,), 1
-
-
-def tiles_of(norm: Norm | None) -> tuple[int, int]:
-    """Return the tiles of the norm's moments, and the power of two that holds them; 0 and 1 without moments."""
-    tiles = 0 if norm is None or norm.moments is None else len(norm.moments.sums)
-    return tiles, power_of_two(max(tiles, 1))
-
-
-@triton.jit
-def own_row(pinned_ptr, row, rows, COLUMNS: tl.constexpr):
-    """Where a row's constants begin in a table of two rows of COLUMNS, the second for pinned actions."""
-    return tl.load(pinned_ptr + row, mask=row < rows, other=0) * COLUMNS
-
-
-@triton.jit
-def column_constants(ptr, pinned_ptr, n, limit, row0, rows, EMPTY: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Float32 constants of columns n, (1, BLOCK_N) or, with pinned rows, (BLOCK_M, BLOCK_N); EMPTY without a table."""
-    if ptr is None:
-        return tl.full((1, BLOCK_N), EMPTY, tl.float32)
+        assert e.rope is not None
+        placed = ((out.q, out.k, out.v), rows, out.q.shape[1], e.rope.cos, e.rope.sin, e.rope.starts)
     else:
-        at = n
-        if pinned_ptr is not None:
-            at = n + own_row(pinned_ptr, row0 + tl.arange(0, BLOCK_M)[:, None], rows, COLUMNS)
-        return tl.load(ptr + at, mask=limit, other=0.0).to(tl.float32)
+        placed = ((out,), rows, e.skip_every or None, None, None, None)
+    shift, scaled = weights.bias if e.shift is None else e.shift, (None, None)
+    if m is not None and m.scaled is not None and e.next_scale is not None:
+        scaled = (e.next_scale, m.scaled)
+    return EpilogueArguments(*placed, shift, e.pinned, e.gate, m and m.sums, m and m.squares, *scaled)
+
+
+def moment_tiles(norm: Norm | None) -> int:
+    """Return the tiles of the norm's moments, 0 without moments."""
+    return 0 if norm is None or norm.moments is None else len(norm.moments.sums)
+
+
+def product_shape(weights: Linear, epilogue: Epilogue, out: Tensor | Heads, norm: Norm | None) -> ProductShape:
+    """Return the constants of a product."""
+    sizes, kind = (*weights.weight.shape, moment_tiles(norm)), epilogue.activation
+    if isinstance(out, Heads):
+        _, _, heads, head_dim = out.q.shape
+        return ProductShape(*sizes, 0, False, head_dim // 2, heads, out.k.shape[2])
+    if kind.gated:
+        return ProductShape(*sizes, kind.gate.code, False, out.shape[1])
+    return ProductShape(*sizes, kind.code, epilogue.residual)
 
 
 @triton.jit
-def load_pair(e, group, i0, row0, rows, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def own_row(e, row, COLUMNS: constexpr):
+    """Where a row's constants begin in a table of two rows of COLUMNS, the second for pinned actions."""
+    return tl.load(e.pinned + row, mask=row < e.rows, other=0) * COLUMNS
+
+
+@triton.jit
+def _constants(ptr, own, n, real, EMPTY: constexpr):
+    """Float32 constants of columns n, (1, BLOCK_N) or, with `own_row`, (BLOCK_M, BLOCK_N); EMPTY without a table."""
+    if ptr is None:
+        return tl.full((1, n.shape[1]), EMPTY, tl.float32)
+    else:
+        at = n if own is None else n + own
+        return tl.load(ptr + at, mask=real, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_pair(e, at, SHAPE: constexpr, TILE: constexpr):
     """The constants of `store_pair`: shifts of both columns of a pair, and the cosines and sines of q and k."""
-    i = i0 + tl.arange(0, BLOCK_N)[None, :]
-    N: tl.constexpr = (HEADS + 2 * KV_HEADS if HEADS > 0 else 1) * 2 * HALF
-    at = group * (2 * HALF) + i
-    low = column_constants(e.shift, e.pinned, at, i < HALF, row0, rows, 0.0, BLOCK_M, BLOCK_N, N)
-    high = column_constants(e.shift, e.pinned, HALF + at, i < HALF, row0, rows, 0.0, BLOCK_M, BLOCK_N, N)
-    if HEADS > 0:
-        row = row0 + tl.arange(0, BLOCK_M)[:, None]
-        rotated = (row < rows) & (i < HALF) & (group < HEADS + KV_HEADS)
-        position = tl.load(e.starts + row // e.tokens, mask=row < rows, other=0) + row % e.tokens
+    group, i0, row0 = at
+    HALF: constexpr = SHAPE.half
+    i = i0 + tl.arange(0, TILE.columns)[None, :]
+    row = row0 + tl.arange(0, TILE.rows)[:, None]
+    own = None
+    if e.pinned is not None:
+        own = own_row(e, row, SHAPE.n)
+    n = group * (2 * HALF) + i
+    low, high = _constants(e.shift, own, n, i < HALF, 0.0), _constants(e.shift, own, HALF + n, i < HALF, 0.0)
+    if SHAPE.heads > 0:
+        rotated = (row < e.rows) & (i < HALF) & (group < SHAPE.heads + SHAPE.kv_heads)
+        position = tl.load(e.starts + row // e.tokens, mask=row < e.rows, other=0) + row % e.tokens
         # Values have no position: their heads get cos = 1 and sin = 0.
         cos = tl.load(e.cos + position * HALF + i, mask=rotated, other=1.0)
         sin = tl.load(e.sin + position * HALF + i, mask=rotated, other=0.0)
@@ -136,67 +153,79 @@ def load_pair(e, group, i0, row0, rows, HEADS: tl.constexpr, KV_HEADS: tl.conste
 
 
 @triton.jit
-def store_pair(a, b, low, high, cos, sin, out, group, i0, row0, rows, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-               HALF: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Store the sums a and b of pairs, rotated to q, k or v, or as GATE(a) * b, with the constants of `load_pair`."""
-    i = i0 + tl.arange(0, BLOCK_N)[None, :]
-    row = row0 + tl.arange(0, BLOCK_M)[:, None]
-    keep = (row < rows) & (i < HALF)
-    kind = out[0].dtype.element_ty
+def store_pair(a, b, constants, e, at, SHAPE: constexpr, TILE: constexpr):
+    """Store the sums a and b of pairs, rotated to q, k or v, or as gate(a) * b, with the constants of `load_pair`."""
+    low, high, cos, sin = constants
+    group, i0, row0 = at
+    HALF: constexpr = SHAPE.half
+    HEADS: constexpr = SHAPE.heads
+    KV_HEADS: constexpr = SHAPE.kv_heads
+    i = i0 + tl.arange(0, TILE.columns)[None, :]
+    row = row0 + tl.arange(0, TILE.rows)[:, None]
+    keep = (row < e.rows) & (i < HALF)
+    kind = e.out[0].dtype.element_ty
     a += low
     b += high
     if HEADS > 0:
         first = (a * cos - b * sin).to(kind)
         second = (b * cos + a * sin).to(kind)
         if group < HEADS:
-            to = out[0] + (row * HEADS + group) * (2 * HALF) + i
+            to = e.out[0] + (row * HEADS + group) * (2 * HALF) + i
             tl.store(to, first, mask=keep)
             tl.store(to + HALF, second, mask=keep)
         elif group < HEADS + KV_HEADS:
-            to = out[1] + (row * KV_HEADS + group - HEADS) * (2 * HALF) + i
+            to = e.out[1] + (row * KV_HEADS + group - HEADS) * (2 * HALF) + i
             tl.store(to, first, mask=keep)
             tl.store(to + HALF, second, mask=keep)
         else:
-            to = out[2] + (row * KV_HEADS + group - HEADS - KV_HEADS) * (2 * HALF) + i
+            to = e.out[2] + (row * KV_HEADS + group - HEADS - KV_HEADS) * (2 * HALF) + i
             tl.store(to, first, mask=keep)
             tl.store(to + HALF, second, mask=keep)
     else:
-        tl.store(out[0] + row * HALF + i, (activated(a, GATE) * b).to(kind), mask=keep)
+        tl.store(e.out[0] + row * HALF + i, (activated(a, SHAPE.activation) * b).to(kind), mask=keep)
 
 
 @triton.jit
-def load_columns(e, n0, row0, rows, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_columns(e, at, SHAPE: constexpr, TILE: constexpr):
     """The constants of `store_columns`: shift or bias, and gate."""
-    n = n0 + tl.arange(0, BLOCK_N)[None, :]
+    _, n0, row0 = at
+    n = n0 + tl.arange(0, TILE.columns)[None, :]
+    own = None
+    if e.pinned is not None:
+        own = own_row(e, row0 + tl.arange(0, TILE.rows)[:, None], SHAPE.n)
     # Only the gate has a row for pinned actions: a bias is the same in every step.
-    shift = column_constants(e.shift, None, n, n < N, row0, rows, 0.0, BLOCK_M, BLOCK_N, N)
-    return shift, column_constants(e.gate, e.pinned, n, n < N, row0, rows, 1.0, BLOCK_M, BLOCK_N, N)
+    return _constants(e.shift, None, n, n < SHAPE.n, 0.0), _constants(e.gate, own, n, n < SHAPE.n, 1.0)
 
 
 @triton.jit
-def load_residual(out_ptr, e, n0, row0, rows, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  RESIDUAL: tl.constexpr, SKIP_FIRST: tl.constexpr):  # fmt: skip
-    """The rows that `store_columns` adds to, 0 without RESIDUAL, and which elements it stores."""
-    n = n0 + tl.arange(0, BLOCK_N)[None, :]
-    row = row0 + tl.arange(0, BLOCK_M)[:, None]
-    keep = (row < rows) & (n < N)
-    if SKIP_FIRST:
+def load_residual(e, at, SHAPE: constexpr, TILE: constexpr):
+    """The rows that `store_columns` adds to, 0 if there are none, and which elements it stores."""
+    _, n0, row0 = at
+    n = n0 + tl.arange(0, TILE.columns)[None, :]
+    row = row0 + tl.arange(0, TILE.rows)[:, None]
+    keep = (row < e.rows) & (n < SHAPE.n)
+    if e.tokens is not None:
         # The first token of π0's suffix is the state's, and stays.
         keep = keep & (row % e.tokens > 0)
-    before = tl.zeros((BLOCK_M, BLOCK_N), out_ptr.dtype.element_ty)
-    if RESIDUAL:
-        before = tl.load(out_ptr + row * N + n, mask=keep, other=0.0)
+    before = tl.full((TILE.rows, TILE.columns), 0.0, e.out[0].dtype.element_ty)
+    if SHAPE.residual:
+        before = tl.load(e.out[0] + row * SHAPE.n + n, mask=keep, other=0.0)
     return before, keep
 
 
 @triton.jit
-def store_columns(y, shift, gate, before, keep, out_ptr, e, tile, n0, row0, rows, N: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
-    """out = before + gate ∘ activation(y + shift), and the moments of the stored rows, of column tile `tile`."""
-    n = n0 + tl.arange(0, BLOCK_N)
-    row = row0 + tl.arange(0, BLOCK_M)
-    y = activated(y + shift, ACTIVATION) * gate + before.to(tl.float32)
-    stored = y.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row[:, None] * N + n[None, :], stored, mask=keep)
+def store_columns(y, constants, residual, e, at, SHAPE: constexpr, TILE: constexpr):
+    """out = before + gate ∘ activation(y + shift), with `load_columns` and `load_residual`, and the moments of the
+    stored rows.
+    """
+    shift, gate = constants
+    before, keep = residual
+    tile, n0, row0 = at
+    n = n0 + tl.arange(0, TILE.columns)
+    row = row0 + tl.arange(0, TILE.rows)
+    y = activated(y + shift, SHAPE.activation) * gate + before.to(tl.float32)
+    stored = y.to(e.out[0].dtype.element_ty)
+    tl.store(e.out[0] + row[:, None] * SHAPE.n + n[None, :], stored, mask=keep)
     if e.sums is not None:
-        store_moments(stored.to(tl.float32), keep, row, n, e.next_scale, e.sums, e.squares, e.scaled, tile, rows, N)
+        moments = (e.next_scale, e.sums, e.squares, e.scaled)
+        store_moments(stored.to(tl.float32), keep, row, n, moments, tile, e.rows, SHAPE.n)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.epilogue import Epilogue
@@ -12,12 +15,24 @@ from vla_accel.kernels.gemm.int8 import Int8Tile
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.triton_common import activated, let_next_start, store_rounded, wait_for_previous
 
-TURNS = tl.constexpr(8)
+TURNS = constexpr(8)
 """Row tiles that take turns at the same columns of weights, which stay in L2 meanwhile."""
 
 
+class Int8Shape(NamedTuple):
+    """Constants of a kernel: columns of the output, K, the code of the activation or of the gate's, whether gate and up
+    become one, and whether they are paired.
+    """
+
+    n: int
+    k: int
+    activation: int
+    gated: bool
+    paired: bool
+
+
 @triton.jit
-def _own_tile(rows, column_tiles, ROWS: tl.constexpr):
+def _own_tile(rows, column_tiles, ROWS: constexpr):
     """A program's rows (ROWS,) and which of the column tiles is its own."""
     program = tl.program_id(0)
     first = program // (TURNS * column_tiles) * TURNS
@@ -27,7 +42,7 @@ def _own_tile(rows, column_tiles, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _fetched(at, real, k, K: tl.constexpr, DEPTH: tl.constexpr):
+def _fetched(at, real, k, K: constexpr, DEPTH: constexpr):
     """An operand's next DEPTH of K, zero beyond its end."""
     if K % DEPTH == 0:
         return tl.load(at, mask=real, other=0)
@@ -45,80 +60,52 @@ def _in_units(total, n, real, scale_ptr, bias_ptr, input_scale):
 
 
 @triton.jit
-def _store(out_ptr, y, row, n, rows, inverse_scale, N: tl.constexpr):
-    keep = (row < rows)[:, None] & (n < N)[None, :]
-    store_rounded(out_ptr + row.to(tl.int64)[:, None] * N + n[None, :], y, keep, inverse_scale)
-
-
-@triton.jit
-def _int8_linear(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, scales, rows, N: tl.constexpr, K: tl.constexpr,
-                 TILE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    let_next_start(PDL)
-    ROWS: tl.constexpr = TILE.rows
-    COLUMNS: tl.constexpr = TILE.columns
-    DEPTH: tl.constexpr = TILE.depth
-    row, tile = _own_tile(rows, tl.cdiv(N, COLUMNS), ROWS)
-    n = tile * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, DEPTH)
-    x_at = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
-    w_at = w_ptr + n.to(tl.int64)[None, :] * K + k[:, None]
-    wait_for_previous(PDL)
-    total = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for start in range(0, K, DEPTH):
-        x = _fetched(x_at, (row < rows)[:, None], start + k[None, :], K, DEPTH)
-        w = _fetched(w_at, (n < N)[None, :], start + k[:, None], K, DEPTH)
-        total = tl.dot(x, w, total, out_dtype=tl.int32)
-        x_at += DEPTH
-        w_at += DEPTH
-    y = _in_units(total, n, n < N, scale_ptr, bias_ptr, scales[0])
-    _store(out_ptr, activated(y, ACTIVATION), row, n, rows, scales[1], N)
-
-
-@triton.jit
-def _int8_gated(x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, scales, rows, HIDDEN: tl.constexpr, K: tl.constexpr,
-                TILE: tl.constexpr, GATE: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Half of the tile's columns are of the gate and half of up. PAIRED: eight columns of each in turns, otherwise all
-    of the gate first.
+def _int8_product(x_ptr, weights, out_ptr, scales, rows, S: constexpr, TILE: constexpr, PDL: constexpr):
+    """Half of a gated tile's columns are of the gate and half of up: eight of each in turns if they are paired,
+    otherwise all of the gate first.
     """
     let_next_start(PDL)
-    ROWS: tl.constexpr = TILE.rows
-    COLUMNS: tl.constexpr = TILE.columns // 2
-    DEPTH: tl.constexpr = TILE.depth
-    row, tile = _own_tile(rows, tl.cdiv(HIDDEN, COLUMNS), ROWS)
+    w_ptr, scale_ptr, bias_ptr = weights
+    N: constexpr = S.n
+    K: constexpr = S.k
+    ROWS: constexpr = TILE.rows
+    COLUMNS: constexpr = TILE.columns // 2 if S.gated else TILE.columns
+    DEPTH: constexpr = TILE.depth
+    row, tile = _own_tile(rows, tl.cdiv(N, COLUMNS), ROWS)
     n = tile * COLUMNS + tl.arange(0, COLUMNS)
-    gate_row, up_row = n, n + HIDDEN
-    if PAIRED:
-        gate_row = n // 8 * 16 + n % 8
-        up_row = gate_row + 8
+    first, second = n, n + N
+    if S.paired:
+        first = n // 8 * 16 + n % 8
+        second = first + 8
     k = tl.arange(0, DEPTH)
     x_at = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
-    gate_at = w_ptr + gate_row.to(tl.int64)[None, :] * K + k[:, None]
-    up_at = w_ptr + up_row.to(tl.int64)[None, :] * K + k[:, None]
+    first_at = w_ptr + first.to(tl.int64)[None, :] * K + k[:, None]
+    second_at = w_ptr + second.to(tl.int64)[None, :] * K + k[:, None]
     wait_for_previous(PDL)
-    gates, ups = tl.zeros((ROWS, COLUMNS), tl.int32), tl.zeros((ROWS, COLUMNS), tl.int32)
+    firsts, seconds = tl.zeros((ROWS, COLUMNS), tl.int32), tl.zeros((ROWS, COLUMNS), tl.int32)
     for start in range(0, K, DEPTH):
         x = _fetched(x_at, (row < rows)[:, None], start + k[None, :], K, DEPTH)
-        gate = _fetched(gate_at, (n < HIDDEN)[None, :], start + k[:, None], K, DEPTH)
-        up = _fetched(up_at, (n < HIDDEN)[None, :], start + k[:, None], K, DEPTH)
-        gates = tl.dot(x, gate, gates, out_dtype=tl.int32)
-        ups = tl.dot(x, up, ups, out_dtype=tl.int32)
+        w = _fetched(first_at, (n < N)[None, :], start + k[:, None], K, DEPTH)
+        if S.gated:
+            up = _fetched(second_at, (n < N)[None, :], start + k[:, None], K, DEPTH)
+        firsts = tl.dot(x, w, firsts, out_dtype=tl.int32)
+        if S.gated:
+            seconds = tl.dot(x, up, seconds, out_dtype=tl.int32)
         x_at += DEPTH
-        gate_at += DEPTH
-        up_at += DEPTH
-    g = _in_units(gates, gate_row, n < HIDDEN, scale_ptr, bias_ptr, scales[0])
-    u = _in_units(ups, up_row, n < HIDDEN, scale_ptr, bias_ptr, scales[0])
-    _store(out_ptr, activated(g, GATE) * u, row, n, rows, scales[1], HIDDEN)
+        first_at += DEPTH
+        second_at += DEPTH
+    y = activated(_in_units(firsts, first, n < N, scale_ptr, bias_ptr, scales[0]), S.activation)
+    if S.gated:
+        y *= _in_units(seconds, second, n < N, scale_ptr, bias_ptr, scales[0])
+    keep = (row < rows)[:, None] & (n < N)[None, :]
+    store_rounded(out_ptr + row.to(tl.int64)[:, None] * N + n[None, :], y, keep, scales[1])
 
 
 def product(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue, tile: Int8Tile) -> None:
     """See `vla_accel.kernels.gemm.gemm`."""
-    (rows, k), n, activation = x.shape, out.shape[1], epilogue.activation
-    if activation.gated:
-        kernel, columns, kind = _int8_gated, tile.columns // 2, (activation.gate.code, weights.paired)
-    else:
-        kernel, columns, kind = _int8_linear, tile.columns, (activation.code,)
-    launch(
-        kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(n, columns),), x, weights.weight, weights.weight_scale,
-        weights.bias, out, (weights.input_scale_value, epilogue.quantize), rows, n, k, tile, *kind,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    (rows, k), n, kind = x.shape, out.shape[1], epilogue.activation
+    shape = Int8Shape(n, k, kind.gate.code if kind.gated else kind.code, kind.gated, kind.gated and weights.paired)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns // (1 + kind.gated)),)
+    operands = (x, (weights.weight, weights.weight_scale, weights.bias), out)
+    scales, run = (weights.input_scale_value, epilogue.quantize), {"num_warps": tile.warps, "num_stages": tile.stages}
+    launch(_int8_product, grid, *operands, scales, rows, shape, tile, **run)

@@ -5,9 +5,12 @@ Every kernel lets the next one start at once: it reads only constants before it 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm
@@ -17,10 +20,9 @@ from vla_accel.kernels.gemm.triton_epilogues import (
     load_pair,
     load_residual,
     norm_arguments,
-    pair_shape,
+    product_shape,
     store_columns,
     store_pair,
-    tiles_of,
 )
 from vla_accel.kernels.gemm.triton_moments import of_tiles
 from vla_accel.kernels.gemm.weights import Linear
@@ -31,60 +33,56 @@ ROWS = 4
 """Rows of a program that rotates or gates: its loads stay long, and the GPU busy."""
 
 
+class Tile(NamedTuple):
+    """Constants of a kernel: rows and columns of a program."""
+
+    rows: int
+    columns: int
+
+
 @triton.jit
-def _sums(y_ptr, row, rows, n, in_row, N: tl.constexpr):
+def _sums(y_ptr, row, rows, n, in_row, N: constexpr):
     """(BLOCK_M, BLOCK_N) float32 of a product (rows, N) in memory: columns n, those of `in_row`."""
     at = row.to(tl.int64)[:, None] * N + n[None, :]
     return tl.load(y_ptr + at, mask=(row < rows)[:, None] & in_row[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _library_pair(y_ptr, norm, e, out, rows, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                  HALF: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  TILES: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    N: tl.constexpr = (HEADS + 2 * KV_HEADS if HEADS > 0 else 1) * 2 * HALF
-    IN_HALF: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
-    row0 = tl.program_id(0) * BLOCK_M
-    group, i0 = tl.program_id(1) // IN_HALF, tl.program_id(1) % IN_HALF * BLOCK_N
-    row, i = row0 + tl.arange(0, BLOCK_M), i0 + tl.arange(0, BLOCK_N)
+def _library_pair(y_ptr, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+    HALF: constexpr = SHAPE.half
+    IN_HALF: constexpr = (HALF + TILE.columns - 1) // TILE.columns
+    row0 = tl.program_id(0) * TILE.rows
+    group, i0 = tl.program_id(1) // IN_HALF, tl.program_id(1) % IN_HALF * TILE.columns
+    row, i = row0 + tl.arange(0, TILE.rows), i0 + tl.arange(0, TILE.columns)
     let_next_start(PDL)
-    low, high, cos, sin = load_pair(e, group, i0, row0, rows, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N)
+    constants = load_pair(e, (group, i0, row0), SHAPE, TILE)
     wait_for_previous(PDL)
-    squares = tl.sum(of_tiles(norm.squares, tl.minimum(row, rows - 1), rows, TILES, BLOCK_T), 0)
-    rstd = tl.rsqrt(squares / K + norm.eps)[:, None]
-    a = _sums(y_ptr, row, rows, group * (2 * HALF) + i, i < HALF, N) * rstd
-    b = _sums(y_ptr, row, rows, group * (2 * HALF) + HALF + i, i < HALF, N) * rstd
-    store_pair(a, b, low, high, cos, sin, out, group, i0, row0, rows, HEADS, KV_HEADS, HALF, GATE, BLOCK_M, BLOCK_N)
+    squares = tl.sum(of_tiles(norm.squares, tl.minimum(row, e.rows - 1), e.rows, SHAPE.tiles), 0)
+    rstd = tl.rsqrt(squares / SHAPE.k + norm.eps)[:, None]
+    a = _sums(y_ptr, row, e.rows, group * (2 * HALF) + i, i < HALF, SHAPE.n) * rstd
+    b = _sums(y_ptr, row, e.rows, group * (2 * HALF) + HALF + i, i < HALF, SHAPE.n) * rstd
+    store_pair(a, b, constants, e, (group, i0, row0), SHAPE, TILE)
 
 
 @triton.jit
-def _library_columns(y_ptr, e, out_ptr, rows, N: tl.constexpr, BLOCK_N: tl.constexpr, RESIDUAL: tl.constexpr,
-                     SKIP_FIRST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    row0 = tl.program_id(0)
-    row, n = row0 + tl.arange(0, 1), tl.arange(0, BLOCK_N)
+def _library_columns(y_ptr, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+    at = (0, 0, tl.program_id(0))
+    row, n = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, TILE.columns)
     let_next_start(PDL)
-    shift, gate = load_columns(e, 0, row0, rows, N, 1, BLOCK_N)
+    constants = load_columns(e, at, SHAPE, TILE)
     wait_for_previous(PDL)
-    before, keep = load_residual(out_ptr, e, 0, row0, rows, N, 1, BLOCK_N, RESIDUAL, SKIP_FIRST)
-    y = _sums(y_ptr, row, rows, n, n < N, N)
-    store_columns(y, shift, gate, before, keep, out_ptr, e, 0, 0, row0, rows, N, 1, BLOCK_N, 0)
+    residual = load_residual(e, at, SHAPE, TILE)
+    store_columns(_sums(y_ptr, row, e.rows, n, n < SHAPE.n, SHAPE.n), constants, residual, e, at, SHAPE, TILE)
 
 
-def finish(y: Tensor, weights: Linear, out: Tensor | Heads, epilogue: Epilogue, norm: Norm | None, k: int) -> None:
-    """Launch what follows the product y (R, N) of rows (R, k). Its bias is in y already."""
-    rows = len(y)
+def finish(y: Tensor, weights: Linear, out: Tensor | Heads, epilogue: Epilogue, norm: Norm | None) -> None:
+    """Launch what follows the product y (R, N). Its bias is in y already."""
+    rows, shape = len(y), product_shape(weights, epilogue, out, norm)
     if norm is None:
-        assert isinstance(out, Tensor)
-        n, plain = out.shape[1], Linear(weights.weight)
-        launch(
-            _library_columns, (rows,), y, epilogue_arguments(plain, epilogue, epilogue.skip_every or 1), out, rows, n,
-            power_of_two(n), epilogue.residual, epilogue.skip_every > 0, num_warps=4,
-        )  # fmt: skip
+        after, tile = epilogue_arguments(Linear(weights.weight), epilogue, out, rows), Tile(1, power_of_two(shape.n))
+        launch(_library_columns, (rows,), y, after, shape, tile, num_warps=4)
         return
-    shape, outputs, tokens = pair_shape(out, epilogue)
     columns = power_of_two(shape.half) if shape.heads else min(512, power_of_two(shape.half))
-    launch(
-        _library_pair, (triton.cdiv(rows, ROWS), shape.groups * triton.cdiv(shape.half, columns)),
-        y, norm_arguments(norm), epilogue_arguments(weights, epilogue, tokens), outputs, rows, k, *shape, ROWS,
-        columns, *tiles_of(norm), num_warps=4,
-    )  # fmt: skip
+    grid = (triton.cdiv(rows, ROWS), shape.groups * triton.cdiv(shape.half, columns))
+    after = epilogue_arguments(weights, epilogue, out, rows)
+    launch(_library_pair, grid, y, norm_arguments(norm), after, shape, Tile(ROWS, columns), num_warps=4)

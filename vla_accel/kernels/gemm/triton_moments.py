@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.moments import Moments
@@ -13,11 +14,12 @@ from vla_accel.numeric import power_of_two
 
 
 @triton.jit
-def store_moments(y, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, tile, rows, N: tl.constexpr):
+def store_moments(y, keep, row, n, moments, tile, rows, N: constexpr):
     """Store the moments of a tile y (BLOCK_M, BLOCK_N) float32 of rows as they were stored, and the scaled rows.
 
-    `keep`: which elements of the tile are in the tensor.
+    `keep`: which elements of the tile are in the tensor; `moments`: the scale, and where all are stored.
     """
+    scale_ptr, sums_ptr, squares_ptr, scaled_ptr = moments
     y = tl.where(keep, y, 0.0)
     at = tile * rows + row
     tl.store(sums_ptr + at, tl.sum(y, 1), mask=row < rows)
@@ -28,29 +30,27 @@ def store_moments(y, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr,
 
 
 @triton.jit
-def of_tiles(moment_ptr, row, rows, TILES: tl.constexpr, BLOCK_T: tl.constexpr):
-    """One moment (BLOCK_T, BLOCK_M) of every tile of rows that are all in the tensor.
+def of_tiles(moment_ptr, row, rows, TILES: constexpr):
+    """One moment (tiles, BLOCK_M) of every tile of rows that are all in the tensor.
 
     Loaded before a product and added up after it, they arrive while the product waits for its own operands.
     """
-    tile = tl.arange(0, BLOCK_T)[:, None]
+    tile = tl.arange(0, triton.next_power_of_2(TILES))[:, None]
     return tl.load(moment_ptr + tile * rows + row[None, :], mask=tile < TILES, other=0.0)
 
 
 @triton.jit
-def _measure(x_ptr, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, rows, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
-             PDL: tl.constexpr):  # fmt: skip
+def _measure(x_ptr, moments, rows, WIDTH: constexpr, BLOCK_W: constexpr, PDL: constexpr):
     row = tl.program_id(0) + tl.arange(0, 1)
     n = tl.arange(0, BLOCK_W)
     keep = (row < rows)[:, None] & (n < WIDTH)[None, :]
     wait_for_previous(PDL)
     x = tl.load(x_ptr + row[:, None] * WIDTH + n[None, :], mask=keep, other=0.0).to(tl.float32)
-    store_moments(x, keep, row, n, scale_ptr, sums_ptr, squares_ptr, scaled_ptr, 0, rows, WIDTH)
+    store_moments(x, keep, row, n, moments, 0, rows, WIDTH)
 
 
 def measure(x: Tensor, scale: Tensor | None, out: Moments) -> None:
     """See `vla_accel.kernels.gemm.moments.measure`."""
     rows, width = x.shape
-    launch(
-        _measure, (rows,), x, scale, out.sums, out.squares, out.scaled, rows, width, power_of_two(width), num_warps=4
-    )
+    moments = (scale, out.sums, out.squares, out.scaled)
+    launch(_measure, (rows,), x, moments, rows, width, power_of_two(width), num_warps=4)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.config import Skinny
@@ -23,7 +24,7 @@ from vla_accel.kernels.gemm.triton_epilogues import (
     load_residual,
     norm_arguments,
     own_row,
-    pair_shape,
+    product_shape,
     store_columns,
     store_pair,
 )
@@ -32,146 +33,139 @@ from vla_accel.kernels.triton_common import scale_of_sums, wait_for_previous
 
 
 @triton.jit
-def _weight_tile(
-    w_ptr, first, k0, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, limit
-):
+def _weight_tile(w_ptr, first, limit, k0, K: constexpr, TILE: constexpr):
     """(PARTS, PIECE, BLOCK_N) of a (N, K) weight, from row `first` and column k0."""
-    part = tl.arange(0, PARTS)[:, None, None]
+    PIECE: constexpr = TILE.block_k // TILE.parts
+    part = tl.arange(0, TILE.parts)[:, None, None]
     piece = tl.arange(0, PIECE)[None, :, None]
-    n = first + tl.arange(0, BLOCK_N)[None, None, :]
+    n = first + tl.arange(0, TILE.columns)[None, None, :]
     k = k0 + part * PIECE + piece
     return tl.load(w_ptr + n.to(tl.int64) * K + k, mask=(n < limit) & (k < K), other=0.0)
 
 
 @triton.jit
-def _row_tile(x_ptr, row0, rows, k0, K: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr):
+def _of_row(k0, TILE: constexpr):
+    """Columns (PARTS, 1, PIECE) of a chunk of a row."""
+    PIECE: constexpr = TILE.block_k // TILE.parts
+    return k0 + tl.arange(0, TILE.parts)[:, None, None] * PIECE + tl.arange(0, PIECE)[None, None, :]
+
+
+@triton.jit
+def _row_tile(x_ptr, row0, rows, k0, K: constexpr, TILE: constexpr):
     """(PARTS, BLOCK_M, PIECE) of (rows, K) activations."""
-    part = tl.arange(0, PARTS)[:, None, None]
-    row = row0 + tl.arange(0, BLOCK_M)[None, :, None]
-    k = k0 + part * PIECE + tl.arange(0, PIECE)[None, None, :]
+    row = row0 + tl.arange(0, TILE.rows)[None, :, None]
+    k = _of_row(k0, TILE)
     return tl.load(x_ptr + row * K + k, mask=(row < rows) & (k < K), other=0.0)
 
 
 @triton.jit
-def _early(w_ptr, first, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, limit,
-           EARLY: tl.constexpr):  # fmt: skip
-    """The first EARLY (one to four) chunks of a weight; those beyond repeat the first and are never used."""
-    BLOCK_K: tl.constexpr = PARTS * PIECE
-    w0 = _weight_tile(w_ptr, first, 0, K, BLOCK_N, PARTS, PIECE, limit)
+def _early(w_ptr, first, limit, K: constexpr, TILE: constexpr):
+    """The first chunks of a weight, one to four; those beyond repeat the first and are never used."""
+    w0 = _weight_tile(w_ptr, first, limit, 0, K, TILE)
     w1, w2, w3 = w0, w0, w0
-    if EARLY > 1:
-        w1 = _weight_tile(w_ptr, first, BLOCK_K, K, BLOCK_N, PARTS, PIECE, limit)
-    if EARLY > 2:
-        w2 = _weight_tile(w_ptr, first, 2 * BLOCK_K, K, BLOCK_N, PARTS, PIECE, limit)
-    if EARLY > 3:
-        w3 = _weight_tile(w_ptr, first, 3 * BLOCK_K, K, BLOCK_N, PARTS, PIECE, limit)
+    if TILE.early > 1:
+        w1 = _weight_tile(w_ptr, first, limit, TILE.block_k, K, TILE)
+    if TILE.early > 2:
+        w2 = _weight_tile(w_ptr, first, limit, 2 * TILE.block_k, K, TILE)
+    if TILE.early > 3:
+        w3 = _weight_tile(w_ptr, first, limit, 3 * TILE.block_k, K, TILE)
     return w0, w1, w2, w3
 
 
 @triton.jit
-def _pick(early, CHUNK: tl.constexpr, w_ptr, first, K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-          PIECE: tl.constexpr, limit, EARLY: tl.constexpr):  # fmt: skip
+def _pick(early, CHUNK: constexpr, w_ptr, first, limit, K: constexpr, TILE: constexpr):
     """A chunk of a weight: one that `_early` has loaded, or loaded now."""
-    if CHUNK < EARLY:
+    if TILE.early > CHUNK:
         return early[CHUNK]
     else:
-        return _weight_tile(w_ptr, first, CHUNK * PARTS * PIECE, K, BLOCK_N, PARTS, PIECE, limit)
+        return _weight_tile(w_ptr, first, limit, CHUNK * TILE.block_k, K, TILE)
 
 
 @triton.jit
-def _modulated(x, scale_ptr, own, k0, K: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr):
+def _modulated(x, scale_ptr, own, k0, K: constexpr, TILE: constexpr):
     """x ∘ (1 + scale) in the dtype of x, and the sums of squares of x by row, (BLOCK_M,) float32. `own`: where the
     rows' scales begin, 0 or (1, BLOCK_M, 1)."""
     wide = x.to(tl.float32)
     squares = tl.sum(tl.sum(wide * wide, 2), 0)
     if scale_ptr is not None:
-        part = tl.arange(0, PARTS)[:, None, None]
-        k = k0 + part * PIECE + tl.arange(0, PIECE)[None, None, :]
+        k = _of_row(k0, TILE)
         wide = wide * (1.0 + tl.load(scale_ptr + (own + k), mask=k < K, other=0.0))
     return wide.to(x.dtype), squares
 
 
 @triton.jit
-def _skinny_pair(x_ptr, w_ptr, wscale, norm, e, out, rows, K: tl.constexpr, HEADS: tl.constexpr,
-                 KV_HEADS: tl.constexpr, HALF: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
-                 PDL: tl.constexpr):  # fmt: skip
-    IN_HALF: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
-    group, i0 = tl.program_id(0) // IN_HALF, (tl.program_id(0) % IN_HALF) * BLOCK_N
-    row0 = tl.program_id(1) * BLOCK_M
+def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+    w_ptr, wscale = weights
+    HALF: constexpr = SHAPE.half
+    K: constexpr = SHAPE.k
+    BLOCK_K: constexpr = TILE.block_k
+    IN_HALF: constexpr = (HALF + TILE.columns - 1) // TILE.columns
+    group, i0 = tl.program_id(0) // IN_HALF, (tl.program_id(0) % IN_HALF) * TILE.columns
+    row0 = tl.program_id(1) * TILE.rows
     # One program owns both columns of a pair.
     low, high = group * (2 * HALF) + i0, group * (2 * HALF) + HALF + i0
     low_end, high_end = low - i0 + HALF, high - i0 + HALF
-    of_low, of_high, cos, sin = load_pair(e, group, i0, row0, rows, HEADS, KV_HEADS, HALF, BLOCK_M, BLOCK_N)
-    early_a = _early(w_ptr, low, K, BLOCK_N, PARTS, PIECE, low_end, EARLY)
-    early_b = _early(w_ptr, high, K, BLOCK_N, PARTS, PIECE, high_end, EARLY)
-    scale_a = scale_of_sums(w_ptr, wscale, tl.minimum(low + tl.arange(0, BLOCK_N), low_end - 1))
-    scale_b = scale_of_sums(w_ptr, wscale, tl.minimum(high + tl.arange(0, BLOCK_N), high_end - 1))
+    constants = load_pair(e, (group, i0, row0), SHAPE, TILE)
+    early_a = _early(w_ptr, low, low_end, K, TILE)
+    early_b = _early(w_ptr, high, high_end, K, TILE)
+    scale_a = scale_of_sums(w_ptr, wscale, tl.minimum(low + tl.arange(0, TILE.columns), low_end - 1))
+    scale_b = scale_of_sums(w_ptr, wscale, tl.minimum(high + tl.arange(0, TILE.columns), high_end - 1))
     wait_for_previous(PDL)
-    acc_a = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
-    acc_b = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
+    acc_a = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
+    acc_b = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
+    squares = tl.full((TILE.rows,), 0.0, tl.float32)
     own = 0
     if e.pinned is not None:
-        own = own_row(e.pinned, row0 + tl.arange(0, BLOCK_M)[None, :, None], rows, K)
-    coming = _row_tile(x_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
-    for k0 in tl.static_range(0, K, PARTS * PIECE):
+        own = own_row(e, row0 + tl.arange(0, TILE.rows)[None, :, None], K)
+    coming = _row_tile(x_ptr, row0, e.rows, 0, K, TILE)
+    for k0 in tl.static_range(0, K, BLOCK_K):
         x = coming
-        if k0 + PARTS * PIECE < K:
-            coming = _row_tile(x_ptr, row0, rows, k0 + PARTS * PIECE, K, BLOCK_M, PARTS, PIECE)
-        wa = _pick(early_a, k0 // (PARTS * PIECE), w_ptr, low, K, BLOCK_N, PARTS, PIECE, low_end, EARLY)
-        wb = _pick(early_b, k0 // (PARTS * PIECE), w_ptr, high, K, BLOCK_N, PARTS, PIECE, high_end, EARLY)
-        x, more = _modulated(x, norm.scale, own, k0, K, PARTS, PIECE)
+        if k0 + BLOCK_K < K:
+            coming = _row_tile(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
+        wa = _pick(early_a, k0 // BLOCK_K, w_ptr, low, low_end, K, TILE)
+        wb = _pick(early_b, k0 // BLOCK_K, w_ptr, high, high_end, K, TILE)
+        x, more = _modulated(x, norm.scale, own, k0, K, TILE)
         squares += more
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
     rstd = tl.rsqrt(squares / K + norm.eps)[:, None]
     a, b = tl.sum(acc_a, 0) * scale_a * rstd, tl.sum(acc_b, 0) * scale_b * rstd
-    store_pair(a, b, of_low, of_high, cos, sin, out, group, i0, row0, rows, HEADS, KV_HEADS, HALF, GATE, BLOCK_M,
-               BLOCK_N)  # fmt: skip
+    store_pair(a, b, constants, e, (group, i0, row0), SHAPE, TILE)
 
 
 @triton.jit
-def _skinny_columns(x_ptr, w_ptr, wscale, e, out_ptr, rows, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
-                    BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
-                    RESIDUAL: tl.constexpr, SKIP_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
-    n0, row0 = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
-    early = _early(w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, EARLY)
-    scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1))
-    shift, gate = load_columns(e, n0, row0, rows, N, BLOCK_M, BLOCK_N)
+def _skinny_columns(x_ptr, weights, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+    w_ptr, wscale = weights
+    N: constexpr = SHAPE.n
+    K: constexpr = SHAPE.k
+    BLOCK_K: constexpr = TILE.block_k
+    n0, row0 = tl.program_id(0) * TILE.columns, tl.program_id(1) * TILE.rows
+    early = _early(w_ptr, n0, N, K, TILE)
+    scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, TILE.columns), N - 1))
+    constants = load_columns(e, (0, n0, row0), SHAPE, TILE)
     wait_for_previous(PDL)
-    before, keep = load_residual(out_ptr, e, n0, row0, rows, N, BLOCK_M, BLOCK_N, RESIDUAL, SKIP_FIRST)
-    acc = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
-    coming = _row_tile(x_ptr, row0, rows, 0, K, BLOCK_M, PARTS, PIECE)
-    for k0 in tl.static_range(0, K, PARTS * PIECE):
+    residual = load_residual(e, (0, n0, row0), SHAPE, TILE)
+    acc = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
+    coming = _row_tile(x_ptr, row0, e.rows, 0, K, TILE)
+    for k0 in tl.static_range(0, K, BLOCK_K):
         x = coming
-        if k0 + PARTS * PIECE < K:
-            coming = _row_tile(x_ptr, row0, rows, k0 + PARTS * PIECE, K, BLOCK_M, PARTS, PIECE)
-        w = _pick(early, k0 // (PARTS * PIECE), w_ptr, n0, K, BLOCK_N, PARTS, PIECE, N, EARLY)
+        if k0 + BLOCK_K < K:
+            coming = _row_tile(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
+        w = _pick(early, k0 // BLOCK_K, w_ptr, n0, N, K, TILE)
         acc = tl.dot(x, w.to(x.dtype), acc)
-    y = tl.sum(acc, 0) * scale
-    store_columns(y, shift, gate, before, keep, out_ptr, e, 0, n0, row0, rows, N, BLOCK_M, BLOCK_N, ACTIVATION)
+    store_columns(tl.sum(acc, 0) * scale, constants, residual, e, (0, n0, row0), SHAPE, TILE)
 
 
 def product(
     x: Tensor, weights: Linear, out: Tensor | Heads, epilogue: Epilogue, norm: Norm | None, config: Skinny
 ) -> None:
     """`vla_accel.kernels.gemm.gemm`. A product of columns takes no norm; no moments are read or written."""
-    rows, k = x.shape
-    tile = (config.rows, config.columns, config.parts, config.block_k // config.parts, config.early)
+    shape, row_tiles = product_shape(weights, epilogue, out, norm), triton.cdiv(len(x), config.rows)
+    operands, after = (weights.weight, weights.sums_scale), epilogue_arguments(weights, epilogue, out, len(x))
     run = {"num_warps": config.parts, "num_stages": 1}
     if norm is not None:
-        shape, outputs, tokens = pair_shape(out, epilogue)
-        launch(
-            _skinny_pair, (shape.groups * triton.cdiv(shape.half, config.columns), triton.cdiv(rows, config.rows)),
-            x, weights.weight, weights.sums_scale, norm_arguments(norm), epilogue_arguments(weights, epilogue, tokens),
-            outputs, rows, k, *shape, *tile, **run,
-        )  # fmt: skip
-        return
-    n = len(weights.weight)
-    launch(
-        _skinny_columns, (triton.cdiv(n, config.columns), triton.cdiv(rows, config.rows)),
-        x, weights.weight, weights.sums_scale, epilogue_arguments(weights, epilogue, epilogue.skip_every or 1), out,
-        rows, n, k, *tile, epilogue.residual, epilogue.skip_every > 0, epilogue.activation.code, **run,
-    )  # fmt: skip
+        grid = (shape.groups * triton.cdiv(shape.half, config.columns), row_tiles)
+        launch(_skinny_pair, grid, x, operands, norm_arguments(norm), after, shape, config, **run)
+    else:
+        grid = (triton.cdiv(shape.n, config.columns), row_tiles)
+        launch(_skinny_columns, grid, x, operands, after, shape, config, **run)

@@ -88,10 +88,8 @@ def make_linear(
     stored = torch.empty(weight.shape, dtype=form.dtype, device=device)
     for rows, place in zip(weight.split(_ROWS), stored.split(_ROWS), strict=True):
         place.copy_(form.saturated(rows.float() / weight_scale))
-    return Linear(
-        stored, bias, torch.tensor(weight_scale, device=device), torch.tensor(input_scale, device=device),
-        weight_scale, input_scale,
-    )  # fmt: skip
+    scales = (torch.tensor(weight_scale, device=device), torch.tensor(input_scale, device=device))
+    return Linear(stored, bias, *scales, weight_scale, input_scale)
 
 
 def _amax(weight: Tensor) -> float:

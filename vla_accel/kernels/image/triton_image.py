@@ -13,14 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.kernels.triton_common import activated, gelu_erf, softmax_step
 from vla_accel.numeric import power_of_two
 
-LOG2E = tl.constexpr(1.4426950408889634)
-TILE = 4096
+LOG2E = constexpr(1.4426950408889634)
+TILE = constexpr(4096)
 """Elements that one program holds at a time: 32 a thread with 4 warps."""
 
 
@@ -41,7 +42,7 @@ class SumKind(NamedTuple):
 
 class GroupShape(NamedTuple):
     """Constants of a group norm in a kernel: groups, channels of a group, groups of a program, lanes and rows of its
-    tile.
+    tile, and tiles of a program; a power of two that holds the partial sums of a group.
     """
 
     groups: int
@@ -49,10 +50,12 @@ class GroupShape(NamedTuple):
     taken: int
     lanes: int
     rows: int
+    passes: int
+    pieces: int
 
 
 @triton.jit
-def _summed(source, row, column, keep, real, size, X: tl.constexpr):
+def _summed(source, row, column, keep, real, size, X: constexpr):
     # `row` counts pixels over the batch (int64), `column` counts channels, valid where `real`; the two broadcast.
     x_ptr, residual_ptr, shift_ptr = source
     height, width = size
@@ -75,9 +78,11 @@ def _summed(source, row, column, keep, real, size, X: tl.constexpr):
 
 
 @triton.jit
-def _rows(source, gamma_ptr, sum_ptr, out_ptr, rows, size, X: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
-          ACTIVATION: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
-    C: tl.constexpr = X.channels
+def _rows(source, gamma_ptr, targets, rows, size, X: constexpr, ACTIVATION: constexpr, PAD: constexpr):
+    C: constexpr = X.channels
+    BLOCK_C: constexpr = triton.next_power_of_2(C)
+    ROWS: constexpr = max(1, TILE // BLOCK_C)
+    sum_ptr, out_ptr = targets
     height, width = size
     target = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_C)
@@ -122,21 +127,17 @@ def _launch_rows(
     size = (batch, height + pad, width + pad, channels)
     out = x.value.new_empty(size)
     total = out if gamma is None else x.value.new_empty(size) if keep else None
-    block = power_of_two(channels)
-    tile = max(1, TILE // block)
-    count = batch * size[1] * size[2]
-    _rows[(triton.cdiv(count, tile),)](
-        (x.value, x.residual, x.shift), gamma, total, out, count, (height, width), SumKind.of(x), block, tile,
-        activation.code, pad, num_warps=4,
-    )  # fmt: skip
+    count, source = batch * size[1] * size[2], (x.value, x.residual, x.shift)
+    _rows[(triton.cdiv(count, max(1, TILE.value // power_of_two(channels))),)](
+        source, gamma, (total, out), count, (height, width), SumKind.of(x), activation.code, pad, num_warps=4
+    )
     return out if total is None else total, out
 
 
 @triton.jit
-def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: tl.constexpr, SKIP: tl.constexpr, PASSES: tl.constexpr,
-                G: tl.constexpr):  # fmt: skip
+def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: constexpr, SKIP: constexpr, G: constexpr):
     # A program has whole groups side by side in its lanes, so that loads are long and aligned for any width of a group.
-    C: tl.constexpr = X.channels
+    C: constexpr = X.channels
     pixels = size[0] * size[1]
     piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     lane = tl.arange(0, G.lanes)
@@ -144,8 +145,8 @@ def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: tl.constexpr, SKIP
     real = (lane < G.taken * G.channels)[None, :] & (channel < C + SKIP)
     sums = tl.full((G.lanes,), 0.0, tl.float32)
     squares = tl.full((G.lanes,), 0.0, tl.float32)
-    for turn in range(PASSES):
-        pixel = (piece * PASSES + turn) * G.rows + tl.arange(0, G.rows)
+    for turn in range(G.passes):
+        pixel = (piece * G.passes + turn) * G.rows + tl.arange(0, G.rows)
         row = (batch * pixels + pixel)[:, None]
         keep = (pixel < pixels)[:, None] & real
         inside = channel < C
@@ -170,16 +171,17 @@ def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: tl.constexpr, SKIP
 
 
 @triton.jit
-def _membership(G: tl.constexpr):
+def _membership(G: constexpr):
     # (groups, lanes): true where the lane belongs to the group.
     lane, local = tl.arange(0, G.lanes), tl.arange(0, triton.next_power_of_2(G.taken))
     return (lane // G.channels)[None, :] == local[:, None]
 
 
 @triton.jit
-def _group_apply(source, part_ptr, weight_ptr, bias_ptr, out_ptr, size, pieces, eps, X: tl.constexpr, G: tl.constexpr,
-                 PASSES: tl.constexpr, PIECES: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
-    C: tl.constexpr = X.channels
+def _group_apply(source, sums, affine, out_ptr, size, X: constexpr, G: constexpr, ACTIVATION: constexpr):
+    weight_ptr, bias_ptr, eps = affine
+    part_ptr, pieces = sums
+    C: constexpr = X.channels
     pixels = size[0] * size[1]
     piece, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     lane = tl.arange(0, G.lanes)
@@ -188,7 +190,7 @@ def _group_apply(source, part_ptr, weight_ptr, bias_ptr, out_ptr, size, pieces, 
     member = _membership(G)
     local = tl.arange(0, member.shape[0])
     group = block * G.taken + local
-    part = tl.arange(0, PIECES)
+    part = tl.arange(0, G.pieces)
     parts = part_ptr + (batch * pieces + part)[:, None] * (2 * G.groups) + group[None, :]
     have = (part < pieces)[:, None] & ((local < G.taken) & (group < G.groups))[None, :]
     count = pixels * G.channels * 1.0
@@ -200,8 +202,8 @@ def _group_apply(source, part_ptr, weight_ptr, bias_ptr, out_ptr, size, pieces, 
     scales = tl.sum(tl.where(member, scale[:, None], 0.0), 0)[None, :]
     weight = tl.load(weight_ptr + channel, mask=real, other=0.0) * scales
     bias = tl.load(bias_ptr + channel, mask=real, other=0.0) - means * weight
-    for turn in range(PASSES):
-        pixel = (piece * PASSES + turn) * G.rows + tl.arange(0, G.rows)
+    for turn in range(G.passes):
+        pixel = (piece * G.passes + turn) * G.rows + tl.arange(0, G.rows)
         row = (batch * pixels + pixel)[:, None]
         keep = (pixel < pixels)[:, None] & real
         total = _summed(source, row, channel, keep, real, size, X)
@@ -220,7 +222,7 @@ def group_act(
     taken = min(norm.groups, max(1, 128 // per_group))
     block = power_of_two(taken * per_group)
     blocks = triton.cdiv(norm.groups, taken)
-    tile = max(1, TILE // block)
+    tile = max(1, TILE.value // block)
     # There are enough programs to fill the GPU twice, but no more partial sums than one tile holds.
     pieces = max(1, min(128, triton.cdiv(pixels, tile), triton.cdiv(264, batch * blocks)))
     passes = triton.cdiv(triton.cdiv(pixels, pieces), tile)
@@ -231,28 +233,26 @@ def group_act(
     total = torch.empty((batch, height, width, wide), dtype=dtype, device=device) if written else None
     out = torch.empty((batch, height, width, wide), dtype=dtype, device=device)
     parts = torch.empty((batch, pieces, 2, norm.groups), dtype=torch.float32, device=device)
-    shape = GroupShape(norm.groups, per_group, taken, block, tile)
-    _group_sums[(pieces, blocks, batch)](
-        (x.value, x.residual, x.shift), skip, total, parts, (height, width), SumKind.of(x), extra, passes, shape,
-        num_warps=4,
-    )  # fmt: skip
+    shape = GroupShape(norm.groups, per_group, taken, block, tile, passes, power_of_two(pieces))
+    tensors = (x.value, x.residual, x.shift)
+    sums = _group_sums[(pieces, blocks, batch)]
+    sums(tensors, skip, total, parts, (height, width), SumKind.of(x), extra, shape, num_warps=4)
     source = x if total is None else Sum(total)
     # Large images get more programs than partial sums, with fewer passes each, for balance.
-    passes = min(passes, 4)
-    _group_apply[(triton.cdiv(pixels, passes * tile), blocks, batch)](
-        (source.value, source.residual, source.shift), parts, norm.weight, norm.bias, out, (height, width), pieces,
-        norm.eps, SumKind.of(source), shape, passes, power_of_two(pieces), activation.code, num_warps=4,
-    )  # fmt: skip
+    shape = shape._replace(passes=min(passes, 4))
+    tensors, affine = (source.value, source.residual, source.shift), (norm.weight, norm.bias, norm.eps)
+    constants = (SumKind.of(source), shape, activation.code)
+    apply = _group_apply[(triton.cdiv(pixels, shape.passes * tile), blocks, batch)]
+    apply(tensors, (parts, pieces), affine, out, (height, width), *constants, num_warps=4)
     return (source.value if keep else out), out
 
 
 @triton.jit
-def _layer_norm(source, affine, sum_ptr, out_ptr, rows, eps, C: tl.constexpr, BLOCK_C: tl.constexpr,
-                ROWS: tl.constexpr):  # fmt: skip
+def _layer_norm(source, affine, sum_ptr, out_ptr, rows, C: constexpr, ROWS: constexpr):
     x_ptr, residual_ptr, shift_ptr = source
-    weight_ptr, bias_ptr = affine
+    weight_ptr, bias_ptr, eps = affine
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK_C)
+    column = tl.arange(0, triton.next_power_of_2(C))
     real = column < C
     keep = (row < rows)[:, None] & real[None, :]
     place = row[:, None] * C + column[None, :]
@@ -280,16 +280,14 @@ def add_layer_norm(
     keep = residual is not None or shift is not None
     total = torch.empty_like(x) if keep else None
     out = torch.empty_like(x)
-    block = power_of_two(width)
-    tile = max(1, 2048 // block)
-    _layer_norm[(triton.cdiv(count, tile),)](
-        (x, residual, shift), (weight, bias), total, out, count, eps, width, block, tile, num_warps=4
-    )
+    tile = max(1, 2048 // power_of_two(width))
+    source, affine = (x, residual, shift), (weight, bias, eps)
+    _layer_norm[(triton.cdiv(count, tile),)](source, affine, total, out, count, width, tile, num_warps=4)
     return x if total is None else total, out
 
 
 @triton.jit
-def _geglu_erf(x_ptr, out_ptr, rows, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _geglu_erf(x_ptr, out_ptr, rows, HIDDEN: constexpr, BLOCK: constexpr, ROWS: constexpr):
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     keep = (row < rows) & (column < HIDDEN)
@@ -308,7 +306,7 @@ def geglu_erf(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _softmax(x_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _softmax(x_ptr, out_ptr, COLUMNS: constexpr, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -339,8 +337,12 @@ def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _wide_attention(q_ptr, k_ptr, v_ptr, out_ptr, tokens, row, scale, SOURCE: tl.constexpr, D1: tl.constexpr,
-                    D2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def _wide_attention(tensors, tokens, row, scale, SOURCE: constexpr, D: constexpr, TILE: constexpr):
+    q_ptr, k_ptr, v_ptr, out_ptr = tensors
+    D1: constexpr = D[0]
+    D2: constexpr = D[1]
+    BLOCK_M: constexpr = TILE[0]
+    BLOCK_N: constexpr = TILE[1]
     # A head has D1 + D2 channels: blocks are powers of two, and one of 512 would not fit the registers.
     batch = tl.program_id(1).to(tl.int64)
     m, n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -384,8 +386,7 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
         raise NotImplementedError(f"wide_attention: a head of {width}, or strides, that it does not take")
     out = torch.empty((batch, tokens, width), dtype=q.dtype, device=q.device)
     # With 8 warps 128 rows of 384 channels just fill the registers; 64 rows of either width leave room.
-    _wide_attention[(triton.cdiv(tokens, rows), batch)](
-        q, k, v, out, tokens, row, width**-0.5 * LOG2E.value, k.shape[1], first, width - first, rows, 32,
-        num_warps=8, num_stages=2,
-    )  # fmt: skip
+    sizes, run = ((first, width - first), (rows, 32)), {"num_warps": 8, "num_stages": 2}
+    scale = width**-0.5 * LOG2E.value
+    _wide_attention[(triton.cdiv(tokens, rows), batch)]((q, k, v, out), tokens, row, scale, k.shape[1], *sizes, **run)
     return out

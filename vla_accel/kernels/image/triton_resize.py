@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 if TYPE_CHECKING:
     from vla_accel.kernels.image.resize import Filter, Sampling
 
-BLOCK = 1024
-PRECISION, HALF = tl.constexpr(22), tl.constexpr(1 << 21)
+BLOCK = constexpr(1024)
+PRECISION, HALF = constexpr(22), constexpr(1 << 21)
 
 
 # Compiled once: the sizes of cameras are not known in advance.
-SIZES = ("total", "outputs", "inner", "in_outer", "in_step", "in_count", "out_outer", "out_step")
+SIZES = ("total", "outputs", "inner", "in_outer", "in_count", "out_outer", "out_step")
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _filtered(image_ptr, first_ptr, weights_ptr, out_ptr, total, outputs, inner, in_outer, in_step, in_count,
-              out_outer, out_step, TAPS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _filtered(tensors, total, outputs, inner, in_outer, in_count, out_outer, out_step, TAPS: constexpr):
+    image_ptr, first_ptr, weights_ptr, out_ptr = tensors
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = n < total
     outer, j, e = n // (outputs * inner), n // inner % outputs, n % inner
@@ -31,7 +32,7 @@ def _filtered(image_ptr, first_ptr, weights_ptr, out_ptr, total, outputs, inner,
     sums = tl.full((BLOCK,), HALF, tl.int32)
     for tap in range(TAPS):
         place = tl.minimum(first + tap, in_count - 1)
-        pixel = tl.load(image_ptr + outer * in_outer + place * in_step + e, mask=keep, other=0).to(tl.int32)
+        pixel = tl.load(image_ptr + outer * in_outer + place * inner + e, mask=keep, other=0).to(tl.int32)
         sums += pixel * tl.load(weights_ptr + j * TAPS + tap, mask=keep, other=0)
     byte = tl.clamp((sums >> PRECISION).to(tl.float32), 0.0, 255.0).to(tl.uint8)
     tl.store(out_ptr + outer * out_outer + j * out_step + e, byte, mask=keep)
@@ -41,16 +42,13 @@ def filtered(image: Tensor, by: Filter, out: Tensor, *, axis: int) -> None:
     row, (height, width) = image.shape[1] * 3, image.shape[:2]
     outputs, taps = by.weights.shape
     outer, inner = (height, 3) if axis else (1, row)
-    strides = (row, 3, width) if axis else (0, row, height)
-    placed = (out.stride(0), 3) if axis else (0, out.stride(0))
-    total = outer * outputs * inner
-    _filtered[(triton.cdiv(total, BLOCK),)](
-        image, by.first, by.weights, out, total, outputs, inner, *strides, *placed, taps, BLOCK, num_warps=4
-    )
+    strides = (row, width, out.stride(0), 3) if axis else (0, height, 0, out.stride(0))
+    total, tensors = outer * outputs * inner, (image, by.first, by.weights, out)
+    _filtered[(triton.cdiv(total, BLOCK.value),)](tensors, total, outputs, inner, *strides, taps, num_warps=4)
 
 
 @triton.jit(do_not_specialize=("total", "width", "in_row", "out_row"))
-def _sampled(image_ptr, rows, columns, out_ptr, total, width, in_row, out_row, BLOCK: tl.constexpr):
+def _sampled(image_ptr, rows, columns, out_ptr, total, width, in_row, out_row):
     low_ptr, next_ptr, down_ptr = rows
     left_ptr, right_ptr, part_ptr = columns
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -74,7 +72,7 @@ def _sampled(image_ptr, rows, columns, out_ptr, total, width, in_row, out_row, B
 def sampled(image: Tensor, rows: Sampling, columns: Sampling, out: Tensor) -> None:
     height, width = out.shape[:2]
     total = height * width * 3
-    _sampled[(triton.cdiv(total, BLOCK),)](
-        image, (rows.low, rows.next, rows.part), (columns.low, columns.next, columns.part), out, total, width,
-        image.shape[1] * 3, out.stride(0), BLOCK, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    sides, run = [(s.low, s.next, s.part) for s in (rows, columns)], {"num_warps": 4, "enable_fp_fusion": False}
+    _sampled[(triton.cdiv(total, BLOCK.value),)](
+        image, *sides, out, total, width, image.shape[1] * 3, out.stride(0), **run
+    )

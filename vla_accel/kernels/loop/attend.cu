@@ -9,6 +9,9 @@
 // The eight blocks of a cluster and the blocks in front wait for each other, so they must be resident together: the
 // host that launches this makes sure that the whole grid fits on the chip.
 //
+// With one tile of rows, the copies of the prefix's keys and values start after the loads of the rows: earlier, they
+// delay the weights and the rows, which the block needs first. With more, whose products take longer, they start first.
+//
 // `schedule.py` lays out shared memory (`AttendWork`): the product, which the parts of the result replace, keys,
 // values, q, which the probabilities replace, maxima, totals, statistics, the block's own q, and two barriers.
 
@@ -20,6 +23,7 @@
 #define EIGHT_COLUMNS (PADDED_ROWS * 16)  // bytes of eight columns of q
 // Many rows, whose exchange takes time, send the parts in BF16, two tiles together.
 #define TOGETHER (MANY_ROWS ? 2 : 1)
+#define CACHE_AFTER_ROWS (ROW_TILES == 1)
 #define PARTS_EACH (ROW_TILES * VALUE_TILES / TOGETHER)  // uint4 a lane
 static_assert(HEAD_DIM % 128 == 0 && WARPS == RANKS, "a warp's columns of the result belong to one block");
 static_assert(ATTEND_BYTES == Q_UNITS * STAGE_BYTES, "the sums fit in the place of the weights");
@@ -56,8 +60,8 @@ struct HeadAttention {
       *(uint4*)(v_tile + (from + i / (HEAD_DIM / 8)) * PITCH * 2 + i % (HEAD_DIM / 8) * 16) = make_uint4(0, 0, 0, 0);
   }
 
-  // Starts the copies of the prefix's keys and values.
-  __device__ __forceinline__ void fetch_cache() const {
+  // Initialises the barriers.
+  __device__ __forceinline__ void begin() const {
     if (threadIdx.x == 0) {
       kv_arrived.init();
       q_arrived.init();
@@ -66,7 +70,10 @@ struct HeadAttention {
       q_arrived.expect(TOKENS * HEAD_DIM * 2);
     }
     cluster_arrive_relaxed();  // The others use q_arrived, which the fence makes visible to them.
-    __syncthreads();
+  }
+
+  // Starts the copies of the prefix's keys and values, after a barrier of the block that follows `begin`.
+  __device__ __forceinline__ void fetch_cache() const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * cached; i += THREADS) {
       const int key = i >> 1;
@@ -74,7 +81,6 @@ struct HeadAttention {
       kv_arrived.copy(smem_of((i & 1 ? v_tile : k_tile) + key * PITCH * 2), (i & 1 ? c.values : c.keys) + from,
                       HEAD_DIM * 2);
     }
-    clear_values(cached, keys);
   }
 
   // Sends the block's part of q; a warp sends to one block.
@@ -326,15 +332,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MANY_ROWS ? 1 : 2)
   const bool in_front = blockIdx.x < KV_BLOCKS;
   const int rank = blockIdx.x % RANKS, head = in_front ? 0 : (blockIdx.x - KV_BLOCKS) / RANKS;
   const HeadAttention attention{c, work, layer, head, head / GROUP, rank};
-  if (in_front)
+  if (in_front) {
     inject_delay(2);
-  else
-    attention.fetch_cache();
+  } else {
+    attention.begin();
+    if (!CACHE_AFTER_ROWS) {
+      __syncthreads();
+      attention.fetch_cache();
+    }
+    attention.clear_values(attention.cached, attention.keys);
+  }
   // Both kinds of blocks run the same code, because instructions that are not in the cache cost more than branches.
   const Units units = in_front ? Units{HEADS * HEAD_DIM / 16 + (int)blockIdx.x, 1, 1}
                                : Units{(head * RANKS + rank) * Q_UNITS, 1, Q_UNITS};
   normed_pairs<Q_UNITS, ATTEND_BYTES>(
       c, layer_weights(m, layer), m.in_scale + at * WIDTH, units, eps,
+      [&] {
+        if (CACHE_AFTER_ROWS && !in_front) attention.fetch_cache();
+      },
       [&](int unit, int row, int column) {
         return rotated_of(m, at, unit / (HEAD_DIM / 16), unit % (HEAD_DIM / 16) * 8 + column, c.lengths[0] + row);
       },

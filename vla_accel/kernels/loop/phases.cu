@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, !MANY_ROWS || BATCHED_ROWS
     gate_up(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer) {
   const u64 at = (u64)step * DEPTH + layer;
   normed_pairs<GATE_UP_UNITS, GATE_UP_BYTES, BATCHED_ROWS>(
-      c, layer_weights(m, layer) + m.gate_up_at, m.post_scale + at * WIDTH, Units::dealt(MLP_DIM / 8), eps,
+      c, layer_weights(m, layer) + m.gate_up_at, m.post_scale + at * WIDTH, Units::dealt(MLP_DIM / 8), eps, [] {},
       [&](int unit, int, int column) {
         const float* shift = m.post_shift + at * 2 * MLP_DIM + unit * 8 + column;
         return make_float2(ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + MLP_DIM) : 0.f);

@@ -268,9 +268,10 @@ struct NormedRows {
 // rstd ∘ ((x ∘ (1 + scale)) Wᵀ) of pairs of tiles. `emit(unit, row, column, first, second, held)` gets the elements of
 // both tiles; `hold(unit, row, column)` fetches, before the kernel waits, the constants that `emit` needs. BYTES: of
 // the weights and of the sums that replace them; the barriers follow. The caller may use these bytes afterwards.
-template <int COUNT, int BYTES, bool IN_BATCHES = false, class Dealt, class Hold, class Emit>
+// `then()` is called when the loads of the rows have been issued.
+template <int COUNT, int BYTES, bool IN_BATCHES = false, class Dealt, class Then, class Hold, class Emit>
 __device__ __forceinline__ void normed_pairs(const Call& c, const unsigned char* weights, const float* scale,
-                                             const Dealt& units, float eps, Hold hold, Emit emit) {
+                                             const Dealt& units, float eps, Then then, Hold hold, Emit emit) {
   typedef NormedRows<COUNT, IN_BATCHES> Normed;
   constexpr int TOGETHER = Normed::TOGETHER, N = Normed::N, EACH = EACH_OF(TOGETHER);
   constexpr int BARRIERS = BYTES + (IN_BATCHES ? 2 * WIDTH : 0), UNIT_BYTES = 16 * 2 * WIDTH;
@@ -295,6 +296,7 @@ __device__ __forceinline__ void normed_pairs(const Call& c, const unsigned char*
   __syncthreads();
   griddepcontrol_wait();
   rows.load();
+  then();
   if (!IN_BATCHES) {
     rows.scale_all(scale);
     rows.put_squares();

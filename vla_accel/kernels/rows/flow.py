@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vla_accel.kernels import reference
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.dispatch import kernels, path
+from vla_accel.kernels.dispatch import op
 from vla_accel.kernels.rows.rows import normed
 
 
@@ -67,6 +67,7 @@ class EulerStep:
     last: bool = False
 
 
+@op("rows.triton_flow")
 def step(
     x: Tensor, output: ActionOutput, actions: Tensor, guidance: Guidance, into: ActionInput, following: Tensor,
     at: EulerStep, *, tokens: int,
@@ -79,8 +80,6 @@ def step(
             gain * weights ∘ (target - (actions - time * velocity)) from the velocity.
         following: (B * T, W); its last H rows of every T receive the next input. Not written if `at.last`.
     """
-    if path(x) != "reference":
-        return kernels("rows.triton_flow").step(x, output, actions, guidance, into, following, at, tokens=tokens)
     batch, horizon, _ = actions.shape
     weights, stays = guidance.weights, guidance.weights > 0
     if not at.first:
@@ -101,6 +100,7 @@ def step(
         following.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(following.dtype)
 
 
+@op("rows.triton_flow")
 def flow_step(
     velocity: Tensor, before: Tensor, guidance: Guidance, into: ActionInput, after: Tensor, hidden: Tensor,
     at: EulerStep, *, tokens: int,
@@ -114,8 +114,6 @@ def flow_step(
         into: with one bias and SILU.
         hidden: (B * T, W); its last H rows of every T receive the next input, unless `at.last`.
     """
-    if path(before) != "reference":
-        return kernels("rows.triton_flow").flow_step(velocity, before, guidance, into, after, hidden, at, tokens=tokens)
     batch, horizon, _ = before.shape
     if at.first:
         after.copy_(torch.where(guidance.weights[..., None] > 0, guidance.target, before))

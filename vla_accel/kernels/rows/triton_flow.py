@@ -7,6 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Guidance
@@ -32,8 +33,9 @@ class StepShape(NamedTuple):
 
 
 @triton.jit
-def _step(x_ptr, output, actions_ptr, guidance, into, next_ptr, times, tokens, horizon, S: tl.constexpr,
-          PDL: tl.constexpr):  # fmt: skip
+def _step(rows, output, actions_ptr, guidance, into, times, lengths, S: constexpr, PDL: constexpr):
+    x_ptr, next_ptr = rows
+    horizon, tokens = lengths
     scale_ptr, shift_ptr, w_out_ptr, b_out_ptr, eps = output
     target_ptr, weights_ptr = guidance
     w_in_ptr, b_in_ptr = into
@@ -87,26 +89,22 @@ def step(
     """See `vla_accel.kernels.rows.flow.step`."""
     batch, horizon, action_dim = actions.shape
     width = output.weight.shape[1]
-    shape = StepShape(
-        width, power_of_two(width), action_dim, power_of_two(action_dim), at.first, at.last, into.activation.code,
-        guidance.pinned, into.bias.ndim == 2,
-    )  # fmt: skip
-    launch(
-        _step, (batch * horizon,), x, (output.scale, output.shift, output.weight, output.bias, output.eps), actions,
-        (guidance.target, guidance.weights), (into.weight, into.bias), following, (at.dt, at.time, at.gain), tokens,
-        horizon, shape, num_warps=8, num_stages=1,
-    )  # fmt: skip
+    kind = (at.first, at.last, into.activation.code, guidance.pinned, into.bias.ndim == 2)
+    shape = StepShape(width, power_of_two(width), action_dim, power_of_two(action_dim), *kind)
+    last = (output.scale, output.shift, output.weight, output.bias, output.eps)
+    guided, first, times = (guidance.target, guidance.weights), (into.weight, into.bias), (at.dt, at.time, at.gain)
+    arguments = ((x, following), last, actions, guided, first, times, (horizon, tokens), shape)
+    launch(_step, (batch * horizon,), *arguments, num_warps=8, num_stages=1)
 
 
 @triton.jit
-def _flow_step(velocity_ptr, actions, guidance, into, hidden_ptr, dt, rows, lengths, S: tl.constexpr,
-               PDL: tl.constexpr):  # fmt: skip
+def _flow_step(velocity_ptr, actions, guidance, into, hidden_ptr, dt, sizes, S: constexpr, PDL: constexpr):
     before_ptr, after_ptr = actions
     target_ptr, weights_ptr = guidance
     w_in_ptr, b_in_ptr = into
-    horizon, tokens = lengths
-    ACTIONS: tl.constexpr = S.actions
-    WIDTH: tl.constexpr = S.width
+    rows, horizon, tokens = sizes
+    ACTIONS: constexpr = S.actions
+    WIDTH: constexpr = S.width
     row = tl.program_id(1) * 16 + tl.arange(0, 16)
     real = row < rows
     token = (row // horizon) * tokens + (tokens - horizon) + row % horizon
@@ -145,8 +143,7 @@ def flow_step(
     batch, horizon, actions = before.shape
     rows, width = batch * horizon, into.weight.shape[1]
     shape = StepShape(width, 32, actions, max(16, power_of_two(actions)), at.first, at.last)
-    launch(
-        _flow_step, (1 if at.last else triton.cdiv(width, 32), triton.cdiv(rows, 16)), velocity, (before, after),
-        (guidance.target, guidance.weights), (into.weight, into.bias), hidden, at.dt, rows, (horizon, tokens), shape,
-        num_warps=4, num_stages=1,
-    )  # fmt: skip
+    grid = (1 if at.last else triton.cdiv(width, 32), triton.cdiv(rows, 16))
+    guided, first, sizes = (guidance.target, guidance.weights), (into.weight, into.bias), (rows, horizon, tokens)
+    arguments = (velocity, (before, after), guided, first, hidden, at.dt, sizes, shape)
+    launch(_flow_step, grid, *arguments, num_warps=4, num_stages=1)

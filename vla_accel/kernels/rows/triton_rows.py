@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from vla_accel import pictures
 from vla_accel.kernels.activation import Activation
@@ -20,23 +21,31 @@ from vla_accel.kernels.triton_common import (
 )
 from vla_accel.numeric import power_of_two
 
-TOP, LEFT, BOTTOM, RIGHT = (tl.constexpr(n) for n in (pictures.TOP, pictures.LEFT, pictures.BOTTOM, pictures.RIGHT))
-OUTSIDE, LOWEST, HIGHEST = tl.constexpr(pictures.OUTSIDE), tl.constexpr(pictures.LOWEST), tl.constexpr(pictures.HIGHEST)
-OFFSET, SHIFT, SCALE = tl.constexpr(pictures.OFFSET), tl.constexpr(pictures.SHIFT), tl.constexpr(pictures.SCALE)
-MAP_WIDTH = tl.constexpr(pictures.MAP_WIDTH)
+TOP, LEFT, BOTTOM, RIGHT = (constexpr(n) for n in (pictures.TOP, pictures.LEFT, pictures.BOTTOM, pictures.RIGHT))
+OUTSIDE, LOWEST, HIGHEST = constexpr(pictures.OUTSIDE), constexpr(pictures.LOWEST), constexpr(pictures.HIGHEST)
+OFFSET, SHIFT, SCALE = constexpr(pictures.OFFSET), constexpr(pictures.SHIFT), constexpr(pictures.SCALE)
+MAP_WIDTH = constexpr(pictures.MAP_WIDTH)
 
 
 @triton.jit
-def _patchify(image_ptr, map_ptr, out_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PATCH: tl.constexpr,
-              SQUARE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _patchify(
+    image_ptr,
+    map_ptr,
+    out_ptr,
+    HEIGHT: constexpr,
+    WIDTH: constexpr,
+    PATCH: constexpr,
+    SQUARE: constexpr,
+    STRIDE: constexpr,
+):
     row = tl.program_id(0)
-    COLUMNS: tl.constexpr = WIDTH // (PATCH * SQUARE)
-    PATCHES: tl.constexpr = (HEIGHT // PATCH) * (WIDTH // PATCH)
+    COLUMNS: constexpr = WIDTH // (PATCH * SQUARE)
+    PATCHES: constexpr = (HEIGHT // PATCH) * (WIDTH // PATCH)
     image, cell = row // PATCHES, row % PATCHES
     square, place = cell // (SQUARE * SQUARE), cell % (SQUARE * SQUARE)
     top = (square // COLUMNS * SQUARE + place // SQUARE) * PATCH
     left = (square % COLUMNS * SQUARE + place % SQUARE) * PATCH
-    k = tl.arange(0, BLOCK)
+    k = tl.arange(0, triton.next_power_of_2(STRIDE))
     # A row is in the order of the convolution's weight: channel, row, column.
     channel, inside = k // (PATCH * PATCH), k % (PATCH * PATCH)
     y, x = top + inside // PATCH, left + inside % PATCH
@@ -59,13 +68,12 @@ def _patchify(image_ptr, map_ptr, out_ptr, HEIGHT: tl.constexpr, WIDTH: tl.const
 
 
 def patchify(images: Tensor, out: Tensor, patch: int, square: int, pixel_maps: Tensor | None) -> None:
-    height, width, stride = images.shape[1], images.shape[2], out.shape[1] // 2
-    block = power_of_two(stride)
-    _patchify[(len(out),)](images, pixel_maps, out, height, width, patch, square, stride, block, num_warps=4)
+    sizes = (*images.shape[1:3], patch, square, out.shape[1] // 2)
+    _patchify[(len(out),)](images, pixel_maps, out, *sizes, num_warps=4)
 
 
 @triton.jit
-def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexpr, LAYER: tl.constexpr):
+def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: constexpr, LAYER: constexpr):
     if LAYER:
         centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
         h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
@@ -75,12 +83,12 @@ def _normed_store(x, h_ptr, offset, keep, eps, inverse_scale, WIDTH: tl.constexp
 
 
 @triton.jit
-def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-              LAYER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _add_norm(tensors, y_rows, eps, inverse_scale, WIDTH: constexpr, LAYER: constexpr, PDL: constexpr):
+    x_ptr, y_ptr, x_out_ptr, h_ptr = tensors
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))
     keep = column < WIDTH
     offset = row.to(tl.int64) * WIDTH + column
     x = tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32)
@@ -94,22 +102,21 @@ def _add_norm(x_ptr, y_ptr, x_out_ptr, h_ptr, y_rows, eps, inverse_scale, WIDTH:
 
 
 def add_norm(
-    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None,
-) -> None:  # fmt: skip
+    x: Tensor, y: Tensor | None, x_out: Tensor, h: Tensor, *, layer: bool, eps: float, inverse_scale: float | None
+) -> None:
     rows, width = x.shape
-    block, warps = power_of_two(width), 4 if width <= 2048 else 8
-    y_rows = 1 if y is None else len(y)
-    launch(_add_norm, (rows,), x, y, x_out, h, y_rows, eps, inverse_scale, width, block, layer, num_warps=warps)
+    y_rows, warps = 1 if y is None else len(y), 4 if width <= 2048 else 8
+    launch(_add_norm, (rows,), (x, y, x_out, h), y_rows, eps, inverse_scale, width, layer, num_warps=warps)
 
 
 @triton.jit
-def _embed_norm(sources, length_ptr, x_ptr, h_ptr, multiplier, eps, inverse_scale, IMAGES: tl.constexpr,
-                LENGTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _embed_norm(sources, x_ptr, h_ptr, scales, IMAGES: constexpr, LENGTH: constexpr, WIDTH: constexpr):
     row = tl.program_id(0)
-    image_ptr, token_ptr, table_ptr, state_ptr = sources
-    TOTAL: tl.constexpr = IMAGES + LENGTH + (length_ptr is not None)  # lengths come with a state
+    image_ptr, token_ptr, table_ptr, state_ptr, length_ptr = sources
+    multiplier, eps, inverse_scale = scales
+    TOTAL: constexpr = IMAGES + LENGTH + (length_ptr is not None)  # lengths come with a state
     batch, place = row // TOTAL, row % TOTAL
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))
     keep = column < WIDTH
     is_state = False
     if length_ptr is not None:
@@ -134,16 +141,14 @@ def embed_norm(
     inverse_scale: float | None, state: Tensor | None, lengths: Tensor | None,
 ) -> None:  # fmt: skip
     rows, width = x.shape
-    sources, block = (image_tokens, tokens, table, x if state is None else state), power_of_two(width)
-    launch(
-        _embed_norm, (rows,), sources, lengths, x, h, float(width) ** 0.5, eps, inverse_scale, image_tokens.shape[1],
-        tokens.shape[1], width, block, num_warps=4 if block <= 2048 else 8,
-    )  # fmt: skip
+    sources = (image_tokens, tokens, table, x if state is None else state, lengths)
+    scales, sizes = (width**0.5, eps, inverse_scale), (image_tokens.shape[1], tokens.shape[1], width)
+    launch(_embed_norm, (rows,), sources, x, h, scales, *sizes, num_warps=4 if width <= 2048 else 8)
 
 
 @triton.jit
-def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr,
-           GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: constexpr, PAIRED: constexpr, GATE: constexpr, PDL: constexpr):
+    BLOCK: constexpr = min(2048, triton.next_power_of_2(HIDDEN))
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -158,13 +163,12 @@ def _geglu(x_ptr, out_ptr, inverse_scale, HIDDEN: tl.constexpr, BLOCK: tl.conste
 
 def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: bool, activation: Activation) -> None:
     rows, hidden = out.shape
-    block = min(2048, power_of_two(hidden))
-    grid, gate = (triton.cdiv(hidden, block), rows), activation.gate.code
-    launch(_geglu, grid, gate_up, out, inverse_scale, hidden, block, paired, gate, num_warps=8)
+    grid = (triton.cdiv(hidden, min(2048, power_of_two(hidden))), rows)
+    launch(_geglu, grid, gate_up, out, inverse_scale, hidden, paired, activation.gate.code, num_warps=8)
 
 
 @triton.jit
-def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr):
+def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: constexpr, EXACT: constexpr, PDL: constexpr):
     let_next_start(PDL)
     wait_for_previous(PDL)
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -179,16 +183,26 @@ def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, exact: bool) ->
 
 
 @triton.jit
-def _rotate(qkv_ptr, norms, cos_ptr, sin_ptr, k_ptr, v_ptr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-            KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
-            PDL: tl.constexpr):  # fmt: skip
+def _rotate(
+    qkv_ptr,
+    norms,
+    rope,
+    cache,
+    TOKENS: constexpr,
+    HEADS: constexpr,
+    KV_HEADS: constexpr,
+    HALF: constexpr,
+    PDL: constexpr,
+):
+    cos_ptr, sin_ptr = rope
+    k_ptr, v_ptr = cache
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
-    i = tl.arange(0, BLOCK_HALF)[None, :]
     # Without a cache k is rotated in place, and v stays unchanged.
-    TAKEN: tl.constexpr = HEADS + KV_HEADS + (KV_HEADS if k_ptr is not None else 0)
+    TAKEN: constexpr = HEADS + KV_HEADS + (KV_HEADS if k_ptr is not None else 0)
+    head = tl.arange(0, triton.next_power_of_2(TAKEN))[:, None]
+    i = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     real = (i < HALF) & (head < TAKEN)
     source = qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + head * (2 * HALF) + i
     a = tl.load(source, mask=real, other=0.0).to(tl.float32)
@@ -228,20 +242,18 @@ def rotate(
 ) -> None:  # fmt: skip
     half = cos.shape[1]
     kv_heads = (qkv.shape[1] // (2 * half) - heads) // 2
-    tokens, taken = (len(cos), heads + kv_heads) if keys is None else (keys.shape[1], heads + 2 * kv_heads)
+    tokens = len(cos) if keys is None else keys.shape[1]
     weights = (None, None, None) if norms is None else (norms.q, norms.k, norms.eps)
-    launch(
-        _rotate, (len(qkv),), qkv, weights, cos, sin, keys, values, tokens, heads, kv_heads, half, power_of_two(taken),
-        power_of_two(half), num_warps=4,
-    )  # fmt: skip
+    sizes = (tokens, heads, kv_heads, half)
+    launch(_rotate, (len(qkv),), qkv, weights, (cos, sin), (keys, values), *sizes, num_warps=4)
 
 
 @triton.jit
-def _place_tokens(image_ptr, token_ptr, table_ptr, order_ptr, x_ptr, IMAGES: tl.constexpr, LENGTH: tl.constexpr,
-                  WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _place_tokens(sources, order_ptr, x_ptr, IMAGES: constexpr, LENGTH: constexpr, WIDTH: constexpr):
+    image_ptr, token_ptr, table_ptr = sources
     row = tl.program_id(0)
     batch, source = row // (IMAGES + LENGTH), tl.load(order_ptr + row % (IMAGES + LENGTH))
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))
     keep = column < WIDTH
     if source < IMAGES:
         x = tl.load(image_ptr + (batch * IMAGES + source) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
@@ -252,22 +264,18 @@ def _place_tokens(image_ptr, token_ptr, table_ptr, order_ptr, x_ptr, IMAGES: tl.
 
 
 def place_tokens(image_tokens: Tensor, tokens: Tensor, table: Tensor, order: Tensor, x: Tensor) -> None:
-    rows, width = x.shape
-    launch(
-        _place_tokens, (rows,),
-        image_tokens, tokens, table, order, x, image_tokens.shape[1], tokens.shape[1], width, power_of_two(width),
-        num_warps=4,
-    )  # fmt: skip
+    sizes = (image_tokens.shape[1], tokens.shape[1], x.shape[1])
+    launch(_place_tokens, (len(x),), (image_tokens, tokens, table), order, x, *sizes, num_warps=4)
 
 
 @triton.jit
-def _add_at(y_ptr, place_ptr, x_ptr, TOKENS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
-            BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _add_at(tensors, TOKENS: constexpr, COUNT: constexpr, WIDTH: constexpr, PDL: constexpr):
+    y_ptr, place_ptr, x_ptr = tensors
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
     place = (row // COUNT) * TOKENS + tl.load(place_ptr + row % COUNT)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))
     keep = column < WIDTH
     target = x_ptr + place * WIDTH + column
     y = tl.load(y_ptr + row.to(tl.int64) * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
@@ -277,4 +285,4 @@ def _add_at(y_ptr, place_ptr, x_ptr, TOKENS: tl.constexpr, COUNT: tl.constexpr, 
 
 def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
     batch, count, width = y.shape
-    launch(_add_at, (batch * count,), y, places, x, x.shape[0] // batch, count, width, power_of_two(width), num_warps=4)
+    launch(_add_at, (batch * count,), (y, places, x), x.shape[0] // batch, count, width, num_warps=4)

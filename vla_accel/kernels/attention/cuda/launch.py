@@ -82,34 +82,21 @@ def _fits_shared_keys(q: Tensor, k: Tensor) -> bool:
     return group > 1 and 64 % group == 0 and q.shape[3] == 256
 
 
-def attention(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, gpu: Gpu,
-    inverse_scale: float | None,
-) -> None:  # fmt: skip
-    """Launch the kernel that `kernel_for` named."""
-    if kernel == "whole":
-        whole(q, k, v, out, inverse_scale)
-    else:
-        shared_keys(q, k, v, out, lengths, inverse_scale, gpu=gpu)
-
-
 def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | None) -> None:
     """All keys at once: no lengths, as many key heads as query heads, a small head, at most 256 keys."""
     batch, tokens, heads, head_dim = q.shape
     source = k.shape[1]
     tiles = -(-tokens // 64)
-    call = Whole(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), *q.stride()[:3], *k.stride()[:3],
-        Output(out.data_ptr(), inverse_scale or 1.0), head_dim**-0.5 * LOG2E, tokens, tiles, heads,
-    )  # fmt: skip
+    read, written = (x.data_ptr() for x in (q, k, v)), Output(out.data_ptr(), inverse_scale or 1.0)
+    call = Whole(*read, *q.stride()[:3], *k.stride()[:3], written, head_dim**-0.5 * LOG2E, tokens, tiles, heads)
     module = _module("whole", q.dtype, inverse_scale is not None, q.device, D=head_dim, S=source)
     maps = WholeMaps(_map(q, 64), *(_map(x, round_up(source, 64)) for x in (k, v)))
     launch_cuda(module, "whole", batch * heads * tiles, 256, (maps, call))
 
 
 def shared_keys(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, *, gpu: Gpu,
-) -> None:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, inverse_scale: float | None, gpu: Gpu
+) -> None:
     """Several query heads a key head, a head of 256, any number of keys."""
     batch, tokens, heads, head_dim = q.shape
     source, kv_heads = k.shape[1:3]
@@ -118,10 +105,8 @@ def shared_keys(
     blocks = batch * kv_heads * tiles
     splits = splits_of(blocks, gpu)
     maps = Maps(_map(q, 64 // group, group), *(_map(x, rows) for x in (k, v) for rows in (64, 16)))
-    call = SharedKeys(
-        lengths.data_ptr() if lengths is not None else None, Output(out.data_ptr(), inverse_scale or 1.0),
-        head_dim**-0.5 * LOG2E, tokens, tiles, source, splits,
-    )  # fmt: skip
+    read, written = None if lengths is None else lengths.data_ptr(), Output(out.data_ptr(), inverse_scale or 1.0)
+    call = SharedKeys(read, written, head_dim**-0.5 * LOG2E, tokens, tiles, source, splits)
     sizes = {"D": head_dim, "GROUP": group, "KV": kv_heads}
     module = _module("shared_keys", q.dtype, inverse_scale is not None, q.device, **sizes)
     launch_cuda(module, "shared_keys", blocks * splits, 384, (maps, call), cluster=splits)

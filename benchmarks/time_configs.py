@@ -1,7 +1,7 @@
 """Time every tile config of the products and the attention of the denoising loop, at full size.
 
-    python -m benchmarks.time_cuts --output runs/cuts.jsonl [--rows 10 50 51 80 160 320] [--gpu here portable]
-    TRITON_INTERPRET=1 python -m benchmarks.time_cuts --tiny --output runs/cuts.jsonl    # without a GPU: is it correct?
+    python -m benchmarks.time_configs --output runs/configs.jsonl [--rows 10 50 51 80 160 320] [--gpu here portable]
+    TRITON_INTERPRET=1 python -m benchmarks.time_configs --tiny --output runs/configs.jsonl  # on a CPU: is it correct?
 
 For each number of rows it measures the configs that a build on this GPU (and on it as a portable one) tries, an older
 fixed config, and the library's product alone. There are weights of 18 layers, so that they come from memory. Each JSON
@@ -101,23 +101,23 @@ class Bench:
         rows = {"o": self.context, "down": self.active}.get(name, self.x)
         return gemm_sizes(rows, layer, heads, gated=name == "gate_up")
 
-    def run(self, name: str, index: int, cut: GemmConfig | None, workspace: Workspace | None) -> None:
+    def run(self, name: str, index: int, config: GemmConfig | None, workspace: Workspace | None) -> None:
         """An op in one layer, into `out`."""
         layer, out, norm = self.layers[name][index], self.out[name], Norm(EPS, None, self.scale)
         if name == "qkv":
             epilogue = Epilogue(self.shifts[name], rope=Rotation(self.cos, self.sin, self.lengths))
-            gemm(self.x, layer, Heads(*out), epilogue, norm, cut)
+            gemm(self.x, layer, Heads(*out), epilogue, norm, config)
         elif name == "gate_up":
-            gemm(self.x, layer, out[0], Epilogue(self.shifts[name], Activation.GEGLU), norm, cut)
+            gemm(self.x, layer, out[0], Epilogue(self.shifts[name], Activation.GEGLU), norm, config)
         else:
             a = self.context if name == "o" else self.active
-            gemm(a, layer, out[0], Epilogue(gate=self.gate, residual=True), None, cut, workspace)
+            gemm(a, layer, out[0], Epilogue(gate=self.gate, residual=True), None, config, workspace)
 
-    def result(self, name: str, cut: GemmConfig | None, workspace: Workspace | None) -> Tensor:
+    def result(self, name: str, config: GemmConfig | None, workspace: Workspace | None) -> Tensor:
         """What an op gives in the first layer, all its outputs in one row."""
         for out in self.out[name]:
             out.copy_(self.x if name in ("o", "down") else torch.full_like(out, float("nan")))
-        self.run(name, 0, cut, workspace)
+        self.run(name, 0, config, workspace)
         return torch.cat([out.flatten() for out in self.out[name]]).float()
 
     def in_float32(self, name: str) -> Tensor:
@@ -144,12 +144,12 @@ def _kernels(device: torch.device) -> Iterator[None]:
 
 
 def until_now(product: GemmSizes) -> Skinny:
-    """The cut that ran for more than 16 rows before there were others, whatever shared memory a GPU has."""
+    """The only config of older versions for more than 16 rows, whatever shared memory a GPU has."""
     if product.rows <= 16:
         return skinny(product, None)
-    cut = skinny(replace(product, rows=16), None)
+    config = skinny(replace(product, rows=16), None)
     block_k = min(1 << (product.k - 1).bit_length(), 256)
-    return Skinny(cut.columns, max(1, min(8, block_k // 16)), block_k, 32 if product.rows <= 32 else 64, 1)
+    return Skinny(config.columns, max(1, min(8, block_k // 16)), block_k, 32 if product.rows <= 32 else 64, 1)
 
 
 def products(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
@@ -157,16 +157,16 @@ def products(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
     for name, layers in bench.layers.items():
         product = bench.product(name)
         want = bench.in_float32(name)
-        for cut in dict.fromkeys((until_now(product), *candidates(gpu, product))):
+        for config in dict.fromkeys((until_now(product), *candidates(gpu, product))):
             with _kernels(bench.device):
-                workspace = gemm_workspace(product, bench.device, cut)
-                one = functools.partial(bench.result, name, cut, workspace)
-                layer = functools.partial(bench.run, name, cut=cut, workspace=workspace)
-                row = {"op": name, "rows": bench.rows, "cut": str(cut), "until_now": cut == until_now(product)}
+                workspace = gemm_workspace(product, bench.device, config)
+                one = functools.partial(bench.result, name, config, workspace)
+                layer = functools.partial(bench.run, name, config=config, workspace=workspace)
+                row = {"op": name, "rows": bench.rows, "config": str(config), "until_now": config == until_now(product)}
                 yield row | _measured(one, want, [functools.partial(layer, i) for i in range(len(layers))], bench)
         if bench.device.type == "cuda":
             ms = milliseconds(bench.library(name), bench.device, 1)
-            yield {"op": name, "rows": bench.rows, "cut": "library, product alone", "us": 1e3 * ms / len(layers)}
+            yield {"op": name, "rows": bench.rows, "config": "library, product alone", "us": 1e3 * ms / len(layers)}
 
 
 def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
@@ -177,20 +177,20 @@ def attention(bench: Bench, gpu: Gpu | None) -> Iterator[dict[str, Any]]:
 
     out = bench.x.new_empty(bench.rows, size.heads * size.head_dim)
 
-    def run(cut: KeySplit | None, workspace: AttentionWorkspace, wide: bool = False) -> Tensor:
+    def run(config: KeySplit | None, workspace: AttentionWorkspace, wide: bool = False) -> Tensor:
         tensors = (bench.q, bench.keys, bench.values, bench.k, bench.v)
         q, keys, values, k, v = (x.float() for x in tensors) if wide else tensors
         into = out.float() if wide else out
         prefix = Prefix(keys, values, bench.lengths)
-        suffix_attention(Heads(q, k, v), prefix, into, workspace, state_first=True, config=cut)
+        suffix_attention(Heads(q, k, v), prefix, into, workspace, state_first=True, config=config)
         return into
 
     with steered("reference", bench.device):
         want = run(None, suffix_workspace(sizes, bench.device), wide=True)
-    for cut in dict.fromkeys((before, *attention_config.key_splits(gpu, sizes))):
+    for config in dict.fromkeys((before, *attention_config.key_splits(gpu, sizes))):
         with _kernels(bench.device):
-            one = functools.partial(run, cut, suffix_workspace(sizes, bench.device, cut))
-            row = {"op": "attention", "rows": bench.rows, "cut": str(cut), "until_now": cut == before}
+            one = functools.partial(run, config, suffix_workspace(sizes, bench.device, config))
+            row = {"op": "attention", "rows": bench.rows, "config": str(config), "until_now": config == before}
             yield row | _measured(one, want, [one] * size.depth, bench)
 
 
