@@ -27,8 +27,9 @@ from vla_accel.files import without_folders, write_json
 from vla_accel.report.charts import figure_class
 from vla_accel.report.colours import PARTS
 
-LABELS = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking"}
-COLOURS = {"plain": PARTS["vision"], "rtc": PARTS["kv_cache"], "trained": PARTS["denoise"]}
+LABELS = {"plain": "plain chunks", "rtc": "real-time chunking", "trained": "trained chunking", "warm": "warm start"}
+_PARTS = {"plain": "vision", "rtc": "kv_cache", "trained": "denoise", "warm": "transfer"}
+COLOURS = {name: PARTS[part] for name, part in _PARTS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Arguments(options.Arguments):
     ticks: Annotated[tuple[int, ...], Within(0)] = (0, 1, 2, 4, 8)
     """Control ticks from an observation to the arrival of its actions."""
     chunkings: tuple[Chunking, ...] = ("plain", "rtc")
-    """Whether chunks are joined (rtc) or not."""
+    """How a chunk follows the last one: plain, guided (rtc) or started from it (warm)."""
     note: str = ""
     """A note that is stored with the figures."""
     # Not options of a grid: `chunkings` replaces `chunking`, the expert has no latency, each point would overwrite the

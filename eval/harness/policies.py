@@ -20,10 +20,10 @@ from eval.harness.stress import disturb
 from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import content_hash
-from vla_accel.remote.metadata import max_delay
+from vla_accel.remote.metadata import WARM_START, max_delay
 
-Chunking = Literal["plain", "rtc"]
-REMOTE_IDENTITY = ("policy", "model", "num_steps", "schedule", "dtype")
+Chunking = Literal["plain", "rtc", "warm"]
+REMOTE_IDENTITY = ("policy", "model", "num_steps", "schedule", WARM_START, "dtype")
 WARM_UP_CALLS = 2
 ANSWER_TIMEOUT_S = 300.0  # a server may compile at its first request
 
@@ -36,7 +36,8 @@ class PolicySource:
         kind: `local` (a checkpoint in this process), `remote` (a websocket) or `expert`.
         where: checkpoint path or name, websocket address, or empty for the expert.
         config: of a local policy: what `OptimizedPolicy.from_pretrained` takes, or None for its default.
-        chunking: `plain`, or `rtc` for chunks that are guided by what is left of the last one.
+        chunking: `plain`; `rtc` for chunks that are guided by the rest of the last one; `warm` for chunks that start
+            from it.
     """
 
     kind: Literal["local", "remote", "expert"]
@@ -99,8 +100,8 @@ class PolicyActor:
         protocol: its seed, with task, trial and call index, determines the noise of every call, and its disturbances of
             the observation, so that they are equal for all step counts, engines and numbers of workers.
         send_noise: False for a server, which draws its own.
-        guided: real-time chunking: pass the rest of the last chunk to the policy, and how many of its actions will be
-            executed before the answer arrives.
+        chunking: other than `plain`: pass the rest of the last chunk to the policy; for `rtc` also how many of its
+            actions will be executed before the answer arrives.
     """
 
     looks = True
@@ -112,10 +113,10 @@ class PolicyActor:
         protocol: Protocol,
         *,
         send_noise: bool = True,
-        guided: bool = False,
+        chunking: Chunking = "plain",
     ) -> None:
         self._policies, self._benchmark, self._protocol = policies, benchmark, protocol
-        self._send_noise, self._guided = send_noise, guided
+        self._send_noise, self._chunking = send_noise, chunking
         self.timings: dict[str, list[float]] = {}
 
     def warm_up(self, instruction: str) -> None:
@@ -138,10 +139,12 @@ class PolicyActor:
         seen = disturb(env.observation(), cameras, protocol.stress, episode=episode, call=self._call)
         obs = {**seen, "prompt": self._instruction}
         options: dict[str, Any] = {"noise": self._noise(self._call)} if self._send_noise else {}
-        if self._guided and left is not None:
+        if self._chunking != "plain" and left is not None:
+            options["prev_chunk"] = left
+        if self._chunking == "rtc" and left is not None:
             most = max_delay(self._policy)
             delay = min(protocol.latency, len(left))
-            options |= {"prev_chunk": left, "inference_delay": delay if most is None else min(delay, most)}
+            options["inference_delay"] = delay if most is None else min(delay, most)
         start = time.perf_counter()
         out = self._policy.infer(obs, **options)
         wall = (time.perf_counter() - start) * 1e3
@@ -214,15 +217,15 @@ def make_actor(source: PolicySource, policies: PolicyBySteps | None, benchmark: 
         return ExpertActor(benchmark.make_expert())
     assert policies is not None
     # A request is never repeated: a lost answer is that episode's error, and the next `reset` connects again.
-    guided = source.chunking == "rtc"
-    return PolicyActor(policies, benchmark, protocol, send_noise=source.kind == "local", guided=guided)
+    send_noise = source.kind == "local"
+    return PolicyActor(policies, benchmark, protocol, send_noise=send_noise, chunking=source.chunking)
 
 
 def check_chunks(
     metadata: Mapping[str, Any], source: PolicySource, protocol: Protocol, *, supports_prev_chunk: bool
 ) -> None:
     """Raise `ConfigError` if a local policy with this metadata predicts fewer actions than are to be executed, or too
-    few to have some left when they arrive, or if a policy takes no previous chunk and shall be guided by it."""
+    few to have some left when they arrive, or if it cannot use a previous chunk as `source.chunking` says."""
     if source.kind == "local":
         horizon, _ = noise_shape(metadata)
         most = f"expected at most the policy's {horizon} predicted actions"
@@ -230,10 +233,14 @@ def check_chunks(
             raise ConfigError(f"replan: {most}, got {protocol.replan_steps}")
         if protocol.latency >= horizon:
             raise ConfigError(f"stress: latency: {most} less one, got {protocol.latency}")
+        if source.chunking == "warm" and protocol.replan_steps == horizon and not protocol.latency:
+            raise ConfigError(f"replan: {most} less one, to leave some for a warm start, got {protocol.replan_steps}")
     if source.chunking == "rtc" and not supports_prev_chunk:
         raise ConfigError(
             "chunking: rtc: expected a policy with real-time chunking (supports_prev_chunk), got one without"
         )
+    if source.chunking == "warm" and metadata.get(WARM_START) is None:
+        raise ConfigError("chunking: warm: expected a policy whose configuration has warm_start, got one without")
 
 
 def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[str, Any]:
@@ -252,8 +259,9 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
 
     config = asdict(policy.config.with_specs(policy.specs))
     del config["num_steps"]
-    if config["schedule"] is None:
-        del config["schedule"]
+    for name in ("schedule", "warm_start"):
+        if config[name] is None:
+            del config[name]
     return {
         "kind": "local",
         "name": source.name,

@@ -48,15 +48,17 @@ class Schedule:
 
 
 def answer(policies: PolicyBySteps, requests: Sequence[Request]) -> list[Answer]:
-    """Answer requests in their order; those with equal step counts, and all with or all without noise, make a batch.
+    """Answer requests in their order; those with equal step counts, and all with or all without noise and a previous
+    chunk, make a batch.
 
     A refused request gets the error as its answer, so that one bad episode does not end the run.
     """
-    groups: dict[tuple[int | None, bool], list[int]] = {}
+    groups: dict[tuple[int | None, bool, bool], list[int]] = {}
     for index, (steps, _, options) in enumerate(requests):
-        groups.setdefault((steps, options.get("noise") is not None), []).append(index)
+        key = steps, options.get("noise") is not None, "prev_chunk" in options
+        groups.setdefault(key, []).append(index)
     answers: list[Answer] = [("failed", "not answered")] * len(requests)
-    for (steps, _), left in groups.items():
+    for (steps, *_), left in groups.items():
         while left:
             # Engines and graphs are built for each batch size: powers of two are few.
             size = 1 << (len(left).bit_length() - 1) if hasattr(policies.policy, "infer_batch") else 1

@@ -99,7 +99,8 @@ class HarnessEpisodes:
     def _policy(self, candidate: Candidate) -> tuple[PolicySource, PolicyBySteps]:
         """The candidate, loaded once; its file is what worker processes load it from."""
         file = write_config(candidate.config, self._folder / f"{candidate.key.replace(' ', '-')}.yaml", candidate.why)
-        source = PolicySource("local", self._checkpoint, str(file), self._device)
+        chunking = "plain" if candidate.config.warm_start is None else "warm"
+        source = PolicySource("local", self._checkpoint, str(file), self._device, chunking)
         if candidate.key not in self._loaded:
             # The reference first, then a candidate: they play in turns.
             for key in list(self._loaded)[1:]:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from eval.harness import late, pairs
-from eval.harness.policies import PolicyActor, PolicyBySteps, PolicySource, check_chunks
+from eval.harness.policies import Chunking, PolicyActor, PolicyBySteps, PolicySource, check_chunks
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import Chunks, run_episode
 from eval.harness.runner import Setup
-from eval.harness.sharing import batch_options
+from eval.harness.sharing import answer, batch_options
 from eval.harness.stress import GREY, disturb, parse_stress
 from eval.harness.workers import play
 from eval.libero.benchmark import LIBERO
@@ -159,12 +159,13 @@ class Watching(FakePolicy):
 
 
 def episode(
-    stress: dict[str, float], *, guided: bool = False, succeed_after: int | None = None, max_delay: int | None = None
-) -> tuple[Any, Any, Any]:
+    stress: dict[str, float], *, chunking: Chunking = "plain", succeed_after: int | None = None,
+    max_delay: int | None = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     protocol = Protocol("libero_spatial", tasks=(4,), trials=2, steps=(3,), max_steps=16, stress=stress)
     policy, env, films = Watching(), FakeEnv(succeed_after), []
     policy.metadata = {**policy.metadata, "max_delay": max_delay}
-    actor = PolicyActor(PolicyBySteps(policy), LIBERO, protocol, guided=guided)
+    actor = PolicyActor(PolicyBySteps(policy), LIBERO, protocol, chunking=chunking)
     recorder: Any = SimpleNamespace(every=2, add=films.append)
     result = run_episode(env, TASK, actor, EpisodeKey(3, 4, 1), protocol, recorder=recorder, idle=stand_still)
     assert result.error is None and all(film is OBSERVATION for film in films)
@@ -180,15 +181,24 @@ def test_late_actions_reach_the_simulator_at_their_tick_and_the_gripper_holds_me
 
 
 def test_a_guided_policy_gets_what_is_left_and_its_delay_up_to_that_of_its_training() -> None:
-    _, policy, _ = episode({"latency": 2}, guided=True)
+    _, policy, _ = episode({"latency": 2}, chunking="rtc")
     assert policy.told[0] == (None, None)
     for call, (left, delay) in enumerate(policy.told[1:]):
         assert delay == 2
         np.testing.assert_array_equal(left[:, 0], 100.0 * call + np.arange(5, 10))
-    _, at_once, _ = episode({}, guided=True)
+    _, at_once, _ = episode({}, chunking="rtc")
     assert [delay for _, delay in at_once.told] == [None, 0, 0, 0] and len(at_once.told[1][0]) == 5
-    _, trained, _ = episode({"latency": 2}, guided=True, max_delay=1)
+    _, trained, _ = episode({"latency": 2}, chunking="rtc", max_delay=1)
     assert [delay for _, delay in trained.told] == [None, 1, 1]
+
+
+@pytest.mark.parametrize("latency", [0, 2])
+def test_a_warm_start_gets_what_is_left_without_a_delay(latency: int) -> None:
+    _, policy, _ = episode({"latency": latency} if latency else {}, chunking="warm")
+    assert policy.told[0] == (None, None) and len(policy.told) > 2
+    for call, (left, delay) in enumerate(policy.told[1:]):
+        assert delay is None
+        np.testing.assert_array_equal(left[:, 0], 100.0 * call + np.arange(5, 10))
 
 
 def test_only_the_policy_sees_the_stress_and_the_goal_is_checked_as_ever() -> None:
@@ -236,6 +246,26 @@ def test_requests_that_are_answered_together_keep_their_own_chunks() -> None:
     assert batch_options([{}, {}])["noise"] is None
 
 
+class Batching(FakePolicy):
+    """Keeps the previous chunks of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Any] = []
+
+    def infer_batch(self, observations: list[Any], **options: Any) -> list[dict[str, Any]]:
+        self.batches.append(options.get("prev_chunks"))
+        return [{} for _ in observations]
+
+
+def test_requests_with_and_without_a_previous_chunk_make_separate_batches() -> None:
+    policy = Batching()
+    answers = answer(
+        PolicyBySteps(policy), [(None, {}, {"prev_chunk": one} if one else {}) for one in ("a", "", "b", "")]
+    )
+    assert answers == [("answer", {})] * 4 and policy.batches == [["a", "b"], None]
+
+
 def test_a_policy_must_have_actions_left_when_they_arrive() -> None:
     protocol, source = Protocol("line", (0,), 1, (3,), 5), PolicySource("local", "x")
     guided, metadata = replace(source, chunking="rtc"), FakePolicy().metadata
@@ -246,6 +276,12 @@ def test_a_policy_must_have_actions_left_when_they_arrive() -> None:
         check_chunks(metadata, source, late[1], supports_prev_chunk=False)
     with pytest.raises(ConfigError, match="chunking: rtc: expected a policy with real-time chunking"):
         check_chunks(metadata, guided, protocol, supports_prev_chunk=False)
+    warm, all_executed = replace(source, chunking="warm"), replace(protocol, replan_steps=10)
+    check_chunks({**metadata, "warm_start": 0.5}, warm, protocol, supports_prev_chunk=True)
+    with pytest.raises(ConfigError, match=r"chunking: warm: expected a policy .* warm_start, got one without"):
+        check_chunks({**metadata, "warm_start": None}, warm, protocol, supports_prev_chunk=True)
+    with pytest.raises(ConfigError, match=r"replan: expected .* 10 predicted actions less one, .*, got 10"):
+        check_chunks({**metadata, "warm_start": 0.5}, warm, all_executed, supports_prev_chunk=True)
 
 
 # -- the record ---------------------------------------------------------------------------------------------------

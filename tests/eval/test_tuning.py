@@ -62,6 +62,12 @@ def test_episodes_are_played_filmed_and_told_apart(episodes: HarnessEpisodes) ->
     assert episodes.film(CANDIDATE, "seed 9, task 0, trial 0") is None
 
 
+def test_a_configuration_with_a_warm_start_is_played_warm(episodes: HarnessEpisodes) -> None:
+    for start, chunking in ((None, "plain"), (0.5, "warm")):
+        source, _ = episodes._policy(replace(CANDIDATE, config=replace(CANDIDATE.config, warm_start=start)))
+        assert source.chunking == chunking
+
+
 def test_without_films_nothing_is_written(episodes: HarnessEpisodes, tmp_path: Path) -> None:
     silent = opener(episodes._benchmark)(
         "demo", suite=None, tasks=None, device="cpu", workers=1, seed=0, folder=tmp_path / "silent", films=False

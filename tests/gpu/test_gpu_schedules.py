@@ -1,4 +1,5 @@
-"""Placed denoising steps on a GPU: each family's native loop, with Hopper's kernels and without, next to eager."""
+"""Placed denoising steps on a GPU, cold and from a warm start: each family's native loop, with Hopper's kernels and
+without, next to eager."""
 
 from __future__ import annotations
 
@@ -24,20 +25,26 @@ OBSERVATIONS: dict[str, Callable[[int], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("start", [None, 0.5])
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
 @pytest.mark.parametrize("family", ["pi05", "pi0", "smolvla", "groot"])
 def test_placed_steps_are_as_near_as_eager(
-    family: str, kernels: Literal["auto", "portable"], folders: dict[str, Path], groot_folder: Path, tmp_path: Path
-) -> None:
+    family: str, kernels: Literal["auto", "portable"], start: float | None, folders: dict[str, Path],
+    groot_folder: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    """`start`: of a warm start from the rest of other chunks."""
     tiny_smolvla.write_lerobot(tmp_path)
     folder = {**folders, "smolvla": tmp_path, "groot": groot_folder}[family]
     low = replace(EAGER, precision="bf16")
-    native = load(folder, replace(NATIVE, schedule=TIMES, native=NativeOptions(kernels=kernels)))
-    others = [load(folder, replace(config, schedule=TIMES)) for config in (low, EAGER)]
+    steps: dict[str, Any] = {"schedule": TIMES, "warm_start": start}
+    native = load(folder, replace(NATIVE, native=NativeOptions(kernels=kernels), **steps))
+    others = [load(folder, replace(config, **steps)) for config in (low, EAGER)]
     observations = [OBSERVATIONS.get(family, tiny_observation)(seed) for seed in range(2)]
+    before = native.infer_batch(observations, noise=noise_for(native, 2))
+    rests = None if start is None else [one["actions"][2:] for one in before]
     rows = []
     for policy in (native, *others, native.with_steps(schedule="uniform")):
-        policy.infer_batch(observations, noise=noise_for(policy, 2))
+        policy.infer_batch(observations, noise=noise_for(policy, 2), prev_chunks=rests)
         rows.append(policy.pipelines.newest.outputs["actions"].cpu().clone())
     *placed, equal = rows
     assert native.pipelines.newest.captured is not None

@@ -63,13 +63,15 @@ def actions(policy: OptimizedPolicy) -> np.ndarray:
 
 
 @torch.inference_mode()
-def plain_euler(policy: OptimizedPolicy, times: Tensor, dts: Sequence[float]) -> Tensor:
-    """The result of the denoise component for its present inputs, in a loop written without what is tested."""
-    model, inputs = policy.model, policy.pipelines.newest.engine("denoise").inputs
-    x = inputs["noise"]
+def plain_euler(policy: OptimizedPolicy, times: Tensor, dts: Sequence[float], start: Tensor | None = None) -> Tensor:
+    """The result of the denoise component for its present inputs, in a loop written without what is tested. `start`:
+    instead of the noise."""
+    pipeline, model = policy.pipelines.newest, policy.model
+    inputs, schedule = pipeline.engine("denoise").inputs, pipeline.shape.schedule
+    x = inputs["noise"] if start is None else start
     if policy.family.name == "groot":
-        assert model.head.times(policy.schedule) == [int(1000 * (1 - time) + 1e-3) for time in times.tolist()]
-        constants, token = model.constants(policy.schedule), model.head.state_token(inputs["state"])
+        assert model.head.times(schedule) == [int(1000 * (1 - time) + 1e-3) for time in times.tolist()]
+        constants, token = model.constants(schedule), model.head.state_token(inputs["state"])
         cache = Cache(*(inputs[name] for name in CACHE))
         for step, dt in enumerate(dts):
             x = x + -dt * model.head.velocity(x, constants, step, token, cache, None)

@@ -44,6 +44,7 @@ TRAINED = {"rtc": {"trained": True}}
 CASES: dict[str, Case] = {
     "num_steps": Case(2),
     "schedule": Case("cubic"),
+    "warm_start": Case(0.5, prev_chunk=4),
     "precision": Case("bf16"),
     "device": Case("cuda:63", refused="cuda:63"),
     "strict": Case(True, {"kv_cache": {"engine": "tensorrt", "fallback": ["eager"]}}, refused="strict mode: kv_cache"),

@@ -24,7 +24,7 @@ import numpy as np
 from vla_accel.client.connection import Proxy, connection_class, websockets_client
 from vla_accel.errors import ConfigError, ServerError, WireError
 from vla_accel.remote import wire
-from vla_accel.remote.metadata import difference
+from vla_accel.remote.metadata import difference, starts_warm
 from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 
 logger = logging.getLogger("vla_accel.client")
@@ -146,8 +146,9 @@ class PolicyClient:
 
         Args:
             observation: openpi's keys.
-            prev_chunk: remaining actions (k, action_dim) of the previous chunk, for real-time chunking.
-            inference_delay: control ticks until the answer is used, with `prev_chunk`.
+            prev_chunk: remaining actions (k, action_dim) of the previous chunk, for real-time chunking and for a policy
+                with `warm_start` in its metadata.
+            inference_delay: control ticks until the answer is used, with `prev_chunk`; may be absent with `warm_start`.
 
         Returns:
             The result; its `actions` are (n, action_dim).
@@ -159,11 +160,13 @@ class PolicyClient:
         """
         request = _as_map(observation, "observation")
         if prev_chunk is not None or inference_delay is not None:
-            if prev_chunk is None or inference_delay is None:
+            if prev_chunk is None or (inference_delay is None and not starts_warm(self)):
                 raise ConfigError("real-time chunking: expected prev_chunk and inference_delay together, got only one")
             if not self.supports_prev_chunk:
                 raise ConfigError(f"{self} does not support real-time chunking")
-            request |= {wire.PREV_CHUNK: np.asarray(prev_chunk), wire.INFERENCE_DELAY: inference_delay}
+            request[wire.PREV_CHUNK] = np.asarray(prev_chunk)
+            if inference_delay is not None:
+                request[wire.INFERENCE_DELAY] = inference_delay
         result = self._ask(request, wire.unpack_map)
         if "actions" not in result:
             raise ServerError(f"{self}: expected actions in its answer, got {sorted(result)}")

@@ -244,6 +244,8 @@ class PolicyConfig(Checked):
             GR00T: 4).
         schedule: flow times of the steps. "uniform": equal steps, the default; "cubic": t_k = (1 - k / n)^3; or a list
             of n + 1 times that fall from 1 (noise) to 0 (actions), which sets `num_steps` to n.
+        warm_start: flow time t at which a call with a previous chunk starts, from t * noise + (1 - t) * chunk; all
+            times of `schedule` are multiplied by it. None: every call starts from noise.
         precision: dtype of the large products. "auto": BF16 on a GPU, FP32 on a CPU.
         device: "auto", "cpu", "cuda" or "cuda:N".
         strict: raise an error instead of falling back to another engine.
@@ -266,6 +268,7 @@ class PolicyConfig(Checked):
 
     num_steps: Annotated[int | None, Within(1, 1000)] = None
     schedule: NamedSchedule | tuple[float, ...] | None = None
+    warm_start: Annotated[float | None, Within(0, 1, above=True, below=True)] = None
     precision: Precision = "auto"
     device: str = "auto"
     strict: bool = False

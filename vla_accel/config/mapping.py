@@ -20,21 +20,24 @@ T = typing.TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Within:
-    """Marks a number, or several: `least` to `most`; with `above`, `least` itself is refused."""
+    """Marks a number, or several: `least` to `most`; `above` refuses `least` itself, `below` refuses `most`."""
 
     least: float
     most: float = math.inf
     above: bool = False
+    below: bool = False
 
     def check(self, name: str, value: float) -> None:
         """Raise ConfigError for a number outside the range, and for NaN."""
-        if self.least <= value <= self.most and math.isfinite(value) and not (self.above and value == self.least):
+        refused = [bound for bound, own in ((self.least, self.above), (self.most, self.below)) if own]
+        if self.least <= value <= self.most and math.isfinite(value) and value not in refused:
             return
-        if self.most < math.inf and not self.above:
+        if self.most < math.inf and not refused:
             expected = f"{self.least} to {self.most}"
         else:
             expected = f"more than {self.least}" if self.above else f"at least {self.least}"
-            expected += f", at most {self.most}" if self.most < math.inf else ""
+            if self.most < math.inf:
+                expected += f", less than {self.most}" if self.below else f", at most {self.most}"
         raise ConfigError(f"{name}: expected {expected}, got {value}")
 
 

@@ -228,8 +228,10 @@ class Family(ABC, Generic[C, X, S]):
 
     def schedule(self, config: C, settings: PolicyConfig) -> Schedule:
         """Return the steps of a policy. Raises ConfigError for times of steps that have none."""
-        if settings.schedule is not None and not self.flow:
-            raise ConfigError(f"schedule: expected none for {self.name}, which has no flow, got {settings.schedule}")
+        for name in ("schedule", "warm_start"):
+            value = getattr(settings, name)
+            if value is not None and not self.flow:
+                raise ConfigError(f"{name}: expected none for {self.name}, which has no flow, got {value}")
         return Schedule.of(settings.schedule, settings.num_steps or config.num_steps)
 
     def image_feed(self, config: C, seen: Sequence[Any]) -> Mapping[str, Rows]:

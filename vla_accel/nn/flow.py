@@ -55,6 +55,15 @@ class Schedule:
         check_times(setting, num_steps)
         return cls(tuple(setting))
 
+    def from_start(self, start: float) -> Schedule:
+        """Return as many steps from the time `start`: all times multiplied by it."""
+        return Schedule(tuple(start * time for time in self.times))
+
+    @property
+    def start(self) -> float:
+        """The time of the first evaluation: 1 for noise alone."""
+        return self.times[0]
+
     @property
     def steps(self) -> int:
         """The number of evaluations of the velocity."""

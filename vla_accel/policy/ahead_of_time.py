@@ -25,6 +25,7 @@ from vla_accel.engines.tensorrt_plan import Exports, Obtained, body_of, obtain
 from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.families.loading import Checkpoint
 from vla_accel.fp8 import E4M3
+from vla_accel.nn.flow import Schedule
 from vla_accel.numeric import DTYPES
 
 SCHEMA = "vla_accel.build/1"
@@ -115,18 +116,19 @@ def jobs(checkpoint: Checkpoint, config: PolicyConfig, targets: Sequence[Capabil
         wanted = tuple(targets) or tuple(map(parse_target, spec.tensorrt.targets))
         if spec.engine != "tensorrt_rtx":
             here = tensorrt_library.capability_of(device) if device.type == "cuda" else (0, 0)
-            found.append(Job(components(here)[name], spec, None, device))
+            found += [Job(component, spec, None, device) for component in components(here)[name]]
             continue
         for target in wanted or (tensorrt_library.capability_of(torch.device("cuda")),):
             check_target("tensorrt_rtx", target, ())
-            found.append(Job(components(target)[name], spec, target, device))
+            found += [Job(component, spec, target, device) for component in components(target)[name]]
     return found
 
 
 def _components(
     checkpoint: Checkpoint, config: PolicyConfig, inputs: Any, capability: Capability
-) -> dict[str, Component]:  # fmt: skip
-    """The components of a policy on such a GPU, where the engines of `auto` decide whether prompts are padded."""
+) -> dict[str, list[Component]]:  # fmt: skip
+    """The components of a policy on such a GPU, where the engines of `auto` decide whether prompts are padded. The last
+    one is there twice if a warm start needs another engine: one that is built as a whole has the schedule in it."""
     family, model = checkpoint.family, checkpoint.model
     specs = config.specs(family.parts)
     for name, spec in specs.items():
@@ -134,9 +136,16 @@ def _components(
             native = capability >= (8, 0) and model.dtype == torch.bfloat16
             specs[name] = replace(spec, engine="native") if native else EngineSpec("eager")
     scales = checkpoint.scales if family.capabilities.needs_scales(specs) else None
-    shape = family.shape(model.config, [inputs], family.schedule(model.config, config), specs)
-    rtc = family.chunking.resolve(model.config, config.rtc)
-    return {c.name: c for c in family.components(model, shape, scales=scales, rtc=rtc)}
+    schedule, rtc = family.schedule(model.config, config), family.chunking.resolve(model.config, config.rtc)
+
+    def made(schedule: Schedule) -> Sequence[Component]:
+        shape = family.shape(model.config, [inputs], schedule, specs)
+        return family.components(model, shape, scales=scales, rtc=rtc)
+
+    found = {component.name: [component] for component in made(schedule)}
+    if config.warm_start is not None and (last := made(schedule.from_start(config.warm_start))[-1]).loop is None:
+        found[last.name].append(last)
+    return found
 
 
 def build(job: Job, progress: Progress | None = None, exports: Exports | None = None) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from vla_accel.errors import ConfigError, ObservationError, of_one, unknown
 from vla_accel.families.family import Family
 from vla_accel.ledger import Ledger
 from vla_accel.nn.network import Network
+from vla_accel.policy.pipeline import PREVIOUS
 from vla_accel.transforms.normalisation import FAR, Range
 from vla_accel.transforms.observations import real_numbers
 
@@ -55,6 +56,19 @@ def check_engines(family: Family, config: PolicyConfig) -> None:
         raise ConfigError(f"{unread[0]}.native.embeddings: host is for {have} of {family.name}, got it for {unread[0]}")
 
 
+def is_warm(config: PolicyConfig, chunks: Sequence[np.ndarray | None] | None) -> bool:
+    """Return whether a call starts from previous chunks. Raises ObservationError if only some observations have one,
+    because a warm start has other denoising steps."""
+    if config.warm_start is None or chunks is None:
+        return False
+    warm = sum(chunk is not None for chunk in chunks)
+    if warm not in (0, len(chunks)):
+        raise ObservationError(
+            f"prev_chunks: expected one for every observation or for none (warm_start), got {warm} for {len(chunks)}"
+        )
+    return warm > 0
+
+
 def guidance(
     family: Family,
     config: PolicyConfig,
@@ -66,8 +80,8 @@ def guidance(
 ) -> dict[str, np.ndarray] | None:
     """Return the guidance of a `Feed` by name, a row for each observation; None if no observation has a previous chunk.
 
-    Raises ObservationError if a count differs from the observations', a chunk comes without a delay, one of them is no
-    chunk of actions or no number of actions, or the family refuses the delay.
+    Raises ObservationError if a count differs from the observations', a chunk comes without a delay and without
+    `warm_start`, one of them is no chunk of actions or no number of actions, or the family refuses the delay.
     """
     count, horizon = len(inputs), model.config.action_horizon
     chunks, delays = [None] * count if chunks is None else chunks, [None] * count if delays is None else delays
@@ -79,15 +93,21 @@ def guidance(
         if chunk is None and delay is None:
             continue
         with of_one(row, count):
-            if chunk is None or delay is None:
+            if chunk is None or (delay is None and config.warm_start is None):
                 missing = "prev_chunk" if chunk is None else "inference_delay"
                 raise ObservationError(f"expected prev_chunk and inference_delay together, got no {missing}")
-            if isinstance(delay, (bool, np.bool_)) or not isinstance(delay, (int, np.integer)) or delay < 0:
-                raise ObservationError(f"inference_delay: expected a number of actions, 0 or more, got {delay!r:.60}")
-            previous = processor.normalize_actions(chunk, one)
+            previous, arrays = processor.normalize_actions(chunk, one), {}
             if len(previous) > horizon:
                 raise ObservationError(f"prev_chunk: expected at most {horizon} actions, got {len(previous)}")
-            arrays = family.chunking.guide(model.config, config.rtc, previous, int(delay))
+            if delay is not None:
+                if isinstance(delay, (bool, np.bool_)) or not isinstance(delay, (int, np.integer)) or delay < 0:
+                    expected = "a number of actions, 0 or more"
+                    raise ObservationError(f"inference_delay: expected {expected}, got {delay!r:.60}")
+                arrays = family.chunking.guide(model.config, config.rtc, previous, int(delay))
+            if config.warm_start is not None:
+                # The missing actions repeat the last one: the flow starts there with a plausible action.
+                held = np.pad(previous, ((0, horizon - len(previous)), (0, 0)), mode="edge")
+                arrays = {**arrays, PREVIOUS: held}
         for name, array in arrays.items():
             found.setdefault(name, np.zeros((count, *array.shape), array.dtype))[row] = array
     return found or None

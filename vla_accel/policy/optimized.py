@@ -27,6 +27,7 @@ from vla_accel.kernels.nvrtc import synchronize
 from vla_accel.kernels.phases import recorded
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.memory import free_memory
 from vla_accel.numeric import resolve_dtype, without_autocast
 from vla_accel.policy import agreement
@@ -35,10 +36,11 @@ from vla_accel.policy.checks import (
     check_engines,
     checked_noise,
     guidance,
+    is_warm,
     refuse_unused_rtc,
 )
 from vla_accel.policy.footprint import explained_if_too_large, memory_of
-from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
+from vla_accel.policy.pipeline import PREVIOUS, Feed, Pipeline, Pipelines, Plan
 from vla_accel.runtime import Runtime
 from vla_accel.transforms.observations import real_numbers
 
@@ -72,6 +74,8 @@ class OptimizedPolicy:
         self.action_shape: tuple[int, int] = (sizes.action_horizon, sizes.action_dim)
         """Horizon and action dimensions of one row of the noise and of the normalized actions."""
         self.schedule = self.family.schedule(sizes, config)
+        self.warm_schedule = None if config.warm_start is None else self.schedule.from_start(config.warm_start)
+        """The schedule of calls with a previous chunk, if it is another one (`PolicyConfig.warm_start`)."""
         self.num_steps = self.schedule.steps
         rtc = self.family.chunking.resolve(sizes, config.rtc)
         refuse_unused_rtc(self.family, rtc)
@@ -156,7 +160,8 @@ class OptimizedPolicy:
         """Compute one chunk of actions.
 
         With `prev_chunk` and `inference_delay` (real-time chunking) the new chunk begins with the previous chunk's next
-        actions and leaves them gradually (`PolicyConfig.rtc`). With a delay of k or more it keeps all of them.
+        actions and leaves them gradually (`PolicyConfig.rtc`). With a delay of k or more it keeps all of them. With
+        `PolicyConfig.warm_start`, every call with `prev_chunk` also starts from it; `inference_delay` may be absent.
 
         Args:
             observation: The keys of the robot's preset. For LIBERO: `observation/image` and `observation/wrist_image`
@@ -204,7 +209,8 @@ class OptimizedPolicy:
             began = time.perf_counter()
             processor, seen = self.processor, self._observe(observations)
             # The GPU encodes the images while the host tokenizes prompts.
-            early = self.pipelines.started(self.family.image_feed(self.model.config, seen))
+            schedule = self._schedule(warm=is_warm(self.config, prev_chunks))
+            early = self.pipelines.started(self.family.image_feed(self.model.config, seen), schedule)
             try:
                 inputs = []
                 for index, one in enumerate(seen):
@@ -290,6 +296,8 @@ class OptimizedPolicy:
             if len(possible) <= MOST_BUILT:
                 wanted = possible
             for shape in wanted:
+                if self.warm_schedule is not None:
+                    self._pipeline(replace(shape, schedule=self.warm_schedule)).rehearse()
                 if shape != ordinary:
                     self._pipeline(shape).rehearse()
             # Not `infer`: π0-FAST's answer to black images need not be a chunk of actions.
@@ -321,7 +329,7 @@ class OptimizedPolicy:
 
     @property
     def supports_prev_chunk(self) -> bool:
-        """Whether `infer` takes `prev_chunk` and `inference_delay` (real-time chunking)."""
+        """Whether `infer` takes `prev_chunk` and `inference_delay` (real-time chunking, `PolicyConfig.warm_start`)."""
         return bool(self.family.chunking.inputs)
 
     batches_prev_chunks = supports_prev_chunk
@@ -332,7 +340,7 @@ class OptimizedPolicy:
         """What was loaded and which engines run, as plain data; the server sends it to clients on connect.
 
         `action_horizon` and `action_dim` are the model's: a robot may get fewer actions of fewer numbers. `max_delay`:
-        the largest `inference_delay`, None if any is accepted.
+        the largest `inference_delay`, None if any is accepted. `warm_start`: as in `PolicyConfig`, if set.
         """
         preset = getattr(self.processor, "preset", None)
         return {
@@ -345,6 +353,7 @@ class OptimizedPolicy:
             "max_delay": self.config.rtc.longest_delay(self.action_shape[0]),
             "num_steps": self.num_steps,
             **self.schedule.described,
+            **({} if self.config.warm_start is None else {"warm_start": self.config.warm_start}),
             "device": str(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "engines": self.ledger.as_list(),
@@ -395,12 +404,16 @@ class OptimizedPolicy:
 
         return explained_if_too_large(self.pipelines.plan, self.checkpoint, self._free, ordinary)
 
-    def _shape(self, inputs: Sequence[Any]) -> Shape:
-        return self.family.shape(self.model.config, inputs, self.schedule, self.specs)
+    def _schedule(self, *, warm: bool) -> Schedule:
+        return self.warm_schedule if warm and self.warm_schedule is not None else self.schedule
+
+    def _shape(self, inputs: Sequence[Any], *, warm: bool = False) -> Shape:
+        return self.family.shape(self.model.config, inputs, self._schedule(warm=warm), self.specs)
 
     def _feed(
         self, inputs: list[Any], noise: np.ndarray | None, guidance: Mapping[str, np.ndarray] | None
     ) -> tuple[Pipeline, Feed]:
         if noise is not None:
             noise = checked_noise(noise, (len(inputs), *self.action_shape))
-        return self._pipeline(self._shape(inputs)), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
+        shape = self._shape(inputs, warm=PREVIOUS in (guidance or ()))
+        return self._pipeline(shape), Feed(self.family.feed(self.model.config, inputs), noise, guidance)

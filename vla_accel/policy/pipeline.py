@@ -31,6 +31,7 @@ from vla_accel.fp8 import Scales
 from vla_accel.kernels.image import resize
 from vla_accel.kernels.nvrtc import on, synchronize
 from vla_accel.ledger import Ledger
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.memory import Counted
 from vla_accel.nn.network import Network
 from vla_accel.numeric import round_up
@@ -39,6 +40,8 @@ from vla_accel.runtime import Runtime
 
 NOISE = "noise"
 """The input that is drawn on the device unless the caller passes it."""
+PREVIOUS = "previous"
+"""The previous chunk (B, H, A) float32, which a warm start mixes with the noise."""
 ALIGNMENT = 256
 """Bytes; CUDA's allocator guarantees it, and kernels and libraries may rely on it."""
 MOST_CAMERAS = 8
@@ -49,7 +52,7 @@ _log = logging.getLogger("vla_accel")
 @dataclass(frozen=True)
 class Feed:
     """One call's inputs on the host. `noise`: float32 (B, H, A), or None to draw it on the device; `guidance`: inputs
-    of real-time chunking, or None for a plain call."""
+    of real-time chunking and of a warm start, or None for a plain call. Absent ones are zero."""
 
     inputs: Mapping[str, Rows]
     noise: np.ndarray | None = None
@@ -90,6 +93,7 @@ class Pipeline:
     def __init__(self, plan: Plan, shape: Shape) -> None:
         self.shape, self.runtime, self.device = shape, plan.runtime, plan.device
         self._family, self._sizes = plan.family, plan.model.config
+        self._warm = shape.schedule.start < 1.0
         self.launched = 0.0
         """When the last call launched its first engine, in seconds of `time.perf_counter`."""
         parts = plan.family.components(
@@ -136,6 +140,8 @@ class Pipeline:
 
         for index, (_, engine) in enumerate(self.engines):
             for name, like in engine.inputs.items():
+                if name == NOISE and self._warm:
+                    name = PREVIOUS
                 if name in known:
                     continue
                 if cameras is not None and name == IMAGES:
@@ -166,7 +172,8 @@ class Pipeline:
                 self._inputs[name], self._host[name] = tensor, host
                 rows = host.reshape(-1, *shape[2:]) if name == IMAGES and host.ndim == 5 else host
                 self._slots[name] = [rows[index, ...] for index in range(len(rows))]
-        fed = {name: rows for name, rows in self._slots.items() if name not in self._family.chunking.inputs}
+        self._guidance = [n for n in self._slots if n == PREVIOUS or n in self._family.chunking.inputs]
+        fed = {name: rows for name, rows in self._slots.items() if name not in self._guidance}
         self._first = {name: rows for name, rows in fed.items() if name in first}
         self._rest = {name: rows for name, rows in fed.items() if name not in first}
 
@@ -236,8 +243,8 @@ class Pipeline:
         """
         self._write(self._rest, feed.inputs)
         # The graph with guidance also computes plain calls: with zeros.
-        for name in self._family.chunking.inputs:
-            if feed.guidance is None:
+        for name in self._guidance:
+            if feed.guidance is None or name not in feed.guidance:
                 self._host[name].fill(0)
             else:
                 _fill(name, self._slots[name], feed.guidance[name])
@@ -248,6 +255,8 @@ class Pipeline:
             else:
                 self._host_noise.numpy()[:] = feed.noise
                 self._noise.copy_(self._host_noise, non_blocking=True)
+            if self._warm:
+                self._noise.lerp_(self._inputs[PREVIOUS], 1.0 - self.shape.schedule.start)
         result, times = self._run()
         if not np.isfinite(result).all():
             raise EngineError(f"{self.result_name}: non-finite values; compare engines with the eager one")
@@ -370,9 +379,11 @@ class Pipelines:
         self._cameras.add(cameras)
         return True
 
-    def started(self, images: Mapping[str, Rows]) -> Pipeline | None:
-        """Start the call in the newest pipeline if that has CUDA graphs and these images fit; None otherwise."""
-        pipeline = self.newest if images and self._kept else None
+    def started(self, images: Mapping[str, Rows], schedule: Schedule) -> Pipeline | None:
+        """Start the call in the newest pipeline of a schedule if that has CUDA graphs and these images fit; None
+        otherwise."""
+        kept = (pipeline for pipeline, _ in reversed(self._kept.values()) if pipeline.shape.schedule == schedule)
+        pipeline = next(kept, None) if images else None
         if pipeline is None or pipeline.captured is None or not pipeline.accepts(images):
             return None
         pipeline.start(images)

@@ -20,7 +20,7 @@ import numpy as np
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.remote.delay import DelayEstimate
 from vla_accel.remote.inference import Inference, Job, copied
-from vla_accel.remote.metadata import max_delay, motion_dims, supports_prev_chunk
+from vla_accel.remote.metadata import max_delay, motion_dims, starts_warm, supports_prev_chunk
 from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 from vla_accel.remote.underrun import Choice, Underrun
 
@@ -80,7 +80,8 @@ class AsyncRunner:
         underrun: what `step` returns if there is still no action. "hold" or a `remote.underrun.Hold` repeats the last
             action with its motion (velocities, steps) set to 0; an array (action_dim,) is returned unchanged; "raise"
             raises.
-        real_time_chunking: None uses it if the policy supports it; True requires it; False disables it.
+        real_time_chunking: None uses it if the policy supports it; True requires it; False disables it. A policy with
+            `warm_start` gets the rest of the chunk in any case.
 
     Raises:
         ConfigError: an argument out of its range, or `real_time_chunking=True` for a policy that does not support it.
@@ -109,6 +110,7 @@ class AsyncRunner:
         if real_time_chunking and not supported:
             raise ConfigError(f"real_time_chunking: expected a policy with supports_prev_chunk = True, got a {kind}")
         self.real_time_chunking = supported if real_time_chunking is None else real_time_chunking
+        self._warm = starts_warm(policy)
         self._delay = DelayEstimate(self._hz, max_delay(policy))
         self._inference = Inference(policy)
         self._tick, self._launched, self._started, self._closed = 0, 0, False, False
@@ -259,8 +261,9 @@ class AsyncRunner:
     def _launch(self, observation: Mapping[str, Any]) -> None:
         left, self._launched = self._remaining(), self._tick
         job = Job(copied(observation), self._tick)
-        if self.real_time_chunking and len(left):
-            job.prev_chunk, job.delay = left.copy(), self._delay.announced(len(left))
+        if len(left) and (self.real_time_chunking or self._warm):
+            job.prev_chunk = left.copy()
+            job.delay = self._delay.announced(len(left)) if self.real_time_chunking else None
         self._inference.begin(job)
 
     def _taken(self) -> Job | None:
@@ -284,7 +287,7 @@ class AsyncRunner:
             self._counts["stale"] += 1
             logger.warning("async runner: dropped a chunk of %d actions that took %d ticks", len(done.actions), delay)
             return
-        if done.prev_chunk is not None and delay > done.delay:
+        if done.delay is not None and delay > done.delay:
             self._counts["late"] += 1
             text = "async runner: an inference took %d ticks, %d were announced: the chunks may not join smoothly"
             logger.warning(text, delay, done.delay)

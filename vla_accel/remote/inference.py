@@ -24,8 +24,8 @@ class Job:
 
     observation: dict[str, Any]
     tick: int  # control tick of the observation
-    prev_chunk: np.ndarray | None = None  # remaining actions (k, action_dim) for a guided policy
-    delay: int = 0  # announced delay in ticks, with `prev_chunk`
+    prev_chunk: np.ndarray | None = None  # remaining actions (k, action_dim) for a guided policy or a warm start
+    delay: int | None = None  # announced delay in ticks, for a guided policy
     actions: np.ndarray | None = None  # the result (n, action_dim)
     error: BaseException | None = None
     seconds: float = 0.0
@@ -90,7 +90,8 @@ class Inference:
                 continue
             began = time.perf_counter()
             try:
-                options = {} if job.prev_chunk is None else {"prev_chunk": job.prev_chunk, "inference_delay": job.delay}
+                options = {"prev_chunk": job.prev_chunk, "inference_delay": job.delay}
+                options = {name: value for name, value in options.items() if value is not None}
                 job.actions = actions_of(self._policy.infer(job.observation, **options))
             except BaseException as error:  # raised again in the other thread
                 job.error = error

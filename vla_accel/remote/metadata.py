@@ -15,6 +15,9 @@ from vla_accel.remote import wire
 MAX_DELAY = "max_delay"
 """Metadata key: the longest `inference_delay` that the policy accepts; None for any. A checkpoint that was trained with
 clean prefixes (`rtc: {trained: true}`) accepts at most the delays of its training."""
+WARM_START = "warm_start"
+"""Metadata key: the flow time at which calls with a previous chunk start (`PolicyConfig.warm_start`). Such a policy
+takes `prev_chunk` without `inference_delay`, and its `infer_batch` takes one for every observation or for none."""
 ROBOT = "robot"
 """Metadata key: the robot, a map of `images` and `state` (observation keys), `action_dim`, and `motion_dims` (see
 `transforms.robots.Preset`; None if the checkpoint does not declare them)."""
@@ -37,6 +40,11 @@ def max_delay(policy: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
+def starts_warm(policy: Any) -> bool:
+    """Whether the policy starts from previous chunks (`WARM_START`)."""
+    return supports_prev_chunk(policy) and _metadata(policy).get(WARM_START) is not None
+
+
 def motion_dims(policy: Any) -> tuple[int, ...] | None:
     """Action dimensions that are a velocity or a step, for which 0 means no motion; None if not declared."""
     robot = _metadata(policy).get(ROBOT)
@@ -57,7 +65,8 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
 
 
 def _identity(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    keys, robot = ("policy", "action_dim", "action_horizon", MAX_DELAY, wire.REAL_TIME_CHUNKING), metadata.get(ROBOT)
+    keys = ("policy", "action_dim", "action_horizon", MAX_DELAY, WARM_START, wire.REAL_TIME_CHUNKING)
+    robot = metadata.get(ROBOT)
     parts = {f"{ROBOT}.{key}": one for key, one in robot.items()} if isinstance(robot, Mapping) else {}
     return {key: metadata.get(key) for key in keys} | parts
 

@@ -27,8 +27,8 @@ MAX_DEPTH = 32
 MAX_DIMENSIONS = 32
 
 PREV_CHUNK = "rtc/prev_chunk"
-"""Observation key of real-time chunking: the remaining actions, float (k, action_dim), in the robot's units; row 0
-belongs to the control tick of this observation."""
+"""Observation key of real-time chunking and of a warm start: the remaining actions, float (k, action_dim), in the
+robot's units; row 0 belongs to the control tick of this observation."""
 INFERENCE_DELAY = "rtc/inference_delay"
 """Observation key of real-time chunking: control ticks until the answer is used, int."""
 BATCH = "batch"

@@ -126,21 +126,24 @@ def parse(frame: Any, *, named: bool, max_observations: int) -> tuple[str, list[
     return policy, observations, True
 
 
-def split_options(observation: dict[str, Any], *, real_time_chunking: bool) -> dict[str, Any]:
+def split_options(observation: dict[str, Any], *, real_time_chunking: bool, warm_start: bool = False) -> dict[str, Any]:
     """Remove the keyword arguments of `infer` from an observation and return them. The policy checks the rest.
 
-    Raises ObservationError for invalid values, or if the policy does not support real-time chunking.
+    Raises ObservationError for invalid values, if the policy does not support real-time chunking, or, unless it has
+    `warm_start`, for a previous chunk without a delay.
     """
     present = [key for key in OPTIONS.values() if key in observation]
     if not present:
         return {}
     if not real_time_chunking:
         raise ObservationError(f"{present[0]}: this policy does not support real-time chunking")
-    if len(present) == 1:
+    if present == [wire.INFERENCE_DELAY] or (present == [wire.PREV_CHUNK] and not warm_start):
         raise ObservationError(f"expected {' and '.join(OPTIONS.values())} together, got only {present[0]}")
     chunk = real_numbers(observation.pop(wire.PREV_CHUNK), wire.PREV_CHUNK)
     if chunk.ndim != 2 or not chunk.size:
         raise ObservationError(f"{wire.PREV_CHUNK}: expected (k, action_dim) numbers, got shape {chunk.shape}")
+    if wire.INFERENCE_DELAY not in observation:
+        return {"prev_chunk": chunk}
     delay = observation.pop(wire.INFERENCE_DELAY)
     if isinstance(delay, (bool, np.bool_)) or not isinstance(delay, (int, np.integer)) or delay < 0:
         raise ObservationError(f"{wire.INFERENCE_DELAY}: expected ticks as an integer >= 0, got {delay!r:.60}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from vla_accel.errors import ActionError, ConfigError, EngineError, ObservationError, VlaAccelError, WireError
 from vla_accel.remote import wire
-from vla_accel.remote.metadata import batches_prev_chunks, supports_prev_chunk
+from vla_accel.remote.metadata import batches_prev_chunks, starts_warm, supports_prev_chunk
 from vla_accel.server.limits import BatchLimits
 from vla_accel.server.requests import OPTIONS, Answer, Answers, Call, Request, parse, split_options
 
@@ -33,6 +33,7 @@ class LoadedPolicy:
         self.real_time_chunking = supports_prev_chunk(policy)
         self.batches = hasattr(policy, "infer_batch")
         self.mixed = batches_prev_chunks(policy)
+        self.warm_start = starts_warm(policy)
 
     def metadata_frame(self, names: list[str]) -> bytes:
         """The first frame of a connection. Raises WireError for metadata that cannot be sent."""
@@ -168,7 +169,9 @@ class Runner:
         requests = []
         for place, observation in enumerate(observations[call.done : end], call.done):
             try:
-                options = split_options(observation, real_time_chunking=policy.real_time_chunking)
+                options = split_options(
+                    observation, real_time_chunking=policy.real_time_chunking, warm_start=policy.warm_start
+                )
             except ObservationError as error:
                 raise _with_index(error, call, place) from None
             requests.append(Request(observation, options, policy, index, place))
@@ -227,12 +230,14 @@ def next_group(waiting: Sequence[Request], max_batch: int) -> list[Request]:
     """The requests to run next: of one policy, a power of two of them, because engines have fixed shapes.
 
     Unless the policy mixes guided and plain requests, a batch holds only plain ones, and guided ones run alone after
-    them.
+    them. With a warm start, which has other denoising steps, a batch holds only guided ones or only plain ones.
     """
     policy = waiting[0].policy
     if policy is None or not policy.batches:
         return [waiting[0]]
     able = [one for one in waiting if one.policy is policy and (policy.mixed or not one.options)]
+    if able and policy.warm_start:
+        able = [one for one in able if bool(one.options) == bool(able[0].options)]
     return able[: largest_power_of_two(min(len(able), max_batch))] if able else [waiting[0]]
 
 
