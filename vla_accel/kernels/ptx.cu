@@ -251,6 +251,10 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+// This copies contiguous bytes from memory to the L2 cache. `bytes` and the address are multiples of 16.
+__device__ __forceinline__ void bulk_prefetch(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 // The tensor cores and the copy engine see what threads wrote to shared memory after this and a barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -184,6 +184,12 @@ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
        current->waited, {}});
   ++block.copies;
 }
+// The caches are coherent, so bytes that another kernel still writes may be fetched.
+void bulk_prefetch(const void* from, u32 bytes) {
+  check_alignment((size_t)from, 16, "bulk_prefetch");
+  check_alignment(bytes, 16, "bulk_prefetch");
+  machine.global.read(from, bytes, true, "bulk_prefetch");
+}
 // A tensor map here is what driver.py wrote. A box has rows of 128 bytes, one after the other along each dimension,
 // swizzled; what is outside of the tensor is zero.
 void emulator::tma_load_box(u32 to, const u64 (&map)[16], std::initializer_list<int> place, u32 barrier, u32 mask,

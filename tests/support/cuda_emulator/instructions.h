@@ -36,6 +36,7 @@ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes);
 void mbarrier_wait(u32 barrier, u32 parity);
 inline void mbarrier_wait_cluster(u32 barrier, u32 parity) { mbarrier_wait(barrier, parity); }
 void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);
+void bulk_prefetch(const void* from, u32 bytes);
 template <class Map>
 inline void tma_load_2d(u32 to, const Map& map, int x, int y, u32 barrier, u16 mask, u64) {
   emulator::tma_load_box(to, map.opaque, {x, y}, barrier, mask, "tma_load_2d");

@@ -23,7 +23,6 @@
 #define EIGHT_COLUMNS (PADDED_ROWS * 16)  // bytes of eight columns of q
 // Many rows, whose exchange takes time, send the parts in BF16, two tiles together.
 #define TOGETHER (MANY_ROWS ? 2 : 1)
-#define CACHE_AFTER_ROWS (ROW_TILES == 1)
 #define PARTS_EACH (ROW_TILES * VALUE_TILES / TOGETHER)  // uint4 a lane
 static_assert(HEAD_DIM % 128 == 0 && WARPS == RANKS, "a warp's columns of the result belong to one block");
 static_assert(ATTEND_BYTES == Q_UNITS * STAGE_BYTES, "the sums fit in the place of the weights");
@@ -336,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MANY_ROWS ? 1 : 2)
     inject_delay(2);
   } else {
     attention.begin();
-    if (!CACHE_AFTER_ROWS) {
+    if (!FEW_ROWS) {
       __syncthreads();
       attention.fetch_cache();
     }
@@ -346,9 +345,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MANY_ROWS ? 1 : 2)
   const Units units = in_front ? Units{HEADS * HEAD_DIM / 16 + (int)blockIdx.x, 1, 1}
                                : Units{(head * RANKS + rank) * Q_UNITS, 1, Q_UNITS};
   normed_pairs<Q_UNITS, ATTEND_BYTES>(
-      c, layer_weights(m, layer), m.in_scale + at * WIDTH, units, eps,
+      c, layer_weights(m, layer), m.in_scale + at * WIDTH, units, eps, [] {},
       [&] {
-        if (CACHE_AFTER_ROWS && !in_front) attention.fetch_cache();
+        if (FEW_ROWS && !in_front) attention.fetch_cache();
       },
       [&](int unit, int row, int column) {
         return rotated_of(m, at, unit / (HEAD_DIM / 16), unit % (HEAD_DIM / 16) * 8 + column, c.lengths[0] + row);

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MANY_ROWS ? 1 : 2)
     qkv(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer) {
   const u64 at = (u64)step * DEPTH + layer;
   normed_pairs<1, QKV_BYTES>(
-      c, layer_weights(m, layer), m.in_scale + at * WIDTH, Units{(int)blockIdx.x, 1, 1}, eps, [] {},
+      c, layer_weights(m, layer), m.in_scale + at * WIDTH, Units{(int)blockIdx.x, 1, 1}, eps, [] {}, [] {},
       [&](int unit, int row, int column) {
         return rotated_of(m, at, unit / (HEAD_DIM / 16), unit % (HEAD_DIM / 16) * 8 + column,
                           (CROSSES(layer) ? 0 : c.lengths[row / TOKENS]) + row % TOKENS);

@@ -5,7 +5,8 @@
 // They are launched with programmatic dependence: a kernel starts while its predecessors still run, fetches its weights
 // into shared memory with bulk copies, and only then waits. Weights so stream through the chip without a pause while
 // the phases hand over their few kilobytes of activations. Every kernel waits for the end of its predecessor, so that
-// everything that the kernels before it read may be overwritten.
+// everything that the kernels before it read may be overwritten. With few rows, gate and up, and down also copy to L2
+// what the kernels after them fetch.
 //
 // `schedule.py` passes sizes as macros, and `arguments.py` describes the argument blocks:
 //   BATCH sequences of TOKENS tokens, the last HORIZON of them actions of ACTION_DIM numbers; ROWS in all, in ROW_TILES
@@ -37,6 +38,8 @@
 #define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
 #define STATE (TOKENS > HORIZON)  // The first token of a sequence is the state (π0).
 #define CROSSES(layer) (SELF_EVERY < 1 || (layer) % SELF_EVERY > 0)
+// One sequence of one tile of rows, whose products take less time than the copies of their weights.
+#define FEW_ROWS (ROW_TILES == 1 && KEY_ROUNDS > 0)
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
@@ -59,6 +62,15 @@ __device__ __forceinline__ float ld_cg(const float* p) {
   return v;
 }
 __device__ __forceinline__ float4 ldg_v4(const float* p) { return __ldg((const float4*)p); }
+
+// Copies bytes to L2, which the blocks of the kernel share in pieces. What other kernels still write may be among them.
+__device__ __forceinline__ void prefetch(const void* from, u64 bytes) {
+  const u64 piece = 8192;
+  if (threadIdx.x < 32)
+#pragma unroll 1
+    for (u64 at = (blockIdx.x + gridDim.x * threadIdx.x) * piece; at < bytes; at += gridDim.x * 32 * piece)
+      bulk_prefetch((const unsigned char*)from + at, (u32)min(piece, bytes - at));
+}
 
 // Inputs of products are stored in the order in which warps read them: (row / 16, column / 32, row / 8 % 2, row % 8,
 // column % 32). The last two are 512 bytes, which one load of a warp fetches as whole lines.

@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MANY_ROWS ? 1 : 2)
   const GroupedAttention attention{c, work, layer, kv, rank, crosses};
   attention.fetch_cache();
   normed_pairs<UNITS_EACH, GROUPED_BYTES>(
-      c, layer_weights(m, layer), m.in_scale + at * WIDTH, GroupUnits{kv, rank, mine}, eps, [] {},
+      c, layer_weights(m, layer), m.in_scale + at * WIDTH, GroupUnits{kv, rank, mine}, eps, [] {}, [] {},
       [&](int unit, int row, int column) {
         return rotated_of(m, at, unit / HEAD_UNITS, unit % HEAD_UNITS * 8 + column,
                           (crosses ? 0 : attention.length) + row);

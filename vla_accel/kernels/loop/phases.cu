@@ -6,11 +6,23 @@ __device__ __forceinline__ const unsigned char* layer_weights(const Model& m, in
   return m.weights + m.layer_at + layer * m.layer_bytes;
 }
 
+// What the q/k/v and attention of a layer read: its keys and values of the prefix, and its weights.
+__device__ __forceinline__ void prefetch_attention(const Model& m, const Call& c, int layer) {
+  const u64 cached = (u64)c.prefix_tokens * KV_HEADS * HEAD_DIM;
+  prefetch(c.keys + layer * cached, cached * 2);
+  prefetch(c.values + layer * cached, cached * 2);
+  prefetch(layer_weights(m, layer), m.o_at);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, !MANY_ROWS || BATCHED_ROWS ? 2 : 1)
     gate_up(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer) {
   const u64 at = (u64)step * DEPTH + layer;
   normed_pairs<GATE_UP_UNITS, GATE_UP_BYTES, BATCHED_ROWS>(
-      c, layer_weights(m, layer) + m.gate_up_at, m.post_scale + at * WIDTH, Units::dealt(MLP_DIM / 8), eps, [] {},
+      c, layer_weights(m, layer) + m.gate_up_at, m.post_scale + at * WIDTH, Units::dealt(MLP_DIM / 8), eps,
+      [&] {
+        if (FEW_ROWS) prefetch(layer_weights(m, layer) + m.down_at, m.layer_bytes - m.down_at);
+      },
+      [] {},
       [&](int unit, int, int column) {
         const float* shift = m.post_shift + at * 2 * MLP_DIM + unit * 8 + column;
         return make_float2(ADAPTIVE ? __ldg(shift) : 0.f, ADAPTIVE ? __ldg(shift + MLP_DIM) : 0.f);
@@ -35,11 +47,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, !MANY_ROWS || BATCHED_ROWS
 }
 
 // x += gate ∘ (rows Wᵀ), where x is the residual stream, kept in float32 (xf) and in BF16 (xb).
-template <int K, int PARTS, int PACKED, int BYTES>
+template <int K, int PARTS, int PACKED, int BYTES, class Before>
 __device__ __forceinline__ void into_stream(const Call& c, const u16* rows, const unsigned char* weights,
-                                            const float* gate) {
+                                            const float* gate, Before before) {
   split_product<K, PARTS, PACKED, BYTES>(
-      rows, weights, [&](int column) { return ADAPTIVE ? __ldg(gate + column) : 1.f; },
+      rows, weights, before, [&](int column) { return ADAPTIVE ? __ldg(gate + column) : 1.f; },
       [&](int row, int column) { return ld_cg(c.xf + (u64)row * WIDTH + column); },
       [&](int row, int column, float sum, float held, float present) {
         sum = present + held * sum;
@@ -51,13 +63,16 @@ __device__ __forceinline__ void into_stream(const Call& c, const u16* rows, cons
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     output(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
   into_stream<HEADS * HEAD_DIM, OUTPUT_SPLIT, OUTPUT_PACKED, OUTPUT_BYTES>(
-      c, c.context, layer_weights(m, layer) + m.o_at, m.in_gate + ((u64)step * DEPTH + layer) * WIDTH);
+      c, c.context, layer_weights(m, layer) + m.o_at, m.in_gate + ((u64)step * DEPTH + layer) * WIDTH, [] {});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
   into_stream<MLP_DIM, DOWN_SPLIT, DOWN_PACKED, DOWN_BYTES>(
-      c, c.active, layer_weights(m, layer) + m.down_at, m.post_gate + ((u64)step * DEPTH + layer) * WIDTH);
+      c, c.active, layer_weights(m, layer) + m.down_at, m.post_gate + ((u64)step * DEPTH + layer) * WIDTH,
+      [&] {
+        if (FEW_ROWS) prefetch_attention(m, c, (layer + 1) % DEPTH);
+      });
 }
 
 #if !ADAPTIVE
@@ -65,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     mix(const __grid_constant__ Model m, const __grid_constant__ Call c) {
   split_product<WIDTH, MIX_SPLIT, MIX_PACKED, MIX_BYTES>(
-      c.hidden, m.weights, [&](int column) { return __ldg(m.mix_bias + column); }, [](int, int) { return 0.f; },
+      c.hidden, m.weights, [] {}, [&](int column) { return __ldg(m.mix_bias + column); }, [](int, int) { return 0.f; },
       [&](int row, int column, float sum, float bias, float) {
         if (STATE && row % TOKENS == 0) return;
         c.xf[(u64)row * WIDTH + column] = sum + bias;

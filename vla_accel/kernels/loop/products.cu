@@ -268,10 +268,12 @@ struct NormedRows {
 // rstd ∘ ((x ∘ (1 + scale)) Wᵀ) of pairs of tiles. `emit(unit, row, column, first, second, held)` gets the elements of
 // both tiles; `hold(unit, row, column)` fetches, before the kernel waits, the constants that `emit` needs. BYTES: of
 // the weights and of the sums that replace them; the barriers follow. The caller may use these bytes afterwards.
-// `then()` is called when the loads of the rows have been issued.
-template <int COUNT, int BYTES, bool IN_BATCHES = false, class Dealt, class Then, class Hold, class Emit>
+// `before()` is called before the kernel waits, after its own copies have started; `then()` when the loads of the rows
+// have been issued.
+template <int COUNT, int BYTES, bool IN_BATCHES = false, class Dealt, class Before, class Then, class Hold, class Emit>
 __device__ __forceinline__ void normed_pairs(const Call& c, const unsigned char* weights, const float* scale,
-                                             const Dealt& units, float eps, Then then, Hold hold, Emit emit) {
+                                             const Dealt& units, float eps, Before before, Then then,
+                                             Hold hold, Emit emit) {
   typedef NormedRows<COUNT, IN_BATCHES> Normed;
   constexpr int TOGETHER = Normed::TOGETHER, N = Normed::N, EACH = EACH_OF(TOGETHER);
   constexpr int BARRIERS = BYTES + (IN_BATCHES ? 2 * WIDTH : 0), UNIT_BYTES = 16 * 2 * WIDTH;
@@ -294,6 +296,7 @@ __device__ __forceinline__ void normed_pairs(const Call& c, const unsigned char*
   };
   fetch_held(0);
   __syncthreads();
+  before();
   griddepcontrol_wait();
   rows.load();
   then();
@@ -397,10 +400,10 @@ struct SplitProduct {
 };
 
 // A split product. `emit(row, column, sum, held, present)`: `hold(column)` fetches a constant before the kernel waits,
-// `late(row, column)` fetches, after it, what others wrote.
-template <int K, int PARTS, int PACKED, int BYTES, class Hold, class Late, class Emit>
-__device__ __forceinline__ void split_product(const u16* rows, const unsigned char* weights, Hold hold, Late late,
-                                              Emit emit) {
+// `late(row, column)` fetches, after it, what others wrote. `before()`: as in `normed_pairs`.
+template <int K, int PARTS, int PACKED, int BYTES, class Before, class Hold, class Late, class Emit>
+__device__ __forceinline__ void split_product(const u16* rows, const unsigned char* weights, Before before, Hold hold,
+                                              Late late, Emit emit) {
   constexpr int N = SplitProduct<K, PARTS, PACKED, BYTES>::N, EACH = EACH_OF(1);
   SplitProduct<K, PARTS, PACKED, BYTES> product;
   if (threadIdx.x == 0) product.fetch(weights);
@@ -410,6 +413,7 @@ __device__ __forceinline__ void split_product(const u16* rows, const unsigned ch
   const float held = hold(column);
   __syncthreads();
   if (PARTS > 1) cluster_wait();  // The other blocks have started, so their memory may be written.
+  before();
   griddepcontrol_wait();
   float present[EACH];
 #pragma unroll
