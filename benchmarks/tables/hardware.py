@@ -155,6 +155,52 @@ def _attention(one: Row | None) -> str:
     return filled("{us:.1f}", one) + f" ({one['worst']:.3f}){wrong}"
 
 
+# -- the denoise loop ---------------------------------------------------------------------------------------------
+
+FEW = "cache late if few rows"
+COPIES = {
+    "today": "all at once, the prefix's first",
+    "no limit": "kernels with a limit that is not set",
+    **{f"all {size}": f"at most {size} KiB of weights under way a block" for size in (16, 32, 48, 64)},
+    "attention 32": "at most 32 KiB, attention only",
+    "output 16": "at most 16 KiB, output only",
+    "gate_up 32": "at most 32 KiB, gate_up only",
+    "down 16": "at most 16 KiB, down only",
+    "cache late": "the prefix's after the rows",
+    "late dependents": "the next kernel starts after a block's copies",
+    FEW: "the prefix's after the rows if rows are few",
+    f"{FEW}, late dependents": "also, the next kernel starts after a block's copies",
+    **{
+        f"{FEW}, L2 by {names}": f"also, copies to L2 for the next kernel: {names}"
+        for names in ("attention", "output", "gate_up, down", "attention, gate_up, down")
+    },
+}
+"""Variants that the table shows: how a kernel's copies are started."""
+LOOPS = {"pi05 H=10": "π0.5, 10 actions", "pi05 H=50": "π0.5, 50", "pi0 H=50": "π0, 50", "smolvla": "SmolVLA, 50"}
+
+
+def loop_copies(results: Sequence[Row]) -> str:
+    """Layers of the streamed denoise loop with other orders of its copies."""
+    rows = []
+    for result in results:
+        found: dict[str, dict[str, Row]] = {}
+        for row in result["rows"]:
+            found.setdefault(row["variant"], {})[row["case"]] = row
+        gpu = result["hardware"]["gpu"]
+        rows += [{"gpu": gpu, "copies": COPIES[name], **cases} for name, cases in found.items() if name in COPIES]
+    replays = {row["replays"] for result in results for row in result["rows"]}
+    return table(
+        {
+            "GPU": "{gpu}",
+            "copies": "{copies}",
+            **{name: f"{{{case}[us_a_layer]:.2f}} ({{{case}[change_percent]:+.1f}} %)" for case, name in LOOPS.items()},
+        },
+        rows,
+        f"µs a layer: the median of {min(replays)} replays, the variants in turns; random weights, results bit for bit "
+        "equal. In brackets: the change against the first row of the GPU.",
+    )
+
+
 # -- episodes an hour ---------------------------------------------------------------------------------------------
 
 

@@ -62,6 +62,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "parity_demo": (agreement.parity, "parity_*"),
     "fp8_sums": (agreement.fp8_sums, "fp8_accumulation_h200"),
     "attention": (hardware.attention, "attention_h200"),
+    "loop_copies": (hardware.loop_copies, ("loop_copies_h100", "loop_order_h200")),
     "gpus": (hardware.gpus, ("memory_counted", "*")),
     "memory": (hardware.memory, "memory_counted"),
     "builds_demo": (hardware.builds, "tensorrt_rtx_demo_cpu"),
