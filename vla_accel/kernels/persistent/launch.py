@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from vla_accel.kernels.persistent.plan import CHUNK, HOP_STRIDE, HOPS, MOST_ROWS
 from vla_accel.kernels.rows.rows import rope_tables
 from vla_accel.numeric import round_up
 
-Layer = Sequence[Linear]
+Layer = Iterable[Linear]
 """The products of a layer: q/k/v, output, gate and up, down."""
 
 
