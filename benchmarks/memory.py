@@ -21,6 +21,7 @@ from vla_accel.families.family import family_named
 from vla_accel.files import without_folders, write_json
 from vla_accel.fp8 import FORMATS, Scales
 from vla_accel.measure.systems import configs
+from vla_accel.nn.flow import Schedule
 from vla_accel.policy.footprint import weight_bytes
 from vla_accel.progress import going_on
 
@@ -77,7 +78,7 @@ def counted(name: str) -> dict[str, dict[str, Any]]:
     def count(low: Mapping[str, EnginePrecision], on_host: bool = False) -> dict[str, Any]:
         base = EngineSpec("native", native=NativeOptions(embeddings="host" if on_host else "gpu"))
         specs = {part: replace(base, precision=low.get(part, "auto")) for part in family.parts}
-        shape = family.shape(config, inputs, card.sweep[0], specs)
+        shape = family.shape(config, inputs, Schedule.uniform(card.sweep[0]), specs)
         return {"low": low, "on_host": on_host, "bytes": weight_bytes(model, family, shape, specs, scales)}
 
     found: dict[str, dict[str, Any]] = {}

@@ -50,6 +50,7 @@ from vla_accel.kernels.gemm.weights import make_linear, pair
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import why_not
 from vla_accel.machine import resolve_device
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
 from vla_accel.runtime import Runtime
@@ -168,7 +169,7 @@ def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
 def build_of(model: Pi0, case: LoopCase, precision: str, streamed: bool = False) -> Callable[[], Any]:
     """Prepare the weights of a loop; the result builds it."""
     weights = expert_weights(model, precision, streamed=streamed)
-    tables, sizes = steps_of(model, weights, case.steps), (case.batch, case.prefix_tokens)
+    tables, sizes = steps_of(model, weights, Schedule.uniform(case.steps)), (case.batch, case.prefix_tokens)
     arguments = (weights, expert_spec(case.config), tables, *sizes)
     if streamed:
         return functools.partial(streamed_loop, Gpu.of(next(model.parameters()).device), *arguments)

@@ -29,6 +29,7 @@ from vla_accel.files import write_json
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.loop import streamed_loop
 from vla_accel.nn.random_weights import random_model
 
@@ -166,7 +167,7 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
         model = random_model(Pi0, case.config).to(device).to_compute_dtype(torch.bfloat16)
         weights = expert_weights(model, "bf16", streamed=True)
         inputs, state = inputs_of(case, device, torch.bfloat16)
-        tables = steps_of(model, weights, 1)
+        tables = steps_of(model, weights, Schedule.uniform(1))
         loop = streamed_loop(gpu, weights, expert_spec(case.config), tables, case.batch, case.prefix_tokens)
     actions = inputs["noise"].clone()
     loop.run(inputs, state, actions)

@@ -12,9 +12,9 @@ from torch import Tensor
 from eval.demo.collectors import Seen
 from eval.demo.objective import remember
 from vla_accel.engines.graph import recording
-from vla_accel.nn.flow import FlowNetwork
+from vla_accel.nn.flow import FlowNetwork, Schedule
 
-STEPS = 4
+SCHEDULE = Schedule.uniform(4)
 """Of denoising, when the policy acts in training."""
 
 
@@ -38,7 +38,7 @@ class Averaged:
         self.noise = torch.zeros(rows, config.action_horizon, config.action_dim, device=device)
         self.chunks = torch.zeros_like(self.noise)
         # Made here: a graph takes nothing from the host.
-        self.times = policy.times(STEPS).to(device)
+        self.times = policy.times(SCHEDULE).to(device)
         self.graph = self._captured() if device.type == "cuda" else None
 
     @torch.no_grad()
@@ -72,7 +72,8 @@ class Averaged:
     def _compute(self, count: int) -> None:
         pixels = self.images[:count].float() / 127.5 - 1
         keys, values, _ = remember(self.actor, pixels, self.tokens[:count], self.states[:count])
-        made = self.actor.integrate(self.noise[:count], *self.actor.conditioning(self.times), keys, values)
+        rows = self.actor.conditioning(self.times)
+        made = self.actor.integrate(self.noise[:count], *rows, keys, values, schedule=SCHEDULE)
         self.chunks[:count].copy_(made.clamp(-1, 1))
 
     @torch.no_grad()

@@ -28,6 +28,7 @@ from vla_accel.errors import ConfigError, EngineError
 from vla_accel.families.pi0.native import Pi0Store
 from vla_accel.ledger import Ledger
 from vla_accel.nn.denoise import denoise_component
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.prefix_components import kv_cache_component, vision_component
 from vla_accel.policy import ahead_of_time
 from vla_accel.runtime import Runtime, current
@@ -248,7 +249,7 @@ def test_options_of_all_native_engines_and_of_one_are_not_mixed() -> None:
 
 def test_a_precision_is_that_of_the_products_and_not_of_the_outputs() -> None:
     """The actions are in float32 whatever computes them."""
-    component = denoise_component(MODEL, 1, 17, 2, False)
+    component = denoise_component(MODEL, 1, 17, Schedule.uniform(2), False)
     assert component.outputs[0].dtype == torch.float32
     assert module_at(component, "bf16") is component.module
     with pytest.raises(EngineError, match=r"denoise: expected a precision of .*, got fp32"):

@@ -26,6 +26,7 @@ from vla_accel.families.family import family_named
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.fp8 import E4M3
 from vla_accel.nn.denoise import DenoiseStep, denoise_component
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.prefix_components import kv_cache_component, vision_component
 from vla_accel.nn.variants import QuantisedKvCache
 
@@ -119,9 +120,10 @@ def test_a_missing_package_is_named(tmp_path: Path, package: str, monkeypatch: A
 
 @pytest.mark.parametrize("kind", ["pi05", "pi0"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_steps_of_the_loop_are_the_component(kind: Any, padded: bool) -> None:
+@pytest.mark.parametrize("schedule", [None, "cubic"])
+def test_steps_of_the_loop_are_the_component(kind: Any, padded: bool, schedule: Any) -> None:
     model = random_model(tiny_config(kind))
-    component = denoise_component(model, 2, 11, 4, padded)
+    component = denoise_component(model, 2, 11, Schedule.of(schedule, 4), padded)
     assert component.loop is not None
     loop = component.loop()
     assert loop.count == 4 and isinstance(loop.body.module, DenoiseStep)
@@ -141,7 +143,7 @@ def test_steps_of_the_loop_are_the_component(kind: Any, padded: bool) -> None:
 @pytest.mark.parametrize("part", ["prefix", "padded prefix", "step"])
 def test_parts_of_a_policy_export(tmp_path: Path, part: str) -> None:
     if part == "step":
-        loop = denoise_component(random_model(tiny_config("pi0")), 1, 17, 3, False).loop
+        loop = denoise_component(random_model(tiny_config("pi0")), 1, 17, Schedule.uniform(3), False).loop
         assert loop is not None
         component = loop().body
     else:
@@ -162,7 +164,7 @@ def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request:
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu")
     family, model = family_named(name), policy.model.whole()
     inputs = [policy.processor.prepare(observation)]
-    shape = dataclasses.replace(family.shape(model.config, inputs, 2, policy.specs), padded=True)
+    shape = dataclasses.replace(family.shape(model.config, inputs, Schedule.uniform(2), policy.specs), padded=True)
     for component in family.components(model, shape):
         body = component.loop().body if component.loop else component
         graph = export(body, body.module, tmp_path)

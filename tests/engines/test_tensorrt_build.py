@@ -26,6 +26,7 @@ from vla_accel.families.loading import load
 from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.fp8 import Scales
 from vla_accel.nn.denoise import denoise_component
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.prefix_components import kv_cache_component, vision_component
 from vla_accel.nn.siglip import SiglipConfig, SiglipVision
@@ -61,7 +62,7 @@ class Exported(dict[str, tuple[Component, OnnxFile]]):
             component = kv_cache_component(self.demo, 1, 2, 20, False)
         else:
             prefix_tokens = 2 * self.demo.config.vision.tokens + 20
-            component = body_of(denoise_component(self.demo, 1, prefix_tokens, 10, False))
+            component = body_of(denoise_component(self.demo, 1, prefix_tokens, Schedule.uniform(10), False))
         (folder := self.folder / name).mkdir()
         module = module_at(component, "fp16" if name == "vision" else "auto")
         self[name] = component, export(component, module, folder)

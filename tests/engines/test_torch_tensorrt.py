@@ -28,6 +28,7 @@ from vla_accel.engines.torch_tensorrt import (
 )
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.nn.denoise import denoise_component
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.prefix_components import kv_cache_component, vision_component
 
 CPU = torch.device("cpu")
@@ -114,9 +115,9 @@ def test_vision_is_one_part_and_the_prefix_one_an_mlp() -> None:
     assert islands(vision_component(model, 1, 2), "fp16") == ["siglip"]
     assert islands(quantised(model), "fp8") == ["mlp0", "mlp1"], "three layers, the last without an MLP"
     assert islands(quantised(model), "fp8", whole=True)[-1] == "kv_cache", "whole: the prefix itself"
-    assert islands(denoise_component(model, 1, 17, 2, False), "auto", whole=True) == ["denoise"]
+    assert islands(denoise_component(model, 1, 17, Schedule.uniform(2), False), "auto", whole=True) == ["denoise"]
     with pytest.raises(EngineError, match=r"denoise: torch_tensorrt finds no part to build at precision auto; .*whole"):
-        island_module(denoise_component(model, 1, 17, 2, False), spec())
+        island_module(denoise_component(model, 1, 17, Schedule.uniform(2), False), spec())
 
 
 def test_a_part_is_recorded_with_its_own_inputs() -> None:

@@ -35,8 +35,7 @@ from vla_accel.kernels.loop.schedule import (
     attend,
     offsets,
 )
-from vla_accel.nn.flow import euler_times
-from vla_accel.nn.rtc import guidance_weights
+from vla_accel.nn.rtc import step_gains
 
 CODE = re.sub(r"//.*", "", nvrtc.source_of({}))
 SMALL = LOOPS["demo"].config
@@ -240,11 +239,12 @@ def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> No
     repeats = len(phases) - phases.count("attention")
     assert of_layers == [[s, n] for s in range(case.steps) for n in range(expert.depth) for _ in range(repeats)]
     assert [n for kernel, n in numbers if kernel == "between"] == [[s] for s in range(case.steps + 1)]
-    # Time and gain are those of the evaluation that has just ended.
+    # Time, size and gain are those of the evaluation that has just ended.
     floats = [[a.value for a in launch[3][2:] if isinstance(a, ctypes.c_float)] for launch in module.launches]
     got = [n[1:] for launch, n in zip(module.launches, floats, strict=True) if launch[0] == "between"]
-    times = euler_times(case.steps).tolist()
-    assert got[1:] == [pytest.approx(pair) for pair in zip(times, guidance_weights(times, case.steps), strict=True)]
+    times, dts = case.schedule.times[:-1], case.schedule.dts
+    expected = zip(times, dts, step_gains(times, dts, None), strict=True)
+    assert got[1:] == [pytest.approx(one) for one in expected]
     assert all(size <= H200.shared_per_block for size in module.shared.values())
 
 

@@ -22,7 +22,7 @@ from vla_accel.kernels.loop import StreamedLoop
 ATTEND = {"width": 128, "mlp": 256, "heads": 2, "head_dim": 128, "depth": 1}
 TWO_LAYERS = ATTEND | {"depth": 2}  # What π0's state token sees, actions see a layer later.
 CASES = {
-    "pi05 10": LoopCase(streamable("pi05", **ATTEND), steps=2),
+    "pi05 10": LoopCase(streamable("pi05", **ATTEND), steps=2, setting="cubic"),
     "pi05 17": LoopCase(streamable("pi05", **ATTEND, horizon=17), steps=1),
     "pi05 50": LoopCase(streamable("pi05", **ATTEND, horizon=50), prefix_tokens=41, steps=2),
     "pi0 9": LoopCase(streamable("pi0", **TWO_LAYERS, horizon=9), prefix_tokens=8, steps=1),
@@ -39,7 +39,11 @@ CASES = {
     "two tiles of keys a block": LoopCase(
         streamable("pi05", width=64, mlp=128, heads=4, depth=1, horizon=5), batch=2, prefix_tokens=646, steps=1
     ),
-    **{f"smolvla {name}": case for name, case in EXPERTS.items() if not name.startswith("full")},
+    **{
+        f"smolvla {name}": replace(case, setting="cubic")
+        for name, case in EXPERTS.items()
+        if not name.startswith("full")
+    },
     "smolvla two tiles of rows a block": smolvla_case(40, 33, steps=1, heads=8, kv_heads=1, horizon=50),
 }
 QUICK = ("pi05 10", "pi0 50", "smolvla 17 actions", "smolvla three sequences")

@@ -118,7 +118,8 @@ def test_missing_columns_of_the_width_are_zero() -> None:
     with torch.inference_mode():
         own = expert_weights(loops.model("cpu", torch.bfloat16), "bf16")
         wide = expert_weights(loops.model("cpu", torch.bfloat16), "bf16", streamed=True)
-        tables, padded = (steps_of(loops.model("cpu", torch.float32), 3, streamed=s) for s in (False, True))
+        exact = loops.model("cpu", torch.float32)
+        tables, padded = (steps_of(exact, loops.case.schedule, streamed=s) for s in (False, True))
     assert wide.packed is not None and not wide.layers and own.packed is None
     e, spec = loops.case.config.expert, expert_spec(loops.case.config)
     beyond, rows = spec.width - e.width, (e.heads + 2 * e.kv_heads) * e.head_dim

@@ -16,6 +16,7 @@ from vla_accel.families.groot.head import HeadConfig
 from vla_accel.families.groot.language import Layout, QwenConfig, axes_of_frequencies
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.families.groot.vision import QwenVisionConfig
+from vla_accel.nn.flow import Schedule
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,9 @@ def answer(
         cache = model.read(*model.see(pixels), tokens, places, real)
         noise = drawn(f"{case}.noise", batch, model.config.action_horizon, 132)
         state = drawn(f"{case}.state", batch, 132)
-        return model.integrate(noise, model.constants(steps), state, cache, real, *(previous or ()))
+        schedule = Schedule.uniform(steps)
+        constants = model.constants(schedule)
+        return model.integrate(noise, constants, state, cache, real, *(previous or ()), schedule=schedule)
 
 
 Case = tuple[int, int, tuple[int, ...], tuple[int, int]]
@@ -108,7 +111,8 @@ def test_training_reaches_every_weight(model: Groot) -> None:
     trained.load_state_dict(model.state_dict())
     pixels, tokens = drawn("train", 1, 2, 3, 64, 64), torch.full((1, 12), 9)
     cache = trained.read(*trained.see(pixels), tokens, Layout(2, (2, 2), 12).places(tokens.device))
-    actions = trained.integrate(drawn("n", 1, 8, 132), trained.head.constants(4), drawn("s", 1, 132), cache)
+    noise, state, schedule = drawn("n", 1, 8, 132), drawn("s", 1, 132), Schedule.uniform(4)
+    actions = trained.integrate(noise, trained.head.constants(schedule), state, cache, schedule=schedule)
     actions.square().sum().backward()
     untouched = {n for n, p in trained.named_parameters() if p.grad is None or not p.grad.abs().sum()}
     assert not untouched

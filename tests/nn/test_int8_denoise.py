@@ -98,9 +98,9 @@ def test_the_loop_is_that_of_the_dequantised_weights(name: str, folders: dict[st
     for holder in {id(p): p for p in (program, getattr(program, "loop", program))}.values():
         holder.weights = weights
         if name.startswith("pi"):
-            holder.tables = expert.steps_of(policy.model, weights, 3)  # type: ignore[arg-type]
+            holder.tables = expert.steps_of(policy.model, weights, policy.schedule)  # type: ignore[arg-type]
         elif name == "groot":
-            holder.tables = groot_denoise.step_tables(policy.model, weights, 3)  # type: ignore[arg-type]
+            holder.tables = groot_denoise.step_tables(policy.model, weights, policy.schedule)  # type: ignore[arg-type]
     assert torch.equal(actions(policy), found)
     assert not torch.equal(actions(policy_of(folders[name], "auto")), found)
 

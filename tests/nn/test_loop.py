@@ -15,6 +15,7 @@ from vla_accel.families.groot.checkpoint import infer_config, load_groot
 from vla_accel.families.groot.native_loop import NativeTransformer, TransformerWeights, step_tables
 from vla_accel.kernels.config import Choice
 from vla_accel.nn import kernel_choices
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.loop import LayerLoop
 
 
@@ -24,7 +25,7 @@ def groot_loop() -> LayerLoop:
     model = model.placed(torch.device("cpu"), torch.float32)
     weights = TransformerWeights.of(model, "fp32")
     with torch.inference_mode():
-        return NativeTransformer(weights, step_tables(model, weights, 2), model.config, 2)
+        return NativeTransformer(weights, step_tables(model, weights, Schedule.uniform(2)), model.config, 2)
 
 
 BUILDS: dict[str, tuple[Callable[[], LayerLoop], set[str]]] = {

@@ -20,6 +20,7 @@ from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.native_decode import TURN, NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast, Pi0FastConfig
 from vla_accel.families.prompted import PromptShape
+from vla_accel.nn.flow import Schedule
 
 ROOT = Path(__file__).parents[2]
 BATCH, LENGTH, STEPS = 3, 32, 10
@@ -45,7 +46,7 @@ def outputs_of(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """All outputs, eager without a store, and the programs' details."""
     buffers, details = inputs_of(model.config), []
-    shape = PromptShape(BATCH, steps, 2, LENGTH, True)
+    shape = PromptShape(BATCH, Schedule.uniform(steps), 2, LENGTH, True)
     for component in PI0_FAST.components(model, shape, store=store):
         outputs = {o.name: o.empty(torch.device("cpu")) for o in component.outputs}
         with torch.inference_mode():

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from tests.support.reference_rtc import guided_euler, pad_chunk
-from vla_accel.config import RtcConfig, Schedule, load_config
+from vla_accel.config import GuidanceSchedule, RtcConfig, load_config
 from vla_accel.errors import ConfigError
-from vla_accel.nn.flow import euler_times
-from vla_accel.nn.rtc import chunk_weights, guidance_weights, prefix_weights
+from vla_accel.nn.flow import Schedule, euler_times
+from vla_accel.nn.rtc import chunk_weights, guidance_weight, prefix_weights, step_gains
 
 SCRIPT = Path(__file__).parents[1] / "references" / "make_lerobot_rtc_reference.py"
 B, H, A = 2, 8, 3
-SCHEDULES: tuple[Schedule, ...] = ("zeros", "ones", "linear", "exp")
+SCHEDULES: tuple[GuidanceSchedule, ...] = ("zeros", "ones", "linear", "exp")
 
 
 def times(steps: int) -> list[float]:
-    return euler_times(steps, torch.float64).tolist()
+    return [*euler_times(steps, torch.float64).tolist(), 0.0]
 
 
 def tensors() -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def test_the_weights_fall_from_the_delay_to_the_end() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_delay_and_end_are_cut_to_what_there_is(schedule: Schedule) -> None:
+def test_delay_and_end_are_cut_to_what_there_is(schedule: GuidanceSchedule) -> None:
     torch.testing.assert_close(prefix_weights(9, 3, 8, schedule), torch.tensor([1.0] * 3 + [0.0] * 5))
     torch.testing.assert_close(prefix_weights(8, 20, 8, schedule), torch.ones(8))
     torch.testing.assert_close(prefix_weights(0, 0, 8, schedule), torch.zeros(8))
@@ -59,24 +59,35 @@ def test_delay_and_end_are_cut_to_what_there_is(schedule: Schedule) -> None:
 def test_the_guidance_weight_is_the_papers_and_bounded() -> None:
     tau = 1 - 0.3
     paper = (1 - tau) / (tau * ((1 - tau) ** 2 / (tau**2 + (1 - tau) ** 2)))
-    assert guidance_weights([1.0, 0.3, 0.0], 5.0) == [5.0, pytest.approx(paper), 0.0]
-    assert guidance_weights([0.3], 1.5) == [1.5]
+    assert [guidance_weight(t, 5.0) for t in (1.0, 0.3, 0.0)] == [5.0, pytest.approx(paper), 0.0]
+    assert guidance_weight(0.3, 1.5) == 1.5
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 10])
-def test_the_frozen_prefix_is_reproduced_and_the_rest_follows_the_flow(steps: int) -> None:
+def test_by_default_a_step_moves_by_no_more_than_the_error() -> None:
+    """The bound of equal steps is their number, to the last bit of a kernel's float32."""
+    for steps in range(1, 1001):
+        gains = step_gains([1.0] * steps, Schedule.uniform(steps).dts, None)
+        assert torch.tensor(gains).tolist() == [float(steps)] * steps
+    placed = Schedule((1.0, 0.3, 0.01, 0.0))
+    gains = step_gains(placed.times[:-1], placed.dts, None)
+    assert gains == pytest.approx([1 / 0.7, guidance_weight(0.3, 1 / 0.29), guidance_weight(0.01, 100.0)])
+    assert step_gains(placed.times[:-1], placed.dts, 2.0) == (2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("times", [times(1), times(2), times(3), times(10), [1.0, 0.3, 0.01, 0.0]], ids=len)
+def test_the_frozen_prefix_is_reproduced_and_the_rest_follows_the_flow(times: list[float]) -> None:
     noise, target = tensors()
     goal = torch.full_like(noise, 0.4)
 
     def straight(x: Tensor, step: int) -> Tensor:
-        return (x - goal) / times(steps)[step]  # the flow of one point: x̂ is the goal wherever x is
+        return (x - goal) / times[step]  # the flow of one point: x̂ is the goal wherever x is
 
     delay = 3
-    got = guided_euler(straight, noise, times(steps), target, prefix_weights(delay, delay, H, "zeros"))
+    got = guided_euler(straight, noise, times, target, prefix_weights(delay, delay, H, "zeros"))
     torch.testing.assert_close(got[:, delay:], goal[:, delay:])
-    # The last step leaves 1 − t·w(t) of the error, t = 1 / steps.
-    t = 1 / steps
-    left = 1 - t * guidance_weights([t], steps)[0]
+    # The last step leaves 1 − t·w(t) of the error.
+    t = times[-2]
+    left = 1 - t * guidance_weight(t, 1 / t)
     assert 0 <= left < 0.35
     torch.testing.assert_close(got[:, :delay], target[:, :delay] + left * (goal - target)[:, :delay])
 

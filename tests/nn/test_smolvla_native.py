@@ -19,6 +19,7 @@ from vla_accel.families.prompted import PromptShape
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.native import SmolVlaStore
 from vla_accel.nn import plan
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.gemma import SmolLmConfig
 
 NATIVE = EngineSpec("native")
@@ -76,7 +77,7 @@ def test_bf16_is_as_near_as_eager(folders: dict[bool, Path]) -> None:
 def test_fp8_is_what_the_ledger_says(part: str) -> None:
     """Its products' weights are one byte each, and what it computes is near what it computes in BF16."""
     model = tiny_model(tiny_config()).to_compute_dtype(torch.bfloat16)
-    shape = PromptShape(1, 2, 2, 32, True)
+    shape = PromptShape(1, Schedule.uniform(2), 2, 32, True)
     feed = {
         "images": torch.randint(0, 256, (1, 2, 32, 32, 3), dtype=torch.uint8), "state": torch.randn(1, 10),
         "tokens": torch.randint(0, 40, (1, 32)), "lengths": torch.tensor([20], dtype=torch.int32),
@@ -110,7 +111,9 @@ def test_norms_inside_the_products_agree_with_eager(monkeypatch: pytest.MonkeyPa
     config = tiny_config()
     config = replace(config, prefix=prefix, expert=replace(config.expert, depth=4))
     model = tiny_model(config)
-    vision, cache, _ = SMOLVLA.components(model, PromptShape(2, 2, 2, 16, True), store=SmolVlaStore(model, None))
+    vision, cache, _ = SMOLVLA.components(
+        model, PromptShape(2, Schedule.uniform(2), 2, 16, True), store=SmolVlaStore(model, None)
+    )
     feed = {
         "images": torch.randint(0, 256, (2, 2, 32, 32, 3), dtype=torch.uint8), "state": torch.randn(2, 10),
         "tokens": torch.randint(0, 40, (2, 16)), "lengths": torch.tensor([25, 20], dtype=torch.int32),
@@ -140,7 +143,7 @@ def test_keys_of_crossing_layers_lie_where_the_expert_reads_them(self_every: int
         "image_tokens": torch.randn(2, 8, 48), "tokens": torch.randint(0, 40, (2, 16)), "state": torch.randn(2, 10),
         "lengths": torch.tensor([25, 20], dtype=torch.int32),
     }  # fmt: skip
-    prefix = SMOLVLA.components(model, PromptShape(2, 2, 2, 16, True), store=store)[1]
+    prefix = SMOLVLA.components(model, PromptShape(2, Schedule.uniform(2), 2, 16, True), store=store)[1]
     assert prefix.native is not None
     ours = {o.name: o.empty(torch.device("cpu")) for o in prefix.outputs}
     with torch.inference_mode():

@@ -43,6 +43,7 @@ from vla_accel.families.pi0_fast.transforms import FastProcessor
 from vla_accel.families.smolvla.network import SmolVla
 from vla_accel.files import write_json
 from vla_accel.machine import hardware, software
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
 
 BF16_RATIO = 1.5
@@ -93,7 +94,9 @@ def ask_groot(model: Groot, tensors: Mapping[str, Tensor], case: str, steps: int
     with model.present("embed", "language", "head.vl_norm", "head.vl_layers", *crossing):
         cache = model.read(*seen, given["tokens"], layout.places(pixels.device), lengths)
     with model.present("head"):
-        return model.integrate(given["noise"], model.constants(steps), given["state"], cache, lengths, *chunk)
+        schedule = Schedule.uniform(steps)
+        constants, noise, state = model.constants(schedule), given["noise"], given["state"]
+        return model.integrate(noise, constants, state, cache, lengths, *chunk, schedule=schedule)
 
 
 def write_pi0_fast(model: Pi0Fast, tensors: Mapping[str, Tensor], case: str, steps: int) -> Tensor:

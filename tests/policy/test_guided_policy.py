@@ -6,8 +6,9 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ EAGER = FP32.with_specs(dict.fromkeys(("vision", "kv_cache", "denoise"), EngineS
 SPEC = EngineSpec("native")
 NATIVE = replace(EAGER, vision=SPEC, kv_cache=SPEC, denoise=SPEC)
 CONFIGS = {"eager": EAGER, "native": NATIVE}
+PLACED = (1.0, 0.3, 0.01, 0.0)
+
+
+def with_steps(config: PolicyConfig, steps: int | tuple[float, ...]) -> PolicyConfig:
+    """With a number of equal steps, or with placed ones."""
+    return config.with_steps(steps) if isinstance(steps, int) else config.with_steps(schedule=steps)
 
 
 @pytest.fixture(scope="module")
@@ -90,23 +97,30 @@ def observed_by_hand(
     return model, state if kind == "pi0" else None, *cache
 
 
+def exact_times(policy: OptimizedPolicy) -> Sequence[float]:
+    """The times of a policy's steps, equal ones without openpi's rounding."""
+    steps, schedule = policy.num_steps, policy.schedule
+    return [1 - step / steps for step in range(steps + 1)] if schedule.is_uniform else schedule.times
+
+
 def by_hand(policy: OptimizedPolicy, kind: Kind, observation: Mapping[str, Any], noise: np.ndarray,
-            previous: np.ndarray, weights: np.ndarray, steps: int, bound: float) -> np.ndarray:  # fmt: skip
+            previous: np.ndarray, weights: np.ndarray, bound: float | None) -> np.ndarray:  # fmt: skip
     """The guided loop in float64, in the paper's time, written without what is tested."""
     model, state, keys, values = observed_by_hand(policy, kind, observation)
     centre, half = scaling(kind, "actions")
     target = np.zeros((1, 5, 8))
     target[0, : len(previous), :7] = (previous - centre) / half
     w, y, x = torch.from_numpy(weights)[None, :, None], torch.from_numpy(target), torch.from_numpy(noise)[None].double()
-    for k in range(steps):
-        tau = k / steps
+    for t, following in pairwise(exact_times(policy)):
+        tau, dt = 1 - t, t - following
         embedding, rows = model.conditioning(torch.tensor([1 - tau], dtype=torch.float64))
         row = None if rows is None else rows[0]
         v = -model.velocity(x, embedding[0], row, state, keys, values)
         error = w * (y - (x + (1 - tau) * v))
         r_squared = (1 - tau) ** 2 / (tau**2 + (1 - tau) ** 2)
-        scale = bound if tau == 0 else min(bound, (1 - tau) / (tau * r_squared))
-        x = x + (v + scale * error) / steps
+        most = 1 / dt if bound is None else bound
+        scale = most if tau == 0 else min(most, (1 - tau) / (tau * r_squared))
+        x = x + (v + scale * error) * dt
     return x[0, :, :7].numpy() * half + centre
 
 
@@ -115,6 +129,8 @@ def by_hand(policy: OptimizedPolicy, kind: Kind, observation: Mapping[str, Any],
 @pytest.mark.parametrize(
     ("steps", "rtc", "bound", "left", "delay", "weights"),
     [
+        (PLACED, RtcConfig(), None, 4, 2, [1, 1, 2 / 3, 1 / 3, 0]),
+        (PLACED, RtcConfig("ones", 1.2, 3), 1.2, 5, 1, [1, 1, 1, 0, 0]),
         (1, RtcConfig(), 1.0, 4, 2, [1, 1, 2 / 3, 1 / 3, 0]),
         (4, RtcConfig(), 4.0, 4, 1, [1, 0.75, 0.5, 0.25, 0]),
         (10, RtcConfig("ones", 5.0, 3), 5.0, 5, 1, [1, 1, 1, 0, 0]),
@@ -123,12 +139,12 @@ def by_hand(policy: OptimizedPolicy, kind: Kind, observation: Mapping[str, Any],
     ],
 )
 def test_the_chunk_is_the_papers(
-    folders: dict[Kind, Path], kind: Kind, engine: str, steps: int, rtc: RtcConfig, bound: float, left: int, delay: int,
-    weights: list[float],
+    folders: dict[Kind, Path], kind: Kind, engine: str, steps: Any, rtc: RtcConfig, bound: float | None, left: int,
+    delay: int, weights: list[float],
 ) -> None:  # fmt: skip
-    policy = load(folders[kind], replace(CONFIGS[engine], num_steps=steps, rtc=rtc))
+    policy = load(folders[kind], replace(with_steps(CONFIGS[engine], steps), rtc=rtc))
     observation, noise, previous = tiny_observation(3), draw(policy, 4, 1)[0], chunk(5, left)
-    want = by_hand(policy, kind, observation, noise, previous, np.array(weights), steps, bound)
+    want = by_hand(policy, kind, observation, noise, previous, np.array(weights), bound)
     got = policy.infer(observation, noise=noise, prev_chunk=previous, inference_delay=delay)["actions"]
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-4)
     assert np.abs(policy.infer(observation, noise=noise)["actions"] - want).max() > 0.1
@@ -190,7 +206,8 @@ def test_a_loop_without_guidance_is_the_same_bit_for_bit(folder: Path) -> None:
     module: Any = denoise.component.module
     state = denoise.inputs.get("state")
     noise, keys, values = (denoise.inputs[n] for n in ("noise", "keys", "values"))
-    plain = policy.model.integrate(noise, module.embeddings, module.modulations, keys, values, state)
+    rows = module.embeddings, module.modulations
+    plain = policy.model.integrate(noise, *rows, keys, values, state, schedule=policy.schedule)
     assert torch.equal(denoise.outputs["actions"], plain)
 
 

@@ -31,6 +31,7 @@ from vla_accel.families.pi0.native import Pi0Store
 from vla_accel.families.prompted import PromptShape
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn.calibration import calibrate
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.memory import Counted, free_memory, tensors_in
 from vla_accel.nn.native_vision import VisionWeights
@@ -188,7 +189,7 @@ def test_calibration_reads_weights_as_they_are_stored(tmp_path: Path, kind: Kind
 
 def published(family: Any) -> tuple[Any, PromptShape]:
     model = bench_card(family).random(bench_card(family).published(), seed=0, device="cpu", dtype=torch.bfloat16)
-    return model, PromptShape(1, 10, bench_card(family).views, 32, True)
+    return model, PromptShape(1, Schedule.uniform(10), bench_card(family).views, 32, True)
 
 
 def engines(
@@ -309,7 +310,7 @@ def test_weights_are_counted_whatever_engines_the_components_have(folders: dict[
     found = footprint.weight_bytes(
         model,
         PI05,
-        PromptShape(1, 2, 2, 32, True),
+        PromptShape(1, Schedule.uniform(2), 2, 32, True),
         {
             "vision": EngineSpec("eager"),
             "kv_cache": chain,

@@ -4,13 +4,25 @@ has its own flow time, and nothing is guided. tests/parity holds π0.5 to lerobo
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.policy.test_guided_policy import EAGER, chunk, draw, load, observed_by_hand, scaling
+from tests.policy.test_guided_policy import (
+    EAGER,
+    PLACED,
+    chunk,
+    draw,
+    exact_times,
+    load,
+    observed_by_hand,
+    scaling,
+    with_steps,
+)
 from tests.support.tiny import tiny_observation, write_tiny_checkpoints
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import RtcConfig, load_config
@@ -27,9 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
     return write_tiny_checkpoints(tmp_path_factory.mktemp("pinned"))
 
 
-def by_hand(
-    policy: OptimizedPolicy, kind: Kind, noise: np.ndarray, previous: np.ndarray, delay: int, steps: int
-) -> np.ndarray:
+def by_hand(policy: OptimizedPolicy, kind: Kind, noise: np.ndarray, previous: np.ndarray, delay: int) -> np.ndarray:
     """lerobot's loop (`euler_integrate` with `hard_prefix`) in float64: before each evaluation the prefix is put in,
     and its flow time is zero."""
     model, state, keys, values = observed_by_hand(policy, kind, tiny_observation(3))
@@ -37,28 +47,28 @@ def by_hand(
     prefix = np.zeros((delay, 8))
     prefix[:, :7] = (previous[:delay] - centre) / half
     x = torch.from_numpy(noise)[None].double()
-    for step in range(steps):
+    for time, following in pairwise(exact_times(policy)):
         x[0, :delay] = torch.from_numpy(prefix)
-        times = torch.full((5,), 1 - step / steps, dtype=torch.float64)
+        times = torch.full((5,), time, dtype=torch.float64)
         times[:delay] = 0.0
         embedding, rows = model.conditioning(times)
         rows = None if rows is None else rows[None]
-        x = x - model.velocity(x, embedding[None], rows, state, keys, values) / steps
+        x = x - model.velocity(x, embedding[None], rows, state, keys, values) * (time - following)
     x[0, :delay] = torch.from_numpy(prefix)
     return x[0, :, :7].numpy() * half + centre
 
 
 @pytest.mark.parametrize("config", [PINNED, NATIVE], ids=["eager", "native"])
 @pytest.mark.parametrize("kind", ["pi0", "pi05"])
-@pytest.mark.parametrize(("steps", "delay"), [(1, 1), (4, 3)])
+@pytest.mark.parametrize(("steps", "delay"), [(1, 1), (4, 3), (PLACED, 2)])
 def test_the_chunk_is_lerobots(
-    folders: dict[Kind, Path], kind: Kind, steps: int, delay: int, config: PolicyConfig
+    folders: dict[Kind, Path], kind: Kind, steps: Any, delay: int, config: PolicyConfig
 ) -> None:
-    policy = load(folders[kind], replace(config, num_steps=steps))
+    policy = load(folders[kind], with_steps(config, steps))
     assert policy.ledger.entries["denoise"].used == config.denoise.engine
     noise, previous = draw(policy, 4, 1)[0], chunk(5, 4)
     got = policy.infer(tiny_observation(3), noise=noise, prev_chunk=previous, inference_delay=delay)["actions"]
-    want = by_hand(policy, kind, noise, previous, delay, steps)
+    want = by_hand(policy, kind, noise, previous, delay)
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-4)
     np.testing.assert_allclose(got[:delay], previous[:delay], rtol=0, atol=1e-6)
     plain = policy.infer(tiny_observation(3), noise=noise)["actions"]

@@ -24,6 +24,7 @@ from vla_accel.engines import ENGINES
 from vla_accel.engines.eager import EagerEngine
 from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
 from vla_accel.families.pi0.network import Kind
+from vla_accel.nn.flow import Schedule
 from vla_accel.transforms.tokenizer import tokenize_prompt
 
 PARTS = ("preprocess", "vision", "kv_cache", "denoise", "transfer", "postprocess")
@@ -402,9 +403,9 @@ def test_an_engine_that_cannot_run_here_gives_way_to_the_native_one() -> None:
     policy = OptimizedPolicy.from_pretrained("demo", config, device="cpu")
     inputs = [policy.processor.prepare(policy.processor.example())]
     family, model = policy.family, policy.model
-    assert family.shape(model.config, inputs, 1, config.specs(family.parts)).padded
+    assert family.shape(model.config, inputs, Schedule.uniform(1), config.specs(family.parts)).padded
     alone = {name: EngineSpec("tensorrt_rtx") for name in family.parts}
-    assert not family.shape(model.config, inputs, 1, alone).padded
+    assert not family.shape(model.config, inputs, Schedule.uniform(1), alone).padded
     assert {e["component"]: e["used"] for e in policy.metadata["engines"]} == dict.fromkeys(
         ("vision", "kv_cache", "denoise"), "native"
     )

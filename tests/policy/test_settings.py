@@ -43,6 +43,7 @@ class Case:
 TRAINED = {"rtc": {"trained": True}}
 CASES: dict[str, Case] = {
     "num_steps": Case(2),
+    "schedule": Case("cubic"),
     "precision": Case("bf16"),
     "device": Case("cuda:63", refused="cuda:63"),
     "strict": Case(True, {"kv_cache": {"engine": "tensorrt", "fallback": ["eager"]}}, refused="strict mode: kv_cache"),

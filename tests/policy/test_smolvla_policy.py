@@ -77,11 +77,11 @@ def test_a_previous_chunk_guides(policy: OptimizedPolicy) -> None:
         keys, values = model.prefix_cache(
             model.embed_images(pixels), torch.from_numpy(inputs.tokens)[None], torch.from_numpy(inputs.state)[None]
         )
-        times = model.times(3)
+        times = model.times(policy.schedule)
         rows, _ = model.conditioning(times)
         expected = guided_euler(
             lambda x, step: model.velocity(x, rows[step], None, None, keys, values),
-            torch.from_numpy(-noise)[None], times.tolist(), target, weights,
+            torch.from_numpy(-noise)[None], [*times.tolist(), 0.0], target, weights,
         )  # fmt: skip
     np.testing.assert_allclose(guided, processor.unnormalize_actions(expected[0].numpy(), inputs), rtol=0, atol=1e-4)
 

@@ -41,6 +41,7 @@ from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import triton_image as image
 from vla_accel.kernels.image.ops import GroupNorm, Sum
+from vla_accel.nn.flow import Schedule
 
 EVERYWHERE = ("pi05", "pi05 fp8", "pi05 int8", "pi0", "pi0 int8")
 """Models that compile_kernels.py compiles for every capability."""
@@ -63,7 +64,9 @@ def groot(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     """A call's, by component: two views of 256 x 256 and a prompt of the first bucket."""
     model, found = empty_model(Groot, groot_n17()), {}
     with steered("triton", META):
-        for component in groot_components(model, Layout(2, (8, 8), 32), batch, 4, True, GrootStore(model)):
+        for component in groot_components(
+            model, Layout(2, (8, 8), 32), batch, Schedule.uniform(4), True, GrootStore(model)
+        ):
             assert component.native is not None
             precise = precision if component.name == "denoise" else "auto"
             program = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from vla_accel.families.pi0.network import Pi0, Pi0Config
 from vla_accel.families.prompted import PromptShape
 from vla_accel.kernels.loop import StreamedLoop
 from vla_accel.ledger import Ledger
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.loop import SuffixLoop
 from vla_accel.nn.memory import Counted
 from vla_accel.nn.random_weights import random_model
@@ -93,7 +94,7 @@ def on_gpu(model: Pi0) -> Pi0:
 
 
 def padded(batch: int, views: int, tokens: int, steps: int) -> PromptShape:
-    return PromptShape(batch=batch, steps=steps, views=views, tokens=tokens, padded=True)
+    return PromptShape(batch=batch, schedule=Schedule.uniform(steps), views=views, tokens=tokens, padded=True)
 
 
 def feed_of(model: Pi0, shape: PromptShape, seed: int) -> Feed:

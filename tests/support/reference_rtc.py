@@ -4,6 +4,7 @@ letters mean."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -28,10 +29,10 @@ def guided_euler(
 ) -> Tensor:
     """Integrate `velocity(x, step)` from noise (B, H, A) by Euler, guided; return actions of the noise's dtype.
 
-    `target` (B, H, A): the padded previous chunk; `weights` (H,) or (B, H).
+    `times`: n + 1 of n steps, the last one 0. `target` (B, H, A): the padded previous chunk; `weights` (H,) or (B, H).
     """
-    x = noise
-    for step, (time, gain) in enumerate(zip(times, step_gains(times, max_weight), strict=True)):
+    x, dts = noise, [after - before for before, after in pairwise(times)]
+    for step, (dt, gain) in enumerate(zip(dts, step_gains(times, dts, max_weight), strict=True)):
         v = velocity(x, step).to(x.dtype)
-        x = x - corrected(v, x, time, gain, target, weights.to(x)) / len(times)
+        x = x + dt * corrected(v, x, times[step], gain, target, weights.to(x))
     return x

@@ -19,6 +19,7 @@ from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import ExpertSpec, StreamedLoop, why_not
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.gemma import GemmaConfig, SmolLmConfig
 from vla_accel.nn.loop import SuffixLoop, streamed_loop
 from vla_accel.nn.random_weights import random_model
@@ -57,13 +58,18 @@ def expert_of(
 @dataclass(frozen=True)
 class LoopCase:
     """`config`: of π0, π0.5 or SmolVLA; `ends`: prefix tokens of each sequence that are no padding, by default a few
-    less than `prefix_tokens`."""
+    less than `prefix_tokens`; `setting`: of the schedule of the `steps`."""
 
     config: Any
     batch: int = 1
     prefix_tokens: int = 100
     steps: int = 3
     ends: tuple[int, ...] = ()
+    setting: str | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule.of(self.setting, self.steps)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -78,12 +84,14 @@ SMOLVLA_FULL: dict[str, Any] = {
 # experts of the full-size models, two layers deep.
 LOOPS = {
     "demo": LoopCase(streamable("pi05", width=128, mlp=512, heads=4)),
-    "demo x 4": LoopCase(streamable("pi05", width=128, mlp=512, heads=4), batch=4),
+    "demo x 4": LoopCase(streamable("pi05", width=128, mlp=512, heads=4), batch=4, setting="cubic"),
     "full": LoopCase(streamable("pi05", **FULL), prefix_tokens=544),
     "full pi0": LoopCase(streamable("pi0", **FULL, horizon=50), prefix_tokens=800),
     "full fifty rows": LoopCase(streamable("pi05", **FULL, horizon=50), prefix_tokens=800),
     "full pi0 three rows of tiles": LoopCase(streamable("pi0", **FULL, horizon=39), prefix_tokens=64),
-    "grouped": LoopCase(streamable("pi0", width=256, mlp=1024, heads=4, kv_heads=2, horizon=15), batch=2),
+    "grouped": LoopCase(
+        streamable("pi0", width=256, mlp=1024, heads=4, kv_heads=2, horizon=15), batch=2, setting="cubic"
+    ),
     "wide": LoopCase(streamable("pi05", width=64, mlp=2048, heads=64, horizon=17), prefix_tokens=31),
     "narrow": LoopCase(streamable("pi05", width=32, mlp=96, heads=1, horizon=1, action_dim=7), prefix_tokens=1),
 }
@@ -145,8 +153,9 @@ class Loops:
         model = self.model(device, torch.float32 if precision == "fp32" else torch.bfloat16)
         weights = self._family.expert_weights(model, precision, streamed=streamed)
         if isinstance(model, Pi0):
-            return weights, pi0_loop.steps_of(model, weights, self.case.steps)
-        return weights, smolvla_loop.steps_of(self.model(device, torch.float32), self.case.steps, streamed=streamed)
+            return weights, pi0_loop.steps_of(model, weights, self.case.schedule)
+        exact = self.model(device, torch.float32)
+        return weights, smolvla_loop.steps_of(exact, self.case.schedule, streamed=streamed)
 
     @torch.inference_mode()
     def fused(self, precision: str, device: str = "cpu") -> SuffixLoop:

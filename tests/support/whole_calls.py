@@ -9,6 +9,7 @@ from torch import Tensor
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.pi0_fast.network import Pi0Fast, last_tokens
 from vla_accel.families.smolvla.network import SmolVla
+from vla_accel.nn.flow import Schedule
 
 
 @torch.no_grad()
@@ -37,8 +38,9 @@ def pi0_actions(
     if not (image_mask.all() and token_mask.all()):
         mask = torch.cat((image_mask.repeat_interleave(model.config.image_tokens, 1), token_mask), 1)
     keys, values = model.prefix_cache(image_tokens, tokens, mask)
-    steps = model.conditioning(model.times(num_steps, noise.dtype).to(noise.device))
-    return model.integrate(noise, *steps, keys, values, state, mask)
+    schedule = Schedule.uniform(num_steps)
+    rows = model.conditioning(model.times(schedule, noise.dtype).to(noise.device))
+    return model.integrate(noise, *rows, keys, values, state, mask, schedule=schedule)
 
 
 @torch.no_grad()
@@ -61,8 +63,9 @@ def smolvla_actions(
     lengths = image_tokens.shape[1] + token_mask.sum(1) + 1
     keys, values = model.prefix_cache(image_tokens, tokens, state, lengths)
     mask = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]
-    steps = model.conditioning(model.times(num_steps, noise.dtype).to(noise.device))
-    return model.integrate(noise, *steps, keys, values, None, mask)
+    schedule = Schedule.uniform(num_steps)
+    rows = model.conditioning(model.times(schedule, noise.dtype).to(noise.device))
+    return model.integrate(noise, *rows, keys, values, None, mask, schedule=schedule)
 
 
 @torch.no_grad()

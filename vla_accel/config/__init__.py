@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -16,7 +17,8 @@ Precision = Literal["auto", "fp32", "bf16"]
 EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
 EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8"]
 Attention = Literal["auto", "own", "sdpa", "flash_attn", "fastest"]
-Schedule = Literal["zeros", "ones", "linear", "exp"]
+GuidanceSchedule = Literal["zeros", "ones", "linear", "exp"]
+NamedSchedule = Literal["uniform", "cubic"]
 AUTO = "auto"
 """The name of the default configuration."""
 
@@ -199,8 +201,9 @@ class RtcConfig(Checked):
 
     Attributes:
         schedule: of the guidance weights between the delay and the execution horizon.
-        max_guidance_weight: upper bound of w(t). None: the number of steps, because one Euler step moves x by
-            w / steps of the error, and more would overshoot at t = 1 (lerobot: 10, for 10 steps).
+        max_guidance_weight: upper bound of w(t). None: for each Euler step one over its size (the number of steps if
+            they are equal), because the step moves x by w times its size of the error, and more would overshoot
+            (lerobot: 10, for 10 steps).
         execution_horizon: actions of the previous chunk that guide. None: all (lerobot: 10).
         trained: the checkpoint was trained with clean prefixes, with a flow time for each action. The actions up to
             the delay are copied from the previous chunk, without guidance.
@@ -209,7 +212,7 @@ class RtcConfig(Checked):
 
     where = "rtc."
 
-    schedule: Schedule = "linear"
+    schedule: GuidanceSchedule = "linear"
     max_guidance_weight: Annotated[float | None, Within(0)] = None
     execution_horizon: Annotated[int | None, Within(1)] = None
     trained: bool = False
@@ -239,6 +242,8 @@ class PolicyConfig(Checked):
         num_steps: denoising steps; for π0-FAST the maximum number of tokens it writes. None: the checkpoint's own
             (lerobot's `num_inference_steps`, `num_steps`), otherwise the family's default (π0, π0.5, SmolVLA: 10;
             GR00T: 4).
+        schedule: flow times of the steps. "uniform": equal steps, the default; "cubic": t_k = (1 - k / n)^3; or a list
+            of n + 1 times that fall from 1 (noise) to 0 (actions), which sets `num_steps` to n.
         precision: dtype of the large products. "auto": BF16 on a GPU, FP32 on a CPU.
         device: "auto", "cpu", "cuda" or "cuda:N".
         strict: raise an error instead of falling back to another engine.
@@ -260,6 +265,7 @@ class PolicyConfig(Checked):
     """
 
     num_steps: Annotated[int | None, Within(1, 1000)] = None
+    schedule: NamedSchedule | tuple[float, ...] | None = None
     precision: Precision = "auto"
     device: str = "auto"
     strict: bool = False
@@ -280,6 +286,9 @@ class PolicyConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.schedule, tuple):
+            check_times(self.schedule, self.num_steps)
+            object.__setattr__(self, "num_steps", len(self.schedule) - 1)
         given = {name: getattr(self, name) for name in _FIELDS} | dict(self.engines)
         if self.deterministic and (timed := [name for name, spec in given.items() if spec.attention == "fastest"]):
             raise ConfigError(f"deterministic: expected an attention of {timed[0]} that is not measured, got fastest")
@@ -311,6 +320,16 @@ class PolicyConfig(Checked):
             for name, spec in specs.items()
         }
 
+    def with_steps(
+        self, num_steps: int | None = None, schedule: NamedSchedule | Sequence[float] | None = None
+    ) -> PolicyConfig:  # fmt: skip
+        """Return a copy with other denoising steps. None keeps the own setting, but a list of times sets `num_steps`,
+        too. Raises ConfigError if they contradict each other."""
+        if num_steps is None and (schedule is None or isinstance(schedule, str)):
+            num_steps = self.num_steps
+        schedule = self.schedule if schedule is None else schedule
+        return dataclasses.replace(self, num_steps=num_steps, schedule=schedule)  # type: ignore[arg-type]
+
     def with_lora(self, lora: str) -> PolicyConfig:
         """Return a copy that merges an adapter into the checkpoint's weights."""
         return dataclasses.replace(self, checkpoint=dataclasses.replace(self.checkpoint, lora=lora))
@@ -321,6 +340,16 @@ class PolicyConfig(Checked):
         rest = {name: spec for name, spec in specs.items() if name not in _FIELDS}
         native = self.native if any(map(_may_be_native, (*fields.values(), *rest.values()))) else NativeOptions()
         return dataclasses.replace(self, **fields, engines=rest, native=native)
+
+
+def check_times(times: Sequence[float], num_steps: int | None = None, *, warm_start: bool = False) -> None:
+    """Raise ConfigError unless flow times fall strictly from 1, or with `warm_start` from less, to 0 in `num_steps`."""
+    starts = bool(times) and (times[0] == 1.0 or (warm_start and times[0] < 1.0))
+    if not (starts and times[-1] == 0.0 and all(before > after for before, after in pairwise(times))):
+        expected = "times that fall from 1 to 0, such as [1.0, 0.3, 0.01, 0.0]"
+        raise ConfigError(f"schedule: expected {expected}, got {[*times]}")
+    if num_steps not in (None, len(times) - 1):
+        raise ConfigError(f"schedule: expected {num_steps + 1} times for {num_steps} steps, got {len(times)}")
 
 
 def _may_be_native(spec: EngineSpec) -> bool:

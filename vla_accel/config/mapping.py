@@ -154,7 +154,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if value is None and type(None) in arguments:
             return None
         inner = [a for a in arguments if a is not type(None)]
-        return _convert(inner[0], value, where)
+        several = [a for a in inner if typing.get_origin(a) is tuple] if isinstance(value, (list, tuple)) else []
+        return _convert((several or inner)[0], value, where)
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: expected a mapping, got {value!r}")

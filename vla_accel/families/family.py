@@ -19,6 +19,7 @@ from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig, load_config, shipped_configs
 from vla_accel.errors import ConfigError, unknown
 from vla_accel.fp8 import FORMATS, Products, Scales, can_quantise
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
 from vla_accel.pictures import Cameras
 
@@ -87,14 +88,19 @@ class Shape:
 
     Attributes:
         batch: Observations of a call.
-        steps: Denoising steps.
+        schedule: Denoising steps.
         cameras: The sizes of images that the device resizes as the first step of the first component; None where
             images arrive in the model's size.
     """
 
     batch: int
-    steps: int
+    schedule: Schedule
     cameras: Cameras | None = field(default=None, kw_only=True)
+
+    @property
+    def steps(self) -> int:
+        """The number of denoising steps (or decoded tokens)."""
+        return self.schedule.steps
 
     @property
     def title(self) -> str:
@@ -200,6 +206,8 @@ class Family(ABC, Generic[C, X, S]):
     """Makes the store of the native programs' weights, which are prepared when a program is made."""
     capabilities: Capabilities = Capabilities()
     chunking: Chunking[C] = Chunking()
+    flow: bool = False
+    """Whether the steps integrate a flow, so that they have times (`PolicyConfig.schedule`)."""
 
     @abstractmethod
     def components(
@@ -214,9 +222,15 @@ class Family(ABC, Generic[C, X, S]):
         """
 
     @abstractmethod
-    def shape(self, config: C, inputs: Sequence[X], steps: int, specs: Mapping[str, EngineSpec]) -> S:
+    def shape(self, config: C, inputs: Sequence[X], schedule: Schedule, specs: Mapping[str, EngineSpec]) -> S:
         """Return the shape that these observations need with these engines. Raises ObservationError if they do not fit
         into one batch."""
+
+    def schedule(self, config: C, settings: PolicyConfig) -> Schedule:
+        """Return the steps of a policy. Raises ConfigError for times of steps that have none."""
+        if settings.schedule is not None and not self.flow:
+            raise ConfigError(f"schedule: expected none for {self.name}, which has no flow, got {settings.schedule}")
+        return Schedule.of(settings.schedule, settings.num_steps or config.num_steps)
 
     def image_feed(self, config: C, seen: Sequence[Any]) -> Mapping[str, Rows]:
         """Return the host inputs of the first component, as in `feed`, if images are all that it reads; else nothing.

@@ -16,6 +16,7 @@ from vla_accel.errors import ObservationError
 from vla_accel.families.family import IMAGES, C, Capabilities, Chunking, Family, Rows, S, Shape, X
 from vla_accel.fp8 import Scales
 from vla_accel.nn.denoise import denoise_component
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.padding import PROMPT_BUCKET, padded_prompt
 from vla_accel.nn.prefix_components import kv_cache_component, vision_component
 from vla_accel.nn.quantised import QUANTISED
@@ -133,14 +134,14 @@ class PromptedFamily(TextFamily[C, Inputs, PromptShape]):
         """Return the component that computes the result from keys and values."""
 
     def shape(
-        self, config: C, inputs: Sequence[Inputs], steps: int, specs: Mapping[str, EngineSpec]
+        self, config: C, inputs: Sequence[Inputs], schedule: Schedule, specs: Mapping[str, EngineSpec]
     ) -> PromptShape:  # fmt: skip
         views = len(inputs[0].images)
         if any(len(i.images) != views for i in inputs):
             raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts[1:])
         mapped, cameras = inputs[0].pixel_maps is not None, inputs[0].cameras
-        return PromptShape(len(inputs), steps, views, tokens, padded, mapped, cameras=cameras)
+        return PromptShape(len(inputs), schedule, views, tokens, padded, mapped, cameras=cameras)
 
     def length(self, config: Any, inputs: Inputs) -> int:
         return config.prefix_tokens(len(inputs.images), len(inputs.tokens))
@@ -175,7 +176,8 @@ class DenoisingFamily(PromptedFamily[C]):
     parts = ("vision", "kv_cache", "denoise")
     capabilities = prompt_capabilities(parts)
     chunking = FlowChunking()
+    flow = True
 
     def last(self, model: Any, shape: PromptShape, store: Any, rtc: RtcConfig | None) -> Component:
         prefix = model.config.prefix_tokens(shape.views, shape.tokens)
-        return denoise_component(model, shape.batch, prefix, shape.steps, shape.padded, store, rtc)
+        return denoise_component(model, shape.batch, prefix, shape.schedule, shape.padded, store, rtc)

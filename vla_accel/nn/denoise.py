@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vla_accel.component import Component, Loop, TensorSpec
 from vla_accel.config import RtcConfig
-from vla_accel.nn.flow import FlowNetwork
+from vla_accel.nn.flow import FlowNetwork, Schedule
 from vla_accel.nn.padding import MOST_VIEWS, longest_prompt, real_tokens
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.rtc import Guidance, Pinned, corrected, step_gains
@@ -22,11 +22,11 @@ class Denoise(nn.Module):
     guidance (weights of zero: a plain call), then for π0 `state` (B, action_dim), then, when padded, `lengths` (B,)
     int32 of the prefix, to normalised actions (B, H, action_dim) float32."""
 
-    def __init__(self, model: FlowNetwork, num_steps: int, padded: bool, rtc: RtcConfig) -> None:
+    def __init__(self, model: FlowNetwork, schedule: Schedule, padded: bool, rtc: RtcConfig) -> None:
         super().__init__()
-        self.model, self.padded, self.trained = model, padded, rtc.trained
-        self.times: list[float] = model.times(num_steps).tolist()
-        self.gains = step_gains(self.times, rtc.max_guidance_weight)
+        self.model, self.schedule, self.padded, self.trained = model, schedule, padded, rtc.trained
+        self.times: list[float] = model.times(schedule).tolist()
+        self.gains = step_gains(self.times, schedule.dts, rtc.max_guidance_weight)
         self.embeddings: Any
         self.modulations: Any
         self.clean_embedding: Any
@@ -39,7 +39,7 @@ class Denoise(nn.Module):
     def fetch(self) -> list[Tensor]:
         """Compute what depends on the steps alone, and bring the weights that `forward` reads."""
         if self.embeddings is None:
-            times = self.model.times(len(self.times)).to(self.model.device)
+            times = self.model.times(self.schedule).to(self.model.device)
             with torch.inference_mode():
                 self.embeddings, self.modulations = self.model.conditioning(times)
                 if self.trained:
@@ -63,7 +63,8 @@ class Denoise(nn.Module):
         guidance: Guidance | Pinned = Guidance(target, weights, self.times, self.gains)
         if self.trained:
             guidance = Pinned(target, weights, self.clean_embedding, self.clean_modulations)
-        return self.model.integrate(noise, self.embeddings, self.modulations, keys, values, state, mask, guidance)
+        rows = self.embeddings, self.modulations
+        return self.model.integrate(noise, *rows, keys, values, state, mask, guidance, schedule=self.schedule)
 
 
 class DenoiseStep(nn.Module):
@@ -87,18 +88,10 @@ class DenoiseStep(nn.Module):
         return noisy + dt * corrected(v, noisy, time, gain, target, weights)
 
 
-def denoise_loop(
-    model: FlowNetwork,
-    inputs: tuple[TensorSpec, ...],
-    embeddings: Tensor,
-    modulations: Tensor | None,
-    times: Sequence[float],
-    gains: Sequence[float],
-) -> Loop:
-    """The loop of a denoise component with these inputs, these rows of `Pi0.conditioning` and, by step, the time and
-    the guidance's gain."""
-    rows = embeddings if modulations is None else modulations
-    steps = len(rows)
+def denoise_loop(denoise: Denoise, inputs: Sequence[TensorSpec]) -> Loop:
+    """The loop of a denoise component with these inputs, step by step."""
+    model, adaptive = denoise.model, denoise.modulations is not None
+    rows = denoise.modulations if adaptive else denoise.embeddings
     specs = {s.name: s for s in inputs}
     start = specs["noise"]
     body_inputs = (
@@ -113,22 +106,22 @@ def denoise_loop(
     )
     body = Component(
         "denoise_step",
-        DenoiseStep(model, modulations is not None, "lengths" in specs),
+        DenoiseStep(model, adaptive, "lengths" in specs),
         body_inputs,
         (TensorSpec("next", start.shape, start.dtype),),
         products=model.dtype,
     )
-    scalars = {"dt": [-1.0 / steps] * steps, "time": times, "gain": gains}
+    scalars = {"dt": denoise.schedule.dts, "time": denoise.times, "gain": denoise.gains}
     tables = {n: torch.tensor(v, dtype=torch.float32, device=rows.device)[:, None] for n, v in scalars.items()}
-    return Loop(body, steps, ("noisy", "next"), "noise", "actions", {**tables, "condition": rows.contiguous()})
+    return Loop(body, len(rows), ("noisy", "next"), "noise", "actions", {**tables, "condition": rows.contiguous()})
 
 
 def denoise_component(
-    model: FlowNetwork, batch: int, prefix_tokens: int, num_steps: int, padded: bool, store: Any = None,
+    model: FlowNetwork, batch: int, prefix_tokens: int, schedule: Schedule, padded: bool, store: Any = None,
     rtc: RtcConfig | None = None,
 ) -> Component:  # fmt: skip
-    """The loop for a fixed number of steps and prefix tokens. One that pins a trained prefix has no step of its own for
-    engines that take it one by one: its tables are of one flow time for all actions."""
+    """The loop for a fixed schedule and number of prefix tokens. One that pins a trained prefix has no step of its own
+    for engines that take it one by one: its tables are of one flow time for all actions."""
     rtc = rtc or RtcConfig()
     config = model.config
     actions = (batch, config.action_horizon, config.action_dim)
@@ -149,15 +142,12 @@ def denoise_component(
     native = None
     if store is not None and padded:
         native = partial(
-            store.denoise, batch, prefix_tokens, num_steps, max_weight=rtc.max_guidance_weight, trained=rtc.trained
+            store.denoise, batch, prefix_tokens, schedule, max_weight=rtc.max_guidance_weight, trained=rtc.trained
         )
-    module = Denoise(model, num_steps, padded, rtc)
+    module = Denoise(model, schedule, padded, rtc)
+    loop = None if rtc.trained else partial(denoise_loop, module, inputs)
     outputs = (TensorSpec("actions", actions, torch.float32),)
-
-    def loop() -> Loop:
-        return denoise_loop(model, tuple(inputs), module.embeddings, module.modulations, module.times, module.gains)
-
     return Component(
-        "denoise", module, tuple(inputs), outputs, native, loop=None if rtc.trained else loop,
+        "denoise", module, tuple(inputs), outputs, native, loop=loop,
         quantised=QUANTISED["denoise"], fetch=module.fetch, products=model.dtype,
     )  # fmt: skip

@@ -2,15 +2,82 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from vla_accel.errors import ConfigError
+from vla_accel.config import check_times
+from vla_accel.errors import ConfigError, unknown
 from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.rtc import Guidance, Pinned
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The flow times of the denoising steps.
+
+    Attributes:
+        times: n + 1 times of n Euler steps, which fall from the start (1, or less for a warm start) to 0.
+
+    Raises:
+        ConfigError: the times do not fall strictly to 0, or start above 1.
+    """
+
+    times: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_times(self.times, warm_start=True)
+
+    @classmethod
+    @functools.cache
+    def uniform(cls, num_steps: int) -> Schedule:
+        """Return equal steps, whose times are openpi's float32 sums."""
+        return cls((*euler_times(num_steps).tolist(), 0.0))
+
+    @classmethod
+    def cubic(cls, num_steps: int) -> Schedule:
+        """Return t_k = (1 - k / n)^3: small steps near the actions, where the velocity bends."""
+        return cls(tuple((1.0 - step / num_steps) ** 3 for step in range(num_steps + 1)))
+
+    @classmethod
+    def of(cls, setting: str | Sequence[float] | None, num_steps: int) -> Schedule:
+        """Return the schedule of a `PolicyConfig.schedule`; None is "uniform"."""
+        if setting is None or setting == "uniform":
+            return cls.uniform(num_steps)
+        if setting == "cubic":
+            return cls.cubic(num_steps)
+        if isinstance(setting, str):
+            raise ConfigError(unknown("schedule", setting, ("uniform", "cubic"), "a list of times or "))
+        check_times(setting, num_steps)
+        return cls(tuple(setting))
+
+    @property
+    def steps(self) -> int:
+        """The number of evaluations of the velocity."""
+        return len(self.times) - 1
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all steps are equal, in the order of rounding of `uniform`."""
+        return self == Schedule.uniform(self.steps)
+
+    @property
+    def evaluations(self) -> Tensor:
+        """The times (n,) float32 at which the velocity is evaluated."""
+        return torch.tensor(self.times[:-1], dtype=torch.float32)
+
+    @property
+    def dts(self) -> tuple[float, ...]:
+        """The sizes of the n steps, negative."""
+        if self.is_uniform:
+            return (-1.0 / self.steps,) * self.steps
+        return tuple(after - before for before, after in pairwise(self.times))
 
 
 class FlowNetwork(PrefixNetwork):
@@ -19,9 +86,9 @@ class FlowNetwork(PrefixNetwork):
     takes_state: bool = False
 
     @staticmethod
-    def times(num_steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def times(schedule: Schedule, dtype: torch.dtype = torch.float32) -> Tensor:
         """The times (n,) of the evaluations."""
-        return euler_times(num_steps, dtype)
+        return euler_times(schedule.steps, dtype) if schedule.is_uniform else schedule.evaluations.to(dtype)
 
     @abstractmethod
     def conditioning(self, times: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -41,23 +108,24 @@ class FlowNetwork(PrefixNetwork):
 
     def integrate(
         self, noise: Tensor, embeddings: Tensor, modulations: Tensor | None, keys: Tensor, values: Tensor,
-        state: Tensor | None = None, prefix_mask: Tensor | None = None, guidance: Guidance | Pinned | None = None,
+        state: Tensor | None = None, prefix_mask: Tensor | None = None, guidance: Guidance | Pinned | None = None, *,
+        schedule: Schedule,
     ) -> Tensor:  # fmt: skip
-        """Euler from t = 1 to 0. noise (B, H, action_dim) float32; returns the actions, same shape and dtype.
+        """Euler over the steps of a schedule. noise (B, H, action_dim) float32; returns the actions, same shape and
+        dtype.
 
-        `embeddings`, `modulations`: `conditioning(times)`, one row a step. `guidance`: towards a previous chunk, or
-        with its beginning pinned (`vla_accel.nn.rtc`).
+        `embeddings`, `modulations`: `conditioning(times(schedule))`, one row a step. `guidance`: towards a previous
+        chunk, or with its beginning pinned (`vla_accel.nn.rtc`).
         """
-        steps = len(embeddings)
         x = noise if guidance is None else guidance.started(noise)
-        for step in range(steps):
+        for step, dt in enumerate(schedule.dts):
             embedding, row = embeddings[step], None if modulations is None else modulations[step]
             if guidance is not None:
                 embedding, row = guidance.conditions(embedding, row)
             v = self.velocity(x, embedding, row, state, keys, values, prefix_mask).to(x.dtype)
             if guidance is not None:
                 v = guidance.corrected(v, x, step)
-            x = x + (-1.0 / steps) * v
+            x = x + dt * v
         return x
 
 

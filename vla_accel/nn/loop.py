@@ -314,9 +314,8 @@ class SuffixLoop(CachedLoop):
 
     def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:
         w, tables, before = self.weights, self.tables, max(step - 1, 0)
-        at = EulerStep(
-            -1.0 / self.steps, tables.times[before], tables.gains[before], first=step == 0, last=step == self.steps
-        )
+        move = tables.dts[before], tables.times[before], tables.gains[before]
+        at = EulerStep(*move, first=step == 0, last=step == self.steps)
         output = ActionOutput(*tables.final(before), w.w_out, w.b_out, self.spec.eps)
         activation = Activation.NONE if w.mix is None else Activation.SILU
         into = ActionInput(tables.w_in, tables.input_bias(min(step, self.steps - 1)), activation)

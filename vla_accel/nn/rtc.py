@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.config import RtcConfig, Schedule
+from vla_accel.config import GuidanceSchedule, RtcConfig
 from vla_accel.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def chunk_weights(config: RtcConfig, delay: int, previous: int, horizon: int) ->
     return prefix_weights(delay, end, horizon, config.schedule)
 
 
-def prefix_weights(delay: int, end: int, horizon: int, schedule: Schedule) -> Tensor:
+def prefix_weights(delay: int, end: int, horizon: int, schedule: GuidanceSchedule) -> Tensor:
     """How much each action of the previous chunk counts, (horizon,) float32.
 
     1 for the first `delay` actions (they will be executed whatever the new chunk says), 0 from `end` on, and between
@@ -54,20 +54,17 @@ def prefix_weights(delay: int, end: int, horizon: int, schedule: Schedule) -> Te
     return torch.cat((torch.ones(delay), middle, torch.zeros(horizon - end)))
 
 
-def guidance_weights(times: Sequence[float], max_weight: float) -> list[float]:
-    """w(t) = t / (1 − t) · (t² + (1 − t)²) / t² at each time, at most `max_weight`; 0 at t = 0."""
-    result = []
-    for t in times:
-        if t <= 0.0:
-            result.append(0.0)
-        else:
-            result.append(min(math.inf if t >= 1.0 else (t * t + (1 - t) ** 2) / (t * (1 - t)), max_weight))
-    return result
+def guidance_weight(t: float, max_weight: float) -> float:
+    """w(t) = t / (1 − t) · (t² + (1 − t)²) / t², at most `max_weight`; 0 at t = 0."""
+    if t <= 0.0:
+        return 0.0
+    return min(math.inf if t >= 1.0 else (t * t + (1 - t) ** 2) / (t * (1 - t)), max_weight)
 
 
-def step_gains(times: Sequence[float], max_weight: float | None) -> tuple[float, ...]:
-    """w(t) of every evaluation of a loop; `max_weight` None is the number of steps (see `RtcConfig`)."""
-    return tuple(guidance_weights(times, float(len(times)) if max_weight is None else max_weight))
+def step_gains(times: Sequence[float], dts: Sequence[float], max_weight: float | None) -> tuple[float, ...]:
+    """w(t) of every evaluation of a loop with steps of these sizes; `max_weight` None: see `RtcConfig`."""
+    most = [-1.0 / dt for dt in dts] if max_weight is None else [max_weight] * len(dts)
+    return tuple(map(guidance_weight, times, most))
 
 
 def corrected(

@@ -134,7 +134,7 @@ def _components(
             native = capability >= (8, 0) and model.dtype == torch.bfloat16
             specs[name] = replace(spec, engine="native") if native else EngineSpec("eager")
     scales = checkpoint.scales if family.capabilities.needs_scales(specs) else None
-    shape = family.shape(model.config, [inputs], config.num_steps or model.config.num_steps, specs)
+    shape = family.shape(model.config, [inputs], family.schedule(model.config, config), specs)
     rtc = family.chunking.resolve(model.config, config.rtc)
     return {c.name: c for c in family.components(model, shape, scales=scales, rtc=rtc)}
 

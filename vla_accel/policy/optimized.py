@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vla_accel import latency
-from vla_accel.config import PolicyConfig, load_config
+from vla_accel.config import NamedSchedule, PolicyConfig, load_config
 from vla_accel.engines import ENGINES
 from vla_accel.engines.auto import choose
 from vla_accel.errors import ConfigError, ObservationError, of_one
@@ -71,7 +71,8 @@ class OptimizedPolicy:
         sizes = checkpoint.model.config
         self.action_shape: tuple[int, int] = (sizes.action_horizon, sizes.action_dim)
         """Horizon and action dimensions of one row of the noise and of the normalized actions."""
-        self.num_steps = config.num_steps or sizes.num_steps
+        self.schedule = self.family.schedule(sizes, config)
+        self.num_steps = self.schedule.steps
         rtc = self.family.chunking.resolve(sizes, config.rtc)
         refuse_unused_rtc(self.family, rtc)
         self.config = config = replace(config, num_steps=self.num_steps, rtc=rtc)
@@ -302,9 +303,12 @@ class OptimizedPolicy:
                 "its prompt in `warm_up` of the configuration"
             )
 
-    def with_steps(self, num_steps: int) -> OptimizedPolicy:
-        """Return a policy with the same weights, another number of denoising steps and its own latency log."""
-        made = OptimizedPolicy(self.checkpoint, replace(self.config, num_steps=num_steps), store=self.store)
+    def with_steps(
+        self, num_steps: int | None = None, schedule: NamedSchedule | Sequence[float] | None = None
+    ) -> OptimizedPolicy:
+        """Return a policy with the same weights, other denoising steps and its own latency log. Arguments: see
+        `PolicyConfig.with_steps`."""
+        made = OptimizedPolicy(self.checkpoint, self.config.with_steps(num_steps, schedule), store=self.store)
         made.ledger.warned = self.ledger.warned
         return made
 
@@ -390,7 +394,7 @@ class OptimizedPolicy:
         return explained_if_too_large(self.pipelines.plan, self.checkpoint, self._free, ordinary)
 
     def _shape(self, inputs: Sequence[Any]) -> Shape:
-        return self.family.shape(self.model.config, inputs, self.num_steps, self.specs)
+        return self.family.shape(self.model.config, inputs, self.schedule, self.specs)
 
     def _feed(
         self, inputs: list[Any], noise: np.ndarray | None, guidance: Mapping[str, np.ndarray] | None

@@ -69,7 +69,7 @@ class PolicyBench:
         policy = self._policy(self.reference)
         family, config = policy.family, policy.model.config
         inputs = policy.processor.prepare(policy.processor.example())
-        shape = family.shape(config, [inputs], policy.num_steps, policy.specs)
+        shape = family.shape(config, [inputs], policy.schedule, policy.specs)
         scaled = policy.checkpoint.scales is not None
         self._lower = {
             c.name: {engine: p for engine, p in c.quantised.items() if scaled or not p.activations}

@@ -17,6 +17,7 @@ from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families.family import Family, Rows, Shape
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.store import NativeStore
 
 REAL = 3
@@ -110,9 +111,9 @@ class ToyFamily(Family[ToyConfig, ToyInputs, Shape]):
         )
 
     def shape(
-        self, config: ToyConfig, inputs: Sequence[ToyInputs], steps: int, specs: Mapping[str, EngineSpec]
+        self, config: ToyConfig, inputs: Sequence[ToyInputs], schedule: Schedule, specs: Mapping[str, EngineSpec]
     ) -> Shape:
-        return Shape(len(inputs), steps)
+        return Shape(len(inputs), schedule)
 
     def feed(self, config: ToyConfig, inputs: Sequence[ToyInputs]) -> Mapping[str, Rows]:
         # The mask is shorter than its buffer: the rest is zero.

@@ -15,6 +15,7 @@ from vla_accel.families.groot.head import QUANTISED, Cache, StepConstants
 from vla_accel.families.groot.language import Layout, Places
 from vla_accel.families.groot.network import Groot
 from vla_accel.families.groot.vision import Placed
+from vla_accel.nn.flow import Schedule
 
 if TYPE_CHECKING:
     from vla_accel.families.groot.native import GrootStore
@@ -86,23 +87,25 @@ class Denoise(_Fixed):
     previous chunk (weights of zero: a plain call), then, where rows may be shorter, `lengths` (B,) int32 of the text,
     to normalised actions (B, H, A) float32."""
 
-    def __init__(self, model: Groot, steps: int) -> None:
+    def __init__(self, model: Groot, schedule: Schedule) -> None:
         # The constants have the times' and the norms' share; the cache has the rest.
         others = ("head.vl_", "head.time_", "head.final_modulation")
         names = [n for n in model.names("head") if not n.startswith(others)]
         read = [n for n in names if ".kv_proj." not in n and ".modulation." not in n]
-        super().__init__(model, lambda: model.constants(steps), read)
+        super().__init__(model, lambda: model.constants(schedule), read)
+        self.schedule = schedule
 
     def forward(
         self, noise: Tensor, text_keys: Tensor, text_values: Tensor, image_keys: Tensor, image_values: Tensor,
         state: Tensor, target: Tensor, weights: Tensor, lengths: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         cache = Cache(text_keys, text_values, image_keys, image_values)
-        return self.model.integrate(noise, StepConstants(*self.kept()), state, cache, lengths, target, weights)
+        constants = StepConstants(*self.kept())
+        return self.model.integrate(noise, constants, state, cache, lengths, target, weights, schedule=self.schedule)
 
 
 def groot_components(
-    model: Groot, layout: Layout, batch: int, steps: int, padded: bool, store: GrootStore | None
+    model: Groot, layout: Layout, batch: int, schedule: Schedule, padded: bool, store: GrootStore | None
 ) -> tuple[Component, Component, Component]:
     """The three components of a shape. `padded`: rows may have fewer text tokens than the layout."""
     config, dtype = model.config, model.dtype
@@ -134,14 +137,14 @@ def groot_components(
             *lengths), cache, native("kv_cache"),
         ),
         "denoise": (
-            Denoise(model, steps),
+            Denoise(model, schedule),
             (
                 TensorSpec("noise", actions, torch.float32), *cache,
                 TensorSpec("state", (batch, config.state_dim), torch.float32),
                 TensorSpec("target", actions, torch.float32), TensorSpec("weights", actions[:2], torch.float32),
                 *lengths,
             ),
-            (TensorSpec("actions", actions, torch.float32),), native("denoise", steps),
+            (TensorSpec("actions", actions, torch.float32),), native("denoise", schedule),
         ),
     }  # fmt: skip
     return tuple(

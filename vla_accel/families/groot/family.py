@@ -24,6 +24,7 @@ from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, overlap_weights
 from vla_accel.families.groot.vision import Grid
 from vla_accel.families.prompted import TextFamily, TextShape
+from vla_accel.nn.flow import Schedule
 from vla_accel.transforms.processing import Inputs
 
 
@@ -64,21 +65,22 @@ class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
     parts = ("vision", "kv_cache", "denoise")
     capabilities = Capabilities(lora=True, quantised=QUANTISED, settings=("embodiment",))
     chunking = GrootChunking()
+    flow = True
 
     def components(
         self, model: Groot, shape: GrootShape, *, store: Any = None, scales: Any = None, rtc: Any = None
     ) -> Sequence[Component]:
-        return groot_components(model, shape.layout, shape.batch, shape.steps, shape.padded, store)
+        return groot_components(model, shape.layout, shape.batch, shape.schedule, shape.padded, store)
 
     def shape(
-        self, config: GrootConfig, inputs: Sequence[Inputs], steps: int, specs: Mapping[str, EngineSpec]
+        self, config: GrootConfig, inputs: Sequence[Inputs], schedule: Schedule, specs: Mapping[str, EngineSpec]
     ) -> GrootShape:
         sizes = {(len(i.images), *i.images[0].shape[:2]) for i in inputs}
         if len(sizes) > 1:
             raise ObservationError(f"batch: expected as many views of each, of one size, got {sorted(sizes)}")
         ((views, height, width),) = sizes
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
-        return GrootShape(len(inputs), steps, views, tokens, padded, config.vision.grid(height, width))
+        return GrootShape(len(inputs), schedule, views, tokens, padded, config.vision.grid(height, width))
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
         return content["type"] == self.name if is_lerobot_config(content) else is_groot(content, shapes)

@@ -19,6 +19,7 @@ from vla_accel.fp8 import Products
 from vla_accel.kernels import reference
 from vla_accel.kernels.activation import Activation
 from vla_accel.nn.block import VIT, Attention, Block, Norm, vit_block
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.reference import TransformerBlock
 
 Source = Literal["text", "image", "self"]
@@ -111,10 +112,6 @@ class StepConstants:
     final_scale: Tensor
     final_shift: Tensor
 
-    @property
-    def steps(self) -> int:
-        return len(self.time)
-
 
 class DitLayer(TransformerBlock):
     """One block: an adaptive norm before attention, a norm without weights before the MLP.
@@ -198,10 +195,17 @@ class GrootHead(nn.Module):
 
     # -- once a step ----------------------------------------------------------------------------------------------
 
-    def constants(self, steps: int) -> StepConstants:
-        """What each of so many steps computes of its time alone."""
+    def times(self, schedule: Schedule) -> list[int]:
+        """The times of the evaluations, from 0 (noise), in buckets."""
+        if schedule.is_uniform:
+            return [int(step / schedule.steps * self.config.buckets) for step in range(schedule.steps)]
+        # Rounded before the fraction is dropped: 1 - 0.9 is just below 0.1.
+        return [int(round((1.0 - time) * self.config.buckets, 3)) for time in schedule.times[:-1]]
+
+    def constants(self, schedule: Schedule) -> StepConstants:
+        """Compute what depends on the times of the steps alone."""
         config, device = self.config, self.time_in.weight.device
-        times = torch.tensor([int(step / steps * config.buckets) for step in range(steps)], device=device).float()
+        times = torch.tensor(self.times(schedule), device=device).float()
         # Two embeddings of one time: cosine first for the norms, sine first for the actions.
         wide = self.time_in.weight.dtype
         temporal = _angles(times, 128, 127)

@@ -10,6 +10,7 @@ from vla_accel.families.groot.native_loop import NativeTransformer, TransformerW
 from vla_accel.families.groot.native_prefix import NativeReader, ReaderWeights
 from vla_accel.families.groot.native_vision import NativeTower, TowerWeights
 from vla_accel.families.groot.network import Groot
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.store import NativeStore
 
 
@@ -28,10 +29,10 @@ class GrootStore(NativeStore[Groot]):
         weights = self.weights(("kv_cache", precision), lambda: ReaderWeights.of(self.model, precision))
         return NativeReader(weights, batch, layout, spec.attention)
 
-    def denoise(self, batch: int, layout: Layout, steps: int, spec: EngineSpec) -> Program:
-        """The whole Euler loop of `steps`. Its FP8 and INT8 are of weights alone and need no scales."""
+    def denoise(self, batch: int, layout: Layout, schedule: Schedule, spec: EngineSpec) -> Program:
+        """The whole Euler loop. Its FP8 and INT8 are of weights alone and need no scales."""
         precision = self.precision("denoise", spec, QUANTISED["denoise"]["native"])
         form = ("denoise", precision)
         weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))
-        tables = self.weights((*form, steps), lambda: step_tables(self.model, weights, steps))
+        tables = self.weights((*form, schedule), lambda: step_tables(self.model, weights, schedule))
         return NativeTransformer(weights, tables, self.model.config, batch)

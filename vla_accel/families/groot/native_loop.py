@@ -23,6 +23,7 @@ from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop.tables import LayerTables
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance, flow_step
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
 from vla_accel.nn.weights import BlockWeights, compute_dtype, plain_input, weights_in
 
@@ -100,16 +101,18 @@ class StepRow:
 
 @dataclass(frozen=True)
 class TransformerTables:
-    """The constants of each step, and for each layer the norm before its MLP."""
+    """The constants of each step, the sizes of the Euler steps (negative), and for each layer the norm before its
+    MLP."""
 
     rows: tuple[StepRow, ...]
+    dts: tuple[float, ...]
     mlp_norms: tuple[Norm, ...]
 
 
 @torch.inference_mode()
-def step_tables(model: Groot, weights: TransformerWeights, steps: int) -> TransformerTables:
-    """Compute the constants of `steps` steps, with the weights of the products as stored."""
-    constants, head = model.constants(steps), model.config.head
+def step_tables(model: Groot, weights: TransformerWeights, schedule: Schedule) -> TransformerTables:
+    """Compute the constants of the steps, with the weights of the products as stored."""
+    constants, head, steps = model.constants(schedule), model.config.head, schedule.steps
     last, last_bias = weights.ends[0]
     layers = list(zip(weights.layers, weights.biases, strict=True))
     normed = [
@@ -129,7 +132,7 @@ def step_tables(model: Groot, weights: TransformerWeights, steps: int) -> Transf
         for s in range(steps)
     )
     mlp_norms = (Norm(head.eps, sums=w.up.weight.float().sum(1) * w.up.sums_scale) for w in weights.layers)
-    return TransformerTables(rows, tuple(mlp_norms))
+    return TransformerTables(rows, schedule.dts, tuple(mlp_norms))
 
 
 class NativeTransformer(LayerLoop):
@@ -185,7 +188,7 @@ class NativeTransformer(LayerLoop):
         after = actions if last else self.flow[step % 2]
         b_in = self.tables.rows[min(step, self.steps - 1)].b_in
         guidance, into = Guidance(inputs["target"], inputs["weights"]), ActionInput(self.weights.w_in, b_in)
-        at = EulerStep(1.0 / self.steps, first=first, last=last)
+        at = EulerStep(-self.tables.dts[max(step - 1, 0)], first=first, last=last)
         flow_step(self.velocity, before, guidance, into, after, self.hidden, at, tokens=self.tokens)
         if not last:
             self.x.copy_(self.start)

@@ -18,6 +18,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.families.groot.head import Cache, GrootHead, HeadConfig, StepConstants
 from vla_accel.families.groot.language import Places, QwenConfig, QwenLanguage
 from vla_accel.families.groot.vision import Placed, QwenVision, QwenVisionConfig
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
 
 
@@ -104,19 +105,19 @@ class Groot(Network):
         features = self.head.features(hidden, real)
         return self.head.cache(features[:, places.text], features[:, places.image])
 
-    def constants(self, steps: int) -> StepConstants:
-        """What each of so many steps computes of its time alone. Weights that were not here are let go again."""
+    def constants(self, schedule: Schedule) -> StepConstants:
+        """Compute what depends on the times of the steps alone. Weights that were not here are let go again."""
         norms = [f"head.layers.{i}.modulation" for i in range(self.config.head.depth)]
         small = ("head.time_in", "head.time_out", "head.final_modulation", "head.action_mix")
         with self.present(*small, *norms):
-            return self.head.constants(steps)
+            return self.head.constants(schedule)
 
     def integrate(
         self, noise: Tensor, constants: StepConstants, state: Tensor, cache: Cache, lengths: Tensor | None = None,
-        target: Tensor | None = None, weights: Tensor | None = None,
+        target: Tensor | None = None, weights: Tensor | None = None, *, schedule: Schedule,
     ) -> Tensor:  # fmt: skip
-        """Euler from t = 0 (noise) to 1. noise (B, H, action_dim) float32; state (B, state_dim); returns the actions,
-        same shape and dtype as the noise.
+        """Euler over the steps of a schedule, whose times fall while the model's own rise. noise (B, H, action_dim)
+        float32; state (B, state_dim); returns the actions, same shape and dtype as the noise.
 
         `target` (B, H, action_dim) and `weights` (B, H): rows with a weight begin at the target instead of the noise,
         and move by 1 - weight of the velocity (GR00T's own real-time chunking); weights of zero: a plain call.
@@ -129,9 +130,9 @@ class Groot(Network):
         if target is not None and weights is not None:
             x = torch.where(weights[..., None] > 0, target.to(noise.dtype), noise)
             pace = (1.0 - weights)[..., None]
-        for step in range(constants.steps):
+        for step, dt in enumerate(schedule.dts):
             v = self.head.velocity(x, constants, step, token, cache, text).to(x.dtype)
-            x = x + (1.0 / constants.steps) * (v if pace is None else v * pace)
+            x = x + -dt * (v if pace is None else v * pace)
         return x
 
 

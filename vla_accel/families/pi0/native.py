@@ -10,6 +10,7 @@ from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, step
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.pi0_fast.native_decode import DecodeWeights, NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.loop import LoopProgram
 from vla_accel.nn.native_prefix import PrefixStore, PrefixWeights
 from vla_accel.nn.quantised import QUANTISED
@@ -19,13 +20,13 @@ class Pi0Store(PrefixStore[Pi0]):
     """Prepared weights of one π0 or π0.5."""
 
     def denoise(
-        self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None,
+        self, batch: int, prefix_tokens: int, schedule: Schedule, spec: EngineSpec, max_weight: float | None = None,
         trained: bool = False,
     ) -> Program:  # fmt: skip
-        """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
+        """The whole Euler loop. `max_weight`, `trained`: as in `RtcConfig`."""
         key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, expert_weights)
-        steps = (*key, num_steps, max_weight, trained)
-        tables = self.weights(steps, lambda: steps_of(self.model, weights, num_steps, max_weight, trained))
+        steps = (*key, schedule, max_weight, trained)
+        tables = self.weights(steps, lambda: steps_of(self.model, weights, schedule, max_weight, trained))
         return LoopProgram(weights, expert_spec(self.model.config), tables, batch, prefix_tokens, why_not)
 
 

@@ -7,6 +7,7 @@ from vla_accel.families.pi0.step_tables import step_tables
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop import ExpertSpec, StepTables, why_not
 from vla_accel.nn.expert import ExpertWeights
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.weights import compute_dtype
 from vla_accel.runtime import current
 
@@ -38,7 +39,7 @@ def why_not_streamed(model: Pi0, precision: str, batch: int) -> str | None:
 
 
 def steps_of(
-    model: Pi0, weights: ExpertWeights, num_steps: int, max_weight: float | None = None, trained: bool = False
+    model: Pi0, weights: ExpertWeights, schedule: Schedule, max_weight: float | None = None, trained: bool = False
 ) -> StepTables:
     """Return the constants of the steps for these weights; they are the same for all shapes."""
-    return step_tables(model, weights.normed_products(), num_steps, max_weight, trained)
+    return step_tables(model, weights.normed_products(), schedule, max_weight, trained)

@@ -10,6 +10,7 @@ from torch import Tensor
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.loop import StepTables
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.rtc import step_gains
 
 
@@ -17,15 +18,16 @@ from vla_accel.nn.rtc import step_gains
 def step_tables(
     model: Pi0,
     products: Iterable[tuple[Linear, Linear]],
-    num_steps: int,
+    schedule: Schedule,
     max_weight: float | None = None,
     trained: bool = False,
 ) -> StepTables:
-    """The tables of a model for `num_steps`; `products`: each layer's q/k/v and gate/up as the programs use them;
+    """The tables of a model for a schedule; `products`: each layer's q/k/v and gate/up as the programs use them;
     `max_weight` and `trained`: as in `RtcConfig`."""
-    euler = model.times(num_steps)
+    euler = model.times(schedule)
     times = tuple(euler.tolist())
-    gains = step_gains(times, max_weight)
+    dts = schedule.dts
+    gains = step_gains(times, dts, max_weight)
     euler = torch.cat((euler, euler.new_zeros(int(trained))))
     embeddings, modulations = model.conditioning(euler.to(model.device))
 
@@ -43,7 +45,7 @@ def step_tables(
         from_actions, from_time = mlp[:, :width], mlp[:, width:]
         rows = own((from_actions @ bias_in + bias + embeddings.double() @ from_time.T).float())
         w_in = (from_actions @ action_in).T.float().contiguous()
-        return StepTables(None, None, None, None, None, None, final, None, rows, w_in, times, gains, trained)
+        return StepTables(None, None, None, None, None, None, final, None, rows, w_in, times, dts, gains, trained)
     scale, shift, gate = modulations.float().chunk(3, dim=-1)  # each (steps, 2 L + 1, W)
 
     shifted: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -55,7 +57,7 @@ def step_tables(
     return StepTables(
         own(scale[:, 0:-1:2]), of_input, own(gate[:, 0:-1:2]), own(scale[:, 1:-1:2]), of_post, own(gate[:, 1:-1:2]),
         scale[:, -1].contiguous(), shift[:, -1].contiguous(), bias_in.float().contiguous(),
-        action_in.T.float().contiguous(), times, gains, trained,
+        action_in.T.float().contiguous(), times, dts, gains, trained,
     )  # fmt: skip
 
 

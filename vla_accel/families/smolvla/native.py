@@ -15,6 +15,7 @@ from vla_accel.families.smolvla.native_loop import expert_spec, expert_weights, 
 from vla_accel.families.smolvla.network import SmolVla
 from vla_accel.fp8 import Scales
 from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.loop import LoopProgram
 from vla_accel.nn.native_prefix import NativePrefix, PrefixStore, PrefixWeights
 
@@ -113,11 +114,11 @@ class SmolVlaStore(PrefixStore[SmolVla]):
     prefix_program = SmolVlaPrefix  # type: ignore[assignment]
 
     def denoise(
-        self, batch: int, prefix_tokens: int, num_steps: int, spec: EngineSpec, max_weight: float | None = None,
+        self, batch: int, prefix_tokens: int, schedule: Schedule, spec: EngineSpec, max_weight: float | None = None,
         trained: bool = False,
     ) -> Program:  # fmt: skip
-        """The whole Euler loop of `num_steps`. `max_weight`, `trained`: as in `RtcConfig`."""
+        """The whole Euler loop. `max_weight`, `trained`: as in `RtcConfig`."""
         key, weights, why_not = self.loop_weights(spec, batch, trained, why_not_streamed, expert_weights)
-        steps, streamed = (*key, num_steps, max_weight, trained), why_not is None
-        tables = self.weights(steps, lambda: steps_of(self.model, num_steps, max_weight, trained, streamed=streamed))
+        steps, streamed = (*key, schedule, max_weight, trained), why_not is None
+        tables = self.weights(steps, lambda: steps_of(self.model, schedule, max_weight, trained, streamed=streamed))
         return LoopProgram(weights, expert_spec(self.model.config), tables, batch, prefix_tokens, why_not)

@@ -16,6 +16,7 @@ from vla_accel.kernels.gemm.weights import make_linear
 from vla_accel.kernels.loop import ExpertSpec, StepTables, why_not
 from vla_accel.kernels.loop.tables import WIDTH_MULTIPLE
 from vla_accel.nn.expert import ExpertWeights
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.rtc import step_gains
 from vla_accel.nn.weights import compute_dtype
 from vla_accel.numeric import round_up
@@ -50,13 +51,18 @@ def why_not_streamed(model: SmolVla, precision: str, batch: int) -> str | None:
 
 @torch.inference_mode()
 def steps_of(
-    model: SmolVla, num_steps: int, max_weight: float | None = None, trained: bool = False, *, streamed: bool = False
+    model: SmolVla,
+    schedule: Schedule,
+    max_weight: float | None = None,
+    trained: bool = False,
+    *,
+    streamed: bool = False,
 ) -> StepTables:
     """Return the constants of the steps of a model; they are the same for all weights and shapes.
 
     `max_weight`, `trained`: as in `RtcConfig`; `streamed`: for the streamed kernels.
     """
-    euler = model.times(num_steps)
+    euler = model.times(schedule)
     times = tuple(euler.tolist())
     euler = torch.cat((euler, euler.new_zeros(int(trained))))
     rows, _ = model.conditioning(euler.to(model.device))
@@ -66,9 +72,9 @@ def steps_of(
         b_in = (from_actions @ model.action_in_proj.bias.double() + rows.double()).float().contiguous()
         w_in = (from_actions @ model.action_in_proj.weight.double()).T.float().contiguous()
         final = (model.expert.norm.factor - 1.0).float().contiguous()
-    gains = step_gains(times, max_weight)
+    gains = step_gains(times, schedule.dts, max_weight)
     if streamed:
         pad = expert_spec(model.config).width - model.config.expert.width
         b_in, w_in, final = (F.pad(x, (0, pad)).contiguous() for x in (b_in, w_in, final))
     b_in = paired(b_in) if trained else b_in
-    return StepTables(None, None, None, None, None, None, final, None, b_in, w_in, times, gains, trained)
+    return StepTables(None, None, None, None, None, None, final, None, b_in, w_in, times, schedule.dts, gains, trained)

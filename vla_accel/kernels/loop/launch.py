@@ -126,7 +126,7 @@ class StreamedLoop:
         offsets = {n: getattr(packed, n) for n in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")}
         self._model = Model(**{n: _address(n, t) for n, t in self._constants.items()}, **offsets)
         self._eps = ctypes.c_float(spec.eps)
-        self._times, self._gains = tables.times, tables.gains
+        self._euler = tables.times, tables.dts, tables.gains
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue the loop: `actions` (B, H, A) float32 hold the noise and are integrated in place."""
@@ -157,7 +157,7 @@ class StreamedLoop:
         launch = self._launcher(inputs, state_token, actions)
         for step in range(1, self.steps):
             self._step(launch, step)
-        launch("between", self._eps, self.steps, *self._guidance(self.steps - 1))
+        launch("between", self._eps, self.steps, *self._euler_step(self.steps - 1))
 
     def _launcher(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> Launch:
         """Return a function that launches a kernel by name with its arguments after the model and the call."""
@@ -181,7 +181,7 @@ class StreamedLoop:
         """One evaluation of the expert. The kernels read the prefix before they wait for their predecessor, so that
         the first one of a chain, and one after `wait`, must wait for everything on their stream."""
         queries = self.spec.heads * self.spec.head_dim // 16
-        launch("between", self._eps, step, *self._guidance(step - 1))
+        launch("between", self._eps, step, *self._euler_step(step - 1))
         if not self.spec.adaptive:
             launch("mix")
         for layer in range(self.depth):
@@ -204,9 +204,9 @@ class StreamedLoop:
         attention = 2 if "attention" in self.schedule.blocks else 1
         return (3 + attention) * self.depth + (1 if self.spec.adaptive else 2)
 
-    def _guidance(self, step: int) -> tuple[ctypes.c_float, ctypes.c_float]:
-        """Return time and gain of an evaluation; the first one has those of step 0."""
-        return ctypes.c_float(self._times[max(step, 0)]), ctypes.c_float(self._gains[max(step, 0)])
+    def _euler_step(self, step: int) -> list[ctypes.c_float]:
+        """Return time, dt and gain of an evaluation; the first launch, which moves nothing, has those of step 0."""
+        return [ctypes.c_float(values[max(step, 0)]) for values in self._euler]
 
 
 def _address(name: str, tensor: Tensor | None, alignment: int = 16) -> int | None:

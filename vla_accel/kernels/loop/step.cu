@@ -1,8 +1,8 @@
 // This kernel runs between two evaluations of the expert. The file follows core.cu.
 //
-// It does the final norm, the output projection and the Euler step of evaluation `step - 1`, then makes the input of
-// evaluation `step`. The guidance, v -= gain · follow · (target - (x - time · v)), has `time` and `gain` of evaluation
-// `step - 1`; where `follow` is zero it changes no bit. A cluster of STEP_BLOCKS takes a row and each block a part of
+// It does the final norm, the output projection and the Euler step x += dt · v of evaluation `step - 1`, then makes the
+// input of evaluation `step`. `time`, `dt` and `gain` are those of evaluation `step - 1`. The guidance is
+// v -= gain · follow · (target - (x - time · v)); where `follow` is zero it changes no bit. A cluster of STEP_BLOCKS takes a row and each block a part of
 // its columns; each sends its part of the velocity to all of them.
 
 #define COLUMNS (WIDTH / STEP_BLOCKS)              // of a block
@@ -91,7 +91,7 @@ struct StepRow {
   }
 
   // Moves the row's actions by the velocity. Thread a has action dimension a.
-  __device__ __forceinline__ void move(float eps, float time, float gain) {
+  __device__ __forceinline__ void move(float eps, float time, float dt, float gain) {
     const int a = threadIdx.x;
     const float present = a < ACTION_DIM ? ld_cg(c.actions + (u64)row * ACTION_DIM + a) : 0.f;
     send_dots();
@@ -107,7 +107,7 @@ struct StepRow {
     }
     velocity += rsqrtf(sum / MODEL_WIDTH + eps) * scaled;
     const float off = c.follow[row] * (c.target[(u64)row * ACTION_DIM + a] - (present - time * velocity));
-    const float moved = present - 1.f / (float)c.steps * (velocity - gain * off);
+    const float moved = present + dt * (velocity - gain * off);
     if (rank == 0) c.actions[(u64)row * ACTION_DIM + a] = moved;
     memory.action[a] = moved;
   }
@@ -153,7 +153,7 @@ __device__ __forceinline__ void write_state(const Call& c, int sequence, int fir
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     between(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, float time,
-            float gain) {
+            float dt, float gain) {
   __shared__ StepMemory memory;
   const int rank = blockIdx.x % STEP_BLOCKS, row = blockIdx.x / STEP_BLOCKS;
   cluster_arrive_relaxed();
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   part.load_weights();
   griddepcontrol_wait();
   if (step > 0)
-    part.move(eps, time, gain);
+    part.move(eps, time, dt, gain);
   else if (threadIdx.x < ACTION_DIM)
     memory.action[threadIdx.x] = ld_cg(c.actions + (u64)row * ACTION_DIM + threadIdx.x);
   if (step == c.steps) return;

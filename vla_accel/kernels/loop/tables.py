@@ -80,7 +80,8 @@ class StepTables:
         final_scale, final_shift: (steps, W), of the last norm. If it is plain, (W,) and None.
         b_in: (W,), or (steps, W) with the time's part if the norms are plain.
         w_in: (A, W), from actions to suffix tokens, or to the hidden layer of the time MLP.
-        times, gains: t and the guidance's w(t) (`vla_accel.nn.rtc`) of each step, on the host.
+        times, dts, gains: t, the size of the Euler step (negative) and the guidance's w(t) (`vla_accel.nn.rtc`) of each
+            step, on the host.
         trained: whether the model was trained with clean prefixes. Then all rows but `final_*` are pairs (2, ·), of the
             step's t and of t = 0, which pinned actions have.
     """
@@ -96,6 +97,7 @@ class StepTables:
     b_in: Tensor
     w_in: Tensor
     times: tuple[float, ...]
+    dts: tuple[float, ...]
     gains: tuple[float, ...]
     trained: bool = False
 

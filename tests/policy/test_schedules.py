@@ -1,0 +1,163 @@
+"""Placed denoising steps (`PolicyConfig.schedule`) of every flow family, in eager and native, and what is refused.
+Real-time chunking with them is in test_guided_policy.py and test_pinned_policy.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
+from tests.support.tiny import tiny_observation, write_tiny_checkpoint
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.config import load_config
+from vla_accel.errors import ConfigError
+from vla_accel.families.groot.components import CACHE
+from vla_accel.families.groot.head import Cache
+from vla_accel.nn.flow import Schedule
+
+TIMES = (1.0, 0.3, 0.01, 0.0)
+FAMILIES = ("pi0", "pi05", "smolvla", "groot")
+OBSERVATIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    "smolvla": tiny_smolvla.observation, "groot": groot_folders.observation,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in ("pi0", "pi05", "smolvla")}
+    write_tiny_checkpoint(made["pi0"], "pi0")
+    write_tiny_checkpoint(made["pi05"], "pi05")
+    tiny_smolvla.write_lerobot(made["smolvla"], libero=False)
+    return {**made, "groot": groot_folder}
+
+
+def load(folder: Path, engine: Any = "eager", **settings: Any) -> OptimizedPolicy:
+    specs: dict[str, EngineSpec] = dict.fromkeys(("vision", "kv_cache", "denoise"), EngineSpec(engine))
+    config = PolicyConfig(precision="fp32", device="cpu", strict=True, **settings)
+    return OptimizedPolicy.from_pretrained(folder, config.with_specs(specs))
+
+
+def observed(policy: OptimizedPolicy, *seeds: int) -> list[dict[str, Any]]:
+    make = OBSERVATIONS.get(policy.family.name, tiny_observation)
+    return [make(seed) for seed in seeds]
+
+
+def noise_of(policy: OptimizedPolicy, batch: int) -> np.ndarray:
+    return np.random.default_rng(7).standard_normal((batch, *policy.action_shape)).astype(np.float32)
+
+
+def actions(policy: OptimizedPolicy) -> np.ndarray:
+    """Of two observations at once, without GR00T's gripper, which is a decision."""
+    results = policy.infer_batch(observed(policy, 0, 1), noise=noise_of(policy, 2))
+    return np.stack([result["actions"][:, :6] for result in results])
+
+
+@torch.inference_mode()
+def plain_euler(policy: OptimizedPolicy, times: Tensor, dts: Sequence[float]) -> Tensor:
+    """The result of the denoise component for its present inputs, in a loop written without what is tested."""
+    model, inputs = policy.model, policy.pipelines.newest.engine("denoise").inputs
+    x = inputs["noise"]
+    if policy.family.name == "groot":
+        assert model.head.times(policy.schedule) == [int(1000 * (1 - time) + 1e-3) for time in times.tolist()]
+        constants, token = model.constants(policy.schedule), model.head.state_token(inputs["state"])
+        cache = Cache(*(inputs[name] for name in CACHE))
+        for step, dt in enumerate(dts):
+            x = x + -dt * model.head.velocity(x, constants, step, token, cache, None)
+        return x
+    embeddings, rows = model.conditioning(times)
+    for step, dt in enumerate(dts):
+        row = None if rows is None else rows[step]
+        v = model.velocity(x, embeddings[step], row, inputs.get("state"), inputs["keys"], inputs["values"])
+        x = x + dt * v
+    return x
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_placed_steps_are_euler_at_their_times(folders: dict[str, Path], family: str) -> None:
+    policy = load(folders[family], schedule=TIMES)
+    actions(policy)
+    found = policy.pipelines.newest.engine("denoise").outputs["actions"]
+    dts = [after - before for before, after in pairwise(TIMES)]
+    assert torch.equal(found, plain_euler(policy, torch.tensor(TIMES[:-1]), dts))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_steps_keep_every_bit(folders: dict[str, Path], family: str) -> None:
+    """The times of openpi's float32 sums, lerobot's products, or GR00T's buckets, and steps of exactly 1 / n."""
+    policy = load(folders[family], num_steps=3, schedule="uniform")
+    found = actions(policy)
+    summed = torch.tensor([1.0, 1.0 + torch.tensor(-1 / 3), 1.0 + torch.tensor(-1 / 3) + torch.tensor(-1 / 3)])
+    times = summed if family.startswith("pi") else torch.tensor([1.0, 1 - 1 / 3, 1 - 2 / 3])
+    outputs = policy.pipelines.newest.engine("denoise").outputs["actions"]
+    assert torch.equal(outputs, plain_euler(policy, times, [-1.0 / 3] * 3))
+    assert np.array_equal(found, actions(load(folders[family], num_steps=3))), "the default"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_is_eager_and_a_schedule_is_another_policy(folders: dict[str, Path], family: str) -> None:
+    """Policies that share a store do not share the tables of their steps."""
+    eager, native = load(folders[family], schedule=TIMES), load(folders[family], "native", num_steps=3)
+    equal = actions(native)
+    placed = native.with_steps(schedule=TIMES)
+    assert placed.store is native.store and placed.num_steps == 3
+    for _ in range(2):
+        np.testing.assert_allclose(actions(placed), actions(eager), rtol=0, atol=2e-4)
+        np.testing.assert_array_equal(actions(native), equal)
+    assert np.abs(actions(placed) - equal).max() > 1e-2
+    alone = [placed.infer(one, noise=noise)["actions"][:, :6]
+             for one, noise in zip(observed(placed, 0, 1), noise_of(placed, 2), strict=True)]  # fmt: skip
+    np.testing.assert_allclose(actions(placed), alone, rtol=0, atol=1e-4)
+
+
+def test_steps_and_times_replace_those_of_a_policy(folders: dict[str, Path]) -> None:
+    policy = load(folders["pi05"], num_steps=2)
+    assert policy.schedule == Schedule.uniform(2)
+    cubic = policy.with_steps(4, "cubic")
+    assert cubic.schedule.times == (1.0, 27 / 64, 1 / 8, 1 / 64, 0.0)
+    assert cubic.with_steps(2).schedule.times == (1.0, 1 / 8, 0.0), "the name holds for any number"
+    placed = cubic.with_steps(schedule=TIMES)
+    assert (placed.num_steps, placed.schedule.times) == (3, TIMES)
+    with pytest.raises(ConfigError, match="schedule: expected 6 times for 5 steps, got 4"):
+        placed.with_steps(5)
+    np.testing.assert_array_equal(actions(placed), actions(load(folders["pi05"], schedule=TIMES)))
+
+
+NO_TIMES = [], [1.0], [1.0, 0.5], [0.9, 0.0], [1.0, 0.5, 0.5, 0.0], [1.0, 1.2, 0.0], [1.0, float("nan"), 0.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(({"schedule": times}, "schedule: expected times that fall from 1 to 0, .*, got") for times in NO_TIMES),
+        ({"num_steps": 4, "schedule": [1.0, 0.3, 0.01, 0.0]}, "schedule: expected 5 times for 4 steps, got 4"),
+        ({"schedule": "cubics"}, r"schedule: expected one of uniform, cubic, got 'cubics': did you mean cubic\?"),
+        ({"schedule": 3}, "schedule: expected one of uniform, cubic, got 3"),
+        ({"schedule": [1.0, "a", 0.0]}, r"schedule\[1\]: expected float, got 'a'"),
+    ],
+)  # fmt: skip
+def test_times_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        load_config(settings)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        PolicyConfig(**settings)
+
+
+@pytest.mark.parametrize("times", [(), (0.5,), (1.5, 0.0), (0.5, 0.6, 0.0), (0.5, 0.1)])
+def test_a_schedule_falls_to_zero(times: tuple[float, ...]) -> None:
+    assert Schedule((0.5, 0.1, 0.0)).dts == (-0.4, -0.1), "a warm start begins later"
+    with pytest.raises(ConfigError, match="schedule: expected times that fall from 1 to 0"):
+        Schedule(times)
+
+
+def test_tokens_have_no_times(tmp_path: Path) -> None:
+    tiny_pi0_fast.write_lerobot(tmp_path)
+    for schedule in ("uniform", TIMES):
+        with pytest.raises(ConfigError, match="schedule: expected none for pi0_fast, which has no flow, got"):
+            OptimizedPolicy.from_pretrained(tmp_path, PolicyConfig(device="cpu", schedule=schedule))
