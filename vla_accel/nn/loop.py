@@ -1,5 +1,5 @@
-"""The denoise loop: layer by layer in fused ops, in the streamed kernels of Hopper, or in one persistent kernel; and the
-program around it.
+"""The denoise loop: layer by layer in fused ops, in the streamed kernels of Hopper, or in one persistent kernel; and
+the program around it.
 
 Exact savings: everything that depends on the step only is a constant (time embedding, adaptive norms, the product of a
 norm's shift with its weight), norm weights are folded, two linear maps from actions to a time MLP are one, and keys and
@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -439,9 +438,7 @@ class LoopProgram:
         return self.state_token
 
 
-def described(
-    loop: StreamedLoop | PersistentLoop | LayerLoop, weights: str, why_not: Mapping[str, str | None] = MappingProxyType({})
-) -> str:
+def described(loop: StreamedLoop | PersistentLoop | SuffixLoop, weights: str, why_not: Mapping[str, str | None]) -> str:
     """Return a loop's text for the ledger.
 
     Args:

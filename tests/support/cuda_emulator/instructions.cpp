@@ -192,7 +192,8 @@ void cp_async_16(u32 to, const void* from, bool real, u64) {
   check_alignment((size_t)from, 16, "cp_async_16");
   own_block(to, "cp_async_16");
   if (real) machine.global.read(from, 16, current->waited || current->block->waited, "cp_async_16");
-  current->async.push_back({AsyncStep::COPY, to & PLACE, real ? (const unsigned char*)from : nullptr, current->warp->clock});
+  current->async.push_back({AsyncStep::COPY, to & PLACE, real ? (const unsigned char*)from : nullptr, {}});
+  release(*current->warp, current->async.back().clock);
 }
 void cp_async_commit() {
   current->async.push_back({AsyncStep::GROUP, 0, nullptr, {}});

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop.tables import ExpertSpec, StepTables
 from vla_accel.kernels.persistent.arguments import Call, Model
-from vla_accel.kernels.persistent.plan import CHUNK, HOP_STRIDE, HOPS, MOST_ROWS, THREADS, Plan, Tuning
+from vla_accel.kernels.persistent.plan import CHUNK, HOP_STRIDE, HOPS, MOST_ROWS, THREADS, Plan
 from vla_accel.kernels.rows.rows import rope_tables
 from vla_accel.numeric import round_up
 
@@ -41,7 +40,8 @@ def why_not(gpu: Gpu | None, spec: ExpertSpec, batch: int, precision: str) -> st
         return "its tiles do not fit these widths"
     plan = Plan(spec, batch, 1, False, gpu)
     if plan.stages < plan.least_stages:
-        return f"its ring needs {plan.least_stages} stages, {gpu.shared_per_block} bytes of shared memory hold {plan.stages}"
+        shared = f"{gpu.shared_per_block} bytes of shared memory"
+        return f"its ring needs {plan.least_stages} stages, {shared} hold {plan.stages}"
     return None
 
 
@@ -77,7 +77,7 @@ class PersistentLoop:
         products = [product for layer in layers for product in layer] + ([] if mix is None else [mix])
         self.buffers = buffers(plan, prefix_tokens, device)
         self.constants = constants(plan, products, tables, output, mix, prefix_tokens)
-        self._kept = [product.weight for product in products]  # The kernel sees bare addresses.
+        self.weights = [product.weight for product in products]  # Kept alive: the kernel sees bare addresses.
         self._model = Model(**{n: _address(n, t) for n, t in self.constants.items()}, eps=spec.eps)
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
@@ -127,10 +127,11 @@ def constants(
     device = w_out.device
     out_shift = b_out.double().expand(steps, -1)
     if tables.final_shift is not None:
-        out_shift = out_shift + tables.final_shift.double() @ w_out.double().T
+        # Behind the steps' rows may be one of t = 0, which no velocity needs.
+        out_shift = out_shift + tables.final_shift[:steps].double() @ w_out.double().T
     addresses = [_address("weight", product.weight) for product in products]
     cos, sin = rope_tables(prefix_tokens + spec.tokens, spec.head_dim, device)
-    schedule = torch.tensor([[-1.0 / steps] * steps, tables.times, tables.gains], dtype=torch.float32)
+    schedule = torch.tensor([tables.dts, tables.times, tables.gains], dtype=torch.float32)
     return {
         "weights": torch.tensor(addresses, dtype=torch.int64, device=device),
         "in_scale": tables.input_scale, "in_shift": tables.input_shift, "in_gate": tables.input_gate,

@@ -1,5 +1,5 @@
-"""How the persistent kernel divides its work: its products, its shared memory, and the sizes that its source is compiled
-with. Plain arithmetic, without a device.
+"""How the persistent kernel divides its work: its products, its shared memory, and the sizes that its source is
+compiled with. Plain arithmetic, without a device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tuning:
     under_way: int = 4
     stage_units: int = 4
     together: tuple[int, int] = (4, 8)
-    loaded: int = 16
+    loaded: int = 8
 
 
 @dataclass(frozen=True)

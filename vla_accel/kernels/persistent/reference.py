@@ -104,9 +104,7 @@ class Reference:
         prefix = torch.arange(inputs["keys"].shape[2], device=heads.device) < lengths[:, None]
         inner = torch.ones(spec.tokens, spec.tokens, dtype=torch.bool, device=heads.device)
         inner[0, 1:] = not spec.has_state
-        mask = torch.cat(
-            (prefix[:, None].expand(-1, spec.tokens, -1), inner.expand(batch, -1, -1)), 2
-        )
+        mask = torch.cat((prefix[:, None].expand(-1, spec.tokens, -1), inner.expand(batch, -1, -1)), 2)
         keys, values = (inputs[name][index].float() for name in ("keys", "values"))
         values = values.masked_fill(~prefix[:, :, None, None], 0)
         keys = keys.masked_fill(~prefix[:, :, None, None], 0)
