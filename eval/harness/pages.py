@@ -4,6 +4,7 @@ the terminal. Made from the result JSON and the videos that it names."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def paired_page(report: Mapping[str, Any], results: Mapping[str, Result]) -> Pag
         f"(McNemar, exact: p = {row['mcnemar_exact_p']:.3g})"
         for row in rows
     )
-    mine = {f"{reference}{_at(row['steps'])}": row["reference"] for row in rows}
+    mine = {f"{reference}{_at(row.get('reference_steps', row['steps']))}": row["reference"] for row in rows}
     rates = [*mine.items(), *((f"{row['name']}{_at(row['steps'])}", row["other"]) for row in rows)]
     films = _lost_films(rows, results, reference)
     runs = [(f"{name}{_at(row['steps'])}", row) for name, r in results.items() for row in r["summary"]["rows"]]
@@ -257,7 +258,8 @@ def _lost_films(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Result]
     for row in rows:
         for episode in row["discordant"]:
             key = EpisodeKey.from_json({**episode, "steps": row["steps"]})
-            both = [(name, filmed[name][key]) for name in (reference, row["name"]) if key in filmed[name]]
+            keys = {row["name"]: key, reference: replace(key, steps=row.get("reference_steps", row["steps"]))}
+            both = [(name, filmed[name][keys[name]]) for name in (reference, row["name"]) if keys[name] in filmed[name]]
             if len(both) == 2:
                 how, kept = ("lost", lost) if episode["won_by"] == "reference" else ("gained", gained)
                 kept.append(Films(f"{row['name']} {how} {key}", both))

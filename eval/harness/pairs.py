@@ -1,13 +1,14 @@
 """Two runs over the same episodes, compared episode by episode.
 
 Takes results as a benchmark's command writes them. Every episode (task, trial, steps) must be in both, under the same
-protocol.
+protocol. Two runs with one step count each may differ in it: their episodes are paired by task and trial.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from eval.harness.protocol import EpisodeKey
@@ -30,22 +31,24 @@ def compare(reference: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]
     rows: list[dict[str, Any]] = []
     for label, other in others.items():
         theirs, other_rules = outcomes_of(other, label), _rules(other)
+        paired = _same_steps(mine, theirs)
         for field in {**rules, **other_rules}:
             expected, got = rules.get(field), other_rules.get(field)
             if expected != got:
                 raise ConfigError(f"{label}: expected {field} {expected!r} as in {name}, got {got!r}")
-        _check_paired(mine, theirs, (name, label))
-        for steps in dict.fromkeys(key.steps for key in mine):
-            keys = [key for key in mine if key.steps == steps]
-            different = [k for k in keys if None not in (mine[k], theirs[k]) and mine[k] != theirs[k]]
+        _check_paired(paired, theirs, (name, label))
+        for steps in dict.fromkeys(key.steps for key in paired):
+            keys = [key for key in paired if key.steps == steps]
+            different = [k for k in keys if None not in (paired[k], theirs[k]) and paired[k] != theirs[k]]
             row = {
-                **{"name": label, "steps": steps, **_counts(keys, mine, theirs)},
+                **{"name": label, "steps": steps, **_counts(keys, paired, theirs)},
+                "reference_steps": steps if paired is mine else next(iter(mine)).steps,
                 "discordant": [
                     {
                         **({"suite": key.suite} if key.suite else {}),
                         "task_id": key.task_id,
                         "trial": key.trial,
-                        "won_by": "reference" if mine[key] else "other",
+                        "won_by": "reference" if paired[key] else "other",
                     }
                     for key in different
                 ],
@@ -53,7 +56,7 @@ def compare(reference: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]
             suites = dict.fromkeys(key.suite for key in keys if key.suite)
             if suites:
                 row["suites"] = [
-                    {"suite": suite, **_counts([key for key in keys if key.suite == suite], mine, theirs)}
+                    {"suite": suite, **_counts([key for key in keys if key.suite == suite], paired, theirs)}
                     for suite in suites
                 ]
             rows.append(row)
@@ -79,6 +82,14 @@ def outcomes_of(result: Mapping[str, Any], name: str) -> Outcomes:
     if not found:
         raise ConfigError(f"{name}: expected at least one episode, got none")
     return dict(sorted(found.items(), key=lambda item: (item[0].steps or 0, *item[0].task, item[0].trial)))
+
+
+def _same_steps(mine: Outcomes, theirs: Outcomes) -> Outcomes:
+    """Return `mine` under the other's step count where each has one, else unchanged."""
+    counts = [list(dict.fromkeys(key.steps for key in outcomes)) for outcomes in (mine, theirs)]
+    if counts[0] == counts[1] or [len(found) for found in counts] != [1, 1] or None in (counts[0][0], counts[1][0]):
+        return mine
+    return {replace(key, steps=counts[1][0]): won for key, won in mine.items()}
 
 
 def _check_paired(mine: Outcomes, theirs: Outcomes, names: tuple[str, str]) -> None:

@@ -23,7 +23,7 @@ from vla_accel.files import content_hash
 from vla_accel.remote.metadata import max_delay
 
 Chunking = Literal["plain", "rtc"]
-REMOTE_IDENTITY = ("policy", "model", "num_steps", "dtype")
+REMOTE_IDENTITY = ("policy", "model", "num_steps", "schedule", "dtype")
 WARM_UP_CALLS = 2
 ANSWER_TIMEOUT_S = 300.0  # a server may compile at its first request
 
@@ -252,6 +252,8 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
 
     config = asdict(policy.config.with_specs(policy.specs))
     del config["num_steps"]
+    if config["schedule"] is None:
+        del config["schedule"]
     return {
         "kind": "local",
         "name": source.name,

@@ -22,6 +22,7 @@ from tests.support.tiny import write_robot, write_tiny_checkpoint
 from tests.support.waiting import silent_port
 from vla_accel.cli import main
 from vla_accel.cli.bench_server import LoadRandom
+from vla_accel.cli.options import StepOptions
 from vla_accel.client import load
 from vla_accel.errors import DependencyError, EngineError
 from vla_accel.families.family import FAMILIES
@@ -93,7 +94,7 @@ def test_a_server_that_loads_ends_with_its_interrupted_starter(monkeypatch: pyte
 
 def test_random_weights_are_the_same_in_every_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "toy", "tests.support.toy_family.family:TOY")
-    make, observation = LoadRandom("toy", "auto", 2), random_observation("toy")
+    make, observation = LoadRandom("toy", "auto", StepOptions(2)), random_observation("toy")
     answers = [make("cpu").infer(observation) for _ in range(2)]
     assert answers[0]["actions"].shape == (3, 2) and make("cpu").num_steps == 2
     np.testing.assert_array_equal(answers[0]["actions"], answers[1]["actions"])

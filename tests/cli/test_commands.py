@@ -53,7 +53,7 @@ def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
     words = ["--config", "native_fp8", "--observations", recorded, "--device", "cpu", "--num-steps", "1", "--keep"]
     assert main(["parity", checkpoint, *words]) == 0
     out, err = capsys.readouterr()
-    assert "3 observations, 1 steps" in out
+    assert "3 observations, 1 step" in out
     assert "kv_cache ran eager) agrees with FP32 eager" in out
     kept = Path(checkpoint) / "parity_native_fp8.json"
     assert "3/3 calls of each" in err and f"kept: {kept}" in err

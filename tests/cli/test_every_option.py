@@ -73,6 +73,7 @@ SERVE = {
     "devices": "--devices cpu",
     "ray": "--ray local",
     "num_steps": "--num-steps 3",
+    "schedule": "--schedule cubic",
 }
 """Each option as it is typed, behind what it needs; without its own words the command is another one."""
 SERVE_ALONE = {
@@ -207,6 +208,8 @@ def test_bench_takes_steps_and_device_from_the_configurations(
     for more in ((), ("--steps", "3")):
         main(["bench", checkpoint, "--config", "mine.yaml", "--device", "cpu", *more])
     assert steps == [7, 3], "--steps goes before"
+    main(["bench", checkpoint, "--config", "mine.yaml", "--device", "cpu", "--schedule", "1,0.3,0"])
+    assert steps == [7, 3, 2], "as many as times"
     (place / "mine.yaml").write_text("device: cuda:62\n")
     (place / "other.yaml").write_text("device: cuda:61\n")
     for words, told in (("mine.yaml", "cuda:62"), ("mine.yaml,other.yaml", "device: expected one of all")):

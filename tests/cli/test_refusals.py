@@ -35,6 +35,23 @@ REFUSED = [
     ("bench demo --horizon 2", "horizon: expected none beside checkpoint demo"),
     ("bench demo --realtime-vla .", "realtime_vla: expected none beside checkpoint demo"),
     ("parity demo --seed -1", "seed: expected 0 to"),
+    *(
+        (
+            f"{command} demo --schedule cubics",
+            "schedule: expected one of uniform, cubic, got 'cubics': did you mean cubic",
+        )
+        for command in ("parity", "serve", "tune --quick", "bench-server", "bench")
+    ),
+    *(
+        (f"{command} demo --schedule 1,x,0", "schedule: expected numbers with commas, such as .*, got '1,x,0'")
+        for command in ("parity", "bench")
+    ),
+    ("serve demo --num-steps 5 --schedule 1,0.3,0.01,0", "schedule: expected 6 times for 5 steps, got 4"),
+    ("bench demo --steps 5 --schedule 1,0.3,0.01,0", "schedule: expected 6 times for 5 steps, got 4"),
+    (
+        "tune demo --quick --benchmark libero --allow-steps 2 --schedule 1,0.3,0.01,0",
+        "schedule: expected 3 times for 2",
+    ),
     ("parity demo --draws 0", "draws: expected at least 1, got 0"),
     ("parity demo --threshold nan", "threshold: expected -1 to 1, got nan"),
     ("parity demo --report /proc/a.html", "report: /proc/a.html cannot be written"),
@@ -98,7 +115,10 @@ REFUSED = [
     ("serve --port 0 --policy a=auto:demo --policy b=auto:dmeo", "checkpoint: expected a folder or one of demo"),
     ("serve demo --port 0 --devices cuda:99", "devices: expected all, or a list of "),
     ("serve a/native.yaml", "checkpoint: expected a folder or a name, .*: type --config a/native.yaml"),
-    ("bench-server --config native", "config, num-steps: expected a checkpoint or --model with them, got native"),
+    (
+        "bench-server --config native",
+        "config, num-steps, schedule: expected a checkpoint or --model with them, got native",
+    ),
     ("bench-server --devices cpu --device cpu", "devices: expected --devices alone"),
     ("bench-server demo --model pi05", "model: expected a checkpoint or --model, got demo and pi05"),
     ("bench-server --model pi06", "model: expected one of .*, got 'pi06'"),

@@ -90,12 +90,19 @@ def test_an_unpaired_episode_is_an_error_on_either_side() -> None:
             pairs.compare(reference, {names[1]: other}, names[0])
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [((3,), (1,)), ((3, 10), (3,))])
+@pytest.mark.parametrize(("mine", "theirs"), [((3, 10), (3,)), ((3,), (1, 3))])
 def test_other_denoising_steps_are_named(mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
     a, b = (result({steps: [WON] * 2 for steps in given}) for given in (mine, theirs))
     listed = [", ".join(map(str, steps)) for steps in (mine, theirs)]
     with pytest.raises(ConfigError, match=f"^b: expected episodes at {listed[0]} .* as in a, got {listed[1]} "):
         pairs.compare(a, {"b": b}, "a")
+
+
+def test_two_runs_of_one_step_count_each_are_paired_by_task_and_trial() -> None:
+    ten, three = result({10: [WON, WON, LOST]}), result({3: [WON, LOST, LOST]})
+    (row,) = pairs.compare(ten, {"three": three}, "ten")["rows"]
+    assert (row["reference_steps"], row["steps"], row["both"], row["lost"], row["neither"]) == (10, 3, 1, 1, 1)
+    assert [(d["trial"], d["won_by"]) for d in row["discordant"]] == [(1, "reference")]
 
 
 @pytest.mark.parametrize("field", ["max_steps", "seed", "step"])

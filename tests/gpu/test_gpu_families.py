@@ -192,7 +192,7 @@ def test_pi0_fast_in_fp32_is_eager(tmp_path: Path) -> None:
 def test_published_size_of_pi0_fast(low: dict[str, str]) -> None:
     """Random weights: keys and values are near eager's, and the requested number of tokens comes in one call of
     graphs."""
-    policy, _ = random_policy(PI0_FAST, settings(PI0_FAST, "bf16", "native", **low), steps=32)
+    policy, _ = random_policy(PI0_FAST, settings(PI0_FAST, "bf16", "native", **low).with_steps(32))
     given = random_observations(policy, 2)
     answers = [policy.infer(one)["actions"] for one in given]
     assert all(np.isfinite(actions).all() and actions.shape == (50, 7) for actions in answers)
@@ -202,7 +202,7 @@ def test_published_size_of_pi0_fast(low: dict[str, str]) -> None:
     if low:
         return
     keys = policy.pipelines.newest.outputs["keys"].float()
-    plain, _ = random_policy(PI0_FAST, settings(PI0_FAST, "bf16", "eager"), steps=1)
+    plain, _ = random_policy(PI0_FAST, settings(PI0_FAST, "bf16", "eager").with_steps(1))
     plain.infer(given[1])
     real = plain.pipelines.newest.outputs["keys"].float()
     kept = keys[:, :, : real.shape[2]]

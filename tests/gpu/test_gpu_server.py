@@ -17,6 +17,7 @@ pytest.importorskip("msgpack", reason="the wire format needs msgpack")
 from tests.support.server_support import metric
 from tests.support.waiting import eventually
 from vla_accel import OptimizedPolicy
+from vla_accel.cli.options import StepOptions
 from vla_accel.cli.serve import Load, LoadSeveral
 from vla_accel.client import PolicyClient
 from vla_accel.machine import resolve_devices
@@ -32,7 +33,7 @@ def test_replicas_on_gpus_answer_as_the_policy_here_and_one_that_dies_comes_back
     local = OptimizedPolicy.from_pretrained("demo", "native", device="cuda", num_steps=3)
     observation = local.processor.example()
     expected = local.infer(observation)["actions"]
-    with background(Replicas(Load("demo", "native", 3), devices), ServerConfig(port=0)) as server:
+    with background(Replicas(Load("demo", "native", StepOptions(3)), devices), ServerConfig(port=0)) as server:
         replicas = server.dispatcher.replicas
 
         def answers() -> None:
@@ -57,7 +58,7 @@ def in_use() -> int:
 
 
 def test_a_policy_that_is_put_away_leaves_the_gpu() -> None:
-    load = Load("demo", "native", 3)
+    load = Load("demo", "native", StepOptions(3))
     policy = load("cuda")
     observation = policy.processor.example()
     expected = policy.infer(observation)["actions"]

@@ -35,6 +35,7 @@ from vla_accel.kernels.loop.schedule import (
     attend,
     offsets,
 )
+from vla_accel.nn import flow
 from vla_accel.nn.rtc import step_gains
 
 CODE = re.sub(r"//.*", "", nvrtc.source_of({}))
@@ -246,6 +247,13 @@ def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> No
     expected = zip(times, dts, step_gains(times, dts, None), strict=True)
     assert got[1:] == [pytest.approx(one) for one in expected]
     assert all(size <= H200.shared_per_block for size in module.shared.values())
+
+
+def test_equal_steps_are_one_over_n_rounded_once() -> None:
+    """The kernel's `dt` is the quotient in float32, whichever side divides."""
+    for steps in range(1, 1001):
+        dts = torch.tensor(flow.Schedule.uniform(steps).dts)
+        assert torch.equal(dts, -(torch.tensor(1.0) / torch.tensor(float(steps))).expand(steps))
 
 
 def test_a_first_step_that_overlaps_the_prefix_waits_for_each_layer(

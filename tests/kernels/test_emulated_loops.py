@@ -39,11 +39,7 @@ CASES = {
     "two tiles of keys a block": LoopCase(
         streamable("pi05", width=64, mlp=128, heads=4, depth=1, horizon=5), batch=2, prefix_tokens=646, steps=1
     ),
-    **{
-        f"smolvla {name}": replace(case, setting="cubic")
-        for name, case in EXPERTS.items()
-        if not name.startswith("full")
-    },
+    **{f"smolvla {name}": case for name, case in EXPERTS.items() if not name.startswith("full")},
     "smolvla two tiles of rows a block": smolvla_case(40, 33, steps=1, heads=8, kv_heads=1, horizon=50),
 }
 QUICK = ("pi05 10", "pi0 50", "smolvla 17 actions", "smolvla three sequences")

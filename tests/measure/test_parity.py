@@ -21,6 +21,7 @@ from vla_accel.ledger import Ledger
 from vla_accel.measure.parity import FLIP_RATE, LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import save_observations
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.siglip import SiglipConfig
 from vla_accel.policy import OptimizedPolicy
@@ -34,7 +35,7 @@ class Stub:
     def __init__(self, error: float = 0.0, flip: tuple[int, ...] = ()) -> None:
         self.error, self.flip, self.calls = error, flip, 0
         self.model, self.action_shape = SimpleNamespace(dtype=torch.float32), (3, 2)
-        self.num_steps, self.specs = 4, {"all": EngineSpec()}
+        self.num_steps, self.schedule, self.specs = 4, Schedule.uniform(4), {"all": EngineSpec()}
         self.ledger = Ledger()
         self.noises: list[np.ndarray] = []
 

@@ -20,9 +20,11 @@ from vla_accel.errors import ConfigError, EngineError
 from vla_accel.fp8 import Scales, fingerprint
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.measure.recording import save_observations
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.quantised import calibrated_products
 from vla_accel.policy import agreement, optimized
 
+TWO = Schedule.uniform(2)
 PARTS: tuple[str, ...] = ("vision", "kv_cache", "denoise")
 FREE: dict[str, EngineSpec] = dict.fromkeys(PARTS, EngineSpec())
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
@@ -148,29 +150,31 @@ def test_a_kept_report_counts_for_these_weights_steps_and_engines(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu", num_steps=2)
-    assert agreement.shown(folder, policy.model, 2) is None
+    assert agreement.shown(folder, policy.model, TWO) is None
     path = kept(folder, policy)
     assert not caplog.messages
-    assert path.name == "parity_native_fp8.json" and agreement.shown(folder, policy.model, 2) == SHOWN
-    assert agreement.shown(folder, policy.model, 3) is None
+    assert path.name == "parity_native_fp8.json" and agreement.shown(folder, policy.model, TWO) == SHOWN
+    assert agreement.shown(folder, policy.model, Schedule.uniform(3)) is None
     narrow = OptimizedPolicy.from_pretrained(folder, {"precision": "bf16"}, device="cpu", num_steps=2)
-    assert agreement.shown(folder, narrow.model, 2) == SHOWN, "the same weights in BF16"
+    assert agreement.shown(folder, narrow.model, TWO) == SHOWN, "the same weights in BF16"
     write_tiny_checkpoint(tmp_path / "other", seed=1)
     other = OptimizedPolicy.from_pretrained(tmp_path / "other", device="cpu", num_steps=2)
-    assert agreement.shown(folder, other.model, 2) is None
+    assert agreement.shown(folder, other.model, TWO) is None
     mixed = [{"component": p, "used": "eager" if p == "kv_cache" else "native"} for p in PARTS]
-    wrong: list[dict[str, Any]] = [{"passed": False}, {"engines": mixed}, {"num_steps": 10}]
+    wrong: list[dict[str, Any]] = [{"passed": False}, {"engines": mixed}, {"num_steps": 10},
+                                   {"schedule": [1.0, 0.2, 0.0]}]  # fmt: skip
     for changes in wrong:
         caplog.clear()
         kept(folder, policy, **changes)
-        assert ("auto will not use parity_native_fp8.json: " in caplog.text) == ("num_steps" not in changes)
-        assert agreement.shown(folder, policy.model, 2) is None
+        same_steps = changes.keys().isdisjoint(("num_steps", "schedule"))
+        assert ("auto will not use parity_native_fp8.json: " in caplog.text) == same_steps
+        assert agreement.shown(folder, policy.model, TWO) is None
     path.write_text("{")
-    assert agreement.shown(folder, policy.model, 2) is None
+    assert agreement.shown(folder, policy.model, TWO) is None
     whole = {part: EngineSpec("native", precision="fp8") for part in PARTS}
     kept(folder, policy)
     agreement.keep(json.loads(path.read_text()), folder, whole, "all")
-    found = agreement.shown(folder, policy.model, 2)
+    found = agreement.shown(folder, policy.model, TWO)
     assert found is not None and found.source == "parity_all.json", "the one with most in FP8"
 
 
@@ -178,7 +182,7 @@ def test_a_policy_wants_scales_and_a_report(folder: Path, caplog: pytest.LogCapt
     def shown(**engines: Any) -> Shown | None:
         policy = OptimizedPolicy.from_pretrained(folder, PolicyConfig(num_steps=2, device="cpu", **engines))
         kept(folder, policy)
-        return agreement.for_auto(policy.checkpoint, policy.config.specs(PARTS), 2)
+        return agreement.for_auto(policy.checkpoint, policy.config.specs(PARTS), TWO)
 
     assert shown() is None, "no scales"
     model = OptimizedPolicy.from_pretrained(folder, device="cpu").model
@@ -194,7 +198,9 @@ def test_a_policy_wants_scales_and_a_report(folder: Path, caplog: pytest.LogCapt
 
 def test_the_command_keeps_a_report(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "fast.yaml"
-    config.write_text("num_steps: 2\nprecision: fp32\nvision: native\nkv_cache: native\ndenoise: native\n")
+    config.write_text(
+        "num_steps: 2\nschedule: cubic\nprecision: fp32\nvision: native\nkv_cache: native\ndenoise: native\n"
+    )
     save_observations([tiny_observation(i) for i in range(2)], tmp_path / "seen.npz")
     words = ["parity", str(folder), "--config", str(config), "--device", "cpu", "--threshold", "0.99", "--keep"]
     assert cli.main(words) == 1
@@ -208,4 +214,6 @@ def test_the_command_keeps_a_report(folder: Path, tmp_path: Path, capsys: pytest
     assert content["precisions"] == dict.fromkeys(PARTS, "auto") and content["recorded"] == "seen.npz"
     content["precisions"]["kv_cache"] = "fp8"
     (folder / "parity_fast.json").write_text(json.dumps(content))
-    assert agreement.shown(folder, policy.model, 2) == replace(SHOWN, source="parity_fast.json")
+    assert content["schedule"] == [1.0, 0.125, 0.0]
+    assert agreement.shown(folder, policy.model, Schedule.cubic(2)) == replace(SHOWN, source="parity_fast.json")
+    assert agreement.shown(folder, policy.model, TWO) is None

@@ -178,7 +178,7 @@ def test_fp8_is_calibrated_as_of_every_prefix() -> None:
     settings = load_config({"precision": "bf16", "device": "cpu", "strict": True}).with_specs({
         name: EngineSpec("native", precision="fp8" if name != "vision" else "auto") for name in PI0_FAST.parts
     })  # fmt: skip
-    policy, _ = random_policy(PI0_FAST, settings, model=model, steps=5)
+    policy, _ = random_policy(PI0_FAST, settings.with_steps(5), model=model)
     (given,) = random_observations(policy, 1)
     assert policy.infer(given)["actions"].shape == (HORIZON, 7)
     details = {e["component"]: str(e["detail"]) for e in policy.ledger.as_list()}

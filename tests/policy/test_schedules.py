@@ -17,10 +17,13 @@ from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
+from vla_accel.engines.tensorrt_plan import content_key
 from vla_accel.errors import ConfigError
 from vla_accel.families.groot.components import CACHE
 from vla_accel.families.groot.head import Cache
+from vla_accel.families.loading import load as load_checkpoint
 from vla_accel.nn.flow import Schedule
+from vla_accel.policy import ahead_of_time
 
 TIMES = (1.0, 0.3, 0.01, 0.0)
 FAMILIES = ("pi0", "pi05", "smolvla", "groot")
@@ -147,6 +150,44 @@ def test_times_that_cannot_be_are_refused(settings: dict[str, Any], message: str
         load_config(settings)
     with pytest.raises(ConfigError, match=f"^{message}"):
         PolicyConfig(**settings)
+
+
+def test_reports_have_the_times_that_the_number_does_not_imply(folders: dict[str, Path]) -> None:
+    policy = load(folders["pi05"], num_steps=3)
+    placed = policy.with_steps(schedule=TIMES)
+    for report in (policy.metadata, policy.latency_report()):
+        assert "schedule" not in report
+    for report in (placed.metadata, placed.latency_report()):
+        assert report["schedule"] == [*TIMES]
+    assert (str(policy.schedule), str(placed.schedule)) == ("3 steps", "3 steps at 1, 0.3, 0.01")
+
+
+def to_build(folder: Path, *times: float) -> ahead_of_time.Job:
+    """The job of `vla-accel build` for the denoise component."""
+    specs = {**dict.fromkeys(("vision", "kv_cache"), EngineSpec("eager")), "denoise": EngineSpec("tensorrt_rtx")}
+    config = PolicyConfig(precision="fp32", device="cpu", schedule=times).with_specs(specs)
+    (job,) = ahead_of_time.jobs(load_checkpoint(folder, config), config, [(8, 9)])
+    return job
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_of_whole_loops_are_kept_by_their_times(folders: dict[str, Path], family: str) -> None:
+    """0.3 and 0.2999 are one bucket of GR00T's times, but sizes of other steps."""
+
+    def key(*times: float) -> str:
+        job = to_build(folders[family], *times)
+        return content_key(job.component, job.component.module, job.spec, "onnx")
+
+    assert key(*TIMES) == key(*TIMES) != key(1.0, 0.2999, 0.01, 0.0)
+
+
+@pytest.mark.parametrize("family", ["pi0", "pi05", "smolvla"])
+def test_the_tables_of_built_loops_have_the_times(folders: dict[str, Path], family: str) -> None:
+    component = to_build(folders[family], *TIMES).component
+    assert component.loop is not None
+    rows = component.loop().rows
+    assert rows["dt"].flatten().tolist() == pytest.approx([-0.7, -0.29, -0.01])
+    assert rows["time"].flatten().tolist() == pytest.approx(TIMES[:-1])
 
 
 @pytest.mark.parametrize("times", [(), (0.5,), (1.5, 0.0), (0.5, 0.6, 0.0), (0.5, 0.1)])

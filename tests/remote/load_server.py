@@ -203,7 +203,7 @@ def main() -> int:
     logging.getLogger("vla_accel.server").setLevel(logging.CRITICAL)
     devices, observation, make = machine.resolve_devices(chosen.devices), None, Loud
     if chosen.checkpoint is not None:
-        make = Load(chosen.checkpoint, chosen.config, None)
+        make = Load(chosen.checkpoint, chosen.config)
         checkpoint = load_checkpoint(chosen.checkpoint, load_config(chosen.config), whole=False)
         observation = dict(checkpoint.processor.example())
     began = time.monotonic()

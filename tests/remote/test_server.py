@@ -25,6 +25,7 @@ from tests.support.server_support import (
     served,
 )
 from tests.support.waiting import eventually
+from vla_accel.cli.options import StepOptions
 from vla_accel.cli.serve import Load, Serve, loader
 from vla_accel.client import PolicyClient
 from vla_accel.errors import ActionError, ConfigError, ObservationError, ServerError
@@ -287,7 +288,8 @@ def test_a_single_policy_answers_on_every_path_and_takes_the_key_as_part_of_the_
 
 def test_several_policies_on_the_command_line() -> None:
     several = loader(Serve(policy=("a=auto:demo", "b=native_fp8:org/name"), memory_budget_gib=1.5, num_steps=3))
-    assert several.loads == {"a": Load("demo", "auto", 3), "b": Load("org/name", "native_fp8", 3)}  # type: ignore
+    steps = StepOptions(3)
+    assert several.loads == {"a": Load("demo", "auto", steps), "b": Load("org/name", "native_fp8", steps)}  # type: ignore
     assert several.budget == 3 * 2**29  # type: ignore[union-attr]
     for wrong in (("demo",), ("a=auto",), ("a=auto:demo", "a=auto:demo"), ("metrics=auto:demo",), ("a/b=auto:demo",)):
         with pytest.raises(ConfigError, match="policy: expected NAME=CONFIG:CHECKPOINT, each name once, got '"):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.gpus import H200
+from vla_accel.config import NamedSchedule
 from vla_accel.families.pi0 import native_loop as pi0_loop
 from vla_accel.families.pi0.network import Kind, Pi0, Pi0Config
 from vla_accel.families.smolvla import native_loop as smolvla_loop
@@ -67,7 +68,7 @@ class LoopCase:
     prefix_tokens: int = 100
     steps: int = 3
     ends: tuple[int, ...] = ()
-    setting: str | None = None
+    setting: NamedSchedule | None = None
     trained: bool = False
 
     @property
@@ -100,8 +101,10 @@ LOOPS = {
 }
 
 
-def smolvla_case(prefix_tokens: int, *ends: int, steps: int = 2, **expert: Any) -> LoopCase:
-    return LoopCase(expert_of(**expert), len(ends), prefix_tokens, steps, ends)
+def smolvla_case(
+    prefix_tokens: int, *ends: int, steps: int = 2, setting: NamedSchedule = "cubic", **expert: Any
+) -> LoopCase:
+    return LoopCase(expert_of(**expert), len(ends), prefix_tokens, steps, ends, setting)
 
 
 # One to four tiles of rows, one and two rounds of keys, layers that cross always, sometimes and never, prefixes of one
@@ -118,7 +121,7 @@ EXPERTS = {
     "large heads": smolvla_case(40, 33, head_dim=256),
     "three sequences": smolvla_case(40, 33, 40, 7),
     "three long sequences": smolvla_case(70, 33, 40, 70, horizon=20),
-    "full": smolvla_case(177, 160, **SMOLVLA_FULL),
+    "full": smolvla_case(177, 160, setting="uniform", **SMOLVLA_FULL),
     "full short": smolvla_case(145, 130, **SMOLVLA_FULL),
     "full three views": smolvla_case(241, 241, **SMOLVLA_FULL),
 }

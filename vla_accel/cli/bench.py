@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from vla_accel.cli.common import print_json, print_table, say, write_if
-from vla_accel.cli.options import Argument, Checkpoint, Count, Folder, Number, OutputFile, Within
+from vla_accel.cli.options import Argument, Checkpoint, Count, Folder, Number, OutputFile, Within, schedule_of
 from vla_accel.config import AUTO, PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import without_folders
@@ -45,6 +46,9 @@ class Bench:
     steps: Annotated[tuple[int, ...], Within(1)] = ()
     """Denoising steps (pi0_fast: tokens). Default: those of the configurations, else a checkpoint's own number and the
     family's (10,3,1; GR00T: 4,2,1; pi0_fast: 64). Systems that torch.compile compiles are timed at the first only."""
+    schedule: Annotated[str | None, Argument("SCHEDULE")] = None
+    """Flow times of the steps of our own systems: uniform, cubic, or the times themselves from 1 to 0, such as
+    1,0.3,0.01,0 for three steps. Default: those of the configurations, else uniform."""
     camera: Annotated[str | None, Argument("HEIGHTxWIDTH")] = None
     """Size of the cameras' images, such as 480x640, for our own systems. Default: the model's size."""
     views: Number = None
@@ -98,8 +102,10 @@ def main(options: Bench, words: list[str]) -> int:
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     factory = make_factory(options, str(device), ceilings)
     family, card, random = factory.family, bench_card(factory.family), isinstance(factory, Factory)
-    named = tuple(dict.fromkeys(config.num_steps for config in configs if config.num_steps is not None))
+    named = tuple(dict.fromkeys(one.num_steps for one in factory.configs.values() if one.num_steps is not None))
     sweep = options.steps or named or factory.sweep
+    for config, steps in itertools.product(factory.configs.values(), sweep):
+        config.with_steps(steps)  # a list of times has one number of steps
     camera = camera_size(options.camera)
     systems = choose_systems(factory, options.systems, fitted=camera is None)
     unknown = [name for name in systems if name not in factory.names]
@@ -210,11 +216,19 @@ def make_factory(options: Bench, device: str, ceilings: Any) -> Any:
         for name in ("model", "systems", "views", "horizon", "realtime_vla"):
             if value := getattr(options, name):
                 raise ConfigError(f"{name}: expected none beside checkpoint {options.checkpoint}, got {value}")
-        return CheckpointFactory(options.checkpoint, tuple(dict.fromkeys((*options.config, "eager"))), **shared)
+        names = tuple(dict.fromkeys((*options.config, "eager")))
+        return _placed(options, CheckpointFactory(options.checkpoint, names, **shared))
     if options.config != (AUTO,):
         got = ",".join(options.config)
         raise ConfigError(f"config: expected a checkpoint beside it; random weights have --systems, got {got}")
     family = family_named(options.model or "pi05")
     card = bench_card(family)
     views, horizon = options.views or card.views, options.horizon or card.published().action_horizon
-    return Factory(family, views=views, horizon=horizon, checkout=options.realtime_vla, **shared)
+    return _placed(options, Factory(family, views=views, horizon=horizon, checkout=options.realtime_vla, **shared))
+
+
+def _placed(options: Bench, factory: Any) -> Any:
+    """Place the steps of a factory's configurations."""
+    schedule = schedule_of(options.schedule)
+    factory.configs = {name: config.with_steps(schedule=schedule) for name, config in factory.configs.items()}
+    return factory

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from vla_accel.cli.options import Checkpoint, Count, Number, OutputFile, Seconds, Within
+from vla_accel.cli.options import Checkpoint, Count, OutputFile, Seconds, StepOptions, Within
 from vla_accel.errors import ConfigError
 from vla_accel.server.connection import websockets_server
 
 
 @dataclass(frozen=True)
-class BenchServer:
+class BenchServer(StepOptions):
     """Time calls over a server on this machine, with one client and many, next to the policy's own time."""
 
     checkpoint: Checkpoint = None
@@ -33,8 +33,6 @@ class BenchServer:
     """cpu, cuda or cuda:N instead of the configuration's."""
     max_batch: Count = 1
     """As `vla-accel serve --max-batch`: 1, 2, 4, 8, …"""
-    num_steps: Number = None
-    """Denoising steps instead of the configuration's."""
     output: OutputFile = None
     """JSON file."""
 
@@ -102,13 +100,14 @@ def _policy(options: BenchServer) -> tuple[Callable[[str | None], Any], dict[str
     if options.checkpoint is not None and options.model is not None:
         raise ConfigError(f"model: expected a checkpoint or --model, got {options.checkpoint} and {options.model}")
     if options.model is not None:
-        return LoadRandom(options.model, options.config, options.num_steps), random_observation(options.model)
+        return LoadRandom(options.model, options.config, options.steps), random_observation(options.model)
     if options.checkpoint is None:
-        if extra := options.config or options.num_steps:
-            raise ConfigError(f"config, num-steps: expected a checkpoint or --model with them, got {extra} alone")
+        if extra := options.config or options.num_steps or options.schedule:
+            names = "config, num-steps, schedule"
+            raise ConfigError(f"{names}: expected a checkpoint or --model with them, got {extra} alone")
         return Nothing, Nothing.example()
     loaded = load(options.checkpoint, load_config(options.config), whole=False)
-    return Load(options.checkpoint, options.config, options.num_steps), dict(loaded.processor.example())
+    return Load(options.checkpoint, options.config, options.steps), dict(loaded.processor.example())
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class LoadRandom:
 
     family: str
     config: str | None
-    num_steps: int | None
+    steps: StepOptions
 
     def __call__(self, device: str | None) -> Any:
         from vla_accel.cli.serve import use_gpu
@@ -125,4 +124,4 @@ class LoadRandom:
         from vla_accel.measure.random_policy import random_policy
 
         use_gpu(device)
-        return random_policy(self.family, load_config(self.config), steps=self.num_steps, device=device)[0]
+        return random_policy(self.family, self.steps.with_steps(load_config(self.config)), device=device)[0]

@@ -222,6 +222,40 @@ Checkpoint = Annotated[str | None, Argument("[CHECKPOINT]", positional=True)]
 
 
 @dataclass(frozen=True)
+class StepOptions:
+    """The denoising steps of the policy that a command works on."""
+
+    num_steps: Number = None
+    """Denoising steps instead of the configuration's."""
+    schedule: Annotated[str | None, Argument("SCHEDULE")] = None
+    """Flow times of the steps instead of the configuration's: uniform, cubic, or the times themselves from 1 to 0, such
+    as 1,0.3,0.01,0 for three steps."""
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None:
+            self.with_steps(PolicyConfig())  # an error before anything is loaded
+
+    @property
+    def steps(self) -> StepOptions:
+        """These options alone."""
+        return StepOptions(self.num_steps, self.schedule)
+
+    def with_steps(self, settings: PolicyConfig) -> PolicyConfig:
+        """Return a configuration with these steps. Raises ConfigError if they contradict each other."""
+        return settings.with_steps(self.num_steps, schedule_of(self.schedule))
+
+
+def schedule_of(word: str | None) -> Any:
+    """Read --schedule: a name, or times with commas. Raises ConfigError for a time that is no number."""
+    if word is None or "," not in word:
+        return word
+    try:
+        return tuple(map(float, word.split(",")))
+    except ValueError:
+        raise ConfigError(f"schedule: expected numbers with commas, such as 1,0.3,0.01,0, got {word!r}") from None
+
+
+@dataclass(frozen=True)
 class PolicySource:
     """The policy that a command works on."""
 

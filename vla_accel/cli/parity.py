@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from vla_accel.cli.common import print_json, print_table, say, write_if
-from vla_accel.cli.options import Argument, Count, Number, OutputFile, PolicySource, Seed, Within
+from vla_accel.cli.options import Argument, Count, OutputFile, PolicySource, Seed, StepOptions, Within
 from vla_accel.config import AUTO
 from vla_accel.errors import ConfigError
 from vla_accel.files import require_writable_folder
@@ -20,7 +20,7 @@ from vla_accel.report.parity import page, summary
 
 
 @dataclass(frozen=True)
-class Parity(PolicySource):
+class Parity(StepOptions, PolicySource):
     """Compare final actions with the FP32 eager reference: same observations, same noise."""
 
     observations: Path | None = None
@@ -31,8 +31,6 @@ class Parity(PolicySource):
     """Observations at most."""
     draws: Count = 1
     """Noise draws of each observation."""
-    num_steps: Number = None
-    """Denoising steps instead of the configuration's."""
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     threshold: Annotated[float | None, Argument("COSINE"), Within(-1, 1)] = None
@@ -65,19 +63,18 @@ def main(options: Parity, words: list[str]) -> int:
     if options.model and (source := options.checkpoint or options.lora):
         raise ConfigError(f"model: expected no checkpoint beside it, got {source}")
     checkpoint, name = options.checkpoint or "demo", Path(options.config or AUTO).stem
-    settings = options.settings()
+    settings = options.with_steps(options.settings())
     recorded = None if options.observations is None else load_observations(options.observations, options.count)
     kept = None if options.model else load(checkpoint, settings, whole=False).kept
     if options.keep and kept is not None:
         require_writable_folder(kept, "keep")
     with going_on(f"preparing {name} and FP32 eager", say):
         if options.model:
-            policy, reference = random_policy(options.model, settings, seed=options.seed, steps=options.num_steps,
-                                              device=options.device, with_reference=True)  # fmt: skip
-        else:
-            policy = OptimizedPolicy.from_pretrained(
-                checkpoint, settings, device=options.device, num_steps=options.num_steps
+            policy, reference = random_policy(
+                options.model, settings, seed=options.seed, device=options.device, with_reference=True
             )
+        else:
+            policy = OptimizedPolicy.from_pretrained(checkpoint, settings, device=options.device)
             exact = load(checkpoint, policy.config, device=policy.device, dtype=torch.float32)
             reference = reference_of(policy.config, exact)
     assert reference is not None
@@ -94,7 +91,7 @@ def main(options: Parity, words: list[str]) -> int:
         "hardware": hardware(policy.device), "software": software(),
     }  # fmt: skip
     kind = "observations" if recorded else "random observations"
-    title = f"{report.name} against FP32 eager, {report.observations} {kind}, {report.num_steps} steps"
+    title = f"{report.name} against FP32 eager, {report.observations} {kind}, {policy.schedule}"
     table = figures(content)
     print_table(title, table.header, [[*map(str, row)] for row in table.rows])
     for one in fit:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from vla_accel.cli.options import Argument, Count, Number, PolicySource, Seconds, Within
+from vla_accel.cli.options import Argument, Count, PolicySource, Seconds, StepOptions, Within
+from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
 from vla_accel.server import PolicyRegistry, RayReplicas, Replicas, ServerConfig, serve
 from vla_accel.server.connection import websockets_server
@@ -20,7 +21,7 @@ _DEFAULTS = ServerConfig()
 
 
 @dataclass(frozen=True)
-class Serve(PolicySource):
+class Serve(StepOptions, PolicySource):
     """Serve a policy over openpi's websocket protocol: openpi-client and `vla_accel.client` talk to it unchanged.
 
     GET / is a live page, GET /healthz a health check, GET /metrics is for Prometheus. SIGTERM finishes the requests
@@ -70,8 +71,6 @@ class Serve(PolicySource):
     ray: str | None = None
     """A process with the policy on each GPU of a Ray cluster (or on each machine without GPUs), behind one address:
     "auto" for this machine's cluster, HOST:PORT for another, "local" to start one here."""
-    num_steps: Number = None
-    """Denoising steps instead of the configuration's."""
 
 
 def main(options: Serve, words: list[str]) -> int:
@@ -135,7 +134,7 @@ def loader(options: Serve) -> Load | LoadSeveral:
     if not options.policy:
         if options.memory_budget_gib is not None:
             raise ConfigError("memory-budget-gib: expected several policies (--policy) to share it, got one")
-        return Load(options.checkpoint or "demo", options.config, options.num_steps, options.lora)
+        return Load(options.checkpoint or "demo", options.config, options.steps, options.lora)
     if options.checkpoint or options.config or options.lora:
         raise ConfigError("policy: expected --policy, or a checkpoint with --config and --lora, got both")
     loads: dict[str, Load] = {}
@@ -144,7 +143,7 @@ def loader(options: Serve) -> Load | LoadSeveral:
         config, _, checkpoint = rest.partition(":")
         if not re.fullmatch(r"[\w.-]+", name) or not checkpoint or name in loads or name in ("healthz", "metrics"):
             raise ConfigError(f"policy: expected NAME=CONFIG:CHECKPOINT, each name once, got {text!r}")
-        loads[name] = Load(checkpoint, config or None, options.num_steps)
+        loads[name] = Load(checkpoint, config or None, options.steps)
     budget = options.memory_budget_gib
     return LoadSeveral(loads, None if budget is None else int(budget * 2**30))
 
@@ -155,7 +154,7 @@ class Load:
 
     checkpoint: str
     config: str | None
-    num_steps: int | None
+    steps: StepOptions = field(default_factory=StepOptions)
     lora: str | None = None
 
     def __call__(self, device: str | None) -> Any:
@@ -163,9 +162,8 @@ class Load:
         from vla_accel.policy import OptimizedPolicy
 
         use_gpu(device)
-        return OptimizedPolicy.from_pretrained(
-            self.checkpoint, self.config, device=device, num_steps=self.num_steps, lora=self.lora
-        )
+        settings = self.steps.with_steps(load_config(self.config))
+        return OptimizedPolicy.from_pretrained(self.checkpoint, settings, device=device, lora=self.lora)
 
     def sized(self, device: str | None) -> tuple[Any, int]:
         """The policy and its size in bytes: on a GPU the memory that torch reserved for it, on a CPU its parameters."""

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vla_accel.cli.common import print_json, print_table, say
-from vla_accel.cli.options import Argument, Count, Number, OutputFile, PolicySource, Seed, Within, Written
+from vla_accel.cli.options import Argument, Count, OutputFile, PolicySource, Seed, StepOptions, Within, Written
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash, without_folders, write_json
@@ -46,7 +46,7 @@ and `device` may be None; `folder` is for files of its own; `films`: whether epi
 
 
 @dataclass(frozen=True)
-class Tune(PolicySource):
+class Tune(StepOptions, PolicySource):
     """Find the fastest configuration of a checkpoint on this machine that agrees with FP32 eager and, with a benchmark,
     succeeds as often. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
 
@@ -73,8 +73,6 @@ class Tune(PolicySource):
     """Simulator processes."""
     no_films: bool = False
     """Do not film episodes, which saves about a second each; the report then has no films."""
-    num_steps: Number = None
-    """Denoising steps instead of the configuration's."""
     allow_steps: Annotated[tuple[int, ...], Within(1)] = ()
     """Also try these numbers of denoising steps. Needs --benchmark: only success can judge another policy."""
     count: Count = 64
@@ -242,9 +240,10 @@ def _refuse_unread(options: Tune) -> None:
 
 def _base(options: Tune) -> PolicyConfig:
     """The configuration without engines: the part that is not searched."""
-    changes = {"device": options.device, "num_steps": options.num_steps}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    return replace(options.settings().with_specs({}), precision="auto", **changes)
+    settings = options.with_steps(options.settings().with_specs({}))
+    for steps in options.allow_steps:
+        settings.with_steps(steps)  # a list of times has one number of steps
+    return replace(settings, precision="auto", device=options.device or settings.device)
 
 
 def _observations(options: Tune, checkpoint: str, base: PolicyConfig) -> tuple[list[Any], str | None]:
@@ -256,7 +255,7 @@ def _observations(options: Tune, checkpoint: str, base: PolicyConfig) -> tuple[l
         return load_observations(options.observations, options.count), content_hash(options.observations)
     print("warning: gate one judges on random observations; recorded ones say more (--observations)", file=sys.stderr)
     with going_on(f"loading {checkpoint}", say):
-        policy = OptimizedPolicy.from_pretrained(checkpoint, replace(base, num_steps=1))
+        policy = OptimizedPolicy.from_pretrained(checkpoint, replace(base, num_steps=1, schedule=None))
     return random_observations(policy, min(8, options.count), seed=options.seed), None
 
 

@@ -324,8 +324,8 @@ class PolicyConfig(Checked):
     def with_steps(
         self, num_steps: int | None = None, schedule: NamedSchedule | Sequence[float] | None = None
     ) -> PolicyConfig:  # fmt: skip
-        """Return a copy with other denoising steps. None keeps the own setting, but a list of times sets `num_steps`,
-        too. Raises ConfigError if they contradict each other."""
+        """Return a copy with other denoising steps. None keeps a setting, except that a list of times sets `num_steps`.
+        Raises ConfigError if they contradict each other."""
         if num_steps is None and (schedule is None or isinstance(schedule, str)):
             num_steps = self.num_steps
         schedule = self.schedule if schedule is None else schedule

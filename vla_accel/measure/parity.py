@@ -86,6 +86,7 @@ class Report:
 
     Attributes:
         dimensions: errors of each action dimension, in the robot's units.
+        schedule: flow times of the steps, None for equal steps.
         draws: noise draws of each observation.
         flipped: chunks with a flipped command; `flipped_low` and `flipped_high`: the 95 % interval of their share.
         rest_cosine: of the other chunks, which `threshold` is for; None if there are none.
@@ -104,6 +105,7 @@ class Report:
     dimensions: list[dict[str, float]]
     components: dict[str, Agreement]
     engines: list[dict[str, object]]
+    schedule: list[float] | None = None
     draws: int = 1
     flipped: int = 0
     rest_cosine: float | None = None
@@ -196,6 +198,7 @@ def compare(
         dimensions=dimensions,
         components={n: Agreement.of(got[n], want[n]) for n in got if n not in ("robot", "actions")},
         engines=policy.ledger.as_list(),
+        schedule=policy.schedule.described.get("schedule"),
         draws=draws,
         flipped=flipped,
         rest_cosine=rest,

@@ -38,7 +38,6 @@ def random_policy(
     *,
     horizon: int | None = None,
     views: int | None = None,
-    steps: int | None = None,
     seed: int = 0,
     device: str | None = None,
     with_reference: bool = False,
@@ -50,7 +49,7 @@ def random_policy(
     needs them."""
     if isinstance(family, str):
         family = family_named(family)
-    settings = replace(settings, device=device or settings.device, num_steps=steps or settings.num_steps)
+    settings = replace(settings, device=device or settings.device)
     card = bench_card(family)
     config = model.config if model is not None else card.published(horizon)
     processor = card.dummy(config, views or card.views)

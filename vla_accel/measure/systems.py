@@ -114,7 +114,7 @@ class Factory(_Policies):
             self.scales = noise_scales(self.family, self.configs[name], **sizes)
 
         def build() -> OptimizedPolicy:
-            return random_policy(self.family, self.configs[name], steps=steps, scales=self.scales, **sizes)[0]
+            return random_policy(self.family, self.configs[name].with_steps(steps), scales=self.scales, **sizes)[0]
 
         return self._system(name, steps, build)
 
@@ -175,8 +175,8 @@ class CheckpointFactory(_Policies):
         """Return the system of a configuration, with its own weights."""
 
         def build() -> OptimizedPolicy:
-            settings = self.configs[name]
-            return OptimizedPolicy.from_pretrained(self.checkpoint, settings, device=self.device, num_steps=steps)
+            settings = self.configs[name].with_steps(steps)
+            return OptimizedPolicy.from_pretrained(self.checkpoint, settings, device=self.device)
 
         return self._system(name, steps, build)
 
@@ -279,7 +279,8 @@ def timed(
     work = bench_card(policy.family).work(policy.model.config, example, policy.num_steps, policy.specs)
     if ceilings is not None:
         system.floors = floors_ms(work, ceilings)
-    system.notes = {"engines": policy.ledger.as_list(), "work": {n: asdict(w) for n, w in work.items()}}
+    notes = {"engines": policy.ledger.as_list(), "work": {n: asdict(w) for n, w in work.items()}}
+    system.notes = {**notes, **policy.schedule.described}
     return system
 
 

@@ -36,6 +36,10 @@ class Denoise(nn.Module):
         if model.origin is None:
             self.fetch()
 
+    def extra_repr(self) -> str:
+        """What a graph of `forward` has as constants; keys of built engines contain it."""
+        return f"times={self.schedule.times}, gains={self.gains}"
+
     def fetch(self) -> list[Tensor]:
         """Compute what depends on the steps alone, and bring the weights that `forward` reads."""
         if self.embeddings is None:

@@ -12,8 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from vla_accel.config import check_times
-from vla_accel.errors import ConfigError, unknown
+from vla_accel.config import NamedSchedule, check_times
+from vla_accel.errors import ConfigError
 from vla_accel.nn.prefixed import PrefixNetwork
 from vla_accel.nn.rtc import Guidance, Pinned
 
@@ -42,18 +42,16 @@ class Schedule:
 
     @classmethod
     def cubic(cls, num_steps: int) -> Schedule:
-        """Return t_k = (1 - k / n)^3: small steps near the actions, where the velocity bends."""
+        """Return t_k = (1 - k / n)^3: long steps near the noise, short ones near the actions."""
         return cls(tuple((1.0 - step / num_steps) ** 3 for step in range(num_steps + 1)))
 
     @classmethod
-    def of(cls, setting: str | Sequence[float] | None, num_steps: int) -> Schedule:
-        """Return the schedule of a `PolicyConfig.schedule`; None is "uniform"."""
+    def of(cls, setting: NamedSchedule | Sequence[float] | None, num_steps: int) -> Schedule:
+        """Return the schedule of a `PolicyConfig.schedule`; None is "uniform". Raises ConfigError for bad times."""
         if setting is None or setting == "uniform":
             return cls.uniform(num_steps)
         if setting == "cubic":
             return cls.cubic(num_steps)
-        if isinstance(setting, str):
-            raise ConfigError(unknown("schedule", setting, ("uniform", "cubic"), "a list of times or "))
         check_times(setting, num_steps)
         return cls(tuple(setting))
 
@@ -64,8 +62,17 @@ class Schedule:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all steps are equal, in the order of rounding of `uniform`."""
+        """Whether these are exactly the times of `uniform`."""
         return self == Schedule.uniform(self.steps)
+
+    @property
+    def described(self) -> dict[str, list[float]]:
+        """The times under "schedule" for reports, where the number of steps does not imply them."""
+        return {} if self.is_uniform else {"schedule": list(self.times)}
+
+    def __str__(self) -> str:
+        steps = f"{self.steps} step{'s' * (self.steps > 1)}"
+        return steps if self.is_uniform else f"{steps} at {', '.join(f'{time:.3g}' for time in self.times[:-1])}"
 
     @property
     def evaluations(self) -> Tensor:

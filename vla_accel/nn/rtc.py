@@ -5,7 +5,7 @@ or units; the previous chunk must be in the model's own (normalised, padded) act
 
 At each step the flow's guess of the clean actions is x̂ = x − t·v(x, t). The velocity is corrected by
 −w(t)·Jᵀ[W·(Y − x̂)], with Y the previous chunk, W in [0, 1] how much each of its actions counts (`prefix_weights`),
-w(t) from `guidance_weights`, and J = ∂x̂/∂x.
+w(t) from `guidance_weight`, and J = ∂x̂/∂x.
 
 Source: Black, Galliker, Levine, "Real-Time Execution of Action Chunking Flow Policies" (2025), with their time
 reversed. As in lerobot's `RTCProcessor` (0.4.4), J is the identity (`corrected`, `Guidance`): it needs no backward pass

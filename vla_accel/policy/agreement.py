@@ -1,6 +1,6 @@
 """Parity reports next to a checkpoint, which decide about lower precisions of `auto`; and the log of its choices.
 
-A report counts only for the weights, the number of steps and the engines with which it was made.
+A report counts only for the weights, the denoising steps and the engines with which it was made.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vla_accel.families.loading import Checkpoint
 from vla_accel.files import write_json
 from vla_accel.fp8 import fingerprint
 from vla_accel.ledger import Ledger
+from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
 
 PATTERN = "parity_*.json"
@@ -39,13 +40,13 @@ def keep(report: Mapping[str, Any], folder: Path, specs: Mapping[str, EngineSpec
     """
     path = folder / PATTERN.replace("*", name)
     content = {**report, "precisions": {part: spec.precision for part, spec in specs.items()}}
-    if why := _why_not(content, content["fingerprint"], content["num_steps"]):
+    if why := _why_not(content, content["fingerprint"], _steps_of(content)):
         _log.warning("auto will not use %s: %s", path.name, why)
     write_json(path, content)
     return path
 
 
-def shown(folder: Path, model: Network, num_steps: int) -> Shown | None:
+def shown(folder: Path, model: Network, schedule: Schedule) -> Shown | None:
     """Return the passed report for these weights, steps and native engines that has most components in FP8, or None.
 
     Logs why a report does not count.
@@ -58,7 +59,7 @@ def shown(folder: Path, model: Network, num_steps: int) -> Shown | None:
         try:
             content = json.loads(path.read_text())
             precisions = dict(content["precisions"])
-            reason = _why_not(content, weights, num_steps)
+            reason = _why_not(content, weights, schedule)
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = f"{reason}: {error!r}"
         if reason is not None:
@@ -68,12 +69,12 @@ def shown(folder: Path, model: Network, num_steps: int) -> Shown | None:
     return max(found, key=lambda s: (sum(p == "fp8" for p in s.precisions.values()), s.source), default=None)
 
 
-def for_auto(checkpoint: Checkpoint, specs: Mapping[str, EngineSpec], num_steps: int) -> Shown | None:
+def for_auto(checkpoint: Checkpoint, specs: Mapping[str, EngineSpec], schedule: Schedule) -> Shown | None:
     """A lower precision that `auto` may take: the checkpoint's folder has FP8 scales and a passed parity report for
     exactly these weights."""
     if checkpoint.kept is None or any(spec.engine != "auto" for spec in specs.values()):
         return None
-    found = shown(checkpoint.kept, checkpoint.model, num_steps)
+    found = shown(checkpoint.kept, checkpoint.model, schedule)
     try:
         return found if found is not None and checkpoint.scales is not None else None
     except CheckpointError as error:
@@ -98,13 +99,18 @@ def log_choices(name: str, ledger: Ledger, specs: Mapping[str, EngineSpec], devi
         _log.log(level, "%s: auto chose %s", name, text)
 
 
-def _why_not(content: Mapping[str, Any], fingerprint: str, num_steps: int) -> str | None:
+def _steps_of(content: Mapping[str, Any]) -> Schedule:
+    """The denoising steps of a report."""
+    return Schedule.of(content.get("schedule"), content["num_steps"])
+
+
+def _why_not(content: Mapping[str, Any], fingerprint: str, schedule: Schedule) -> str | None:
     if content["passed"] is not True:
         return "it did not pass"
     if content["fingerprint"] != fingerprint:
         return "it was made with other weights"
-    if content["num_steps"] != num_steps:
-        return f"it was made with {content['num_steps']} steps, not {num_steps}"
+    if (made_with := _steps_of(content)) != schedule:
+        return f"it was made with {made_with}, not {schedule}"
     used = {e["component"]: e["used"] for e in content["engines"]}
     others = sorted(part for part in content["precisions"] if used.get(part) != "native")
     return f"other engines than native ran {', '.join(others)}" if others else None

@@ -87,7 +87,7 @@ class OptimizedPolicy:
         self.latency = latency.LatencyLog()
         check_engines(self.family, config)
         specs = config.specs(self.family.parts)
-        shown = None if self.device.type == "cpu" else agreement.for_auto(checkpoint, specs, self.num_steps)
+        shown = None if self.device.type == "cpu" else agreement.for_auto(checkpoint, specs, self.schedule)
         self.choices = choose(specs, self.device, dtype, shown)
         self.specs = {name: choice.spec for name, choice in self.choices.items()}
         """The engine of each component, with "auto" resolved."""
@@ -344,6 +344,7 @@ class OptimizedPolicy:
             "robot": None if preset is None else preset.described(),
             "max_delay": self.config.rtc.longest_delay(self.action_shape[0]),
             "num_steps": self.num_steps,
+            **self.schedule.described,
             "device": str(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "engines": self.ledger.as_list(),
@@ -358,7 +359,7 @@ class OptimizedPolicy:
 
     def latency_report(self) -> dict[str, Any]:
         """The breakdown JSON of the calls so far (schema `vla_accel.breakdown/1`)."""
-        return latency.breakdown(
+        content = latency.breakdown(
             model={"name": self.name, **self._described()},
             engines=self.ledger.as_list(),
             steps=self.num_steps,
@@ -367,6 +368,7 @@ class OptimizedPolicy:
             samples=len(self.latency.samples),
             memory=self.memory(),
         )
+        return {**content, **self.schedule.described}
 
     def _described(self) -> dict[str, Any]:
         parameters = sum(p.numel() for p in self.model.parameters())

@@ -126,9 +126,7 @@ def steps(tried: Sequence[Tried], numbers: Sequence[int]) -> list[Candidate]:
     best = (fastest(tried) or tried[0]).candidate
     unit = "step" if numbers == (1,) else "steps"
     return [
-        Candidate(
-            f"{best.name}, {n} {unit}", replace(best.config, num_steps=n), f"{n} denoising step{'s' * (n > 1)}", True
-        )
+        Candidate(f"{best.name}, {n} {unit}", best.config.with_steps(n), f"{n} denoising step{'s' * (n > 1)}", True)
         for n in numbers
     ]
 

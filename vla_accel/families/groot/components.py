@@ -95,6 +95,10 @@ class Denoise(_Fixed):
         super().__init__(model, lambda: model.constants(schedule), read)
         self.schedule = schedule
 
+    def extra_repr(self) -> str:
+        """What a graph of `forward` has as constants; keys of built engines contain it."""
+        return f"times={self.schedule.times}"
+
     def forward(
         self, noise: Tensor, text_keys: Tensor, text_values: Tensor, image_keys: Tensor, image_values: Tensor,
         state: Tensor, target: Tensor, weights: Tensor, lengths: Tensor | None = None,

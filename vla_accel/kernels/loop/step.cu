@@ -2,8 +2,8 @@
 //
 // It does the final norm, the output projection and the Euler step x += dt · v of evaluation `step - 1`, then makes the
 // input of evaluation `step`. `time`, `dt` and `gain` are those of evaluation `step - 1`. The guidance is
-// v -= gain · follow · (target - (x - time · v)); where `follow` is zero it changes no bit. A cluster of STEP_BLOCKS takes a row and each block a part of
-// its columns; each sends its part of the velocity to all of them.
+// v -= gain · follow · (target - (x - time · v)); where `follow` is zero it changes no bit. A cluster of STEP_BLOCKS
+// takes a row and each block a part of its columns; each sends its part of the velocity to all of them.
 
 #define COLUMNS (WIDTH / STEP_BLOCKS)              // of a block
 #define VECTORS ((COLUMNS + 127) / 128)            // of four columns, of a lane

@@ -1,0 +1,46 @@
+"""Placed denoising steps on a GPU: each family's native loop, with Hopper's kernels and without, next to eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import groot_folders, tiny_smolvla
+from tests.support.agreement import assert_as_near
+from tests.support.gpu_policies import EAGER, NATIVE, load, noise_for
+from tests.support.tiny import tiny_observation
+from vla_accel.config import NativeOptions
+
+pytestmark = pytest.mark.gpu
+TIMES = (1.0, 0.3, 0.01, 0.0)
+OBSERVATIONS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "smolvla": tiny_smolvla.observation, "groot": groot_folders.observation,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", ["auto", "portable"])
+@pytest.mark.parametrize("family", ["pi05", "pi0", "smolvla", "groot"])
+def test_placed_steps_are_as_near_as_eager(
+    family: str, kernels: Literal["auto", "portable"], folders: dict[str, Path], groot_folder: Path, tmp_path: Path
+) -> None:
+    tiny_smolvla.write_lerobot(tmp_path)
+    folder = {**folders, "smolvla": tmp_path, "groot": groot_folder}[family]
+    low = replace(EAGER, precision="bf16")
+    native = load(folder, replace(NATIVE, schedule=TIMES, native=NativeOptions(kernels=kernels)))
+    others = [load(folder, replace(config, schedule=TIMES)) for config in (low, EAGER)]
+    observations = [OBSERVATIONS.get(family, tiny_observation)(seed) for seed in range(2)]
+    rows = []
+    for policy in (native, *others, native.with_steps(schedule="uniform")):
+        policy.infer_batch(observations, noise=noise_for(policy, 2))
+        rows.append(policy.pipelines.newest.outputs["actions"].cpu().clone())
+    *placed, equal = rows
+    assert native.pipelines.newest.captured is not None
+    assert_as_near(*placed)
+    assert float((placed[0] - equal).abs().max()) > 1e-2
+    assert torch.isfinite(equal).all() and np.isfinite(placed[0].numpy()).all()
