@@ -70,6 +70,48 @@ KERNELS = {
       cluster_arrive();
       cluster_wait();
     """,
+    "arrives_when_copied": """
+      const u32 full = smem_of(shared_memory + 3072);
+      if (threadIdx.x == 0) mbarrier_init(full, 32);
+      __syncthreads();
+      if (threadIdx.x < 32) {
+        for (int i = 0; i < 4; ++i) {
+          const float* from = in + (i % 2 * 32 + threadIdx.x) * 4;
+          cp_async_16(smem_of(shared_memory) + (i * 32 + threadIdx.x) * 16, from, i < 3, 0);
+          cp_async_commit();
+          cp_async_wait<1>();
+        }
+        cp_async_arrive(full);
+        cp_async_wait<0>();
+      } else {
+        griddepcontrol_wait();
+        mbarrier_wait(full, 0);
+        for (int i = threadIdx.x - 32; i < 512; i += 32) out[i] = ((float*)shared_memory)[i];
+      }
+    """,
+    "counts": """
+      u32* const counter = (u32*)(out + 512);
+      griddepcontrol_wait();
+      out[blockIdx.x * 64 + threadIdx.x] = blockIdx.x + 1.f;
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        red_release(counter);
+        wait_count(counter, gridDim.x);
+      }
+      __syncthreads();
+      out[128 + blockIdx.x * 64 + threadIdx.x] = out[(1 - blockIdx.x) * 64 + threadIdx.x];
+    """,
+    "copied_not_awaited": """
+      if (threadIdx.x < 32) {
+        cp_async_16(smem_of(shared_memory) + threadIdx.x * 16, in, true, 0);
+        cp_async_commit();
+        cp_async_wait<1>();
+        use(((float*)shared_memory)[threadIdx.x * 4]);
+        cp_async_wait<0>();
+      }
+    """,
+    "copies_when_it_ends": "cp_async_16(smem_of(shared_memory) + threadIdx.x * 16, in, true, 0);",
+    "nobody_counts": "griddepcontrol_wait(); if (threadIdx.x == 0) wait_count((u32*)out, 1);",
     "sends_home": """
       if (threadIdx.x) return;
       mbarrier_init(smem_of(shared_memory), 1);
@@ -167,6 +209,8 @@ BROKEN = {
     "too_few_bytes": "these threads wait for ever: 2 at mbarrier_wait",
     "ends_early": "the block ends while copies to its shared memory are under way",
     "copy_not_awaited": "with no barrier between|wait for ever",
+    "copies_when_it_ends": "a thread ends while copies by cp.async are under way",
+    "nobody_counts": "these threads wait for ever: 2 at wait_count",
     "nobody_stores": "these threads wait for ever: 2 at wait_there",
     "no_such_barrier": "mbarrier_wait: there is no barrier at",
     "on_a_barrier": "the code writes 4 bytes at (64|68), where a barrier lies",
@@ -220,6 +264,29 @@ def test_threads_exchange_what_they_have(module: EmulatedModule, seed: int) -> N
     assert torch.equal(launch(module, "copies")[:64], torch.arange(4.0, 68.0))
     out = launch(module, "sends")[:128]
     assert torch.equal(out, torch.cat((torch.arange(100.0, 164.0), torch.arange(64.0))))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_copies_by_threads_land_in_time(module: EmulatedModule, seed: int) -> None:
+    module.seed = 100 * seed
+    numbers = torch.arange(256.0)
+    out = launch(module, "arrives_when_copied", blocks=1, cluster=1)
+    assert torch.equal(out[:512], torch.cat((numbers, numbers[:128], torch.zeros(128))))
+    out = launch(module, "counts", cluster=1)
+    assert torch.equal(out[128:256], torch.tensor([2.0, 1.0]).repeat_interleave(64))
+
+
+def test_a_copy_that_is_read_before_it_lands_is_found_in_some_order(module: EmulatedModule) -> None:
+    """What is there is NaN until a copy lands, which may be early."""
+    found = 0
+    for seed in range(20):
+        module.seed = 100 * seed
+        try:
+            launch(module, "copied_not_awaited")
+        except EmulationError as error:
+            assert "with no barrier between" in str(error)
+            found += 1
+    assert found
 
 
 @pytest.mark.parametrize("name", BROKEN)

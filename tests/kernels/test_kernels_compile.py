@@ -17,9 +17,9 @@ import torch
 
 from tests.kernels.test_gemm import BF16, FP8, GEGLU, GELU, NONE, NORMED, RESIDUAL, SWIGLU, TABLE, TILES, why_not
 from tests.support.cubin import local_between, registers_of, stack_of
-from tests.support.gpus import ARCHITECTURES, H200
+from tests.support.gpus import A100, ARCHITECTURES, B200, H200, RTX_3090, RTX_4090, RTX_5090
 from tests.support.scripts import lines_of
-from tests.support.streamed_support import EXPERTS, LOOPS, LoopCase, recorded_loop
+from tests.support.streamed_support import EXPERTS, LOOPS, LoopCase, Loops, recorded_loop
 from vla_accel.errors import EngineError
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
@@ -27,7 +27,11 @@ from vla_accel.kernels.gemm.config import GemmSizes, Skinny
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm, Rotation
 from vla_accel.kernels.gemm.hopper import HopperTile, launch, searched
 from vla_accel.kernels.gemm.hopper.config import ARCHITECTURE, few_rows
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop.schedule import THREADS
+from vla_accel.kernels.persistent import Plan
+from vla_accel.kernels.persistent import plan as persistent
+from vla_accel.numeric import round_up
 
 ROOT = Path(__file__).parents[2]
 FITTING = {"_filtered", "_sampled"}
@@ -213,6 +217,19 @@ def test_the_streamed_kernels_compile(
         assert b".text." + kernel.encode() + b"\0" in code, kernel
     assert max(registers_of(code)) * THREADS <= H200.registers and max(module.shared.values()) <= H200.shared_per_block
     assert max(stack_of(code)) <= SPILLED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [A100, RTX_3090, RTX_4090, H200, B200, RTX_5090], ids=lambda gpu: gpu.architecture)
+def test_the_persistent_kernel_compiles(gpu: Gpu, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
+    for name in ("full", "demo"):
+        case = LOOPS[name]
+        plan = Plan(Loops(case).spec, case.batch, case.steps, False, gpu)
+        code = nvrtc.compile_source(plan.source, gpu.architecture)
+        # Registers are allocated for four warps at a time.
+        assert max(registers_of(code)) * round_up(persistent.THREADS, 128) <= gpu.registers
+        assert max(stack_of(code)) <= SPILLED and plan.shared <= gpu.shared_per_block
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Denoise loops of π0, π0.5 and SmolVLA over random weights: their cases, their inputs, the loop of fused ops, and the
-streamed loop on a GPU, or on the CPU with a module that records its launches."""
+"""Denoise loops of π0, π0.5 and SmolVLA over random weights: their cases, their inputs, the loop of fused ops, the
+persistent loop, and the streamed loop on a GPU, or on the CPU with a module that records its launches."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import ExpertSpec, StreamedLoop, why_not
+from vla_accel.kernels.persistent import PersistentLoop, Plan
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.gemma import GemmaConfig, SmolLmConfig
 from vla_accel.nn.loop import SuffixLoop, streamed_loop
@@ -59,7 +60,8 @@ def expert_of(
 @dataclass(frozen=True)
 class LoopCase:
     """`config`: of π0, π0.5 or SmolVLA; `ends`: prefix tokens of each sequence that are no padding, by default a few
-    less than `prefix_tokens`; `setting`: of the schedule of the `steps`."""
+    less than `prefix_tokens`; `setting`: of the schedule of the `steps`; `trained`: some actions of π0 or π0.5 are
+    pinned."""
 
     config: Any
     batch: int = 1
@@ -67,6 +69,7 @@ class LoopCase:
     steps: int = 3
     ends: tuple[int, ...] = ()
     setting: NamedSchedule | None = None
+    trained: bool = False
 
     @property
     def schedule(self) -> Schedule:
@@ -141,6 +144,8 @@ class Loops:
             "target": torch.randn(self.noise.shape, generator=generator),
             "weights": torch.rand(self.noise.shape[:2], generator=generator),
         }
+        if case.trained:
+            self.inputs["weights"] = (self.inputs["weights"] > 0.5).float()
         self._family: Any = pi0_loop if isinstance(config, Pi0Config) else smolvla_loop
 
     @property
@@ -156,7 +161,7 @@ class Loops:
         model = self.model(device, torch.float32 if precision == "fp32" else torch.bfloat16)
         weights = self._family.expert_weights(model, precision, streamed=streamed)
         if isinstance(model, Pi0):
-            return weights, pi0_loop.steps_of(model, weights, self.case.schedule)
+            return weights, pi0_loop.steps_of(model, weights, self.case.schedule, trained=self.case.trained)
         exact = self.model(device, torch.float32)
         return weights, smolvla_loop.steps_of(exact, self.case.schedule, streamed=streamed)
 
@@ -171,6 +176,14 @@ class Loops:
         """The loop of streamed kernels."""
         weights, tables = self.weights("bf16", device, streamed=True)
         return streamed_loop(gpu, weights, self.spec, tables, self.case.batch, self.case.prefix_tokens)
+
+    @torch.inference_mode()
+    def persistent(self, gpu: Gpu, device: str = "cpu") -> PersistentLoop:
+        """The loop as one persistent kernel."""
+        weights, tables = self.weights("bf16", device)
+        plan = Plan(self.spec, self.case.batch, self.case.steps, self.case.trained, gpu)
+        output = (weights.w_out, weights.b_out)
+        return PersistentLoop(plan, list(weights.layers), tables, output, weights.mix, self.case.prefix_tokens)
 
     def placed(
         self, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, *, beyond: float | None = None

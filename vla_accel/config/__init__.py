@@ -84,7 +84,8 @@ class NativeOptions(Checked):
 
     Attributes:
         kernels: "auto" takes the fastest kernels. "portable" runs what an Ampere or Ada GPU would run: no kernels that
-            need Hopper (GEMM and attention in CUDA C++, the streamed denoise loop, dependent launches).
+            need Hopper (GEMM and attention in CUDA C++, the streamed denoise loop, dependent launches), and no more
+            shared memory than 99 KB.
         embeddings: where the table of token embeddings is. With "host" it is in page-locked memory, from which a kernel
             reads the rows of each prompt: the same result with 1 GB less GPU memory for the large models.
     """

@@ -30,7 +30,8 @@ _log = logging.getLogger("vla_accel")
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ANY_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _INVALID_CLUSTER = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
-_CLUSTER, _DEPENDENT = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, …_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
+_COOPERATIVE, _CLUSTER, _DEPENDENT = 2, 4, 6
 
 
 @functools.cache
@@ -146,8 +147,8 @@ def synchronize(device: torch.device) -> None:
             raise
         raise EngineError(
             f"{device}: a kernel stopped itself, most likely after waiting 10 s for another block: a lost signal, or a "
-            "GPU that other programs keep busy. Start again; `native: {kernels: portable}` avoids kernels whose blocks "
-            "wait for each other"
+            "GPU that other programs keep busy. Start again; `denoise: eager` avoids kernels whose blocks wait for "
+            "each other"
         ) from error
 
 
@@ -178,6 +179,9 @@ class _Submitted:
 
     def launch(self, *_: Any, **__: Any) -> None:
         return
+
+    def blocks_at_once(self, *_: Any) -> int:
+        return 1 << 30
 
 
 def load_module(source: str, shared: Mapping[str, int], architecture: str, device: torch.device) -> Module:
@@ -231,9 +235,19 @@ class Module:
         check_driver(status, f"occupancy of clusters of {cluster} blocks of {name}")
         return found.value
 
+    def blocks_at_once(self, name: str, threads: int) -> int:
+        """Return how many blocks of so many threads run at once on an idle device."""
+        each = ctypes.c_int()
+        with on(self.device):
+            status = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(each), self._functions[name], threads, ctypes.c_size_t(self.shared[name])
+            )
+        check_driver(status, f"occupancy of blocks of {name}")
+        return each.value * torch.cuda.get_device_properties(self.device).multi_processor_count
+
     def launch(
         self, name: str, blocks: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
-        dependent: bool = False,
+        dependent: bool = False, cooperative: bool = False,
     ) -> None:  # fmt: skip
         """Enqueue a kernel on the device's current stream.
 
@@ -241,9 +255,12 @@ class Module:
             arguments: ctypes values in the kernel's order.
             cluster: blocks of a cluster.
             dependent: the kernel may start before its predecessor has finished, and waits for it itself.
+            cooperative: the blocks wait for each other; the driver refuses a launch whose blocks do not run at once.
         """
         attributes = _attributes(
-            ({_CLUSTER: (cluster, 1, 1)} if cluster > 1 else {}) | ({_DEPENDENT: (1,)} if dependent else {})
+            ({_CLUSTER: (cluster, 1, 1)} if cluster > 1 else {})
+            | ({_DEPENDENT: (1,)} if dependent else {})
+            | ({_COOPERATIVE: (1,)} if cooperative else {})
         )
         config = self._config(name, blocks, threads, attributes)
         config.stream = torch.cuda.current_stream(self.device).cuda_stream

@@ -76,6 +76,12 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
+// The same of two constants.
+__device__ __forceinline__ float2 ld_constant_f2(const float* p) {
+  float2 v;
+  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
+  return v;
+}
 
 // -- parts of a block -------------------------------------------------------------------------------------------------
 
@@ -133,7 +139,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes
       "setp.lt.u32 p, now, " TEXT(WAIT_TICKS) ";\n@p bra again;\ntrap;\n" \
       "done:\n}" ::"r"(barrier), "r"(parity) : "memory")
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
+#if __CUDA_ARCH__ >= 900
   MBARRIER_WAIT("mbarrier.try_wait.parity.shared::cta.b64");
+#else
+  MBARRIER_WAIT("mbarrier.test_wait.parity.shared::cta.b64");
+#endif
 }
 // What it waits for comes from other blocks of the cluster.
 __device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
@@ -165,6 +175,42 @@ __device__ __forceinline__ bool is_there(const uint4& v) {
 __device__ __forceinline__ void wait_there(uint4& v, const void* p) {
   for (u32 polls = 0; !is_there(v); v = ld_relaxed_v4(p))
     if (++polls > WAIT_POLLS) asm volatile("trap;");
+}
+
+
+// A block counts its arrival, with everything that its threads wrote before a barrier of the block.
+__device__ __forceinline__ void red_release(u32* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ u32 ld_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+// This waits until a counter has reached `target`; the block's threads see what was written before, behind a barrier.
+__device__ __forceinline__ void wait_count(const u32* counter, u32 target) {
+  for (u32 polls = 0; (int)(ld_acquire(counter) - target) < 0;)
+    if (++polls > WAIT_POLLS) asm volatile("trap;");
+}
+
+// -- copies by the threads of a warp (Ampere) -------------------------------------------------------------------------
+
+// This starts a copy of 16 bytes to shared memory; zeros, if it is not `real`.
+__device__ __forceinline__ void cp_async_16(u32 to, const void* from, bool real, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(real ? 16 : 0),
+               "l"(policy)
+               : "memory");
+}
+// The thread's copies so far are a group.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// This waits until at most LEFT groups of the thread have not landed.
+template <int LEFT>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+// The thread arrives at a barrier when all its copies so far have landed.
+__device__ __forceinline__ void cp_async_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // -- clusters ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The denoise loop: layer by layer in fused ops, or in the streamed kernels of Hopper; and the program around it.
+"""The denoise loop: layer by layer in fused ops, in the streamed kernels of Hopper, or in one persistent kernel; and
+the program around it.
 
 Exact savings: everything that depends on the step only is a constant (time embedding, adaptive norms, the product of a
 norm's shift with its weight), norm weights are folded, two linear maps from actions to a time MLP are one, and keys and
@@ -28,6 +29,8 @@ from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import ExpertSpec, StepTables, StreamedLoop
 from vla_accel.kernels.loop.tables import LayerTables
+from vla_accel.kernels.persistent import NotResident, PersistentLoop, Plan
+from vla_accel.kernels.persistent import why_not as why_not_persistent
 from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Guidance
 from vla_accel.kernels.rows.flow import step as flow_step
 from vla_accel.kernels.rows.rows import rope_tables
@@ -346,6 +349,24 @@ def streamed_loop(
     )
 
 
+def persistent_loop(
+    weights: ExpertWeights, spec: ExpertSpec, tables: StepTables, batch: int, prefix_tokens: int
+) -> PersistentLoop | str:
+    """Return the loop as one persistent kernel, or why there is none."""
+    runtime = current(weights.w_out)
+    if runtime.gpu is None or runtime.backend != "cuda":
+        return "there are Triton kernels alone"
+    reason = why_not_persistent(runtime.gpu, spec, batch, weights.precision)
+    if reason is not None:
+        return reason
+    plan = Plan(spec, batch, tables.steps, tables.trained, runtime.gpu)
+    output = (weights.w_out, weights.b_out.contiguous())
+    try:
+        return PersistentLoop(plan, list(weights.layers), tables, output, weights.mix, prefix_tokens)
+    except NotResident as error:
+        return str(error)
+
+
 class LoopProgram:
     """The denoise program of an expert that reads a prefix.
 
@@ -368,16 +389,22 @@ class LoopProgram:
         if weights.state is not None:
             self.state_token = torch.zeros(batch, spec.model_width, device=device)
         gpu = current(device).gpu
-        self.loop: StreamedLoop | SuffixLoop
+        self.loop: StreamedLoop | PersistentLoop | SuffixLoop
+        why_not = {"streamed kernels": why_not_streamed}
         if gpu is not None and weights.packed is not None:
             self.loop = streamed_loop(gpu, weights, spec, tables, batch, prefix_tokens)
         else:
-            self.loop = SuffixLoop(weights, spec, tables, batch, prefix_tokens)
-        what = f"{weights_in(weights.precision)}, {self.loop.kernels_a_step} kernels a step"
-        self.detail = described(self.loop, what, why_not_streamed if device.type == "cuda" else None)
+            found = persistent_loop(weights, spec, tables, batch, prefix_tokens)
+            if isinstance(found, str):
+                why_not["persistent kernel"] = found
+                found = SuffixLoop(weights, spec, tables, batch, prefix_tokens)
+            self.loop = found
+        self.detail = described(self.loop, weights_in(weights.precision), why_not if device.type == "cuda" else {})
 
     def follow(self, earlier: Program, outputs: Mapping[str, Tensor]) -> str:
-        if not (isinstance(earlier, NativePrefix) and self.loop.reads_by_layer):
+        if isinstance(self.loop, PersistentLoop) or not isinstance(earlier, NativePrefix):
+            return ""
+        if not self.loop.reads_by_layer:
             return ""
         self.overlap = earlier.overlapped(outputs)
         return BESIDE
@@ -387,6 +414,7 @@ class LoopProgram:
         if overlap is None:
             self.loop.run(inputs, self.prepare(inputs, actions), actions)
             return
+        assert not isinstance(self.loop, PersistentLoop)
         with overlap.consumer():
             state = self.prepare(inputs, actions)
             with self.loop.chain:
@@ -410,15 +438,18 @@ class LoopProgram:
         return self.state_token
 
 
-def described(loop: StreamedLoop | LayerLoop, what: str, why_not_streamed: str | None) -> str:
+def described(loop: StreamedLoop | PersistentLoop | SuffixLoop, weights: str, why_not: Mapping[str, str | None]) -> str:
     """Return a loop's text for the ledger.
 
     Args:
-        what: describes the weights.
-        why_not_streamed: why the streamed kernels do not run this loop, if they were considered.
+        weights: their dtype.
+        why_not: why faster kernels do not run this loop, by their names, if they were considered.
     """
+    reasons = "".join(f" (no {kernels}: {reason})" for kernels, reason in why_not.items() if reason)
+    if isinstance(loop, PersistentLoop):
+        return f"one persistent CUDA kernel, {weights}{reasons}"
+    what = f"{weights}, {loop.kernels_a_step} kernels a step"
     if isinstance(loop, StreamedLoop):
         apart = loop.schedule.apart
         return f"streamed CUDA kernels, {what}" + (f" (q/k/v and attention apart: {apart})" if apart else "")
-    reason = f" (no streamed kernels: {why_not_streamed})" if why_not_streamed else ""
-    return f"fused ops, {what}{reason}{loop.choices.detail}"
+    return f"fused ops, {what}{reasons}{loop.choices.detail}"

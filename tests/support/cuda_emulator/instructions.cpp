@@ -190,6 +190,32 @@ void bulk_prefetch(const void* from, u32 bytes) {
   check_alignment(bytes, 16, "bulk_prefetch");
   machine.global.read(from, bytes, true, "bulk_prefetch");
 }
+
+// -- copies by the threads of a warp -----------------------------------------------------------------------------------
+
+void cp_async_16(u32 to, const void* from, bool real, u64) {
+  check_alignment(to, 16, "cp_async_16");
+  check_alignment((size_t)from, 16, "cp_async_16");
+  own_block(to, "cp_async_16");
+  if (real) machine.global.read(from, 16, current->waited || current->block->waited, "cp_async_16");
+  current->async.push_back({AsyncStep::COPY, to & PLACE, real ? (const unsigned char*)from : nullptr, {}});
+  release(*current->warp, current->async.back().clock);
+}
+void cp_async_commit() {
+  current->async.push_back({AsyncStep::GROUP, 0, nullptr, {}});
+  ++current->groups;
+}
+void cp_async_arrive(u32 barrier) {
+  barrier_of(own_block(barrier, "cp_async_arrive"), barrier, "cp_async_arrive");
+  current->async.push_back({AsyncStep::ARRIVE, barrier & PLACE, nullptr, {}});
+}
+void emulator::wait_for_copies(int left) {
+  wait("cp_async_wait", [](const Thread& t) { return t.groups <= (int)t.value; }, nullptr, left);
+  // What comes behind may still follow an arrival that is not done.
+  if (left == 0) wait("cp_async_wait", [](const Thread& t) { return t.async.empty(); });
+  current->warp->clock.join(current->landed);
+}
+
 // A tensor map here is what driver.py wrote. A box has rows of 128 bytes, one after the other along each dimension,
 // swizzled; what is outside of the tensor is zero.
 void emulator::tma_load_box(u32 to, const u64 (&map)[16], std::initializer_list<int> place, u32 barrier, u32 mask,
@@ -277,6 +303,12 @@ void wait_there(uint4& v, const void* p) {
   if (current->object = &v; are_there(*current)) return;
   wait("wait_there", are_there, p);
   v = load_global<uint4>(p, true, "wait_there");
+}
+// Counters in global memory put the blocks of a grid in order; other blocks' accesses to it are not checked.
+void red_release(u32* counter) { store_global(counter, load_global<u32>(counter, true, "red_release") + 1, "red_release"); }
+void wait_count(const u32* counter, u32 target) {
+  machine.global.read(counter, sizeof(u32), true, "wait_count");
+  wait("wait_count", [](const Thread& t) { return (int)(*(const u32*)t.object - (u32)t.value) >= 0; }, counter, target);
 }
 uint4 ld_global_v4(const void* p) { return load_global<uint4>(p, current->waited || current->block->waited, "ld_global_v4"); }
 uint4 ld_cg_v4(const void* p) { return load_global<uint4>(p, current->waited || current->block->waited, "ld_cg_v4"); }

@@ -15,6 +15,7 @@ namespace emulator {
   void tma_load_box(u32 to, const u64 (&map)[16], std::initializer_list<int> place, u32 barrier, u32 mask,
                     const char* what);
   void store_matrices(u32 address, const u32* r, int count);
+  void wait_for_copies(int left);
   void arrive_at_part(u32 barrier, int threads, bool waits);
   void wgmma_of_shared(float* d, int count, u64 a, u64 b, int more, int kind);
   float widen_e4m3(unsigned char v);
@@ -59,7 +60,23 @@ uint4 ld_relaxed_v4(const void* p);
 void wait_there(uint4& v, const void* p);
 uint4 ld_cg_v4(const void* p);
 uint4 ld_global_v4(const void* p);
+inline float2 ld_constant_f2(const float* p) { return *(const float2*)p; }
 inline float ld_cg(const float* p) { return *p; }
+
+// -- arrivals that are counted in global memory ------------------------------------------------------------------------
+
+void red_release(u32* counter);
+void wait_count(const u32* counter, u32 target);
+
+// -- copies by the threads of a warp -----------------------------------------------------------------------------------
+
+void cp_async_16(u32 to, const void* from, bool real, u64 policy);
+void cp_async_commit();
+void cp_async_arrive(u32 barrier);
+template <int LEFT>
+inline void cp_async_wait() {
+  emulator::wait_for_copies(LEFT);
+}
 
 // -- clusters ----------------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,10 @@ static void take_turn(Warp& warp) {
       current = nullptr;
       if (!thread.done) continue;
       if (thread.fiber.overflown()) fail("a thread needs more than %zu bytes of stack", Fiber::STACK);
+      if (!thread.async.empty()) {
+        current = &thread;
+        fail("a thread ends while copies by cp.async are under way");
+      }
       --warp.block->cluster->left;
       if (--warp.block->left == 0 && warp.block->copies) {
         current = &thread;
@@ -97,6 +101,36 @@ static void arrive_copy(Cluster& cluster, size_t which) {
   barrier.behind |= copy.waited;
   barrier.complete();
   machine.progress = true;
+}
+
+// The next steps of a thread's copies by cp.async, up to an arrival or the end of a group.
+static void land(Thread& thread) {
+  Block& block = *thread.block;
+  while (!thread.async.empty()) {
+    AsyncStep step = std::move(thread.async.front());
+    thread.async.pop_front();
+    machine.progress = true;
+    if (step.kind == AsyncStep::GROUP) {
+      --thread.groups;
+      return;
+    }
+    if (step.kind == AsyncStep::ARRIVE) {
+      Barrier& barrier = block.barriers.at(step.to);
+      barrier.released.join(thread.landed);
+      if (barrier.pending == 0) fail("cp_async_arrive: all of %d arrivals have come", barrier.expected);
+      --barrier.pending;
+      barrier.complete();
+      return;
+    }
+    const uint32_t stamp = ++block.cluster->stamps[block.engine];
+    step.clock.seen[block.engine] = stamp;
+    block.memory.write(step.to, 16, block.engine, step.clock, stamp, "cp_async_16");
+    if (step.from)
+      memcpy(block.memory.bytes + step.to, step.from, 16);
+    else
+      memset(block.memory.bytes + step.to, 0, 16);
+    thread.landed.join(step.clock);
+  }
 }
 
 static void begin_cluster(int first_block) {
@@ -133,7 +167,11 @@ static void begin_cluster(int first_block) {
       thread.warp = &warp;
       thread.index = i;
       thread.lane = i % LANES;
-      thread.done = thread.started = thread.waited = thread.behind = false;
+      thread.done = thread.started = thread.behind = false;
+      thread.waited = machine.ordered;
+      thread.async.clear();
+      thread.groups = 0;
+      thread.landed = {};
       thread.ready = nullptr;
       thread.cluster_phase = thread.cluster_arrivals = thread.cluster_waits = 0;
     }
@@ -188,6 +226,10 @@ static void run_grid() {
     for (auto& cluster : machine.resident)
       if (!cluster->copies.empty() && (!machine.progress || machine.random() % 2))
         arrive_copy(*cluster, machine.random() % cluster->copies.size());
+    for (auto& cluster : machine.resident)
+      for (Block* block : cluster->blocks)
+        for (int i = 0; i < machine.threads; ++i)
+          if (Thread& thread = *block->threads[i]; !thread.async.empty() && (idle || machine.random() % 2)) land(thread);
     idle = machine.progress ? 0 : idle + 1;
     for (size_t i = machine.resident.size(); i-- > 0;)
       if (machine.resident[i]->left == 0) end_cluster(i), resident = 0;
@@ -220,12 +262,13 @@ void emulator_forget() { machine.global.forget(); }
 
 // This runs a grid to its end; it returns what went wrong, or null.
 const char* emulator_launch(const char* kernel, void (*call)(void**), void** values, int grid, int threads, int cluster,
-                            int shared, int dependent, unsigned seed) {
+                            int shared, int dependent, int ordered, unsigned seed) {
   machine.kernel = kernel;
   machine.grid = grid;
   machine.threads = threads;
   machine.cluster_size = cluster;
   machine.shared = shared;
+  machine.ordered = ordered;
   machine.random.seed(seed);
   entry = call;
   arguments = values;

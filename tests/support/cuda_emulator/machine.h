@@ -21,6 +21,14 @@ struct Block;
 struct Cluster;
 using Ready = bool (*)(const Thread&);
 
+// What a thread does by cp.async, in this order: a copy of 16 bytes, the end of a group, an arrival.
+struct AsyncStep {
+  enum { COPY, GROUP, ARRIVE } kind;
+  uint32_t to;                // the address, or the barrier's
+  const unsigned char* from;  // null for zeros
+  Clock clock;                // what the thread knew
+};
+
 struct Thread {
   Fiber fiber;
   Block* block;
@@ -36,6 +44,10 @@ struct Thread {
   uint64_t value;
   // Of the cluster's barrier: what it arrived at, and how often it has arrived and waited.
   uint32_t cluster_phase, cluster_arrivals, cluster_waits;
+  // By cp.async: what has not been done, the groups among it, and a clock of what has landed.
+  std::deque<AsyncStep> async;
+  int groups;
+  Clock landed;
 };
 
 struct Warp {
@@ -113,6 +125,7 @@ struct Cluster {
 struct Machine {
   const char* kernel;
   int grid, threads, cluster_size, shared;
+  bool ordered;  // The launch waits for everything before it: no kernel of its chain still runs.
   std::mt19937 random;
   GlobalMemory global;
   bool progress;

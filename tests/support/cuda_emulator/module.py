@@ -95,9 +95,13 @@ class EmulatedModule:
         """As many as anybody may ask for."""
         return 1000
 
+    def blocks_at_once(self, name: str, threads: int) -> int:
+        """As many as anybody may ask for."""
+        return 1000
+
     def launch(
         self, name: str, blocks: int, threads: int, arguments: Sequence[Any], *, cluster: int = 1,
-        dependent: bool = False,
+        dependent: bool = False, cooperative: bool = False,
     ) -> None:  # fmt: skip
         """Run a grid to its end. Raises EmulationError with what went wrong."""
         self.seed += 1
@@ -105,7 +109,16 @@ class EmulatedModule:
         values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         function = ctypes.cast(getattr(self._library, f"emulated_{name}"), ctypes.c_void_p)
         error = self._library.emulator_launch(
-            name.encode(), function, values, blocks, threads, cluster, self.shared[name], int(dependent), self.seed
+            name.encode(),
+            function,
+            values,
+            blocks,
+            threads,
+            cluster,
+            self.shared[name],
+            int(dependent),
+            int(cooperative),
+            self.seed,
         )
         if error:
             raise EmulationError(error.decode())

@@ -292,7 +292,8 @@ class Schedule:
         """The source of the kernels, with the sizes at its beginning."""
         names = ("core", "products", "phases", "attention" if self.fused is None else self.fused.kernel, "step")
         blocks = "".join(b.cpp for b in (Model, Call, AttendWork, GroupedWork))
-        return source_of(self.macros, *(f"loop/{name}" for name in names), generated=blocks + self._wide_products)
+        paths = ("tensor_cores", *(f"loop/{name}" for name in names))
+        return source_of(self.macros, *paths, generated=blocks + self._wide_products)
 
     @property
     def _wide_products(self) -> str:
