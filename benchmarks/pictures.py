@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from benchmarks.tables import registry, server, shapes, success
+from benchmarks.tables import flow, registry, server, shapes, success
 from benchmarks.tables.bench import batched
 from eval.harness import late
 from eval.script import run_script, write_png
 from vla_accel.cli.options import Written
 from vla_accel.report import charts
 from vla_accel.report.bench import batch_lines, call_parts
+from vla_accel.report.flow import draw_flow, flow_points
 from vla_accel.report.tune import agreement_points, draw_agreement
 
 
@@ -32,6 +33,11 @@ class Arguments:
 def _tune(result: dict[str, Any]) -> Any:
     """Latency against disagreement."""
     return draw_agreement(agreement_points(result["tried"]))
+
+
+def _flow(result: dict[str, Any]) -> Any:
+    """Error of the final actions against latency."""
+    return draw_flow(flow_points(result["rows"]))
 
 
 def _late(results: Sequence[Any]) -> Any:
@@ -85,6 +91,8 @@ def _server(results: Sequence[dict[str, Any]]) -> Any:
 
 
 PICTURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    flow.PICTURES["demo"]: ("flow_pi05", _flow),
+    flow.PICTURES["smolvla_demo"]: ("flow_smolvla", _flow),
     success.TUNE_PICTURE: ("tune_demo", _tune),
     success.LATE_PICTURE: ("late", _late),
     success.STRESS_PICTURE: ("paired_stress", _paired),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.svg import draw_latency, draw_models, sources
-from benchmarks.tables import agreement, bench, hardware, images, server, shapes, success
+from benchmarks.tables import agreement, bench, flow, hardware, images, server, shapes, success
 from benchmarks.tables.lerobot_fields import FIELD_TABLES, steps
 from eval.training import record_of
 
@@ -42,6 +42,8 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "paired_stress": (success.stressed, "libero_stress"),
     "paired_stress_elsewhere": (success.paired, "libero_stress_elsewhere"),
     "late": (success.late, ("libero_late_*", "bench_record_h200")),
+    "flow_pi05": (flow.flow, "flow_pi05_demo_h200"),
+    "flow_smolvla": (flow.flow, "flow_smolvla_demo_h200"),
     "tune_demo": (success.tune, "tune_demo_h100"),
     "bench_pi05": (bench.bench, "bench_record_h200"),
     "bench_pi05_alone": (bench.bench, "bench_pi05_alone_h200"),

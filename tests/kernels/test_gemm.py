@@ -21,6 +21,7 @@ from vla_accel.kernels.gemm.config import known
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.hopper import TABLES, HopperTile
 from vla_accel.kernels.gemm.hopper.config import SHARED_LIMIT, HopperSizes, Use, few_rows
+from vla_accel.kernels.gemm.hopper.launch import why_not as why_not_product
 from vla_accel.kernels.gemm.hopper.launch import why_not_tile
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.weights import Linear
@@ -72,6 +73,16 @@ def test_shared_memory_holds_everything(tile: HopperTile, gated: bool) -> None:
     assert begin * tile.threads * tile.resident <= 65_536
     assert fetching + tile.groups * multiplying <= begin * (tile.groups + 1)
     assert not (begin % 8 or fetching % 8 or multiplying % 8)
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_an_activation_that_the_epilogue_lacks_is_refused(activation: Activation) -> None:
+    x, weights = torch.zeros(16, 64, dtype=torch.bfloat16), Linear(torch.zeros(32, 64, dtype=torch.bfloat16), None)
+    out = torch.zeros(16, 16 if activation.gated else 32, dtype=torch.bfloat16)
+    reason = why_not_product(H200, x, weights, out, Epilogue(activation=activation))
+    refused = activation in (Activation.SILU, Activation.RELU)
+    assert (reason is not None and f"activation is {activation};" in reason) == refused, reason
+    assert refused or reason is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])

@@ -50,6 +50,7 @@ def main(options: Flow, words: list[str]) -> int:
     from vla_accel.measure.schedules import check_count, judge, time_steps
     from vla_accel.measure.systems import free
     from vla_accel.policy import OptimizedPolicy
+    from vla_accel.policy.agreement import weights_of
     from vla_accel.tune.search import write_config
 
     began = time.perf_counter()
@@ -83,7 +84,8 @@ def main(options: Flow, words: list[str]) -> int:
     for row in result["rows"]:
         row |= {name: timed[row["num_steps"]][name] for name in kept}
     result |= {
-        "checkpoint": checkpoint, "config": Path(options.config or AUTO).stem, "model": policy.metadata["model"],
+        "checkpoint": checkpoint, "weights": weights_of(policy.model), "config": Path(options.config or AUTO).stem,
+        "model": policy.metadata["model"],
         "observations": options.observations and options.observations.name, "engines": policy.ledger.as_list(),
         "others_busy": cores[0], "command": ["vla-accel", "flow", *without_folders(words)],
         "hardware": hardware(policy.device), "software": software(), "seconds": round(time.perf_counter() - began, 1),

@@ -30,7 +30,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Point:
-    """A point; `front`: nothing is better in both measures; `dropped`: a gate refused it."""
+    """A point; `front`: nothing is better in both measures; `dropped`: a gate refused it; `reference`: the others are
+    compared with it."""
 
     label: str
     x: float
@@ -38,6 +39,7 @@ class Point:
     chosen: bool = False
     front: bool = False
     dropped: bool = False
+    reference: bool = False
 
 
 def stacked(bars: Sequence[Bar], *, unit: str, narrow: bool, limit: tuple[float, str] | None = None) -> Any:
@@ -98,8 +100,8 @@ def heat(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[
 
 
 def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: float | None = None) -> Any:
-    """Draw points by two measures, with the front joined, and names at the front and at the chosen point. x is
-    logarithmic if it spans much; y is logarithmic down to `finest`, and linear below."""
+    """Draw points by two measures, with the front joined, and names at the front, the chosen and the reference
+    point. x is logarithmic if it spans much; y is logarithmic down to `finest`, and linear below."""
     figure, axes = _axes(narrow, 4.2, x, y)
     front = sorted((p.x, p.y) for p in points if p.front)
     axes.step(*zip(*front, strict=True), where="post", color=PARTS["vision"], linewidth=1) if front else None
@@ -107,7 +109,7 @@ def scatter(points: Sequence[Point], *, x: str, y: str, narrow: bool, finest: fl
     for p in points:
         mark, size, colour = marks["chosen" if p.chosen else "dropped" if p.dropped else "kept"]
         axes.plot([p.x], [p.y], mark, color=colour, markersize=size, linestyle="none")
-        if p.chosen or p.front:
+        if p.chosen or p.front or p.reference:
             letters = 7 if narrow else 8
             axes.annotate(p.label, (p.x, p.y), xytext=(6, 5), textcoords="offset points", fontsize=letters)
     if finest is not None and max(p.y for p in points) > finest:  # else symlog would mark only the ends

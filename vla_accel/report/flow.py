@@ -92,7 +92,7 @@ def flow_points(rows: Sequence[Row]) -> list[charts.Point]:
     known = [(row["median_ms"], 100 * row["error"]["value"]) for row in rows]
     return [
         charts.Point(
-            row["name"], *here, chosen=row["chosen"], dropped=not row["passed"],
+            row["name"], *here, chosen=row["chosen"], dropped=not row["passed"], reference=row is rows[0],
             front=not any(x <= here[0] and y <= here[1] and (x, y) != here for x, y in known),
         )
         for row, here in zip(rows, known, strict=True)

@@ -26,6 +26,8 @@ EIGHT = 8
 """Rows of a side that are next to each other in a tile of pairs."""
 _KINDS = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "f16"), torch.float8_e4m3fn: (2, "e4m3")}
 _FP8 = torch.float8_e4m3fn
+_ACTIVATIONS = (Activation.NONE, Activation.GELU, Activation.GEGLU, Activation.SWIGLU)
+"""What `epilogue.cu` computes."""
 
 
 def source(
@@ -63,6 +65,8 @@ def why_not(gpu: Gpu, x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogu
     weight, activation = weights.weight, epilogue.activation
     if reason := why_not_on(gpu):
         return reason
+    if activation not in _ACTIVATIONS:
+        return f"the activation is {activation}; it computes {', '.join(map(str, _ACTIVATIONS))}"
     if x.dtype not in _KINDS or weight.dtype != x.dtype:
         return f"x is {x.dtype}, the weight {weight.dtype}; it takes two of BF16, FP16 or FP8"
     wide = torch.bfloat16 if x.dtype == _FP8 else x.dtype
