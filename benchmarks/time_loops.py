@@ -4,11 +4,11 @@
     python -m benchmarks.time_loops --many --output runs/many.jsonl [--only TEXT] [--ways WAY ...]
     TRITON_INTERPRET=1 python -m benchmarks.time_loops --tiny --output runs/loops.jsonl    # without a GPU
 
-Loops: all layers of the expert, one step, with streamed kernels (Hopper's CUDA C++), in Triton as built here, and in
-Triton as a portable GPU would build it: microseconds a layer, and the cosine with the float32 reference, judged by that
-of plain BF16. With --many: loops of many rows, ten steps, with products in Triton, by the library, by the own GEMM, and
-as chosen, and every time that the choice was based on. A JSON line for each; the exit status is 1 if one is wrong.
-`benchmarks.time_gemm` times the GEMMs of prefix and vision.
+Loops: all layers of the expert, one step, with streamed kernels (Hopper's CUDA C++), in the persistent kernel, in
+Triton as built here, and in Triton as a portable GPU would build it: microseconds a layer, and the cosine with the
+float32 reference, judged by that of plain BF16. With --many: loops of many rows, ten steps, with products in Triton, by
+the library, by the own GEMM, and as chosen, and every time that the choice was based on. A JSON line for each; the exit
+status is 1 if one is wrong. `benchmarks.time_gemm` times the GEMMs of prefix and vision.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tests.support import kernel_calls as calls
 from tests.support.gpus import assumed
 from tests.support.runtimes import steered
 from tests.support.streamed_support import FULL, SMOLVLA_FULL, LoopCase, Loops, smolvla_case, streamable
+from vla_accel.errors import EngineError
 from vla_accel.families.pi0.native_loop import expert_spec, expert_weights, steps_of, why_not_streamed
 from vla_accel.families.pi0.network import Pi0
 from vla_accel.families.smolvla import native_loop as smolvla_expert
@@ -40,9 +41,10 @@ from vla_accel.kernels import config as configs
 from vla_accel.kernels.autotune import milliseconds, unfit
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop import why_not
+from vla_accel.kernels.persistent import why_not as why_not_persistent
 from vla_accel.machine import resolve_device
 from vla_accel.nn.flow import Schedule
-from vla_accel.nn.loop import SuffixLoop, streamed_loop
+from vla_accel.nn.loop import SuffixLoop, persistent_loop, streamed_loop
 from vla_accel.nn.random_weights import random_model
 from vla_accel.runtime import Runtime
 
@@ -118,6 +120,8 @@ def timed(loop: Judged, ways: Mapping[str, Callable[[], Any]], repeats: int = 4)
             with assumed(gpus.get(way)), steered("cuda" if here is not None else "triton", device):
                 began = time.perf_counter()
                 made = build()
+                if isinstance(made, str):
+                    raise EngineError(made)
                 row["build_s"] = round(time.perf_counter() - began, 1)
                 cosine = cosine_of(velocity(made, inputs, loop.state), loop.want)
                 row |= {"cosine": cosine, "least": loop.least, "right": cosine >= loop.least}
@@ -155,14 +159,14 @@ def smolvla_loops(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
         yield from timed(Judged(name, config.action_horizon, config.expert.depth, inputs, None, want), ways)
 
 
-def build_of(model: Pi0, case: LoopCase, precision: str, streamed: bool = False) -> Callable[[], Any]:
-    """Prepare the weights of a loop; the result builds it."""
-    weights = expert_weights(model, precision, streamed=streamed)
+def build_of(model: Pi0, case: LoopCase, precision: str, kernels: str = "fused") -> Callable[[], Any]:
+    """Prepare the weights of a loop; the result builds it. `kernels`: fused, streamed or persistent."""
+    weights = expert_weights(model, precision, streamed=kernels == "streamed")
     tables, sizes = steps_of(model, weights, Schedule.uniform(case.steps)), (case.batch, case.prefix_tokens)
     arguments = (weights, expert_spec(case.config), tables, *sizes)
-    if streamed:
+    if kernels == "streamed":
         return functools.partial(streamed_loop, Gpu.of(next(model.parameters()).device), *arguments)
-    return functools.partial(SuffixLoop, *arguments)
+    return functools.partial({"fused": SuffixLoop, "persistent": persistent_loop}[kernels], *arguments)
 
 
 def judged(name: str, case: LoopCase, model: Pi0, device: torch.device) -> tuple[Judged, Callable[[], Any]]:
@@ -223,11 +227,14 @@ def loops(device: torch.device, chosen: dict[str, LoopCase]) -> Iterator[dict[st
         case, model = dataclasses.replace(case, steps=1), random_model(Pi0, case.config).to(device)
         loop, build = judged(name, case, model, device)
         ways = {"triton": build}
-        if Gpu.of(device) is not None:
+        here = Gpu.of(device)
+        if here is not None:
             model = model.to_compute_dtype(torch.bfloat16)
             ways |= {"portable": build, "triton int8": build_of(model, case, "int8")}
             if why_not_streamed(model, "bf16", case.batch) is None:
-                ways["streamed"] = build_of(model, case, "bf16", streamed=True)
+                ways["streamed"] = build_of(model, case, "bf16", "streamed")
+            if why_not_persistent(here, expert_spec(case.config), case.batch, "bf16") is None:
+                ways["persistent"] = build_of(model, case, "bf16", "persistent")
         yield from timed(loop, ways)
 
 

@@ -1,8 +1,8 @@
 """`Runtime`: what decides which kernels run on a device, made once for a policy.
 
-The policy opens its runtime while it builds and runs engines. A native engine with portable kernels opens its own one
-inside. Ops and planning code call `current(device)`; where no runtime is open, as in an image pipeline, they get the
-default of the device. The open runtime is the state of one thread.
+The policy opens its runtime while it builds and runs engines. A native engine with other kernels than the fastest opens
+its own one inside. Ops and planning code call `current(device)`; where no runtime is open, as in an image pipeline,
+they get the default of the device. The open runtime is the state of one thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from vla_accel.kernels.gpu import Gpu
 
 Backend = Literal["reference", "triton", "cuda"]
-"""How ops run: "reference" by torch, "triton" by Triton kernels alone, "cuda" by the fastest kernel of any kind."""
+"""How ops run: "reference" by torch, "cuda" by the fastest kernels, "triton" without this package's CUDA C++."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,18 @@ class Runtime:
     def portable(self) -> Runtime:
         """The same runtime without kernels that need more than an Ada GPU has."""
         return replace(self, gpu=self.gpu and self.gpu.portable)
+
+    @property
+    def triton(self) -> Runtime:
+        """The portable runtime without this package's CUDA C++."""
+        return replace(self.portable, backend="triton")
+
+    @property
+    def why_not_cuda(self) -> str | None:
+        """Why this package's CUDA C++ does not run; None if it does."""
+        if self.gpu is None:
+            return "there is no GPU"
+        return None if self.backend == "cuda" else "Triton's kernels only"
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Tables of GPUs, weights, engines built ahead of time, attention kernels and episodes an hour."""
+"""Tables of GPUs, weights, engines built ahead of time, loop and attention kernels, and episodes an hour."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.tables.table import MODELS, Row, command, commit, filled, machine, machines, plural, table
+from benchmarks.tables.table import MODELS, Row, blocks, command, commit, filled, machine, machines, plural, table
 
 # -- GPUs and the memory of weights -------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def _precision(one: Row) -> str:
     return ", ".join([*words, *(["embeddings on the host"] if one["on_host"] else [])])
 
 
-# -- engines and attention ----------------------------------------------------------------------------------------
+# -- engines and kernels ------------------------------------------------------------------------------------------
 
 
 def builds(result: Row) -> str:
@@ -124,6 +124,32 @@ def builds(result: Row) -> str:
         "ONNX cosine = {cosine:.6f} | engines = {count} | MB each = {size} | s in all = {seconds:.0f}",
         rows,
         f"{library}, torch {result['software']['torch']}, {place}{commit(result)}; {result['checkpoint']}.",
+    )
+
+
+def denoise_loops(result: Row) -> str:
+    """The persistent denoise loop and its variants, Triton's, and the errors of the persistent one."""
+    loop, tuning = result["loop"], result["tuning"]
+    return blocks(
+        table(
+            "kernels = {part} | variant = {variant} | median ms = {median:.2f} | least = {least:.2f} | "
+            "p90 = {p90:.2f} | replays = {count}",
+            result["loops_ms"],
+            f"The denoise loop of {MODELS[loop['model']]} alone as a CUDA graph: {plural(loop['layers'], 'layer')}, "
+            f"{plural(loop['rows'], 'row')}, {loop['prefix_tokens']} keys of the prefix, "
+            f"{plural(loop['steps'], 'step')}, {loop['precision'].upper()}, random weights. As shipped: "
+            f"{tuning['under_way_kb']} KB under way, {tuning['loaded_chunks']} chunks loaded at once, "
+            f"{tuning['stages']} stages of {tuning['stage_kb']} KB, {tuning['shared_kb']:.0f} KB of shared memory. "
+            "Variants that read or wait for nothing show what these cost, and their results are wrong. "
+            f"{result['hardware']['gpu']}{commit(result)}.",
+        ),
+        table(
+            "loop = {part}, {case} | actions = {actions:.1e} | worst phase = {worst_phase:.1e} | "
+            "same bits in five runs = {same}",
+            [{**one, "same": "yes" if one["repeats"] and one["finite"] else "no"} for one in result["errors"]],
+            "Rms difference of the persistent kernel from a torch reference of the same phases, relative to the "
+            "reference (for actions: to their change by the loop).",
+        ),
     )
 
 

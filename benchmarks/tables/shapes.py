@@ -12,7 +12,7 @@ from vla_accel.measure.bench import SCHEMA
 from vla_accel.measure.systems import ORDINARY_TOKENS
 
 SHAPES, BATCHES = "bench_shapes_h200.png", "bench_batches_h200.png"
-OURS = ("native-", "portable-", "realtime-vla")
+OURS = ("native-", "portable-", "triton-", "realtime-vla")
 """Prefixes of the systems that these tables show; eager code of other projects has its own tables."""
 
 

@@ -216,7 +216,8 @@ def test_an_option_changes_something(option: str, tmp_path: Path, monkeypatch: p
 
 def test_portable_kernels_are_those_of_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_of_program(EngineSpec("native"), monkeypatch) == [H200]
-    assert gpu_of_program(spec("native", "native.kernels", "portable"), monkeypatch) == [H200.portable]
+    for kernels in ("portable", "triton"):
+        assert gpu_of_program(spec("native", "native.kernels", kernels), monkeypatch) == [H200.portable]
 
 
 @pytest.mark.parametrize("engine", get_args(EngineName))

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from tests.support.gpu_policies import BF16_COSINE, EAGER, NATIVE, cosines, demo_observation, noise_for
 from vla_accel import OptimizedPolicy
-from vla_accel.config import NativeOptions, RtcConfig
+from vla_accel.config import Kernels, NativeOptions, RtcConfig
 
 pytestmark = pytest.mark.gpu
 TRAINED = RtcConfig(trained=True, max_delay=4)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "portable"])
-def test_pinned_actions_are_exact_and_the_others_are_eagers(kernels: Literal["auto", "portable"]) -> None:
+@pytest.mark.parametrize("kernels", get_args(Kernels))
+def test_pinned_actions_are_exact_and_the_others_are_eagers(kernels: Kernels) -> None:
     native = OptimizedPolicy.from_pretrained(
         "demo", replace(NATIVE, rtc=TRAINED, strict=True, native=NativeOptions(kernels=kernels))
     )
     eager = OptimizedPolicy.from_pretrained("demo", replace(EAGER, rtc=TRAINED))
-    assert "no streamed kernels: they have one flow time" in native.ledger.entries["denoise"].detail
+    detail = native.ledger.entries["denoise"].detail
+    assert "no streamed kernels: they have one flow time" in detail
+    assert ("no persistent kernel: Triton's kernels only" in detail) == (kernels == "triton")
     observations = [demo_observation(native, seed) for seed in range(3)]
     noise = noise_for(native, 3)
     chunks = [None, *np.random.default_rng(1).uniform(-0.5, 0.5, (2, 6, 7))]

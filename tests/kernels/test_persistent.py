@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.support.agreement import assert_as_near, rms
 from tests.support.cuda_emulator import EmulatedModule, EmulationError
 from tests.support.gpus import A100, GPUS, H200, ORIN, RTX_4090
+from tests.support.runtimes import CPU
 from tests.support.streamed_support import LOOPS, NAN, LoopCase, Loops, streamable
 from vla_accel.families.pi0.native_loop import expert_spec
 from vla_accel.kernels import nvrtc
@@ -22,6 +23,8 @@ from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.persistent import NotResident, PersistentLoop, Plan, why_not
 from vla_accel.kernels.persistent.plan import MOST_STAGES
 from vla_accel.kernels.persistent.reference import Reference, columns_of
+from vla_accel.nn.loop import persistent_loop
+from vla_accel.runtime import Runtime
 
 DEMO = replace(LOOPS["demo"], steps=2)
 PI0 = LoopCase(streamable("pi0", width=128, mlp=256, heads=2, head_dim=128, horizon=9), prefix_tokens=70, steps=2)
@@ -179,6 +182,16 @@ def test_a_gpu_with_little_shared_memory_is_refused() -> None:
     small = replace(RTX_4090, shared_per_block=48 << 10)
     reason = "its ring needs 3 stages, 49152 bytes of shared memory hold 1"
     assert why_not(small, expert_spec(LOOPS["full"].config), 1, "bf16") == reason
+
+
+def test_triton_s_kernels_only_exclude_it() -> None:
+    """Nothing of CUDA C++ is compiled, and the ledger says why."""
+    loops = Loops(DEMO)
+    weights, tables = loops.weights("bf16")
+    for runtime in (Runtime(CPU, H200, "cuda").triton, Runtime(CPU, A100, "cuda").triton):
+        with runtime.open():
+            found = persistent_loop(weights, loops.spec, tables, 1, DEMO.prefix_tokens)
+        assert found == "Triton's kernels only"
 
 
 def test_causal_experts_are_refused() -> None:

@@ -77,7 +77,7 @@ def test_a_kernel_that_gave_up_waiting_is_named(monkeypatch: pytest.MonkeyPatch)
         return lambda _: SimpleNamespace(synchronize=synchronize)
 
     monkeypatch.setattr(torch.cuda, "current_stream", stream_that_fails("CUDA error: unspecified launch failure\n…"))
-    with pytest.raises(EngineError, match=r"cuda:0: a kernel stopped itself.*denoise: eager"):
+    with pytest.raises(EngineError, match=r"cuda:0: a kernel stopped itself.*native: {kernels: triton}"):
         nvrtc.synchronize(FIRST)
     monkeypatch.setattr(torch.cuda, "current_stream", stream_that_fails("CUDA error: an illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory access"):

@@ -289,20 +289,21 @@ def test_missing_modelopt_is_said_before_anything_is_built(
     assert cli.main([*words, "--systems", "eager"]) == 0
 
 
-def test_portable_and_host_systems_are_native_ones_with_an_option() -> None:
+def test_portable_triton_and_host_systems_are_native_ones_with_an_option() -> None:
     factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None)
     names = ("native-bf16", "native-fp8", "native-fp8-vision")
     assert factory.default == ("eager", *names) and "realtime-vla" not in factory.names
     low = {"vision": "fp8", "kv_cache": "fp8", "denoise": "int8"}
     smallest = "native-fp8-vision-int8-denoise-host"
-    assert [n for n in factory.configs if n.endswith("-host")] == [smallest, smallest.replace("native", "portable")]
+    assert [n for n in factory.configs if n.endswith("-host")] == [
+        smallest.replace("native", kind) for kind in ("native", "portable", "triton")
+    ]
     for name in (*names, smallest):
-        native, portable = (
-            factory.configs[name.replace("native", n)].specs(PI05.parts) for n in ("native", "portable")
-        )
-        precisions = [{n: s.precision for n, s in specs.items()} for specs in (native, portable)]
-        assert precisions[0] == precisions[1] and (name != smallest or precisions[0] == low)
-        for specs, kernels in ((native, "auto"), (portable, "portable")):
+        for kind, kernels in (("native", "auto"), ("portable", "portable"), ("triton", "triton")):
+            specs = factory.configs[name.replace("native", kind)].specs(PI05.parts)
+            precisions = {n: s.precision for n, s in specs.items()}
+            assert precisions == {n: s.precision for n, s in factory.configs[name].specs(PI05.parts).items()}
+            assert name != smallest or precisions == low
             assert {s.native.kernels for s in specs.values()} == {kernels}
             assert {s.native.embeddings for s in specs.values()} == {"host" if name == smallest else "gpu"}
 

@@ -147,29 +147,35 @@ def test_weights_are_prepared_once_for_all_shapes(folder: Path, monkeypatch: pyt
     assert len({id(program.weights) for program in programs}) == 1  # type: ignore[attr-defined]
 
 
-def test_portable_kernels_are_built_and_run_for_a_gpu_without_hopper_s(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "backend", "named"),
+    [("portable", "cuda", "portable kernels"), ("triton", "triton", "Triton's kernels only")],
+)
+def test_kernels_of_other_gpus_are_built_and_run_without_hopper_s(
+    kernels: str, backend: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The program is built and runs with the runtime of a GPU that has no more than an Ada one."""
-    told: list[Gpu | None] = []
+    found: list[tuple[Gpu | None, str]] = []
 
     def program(_: EngineSpec) -> Any:
-        told.append(current(CPU).gpu)
+        found.append((current(CPU).gpu, current(CPU).backend))
 
         def run(inputs: Any, outputs: Any) -> None:
-            told.append(current(CPU).gpu)
+            found.append((current(CPU).gpu, current(CPU).backend))
 
         run.detail = "a program"  # type: ignore[attr-defined]
         return run
 
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
     component = Component("part", torch.nn.Identity(), (), (), native=program)
-    config = load_config({"native": {"kernels": "portable"}, "denoise": "native"})
+    config = load_config({"native": {"kernels": kernels}, "denoise": "native"})
     spec = config.specs(("vision", "denoise"))["denoise"]
-    hopper = replace(Runtime.of(CPU), gpu=H200)
+    hopper = Runtime(CPU, H200, "cuda")
     with hopper.open():
         engine = NativeEngine(component, CPU, spec)
     engine.run()
-    assert told == [H200.portable] * 2 and not H200.portable.dependent_launch
-    assert engine.detail.endswith("portable kernels (as on compute capability 8.9)")
+    assert found == [(H200.portable, backend)] * 2 and not H200.portable.dependent_launch
+    assert engine.detail.endswith(f", {named} (as on compute capability 8.9)")
     with hopper.open():
         plain = NativeEngine(component, CPU, EngineSpec("native"))
-    assert told[2] is H200 and "portable" not in plain.detail
+    assert found[2] == (H200, "cuda") and named not in plain.detail

@@ -121,7 +121,10 @@ def test_bench_times_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"encoder", "head"} <= set(row["parts_ms"]) and {"encoder_tflops", "head_gb_per_s"} <= set(row)
     assert report["model"]["kind"] == "toy" and len(report["throughput"]) == 2
     assert cli.main([*words, "--systems", "openpi-eager"]) == 1
-    assert "systems: expected some of eager, native-bf16, portable-bf16, got openpi-eager" in capsys.readouterr().err
+    assert (
+        "systems: expected some of eager, native-bf16, portable-bf16, triton-bf16, got openpi-eager"
+        in capsys.readouterr().err
+    )
 
 
 def test_it_is_served(folder: Path) -> None:

@@ -17,6 +17,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 EngineName = Literal["auto", "eager", "native", "torch_tensorrt", "tensorrt", "tensorrt_rtx"]
 EnginePrecision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8"]
 Attention = Literal["auto", "own", "sdpa", "flash_attn", "fastest"]
+Kernels = Literal["auto", "portable", "triton"]
 GuidanceSchedule = Literal["zeros", "ones", "linear", "exp"]
 NamedSchedule = Literal["uniform", "cubic"]
 AUTO = "auto"
@@ -85,14 +86,15 @@ class NativeOptions(Checked):
     Attributes:
         kernels: "auto" takes the fastest kernels. "portable" runs what an Ampere or Ada GPU would run: no kernels that
             need Hopper (GEMM and attention in CUDA C++, the streamed denoise loop, dependent launches), and no more
-            shared memory than 99 KB.
+            shared memory than 99 KB. "triton" runs the same without the persistent denoise kernel: no CUDA C++ of this
+            package, and no kernel whose blocks wait for each other.
         embeddings: where the table of token embeddings is. With "host" it is in page-locked memory, from which a kernel
             reads the rows of each prompt: the same result with 1 GB less GPU memory for the large models.
     """
 
     where = "native."
 
-    kernels: Literal["auto", "portable"] = field(default="auto", metadata=_read_by("native"))
+    kernels: Kernels = field(default="auto", metadata=_read_by("native"))
     embeddings: Literal["gpu", "host"] = field(default="gpu", metadata=_read_by("native"))
 
 

@@ -60,8 +60,8 @@ class NativeEngine(Engine):
             if reason is not None:
                 raise EngineError(f"{component.name}: {reason}")
         self._allocate()
-        portable = gpu is not None and spec.native.kernels == "portable"
-        self.runtime = runtime.portable if portable else runtime
+        kernels = "auto" if gpu is None else spec.native.kernels
+        self.runtime = {"auto": runtime, "portable": runtime.portable, "triton": runtime.triton}[kernels]
         with self.runtime.open():
             self.program: Any = component.native(spec)
         if spec.attention not in ("auto", "own") and not isinstance(getattr(self.program, "attention", None), Choice):
@@ -70,8 +70,9 @@ class NativeEngine(Engine):
         self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"
         if runtime.deterministic:
             self.detail += ", no kernel chosen by measurement"
-        if portable and self.runtime.gpu is not None:
-            self.detail += f", portable kernels (as on compute capability {self.runtime.gpu.version})"
+        if kernels != "auto" and self.runtime.gpu is not None:
+            named = {"portable": "portable kernels", "triton": "Triton's kernels only"}[kernels]
+            self.detail += f", {named} (as on compute capability {self.runtime.gpu.version})"
 
     def follow(self, earlier: Engine) -> str:
         if not (self.capturable and isinstance(earlier, NativeEngine) and hasattr(self.program, "follow")):

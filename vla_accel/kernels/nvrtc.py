@@ -147,8 +147,8 @@ def synchronize(device: torch.device) -> None:
             raise
         raise EngineError(
             f"{device}: a kernel stopped itself, most likely after waiting 10 s for another block: a lost signal, or a "
-            "GPU that other programs keep busy. Start again; `denoise: eager` avoids kernels whose blocks wait for "
-            "each other"
+            "GPU that other programs keep busy. Start again; `native: {kernels: triton}` avoids kernels whose blocks "
+            "wait for each other"
         ) from error
 
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
-from vla_accel.config import CheckpointSpec, EngineSpec, NativeOptions, PolicyConfig, load_config
+from vla_accel.config import CheckpointSpec, EngineSpec, Kernels, NativeOptions, PolicyConfig, load_config
 from vla_accel.errors import ConfigError, DependencyError, ObservationError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import Family, quantised_configs
@@ -37,7 +37,8 @@ def configs(family: Family[Any, Any, Any]) -> dict[str, PolicyConfig]:
     """Return this package's systems by name: eager, native BF16, and the shipped FP8 and INT8 configurations.
 
     Systems that end in "-host" have all components in 8 bits and the embeddings in host memory: the least memory of a
-    GPU. "portable" systems run without Hopper's own kernels, as on other GPUs.
+    GPU. "portable" systems run without Hopper's own kernels, as on other GPUs; "triton" systems also without the
+    persistent denoise kernel.
     """
 
     def every(engine: Any) -> PolicyConfig:
@@ -49,11 +50,12 @@ def configs(family: Family[Any, Any, Any]) -> dict[str, PolicyConfig]:
     for name, config in [*native.items()]:
         if all(spec.precision in FORMATS for spec in config.specs(family.parts).values()):
             native[f"{name}-host"] = replace(config, native=NativeOptions(embeddings="host"))
-    portable = {
-        name.replace("native", "portable"): replace(config, native=replace(config.native, kernels="portable"))
+    others = {
+        name.replace("native", kernels): replace(config, native=replace(config.native, kernels=kernels))
+        for kernels in get_args(Kernels)[1:]
         for name, config in native.items()
     }
-    return {"eager": every("eager"), **native, **portable}
+    return {"eager": every("eager"), **native, **others}
 
 
 REALTIME_VLA_STEPS = 10

@@ -354,11 +354,10 @@ def persistent_loop(
 ) -> PersistentLoop | str:
     """Return the loop as one persistent kernel, or why there is none."""
     runtime = current(weights.w_out)
-    if runtime.gpu is None or runtime.backend != "cuda":
-        return "there are Triton kernels alone"
-    reason = why_not_persistent(runtime.gpu, spec, batch, weights.precision)
+    reason = runtime.why_not_cuda or why_not_persistent(runtime.gpu, spec, batch, weights.precision)
     if reason is not None:
         return reason
+    assert runtime.gpu is not None
     plan = Plan(spec, batch, tables.steps, tables.trained, runtime.gpu)
     output = (weights.w_out, weights.b_out.contiguous())
     try:

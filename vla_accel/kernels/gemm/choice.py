@@ -88,7 +88,7 @@ def why_no_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, in
     """
     runtime = current(weights.weight)
     if runtime.backend != "cuda":
-        return "it runs on a GPU"
+        return runtime.why_not_cuda
     if weights.integers:
         return "INT8 has a kernel of its own"
     device, kind, (n, k) = weights.weight.device, weights.weight.dtype, weights.weight.shape
