@@ -74,9 +74,9 @@ def serving(name: str, policy: str, devices: str) -> Job:
     return Job(f"{name}_h200", f"vla-accel bench-server {options} --output {{json}}", gpus=2, whole_machine=True)
 
 
-def played(folder: str, config: str, options: str = "--trials 50", *needs: str, checkpoint: str = "") -> Job:
+def played(folder: str, config: str, options: str = "--steps 10 --trials 50", *needs: str, checkpoint: str = "") -> Job:
     """Episodes of one configuration, for `paired`."""
-    command = f"python -m eval.libero --config {config} --steps 10 {options} --workers {{workers}} --device cuda"
+    command = f"python -m eval.libero --config {config} {options} --workers {{workers}} --device cuda"
     command += f" --retry-errors{checkpoint and f' --policy {checkpoint}'} --output {{json}}"
     return Job(f"{folder}/{stem(config)}", command, needs=("libero", *needs), checkpoint=checkpoint)
 
@@ -118,7 +118,7 @@ INT8_EXPERT = "native-int8-denoise,native-fp8-int8-denoise,native-fp8-vision-int
 SHAPE = "--views 3 --horizon 50 --steps 10 --calls 60"
 PORTABLE = "portable-bf16,portable-fp8,portable-int8"
 WITH_REALTIME = f"--systems native-bf16,native-fp8,{PORTABLE} {SHAPE} --realtime-vla {{realtime_vla}}"
-UNDER_STRESS = "--starts {starts} --stress {stress} --trials 100"
+UNDER_STRESS = "--steps 10 --starts {starts} --stress {stress} --trials 100"
 """A thousand pairs need more start states than LIBERO ships."""
 COMPARED = ("eager_fp32", "native", "native_fp8", "native_fp8_vision", "native_int8_denoise")
 """Hopper's kernels, the reference first."""
@@ -132,6 +132,12 @@ STRESSED, STRESSED_ELSEWHERE = (
     [played("stress", config, UNDER_STRESS, "stress", "starts") for config in configs]
     for configs in (COMPARED, ELSEWHERE)
 )
+PLACED = ("native_placed_3", "native_placed_2", "native_uniform_3", "native_fp8_placed_3")
+"""Other denoising steps than the checkpoint's own ten."""
+SCHEDULES = [
+    played("schedules", config, "--starts {starts} --stress {stress} --trials 60", "stress", "starts")
+    for config in ("native", *(f"benchmarks/configs/{name}.yaml" for name in PLACED))
+]
 
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
@@ -198,6 +204,11 @@ JOBS: tuple[Job, ...] = (
     paired("libero_stress", STRESSED),
     *STRESSED_ELSEWHERE,
     paired("libero_stress_elsewhere", [STRESSED[0], *STRESSED_ELSEWHERE]),
+    *SCHEDULES,
+    paired("libero_schedules_stress", SCHEDULES),
+    *(Job(f"flow_{name}_demo_h200", f"vla-accel flow {checkpoint} --config native_fp8 --observations {{observations}} "
+          "--output {folder}", needs=("observations",), file="flow.json")
+      for name, checkpoint in (("pi05", "demo"), ("smolvla", "smolvla_demo"))),
     late("plain"),
     late("rtc"),
     *(job for suite in ("libero_spatial", "libero_object") for job in stored(f"{suite}_demo",
