@@ -15,7 +15,7 @@ import torch
 
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
-from vla_accel.kernels.autotune import CAPTURE_LOCK
+from vla_accel.kernels.autotune import CAPTURE_LOCK, RECORDING
 from vla_accel.kernels.phases import phase
 from vla_accel.ledger import Ledger, LedgerEntry
 
@@ -23,10 +23,19 @@ GRAPH = "cuda_graph"
 STREAM = "stream"
 
 
+class Graph(torch.cuda.CUDAGraph):
+    """A CUDA graph whose replay waits while another thread records one."""
+
+    def replay(self) -> None:
+        """Enqueue the graph on the current stream."""
+        with RECORDING:
+            super().replay()
+
+
 class Turning:
     """The turns of a captured engine: the graph `turn`, replayed until the work is finished, then the graph `rest`."""
 
-    def __init__(self, turns: Turns, turn: torch.cuda.CUDAGraph, rest: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, turns: Turns, turn: Graph, rest: Graph) -> None:
         self.turns, self.turn, self.rest = turns, turn, rest
         self.device = turns.finished.device
         self.flags = [torch.zeros(1, dtype=torch.bool, pin_memory=True) for _ in range(2)]
@@ -55,10 +64,10 @@ class Captured:
     `first`: the upload and the first engine, if they have a graph of their own; `turning`: the last engine's turns.
     """
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     events: list[torch.cuda.Event]
     names: list[str]
-    first: torch.cuda.CUDAGraph | None = None
+    first: Graph | None = None
     turning: Turning | None = None
 
     def start(self) -> None:
@@ -128,7 +137,7 @@ def recording(
         torch._C._cuda_clearCublasWorkspaces()
         try:
             pool = None if previous is None else previous.pool()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with RECORDING, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield
         finally:
             # The graph keeps these workspaces: the next product of this process must get others.
@@ -163,7 +172,7 @@ def _capture(
         side = warmed_up(device, lambda: [before(), *(engine.run() for _, engine in engines), after()])
         turns = engines[-1][1].turns()
         last = len(engines) if turns is None else len(engines) - 1
-        first, graph, turning = torch.cuda.CUDAGraph() if split_first else None, torch.cuda.CUDAGraph(), None
+        first, graph, turning = Graph() if split_first else None, Graph(), None
         events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(engines) + 1)]
 
         def run(start: int, end: int) -> None:
@@ -185,7 +194,7 @@ def _capture(
                 else:
                     turns.begin()
             if turns is not None:
-                turning = Turning(turns, torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+                turning = Turning(turns, Graph(), Graph())
                 with recording(turning.turn, side):
                     turns.advance()
                 with recording(turning.rest, side):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from vla_accel.engines.graph import recording, warmed_up
+from vla_accel.engines.graph import Graph, recording, warmed_up
 from vla_accel.errors import EngineError
 from vla_accel.images.cache import Cache
 from vla_accel.images.plugged import original
@@ -94,7 +94,7 @@ class GraphedForward(Forward):
     def _record(self, leaves: list[Any], layout: Any) -> _Recorded:
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, named = tree_unflatten(static, layout)
-        forward, graph = original(self.module, "forward"), torch.cuda.CUDAGraph()
+        forward, graph = original(self.module, "forward"), Graph()
         side = warmed_up(self.device, lambda: forward(*args, **named))
         try:
             with recording(graph, side):

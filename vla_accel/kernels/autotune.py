@@ -32,9 +32,11 @@ log = logging.getLogger("vla_accel")
 ROUNDS = 5
 """Timed replays of a graph; the fastest counts."""
 CAPTURE_LOCK = threading.RLock()
-"""Held while a graph is captured or a candidate runs. Graphs of a device share the stream that records them, cuBLAS
-workspaces are shared as well, and PyTorch's default generator, which cuDNN's attention reads, fails in other threads
-during a capture."""
+"""Held while a graph is warmed up and recorded and while a candidate runs: graphs of a device share the stream that
+records them, and cuBLAS its workspaces."""
+RECORDING = threading.RLock()
+"""Held while a graph is recorded and, shortly, by each replay. During a recording PyTorch's default generator belongs
+to it, and a replay whose attention (cuDNN's) advances the generator would fail."""
 Candidates = Mapping[str, Callable[[], object]]
 
 
@@ -175,7 +177,7 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
                 run()
             graph = torch.cuda.CUDAGraph()
             # Other threads may continue calls that a capture forbids.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with RECORDING, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 for _ in range(repeats):
                     run()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]
