@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import groot_folders
+from tests.support import groot_folders, tiny_smolvla
 from tests.support.cuda_emulator import compiler
 from tests.support.rounding import round_otherwise
+from tests.support.tiny import write_tiny_checkpoint
 from vla_accel.families.groot import images as groot_images
 
 LONGEST = ("test_kernels_compile.py", "test_image_engine_files.py", "test_kernels.py", "test_tensorrt_build.py",
@@ -38,6 +39,16 @@ def small_images() -> Iterator[None]:
 def groot_folder(small_images: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small GR00T checkpoint, whose images are small, too."""
     return groot_folders.write_isaac(tmp_path_factory.mktemp("groot"))
+
+
+@pytest.fixture(scope="module")
+def flow_folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small checkpoint of each family with a flow."""
+    made = {name: tmp_path_factory.mktemp(name) for name in ("pi0", "pi05", "smolvla")}
+    write_tiny_checkpoint(made["pi0"], "pi0")
+    write_tiny_checkpoint(made["pi05"], "pi05")
+    tiny_smolvla.write_lerobot(made["smolvla"], libero=False)
+    return {**made, "groot": groot_folder}
 
 
 @pytest.fixture(scope="session")

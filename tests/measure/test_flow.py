@@ -26,6 +26,7 @@ from vla_accel.measure.paired import Mean, student
 from vla_accel.measure.recording import save_observations
 from vla_accel.measure.schedules import FEWEST, TIMES, FlowReport, judge, no_further_from_exact, search
 from vla_accel.nn.flow import FlowNetwork, Schedule
+from vla_accel.report.flow import summary
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
@@ -144,6 +145,12 @@ def test_the_configured_schedule_is_judged_too() -> None:
     assert rows(report)["2 configured"].setting == times
     again = judge(KnownFlow(bent), 4, steps=(2,), configured=Schedule.uniform(4))
     assert "4 configured" not in rows(again)
+
+
+def test_a_checkpoint_of_one_step_has_a_report_without_other_schedules() -> None:
+    report = judge(KnownFlow(bent), 1, steps=(1,))
+    assert report.rows == (report.default,)
+    assert "Keep the checkpoint's own, 1 uniform" in summary(report.as_dict())[0]
 
 
 def test_the_searched_times_come_from_one_half_and_the_figures_from_the_other() -> None:

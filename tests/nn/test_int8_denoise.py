@@ -32,15 +32,6 @@ PRODUCTS = {"pi0": 4 * 3, "pi05": 4 * 3, "smolvla": 4 * 3, "groot": 4 * 8}
 OBSERVATIONS: dict[str, Any] = {"smolvla": tiny_smolvla.observation, "groot": groot_observation}
 
 
-@pytest.fixture(scope="module")
-def folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in ("pi0", "pi05", "smolvla")}
-    write_tiny_checkpoint(made["pi0"], "pi0")
-    write_tiny_checkpoint(made["pi05"], "pi05")
-    tiny_smolvla.write_lerobot(made["smolvla"], libero=False)
-    return {**made, "groot": groot_folder}
-
-
 def policy_of(
     folder: Path, denoise: EnginePrecision = "int8", precision: str = "bf16", engine: str = "native", **options: Any
 ) -> OptimizedPolicy:
@@ -89,9 +80,9 @@ def test_a_measured_cut_is_of_one_kind_of_weights() -> None:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_the_loop_is_that_of_the_dequantised_weights(name: str, folders: dict[str, Path]) -> None:
+def test_the_loop_is_that_of_the_dequantised_weights(name: str, flow_folders: dict[str, Path]) -> None:
     """Bit for bit, with everything that is made of the weights beforehand: shifts of norms, sums of rows."""
-    policy = policy_of(folders[name])
+    policy = policy_of(flow_folders[name])
     found = actions(policy)
     program: Any = policy.pipelines.newest.engine("denoise").program  # type: ignore[attr-defined]
     weights = dequantised(program.weights)
@@ -102,10 +93,10 @@ def test_the_loop_is_that_of_the_dequantised_weights(name: str, folders: dict[st
         elif name == "groot":
             holder.tables = groot_denoise.step_tables(policy.model, weights, policy.schedule)  # type: ignore[arg-type]
     assert torch.equal(actions(policy), found)
-    assert not torch.equal(actions(policy_of(folders[name], "auto")), found)
+    assert not torch.equal(actions(policy_of(flow_folders[name], "auto")), found)
 
 
-def test_it_is_as_near_as_eager_to_the_dequantised_network(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_it_is_as_near_as_eager_to_the_dequantised_network(flow_folders: dict[str, Path], tmp_path: Path) -> None:
     """A checkpoint whose expert has the integers' values, in eager; the scales are this test's own."""
     config = write_tiny_checkpoint(tmp_path, "pi05")
     state = random_state(config)
@@ -116,7 +107,7 @@ def test_it_is_as_near_as_eager_to_the_dequantised_network(folders: dict[str, Pa
             state[name] = ((wide / scale).round() * scale).float()
     save_checkpoint(state, config, tmp_path)
     policies = (
-        policy_of(folders["pi05"]), policy_of(tmp_path, "auto", engine="eager"),
+        policy_of(flow_folders["pi05"]), policy_of(tmp_path, "auto", engine="eager"),
         policy_of(tmp_path, "auto", "fp32", "eager"),
     )  # fmt: skip
     got, plain, exact = (torch.stack([actions(policy, seed) for seed in range(4)]) for policy in policies)
@@ -124,8 +115,8 @@ def test_it_is_as_near_as_eager_to_the_dequantised_network(folders: dict[str, Pa
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_the_ledger_and_the_memory_say_so(name: str, folders: dict[str, Path]) -> None:
-    narrow, plain = policy_of(folders[name]), policy_of(folders[name], "auto")
+def test_the_ledger_and_the_memory_say_so(name: str, flow_folders: dict[str, Path]) -> None:
+    narrow, plain = policy_of(flow_folders[name]), policy_of(flow_folders[name], "auto")
     assert narrow.scales is None, "weights alone need no calibration"
     for policy in (narrow, plain):
         actions(policy)
@@ -142,17 +133,17 @@ def test_the_ledger_and_the_memory_say_so(name: str, folders: dict[str, Path]) -
     assert read[0] - read[1] == 3 * sum(t.numel() for t in stored), "the floor of three steps"
 
 
-def test_what_cannot_be_is_one_error_each(folders: dict[str, Path]) -> None:
+def test_what_cannot_be_is_one_error_each(flow_folders: dict[str, Path]) -> None:
     for name in PRODUCTS:
         with pytest.raises(
             EngineError,
             match=r"denoise: .*\(native: the native engine of a fp32 policy has fp32, got int8",
         ):
-            actions(policy_of(folders[name], precision="fp32"))
+            actions(policy_of(flow_folders[name], precision="fp32"))
     with pytest.raises(
         EngineError,
         match=r"denoise: .*\(native: the native engine of a bf16 policy has bf16, fp8, int8, got fp16",
     ):
-        actions(policy_of(folders["pi05"], "fp16"))
+        actions(policy_of(flow_folders["pi05"], "fp16"))
     with pytest.raises(EngineError, match=r"denoise: .*\(native: keep: its weights are stored in one byte all or none"):
-        actions(policy_of(folders["pi05"], keep=("o_proj",)))
+        actions(policy_of(flow_folders["pi05"], keep=("o_proj",)))

@@ -134,6 +134,16 @@ def test_a_checkpoint_of_lerobot_says_how_many_actions_are_executed(tmp_path: Pa
         assert len(policy._queue) == left
 
 
+def test_a_warm_start_is_refused_for_actions_one_by_one(arm: Path, tmp_path: Path) -> None:
+    (config := tmp_path / "warm.yaml").write_text("warm_start: 0.5\n")
+    policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), config=str(config), num_steps=1, device="cpu"))
+    _, batch = arm_batch(0)
+    rest = policy.predict_action_chunk(batch)[0, 2:]
+    policy.predict_action_chunk(batch, inference_delay=1, prev_chunk_left_over=rest)
+    with pytest.raises(ConfigError, match=r"policy\.config: expected no warm_start .*, got 0\.5"):
+        policy.select_action(batch)
+
+
 def test_a_family_without_real_time_chunking_says_so(tmp_path: Path) -> None:
     from tests.support.tiny_pi0_fast import write_lerobot
 

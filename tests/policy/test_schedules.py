@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
-from tests.support.tiny import tiny_observation, write_tiny_checkpoint
+from tests.support.tiny import tiny_observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.engines.tensorrt_plan import content_key
@@ -30,15 +30,6 @@ FAMILIES = ("pi0", "pi05", "smolvla", "groot")
 OBSERVATIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
     "smolvla": tiny_smolvla.observation, "groot": groot_folders.observation,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in ("pi0", "pi05", "smolvla")}
-    write_tiny_checkpoint(made["pi0"], "pi0")
-    write_tiny_checkpoint(made["pi05"], "pi05")
-    tiny_smolvla.write_lerobot(made["smolvla"], libero=False)
-    return {**made, "groot": groot_folder}
 
 
 def load(folder: Path, engine: Any = "eager", **settings: Any) -> OptimizedPolicy:
@@ -85,8 +76,8 @@ def plain_euler(policy: OptimizedPolicy, times: Tensor, dts: Sequence[float], st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_placed_steps_are_euler_at_their_times(folders: dict[str, Path], family: str) -> None:
-    policy = load(folders[family], schedule=TIMES)
+def test_placed_steps_are_euler_at_their_times(flow_folders: dict[str, Path], family: str) -> None:
+    policy = load(flow_folders[family], schedule=TIMES)
     actions(policy)
     found = policy.pipelines.newest.engine("denoise").outputs["actions"]
     dts = [after - before for before, after in pairwise(TIMES)]
@@ -94,21 +85,21 @@ def test_placed_steps_are_euler_at_their_times(folders: dict[str, Path], family:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equal_steps_keep_every_bit(folders: dict[str, Path], family: str) -> None:
+def test_equal_steps_keep_every_bit(flow_folders: dict[str, Path], family: str) -> None:
     """The times of openpi's float32 sums, lerobot's products, or GR00T's buckets, and steps of exactly 1 / n."""
-    policy = load(folders[family], num_steps=3, schedule="uniform")
+    policy = load(flow_folders[family], num_steps=3, schedule="uniform")
     found = actions(policy)
     summed = torch.tensor([1.0, 1.0 + torch.tensor(-1 / 3), 1.0 + torch.tensor(-1 / 3) + torch.tensor(-1 / 3)])
     times = summed if family.startswith("pi") else torch.tensor([1.0, 1 - 1 / 3, 1 - 2 / 3])
     outputs = policy.pipelines.newest.engine("denoise").outputs["actions"]
     assert torch.equal(outputs, plain_euler(policy, times, [-1.0 / 3] * 3))
-    assert np.array_equal(found, actions(load(folders[family], num_steps=3))), "the default"
+    assert np.array_equal(found, actions(load(flow_folders[family], num_steps=3))), "the default"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_native_is_eager_and_a_schedule_is_another_policy(folders: dict[str, Path], family: str) -> None:
+def test_native_is_eager_and_a_schedule_is_another_policy(flow_folders: dict[str, Path], family: str) -> None:
     """Policies that share a store do not share the tables of their steps."""
-    eager, native = load(folders[family], schedule=TIMES), load(folders[family], "native", num_steps=3)
+    eager, native = load(flow_folders[family], schedule=TIMES), load(flow_folders[family], "native", num_steps=3)
     equal = actions(native)
     placed = native.with_steps(schedule=TIMES)
     assert placed.store is native.store and placed.num_steps == 3
@@ -121,8 +112,8 @@ def test_native_is_eager_and_a_schedule_is_another_policy(folders: dict[str, Pat
     np.testing.assert_allclose(actions(placed), alone, rtol=0, atol=1e-4)
 
 
-def test_steps_and_times_replace_those_of_a_policy(folders: dict[str, Path]) -> None:
-    policy = load(folders["pi05"], num_steps=2)
+def test_steps_and_times_replace_those_of_a_policy(flow_folders: dict[str, Path]) -> None:
+    policy = load(flow_folders["pi05"], num_steps=2)
     assert policy.schedule == Schedule.uniform(2)
     cubic = policy.with_steps(4, "cubic")
     assert cubic.schedule.times == (1.0, 27 / 64, 1 / 8, 1 / 64, 0.0)
@@ -131,7 +122,7 @@ def test_steps_and_times_replace_those_of_a_policy(folders: dict[str, Path]) -> 
     assert (placed.num_steps, placed.schedule.times) == (3, TIMES)
     with pytest.raises(ConfigError, match="schedule: expected 6 times for 5 steps, got 4"):
         placed.with_steps(5)
-    np.testing.assert_array_equal(actions(placed), actions(load(folders["pi05"], schedule=TIMES)))
+    np.testing.assert_array_equal(actions(placed), actions(load(flow_folders["pi05"], schedule=TIMES)))
 
 
 NO_TIMES = [], [1.0], [1.0, 0.5], [0.9, 0.0], [1.0, 0.5, 0.5, 0.0], [1.0, 1.2, 0.0], [1.0, float("nan"), 0.0]
@@ -154,8 +145,8 @@ def test_times_that_cannot_be_are_refused(settings: dict[str, Any], message: str
         PolicyConfig(**settings)
 
 
-def test_reports_have_the_times_that_the_number_does_not_imply(folders: dict[str, Path]) -> None:
-    policy = load(folders["pi05"], num_steps=3)
+def test_reports_have_the_times_that_the_number_does_not_imply(flow_folders: dict[str, Path]) -> None:
+    policy = load(flow_folders["pi05"], num_steps=3)
     placed = policy.with_steps(schedule=TIMES)
     for report in (policy.metadata, policy.latency_report()):
         assert "schedule" not in report
@@ -173,19 +164,19 @@ def to_build(folder: Path, *times: float) -> ahead_of_time.Job:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engines_of_whole_loops_are_kept_by_their_times(folders: dict[str, Path], family: str) -> None:
+def test_engines_of_whole_loops_are_kept_by_their_times(flow_folders: dict[str, Path], family: str) -> None:
     """0.3 and 0.2999 are one bucket of GR00T's times, but sizes of other steps."""
 
     def key(*times: float) -> str:
-        job = to_build(folders[family], *times)
+        job = to_build(flow_folders[family], *times)
         return content_key(job.component, job.component.module, job.spec, "onnx")
 
     assert key(*TIMES) == key(*TIMES) != key(1.0, 0.2999, 0.01, 0.0)
 
 
 @pytest.mark.parametrize("family", ["pi0", "pi05", "smolvla"])
-def test_the_tables_of_built_loops_have_the_times(folders: dict[str, Path], family: str) -> None:
-    component = to_build(folders[family], *TIMES).component
+def test_the_tables_of_built_loops_have_the_times(flow_folders: dict[str, Path], family: str) -> None:
+    component = to_build(flow_folders[family], *TIMES).component
     assert component.loop is not None
     rows = component.loop().rows
     assert rows["dt"].flatten().tolist() == pytest.approx([-0.7, -0.29, -0.01])

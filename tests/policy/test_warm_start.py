@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.policy.test_schedules import FAMILIES, TIMES, folders, load, noise_of, observed, plain_euler
+from tests.policy.test_schedules import FAMILIES, TIMES, load, noise_of, observed, plain_euler
 from tests.support import tiny_pi0_fast
 from tests.support.waiting import PATIENCE_S
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
@@ -20,7 +20,6 @@ from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families.loading import load as load_checkpoint
 from vla_accel.policy import ahead_of_time
 
-__all__ = ["folders"]
 START = 0.4
 
 
@@ -41,10 +40,12 @@ def mixed(policy: OptimizedPolicy, chunk: np.ndarray, noise: np.ndarray, start: 
 @pytest.mark.parametrize("times", [(1.0, 0.0), TIMES])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_warm_call_is_euler_from_the_mixed_start(
-    folders: dict[str, Path], family: str, times: tuple[float, ...]
+    flow_folders: dict[str, Path], family: str, times: tuple[float, ...]
 ) -> None:  # fmt: skip
     """The rest is short: its last action is repeated."""
-    policy, native = (load(folders[family], name, schedule=times, warm_start=START) for name in ("eager", "native"))
+    policy, native = (
+        load(flow_folders[family], name, schedule=times, warm_start=START) for name in ("eager", "native")
+    )
     (observation,), noise, (rest,) = observed(policy, 0), noise_of(policy, 1)[0], rests(policy, 2)
     cold = policy.infer(observation, noise=noise)["actions"]
     warm, other = (one.infer(observation, noise=noise, prev_chunk=rest)["actions"] for one in (policy, native))
@@ -58,8 +59,8 @@ def test_a_warm_call_is_euler_from_the_mixed_start(
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
-def test_calls_without_a_chunk_stay_cold_and_draw_the_same_noise(folders: dict[str, Path], engine: str) -> None:
-    plain, policy = load(folders["pi05"], engine), load(folders["pi05"], engine, warm_start=START)
+def test_calls_without_a_chunk_stay_cold_and_draw_the_same_noise(flow_folders: dict[str, Path], engine: str) -> None:
+    plain, policy = load(flow_folders["pi05"], engine), load(flow_folders["pi05"], engine, warm_start=START)
     (observation,), (rest,) = observed(policy, 0), rests(policy, 3)
     warm = [policy.infer(observation, prev_chunk=chunk)["actions"] for chunk in (None, rest, None)]
     cold = [plain.infer(observation)["actions"] for _ in range(3)]
@@ -75,8 +76,8 @@ def test_calls_without_a_chunk_stay_cold_and_draw_the_same_noise(folders: dict[s
     assert np.abs(other - policy.infer(observation, prev_chunk=rest, noise=drawn)["actions"]).max() > 1e-3
 
 
-def test_an_almost_finished_flow_keeps_the_chunk_and_repeats_its_last_action(folders: dict[str, Path]) -> None:
-    policy = load(folders["pi05"], num_steps=1, warm_start=1e-6)
+def test_an_almost_finished_flow_keeps_the_chunk_and_repeats_its_last_action(flow_folders: dict[str, Path]) -> None:
+    policy = load(flow_folders["pi05"], num_steps=1, warm_start=1e-6)
     (observation,), (rest,) = observed(policy, 0), rests(policy, 2)
     found = policy.infer(observation, prev_chunk=rest)["actions"]
     np.testing.assert_allclose(found, rest[[0, *[1] * (len(found) - 1)]], rtol=0, atol=1e-4)
@@ -84,11 +85,11 @@ def test_an_almost_finished_flow_keeps_the_chunk_and_repeats_its_last_action(fol
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("engine", ["eager", "native"])
-def test_with_a_delay_a_warm_start_is_also_guided(folders: dict[str, Path], engine: str, trained: bool) -> None:
+def test_with_a_delay_a_warm_start_is_also_guided(flow_folders: dict[str, Path], engine: str, trained: bool) -> None:
     """Of trained chunking the actions up to the delay are the chunk's; of guidance, one step of size t = START leaves
     1 - t * w(t) of their distance from it."""
     rtc = RtcConfig(trained=True) if trained else RtcConfig("ones")
-    policy = load(folders["pi05"], engine, num_steps=1, warm_start=START, rtc=rtc)
+    policy = load(flow_folders["pi05"], engine, num_steps=1, warm_start=START, rtc=rtc)
     (observation,), noise, (rest,) = observed(policy, 0), noise_of(policy, 1)[0], rests(policy, 3)
     alone = policy.infer(observation, noise=noise, prev_chunk=rest)["actions"]
     both = policy.infer(observation, noise=noise, prev_chunk=rest, inference_delay=2)["actions"]
@@ -97,15 +98,15 @@ def test_with_a_delay_a_warm_start_is_also_guided(folders: dict[str, Path], engi
     assert np.abs(alone[:2] - rest[:2]).max() > 1e-2
     left = 0.0 if trained else 1 - (START**2 + (1 - START) ** 2) / (1 - START)
     np.testing.assert_allclose(both[:2], rest[:2] + left * (alone[:2] - rest[:2]), rtol=0, atol=1e-4)
-    cold = load(folders["pi05"], engine, num_steps=1, rtc=rtc)
+    cold = load(flow_folders["pi05"], engine, num_steps=1, rtc=rtc)
     guided = cold.infer(observation, noise=noise, prev_chunk=rest, inference_delay=2)["actions"]
     assert np.abs(both[3:] - guided[3:]).max() > 1e-2
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_warm_batch_answers_each_row_as_alone(folders: dict[str, Path], family: str, engine: str) -> None:
-    policy = load(folders[family], engine, num_steps=2, warm_start=START)
+def test_a_warm_batch_answers_each_row_as_alone(flow_folders: dict[str, Path], family: str, engine: str) -> None:
+    policy = load(flow_folders[family], engine, num_steps=2, warm_start=START)
     pair, noise, chunks = observed(policy, 0, 1), noise_of(policy, 2), rests(policy, 2, 3)
     alone = [policy.infer(o, noise=n, prev_chunk=c, inference_delay=d)["actions"]
              for o, n, c, d in zip(pair, noise, chunks, (None, 1), strict=True)]  # fmt: skip
@@ -115,8 +116,8 @@ def test_a_warm_batch_answers_each_row_as_alone(folders: dict[str, Path], family
         policy.infer_batch(pair, prev_chunks=[None, chunks[0]])
 
 
-def test_warm_up_builds_both_loops_for_every_prompt_length(folders: dict[str, Path]) -> None:
-    plain, policy = (load(folders["pi05"], "native", warm_start=start) for start in (None, START))
+def test_warm_up_builds_both_loops_for_every_prompt_length(flow_folders: dict[str, Path]) -> None:
+    plain, policy = (load(flow_folders["pi05"], "native", warm_start=start) for start in (None, START))
     assert (built := len(policy.pipelines)) == 2 * len(plain.pipelines)
     (observation,) = observed(policy, 0)
     first = policy.infer(observation)["actions"]
@@ -125,13 +126,13 @@ def test_warm_up_builds_both_loops_for_every_prompt_length(folders: dict[str, Pa
     assert policy.with_steps(4).warm_schedule.times[0] == START  # type: ignore[union-attr]
 
 
-def test_the_server_answers_warm_and_cold_calls_in_separate_batches(folders: dict[str, Path]) -> None:
+def test_the_server_answers_warm_and_cold_calls_in_separate_batches(flow_folders: dict[str, Path]) -> None:
     from tests.support.server_support import served
     from vla_accel.errors import ServerError
     from vla_accel.server.requests import Request
     from vla_accel.server.runner import LoadedPolicy, next_group, run_requests
 
-    policy = load(folders["pi05"], num_steps=1, warm_start=START)
+    policy = load(flow_folders["pi05"], num_steps=1, warm_start=START)
     (observation,), (rest,) = observed(policy, 0), rests(policy, 3)
     policy.reset()
     calls: list[dict[str, Any]] = [{}, {"prev_chunk": rest}]
@@ -157,8 +158,8 @@ def test_the_server_answers_warm_and_cold_calls_in_separate_batches(folders: dic
 
 
 @pytest.mark.parametrize("guided", [True, False])
-def test_a_runner_passes_the_rest_of_the_chunk(folders: dict[str, Path], guided: bool) -> None:
-    policy, told = load(folders["pi05"], num_steps=1, warm_start=START), []
+def test_a_runner_passes_the_rest_of_the_chunk(flow_folders: dict[str, Path], guided: bool) -> None:
+    policy, told = load(flow_folders["pi05"], num_steps=1, warm_start=START), []
     infer = policy.infer
     policy.infer = lambda seen, **options: (told.append(options), infer(seen, **options))[1]  # type: ignore[method-assign]
     (observation,) = observed(policy, 0)
@@ -193,20 +194,20 @@ def test_a_start_lies_between_actions_and_noise(start: float) -> None:
     ],
 )
 def test_what_a_warm_call_cannot_use_is_refused(
-    folders: dict[str, Path], options: dict[str, Any], message: str
+    flow_folders: dict[str, Path], options: dict[str, Any], message: str
 ) -> None:  # fmt: skip
-    policy = load(folders["pi05"], num_steps=1, warm_start=START)
+    policy = load(flow_folders["pi05"], num_steps=1, warm_start=START)
     with pytest.raises(ObservationError, match=message):
         policy.infer(observed(policy, 0)[0], **options)
 
 
 @pytest.mark.parametrize(("trained", "engines"), [(False, 1), (True, 2)])
 def test_a_build_ahead_of_time_has_an_engine_for_each_schedule_that_it_contains(
-    folders: dict[str, Path], trained: bool, engines: int
+    flow_folders: dict[str, Path], trained: bool, engines: int
 ) -> None:
     """A loop that runs step by step takes its times as inputs: one engine serves both."""
     config = PolicyConfig(
         device="cpu", warm_start=START, rtc=RtcConfig(trained=trained), denoise=EngineSpec("tensorrt_rtx")
     )
-    jobs = ahead_of_time.jobs(load_checkpoint(folders["pi05"]), config, [(8, 9)])
+    jobs = ahead_of_time.jobs(load_checkpoint(flow_folders["pi05"]), config, [(8, 9)])
     assert [job.component.name for job in jobs] == ["denoise"] * engines

@@ -35,7 +35,7 @@ class Flow(PolicySource):
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     seed: Seed = 0
-    """Of the noise, the halves and random observations."""
+    """Seed of the noise, the halves and random observations."""
     output: Annotated[Path, Written(folder=True)] = Path("runs/flow")
     """Folder of flow.yaml, flow.json and report.html."""
     report: OutputFile = None

@@ -170,8 +170,8 @@ def sized(name: str) -> tuple[BenchCard[Any, Any], Callable[..., Any]]:
 
 @dataclass(frozen=True)
 class _Counted:
-    """A call of a component: FLOP, bytes of its inputs, the numbers of weights that it reads by product, and the
-    products of which FP8 and INT8 take the weights."""
+    """A call of a component: FLOP, bytes of its inputs, the number of weights that it reads of each product, and the
+    products whose weights FP8 and INT8 quantize."""
 
     flop: int
     input_bytes: int

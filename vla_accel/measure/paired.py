@@ -23,7 +23,7 @@ class Mean:
         value: the mean.
         low, high: the two-sided 95 % interval.
         upper: the one-sided 95 % bound from above.
-        detectable: the smallest true mean whose `upper` bound's test finds it to differ from 0 in 80 % of runs.
+        detectable: the smallest true mean that a one-sided 95 % test tells from 0 in 80 % of runs.
     """
 
     value: float

@@ -39,7 +39,7 @@ class Gate:
     Attributes:
         difference: of the errors (shares of the spread), candidate minus default, paired by observation.
         more_flips: of the binary commands of an observation, likewise.
-        reasons: why it did not pass.
+        reasons: why the schedule did not pass.
     """
 
     passed: bool
@@ -90,9 +90,10 @@ class FlowReport:
 
     Attributes:
         rows: the checkpoint's default first.
-        searched_on, judged_on: observations that chose the searched times, and those of all rows.
-        commands: binary commands of the latter.
-        units: of all observations.
+        searched_on: number of observations that chose the searched times.
+        judged_on: number of other observations, on which all rows were measured.
+        commands: binary commands of the exact chunks for `judged_on`.
+        units: measured on all observations.
         half_error, euler_error: distance of the exact flow from itself with half as many steps, and from `FINE` uniform
             Euler steps, as shares of the spread.
         seed: of the noise and the halves.
@@ -113,8 +114,8 @@ class FlowReport:
 
     @property
     def passed(self) -> list[Row]:
-        """What ends no further from the exact flow than the default: the fewest steps first, then the smallest error.
-        The default is one of them."""
+        """The schedules that end no further from the exact flow than the default, and the default: the fewest steps
+        first, then the smallest error."""
         return sorted((r for r in self.rows if r.gate.passed), key=lambda r: (r.schedule.steps, r.error.value))
 
     @property
@@ -166,12 +167,12 @@ def judge(
     """Judge uniform, cubic and searched times of these numbers of steps against the exact flow.
 
     Args:
-        flow: Of at least `FEWEST` observations.
-        num_steps: Of the checkpoint's default, which is uniform.
+        flow: The flow of at least `FEWEST` observations.
+        num_steps: Steps of the checkpoint's default schedule, which is uniform.
         steps: Other numbers of steps to try.
-        configured: A schedule to judge, too.
-        seed: Deals the halves.
-        progress: Takes lines for people.
+        configured: A further schedule to judge.
+        seed: Seed of the split into halves.
+        progress: Receives progress messages.
 
     Raises:
         ObservationError: There are too few observations, or their actions do not differ.
@@ -242,8 +243,8 @@ def time_steps(
     seed: int = 0, progress: Callable[[str], None] = lambda _: None,
     heard: Callable[[float | None], None] = lambda _: None,
 ) -> dict[int, dict[str, Any]]:  # fmt: skip
-    """Time whole calls of a policy in turns; return a row of `bench.run` for each number of steps. At which times they
-    are makes no difference to the work."""
+    """Time whole calls of a policy in turns; return a row of `bench.run` for each number of steps. The
+    times of the steps do not change the work."""
     systems = [
         timed(f"{n} steps", policy.with_steps(n, "uniform"), time.perf_counter(), None) for n in dict.fromkeys(steps)
     ]

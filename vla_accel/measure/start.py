@@ -61,9 +61,9 @@ def _process(what: str, config: PolicyConfig, source: Mapping[str, Any], cache: 
     # What starts later must find what this one leaves, and nothing else.
     caches = {"XDG_CACHE_HOME": str(cache), "TRITON_CACHE_DIR": f"{cache}/triton", "PYTHONPYCACHEPREFIX": f"{cache}/py"}
     environment = {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | caches
-    asked = {"what": what, "config": asdict(config), "source": dict(source), "began": time.time()}
+    request = {"what": what, "config": asdict(config), "source": dict(source), "began": time.time()}
     command = [sys.executable, "-m", "vla_accel.measure.start"]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
     if done.returncode:
         raise EngineError(f"start: the process that was to be timed failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -114,18 +114,18 @@ def _begin(config: PolicyConfig, source: Mapping[str, Any]) -> tuple[Any, dict[s
 
 def main() -> None:
     """Start a policy once, or write the checkpoint that starts read, as the JSON on stdin says."""
-    asked = json.loads(sys.stdin.read())
-    config, source = from_mapping(PolicyConfig, asked["config"]), asked["source"]
-    if asked["what"] == "write":
+    request = json.loads(sys.stdin.read())
+    config, source = from_mapping(PolicyConfig, request["config"]), request["source"]
+    if request["what"] == "write":
         _write(config, source)
         print("{}")
         return
     import vla_accel.policy  # noqa: F401 - so that importing it counts as such
 
-    imported = time.time() - asked["began"]
+    imported = time.time() - request["began"]
     policy, phases = _begin(config, source)
     policy.infer(policy.processor.example())
-    first = time.time() - asked["began"]
+    first = time.time() - request["began"]
     print(json.dumps({"import": imported, **phases, "first_action": first}))
 
 

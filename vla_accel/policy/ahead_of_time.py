@@ -128,7 +128,7 @@ def _components(
     checkpoint: Checkpoint, config: PolicyConfig, inputs: Any, capability: Capability
 ) -> dict[str, list[Component]]:  # fmt: skip
     """The components of a policy on such a GPU, where the engines of `auto` decide whether prompts are padded. The last
-    one is there twice if a warm start needs another engine: one that is built as a whole has the schedule in it."""
+    component appears twice if a warm start needs another engine: an engine of the whole loop contains its schedule."""
     family, model = checkpoint.family, checkpoint.model
     specs = config.specs(family.parts)
     for name, spec in specs.items():

@@ -22,7 +22,7 @@ def page(result: Mapping[str, Any]) -> Page:
     words = "; ".join(f"{p.label}: {p.x:.2f} ms, {p.y:.2f} %" for p in points)
     title = (
         "Median of a call against the error of the final actions; the line joins those that no other schedule beats in "
-        "both, a cross ends further from the exact flow than the default, or may"
+        "both, a cross marks a schedule that may end further from the exact flow than the default"
     )
     picture = Picture(title, f"Points: {words}.", partial(draw_flow, points), judged(result))
     more = {"observations": result["observations"] or "random", "config": result["config"], "seed": result["seed"]}
@@ -39,20 +39,22 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     """The result, how exact the exact flow is, and what the comparison could have missed."""
     default, chosen = result["rows"][0], chosen_of(result)
     if chosen is default:
-        text = f"Keep the checkpoint's own, {default['name']}: nothing is shown to end no further from the exact flow."
+        text = f"Keep the checkpoint's own, {default['name']}: no other schedule is shown to end as near."
     else:
         text = (
             f"{_full_name(chosen)} ends no further from the exact flow than the checkpoint's own, {default['name']}: "
             f"{_percent(chosen)} of the spread against {_percent(default)}, and a call takes "
             f"{chosen['median_ms']:.2f} ms instead of {default['median_ms']:.2f} on {machine(result['hardware'])}."
         )
-    seen = [row["difference"]["detectable"] for row in result["rows"][1:]]
     exact = (
         f"The exact flow differs from itself with half as many steps by {result['half_error']:.2%} of the spread, and "
-        f"{result['euler_steps']} uniform Euler steps from it by {result['euler_error']:.1%}. On {result['judged_on']} "
-        f"observations 80 % of runs would find differences from the default of {min(seen):.1%} to {max(seen):.1%}, by "
-        "schedule."
+        f"{result['euler_steps']} uniform Euler steps from it by {result['euler_error']:.1%}."
     )
+    if seen := [row["difference"]["detectable"] for row in result["rows"][1:]]:
+        exact += (
+            f" On {result['judged_on']} observations 80 % of runs would find differences from the default of "
+            f"{min(seen):.1%} to {max(seen):.1%}, by schedule."
+        )
     return [text, exact, ONE_CHECKPOINT]
 
 

@@ -114,12 +114,20 @@ class VlaAccelPolicy(PreTrainedPolicy):
         return torch.from_numpy(chunk).to(self.engine.device)
 
     def select_action(self, batch: dict[str, Tensor], *, noise: Tensor | None = None) -> Tensor:
-        """The next action (B, n): of the chunk that is being executed, or the first of a new one. Raises ConfigError
-        where `rtc_config` is on: only `lerobot-rollout --inference.type=rtc` passes what real-time chunking needs."""
+        """Return the next action (B, n): of the chunk that is being executed, or the first of a new one.
+
+        Raises ConfigError with `rtc_config` or `warm_start`: only `lerobot-rollout --inference.type=rtc` passes
+        previous chunks.
+        """
         if self._rtc_enabled:
             raise ConfigError(
                 "policy.rtc_config: expected none, or enabled: false, for actions one by one, got enabled: true; "
                 "run lerobot-rollout --inference.type=rtc for real-time chunking"
+            )
+        if (start := self.engine.config.warm_start) is not None:
+            raise ConfigError(
+                f"policy.config: expected no warm_start for actions one by one, got {start}; "
+                "run lerobot-rollout --inference.type=rtc, which passes previous chunks"
             )
         if not self._queue:
             chunk = self.predict_action_chunk(batch, noise=noise)

@@ -59,6 +59,8 @@ class VlaAccelModelServer(PredictModelServer):
             max_wait_time: Seconds that a batch waits to become full.
         """
         self.policy = OptimizedPolicy.from_pretrained(checkpoint, config, device=device, num_steps=num_steps, lora=lora)
+        if (start := self.policy.config.warm_start) is not None:
+            raise ConfigError(f"config: expected no warm_start, since vla-eval keeps no previous chunk, got {start}")
         self.preset: Preset = self.policy.processor.preset
         self.cameras = camera_names(self.preset, cameras)
         horizon = self.policy.metadata["action_horizon"]
