@@ -217,7 +217,12 @@ def test_settings_that_cannot_be_are_refused_and_no_folder_is_made(
     assert len(every._queue) == most - 1
     with pytest.raises(ConfigError, match=rf"n_action_steps: expected at most {most}, .*, got {most + 1}"):
         VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), n_action_steps=most + 1, device="cpu"))
-    for words in ([str(arm), "--n-action-steps", str(most + 1)], ["demo", "--num-steps", "0"]):
+    (listed := tmp_path / "listed.yaml").write_text("schedule: [1.0, 0.3, 0.0]\n")
+    for words in (
+        [str(arm), "--n-action-steps", str(most + 1)],
+        [str(arm), "--num-steps", "3", "--config", str(listed)],
+        ["demo", "--num-steps", "0"],
+    ):
         assert main([words[0], str(tmp_path / "made"), *words[1:]]) == 1 and not (tmp_path / "made").exists()
     assert "num-steps: expected at least 1, got 0" in capsys.readouterr().err
 

@@ -54,7 +54,7 @@ def write(given: Arguments) -> None:
     """The folder, whole or not at all."""
     if given.folder.exists():
         raise CheckpointError(f"{given.folder}: expected a folder that is not there yet")
-    settings = load_config(given.config)
+    settings = load_config(given.config).with_steps(given.num_steps)
     checkpoint = load(given.checkpoint, settings if given.lora is None else settings.with_lora(given.lora), whole=False)
     check_action_steps(given.n_action_steps, checkpoint)
     preset = checkpoint.processor.preset
