@@ -62,8 +62,8 @@ class Arguments:
     """Disturbances of what the policy sees, such as "noise=0.1,brightness=0.8", or of when its actions arrive
     ("latency=2", in control ticks). An unknown name lists all of them."""
     chunking: Chunking = "plain"
-    """rtc: each chunk is guided to join what is left of the last one (real-time chunking). warm: each chunk starts from
-    what is left of the last one, for a configuration with warm_start."""
+    """rtc: each chunk is guided to join the rest of the last one (real-time chunking). warm: each chunk starts from the
+    rest of the last one, for a configuration with warm_start."""
     expert: bool = False
     """Play the scripted expert instead of a policy, to check the simulator."""
     target_hz: float = 20.0

@@ -24,8 +24,8 @@ _DEFAULTS = ServerConfig()
 class Serve(StepOptions, PolicySource):
     """Serve a policy over openpi's websocket protocol: openpi-client and `vla_accel.client` talk to it unchanged.
 
-    GET / is a live page, GET /healthz a health check, GET /metrics is for Prometheus. SIGTERM finishes the requests
-    under way.
+    GET / is a live page, GET /healthz a health check, GET /metrics is for Prometheus. SIGTERM finishes the running
+    requests.
     """
 
     host: str = _DEFAULTS.host
@@ -50,7 +50,7 @@ class Serve(StepOptions, PolicySource):
     timeout_s: Seconds = _DEFAULTS.request_timeout_s
     """Longest time for a request."""
     grace_s: Annotated[float, Within(0)] = _DEFAULTS.grace_s
-    """At shutdown, how long requests under way may still take."""
+    """At shutdown, how long running requests may still take."""
     max_batch: Count = _DEFAULTS.max_batch
     """Observations of different clients that run together: 1, 2, 4, 8, …; each batch size builds its own engines."""
     max_observations: Count = _DEFAULTS.max_observations
