@@ -132,6 +132,10 @@ STRESSED, STRESSED_ELSEWHERE = (
     [played("stress", config, UNDER_STRESS, "stress", "starts") for config in configs]
     for configs in (COMPARED, ELSEWHERE)
 )
+UNSEEN = [
+    played("unseen", config, "--steps 10 --starts {starts} --trials 30", "starts")
+    for config in ("eager_fp32", "native", "native_fp8")
+]
 PLACED = ("native_placed_3", "native_placed_2", "native_uniform_3", "native_fp8_placed_3")
 """Other denoising steps than the checkpoint's own ten."""
 SCHEDULES = [
@@ -204,6 +208,8 @@ JOBS: tuple[Job, ...] = (
     paired("libero_stress", STRESSED),
     *STRESSED_ELSEWHERE,
     paired("libero_stress_elsewhere", [STRESSED[0], *STRESSED_ELSEWHERE]),
+    *UNSEEN,
+    paired("libero_paired_unseen", UNSEEN),
     *SCHEDULES,
     paired("libero_schedules_stress", SCHEDULES),
     *(Job(f"flow_{name}_demo_h200", f"vla-accel flow {checkpoint} --config native_fp8 --observations {{observations}} "

@@ -37,6 +37,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "training_smolvla": (success.training, f"{TRAINING}smolvla_demo"),
     "latency_cpu": (success.latency, "libero_spatial_quick_cpu"),
     "paired_libero": (success.paired, "libero_paired"),
+    "paired_unseen": (success.paired, "libero_paired_unseen"),
     "paired_portable_int8": (success.paired, "libero_paired_portable_int8"),
     "paired_smolvla": (success.paired, "libero_paired_smolvla"),
     "paired_stress": (success.stressed, "libero_stress"),
