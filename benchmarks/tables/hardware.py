@@ -140,7 +140,8 @@ def denoise_loops(result: Row) -> str:
             f"{plural(loop['steps'], 'step')}, {loop['precision'].upper()}, random weights. As shipped: "
             f"{tuning['under_way_kb']} KB under way, {tuning['loaded_chunks']} chunks loaded at once, "
             f"{tuning['stages']} stages of {tuning['stage_kb']} KB, {tuning['shared_kb']:.0f} KB of shared memory. "
-            "Variants that read or wait for nothing show what these cost, and their results are wrong. "
+            "Variants that read or wait for nothing show what these cost, and their results are wrong; "
+            "so are those with stages of 8 KB. "
             f"{result['hardware']['gpu']}{commit(result)}.",
         ),
         table(

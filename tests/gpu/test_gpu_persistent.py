@@ -75,6 +75,23 @@ def test_a_graph_replays_it() -> None:
         assert torch.equal(actions.cpu() - loops.noise, want)
 
 
+def test_two_loops_run_at_the_same_time() -> None:
+    """Each needs all multiprocessors: neither may hold some of them while it waits for the others."""
+    loops, gpu = Loops(FULL), gpus()["own"]
+    inputs, two = loops.placed(DEVICE), [loops.persistent(gpu, DEVICE) for _ in range(2)]
+    want = loops.moved(two[0], inputs)
+    streams = [torch.cuda.Stream() for _ in two]
+    actions = [[loops.noise.to(DEVICE) for _ in range(20)] for _ in two]
+    torch.cuda.synchronize()
+    for pair in zip(*actions, strict=True):
+        for loop, stream, moved in zip(two, streams, pair, strict=True):
+            with torch.cuda.stream(stream):
+                loop.run(inputs, None, moved)
+    torch.cuda.synchronize()
+    for moved in (one for each in actions for one in each):
+        assert torch.equal(moved.cpu() - loops.noise, want)
+
+
 def test_a_program_of_few_rows_takes_it() -> None:
     loops = Loops(LOOPS["demo"])
     weights, tables = loops.weights("bf16", DEVICE)

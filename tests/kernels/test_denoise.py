@@ -35,6 +35,7 @@ from vla_accel.kernels.loop.schedule import (
     attend,
     offsets,
 )
+from vla_accel.kernels.struct import address
 from vla_accel.nn import flow
 from vla_accel.nn.rtc import step_gains
 
@@ -319,8 +320,8 @@ def test_stamps_find_their_lines() -> None:
 
 def test_a_buffer_that_is_not_dense_is_refused() -> None:
     with pytest.raises(EngineError, match=r"keys: expected a contiguous tensor .* got \(4, 4\) with strides \(1, 4\)"):
-        launch._address("keys", torch.zeros(4, 4).t())
+        address("keys", torch.zeros(4, 4).t())
     with pytest.raises(EngineError, match="4 bytes beyond a multiple"):
-        launch._address("keys", torch.zeros(5)[1:])
-    assert launch._address("target", torch.zeros(5)[1:], 4) is not None
-    assert launch._address("state", None) is None
+        address("keys", torch.zeros(5)[1:])
+    assert address("target", torch.zeros(5)[1:], 4) is not None
+    assert address("state", None) is None

@@ -17,11 +17,12 @@ from tests.support.cuda_emulator import EmulatedModule, EmulationError
 from tests.support.gpus import A100, GPUS, H200, ORIN, RTX_4090
 from tests.support.runtimes import CPU
 from tests.support.streamed_support import LOOPS, NAN, LoopCase, Loops, streamable
+from vla_accel.errors import EngineError
 from vla_accel.families.pi0.native_loop import expert_spec
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.persistent import NotResident, PersistentLoop, Plan, why_not
-from vla_accel.kernels.persistent.plan import MOST_STAGES
+from vla_accel.kernels.persistent.plan import MOST_STAGES, Tuning
 from vla_accel.kernels.persistent.reference import Reference, columns_of
 from vla_accel.nn.loop import persistent_loop
 from vla_accel.runtime import Runtime
@@ -209,3 +210,11 @@ def test_a_device_that_does_not_hold_all_blocks_is_refused(emulated: Path, monke
 def test_the_ring_takes_the_shared_memory_that_is_left(gpu: Gpu, stages: int) -> None:
     plan = Plan(expert_spec(LOOPS["full"].config), 1, 10, False, gpu)
     assert plan.stages == stages and plan.shared <= gpu.shared_per_block
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"stage_units": 2}, {"stage_units": 6, "loaded": 6}, {"stage_units": 8, "loaded": 4}]
+)
+def test_stages_that_the_kernel_would_read_wrongly_are_refused(knobs: dict[str, int]) -> None:
+    with pytest.raises(EngineError, match="expected stages of 4 or 8 units"):
+        Tuning(**knobs)  # type: ignore[arg-type]

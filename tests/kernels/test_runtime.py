@@ -69,6 +69,16 @@ def test_a_launch_goes_to_its_module_s_device(
     assert machine.switches == (device.index != current)
 
 
+@pytest.mark.parametrize(("architecture", "attributes"), [("sm_80", [8]), ("sm_89", [8]), ("sm_90a", [8, 14])])
+def test_only_gpus_with_clusters_are_set_up_for_large_ones(
+    architecture: str, attributes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, found = Machine(monkeypatch), list[int]()
+    monkeypatch.setattr(machine, "cuFuncSetAttribute", lambda _, kind, __: found.append(kind) or 0, raising=False)
+    nvrtc.Module("", {"f": 0}, architecture, FIRST)
+    assert found == attributes
+
+
 def test_a_kernel_that_gave_up_waiting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def stream_that_fails(text: str) -> Any:
         def synchronize() -> None:

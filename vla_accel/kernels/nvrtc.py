@@ -218,8 +218,9 @@ class Module:
                 check_driver(status, f"finding kernel {name}")
                 status = driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, size)
                 check_driver(status, f"kernel {name}: {size} bytes of shared memory")
-                status = driver().cuFuncSetAttribute(function, _ANY_CLUSTER, 1)
-                check_driver(status, f"kernel {name}: clusters of more than eight")
+                if architecture.endswith("a"):  # GPUs before Hopper have no clusters.
+                    status = driver().cuFuncSetAttribute(function, _ANY_CLUSTER, 1)
+                    check_driver(status, f"kernel {name}: clusters of more than eight")
                 self._functions[name] = function
 
     def clusters_at_once(self, name: str, threads: int, cluster: int) -> int:
@@ -255,7 +256,7 @@ class Module:
             arguments: ctypes values in the kernel's order.
             cluster: blocks of a cluster.
             dependent: the kernel may start before its predecessor has finished, and waits for it itself.
-            cooperative: the blocks wait for each other; the driver refuses a launch whose blocks do not run at once.
+            cooperative: the blocks wait for each other; the driver starts all of them together or refuses the launch.
         """
         attributes = _attributes(
             ({_CLUSTER: (cluster, 1, 1)} if cluster > 1 else {})

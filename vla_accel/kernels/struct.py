@@ -9,6 +9,10 @@ from __future__ import annotations
 import ctypes
 from typing import ClassVar
 
+from torch import Tensor
+
+from vla_accel.errors import EngineError
+
 _SCALARS = {"float": ctypes.c_float, "int": ctypes.c_int, "u64": ctypes.c_uint64}
 
 
@@ -40,3 +44,20 @@ def block(name: str, *fields: tuple[str | type[ctypes.Structure], str, str]) -> 
         declaration = f"  {declared} {', '.join(pointer + field for field in names.split())};"
         lines.append(f"{declaration}  // {comment}" if comment else declaration)
     return type(name, (Block,), {"_fields_": members, "cpp": "\n".join((*lines, "};\n"))})
+
+
+def address(name: str, tensor: Tensor | None, alignment: int = 16) -> int | None:
+    """Return the address of a tensor for a field of a block; None for None.
+
+    Raises:
+        EngineError: if the tensor is not contiguous or its address is not a multiple of `alignment` bytes.
+    """
+    if tensor is None:
+        return None
+    beyond = tensor.data_ptr() % alignment
+    if beyond or not tensor.is_contiguous():
+        raise EngineError(
+            f"denoise: {name}: expected a contiguous tensor at a multiple of {alignment} bytes, got "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}, {beyond} bytes beyond a multiple"
+        )
+    return tensor.data_ptr()

@@ -401,9 +401,7 @@ class LoopProgram:
         self.detail = described(self.loop, weights_in(weights.precision), why_not if device.type == "cuda" else {})
 
     def follow(self, earlier: Program, outputs: Mapping[str, Tensor]) -> str:
-        if isinstance(self.loop, PersistentLoop) or not isinstance(earlier, NativePrefix):
-            return ""
-        if not self.loop.reads_by_layer:
+        if not (self.loop.reads_by_layer and isinstance(earlier, NativePrefix)):
             return ""
         self.overlap = earlier.overlapped(outputs)
         return BESIDE

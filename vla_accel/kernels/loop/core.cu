@@ -38,7 +38,7 @@
 #define ROUND_UP(x, n) (((x) + (n)-1) / (n) * (n))
 #define STATE (TOKENS > HORIZON)  // The first token of a sequence is the state (π0).
 #define CROSSES(layer) (SELF_EVERY < 1 || (layer) % SELF_EVERY > 0)
-// `attend` runs, with one tile of rows, whose products take less time than the copies of their weights.
+// `attend` runs with one tile of rows: its products take less time than the copies of their weights.
 #define FEW_ROWS (ROW_TILES == 1 && KEY_ROUNDS > 0 && GROUP_RANKS == 0)
 
 extern __shared__ __align__(128) unsigned char shared_memory[];

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.errors import EngineError
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.chain import Chain, launch_cuda
 from vla_accel.kernels.gpu import PORTABLE_CLUSTER, Gpu
@@ -22,6 +21,7 @@ from vla_accel.kernels.loop.packing import Packed, splits_well
 from vla_accel.kernels.loop.schedule import KEYS, NOTHING_YET, RANKS, THREADS, Schedule
 from vla_accel.kernels.loop.tables import ExpertSpec, StepTables
 from vla_accel.kernels.rows.rows import rope_tables
+from vla_accel.kernels.struct import address
 from vla_accel.numeric import round_up
 
 ARCHITECTURE = "sm_90a"
@@ -124,7 +124,7 @@ class StreamedLoop:
             "mix_bias": mix_bias, "cos": cos, "sin": sin,
         }  # fmt: skip
         offsets = {n: getattr(packed, n) for n in ("layer_at", "layer_bytes", "o_at", "gate_up_at", "down_at")}
-        self._model = Model(**{n: _address(n, t) for n, t in self._constants.items()}, **offsets)
+        self._model = Model(**{n: address(n, t) for n, t in self._constants.items()}, **offsets)
         self._eps = ctypes.c_float(spec.eps)
         self._euler = tables.times, tables.dts, tables.gains
 
@@ -161,11 +161,11 @@ class StreamedLoop:
 
     def _launcher(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> Launch:
         """Return a function that launches a kernel by name with its arguments after the model and the call."""
-        buffers = {n: _address(n, t) for n, t in self._buffers.items()}
+        buffers = {n: address(n, t) for n, t in self._buffers.items()}
         call = Call(
-            **{field: _address(name, inputs[name], alignment) for field, (name, alignment) in _INPUTS.items()},
-            values_t=_address("values_t", self.values_t), state=_address("state", state_token, 4),
-            actions=_address("actions", actions, 4), **buffers, prefix_tokens=self.prefix_tokens,
+            **{field: address(name, inputs[name], alignment) for field, (name, alignment) in _INPUTS.items()},
+            values_t=address("values_t", self.values_t), state=address("state", state_token, 4),
+            actions=address("actions", actions, 4), **buffers, prefix_tokens=self.prefix_tokens,
             padded_prefix_tokens=self.padded, steps=self.steps,
         )  # fmt: skip
 
@@ -207,15 +207,3 @@ class StreamedLoop:
     def _euler_step(self, step: int) -> list[ctypes.c_float]:
         """Return time, dt and gain of an evaluation; the first launch, which moves nothing, has those of step 0."""
         return [ctypes.c_float(values[max(step, 0)]) for values in self._euler]
-
-
-def _address(name: str, tensor: Tensor | None, alignment: int = 16) -> int | None:
-    if tensor is None:
-        return None
-    beyond = tensor.data_ptr() % alignment
-    if beyond or not tensor.is_contiguous():
-        raise EngineError(
-            f"denoise: {name}: expected a contiguous tensor at a multiple of {alignment} bytes, got "
-            f"{tuple(tensor.shape)} with strides {tensor.stride()}, {beyond} bytes beyond a multiple"
-        )
-    return tensor.data_ptr()

@@ -1,7 +1,6 @@
 // Attention of the suffix to the prefix and to itself: a block has a head and KEYS keys of the prefix, or the suffix's
 // own; then the parts of a head are combined. This file follows epilogues.cu.
 
-#define KEY_TILES (KEYS / 8)  // one for each warp
 #define GROUP (HEADS / KV_HEADS)
 #define ROW_BYTES (HEAD_DIM * 2)
 #define P_PITCH (KEYS + 8)  // Eight rows of probabilities are in different banks.

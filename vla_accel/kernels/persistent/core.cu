@@ -73,9 +73,9 @@ __device__ __forceinline__ float2 ldg2(const float* p) { return __ldg((const flo
 // The barrier of the warps that compute.
 __device__ __forceinline__ void consumers_sync() { bar_sync<WARPS * 32>(1); }
 
-// One hand-off between blocks: those that have work arrive, and those that need its results wait for all of them. A
-// block that waits so also knows that everything before these results has been read, because each of their authors has
-// waited in the same way: buffers may be overwritten in the next phase but one.
+// One hand-off between blocks: those that have work arrive, and those that need its results wait for all of them. By
+// then all of them have read their inputs too: a buffer that one phase writes and the next phase reads may be
+// overwritten in the phase after that.
 struct Hop {
   u32* counter;
   u32 expected = 0;

@@ -10,13 +10,13 @@ from torch import Tensor
 from vla_accel.errors import EngineError
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop.tables import ExpertSpec, StepTables
 from vla_accel.kernels.persistent.arguments import Call, Model
 from vla_accel.kernels.persistent.plan import CHUNK, HOP_STRIDE, HOPS, MOST_ROWS, THREADS, Plan
 from vla_accel.kernels.rows.rows import rope_tables
+from vla_accel.kernels.struct import address
 from vla_accel.numeric import round_up
 
 Layer = Iterable[Linear]
@@ -34,7 +34,7 @@ def why_not(gpu: Gpu | None, spec: ExpertSpec, batch: int, precision: str) -> st
     if batch * spec.tokens > MOST_ROWS:
         return f"{batch} x {spec.tokens} suffix rows are more than {MOST_ROWS}"
     if spec.causal or spec.self_every != 1 or spec.activation is not Activation.GEGLU:
-        return "it is for experts whose layers all attend to the whole suffix, with GEGLU"
+        return "it needs GEGLU, and layers that all attend to the whole suffix"
     odd = (spec.width % 32, spec.mlp_dim % 32, spec.head_dim % 64)
     if any(odd) or spec.head_dim > 256 or spec.width != spec.model_width:
         return "its tiles do not fit these widths"
@@ -67,7 +67,6 @@ class PersistentLoop:
         """`output`: weight (A, W) and bias (A,) of the velocity, float32."""
         spec, device = plan.spec, output[0].device
         self.plan, self.prefix_tokens, self.steps = plan, prefix_tokens, plan.steps
-        self.chain = Chain(plan.gpu, early=False)
         # Compiled for the device itself: with portable kernels the plan's GPU has another architecture.
         architecture = (Gpu.of(device) or plan.gpu).architecture
         self.module = nvrtc.load_module(plan.source, {"denoise": plan.shared}, architecture, device)
@@ -78,16 +77,16 @@ class PersistentLoop:
         self.buffers = buffers(plan, prefix_tokens, device)
         self.constants = constants(plan, products, tables, output, mix, prefix_tokens)
         self.weights = [product.weight for product in products]  # Kept alive: the kernel sees bare addresses.
-        self._model = Model(**{n: _address(n, t) for n, t in self.constants.items()}, eps=spec.eps)
+        self._model = Model(**{n: address(n, t) for n, t in self.constants.items()}, eps=spec.eps)
 
     def run(self, inputs: Mapping[str, Tensor], state_token: Tensor | None, actions: Tensor) -> None:
         """Enqueue the loop: `actions` (B, H, A) float32 hold the noise and are integrated in place."""
         call = Call(
-            **{n: _address(n, inputs[n], 16 if n in ("keys", "values") else 4)
+            **{n: address(n, inputs[n], 16 if n in ("keys", "values") else 4)
                for n in ("keys", "values", "lengths", "target")},
-            follow=_address("weights", inputs["weights"], 4), state=_address("state", state_token, 8),
-            actions=_address("actions", actions, 4), prefix_tokens=self.prefix_tokens,
-            **{n: _address(n, t) for n, t in self.buffers.items()},
+            follow=address("weights", inputs["weights"], 4), state=address("state", state_token, 8),
+            actions=address("actions", actions, 4), prefix_tokens=self.prefix_tokens,
+            **{n: address(n, t) for n, t in self.buffers.items()},
         )  # fmt: skip
         self.module.launch("denoise", self.plan.blocks, THREADS, (self._model, call), cooperative=True)
 
@@ -97,7 +96,7 @@ class NotResident(EngineError):
 
 
 def buffers(plan: Plan, prefix_tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """Allocate what blocks exchange. The padding of inputs of products stays zero."""
+    """Allocate the buffers that blocks exchange. The padding of a product's input stays zero."""
     spec, rows, items = plan.spec, plan.rows, plan.items(prefix_tokens)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -127,9 +126,9 @@ def constants(
     device = w_out.device
     out_shift = b_out.double().expand(steps, -1)
     if tables.final_shift is not None:
-        # Behind the steps' rows may be one of t = 0, which no velocity needs.
+        # A row for t = 0 may follow those of the steps; no velocity needs it.
         out_shift = out_shift + tables.final_shift[:steps].double() @ w_out.double().T
-    addresses = [_address("weight", product.weight) for product in products]
+    addresses = [address("weight", product.weight) for product in products]
     cos, sin = rope_tables(prefix_tokens + spec.tokens, spec.head_dim, device)
     schedule = torch.tensor([tables.dts, tables.times, tables.gains], dtype=torch.float32)
     return {
@@ -141,15 +140,3 @@ def constants(
         "mix_bias": None if mix is None or mix.bias is None else mix.bias.float().contiguous(),
         "cos": cos, "sin": sin, "schedule": schedule.to(device),
     }  # fmt: skip
-
-
-def _address(name: str, tensor: Tensor | None, alignment: int = 16) -> int | None:
-    if tensor is None:
-        return None
-    beyond = tensor.data_ptr() % alignment
-    if beyond or not tensor.is_contiguous():
-        raise EngineError(
-            f"denoise: {name}: expected a contiguous tensor at a multiple of {alignment} bytes, got "
-            f"{tuple(tensor.shape)} with strides {tensor.stride()}, {beyond} bytes beyond a multiple"
-        )
-    return tensor.data_ptr()

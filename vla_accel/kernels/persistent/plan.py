@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from vla_accel.errors import EngineError
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.loop.tables import ExpertSpec
 from vla_accel.kernels.nvrtc import source_of
@@ -14,15 +15,15 @@ from vla_accel.kernels.persistent.arguments import Call, Model
 from vla_accel.numeric import round_up
 
 WARPS = 8
-"""That compute. One more copies."""
+"""Warps that compute; one more warp copies."""
 THREADS = (WARPS + 1) * 32
 MOST_ROWS = 16
-"""Rows of a product of the tensor cores."""
+"""Rows of a tensor-core product."""
 CHUNK = 32 * WARPS
-"""Columns of K of a unit: each warp has 32."""
+"""Columns of K in a unit: 32 for each warp."""
 UNIT_BYTES = 8 * CHUNK * 2
 KEYS = 8 * WARPS
-"""Of the prefix, of an item of attention."""
+"""Prefix keys of an item of attention."""
 MOST_STAGES = 12
 HOPS, HOP_STRIDE = 7, 32
 
@@ -34,9 +35,9 @@ class Tuning:
     Args:
         under_way: units of 4 KB that a block copies at once, at most. More of them delay what blocks exchange through
             L2.
-        stage_units: units of a stage of the ring, an even number.
+        stage_units: units of a stage of the ring, 4 or 8: attention reads an item's values from at most two stages.
         together: tiles of q/k/v, and of gate and up, that a block multiplies at once.
-        loaded: chunks of an input that a thread loads at once.
+        loaded: chunks of an input that a thread loads at once, a multiple of `stage_units`: a stage lies in one load.
     """
 
     under_way: int = 4
@@ -44,13 +45,17 @@ class Tuning:
     together: tuple[int, int] = (4, 8)
     loaded: int = 8
 
+    def __post_init__(self) -> None:
+        if self.stage_units not in (4, 8) or self.loaded % self.stage_units:
+            raise EngineError(f"denoise: expected stages of 4 or 8 units that divide `loaded`, got {self}")
+
 
 @dataclass(frozen=True)
 class Product:
     """A product with a weight (N, K).
 
     Args:
-        half: distance of two columns that meet in one output; 4 if none do.
+        half: distance between the two columns that an output combines; 4 if it has one column.
         together: tiles of eight columns that a block multiplies at once.
         owned: whether its columns are those of the residual stream, each of which belongs to one block.
     """
@@ -78,7 +83,7 @@ class Plan:
     """The kernel of an expert for a batch, on a GPU; for any number of prefix tokens.
 
     Args:
-        steps: of the loop.
+        steps: number of Euler steps.
         trained: whether some actions are pinned (`StepTables.trained`).
     """
 
@@ -141,7 +146,7 @@ class Plan:
 
     @property
     def least_stages(self) -> int:
-        """The values of an item are read together, while more is copied."""
+        """Stages of an item's values, which are read together, and one that is copied meanwhile."""
         return KEYS // 8 // self.tuning.stage_units + 1
 
     @property

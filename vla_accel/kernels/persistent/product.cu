@@ -117,7 +117,7 @@ __device__ __forceinline__ Quad add_sums(int tile, int row, int pair) {
   return sum;
 }
 
-// Multiplies the rows of `input`, which come with `before`, with the block's tiles. An epilogue has constants of an
+// Multiplies the rows of `input`, which are complete after `before`, with the block's tiles. An epilogue has constants of an
 // output (`load`), which do not depend on `before`, and stores four outputs (`store`; all lanes call it, `real` or not).
 template <class P, class Epilogue>
 __device__ __forceinline__ void product(Consumer& me, const Hop& before, const u16* input, Epilogue& epilogue) {
