@@ -157,6 +157,14 @@ def test_a_family_without_real_time_chunking_says_so(tmp_path: Path) -> None:
         policy.init_rtc_processor()
 
 
+def test_an_execution_horizon_beyond_the_chunk_is_the_whole_chunk(arm: Path) -> None:
+    policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=1, device="cpu"))
+    horizon = policy.engine.action_shape[0]
+    policy.config.rtc_config = RTCConfig(execution_horizon=horizon + 1)
+    policy.init_rtc_processor()
+    assert policy.engine.config.rtc.execution_horizon == horizon
+
+
 def test_real_time_chunking_as_lerobot_asks_for_it(policy: VlaAccelPolicy, arm: Path) -> None:
     policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=str(arm), num_steps=4, device="cpu"))
     assert policy.supports_rtc()

@@ -22,7 +22,6 @@ from lerobot_policy_vla_accel.observations import input_features, observations, 
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.config import RtcConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.family import Family
 from vla_accel.families.loading import Checkpoint
 from vla_accel.policy import OptimizedPolicy
 
@@ -153,7 +152,7 @@ class VlaAccelPolicy(PreTrainedPolicy):
         asked = self.config.rtc_config
         if asked is None or self.engine.config.rtc.trained:
             return
-        rtc = _guidance(asked, self.engine.family)
+        rtc = _guidance(asked, self.engine)
         if rtc == self.engine.config.rtc:
             return
         config = replace(self.engine.config, rtc=rtc)
@@ -204,9 +203,11 @@ def check_action_steps(asked: int | None, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"policy.n_action_steps: expected at most {most}, a chunk of {checkpoint.name}, got {asked}")
 
 
-def _guidance(requested: RTCConfig, family: Family) -> RtcConfig:
-    """lerobot's settings of real-time chunking as this package's, those that the family reads. Raises ConfigError for a
-    family without real-time chunking, and for `debug`."""
+def _guidance(requested: RTCConfig, engine: OptimizedPolicy) -> RtcConfig:
+    """lerobot's settings of real-time chunking as this package's, those that the family reads. An execution horizon
+    beyond the chunk, such as lerobot's default of 10 for a chunk of 5, is the whole chunk, as in lerobot. Raises
+    ConfigError for a family without real-time chunking, and for `debug`."""
+    family = engine.family
     if requested.debug:
         raise ConfigError("policy.rtc_config.debug: expected false, got true; the engines record no debug data")
     if not family.chunking.settings:
@@ -218,7 +219,7 @@ def _guidance(requested: RTCConfig, family: Family) -> RtcConfig:
     settings: dict[str, Any] = {
         "schedule": requested.prefix_attention_schedule.value.lower(),
         "max_guidance_weight": requested.max_guidance_weight,
-        "execution_horizon": requested.execution_horizon,
+        "execution_horizon": min(requested.execution_horizon, engine.action_shape[0]),
     }
     if unused := sorted(settings.keys() - set(family.chunking.settings)):
         _log.warning("%s: policy.rtc_config: %s are ignored", family.name, ", ".join(unused))
