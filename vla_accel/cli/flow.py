@@ -91,7 +91,7 @@ def main(options: Flow, words: list[str]) -> int:
         "hardware": hardware(policy.device), "software": software(), "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
     best, lines = found.chosen, summary(result)
-    config = replace(settings, num_steps=best.schedule.steps, schedule=best.setting)
+    config = settings.with_steps(best.schedule.steps, best.setting)
     comment = "\n".join([f"Made by `{' '.join(result['command'])}`", *lines])
     written = write_config(config, options.output / "flow.yaml", comment)
     write_json(options.output / "flow.json", result)

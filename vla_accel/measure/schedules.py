@@ -7,6 +7,7 @@ searched on one half of the observations; all figures are of the other half.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from vla_accel.config import NamedSchedule
 from vla_accel.errors import ObservationError
 from vla_accel.measure import bench
 from vla_accel.measure.flow import FINE, Errors, Exact, Flow, Units
@@ -77,7 +79,7 @@ class Row:
 
     name: str
     schedule: Schedule
-    setting: str | tuple[float, ...]
+    setting: NamedSchedule | tuple[float, ...]
     error: Mean
     dimensions: tuple[float, ...]
     flips: int
@@ -185,21 +187,23 @@ def judge(
     halves = np.random.default_rng(seed).permutation(count)
     searching, judging = np.sort(halves[: count // 2]), np.sort(halves[count // 2 :])
 
-    def errors(schedule: Schedule, rows: np.ndarray) -> Errors:
-        return units.errors(flow.robot(flow.integrate(schedule)), exact.actions)[rows]
+    @functools.cache
+    def errors(schedule: Schedule) -> Errors:
+        return units.errors(flow.robot(flow.integrate(schedule)), exact.actions)
 
-    searched = search(lambda schedule: float(errors(schedule, searching).share.mean()), steps, progress)
-    candidates: list[tuple[str, Schedule, str | tuple[float, ...]]] = []
+    searched = search(lambda schedule: float(errors(schedule)[searching].share.mean()), steps, progress)
+    candidates: list[tuple[str, Schedule, NamedSchedule | tuple[float, ...]]] = []
     for n in (num_steps, *sorted({*steps} - {num_steps}, reverse=True)):
-        candidates += [(f"{n} uniform", Schedule.uniform(n), "uniform"), (f"{n} cubic", Schedule.cubic(n), "cubic")]
+        candidates.append((f"{n} uniform", Schedule.uniform(n), "uniform"))
+        candidates.append((f"{n} cubic", Schedule.cubic(n), "cubic"))
         candidates += [(f"{n} searched", found, found.times) for found in searched if found.steps == n]
     if configured is not None:
         candidates.append((f"{configured.steps} configured", configured, configured.times))
-    base = errors(Schedule.uniform(num_steps), judging)
+    base = errors(Schedule.uniform(num_steps))[judging]
     rows: dict[Schedule, Row] = {}
     for name, schedule, setting in candidates:
         if schedule not in rows:  # one cubic step is a uniform one
-            found = errors(schedule, judging)
+            found = errors(schedule)[judging]
             by_dimension, flips = tuple(found.robot.mean(axis=0).tolist()), int(found.flips.sum())
             gate = no_further_from_exact(found, base)
             rows[schedule] = Row(name, schedule, setting, Mean.of(found.share), by_dimension, flips, gate)
