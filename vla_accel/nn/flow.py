@@ -101,10 +101,15 @@ class FlowNetwork(PrefixNetwork):
 
     takes_state: bool = False
 
-    @staticmethod
-    def times(schedule: Schedule, dtype: torch.dtype = torch.float32) -> Tensor:
+    @classmethod
+    def times(cls, schedule: Schedule, dtype: torch.dtype = torch.float32) -> Tensor:
         """The times (n,) of the evaluations."""
-        return euler_times(schedule.steps, dtype) if schedule.is_uniform else schedule.evaluations.to(dtype)
+        return cls.uniform_times(schedule.steps, dtype) if schedule.is_uniform else schedule.evaluations.to(dtype)
+
+    @staticmethod
+    def uniform_times(num_steps: int, dtype: torch.dtype) -> Tensor:
+        """The times (n,) of equal steps, with the rounding of the model's own project."""
+        return euler_times(num_steps, dtype)
 
     @abstractmethod
     def conditioning(self, times: Tensor) -> tuple[Tensor, Tensor | None]:

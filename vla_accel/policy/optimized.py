@@ -40,7 +40,7 @@ from vla_accel.policy.checks import (
     refuse_unused_rtc,
 )
 from vla_accel.policy.footprint import explained_if_too_large, memory_of
-from vla_accel.policy.pipeline import PREVIOUS, Feed, Pipeline, Pipelines, Plan
+from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.runtime import Runtime
 from vla_accel.transforms.observations import real_numbers
 
@@ -209,7 +209,7 @@ class OptimizedPolicy:
             began = time.perf_counter()
             processor, seen = self.processor, self._observe(observations)
             # The GPU encodes the images while the host tokenizes prompts.
-            schedule = self._schedule(warm=is_warm(self.config, prev_chunks))
+            schedule = (self.warm_schedule if is_warm(self.config, prev_chunks) else None) or self.schedule
             early = self.pipelines.started(self.family.image_feed(self.model.config, seen), schedule)
             try:
                 inputs = []
@@ -220,7 +220,7 @@ class OptimizedPolicy:
                 guide = guidance(
                     self.family, self.config, self.model, processor, inputs, prev_chunks, inference_delays
                 )  # fmt: skip
-                pipeline, feed = self._feed(inputs, noise, guide)
+                pipeline, feed = self._feed(inputs, noise, guide, schedule)
                 if pipeline is not early:
                     pipeline.start(feed.inputs)
             except BaseException:
@@ -404,16 +404,14 @@ class OptimizedPolicy:
 
         return explained_if_too_large(self.pipelines.plan, self.checkpoint, self._free, ordinary)
 
-    def _schedule(self, *, warm: bool) -> Schedule:
-        return self.warm_schedule if warm and self.warm_schedule is not None else self.schedule
-
-    def _shape(self, inputs: Sequence[Any], *, warm: bool = False) -> Shape:
-        return self.family.shape(self.model.config, inputs, self._schedule(warm=warm), self.specs)
+    def _shape(self, inputs: Sequence[Any], schedule: Schedule | None = None) -> Shape:
+        return self.family.shape(self.model.config, inputs, schedule or self.schedule, self.specs)
 
     def _feed(
-        self, inputs: list[Any], noise: np.ndarray | None, guidance: Mapping[str, np.ndarray] | None
-    ) -> tuple[Pipeline, Feed]:
+        self, inputs: list[Any], noise: np.ndarray | None, guidance: Mapping[str, np.ndarray] | None,
+        schedule: Schedule | None = None,
+    ) -> tuple[Pipeline, Feed]:  # fmt: skip
         if noise is not None:
             noise = checked_noise(noise, (len(inputs), *self.action_shape))
-        shape = self._shape(inputs, warm=PREVIOUS in (guidance or ()))
-        return self._pipeline(shape), Feed(self.family.feed(self.model.config, inputs), noise, guidance)
+        pipeline = self._pipeline(self._shape(inputs, schedule))
+        return pipeline, Feed(self.family.feed(self.model.config, inputs), noise, guidance)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
 from vla_accel.nn.block import Attention
-from vla_accel.nn.flow import FlowNetwork, Schedule, sinusoidal_embedding
+from vla_accel.nn.flow import FlowNetwork, sinusoidal_embedding
 from vla_accel.nn.gemma import SmolLmConfig
 from vla_accel.nn.reference import PrefixStack, RmsNorm, TransformerBlock
 from vla_accel.nn.siglip import SiglipConfig, SiglipVision
@@ -244,11 +244,9 @@ class SmolVla(FlowNetwork):
     # -- suffix ---------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def times(schedule: Schedule, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Of equal steps 1 - k / n, each rounded once, as lerobot does."""
-        if not schedule.is_uniform:
-            return schedule.evaluations.to(dtype)
-        return torch.tensor([1.0 + step * dt for step, dt in enumerate(schedule.dts)], dtype=dtype)
+    def uniform_times(num_steps: int, dtype: torch.dtype) -> Tensor:
+        """1 - k / n, each rounded once, as lerobot does."""
+        return torch.tensor([1.0 + step * (-1.0 / num_steps) for step in range(num_steps)], dtype=dtype)
 
     def conditioning(self, times: Tensor) -> tuple[Tensor, None]:
         """The time's half of the first layer of the time MLP, and its bias: times (n,) to (n, width)."""
