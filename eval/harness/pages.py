@@ -95,7 +95,7 @@ def paired_page(report: Mapping[str, Any], results: Mapping[str, Result]) -> Pag
         f"(McNemar, exact: p = {row['mcnemar_exact_p']:.3g})"
         for row in rows
     )
-    mine = {f"{reference}{_at(row.get('reference_steps', row['steps']))}": row["reference"] for row in rows}
+    mine = {f"{reference}{_at(_reference_steps(row))}": row["reference"] for row in rows}
     rates = [*mine.items(), *((f"{row['name']}{_at(row['steps'])}", row["other"]) for row in rows)]
     films = _lost_films(rows, results, reference)
     runs = [(f"{name}{_at(row['steps'])}", row) for name, r in results.items() for row in r["summary"]["rows"]]
@@ -258,7 +258,7 @@ def _lost_films(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Result]
     for row in rows:
         for episode in row["discordant"]:
             key = EpisodeKey.from_json({**episode, "steps": row["steps"]})
-            keys = {row["name"]: key, reference: replace(key, steps=row.get("reference_steps", row["steps"]))}
+            keys = {row["name"]: key, reference: replace(key, steps=_reference_steps(row))}
             both = [(name, filmed[name][keys[name]]) for name in (reference, row["name"]) if keys[name] in filmed[name]]
             if len(both) == 2:
                 how, kept = ("lost", lost) if episode["won_by"] == "reference" else ("gained", gained)
@@ -302,6 +302,11 @@ def _count(rate: Mapping[str, Any]) -> str:
 
 def _steps(steps: int | None) -> str:
     return "own steps" if steps is None else f"{steps} step{'s' * (steps > 1)}"
+
+
+def _reference_steps(row: Mapping[str, Any]) -> int | None:
+    """The reference's step count; older reports have the same one for both."""
+    return row.get("reference_steps", row["steps"])
 
 
 def _at(steps: int | None) -> str:

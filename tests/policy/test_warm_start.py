@@ -159,15 +159,15 @@ def test_the_server_answers_warm_and_cold_calls_in_separate_batches(flow_folders
 
 @pytest.mark.parametrize("guided", [True, False])
 def test_a_runner_passes_the_rest_of_the_chunk(flow_folders: dict[str, Path], guided: bool) -> None:
-    policy, told = load(flow_folders["pi05"], num_steps=1, warm_start=START), []
+    policy, passed = load(flow_folders["pi05"], num_steps=1, warm_start=START), []
     infer = policy.infer
-    policy.infer = lambda seen, **options: (told.append(options), infer(seen, **options))[1]  # type: ignore[method-assign]
+    policy.infer = lambda seen, **options: (passed.append(options), infer(seen, **options))[1]  # type: ignore[method-assign]
     (observation,) = observed(policy, 0)
     with policy.async_runner(20.0, real_time_chunking=guided, max_wait_s=PATIENCE_S) as runner:
         runner.start(observation)
         for _ in range(12):
             runner.step(observation)
-    later = [options for options in told if options]
+    later = [options for options in passed if options]
     assert later and all(set(one) == {"prev_chunk", *(["inference_delay"] * guided)} for one in later)
 
 

@@ -255,7 +255,7 @@ def _suffix_attention(
             base = batch * prefix_tokens * (KV_HEADS * H.dim) + kv_head * H.dim
             for start in range(0, TILE.tiles * TILE.keys, TILE.keys):
                 key = split * (TILE.tiles * TILE.keys) + start + n
-                # A padded prefix may hold anything, NaN included: what is not real is not read.
+                # Do not read the padding of a prefix: it may hold anything, NaN included.
                 real = key < length
                 place = base + key * (KV_HEADS * H.dim)
                 k = tl.load(prefix_keys + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
