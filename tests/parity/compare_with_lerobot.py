@@ -33,7 +33,6 @@ from tests.support.agreement import ACTIONS_ATOL, rms
 from tests.support.whole_calls import pi0_actions, pi0_fast_tokens, smolvla_actions
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.bench import bench_card
-from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.network import Groot, overlap_weights
 from vla_accel.families.loading import Checkpoint, family_of, load
 from vla_accel.families.pi0.network import Pi0
@@ -45,6 +44,7 @@ from vla_accel.files import write_json
 from vla_accel.machine import hardware, software
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
+from vla_accel.nn.qwen_language import Layout
 
 BF16_RATIO = 1.5
 """Ours to lerobot's float32, beside lerobot's own bfloat16 to it: as near, within the spread of two roundings."""
@@ -90,7 +90,7 @@ def ask_groot(model: Groot, tensors: Mapping[str, Tensor], case: str, steps: int
     # One part after the other, where the weights are not there yet: all in float32 would take 12 GB.
     crossing = [f"head.layers.{i}.kv_proj" for source in ("text", "image") for i in config.head.blocks(source)]
     with model.present("vision"):
-        seen = model.see(pixels)
+        seen = model.vision.views(pixels)
     with model.present("embed", "language", "head.vl_norm", "head.vl_layers", *crossing):
         cache = model.read(*seen, given["tokens"], layout.places(pixels.device), lengths)
     with model.present("head"):

@@ -22,7 +22,7 @@ from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.modalities import Group, Groups
 from vla_accel.families.groot.network import GrootConfig, groot_n17
 from vla_accel.families.groot.transforms import GrootProcessor
-from vla_accel.nn.random_weights import DrawnGroot
+from vla_accel.nn.random_weights import DrawnDit
 from vla_accel.transforms.processing import Inputs
 from vla_accel.transforms.robots import LIBERO
 
@@ -44,7 +44,7 @@ class _DummyTokenizer(DummyTokenizer):
 class GrootBench(BenchCard[GrootConfig, Inputs]):
     """GR00T N1.7."""
 
-    family, drawn = GROOT, DrawnGroot
+    family, drawn = GROOT, DrawnDit
     sizes: ClassVar = {"groot_n17": groot_n17}
     sweep = (4, 2, 1)
     quantised = ("native_fp8",)

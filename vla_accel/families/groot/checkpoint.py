@@ -17,10 +17,10 @@ from vla_accel.checkpoints.stacks import shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.groot.head import HeadConfig
-from vla_accel.families.groot.language import QwenConfig
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.families.groot.settings import check_config
-from vla_accel.families.groot.vision import QwenVisionConfig
+from vla_accel.nn.qwen_language import QwenConfig
+from vla_accel.nn.qwen_vision import QwenVisionConfig
 
 _MODEL_TYPES = ("gr00tn1d7", "gr00t_n1d7", "gr00t_n1_7")
 LEROBOT = "_groot_model."

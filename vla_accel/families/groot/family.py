@@ -18,13 +18,13 @@ from vla_accel.families.family import Capabilities, Chunking
 from vla_accel.families.groot.checkpoint import OTHERS, is_groot, model_type
 from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.folder import load_folder
-from vla_accel.families.groot.head import QUANTISED
-from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, overlap_weights
-from vla_accel.families.groot.vision import Grid
 from vla_accel.families.prompted import TextFamily, TextShape
+from vla_accel.nn.dit import QUANTISED
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.qwen_language import Layout
+from vla_accel.nn.qwen_vision import Grid
 from vla_accel.transforms.processing import Inputs
 
 

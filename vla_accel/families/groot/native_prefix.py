@@ -13,16 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.families.groot.head import Source
-from vla_accel.families.groot.language import Layout, language_rope
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.rows.rows import add_at, add_norm, place_tokens
+from vla_accel.nn.dit import Source
 from vla_accel.nn.plan import Rows, StackPlan
+from vla_accel.nn.qwen_language import Layout, language_rope
 from vla_accel.nn.weights import Precision, StackWeights, stack_weights
-
-SOURCES: tuple[Source, ...] = ("text", "image")
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class ReaderWeights:
             return torch.cat([model.weight(name).to(stored.dtype) for name in names])
 
         keys_values: dict[Source, Linear] = {
-            source: Linear(joined(source, "weight"), joined(source, "bias")) for source in SOURCES
+            source: Linear(joined(source, "weight"), joined(source, "bias")) for source in config.head.sources
         }
         return cls(model.weight("embed.weight"), language, scale, shift, vl_stack, keys_values, config)
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.groot.head import Cache, GrootHead, HeadConfig, StepConstants
-from vla_accel.families.groot.language import Places, QwenConfig, QwenLanguage
-from vla_accel.families.groot.vision import Placed, QwenVision, QwenVisionConfig
-from vla_accel.nn.flow import Schedule
-from vla_accel.nn.network import Network
+from vla_accel.families.groot.head import GrootHead, HeadConfig
+from vla_accel.nn.dit import Cache, DitNetwork
+from vla_accel.nn.qwen_language import Places, QwenConfig, QwenLanguage
+from vla_accel.nn.qwen_vision import QwenVision, QwenVisionConfig
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,11 @@ def groot_n17(**changes: object) -> GrootConfig:
     return GrootConfig(**changes)  # type: ignore[arg-type]
 
 
-_WIDE = ("vision.patch_", "vision.position_", "head.state_", "head.action_", "head.time_", "head.decode_")
-
-
-class Groot(Network):
+class Groot(DitNetwork):
     """The model. Module names are the canonical checkpoint keys (see `vla_accel.families.groot.checkpoint`)."""
 
     config: GrootConfig
+    head: GrootHead
 
     def __init__(self, config: GrootConfig) -> None:
         super().__init__()
@@ -74,28 +71,11 @@ class Groot(Network):
         self.language = QwenLanguage(config.language)
         self.head = GrootHead(config.head, config.state_dim, config.action_dim)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the large products; small projections may be wider."""
-        return self.head.out_proj.weight.dtype
-
-    @staticmethod
-    def kept_wide(name: str) -> bool:
-        """Patch and position embeddings, and the small projections of state, actions and time."""
-        return name.startswith(_WIDE)
-
-    def see(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor]:
-        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * tokens, width) and deepstack features (n, B,
-        V * tokens, width). `placed`: as `QwenVision.placed` gives it, to compute it once."""
-        batch, width = len(pixels), self.config.language.width
-        tokens, deepstack = self.vision(pixels.flatten(0, 1), placed)
-        return tokens.reshape(batch, -1, width), deepstack.reshape(len(deepstack), batch, -1, width)
-
     def read(
         self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, places: Places, lengths: Tensor | None = None
     ) -> Cache:
-        """What the action head attends to, of what `see` gave and of text tokens (B, L) int64, of which the first
-        `lengths` (B,) of each row are real; None: all."""
+        """What the action head attends to, from the result of `QwenVision.views` and text tokens (B, L) int64, of which
+        the first `lengths` (B,) of each row are real; None: all."""
         text = self.embed(tokens).to(image_tokens.dtype)
         x = torch.cat((image_tokens, text), 1)[:, places.order]
         hidden = self.language(x, places.positions, places.order, deepstack)
@@ -103,42 +83,12 @@ class Groot(Network):
         if lengths is not None:
             real = torch.arange(len(places.order), device=tokens.device) < (len(places.image) + lengths)[:, None]
         features = self.head.features(hidden, real)
-        return self.head.cache(features[:, places.text], features[:, places.image])
-
-    def constants(self, schedule: Schedule) -> StepConstants:
-        """Compute what depends on the times of the steps alone. Weights that were not here are let go again."""
-        norms = [f"head.layers.{i}.modulation" for i in range(self.config.head.depth)]
-        small = ("head.time_in", "head.time_out", "head.final_modulation", "head.action_mix")
-        with self.present(*small, *norms):
-            return self.head.constants(schedule)
-
-    def integrate(
-        self, noise: Tensor, constants: StepConstants, state: Tensor, cache: Cache, lengths: Tensor | None = None,
-        target: Tensor | None = None, weights: Tensor | None = None, *, schedule: Schedule,
-    ) -> Tensor:  # fmt: skip
-        """Euler over the steps of a schedule, whose times fall while the model's own rise. noise (B, H, action_dim)
-        float32; state (B, state_dim); returns the actions, same shape and dtype as the noise.
-
-        `target` (B, H, action_dim) and `weights` (B, H): rows with a weight begin at the target instead of the noise,
-        and move by 1 - weight of the velocity (GR00T's own real-time chunking); weights of zero: a plain call.
-        """
-        text = None
-        if lengths is not None:
-            text = torch.arange(cache.text_keys.shape[2], device=noise.device) < lengths[:, None]
-        token = self.head.state_token(state)
-        x, pace = noise, None
-        if target is not None and weights is not None:
-            x = torch.where(weights[..., None] > 0, target.to(noise.dtype), noise)
-            pace = (1.0 - weights)[..., None]
-        for step, dt in enumerate(schedule.dts):
-            v = self.head.velocity(x, constants, step, token, cache, text).to(x.dtype)
-            x = x + -dt * (v if pace is None else v * pace)
-        return x
+        return self.head.cache(text=features[:, places.text], image=features[:, places.image])
 
 
 def overlap_weights(previous: int, delay: int, horizon: int, ramp: float, until: int | None) -> Tensor:
-    """Weights (horizon,) float32 of `Groot.integrate` for a previous chunk of which `previous` actions are left and
-    `delay` are sure to be executed: 1 for these, then falling as exp(-ramp u) to none after `until` (None: all).
+    """Weights (horizon,) float32 of `DitNetwork.integrate` for a previous chunk of which `previous` actions are left
+    and `delay` are sure to be executed: 1 for these, then falling as exp(-ramp u) to none after `until` (None: all).
 
     Source: lerobot 0.6.1, `GR00TN17ActionHead.get_action_with_features`, whose factors of the velocity are one less
     these.

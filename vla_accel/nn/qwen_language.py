@@ -1,4 +1,4 @@
-"""Qwen3 as GR00T N1.7 uses it: the first layers of Qwen3-VL's language model, up to the raw output of the last of them.
+"""Qwen3-VL's language model, or its first layers, up to the output of the last of them before the final norm.
 
 Knows nothing about images but where their tokens stand: rotary positions have three axes, and what vision's deepstack
 left is added at image tokens after the first layers. Source of the mathematics: Qwen3-VL in transformers 5.5.4.
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.groot.vision import Grid
 from vla_accel.kernels.activation import Activation
 from vla_accel.nn.block import Attention, Block, Norm
+from vla_accel.nn.qwen_vision import Grid
 from vla_accel.nn.reference import TransformerBlock
 
 LEAD = 3

@@ -1,4 +1,4 @@
-"""GR00T's vision tower in fused ops: uint8 images to image tokens and deepstack features.
+"""Qwen3-VL's vision tower in fused ops: uint8 images to image tokens and deepstack features.
 
 Exact savings: the normalisation of the pixels is folded into the patch embedding, and the weights of every LayerNorm,
 also of the mergers, into the next product.
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.families.groot.language import Layout
-from vla_accel.families.groot.network import Groot
-from vla_accel.families.groot.vision import PatchMerger, QwenVisionConfig, patch_rope, place_embedding
 from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import add_norm, gelu, patchify
 from vla_accel.nn.native_vision import patch_embedding
+from vla_accel.nn.network import Network
 from vla_accel.nn.plan import Rows, StackPlan
+from vla_accel.nn.qwen_language import Layout
+from vla_accel.nn.qwen_vision import PatchMerger, QwenVisionConfig, patch_rope, place_embedding
 from vla_accel.nn.weights import Precision, StackWeights, fold, stack_weights
 
 
@@ -32,7 +32,7 @@ class MergerWeights:
     late: bool
 
     @classmethod
-    def of(cls, model: Groot, name: str, dtype: torch.dtype) -> MergerWeights:
+    def of(cls, model: Network, name: str, dtype: torch.dtype) -> MergerWeights:
         merger = model.get_submodule(name)
         assert isinstance(merger, PatchMerger)
         read = {n: model.weight(f"{name}.{n}") for n, _ in merger.named_parameters()}
@@ -59,7 +59,7 @@ class TowerWeights:
     config: QwenVisionConfig
 
     @classmethod
-    def of(cls, model: Groot, precision: str) -> TowerWeights:
+    def of(cls, model: Network, precision: str) -> TowerWeights:
         """Prepare the weights of a model. `precision`: fp32 or bf16."""
         stored, config = Precision(precision), model.config.vision
         stack = stack_weights(model, "vision.layers", config.block, config.depth, stored)

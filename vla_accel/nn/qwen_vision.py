@@ -1,4 +1,4 @@
-"""Qwen3-VL's vision tower as GR00T N1.7 uses it: images to image tokens, and to what the first language layers add.
+"""Qwen3-VL's vision tower: images to image tokens, and to what the first language layers add.
 
 Knows nothing about language or robots. Source of the mathematics: Qwen3-VL in transformers 5.5.4 (Apache-2.0).
 """
@@ -146,6 +146,13 @@ class QwenVision(nn.Module):
             if index in config.deepstack:
                 left.append(self.deepstack[config.deepstack.index(index)](x))
         return self.merger(x), torch.stack(left)
+
+    def views(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor]:
+        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * tokens, out_width) and deepstack features (n, B,
+        V * tokens, out_width). `placed`: what `QwenVision.placed` returns, to compute it once."""
+        batch, width = len(pixels), self.config.out_width
+        tokens, deepstack = self(pixels.flatten(0, 1), placed)
+        return tokens.reshape(batch, -1, width), deepstack.reshape(len(deepstack), batch, -1, width)
 
 
 def in_blocks(values: Tensor, merge: int) -> Tensor:
