@@ -58,6 +58,30 @@ def neighbours(count: int, out: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return low, np.minimum(low + 1, count - 1), (centre - low).astype(np.float32)
 
 
+def area_weights(count: int, out: int) -> np.ndarray:
+    """Return the weights float64 (out, count) of one axis of torch's "area" resizing: means of neighbouring inputs."""
+    low, high = np.arange(out) * count // out, -(-(np.arange(out) + 1) * count // out)
+    place = np.arange(count)
+    inside = (place >= low[:, None]) & (place < high[:, None])
+    return inside / inside.sum(1, keepdims=True)
+
+
+def bicubic_weights(count: int, out: int) -> np.ndarray:
+    """Return the weights float64 (out, count) of one axis of torch's antialiased bicubic resizing."""
+    step = count / out
+    wide = max(step, 1.0)
+    centre = (np.arange(out) + 0.5) * step
+    low = np.maximum((centre - 2 * wide + 0.5).astype(np.int64), 0)
+    high = np.minimum((centre + 2 * wide + 0.5).astype(np.int64), count)
+    place = np.arange(count)
+    x = np.abs((place + 0.5 - centre[:, None]) / wide)
+    near = (1.5 * x - 2.5) * x * x + 1.0
+    far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
+    weights = np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
+    weights *= (place >= low[:, None]) & (place < high[:, None])
+    return weights / weights.sum(1, keepdims=True)
+
+
 @dataclass(frozen=True)
 class ChannelScale:
     """Maps the levels p of one camera to `(p - shift) * scale + offset`, with `shift` and `scale` by channel."""

@@ -13,6 +13,15 @@ from typing import Any
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
 from vla_accel.checkpoints.lora import Lora, fold
+from vla_accel.checkpoints.qwen import (
+    TRANSFORMER,
+    language_config,
+    language_pieces,
+    layer_of,
+    transformer_pieces,
+    vision_config,
+    vision_pieces,
+)
 from vla_accel.checkpoints.stacks import shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
@@ -20,7 +29,6 @@ from vla_accel.families.groot.head import HeadConfig
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.families.groot.settings import check_config
 from vla_accel.nn.qwen_language import QwenConfig
-from vla_accel.nn.qwen_vision import QwenVisionConfig
 
 _MODEL_TYPES = ("gr00tn1d7", "gr00t_n1d7", "gr00t_n1_7")
 LEROBOT = "_groot_model."
@@ -32,33 +40,12 @@ SIGN = _DIT + "proj_out_1.weight"
 _EMBEDDINGS = (_LANGUAGE + "embed_tokens.weight", "backbone.model.lm_head.weight")
 # The head reads the input of the last norm. The mask token and the dropout are for training.
 _DEAD = (_LANGUAGE + "norm.weight", _HEAD + "mask_token", _HEAD + "dropout_prob_by_embodiment", *_EMBEDDINGS)
-# Widths of heads, which no shape shows: vision, vision-language attention, diffusion transformer.
-_VISION_HEAD, _VL_HEAD, _DIT_HEAD = 64, 64, 48
-
-_MERGER = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
-_PRE_NORM = {
-    "layer_norm1": ("norm1",), "qkv_proj": ("attn.qkv",), "out_proj": ("attn.proj",), "layer_norm2": ("norm2",),
-    "fc1": ("mlp.linear_fc1",), "fc2": ("mlp.linear_fc2",),
-}  # fmt: skip
-_QWEN = {
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",), "o_proj": ("self_attn.o_proj",),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"), "down_proj": ("mlp.down_proj",),
-}  # fmt: skip
-_DIFFUSERS = {
-    "layer_norm1": ("norm1",), "layer_norm2": ("norm3",), "modulation": ("norm1.linear",), "q_proj": ("attn1.to_q",),
-    "kv_proj": ("attn1.to_k", "attn1.to_v"), "qkv_proj": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-    "out_proj": ("attn1.to_out.0",), "fc1": ("ff.net.0.proj",), "fc2": ("ff.net.2",),
-}  # fmt: skip
+# Widths of heads, which no shape shows: vision-language attention, diffusion transformer.
+_VL_HEAD, _DIT_HEAD = 64, 48
 _BY_EMBODIMENT = {
     "state_in": "state_encoder.layer1", "state_out": "state_encoder.layer2", "action_in": "action_encoder.W1",
     "action_mix": "action_encoder.W2", "action_out": "action_encoder.W3", "decode_in": "action_decoder.layer1",
     "decode_out": "action_decoder.layer2",
-}  # fmt: skip
-_SHARED = {
-    "vl_norm": "vlln", "time_in": "model.timestep_encoder.timestep_embedder.linear_1",
-    "time_out": "model.timestep_encoder.timestep_embedder.linear_2", "final_modulation": "model.proj_out_1",
-    "out_proj": "model.proj_out_2",
 }  # fmt: skip
 
 
@@ -110,11 +97,11 @@ def load_groot(weights: Weights, config: GrootConfig, embodiment: int, where: st
     }
     table = next((prefix + e for e in _EMBEDDINGS if prefix + e in weights.shapes), prefix + _EMBEDDINGS[0])
     recipe["embed.weight"] = (Piece(table),)
-    deeper = (n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth)
+    deeper = (n for n in weights.shapes if layer_of(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth)
     dead = [*(prefix + d for d in _DEAD), *deeper]
     model = fitted(network, weights, recipe, where, "GR00T N1.7", dead)
     unread = [name.removeprefix(prefix) for name in dead]
-    unread += [name for name in (lora.changes if lora else ()) if _layer(name, _LANGUAGE) >= config.language.depth]
+    unread += [name for name in (lora.changes if lora else ()) if layer_of(name, _LANGUAGE) >= config.language.depth]
     return fold(model, lora, lambda name: pieces(name, config, embodiment), unread)
 
 
@@ -123,39 +110,20 @@ def pieces(name: str, config: GrootConfig, embodiment: int) -> tuple[Piece, ...]
     part, _, rest = name.partition(".")
     if part == "embed":
         return (Piece(_EMBEDDINGS[0]),)
-    if match := re.fullmatch(r"(vl_layers|layers)\.(\d+)\.(\w+)\.(.+)", rest):
-        stack, index, module, leaf = match.groups()
-        start, names = {
-            ("vision", "layers"): (_VISION + "blocks.", _PRE_NORM),
-            ("language", "layers"): (_LANGUAGE + "layers.", _QWEN),
-            ("head", "vl_layers"): (_HEAD + "vl_self_attention.transformer_blocks.", _DIFFUSERS),
-            ("head", "layers"): (_DIT + "transformer_blocks.", _DIFFUSERS),
-        }[part, stack]
-        stored = names.get(module, (module,))
-        rows = _rows(config, part, stack, module) if len(stored) > 1 else (None,)
-        return tuple(Piece(f"{start}{index}.{s}.{leaf}", r) for s, r in zip(stored, rows, strict=True))
     if part == "vision":
-        rest = rest.replace("patch_embedding", "patch_embed.proj").replace("position_embedding", "pos_embed.weight")
-        rest = rest.replace("deepstack.", "deepstack_merger_list.")
-        for ours, theirs in _MERGER.items():
-            rest = rest.replace(f".{ours}.", f".{theirs}.")
-        return (Piece(_VISION + rest),)
+        return vision_pieces(rest, _VISION)
+    if part == "language":
+        return language_pieces(rest, _LANGUAGE, config.language)
+    if rest.startswith("vl_layers."):
+        return transformer_pieces(rest, _HEAD + "vl_self_attention.", config.head.vl_width)
+    if rest.startswith("layers."):
+        return transformer_pieces(rest, _DIT, config.head.width)
     if rest == "action_positions":
         return (Piece(_HEAD + "position_embedding.weight"),)
     module, _, leaf = rest.partition(".")
     if module in _BY_EMBODIMENT:
         return (Piece(f"{_HEAD}{_BY_EMBODIMENT[module]}.{'W' if leaf == 'weight' else 'b'}", entry=embodiment),)
-    return (Piece(f"{_HEAD}{_SHARED[module]}.{leaf}"),)
-
-
-def _rows(config: GrootConfig, part: str, stack: str, module: str) -> tuple[int | None, ...]:
-    if part == "language":
-        c = config.language
-        if module == "gate_up_proj":
-            return (c.mlp_dim, c.mlp_dim)
-        return (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
-    width = config.head.vl_width if stack == "vl_layers" else config.head.width
-    return (width,) * (2 if module == "kv_proj" else 3)
+    return (Piece(f"{_HEAD}vlln.{leaf}" if module == "vl_norm" else f"{_DIT}{TRANSFORMER[module]}.{leaf}"),)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
@@ -174,7 +142,7 @@ class _Stored:
         return shapes_by_name(self.shapes, self.prefix, self.where)(name, axes)
 
     def depth(self, start: str) -> int:
-        return 1 + max((_layer(n.removeprefix(self.prefix), start) for n in self.shapes), default=-1)
+        return 1 + max((layer_of(n.removeprefix(self.prefix), start) for n in self.shapes), default=-1)
 
     def value(self, key: str) -> Any:
         """Return a setting, None if config.json has none. Dots separate nested keys."""
@@ -186,11 +154,6 @@ class _Stored:
     def size(self, key: str, published: int) -> int:
         name = key.rpartition(".")[2]
         return size_of({name: self.value(key)}, name, Path(self.where) / "config.json", published)
-
-
-def _layer(name: str, start: str) -> int:
-    match = re.match(re.escape(start) + r"(?:\w+\.)?(\d+)\.", name)
-    return -1 if match is None else int(match[1])
 
 
 def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any], where: str) -> GrootConfig:
@@ -205,7 +168,7 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
     check_config(stated, f"checkpoint {where}")
     try:
         config = GrootConfig(
-            vision=_vision(stored),
+            vision=vision_config(stored, stored.depth, _VISION),
             language=_language(stored),
             head=_head(stored),
             action_dim=stored(_HEAD + "action_encoder.W1.W", 3)[1],
@@ -236,37 +199,10 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
     return config
 
 
-def _vision(shape: _Stored) -> QwenVisionConfig:
-    width, _, frames, patch, _ = shape(_VISION + "patch_embed.proj.weight", 5)
-    positions, _ = shape(_VISION + "pos_embed.weight", 2)
-    depth = shape.depth(_VISION + "blocks.")
-    out_width, joined = shape(_VISION + "merger.linear_fc2.weight", 2)
-    levels = shape.depth(_VISION + "deepstack_merger_list.")
-    if width % _VISION_HEAD:
-        raise ConfigError(f"vision.width {width}: expected heads of {_VISION_HEAD}, as Qwen3-VL's are")
-    return QwenVisionConfig(
-        width=width, depth=depth, mlp_dim=shape(_VISION + "blocks.0.mlp.linear_fc1.weight", 2)[0],
-        heads=width // _VISION_HEAD, patch_size=patch, frames=frames, merge=round((joined / width) ** 0.5),
-        # Blocks with a deepstack output are equally spaced: 5, 11 and 17 of 24.
-        positions=positions, deepstack=tuple(depth * (j + 1) // (levels + 1) - 1 for j in range(levels)),
-        out_width=out_width,
-    )  # fmt: skip
-
-
 def _language(shape: _Stored) -> QwenConfig:
-    start = _LANGUAGE + "layers.0."
-    (head_dim,) = shape(start + "self_attn.q_norm.weight", 1)
-    queries, width = shape(start + "self_attn.q_proj.weight", 2)
-    stored, half = shape.depth(_LANGUAGE + "layers."), head_dim // 2
     table = next((e for e in _EMBEDDINGS if shape.prefix + e in shape.shapes), _EMBEDDINGS[0])
-    return QwenConfig(
-        width=width, depth=shape.size("select_layer", min(16, stored)),
-        mlp_dim=shape(start + "mlp.gate_proj.weight", 2)[0], heads=queries // head_dim,
-        kv_heads=shape(start + "self_attn.k_proj.weight", 2)[0] // head_dim, head_dim=head_dim,
-        vocab_size=shape(table, 2)[0],
-        # Row and column each have 5/16 of the frequencies: 20 of 64.
-        sections=(half - 2 * (5 * half // 16), 5 * half // 16, 5 * half // 16),
-    )  # fmt: skip
+    depth = shape.size("select_layer", min(16, shape.depth(_LANGUAGE + "layers.")))
+    return language_config(shape, _LANGUAGE, table, depth=depth)
 
 
 def _head(shape: _Stored) -> HeadConfig:
