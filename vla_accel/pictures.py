@@ -25,11 +25,35 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
+class Resampling:
+    """Resizes whole images to `size` (height, width): to `between` by torch's "area", if that is not None, and then by
+    torch's antialiased bicubic filter."""
+
+    between: tuple[int, int] | None
+    size: tuple[int, int]
+
+    def keeps(self, height: int, width: int) -> bool:
+        """Return whether an image of this size stays as it is."""
+        return (height, width) == self.size and self.between in (None, self.size)
+
+    def weights(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return float64 (rows, height) and (columns, width): rows · image · columnsᵀ is the resized image."""
+        between = self.between or (height, width)
+        return _resampled(height, between[0], self.size[0]), _resampled(width, between[1], self.size[1])
+
+
+@lru_cache(maxsize=16)
+def _resampled(count: int, between: int, out: int) -> np.ndarray:
+    weights = bicubic_weights(between, out)
+    return weights if between == count else weights @ area_weights(count, between)
+
+
+@dataclass(frozen=True)
 class Cameras:
     """The (height, width) of each view, where the device resizes camera images to the model's size by `method`."""
 
     sizes: tuple[tuple[int, int], ...]
-    method: Resize
+    method: Resize | Resampling
 
 
 def fitted(height: int, width: int, size: int) -> tuple[int, int, int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,11 @@ from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.folder import load_folder
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, overlap_weights
-from vla_accel.families.prompted import TextFamily, TextShape
+from vla_accel.families.prompted import TextFamily
+from vla_accel.families.qwen import LayoutShape
 from vla_accel.nn.dit import QUANTISED
 from vla_accel.nn.flow import Schedule
-from vla_accel.nn.qwen_language import Layout
-from vla_accel.nn.qwen_vision import Grid
 from vla_accel.transforms.processing import Inputs
-
-
-@dataclass(frozen=True)
-class GrootShape(TextShape):
-    """`grid`: rows and columns of tokens of an image."""
-
-    grid: Grid
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.views, self.grid, self.tokens)
-
-    @property
-    def title(self) -> str:
-        rows, columns = self.grid
-        return f"{self.views} views of {rows} x {columns} tokens and {self.tokens} text tokens"
 
 
 class GrootChunking(Chunking[GrootConfig]):
@@ -57,7 +39,7 @@ class GrootChunking(Chunking[GrootConfig]):
         return {"target": target, "weights": weights.numpy()}
 
 
-class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
+class GrootFamily(TextFamily[GrootConfig, Inputs, LayoutShape]):
     """One embodiment of a checkpoint."""
 
     name = "groot"
@@ -68,19 +50,19 @@ class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
     flow = True
 
     def components(
-        self, model: Groot, shape: GrootShape, *, store: Any = None, scales: Any = None, rtc: Any = None
+        self, model: Groot, shape: LayoutShape, *, store: Any = None, scales: Any = None, rtc: Any = None
     ) -> Sequence[Component]:
         return groot_components(model, shape.layout, shape.batch, shape.schedule, shape.padded, store)
 
     def shape(
         self, config: GrootConfig, inputs: Sequence[Inputs], schedule: Schedule, specs: Mapping[str, EngineSpec]
-    ) -> GrootShape:
+    ) -> LayoutShape:
         sizes = {(len(i.images), *i.images[0].shape[:2]) for i in inputs}
         if len(sizes) > 1:
             raise ObservationError(f"batch: expected as many views of each, of one size, got {sorted(sizes)}")
         ((views, height, width),) = sizes
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
-        return GrootShape(len(inputs), schedule, views, tokens, padded, config.vision.grid(height, width))
+        return LayoutShape(len(inputs), schedule, views, tokens, padded, config.vision.grid(height, width))
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
         return content["type"] == self.name if is_lerobot_config(content) else is_groot(content, shapes)

@@ -21,11 +21,10 @@ from vla_accel.families.groot.robot import LIBERO_TAG, Robot, isaac_cropping, le
 from vla_accel.families.groot.settings import DECODE, ENCODE, PACK, UNPACK, check_processor, check_step
 from vla_accel.families.groot.transforms import GrootProcessor
 from vla_accel.families.overrides import adapter_of, check_vocabulary, robot_of, warn_of_contradictions
+from vla_accel.families.qwen import TOKENIZER
 from vla_accel.transforms.robots import LIBERO, Preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
-TOKENIZER = "Qwen/Qwen3-VL-2B-Instruct"
-"""On the hub. NVIDIA's own repository has the same tokenizer, but requires an access request."""
 PUBLISHED_IDS = {
     "simpler_env_google": 0,
     "simpler_env_widowx": 1,

@@ -16,10 +16,11 @@ from torch import Tensor
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.rows.rows import add_at, add_norm, place_tokens
+from vla_accel.kernels.rows.rows import add_norm
 from vla_accel.nn.dit import Source
-from vla_accel.nn.plan import Rows, StackPlan
-from vla_accel.nn.qwen_language import Layout, language_rope
+from vla_accel.nn.native_qwen_language import LanguageWeights, NativeLanguage
+from vla_accel.nn.plan import StackPlan
+from vla_accel.nn.qwen_language import Layout
 from vla_accel.nn.weights import Precision, StackWeights, stack_weights
 
 
@@ -27,12 +28,11 @@ from vla_accel.nn.weights import Precision, StackWeights, stack_weights
 class ReaderWeights:
     """The weights of the prefix.
 
-    `table` (vocabulary, W): token embeddings, shared with the model; `vl_scale`, `vl_shift` (W,) float32: of the norm
-    before the vision-language attention; `keys_values`: one product of all blocks for text, and one for images.
+    `vl_scale`, `vl_shift` (W,) float32: of the norm before the vision-language attention; `keys_values`: one product of
+    all blocks for text, and one for images.
     """
 
-    table: Tensor
-    language: StackWeights
+    language: LanguageWeights
     vl_scale: Tensor
     vl_shift: Tensor
     vl_stack: StackWeights
@@ -43,7 +43,6 @@ class ReaderWeights:
     def of(cls, model: Groot, precision: str) -> ReaderWeights:
         """Prepare the weights of a model. `precision`: fp32 or bf16."""
         stored, config = Precision(precision), model.config
-        language = stack_weights(model, "language.layers", config.language.block, config.language.depth, stored)
         vl_stack = stack_weights(model, "head.vl_layers", config.head.vl_block, config.head.vl_depth, stored)
         scale, shift = (model.weight(f"head.vl_norm.{n}").float().clone() for n in ("weight", "bias"))
 
@@ -54,7 +53,7 @@ class ReaderWeights:
         keys_values: dict[Source, Linear] = {
             source: Linear(joined(source, "weight"), joined(source, "bias")) for source in config.head.sources
         }
-        return cls(model.weight("embed.weight"), language, scale, shift, vl_stack, keys_values, config)
+        return cls(LanguageWeights.of(model, stored), scale, shift, vl_stack, keys_values, config)
 
 
 class NativeReader:
@@ -65,20 +64,16 @@ class NativeReader:
     """
 
     def __init__(self, weights: ReaderWeights, batch: int, layout: Layout, attention: str) -> None:
-        config, head, device = weights.config.language, weights.config.head, weights.table.device
+        config, head, device = weights.config.language, weights.config.head, weights.language.table.device
         self.weights, self.batch, self.layout = weights, batch, layout
-        self.places = places = layout.places(device)
-        cos, sin = (t[:, 0].contiguous() for t in language_rope(config, places.positions, torch.float32))
-        rows, deepstack = Rows(batch, layout.tokens, padded=True), len(weights.config.vision.deepstack)
-        # Deepstack adds to the outputs of the first blocks; the next norm must come after that.
-        self.language = StackPlan(weights.language, rows, attention, (cos, sin), range(deepstack + 1))
-        self.chain = self.language.chain
-        self.stack = StackPlan(weights.vl_stack, rows, attention, normed_outside=(0,))
-        self.attention = self.stack.attention
-        self.detail = f"fused ops, {self.language.kind}, {self.language.detail}; after it, {self.stack.detail}"
+        self.language = NativeLanguage(weights.language, batch, layout, attention)
+        self.places, self.chain = self.language.places, self.language.chain
+        self.stack = StackPlan(weights.vl_stack, self.language.stack.rows, attention, normed_outside=(0,))
+        self.attention, language = self.stack.attention, self.language.stack
+        self.detail = f"fused ops, {language.kind}, {language.detail}; after it, {self.stack.detail}"
 
         def buffer(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=weights.language.dtype, device=device)
+            return torch.empty(*shape, dtype=weights.vl_stack.dtype, device=device)
 
         counts: dict[Source, int] = {"text": layout.text, "image": layout.views * layout.view_tokens}
         self.taken = {source: buffer(batch, count, config.width) for source, count in counts.items()}
@@ -93,16 +88,8 @@ class NativeReader:
             self._keys_values(source, rows, outputs[f"{source}_keys"], outputs[f"{source}_values"])
 
     def _read(self, inputs: Mapping[str, Tensor]) -> None:
-        w, language, deepstack, x = self.weights, self.language, inputs["deepstack"], self.stack.x
-
-        def after(index: int) -> None:
-            if index < len(deepstack):
-                add_at(deepstack[index], self.places.image, language.x)
-                language.enter(language.x)
-
-        place_tokens(inputs["image_tokens"], inputs["tokens"], w.table, self.places.order, language.x)
-        language.enter(language.x)
-        language.run(after=after)
+        w, language, x = self.weights, self.language, self.stack.x
+        language.run(inputs)
         add_norm(language.x, None, language.x, x, layer=True, eps=w.config.head.eps, inverse_scale=None)
         # This norm's result is the residual itself: its weights cannot be folded.
         x.copy_(torch.addcmul(w.vl_shift, x, w.vl_scale))

@@ -14,7 +14,7 @@ import numpy as np
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.modalities import Groups
-from vla_accel.nn.qwen_language import LEAD
+from vla_accel.families.qwen import user_turn
 from vla_accel.transforms.images import to_uint8
 from vla_accel.transforms.observations import Observed, real_numbers
 from vla_accel.transforms.processing import Inputs, RobotTransforms
@@ -22,7 +22,6 @@ from vla_accel.transforms.tokenizer import checked_length
 
 EMPTY_PROMPT = "Perform the task."
 """What an empty prompt means to lerobot's processor; a missing one is an error here, as for other models."""
-_VIEW = "<|vision_start|><|vision_end|>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +122,5 @@ class GrootProcessor(RobotTransforms):
             text = "".join(c for c in text.lower() if c.isalnum() or c.isspace() or c == "_")
         if not text.replace("_", " ").strip():  # blanks or punctuation, which is not the robot's empty text
             raise ObservationError(f"{key}: expected an instruction, or an empty text, got {prompt!r:.60}")
-        ids = self.tokenizer.encode(f"<|im_start|>user\n{_VIEW * images}{text}<|im_end|>\n", add_bos=False)
-        view, end = self.tokenizer.encode(_VIEW, add_bos=False), LEAD + 2 * images
-        if len(view) != 2 or ids[LEAD:end] != view * images:
-            raise CheckpointError(
-                f"tokenizer: expected Qwen3-VL's, with {LEAD} tokens before the first view and two for each, got "
-                f"another model's: {ids[:end]}"
-            )
+        ids = user_turn(self.tokenizer, images, f"{text}<|im_end|>\n")
         return checked_length(ids, text, self.max_token_len, key)
