@@ -121,8 +121,10 @@ class _Lerobot:
         qwen = Qwen3VLConfig(**_sizes(ours))
         with self.device:
             vlm = Qwen3VLForConditionalGeneration(qwen).bfloat16()
-        names: dict[str, Any] = {"Qwen3VLForConditionalGeneration": vlm, "AutoProcessor": _Processor()}
-        made = {n: SimpleNamespace(from_pretrained=lambda *_, made=made, **__: made) for n, made in names.items()}
+        parts: dict[str, Any] = {"Qwen3VLForConditionalGeneration": vlm, "AutoProcessor": _Processor()}
+        made: dict[str, Any] = {
+            name: SimpleNamespace(from_pretrained=lambda *_, part=part, **__: part) for name, part in parts.items()
+        }
         with patch.multiple(qwen_interface, **made), self.device:
             self.model: Any = VLAJEPAModel(config).eval()
         self.model.qwen.build_inputs = self._inputs
