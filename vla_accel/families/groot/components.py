@@ -1,5 +1,5 @@
-"""GR00T N1.7's components: vision → image_tokens, deepstack → kv_cache → keys and values of the transformer's blocks
-that look outside → denoise → actions."""
+"""GR00T's components: vision → image_tokens, deepstack → kv_cache → keys and values of the transformer's blocks that
+look outside → denoise → actions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
-from vla_accel.families.groot.head import QUANTISED, Cache, StepConstants
+from vla_accel.families.groot.head import QUANTISED, Source, StepConstants
 from vla_accel.families.groot.language import Layout, Places
 from vla_accel.families.groot.network import Groot
 from vla_accel.families.groot.vision import Placed
@@ -19,9 +19,6 @@ from vla_accel.nn.flow import Schedule
 
 if TYPE_CHECKING:
     from vla_accel.families.groot.native import GrootStore
-
-CACHE = ("text_keys", "text_values", "image_keys", "image_values")
-
 
 class _Fixed(nn.Module):
     """A component with tensors that are computed once, when its weights are fetched.
@@ -51,7 +48,8 @@ class _Fixed(nn.Module):
 
 
 class Vision(_Fixed):
-    """images uint8 (B, V, H, W, 3) to image tokens (B, I, width) and deepstack features (n, B, I, width)."""
+    """images uint8 (B, V, H, W, 3) to image tokens (B, I, width) and, of towers with them, deepstack features (n, B, I,
+    width)."""
 
     def __init__(self, model: Groot, layout: Layout) -> None:
         def placed() -> Placed:
@@ -60,26 +58,29 @@ class Vision(_Fixed):
 
         super().__init__(model, placed, [n for n in model.names("vision") if n != "vision.position_embedding"])
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         wide = self.model.vision.patch_embedding.weight.dtype
         # The processor's order: x / 255, then minus and over a half.
         pixels = (images.to(wide).permute(0, 1, 4, 2, 3) / 255.0 - 0.5) / 0.5
-        return self.model.see(pixels, Placed(*self.kept()))
+        return tuple(x for x in self.model.see(pixels, Placed(*self.kept())) if x is not None)
 
 
 class KvCache(_Fixed):
-    """From image_tokens, deepstack, text tokens (B, L) int64 and, if rows may be shorter, their `lengths` (B,) int32,
-    compute keys and values of text (n, B, L, heads, d) and of image tokens (n, B, I, heads, d)."""
+    """Keys and values of what the transformer's blocks look at: `HeadConfig.cached`.
+
+    Reads image_tokens, deepstack of towers with it, text tokens (B, L) int64 and, if rows may be shorter, their
+    `lengths` (B,) int32.
+    """
 
     def __init__(self, model: Groot, layout: Layout) -> None:
         head = [name for name in model.names("head") if name.startswith("head.vl_") or ".kv_proj." in name]
         super().__init__(model, lambda: layout.places(model.device), [*model.names("embed", "language"), *head])
+        self.layout = layout
 
-    def forward(
-        self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, lengths: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        cache = self.model.read(image_tokens, deepstack, tokens, Places(*self.kept()), lengths)
-        return cache.text_keys, cache.text_values, cache.image_keys, cache.image_values
+    def forward(self, image_tokens: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        deepstack, others = (others[0], others[1:]) if self.model.config.vision.deepstack else (None, others)
+        cache = self.model.read(self.layout, image_tokens, deepstack, *others, places=Places(*self.kept()))
+        return tuple(tensor for both in cache.values() for tensor in both)
 
 
 class Denoise(_Fixed):
@@ -87,25 +88,25 @@ class Denoise(_Fixed):
     previous chunk (weights of zero: a plain call), then, where rows may be shorter, `lengths` (B,) int32 of the text,
     to normalised actions (B, H, A) float32."""
 
-    def __init__(self, model: Groot, schedule: Schedule) -> None:
+    def __init__(self, model: Groot, layout: Layout, schedule: Schedule) -> None:
         # The constants have the times' and the norms' share; the cache has the rest.
         others = ("head.vl_", "head.time_", "head.final_modulation")
         names = [n for n in model.names("head") if not n.startswith(others)]
         read = [n for n in names if ".kv_proj." not in n and ".modulation." not in n]
         super().__init__(model, lambda: model.constants(schedule), read)
-        self.schedule = schedule
+        self.layout, self.schedule = layout, schedule
 
     def extra_repr(self) -> str:
         """What a graph of `forward` has as constants; keys of built engines contain it."""
         return f"times={self.schedule.times}"
 
-    def forward(
-        self, noise: Tensor, text_keys: Tensor, text_values: Tensor, image_keys: Tensor, image_values: Tensor,
-        state: Tensor, target: Tensor, weights: Tensor, lengths: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        cache = Cache(text_keys, text_values, image_keys, image_values)
+    def forward(self, noise: Tensor, *others: Tensor) -> Tensor:
+        sources = self.model.config.head.sources
+        stored, (state, target, weights, *lengths) = others[: 2 * len(sources)], others[2 * len(sources) :]
+        cache = dict(zip(sources, zip(stored[::2], stored[1::2], strict=True), strict=True))
+        real = self.layout.real_keys(*lengths or (None,))
         constants = StepConstants(*self.kept())
-        return self.model.integrate(noise, constants, state, cache, lengths, target, weights, schedule=self.schedule)
+        return self.model.integrate(noise, constants, state, cache, real, target, weights, schedule=self.schedule)
 
 
 def groot_components(
@@ -114,34 +115,33 @@ def groot_components(
     """The three components of a shape. `padded`: rows may have fewer text tokens than the layout."""
     config, dtype = model.config, model.dtype
     head, vision = config.head, config.vision
-    images, text, unit = layout.views * layout.view_tokens, layout.text, vision.unit
+    images, text, unit = layout.images, layout.text, vision.unit
     pixels = (batch, layout.views, layout.grid[0] * unit, layout.grid[1] * unit, 3)
     hidden = (batch, images, config.language.width)
-    image_tokens = TensorSpec("image_tokens", hidden, dtype)
-    deepstack = TensorSpec("deepstack", (len(vision.deepstack), *hidden), dtype)
+    seen = [TensorSpec("image_tokens", hidden, dtype)]
+    if vision.deepstack:
+        seen.append(TensorSpec("deepstack", (len(vision.deepstack), *hidden), dtype))
     lengths = (TensorSpec("lengths", (batch,), torch.int32),) if padded else ()
     actions = (batch, config.action_horizon, config.action_dim)
-
-    def cached(name: str) -> TensorSpec:
-        source, tokens = ("text", text) if name.startswith("text") else ("image", images)
-        return TensorSpec(name, (len(head.blocks(source)), batch, tokens, head.heads, head.head_dim), dtype)
-
-    cache = tuple(map(cached, CACHE))
+    counts: dict[Source, int] = {"text": text, "image": images, "all": layout.tokens}
+    cache = tuple(
+        TensorSpec(name, (len(head.blocks(source)), batch, counts[source], head.heads, head.head_dim), dtype)
+        for name, source in head.cached.items()
+    )
 
     def native(make: str, *sizes: Any) -> Callable[..., Any] | None:
         return None if store is None or not padded else partial(getattr(store, make), batch, layout, *sizes)
 
     made: Mapping[str, tuple[_Fixed, tuple[TensorSpec, ...], tuple[TensorSpec, ...], Any]] = {
         "vision": (
-            Vision(model, layout), (TensorSpec("images", pixels, torch.uint8),), (image_tokens, deepstack),
-            native("vision"),
+            Vision(model, layout), (TensorSpec("images", pixels, torch.uint8),), tuple(seen), native("vision"),
         ),
         "kv_cache": (
-            KvCache(model, layout), (image_tokens, deepstack, TensorSpec("tokens", (batch, text), torch.int64),
-            *lengths), cache, native("kv_cache"),
+            KvCache(model, layout), (*seen, TensorSpec("tokens", (batch, text), torch.int64), *lengths), cache,
+            native("kv_cache"),
         ),
         "denoise": (
-            Denoise(model, schedule),
+            Denoise(model, layout, schedule),
             (
                 TensorSpec("noise", actions, torch.float32), *cache,
                 TensorSpec("state", (batch, config.state_dim), torch.float32),

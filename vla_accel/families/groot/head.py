@@ -1,4 +1,4 @@
-"""GR00T N1.7's action head: vision-language attention, and a diffusion transformer that reads its result.
+"""GR00T's action head: vision-language attention, and a diffusion transformer that reads its result.
 
 Knows nothing about images or language but which tokens are which. Of the weights that a checkpoint has for every
 embodiment it has one embodiment's. Source of the mathematics: lerobot 0.6.1's port of Isaac-GR00T (both Apache-2.0).
@@ -7,6 +7,7 @@ embodiment it has one embodiment's. Source of the mathematics: lerobot 0.6.1's p
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,8 +23,11 @@ from vla_accel.nn.block import VIT, Attention, Block, Norm, vit_block
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.reference import TransformerBlock
 
-Source = Literal["text", "image", "self"]
-"""What a block of the diffusion transformer attends to: text tokens, image tokens, or state and actions."""
+Source = Literal["text", "image", "all", "self"]
+"""What a block of the diffusion transformer attends to: text tokens, image tokens, both, or state and actions."""
+Cache = Mapping[Source, tuple[Tensor, Tensor]]
+"""Keys and values by source, each (blocks, B, tokens, heads, head_dim): what every step reads of an observation's vision
+and language. Of "all", the image tokens come first."""
 
 QUANTISED = {"denoise": {"native": Products(("qkv_proj", "q_proj", "out_proj", "fc1", "fc2"), activations=False)}}
 """By component, then engine. All other products are computed in the policy's precision."""
@@ -33,8 +37,8 @@ QUANTISED = {"denoise": {"native": Products(("qkv_proj", "q_proj", "out_proj", "
 class HeadConfig:
     """Sizes. `vl_*`: of the vision-language attention, whose width is the language model's; `hidden`: of the state's
     projection, of the transformer's output and of what decodes it; `text_every`: of so many blocks that look outside,
-    one looks at text and the others at images; `longest_chunk`: position embeddings there are; `buckets` of the flow's
-    time."""
+    one looks at text and the others at images (0: all look at both); `future`: learned rows between state and actions;
+    `longest_chunk`: position embeddings there are; `buckets` of the flow's time."""
 
     vl_width: int = 2048
     vl_depth: int = 4
@@ -47,6 +51,7 @@ class HeadConfig:
     mlp_dim: int = 6144
     hidden: int = 1024
     text_every: int = 2
+    future: int = 0
     longest_chunk: int = 1024
     buckets: int = 1000
     eps: float = 1e-5
@@ -55,15 +60,18 @@ class HeadConfig:
     def __post_init__(self) -> None:
         if self.heads * self.head_dim != self.width:
             raise ConfigError(f"head.width: expected {self.heads} heads of {self.head_dim}, got {self.width}")
-        if self.width % 2 or self.text_every < 1:
+        if self.width % 2 or min(self.text_every, self.future) < 0:
             raise ConfigError(
-                f"head: expected an even width and text_every from 1, got {self.width}, {self.text_every}"
+                f"head: expected an even width, text_every and future from 0, got {self.width}, {self.text_every}, "
+                f"{self.future}"
             )
 
     def source(self, index: int) -> Source:
         """What block `index` attends to."""
         if index % 2:
             return "self"
+        if not self.text_every:
+            return "all"
         return "text" if index % (2 * self.text_every) == 0 else "image"
 
     def block(self, source: Source) -> Block:
@@ -79,26 +87,19 @@ class HeadConfig:
         """A block of the vision-language attention."""
         return vit_block(self.vl_width, self.vl_heads, self.vl_mlp_dim, self.eps)
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What the blocks that look outside attend to."""
+        return ("text", "image") if self.text_every else ("all",)
+
+    @property
+    def cached(self) -> dict[str, Source]:
+        """The names of the cache's tensors, in order, with their sources."""
+        return {f"{source}_{what}": source for source in self.sources for what in ("keys", "values")}
+
     def blocks(self, source: Source) -> list[int]:
         """The blocks of a source."""
         return [i for i in range(self.depth) if self.source(i) == source]
-
-
-@dataclass(frozen=True)
-class Cache:
-    """What of an observation's vision and language every step reads: keys and values, each (blocks, B, tokens, heads,
-    head_dim), of the blocks that look at text, and of those that look at images."""
-
-    text_keys: Tensor
-    text_values: Tensor
-    image_keys: Tensor
-    image_values: Tensor
-
-    def of(self, source: Source, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the `index`-th block of a source."""
-        if source == "text":
-            return self.text_keys[index], self.text_values[index]
-        return self.image_keys[index], self.image_values[index]
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,8 @@ class GrootHead(nn.Module):
         self.state_in, self.state_out = nn.Linear(state_dim, hidden), nn.Linear(hidden, width)
         self.action_in = nn.Linear(action_dim, width)
         self.action_mix, self.action_out = nn.Linear(2 * width, width), nn.Linear(width, width)
+        if config.future:
+            self.future_tokens = nn.Parameter(torch.zeros(config.future, width))
         self.action_positions = nn.Parameter(torch.zeros(config.longest_chunk, width))
         self.time_in, self.time_out = nn.Linear(256, width), nn.Linear(width, width)
         self.layers = nn.ModuleList(DitLayer(config, config.source(i)) for i in range(config.depth))
@@ -183,11 +186,14 @@ class GrootHead(nn.Module):
     def cache(self, text: Tensor, image: Tensor) -> Cache:
         """Keys and values of features of text (B, L, vl_width) and image tokens (B, I, vl_width)."""
 
-        def of(source: Source, features: Tensor) -> Tensor:
-            return torch.stack([self._layer(i).keys_values(features) for i in self.config.blocks(source)], 1)
+        def of(source: Source, features: Tensor) -> tuple[Tensor, Tensor]:
+            both = torch.stack([self._layer(i).keys_values(features) for i in self.config.blocks(source)], 1)
+            return both[0], both[1]
 
-        (text_keys, text_values), (image_keys, image_values) = of("text", text), of("image", image)
-        return Cache(text_keys, text_values, image_keys, image_values)
+        features: dict[Source, Tensor] = {"text": text, "image": image}
+        if self.config.sources == ("all",):
+            features = {"all": torch.cat((image, text), 1)}
+        return {source: of(source, value) for source, value in features.items()}
 
     def state_token(self, state: Tensor) -> Tensor:
         """(B, state_dim) to (B, width)."""
@@ -221,22 +227,24 @@ class GrootHead(nn.Module):
         return StepConstants(time, scales, shifts, final_scale, final_shift)
 
     def velocity(
-        self, noisy: Tensor, constants: StepConstants, step: int, state: Tensor, cache: Cache, text: Tensor | None
-    ) -> Tensor:
+        self, noisy: Tensor, constants: StepConstants, step: int, state: Tensor, cache: Cache,
+        real: Mapping[str, Tensor],
+    ) -> Tensor:  # fmt: skip
         """The flow's velocity at `noisy` (B, H, action_dim), same shape, in the projections' dtype. state (B, width);
-        `text` (B, L) bool: text tokens that are no padding, None: all."""
+        `real` (B, tokens) bool: the tokens of a source that are no padding; of sources without an entry, all."""
         mixed = self.action_in(noisy.to(self.action_in.weight.dtype))
         mixed = F.linear(mixed, self.action_mix.weight[:, : self.config.width]) + constants.time[step]
         tokens = self.action_out(F.silu(mixed)) + self.action_positions[: noisy.shape[1]]
-        x = torch.cat((state[:, None], tokens), 1).to(self._layer(0).fc1.weight.dtype)
-        text_mask = None if text is None else text[:, None].expand(-1, x.shape[1], -1)
-        seen: dict[Source, int] = {"text": 0, "image": 0}
+        future = [self.future_tokens.expand(len(noisy), -1, -1)] if self.config.future else []
+        x = torch.cat((state[:, None], *future, tokens), 1).to(self._layer(0).fc1.weight.dtype)
+        masks = {source: mask[:, None].expand(-1, x.shape[1], -1) for source, mask in real.items()}
+        seen: dict[Source, int] = dict.fromkeys(cache, 0)
         for index, layer in enumerate(self._layers()):
-            outside = mask = None
+            outside, mask = None, masks.get(layer.source)
             if layer.source != "self":
-                outside = cache.of(layer.source, seen[layer.source])
+                keys, values = cache[layer.source]
+                outside = keys[seen[layer.source]], values[seen[layer.source]]
                 seen[layer.source] += 1
-                mask = text_mask if layer.source == "text" else None
             x = layer(x, constants.scales[step, index], constants.shifts[step, index], outside, mask)
         x = x[:, -noisy.shape[1] :]
         x = reference.adaptive_layer_norm(

@@ -1,4 +1,4 @@
-"""The native programs of GR00T N1.7: the components written in fused ops over static buffers, for a CUDA graph."""
+"""The native programs of GR00T: the components written in fused ops over static buffers, for a CUDA graph."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ class GrootStore(NativeStore[Groot]):
         form = ("denoise", precision)
         weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))
         tables = self.weights((*form, schedule), lambda: step_tables(self.model, weights, schedule))
-        return NativeTransformer(weights, tables, self.model.config, batch)
+        return NativeTransformer(weights, tables, self.model.config, batch, layout.images)

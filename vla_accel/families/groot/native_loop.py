@@ -38,7 +38,7 @@ class TransformerWeights:
         ends: the output product of the transformer and the two that decode it, each with its bias in float32.
         w_in, b_mix: (A, W) and (W,) float32, from actions to the second action product.
         state: the two products of the state.
-        positions: (H, W).
+        positions, future: (H, W), and the learned rows (F, W) between state and actions.
         precision: of the weights of the layers.
     """
 
@@ -51,6 +51,7 @@ class TransformerWeights:
     action_out: Linear
     state: tuple[tuple[Tensor, Tensor], ...]
     positions: Tensor
+    future: Tensor
     precision: str
 
     @classmethod
@@ -72,6 +73,7 @@ class TransformerWeights:
             sources.append(layer.source)
         small = [f"head.{n}" for n in ("out_proj", "decode_in", "decode_out", "action_in", "action_mix", "action_out",
                                        "action_positions", "state_in", "state_out")]  # fmt: skip
+        future = model.weight("head.future_tokens").float() if model.config.head.future else None
         with model.present(*small):
             ends = tuple(
                 (make_linear(p.weight, None, dtype), p.bias.float().clone())
@@ -84,7 +86,8 @@ class TransformerWeights:
                 (mix @ head.action_in.bias.double()).float(),
                 make_linear(head.action_out.weight, head.action_out.bias, dtype),
                 tuple((p.weight.float().clone(), p.bias.float().clone()) for p in (head.state_in, head.state_out)),
-                head.action_positions[: model.config.action_horizon].float().clone(), precision,
+                head.action_positions[: model.config.action_horizon].float().clone(),
+                head.action_positions[:0].float() if future is None else future.clone(), precision,
             )  # fmt: skip
 
 
@@ -136,14 +139,19 @@ def step_tables(model: Groot, weights: TransformerWeights, schedule: Schedule) -
 
 
 class NativeTransformer(LayerLoop):
-    """The denoise program. Inputs as `components.groot.Denoise`; output `actions` (B, H, A) float32."""
+    """The denoise program. Inputs as `components.Denoise`; output `actions` (B, H, A) float32."""
 
     final_norm_reads_moments = True
     weights: TransformerWeights
 
-    def __init__(self, weights: TransformerWeights, tables: TransformerTables, config: GrootConfig, batch: int) -> None:
+    def __init__(
+        self, weights: TransformerWeights, tables: TransformerTables, config: GrootConfig, batch: int, images: int
+    ) -> None:
+        """`images`: image tokens of an observation."""
         head, horizon = config.head, config.action_horizon
-        self.tables, self.config, self.batch, self.tokens = tables, config, batch, horizon + 1
+        self.tables, self.config, self.batch, self.images = tables, config, batch, images
+        self.tokens = 1 + head.future + horizon
+        self.lengths: Mapping[Source, Tensor] = {}
         rows, dtype = batch * self.tokens, compute_dtype(weights.precision)
         x = torch.zeros(rows, head.width, dtype=dtype, device=weights.w_in.device)
         super().__init__(weights, len(tables.rows), x, head.width, head.mlp_dim, scaled=True, mlp_scaled=False)
@@ -176,7 +184,11 @@ class NativeTransformer(LayerLoop):
         token = torch.addmm(b_2, torch.relu(torch.addmm(b_1, inputs["state"], w_1.T)), w_2.T)
         start = self.start.view(self.batch, self.tokens, -1)
         start[:, 0] = token.to(start.dtype)
-        start[:, 1:] = self.weights.positions.to(start.dtype)
+        future = self.config.head.future
+        start[:, 1 : 1 + future] = self.weights.future.to(start.dtype)
+        start[:, 1 + future :] = self.weights.positions.to(start.dtype)
+        text = inputs["lengths"]
+        self.lengths = {"text": text} if "text" in self.config.head.sources else {"all": text + self.images}
         self.run(inputs, None, outputs["actions"])
 
     def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:
@@ -193,7 +205,9 @@ class NativeTransformer(LayerLoop):
         if not last:
             self.x.copy_(self.start)
             self.chain.restart()
-            gemm(self.hidden, self.weights.action_out, self.x, Epilogue(residual=True, skip_every=self.tokens))
+            gemm(self.hidden, self.weights.action_out, self.x, Epilogue(
+                residual=True, skip_every=self.tokens, skipped=1 + self.config.head.future
+            ))  # fmt: skip
 
     def _decode(self, step: int) -> None:
         """The output of the transformer: `x` to `velocity`."""
@@ -213,7 +227,7 @@ class NativeTransformer(LayerLoop):
             return
         place = self.weights.sources[:index].count(source)
         keys, values = inputs[f"{source}_keys"][place], inputs[f"{source}_values"][place]
-        attention(heads[:, :, 0], keys, values, self.context, inputs["lengths"] if source == "text" else None)
+        attention(heads[:, :, 0], keys, values, self.context, self.lengths.get(source))
 
     def _first(self, step: int, index: int, inputs: Inputs) -> Tensor:
         """Norm, then q, or q, k and v of a layer. Returns their buffer."""

@@ -1,7 +1,7 @@
-"""GR00T N1.7 at any size: one definition for inference and for training.
+"""GR00T N1.7, N1.6 and N1.5 at any size: one definition for inference and for training.
 
-Knows nothing about robots, prompts or engines. Same mathematics as lerobot 0.6.1's and Isaac-GR00T's, with the exact
-savings applied: q, k, v and gate, up are single products; padding and missing views are dropped before anything is
+Knows nothing about robots, prompts or engines. Same mathematics as lerobot's and Isaac-GR00T's, with the exact savings
+applied: q, k, v and gate, up are single products; padding and missing views are dropped before anything is
 computed; layers whose output nothing reads are not there; what depends on the observation or on the step alone is
 computed once for all steps.
 """
@@ -9,15 +9,17 @@ computed once for all steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vla_accel.errors import ConfigError
 from vla_accel.families.groot.head import Cache, GrootHead, HeadConfig, StepConstants
-from vla_accel.families.groot.language import Places, QwenConfig, QwenLanguage
-from vla_accel.families.groot.vision import Placed, QwenVision, QwenVisionConfig
+from vla_accel.families.groot.language import Arrangement, Layout, Places, QwenConfig, QwenLanguage
+from vla_accel.families.groot.vision import Grid, Placed, VisionConfig, VisionTower
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
 
@@ -31,9 +33,10 @@ class GrootConfig:
     real-time chunking lets go of the previous chunk.
     """
 
-    vision: QwenVisionConfig = field(default_factory=QwenVisionConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     language: QwenConfig = field(default_factory=QwenConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
+    arrangement: Arrangement = field(default_factory=Arrangement)
     action_dim: int = 132
     state_dim: int = 132
     action_horizon: int = 40
@@ -49,6 +52,8 @@ class GrootConfig:
             )
         if len(self.vision.deepstack) > self.language.depth:
             raise ConfigError(f"vision.deepstack: expected at most {self.language.depth}, got {self.vision.deepstack}")
+        if self.arrangement.text_first and self.head.vl_depth:
+            raise ConfigError(f"head.vl_depth: expected 0 where the text comes first, got {self.head.vl_depth}")
         if self.action_horizon > self.head.longest_chunk:
             raise ConfigError(f"action_horizon: expected at most {self.head.longest_chunk}, got {self.action_horizon}")
 
@@ -58,7 +63,32 @@ def groot_n17(**changes: object) -> GrootConfig:
     return GrootConfig(**changes)  # type: ignore[arg-type]
 
 
-_WIDE = ("vision.patch_", "vision.position_", "head.state_", "head.action_", "head.time_", "head.decode_")
+_SO400M = VisionConfig("siglip", 1152, 27, 4304, 16, 14, frames=1, merge=1, positions=256, deepstack=())
+_QWEN3 = QwenConfig(vocab_size=151_680, theta=1e6, sections=(64, 0, 0), final_norm=True)
+
+
+def groot_n16(**changes: object) -> GrootConfig:
+    """GR00T N1.6 at the published size (3 B with all embodiments)."""
+    sizes: dict[str, Any] = {
+        "vision": replace(_SO400M, kind="siglip2", merge=2), "language": _QWEN3, "head": HeadConfig(vl_depth=0),
+        "arrangement": Arrangement(3, 7, text_first=True, flat=True), "action_dim": 128, "state_dim": 128,
+        "action_horizon": 50,
+    }  # fmt: skip
+    return GrootConfig(**{**sizes, **changes})
+
+
+def groot_n15(**changes: object) -> GrootConfig:
+    """GR00T N1.5 at the published size (3 B with all embodiments)."""
+    sizes: dict[str, Any] = {
+        "vision": _SO400M, "language": replace(_QWEN3, depth=12), "head": HeadConfig(depth=16, text_every=0, future=32),
+        "arrangement": Arrangement(20, 7, flat=True), "action_dim": 32, "state_dim": 64, "action_horizon": 16,
+    }  # fmt: skip
+    return GrootConfig(**{**sizes, **changes})
+
+
+_WIDE = (
+    "vision.patch_", "vision.position_", "head.state_", "head.action_", "head.future_", "head.time_", "head.decode_",
+)  # fmt: skip
 
 
 class Groot(Network):
@@ -69,7 +99,7 @@ class Groot(Network):
     def __init__(self, config: GrootConfig) -> None:
         super().__init__()
         self.config = config
-        self.vision = QwenVision(config.vision)
+        self.vision = VisionTower(config.vision)
         self.embed = nn.Embedding(config.language.vocab_size, config.language.width)
         self.language = QwenLanguage(config.language)
         self.head = GrootHead(config.head, config.state_dim, config.action_dim)
@@ -84,24 +114,30 @@ class Groot(Network):
         """Patch and position embeddings, and the small projections of state, actions and time."""
         return name.startswith(_WIDE)
 
-    def see(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor]:
+    def layout(self, views: int, grid: Grid, text: int) -> Layout:
+        """The layout of a prompt of `text` tokens and `views` images of `grid` tokens."""
+        return Layout(views, grid, text, self.config.arrangement)
+
+    def see(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor | None]:
         """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * tokens, width) and deepstack features (n, B,
-        V * tokens, width). `placed`: as `QwenVision.placed` gives it, to compute it once."""
+        V * tokens, width), None of towers without. `placed`: as `VisionTower.placed` returns it, to compute it once."""
         batch, width = len(pixels), self.config.language.width
         tokens, deepstack = self.vision(pixels.flatten(0, 1), placed)
-        return tokens.reshape(batch, -1, width), deepstack.reshape(len(deepstack), batch, -1, width)
+        if deepstack is not None:
+            deepstack = deepstack.reshape(len(deepstack), batch, -1, width)
+        return tokens.reshape(batch, -1, width), deepstack
 
     def read(
-        self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, places: Places, lengths: Tensor | None = None
-    ) -> Cache:
-        """What the action head attends to, of what `see` gave and of text tokens (B, L) int64, of which the first
-        `lengths` (B,) of each row are real; None: all."""
+        self, layout: Layout, image_tokens: Tensor, deepstack: Tensor | None, tokens: Tensor,
+        lengths: Tensor | None = None, places: Places | None = None,
+    ) -> Cache:  # fmt: skip
+        """What the action head attends to, of what `see` gave and of text tokens (B, L) int64 in the layout's order, of
+        which the first `lengths` (B,) of each row are real; None: all. `places`: the layout's, to compute them once."""
+        places = layout.places(tokens.device) if places is None else places
         text = self.embed(tokens).to(image_tokens.dtype)
         x = torch.cat((image_tokens, text), 1)[:, places.order]
-        hidden = self.language(x, places.positions, places.order, deepstack)
-        real = None
-        if lengths is not None:
-            real = torch.arange(len(places.order), device=tokens.device) < (len(places.image) + lengths)[:, None]
+        real = None if lengths is None else layout.real(lengths)
+        hidden = self.language(x, places, deepstack, real if layout.arrangement.text_first else None)
         features = self.head.features(hidden, real)
         return self.head.cache(features[:, places.text], features[:, places.image])
 
@@ -113,25 +149,23 @@ class Groot(Network):
             return self.head.constants(schedule)
 
     def integrate(
-        self, noise: Tensor, constants: StepConstants, state: Tensor, cache: Cache, lengths: Tensor | None = None,
+        self, noise: Tensor, constants: StepConstants, state: Tensor, cache: Cache, real: Mapping[str, Tensor],
         target: Tensor | None = None, weights: Tensor | None = None, *, schedule: Schedule,
     ) -> Tensor:  # fmt: skip
         """Euler over the steps of a schedule, whose times fall while the model's own rise. noise (B, H, action_dim)
-        float32; state (B, state_dim); returns the actions, same shape and dtype as the noise.
+        float32; state (B, state_dim); `real`: as `Layout.real_keys` returns it; returns the actions, same shape and
+        dtype as the noise.
 
         `target` (B, H, action_dim) and `weights` (B, H): rows with a weight begin at the target instead of the noise,
         and move by 1 - weight of the velocity (GR00T's own real-time chunking); weights of zero: a plain call.
         """
-        text = None
-        if lengths is not None:
-            text = torch.arange(cache.text_keys.shape[2], device=noise.device) < lengths[:, None]
         token = self.head.state_token(state)
         x, pace = noise, None
         if target is not None and weights is not None:
             x = torch.where(weights[..., None] > 0, target.to(noise.dtype), noise)
             pace = (1.0 - weights)[..., None]
         for step, dt in enumerate(schedule.dts):
-            v = self.head.velocity(x, constants, step, token, cache, text).to(x.dtype)
+            v = self.head.velocity(x, constants, step, token, cache, real).to(x.dtype)
             x = x + -dt * (v if pace is None else v * pace)
         return x
 

@@ -1,12 +1,14 @@
-"""Qwen3-VL's vision tower as GR00T N1.7 uses it: images to image tokens, and to what the first language layers add.
+"""GR00T's vision towers: images to image tokens and, of Qwen3-VL's, what the first language layers add.
 
-Knows nothing about language or robots. Source of the mathematics: Qwen3-VL in transformers 5.5.4 (Apache-2.0).
+N1.7 has Qwen3-VL's tower, N1.6 SigLIP2 and N1.5 SigLIP. Knows nothing about language or robots. Source of the
+mathematics: transformers 5.5.4, lerobot 0.5.1's Eagle 2.5 and Isaac-GR00T's Eagle 3 (all Apache-2.0).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +21,11 @@ from vla_accel.nn.reference import TransformerBlock
 
 Grid = tuple[int, int]
 """Rows and columns of an image: of its patches, or of its tokens after merging."""
+TowerKind = Literal["qwen3_vl", "siglip2", "siglip"]
 
 
 @dataclass(frozen=True)
-class QwenVisionConfig:
+class VisionConfig:
     """Sizes of the tower.
 
     `frames` of a video that one patch spans (an image is given as so many equal ones); `merge` x `merge` patches become
@@ -30,6 +33,7 @@ class QwenVisionConfig:
     tower besides the last one's; `out_width`: of the language model.
     """
 
+    kind: TowerKind = "qwen3_vl"
     width: int = 1024
     depth: int = 24
     mlp_dim: int = 4096
@@ -50,6 +54,13 @@ class QwenVisionConfig:
             raise ConfigError(f"vision.positions: expected a square number, got {self.positions}")
         if any(not 0 <= block < self.depth for block in self.deepstack):
             raise ConfigError(f"vision.deepstack: expected blocks of {self.depth}, got {list(self.deepstack)}")
+        if self.siglip and (self.deepstack or self.frames != 1):
+            raise ConfigError(f"vision: expected one frame and no deepstack of {self.kind}")
+
+    @property
+    def siglip(self) -> bool:
+        """Whether patches are not rotated and the tower ends in a norm."""
+        return self.kind != "qwen3_vl"
 
     @property
     def head_dim(self) -> int:
@@ -58,7 +69,7 @@ class QwenVisionConfig:
     @property
     def block(self) -> Block:
         """One block of the tower."""
-        return vit_block(self.width, self.heads, self.mlp_dim, self.eps, rope=True)
+        return vit_block(self.width, self.heads, self.mlp_dim, self.eps, rope=not self.siglip)
 
     @property
     def unit(self) -> int:
@@ -74,43 +85,60 @@ class QwenVisionConfig:
 
 @dataclass(frozen=True)
 class Placed:
-    """What depends on an image's size alone: position `embedding` (patches, width), and the rotation's cos and sin
-    (patches, 1, head_dim / 2)."""
+    """What depends on an image's size alone: position `embedding` (patches, width), and, if the tower rotates, the cos
+    and sin (patches, 1, head_dim / 2)."""
 
     embedding: Tensor
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None = None
+    sin: Tensor | None = None
 
 
 class PatchMerger(nn.Module):
-    """`merge` x `merge` patches, which follow one another, to one token. `late`: the norm is of the joined patches."""
+    """`merge` x `merge` patches, which follow one another, to one token: norm, product, GELU and product. `late`: the
+    norm is of the joined patches. SigLIP has only the first product."""
 
-    def __init__(self, config: QwenVisionConfig, late: bool) -> None:
+    def __init__(self, config: VisionConfig, late: bool) -> None:
         super().__init__()
-        self.joined = config.width * config.merge**2
-        self.norm = nn.LayerNorm(self.joined if late else config.width, eps=config.eps)
-        self.fc1 = nn.Linear(self.joined, self.joined)
-        self.fc2 = nn.Linear(self.joined, config.out_width)
+        self.joined, self.patches = config.width * config.merge**2, config.merge**2
+        # N1.6 joins the patches channel by channel.
+        self.by_channel = config.kind == "siglip2"
+        hidden = config.out_width if config.siglip else self.joined
+        self.norm = self.fc2 = None
+        if config.kind != "siglip":
+            self.norm = nn.LayerNorm(self.joined if late else config.width, eps=1e-5 if config.siglip else config.eps)
+            self.fc2 = nn.Linear(hidden, config.out_width)
+        self.fc1 = nn.Linear(self.joined, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, patches, width) to (N, tokens, out_width)."""
-        joined = (len(x), -1, self.joined)
-        late = self.norm.normalized_shape[0] == self.joined
-        x = reference.layer_norm(x.reshape(joined) if late else x, self.norm).reshape(joined)
-        return self.fc2(F.gelu(self.fc1(x)))
+        late = self.norm is not None and self.norm.normalized_shape[0] == self.joined
+        if self.norm is not None and not late:
+            x = reference.layer_norm(x, self.norm)
+        x = x.unflatten(1, (-1, self.patches))
+        x = (x.transpose(2, 3) if self.by_channel else x).flatten(2)
+        if self.norm is not None and late:
+            x = reference.layer_norm(x, self.norm)
+        x = self.fc1(x)
+        return x if self.fc2 is None else self.fc2(F.gelu(x))
 
 
-class QwenVision(nn.Module):
+class VisionTower(nn.Module):
     """The tower. Patches stand in the order (token row, token column, row in it, column in it)."""
 
-    def __init__(self, config: QwenVisionConfig) -> None:
+    def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.config = config
-        kernel = (config.frames, config.patch_size, config.patch_size)
-        self.patch_embedding = nn.Conv3d(3, config.width, kernel, kernel)
+        patch, pixels = (config.patch_size,) * 2, 3 * config.patch_size**2
+        self.patch_embedding: nn.Conv3d | nn.Conv2d | nn.Linear
+        if config.kind == "qwen3_vl":
+            self.patch_embedding = nn.Conv3d(3, config.width, (config.frames, *patch), (config.frames, *patch))
+        else:
+            siglip2 = config.kind == "siglip2"
+            self.patch_embedding = nn.Linear(pixels, config.width) if siglip2 else nn.Conv2d(3, config.width, patch, patch)
         self.position_embedding = nn.Parameter(torch.zeros(config.positions, config.width))
         self.layers = nn.ModuleList(TransformerBlock(config.block) for _ in range(config.depth))
-        self.merger = PatchMerger(config, late=False)
+        self.post_layernorm = nn.LayerNorm(config.width, eps=config.eps) if config.siglip else None
+        self.merger = PatchMerger(config, late=config.siglip)
         self.deepstack = nn.ModuleList(PatchMerger(config, late=True) for _ in config.deepstack)
 
     def patches(self, pixels: Tensor) -> Tensor:
@@ -123,29 +151,43 @@ class QwenVision(nn.Module):
     def placed(self, grid: Grid) -> Placed:
         """What of an image of `grid` tokens depends on its size alone."""
         table, weight = self.position_embedding, self.get_parameter("layers.0.qkv_proj.weight")
-        rope = patch_rope(self.config, grid, table.device, weight.dtype)
-        return Placed(place_embedding(table, grid, self.config.merge), *rope)
+        embedding = place_embedding(table, grid, self.config)
+        if self.config.siglip:
+            return Placed(embedding)
+        return Placed(embedding, *patch_rope(self.config, grid, table.device, weight.dtype))
 
     def embed(self, pixels: Tensor, placed: Placed) -> Tensor:
         """(N, 3, H, W) in [-1, 1] to (N, patches, width) in the embedding's dtype, before the first block."""
         weight = self.patch_embedding.weight
-        # The frames of an image are equal, so that their weights add up.
-        folded = weight.sum(2).flatten(1)
-        embedded = F.linear(self.patches(pixels.to(weight.dtype)), folded, self.patch_embedding.bias)
+        rows = self.patches(pixels.to(weight.dtype))
+        embedded = F.linear(rows, patch_weight(weight, self.config), self.patch_embedding.bias)
         return embedded + placed.embedding.to(embedded.dtype)
 
-    def forward(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor | None]:
         """(N, 3, H, W) in [-1, 1] to image tokens (N, tokens, out_width), and what the blocks in `deepstack` leave
-        (blocks, N, tokens, out_width), in the dtype of the blocks' weights."""
+        (blocks, N, tokens, out_width), None if there are none, in the dtype of the blocks' weights."""
         config = self.config
         placed = self.placed(config.grid(*pixels.shape[2:])) if placed is None else placed
-        x = self.embed(pixels, placed).to(placed.cos.dtype)
+        x = self.embed(pixels, placed).to(self.get_parameter("layers.0.qkv_proj.weight").dtype)
+        rope = None if placed.cos is None or placed.sin is None else (placed.cos, placed.sin)
         left = []
         for index, layer in enumerate(self.layers):
-            x = layer(x, (placed.cos, placed.sin))
+            x = layer(x, rope)
             if index in config.deepstack:
                 left.append(self.deepstack[config.deepstack.index(index)](x))
-        return self.merger(x), torch.stack(left)
+        if self.post_layernorm is not None:
+            x = reference.layer_norm(x, self.post_layernorm)
+        return self.merger(x), torch.stack(left) if left else None
+
+
+def patch_weight(weight: Tensor, config: VisionConfig) -> Tensor:
+    """The patch embedding's weight as (width, 3 * patch_size²), in the order channel, row, column."""
+    if config.kind == "qwen3_vl":
+        # The frames of an image are equal, so that their weights add up.
+        return weight.sum(2).flatten(1)
+    if config.kind == "siglip2":
+        weight = weight.unflatten(1, (config.patch_size, config.patch_size, 3)).permute(0, 3, 1, 2)
+    return weight.flatten(1)
 
 
 def in_blocks(values: Tensor, merge: int) -> Tensor:
@@ -155,9 +197,14 @@ def in_blocks(values: Tensor, merge: int) -> Tensor:
     return split.transpose(1, 2).reshape(rows * columns, *values.shape[2:])
 
 
-def place_embedding(table: Tensor, grid: Grid, merge: int) -> Tensor:
-    """The square table (positions, W) for an image of `grid` tokens, (patches, W): bilinear between its corners."""
-    side = math.isqrt(len(table))
+def place_embedding(table: Tensor, grid: Grid, config: VisionConfig) -> Tensor:
+    """The square table (positions, W) for an image of `grid` tokens, (patches, W): bilinear between its corners, or of
+    SigLIP as images are resized, with an antialiased filter."""
+    side, merge = math.isqrt(len(table)), config.merge
+    if config.siglip:
+        square, size = table.unflatten(0, (side, side)).permute(2, 0, 1)[None], (grid[0] * merge, grid[1] * merge)
+        resized = F.interpolate(square, size, mode="bilinear", align_corners=False, antialias=True)
+        return in_blocks(resized[0].permute(1, 2, 0), merge)
 
     def axis(count: int) -> tuple[Tensor, Tensor, Tensor]:
         place = torch.linspace(0, side - 1, count)
@@ -177,7 +224,7 @@ def place_embedding(table: Tensor, grid: Grid, merge: int) -> Tensor:
     return in_blocks(mixed + corner(bottom, right, down[:, None] * over), merge)
 
 
-def patch_rope(config: QwenVisionConfig, grid: Grid, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def patch_rope(config: VisionConfig, grid: Grid, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of a patch's row and column, each (patches, 1, head_dim / 2): half of the frequencies are of its row,
     half of its column."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
