@@ -76,7 +76,7 @@ _N15_HEAD = (
     read(
         "action_horizon num_inference_timesteps num_timestep_buckets action_dim max_state_dim max_action_dim "
         "hidden_size input_embedding_dim backbone_embedding_dim max_seq_len max_num_embodiments "
-        "num_target_vision_tokens diffusion_model_cfg vl_self_attention_cfg"
+        "num_target_vision_tokens diffusion_model_cfg vl_self_attention_cfg select_layer"
     ),
     _TRAINING,
     neutral("model_dtype", "shown by the weights"),
