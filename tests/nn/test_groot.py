@@ -13,11 +13,11 @@ from tests.support.in_memory import MemoryWeights
 from vla_accel.errors import ConfigError
 from vla_accel.families.groot.checkpoint import infer_config, load_groot
 from vla_accel.families.groot.head import HeadConfig
-from vla_accel.families.groot.language import Arrangement, QwenConfig, axes_of_frequencies
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n17, overlap_weights
 from vla_accel.families.groot.releases import N17
-from vla_accel.families.groot.vision import VisionConfig
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.qwen_language import Arrangement, QwenConfig, axes_of_frequencies
+from vla_accel.nn.qwen_vision import QwenVisionConfig
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,12 @@ def answer(
     pixels = drawn(f"{case}.pixels", batch, views, 3, 32 * grid[0], 32 * grid[1]).clamp(-1, 1)
     real = None if len(set(lengths)) == 1 else torch.tensor(lengths)
     with torch.no_grad():
-        layout = model.layout(views, grid, longest)
-        cache = model.read(layout, *model.see(pixels), tokens, real)
+        cache = model.read(model.layout(views, grid, longest), *model.vision.views(pixels), tokens, real)
         noise = drawn(f"{case}.noise", batch, model.config.action_horizon, 132)
         state = drawn(f"{case}.state", batch, 132)
         schedule = Schedule.uniform(steps)
         constants = model.constants(schedule)
-        keys = layout.real_keys(real)
-        return model.integrate(noise, constants, state, cache, keys, *(previous or ()), schedule=schedule)
+        return model.integrate(noise, constants, state, cache, real, *(previous or ()), schedule=schedule)
 
 
 Case = tuple[int, int, tuple[int, ...], tuple[int, int]]
@@ -100,7 +98,7 @@ def test_a_row_is_what_it_would_be_alone(model: Groot) -> None:
     with torch.no_grad():
         tokens = torch.full((1, 20), 9)
         pixels = drawn("padded.pixels", 3, 2, 3, 64, 96)[:1].clamp(-1, 1)
-        images = model.see(pixels)
+        images = model.vision.views(pixels)
         alone = model.read(model.layout(2, (2, 3), 12), *images, tokens[:, :12])
         padded = model.read(model.layout(2, (2, 3), 20), *images, tokens, torch.tensor([12]))
     torch.testing.assert_close(padded["text"][0][:, :, :12], alone["text"][0], rtol=1e-5, atol=1e-5)
@@ -119,9 +117,9 @@ def test_training_reaches_every_weight(model: Groot) -> None:
     trained = Groot(config)
     trained.load_state_dict(model.state_dict())
     pixels, tokens = drawn("train", 1, 2, 3, 64, 64), torch.full((1, 12), 9)
-    cache = trained.read(trained.layout(2, (2, 2), 12), *trained.see(pixels), tokens)
+    cache = trained.read(trained.layout(2, (2, 2), 12), *trained.vision.views(pixels), tokens)
     noise, state, schedule = drawn("n", 1, 8, 132), drawn("s", 1, 132), Schedule.uniform(4)
-    actions = trained.integrate(noise, trained.head.constants(schedule), state, cache, {}, schedule=schedule)
+    actions = trained.integrate(noise, trained.head.constants(schedule), state, cache, schedule=schedule)
     actions.square().sum().backward()
     untouched = {n for n, p in trained.named_parameters() if p.grad is None or not p.grad.abs().sum()}
     assert not untouched
@@ -151,11 +149,11 @@ def test_frequencies_take_turns() -> None:
         (lambda: HeadConfig(head_dim=32), "head.width: expected 32 heads of 32, got 1536"),
         (lambda: QwenConfig(sections=(32, 32)), "language.sections: expected three that add up to 64"),
         (lambda: QwenConfig(kv_heads=3), "language.heads 16 is not a multiple of kv_heads 3"),
-        (lambda: VisionConfig(positions=50), "vision.positions: expected a square number, got 50"),
-        (lambda: VisionConfig(deepstack=(24,)), "vision.deepstack: expected blocks of 24"),
+        (lambda: QwenVisionConfig(positions=50), "vision.positions: expected a square number, got 50"),
+        (lambda: QwenVisionConfig(deepstack=(24,)), "vision.deepstack: expected blocks of 24"),
         (lambda: GrootConfig(action_horizon=2000), "action_horizon: expected at most 1024, got 2000"),
         (lambda: GrootConfig(head=HeadConfig(vl_width=1024)), "must be equal"),
-        (lambda: VisionConfig().grid(250, 256), "image: expected multiples of 32 pixels a side, got 250 x 256"),
+        (lambda: QwenVisionConfig().grid(250, 256), "image: expected multiples of 32 pixels a side, got 250 x 256"),
     ],
 )
 def test_sizes_that_cannot_be(make: object, message: str) -> None:

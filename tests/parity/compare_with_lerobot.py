@@ -33,7 +33,6 @@ from tests.support.agreement import ACTIONS_ATOL, rms
 from tests.support.whole_calls import pi0_actions, pi0_fast_tokens, smolvla_actions
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.bench import bench_card
-from vla_accel.families.groot.language import Arrangement
 from vla_accel.families.groot.network import Groot, overlap_weights
 from vla_accel.families.loading import Checkpoint, family_of, load
 from vla_accel.families.pi0.network import Pi0
@@ -45,6 +44,7 @@ from vla_accel.files import write_json
 from vla_accel.machine import hardware, software
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
+from vla_accel.nn.qwen_language import Arrangement
 
 BF16_RATIO = 1.5
 """Ours to lerobot's float32, beside lerobot's own bfloat16 to it: as near, within the spread of two roundings."""
@@ -98,14 +98,15 @@ def ask_groot(model: Groot, tensors: Mapping[str, Tensor], case: str, steps: int
     # One part after the other, where the weights are not there yet: all in float32 would take 12 GB.
     crossing = [f"head.layers.{i}.kv_proj" for source in config.head.sources for i in config.head.blocks(source)]
     with model.present("vision"):
-        seen = model.see(pixels)
+        seen = model.vision.views(pixels)
     with model.present("embed", "language", "head.vl_norm", "head.vl_layers", *crossing):
         tokens = stored_tokens(given["tokens"], lengths, config.arrangement)
+        lengths = lengths if config.head.text_every else lengths + layout.images
         cache = model.read(layout, *seen, tokens, lengths)
     with model.present("head"):
         schedule = Schedule.uniform(steps)
         constants, noise, state = model.constants(schedule), given["noise"], given["state"]
-        return model.integrate(noise, constants, state, cache, layout.real_keys(lengths), *chunk, schedule=schedule)
+        return model.integrate(noise, constants, state, cache, lengths, *chunk, schedule=schedule)
 
 
 def write_pi0_fast(model: Pi0Fast, tensors: Mapping[str, Tensor], case: str, steps: int) -> Tensor:

@@ -31,6 +31,7 @@ FAMILIES: dict[str, str] = {
     "groot": "vla_accel.families.groot.family:GROOT",
     "groot_n16": "vla_accel.families.groot.family:GROOT_N16",
     "groot_n15": "vla_accel.families.groot.family:GROOT_N15",
+    "vla_jepa": "vla_accel.families.vla_jepa.family:VLA_JEPA",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 

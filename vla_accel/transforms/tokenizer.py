@@ -211,6 +211,11 @@ class LineTokenizer:
         self._tokenizer = read_pieces(path) if path.is_dir() else read_tokenizers(path)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
 
+    def add(self, tokens: Sequence[str]) -> None:
+        """Add special tokens that the file lacks, with the numbers after its last one."""
+        self._tokenizer.add_special_tokens(list(tokens))
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_bos).ids
 

@@ -20,8 +20,9 @@ from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16, GrootFa
 from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.modalities import Group, Groups
 from vla_accel.families.groot.network import GrootConfig, groot_n15, groot_n16, groot_n17
+from vla_accel.families.groot.releases import N15
 from vla_accel.families.groot.transforms import GrootProcessor
-from vla_accel.nn.random_weights import DrawnGroot
+from vla_accel.nn.random_weights import DrawnDit
 from vla_accel.transforms.processing import Inputs
 from vla_accel.transforms.robots import LIBERO
 
@@ -44,7 +45,7 @@ class _DummyTokenizer(DummyTokenizer):
 class GrootBench(BenchCard[GrootConfig, Inputs]):
     """A release of GR00T."""
 
-    drawn = DrawnGroot
+    drawn = DrawnDit
     sweep = (4, 2, 1)
     quantised = ("native_fp8",)
     aliases = {"native_fp8": "native_fp8_denoise"}
@@ -68,7 +69,7 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
             return Groups((Group("all", count, low=-np.ones(count), high=np.ones(count), clipped=False),))
 
         release, unit = self.family.release, config.vision.unit
-        side = unit * round((224 if release.tower == "siglip" else 256) / unit)
+        side = unit * round((224 if release is N15 else 256) / unit)
         return GrootProcessor(
             tokenizer=_DummyTokenizer(config.language.vocab_size),
             state=groups(LIBERO.state_dim),
@@ -93,7 +94,8 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
         d)."""
         images = len(outputs["image_tokens"][0])
         real = {"text": len(inputs.tokens), "image": images, "all": images + len(inputs.tokens)}
-        cache = {name: outputs[name][:, 0, : real[source]] for name, source in config.head.cached.items()}
+        names = {f"{source}_{what}": source for source in config.head.sources for what in ("keys", "values")}
+        cache = {name: outputs[name][:, 0, : real[source]] for name, source in names.items()}
         deepstack = {"deepstack": outputs["deepstack"][:, 0]} if config.vision.deepstack else {}
         return {"image_tokens": outputs["image_tokens"][0], **deepstack, **cache}
 

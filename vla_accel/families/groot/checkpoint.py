@@ -5,56 +5,42 @@ Sizes come from the shapes and are checked against config.json.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
+from vla_accel.checkpoints.eagle import eagle_config, eagle_pieces
 from vla_accel.checkpoints.lora import Lora, fold
+from vla_accel.checkpoints.qwen import (
+    TRANSFORMER,
+    language_config,
+    language_pieces,
+    layer_of,
+    transformer_pieces,
+    vision_config,
+    vision_pieces,
+)
 from vla_accel.checkpoints.stacks import shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.groot.head import HeadConfig
-from vla_accel.families.groot.language import Arrangement, QwenConfig
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
-from vla_accel.families.groot.releases import BY_TOWER, N15, N16, N17, Release, prefix_of
+from vla_accel.families.groot.releases import N15, N16, N17, Release, prefix_of
 from vla_accel.families.groot.settings import check_config
-from vla_accel.families.groot.vision import VisionConfig
+from vla_accel.nn.eagle_vision import EagleVisionConfig
+from vla_accel.nn.qwen_language import Arrangement, QwenConfig
+from vla_accel.nn.qwen_vision import QwenVisionConfig
 
 _HEAD, _DIT = "action_head.", "action_head.model."
 _PUBLISHED = {N17: groot_n17(), N16: groot_n16(), N15: groot_n15()}
-
-_MERGER = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
-_PRE_NORM = {
-    "layer_norm1": ("norm1",), "qkv_proj": ("attn.qkv",), "out_proj": ("attn.proj",), "layer_norm2": ("norm2",),
-    "fc1": ("mlp.linear_fc1",), "fc2": ("mlp.linear_fc2",),
-}  # fmt: skip
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_SIGLIP = {"qkv_proj": _QKV, "out_proj": ("self_attn.out_proj",), "fc1": ("mlp.fc1",), "fc2": ("mlp.fc2",)}
-_QWEN = {
-    "qkv_proj": _QKV, "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",), "o_proj": ("self_attn.o_proj",),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"), "down_proj": ("mlp.down_proj",),
-}  # fmt: skip
-_DIFFUSERS = {
-    "layer_norm1": ("norm1",), "layer_norm2": ("norm3",), "modulation": ("norm1.linear",), "q_proj": ("attn1.to_q",),
-    "kv_proj": ("attn1.to_k", "attn1.to_v"), "qkv_proj": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-    "out_proj": ("attn1.to_out.0",), "fc1": ("ff.net.0.proj",), "fc2": ("ff.net.2",),
-}  # fmt: skip
 _BY_EMBODIMENT = {
     "state_in": "state_encoder.layer1", "state_out": "state_encoder.layer2", "action_in": "action_encoder.W1",
     "action_mix": "action_encoder.W2", "action_out": "action_encoder.W3", "decode_in": "action_decoder.layer1",
     "decode_out": "action_decoder.layer2",
 }  # fmt: skip
-_SHARED = {
-    "vl_norm": "vlln", "time_in": "model.timestep_encoder.timestep_embedder.linear_1",
-    "time_out": "model.timestep_encoder.timestep_embedder.linear_2", "final_modulation": "model.proj_out_1",
-    "out_proj": "model.proj_out_2",
-}  # fmt: skip
-_CONNECTORS = {N16: {"norm": "0", "fc1": "1", "fc2": "3"}, N15: {"fc1": "0"}}
-"""Between tower and language model, by release: the places in a torch sequence."""
+
 
 
 def load_groot(weights: Weights, config: GrootConfig, embodiment: int, where: str, lora: Lora | None = None) -> Groot:
@@ -65,7 +51,7 @@ def load_groot(weights: Weights, config: GrootConfig, embodiment: int, where: st
     Raises:
         CheckpointError: Tensors are missing, left over or misshaped.
     """
-    network, release = Groot.empty(config), BY_TOWER[config.vision.kind]
+    network, release = Groot.empty(config), _release(config)
     prefix = prefix_of(weights.shapes) or ""
     recipe: dict[str, tuple[Piece, ...]] = {
         name: tuple(Piece(prefix + p.name, p.rows, p.entry) for p in pieces(name, config, embodiment))
@@ -96,72 +82,42 @@ def _is_dead(name: str, release: Release, config: GrootConfig) -> bool:
         return True
     if name == release.language + "norm.weight":
         return not config.language.final_norm
-    return name.startswith(release.vision + "head.") or _layer(name, release.language) >= config.language.depth
+    return name.startswith(release.vision + "head.") or layer_of(name, release.language) >= config.language.depth
+
+
+def _release(config: GrootConfig) -> Release:
+    """The release of a network, by its tower."""
+    if not isinstance(config.vision, EagleVisionConfig):
+        return N17
+    return N16 if config.vision.joined else N15
 
 
 def pieces(name: str, config: GrootConfig, embodiment: int) -> tuple[Piece, ...]:
     """Return Isaac-GR00T's tensors that make up one canonical tensor, in order along its first axis."""
     part, _, rest = name.partition(".")
-    release = BY_TOWER[config.vision.kind]
+    release = _release(config)
     if part == "embed":
         return (Piece(_tables(release)[0]),)
-    if match := re.fullmatch(r"(vl_layers|layers)\.(\d+)\.(\w+)\.(.+)", rest):
-        stack, index, module, leaf = match.groups()
-        start, names = {
-            ("vision", "layers"): _blocks(release),
-            ("language", "layers"): (release.language + "layers.", _QWEN),
-            ("head", "vl_layers"): (_HEAD + "vl_self_attention.transformer_blocks.", _DIFFUSERS),
-            ("head", "layers"): (_DIT + "transformer_blocks.", _DIFFUSERS),
-        }[part, stack]
-        stored = names.get(module, (module,))
-        rows = _rows(config, part, stack, module) if len(stored) > 1 else (None,)
-        return tuple(Piece(f"{start}{index}.{s}.{leaf}", r) for s, r in zip(stored, rows, strict=True))
     if part == "vision":
-        return (Piece(_vision_name(rest, release)),)
-    if part == "language":
+        if release is N17:
+            return vision_pieces(rest, release.vision)
+        return eagle_pieces(rest, release.vision, release.connector, config.vision)  # type: ignore[arg-type]
+    if rest == "norm.weight":
         return (Piece(release.language + rest),)
-    if rest == "future_tokens":
+    if part == "language":
+        return language_pieces(rest, release.language, config.language)
+    if rest.startswith("vl_layers."):
+        return transformer_pieces(rest, _HEAD + "vl_self_attention.", config.head.vl_width)
+    if rest.startswith("layers."):
+        return transformer_pieces(rest, _DIT, config.head.width)
+    if rest == "future":
         return (Piece(_HEAD + "future_tokens.weight"),)
     if rest == "action_positions":
         return (Piece(_HEAD + "position_embedding.weight"),)
     module, _, leaf = rest.partition(".")
     if module in _BY_EMBODIMENT:
         return (Piece(f"{_HEAD}{_BY_EMBODIMENT[module]}.{'W' if leaf == 'weight' else 'b'}", entry=embodiment),)
-    return (Piece(f"{_HEAD}{_SHARED[module]}.{leaf}"),)
-
-
-def _blocks(release: Release) -> tuple[str, Mapping[str, tuple[str, ...]]]:
-    """The prefix of the tower's blocks, and the names in them."""
-    if release is N17:
-        return release.vision + "blocks.", _PRE_NORM
-    return release.vision + "encoder.layers.", _SIGLIP
-
-
-def _vision_name(rest: str, release: Release) -> str:
-    """The stored name of a tensor of the tower outside its blocks."""
-    if release is N17:
-        rest = rest.replace("patch_embedding", "patch_embed.proj").replace("position_embedding", "pos_embed.weight")
-        rest = rest.replace("deepstack.", "deepstack_merger_list.")
-        for ours, theirs in _MERGER.items():
-            rest = rest.replace(f".{ours}.", f".{theirs}.")
-        return release.vision + rest
-    if rest.startswith("merger."):
-        _, module, leaf = rest.split(".")
-        return f"{release.connector}{_CONNECTORS[release][module]}.{leaf}"
-    rest = rest.replace("position_embedding", "position_embedding.weight")
-    return release.vision + ("" if rest.startswith("post_") else "embeddings.") + rest
-
-
-def _rows(config: GrootConfig, part: str, stack: str, module: str) -> tuple[int | None, ...]:
-    if part == "vision":
-        return (config.vision.width,) * 3
-    if part == "language":
-        c = config.language
-        if module == "gate_up_proj":
-            return (c.mlp_dim, c.mlp_dim)
-        return (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
-    width = config.head.vl_width if stack == "vl_layers" else config.head.width
-    return (width,) * (2 if module == "kv_proj" else 3)
+    return (Piece(f"{_HEAD}vlln.{leaf}" if module == "vl_norm" else f"{_DIT}{TRANSFORMER[module]}.{leaf}"),)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
@@ -180,7 +136,7 @@ class _Stored:
         return shapes_by_name(self.shapes, self.prefix, self.where)(name, axes)
 
     def depth(self, start: str) -> int:
-        return 1 + max((_layer(n.removeprefix(self.prefix), start) for n in self.shapes), default=-1)
+        return 1 + max((layer_of(n.removeprefix(self.prefix), start) for n in self.shapes), default=-1)
 
     def value(self, key: str) -> Any:
         """Return a setting, None if config.json has none. Dots separate nested keys."""
@@ -192,11 +148,6 @@ class _Stored:
     def size(self, key: str, published: int) -> int:
         name = key.rpartition(".")[2]
         return size_of({name: self.value(key)}, name, Path(self.where) / "config.json", published)
-
-
-def _layer(name: str, start: str) -> int:
-    match = re.match(re.escape(start) + r"(?:\w+\.)?(\d+)\.", name)
-    return -1 if match is None else int(match[1])
 
 
 def infer_config(
@@ -215,7 +166,7 @@ def infer_config(
     published = _PUBLISHED[release]
     try:
         config = GrootConfig(
-            vision=_vision(stored, published.vision, release),
+            vision=_vision(stored, release),
             language=_language(stored, published.language, release),
             head=_head(stored, published.head),
             arrangement=arrangement,
@@ -248,47 +199,20 @@ def infer_config(
     return config
 
 
-def _vision(shape: _Stored, published: VisionConfig, release: Release) -> VisionConfig:
-    start, blocks = release.vision, _blocks(release)[0]
-    frames, merge = published.frames, published.merge
+def _vision(shape: _Stored, release: Release) -> QwenVisionConfig:
     if release is N17:
-        width, _, frames, patch, _ = shape(start + "patch_embed.proj.weight", 5)
-        positions, _ = shape(start + "pos_embed.weight", 2)
-        out_width, joined = shape(start + "merger.linear_fc2.weight", 2)
-        merge, mlp_dim = round((joined / width) ** 0.5), shape(blocks + "0.mlp.linear_fc1.weight", 2)[0]
-    else:
-        positions, width = shape(start + "embeddings.position_embedding.weight", 2)
-        if release is N16:
-            patch = round((shape(start + "embeddings.patch_embedding.weight", 2)[1] / 3) ** 0.5)
-        else:
-            patch = shape(start + "embeddings.patch_embedding.weight", 4)[2]
-        out_width, joined = shape(f"{release.connector}{_CONNECTORS[release]['fc1']}.weight", 2)
-        merge, mlp_dim = round((joined / width) ** 0.5), shape(blocks + "0.mlp.fc1.weight", 2)[0]
-    depth, levels = shape.depth(blocks), shape.depth(start + "deepstack_merger_list.")
-    head = published.head_dim
-    if width % head:
-        raise ConfigError(f"vision.width {width}: expected heads of {head}, as the published one's are")
-    return VisionConfig(
-        published.kind, width, depth, mlp_dim, width // head, patch, frames, merge, positions,
-        # Blocks with a deepstack output are equally spaced: 5, 11 and 17 of 24.
-        tuple(depth * (j + 1) // (levels + 1) - 1 for j in range(levels)), out_width,
-    )  # fmt: skip
+        return vision_config(shape, shape.depth, release.vision)
+    return eagle_config(shape, shape.depth, release.vision, release.connector, release is N16)
 
 
 def _language(shape: _Stored, published: QwenConfig, release: Release) -> QwenConfig:
-    start = release.language + "layers.0."
-    (head_dim,) = shape(start + "self_attn.q_norm.weight", 1)
-    queries, width = shape(start + "self_attn.q_proj.weight", 2)
-    stored, half = shape.depth(release.language + "layers."), head_dim // 2
-    # Of Qwen3-VL, row and column each have 5/16 of the frequencies: 20 of 64.
-    side = 5 * half // 16 if published.sections[1] else 0
-    return QwenConfig(
-        width=width, depth=shape.size("select_layer", min(published.depth, stored)),
-        mlp_dim=shape(start + "mlp.gate_proj.weight", 2)[0], heads=queries // head_dim,
-        kv_heads=shape(start + "self_attn.k_proj.weight", 2)[0] // head_dim, head_dim=head_dim,
-        vocab_size=shape(_table(release, shape.shapes, shape.prefix), 2)[0], theta=published.theta,
-        sections=(half - 2 * side, side, side), final_norm=published.final_norm,
-    )  # fmt: skip
+    table = _table(release, shape.shapes, shape.prefix)
+    depth = shape.size("select_layer", min(published.depth, shape.depth(release.language + "layers.")))
+    config = language_config(shape, release.language, table, depth=depth)
+    if release is N17:
+        return config
+    sections = (config.head_dim // 2, 0, 0)
+    return replace(config, theta=published.theta, sections=sections, final_norm=published.final_norm)
 
 
 def _head(shape: _Stored, published: HeadConfig) -> HeadConfig:

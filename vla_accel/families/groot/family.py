@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,22 @@ from vla_accel.errors import ObservationError
 from vla_accel.families.family import Capabilities, Chunking
 from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.folder import load_folder
-from vla_accel.families.groot.head import QUANTISED
-from vla_accel.families.groot.language import Arrangement, Layout
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, overlap_weights
 from vla_accel.families.groot.releases import N15, N16, N17, RELEASES, Release, model_type, prefix_of, release_of
-from vla_accel.families.groot.vision import Grid
 from vla_accel.families.groot.transforms import GrootProcessor
-from vla_accel.families.prompted import TextFamily, TextShape
+from vla_accel.families.prompted import TextFamily
+from vla_accel.families.qwen import LayoutShape
+from vla_accel.nn.dit import QUANTISED
 from vla_accel.nn.flow import Schedule
 from vla_accel.transforms.processing import Inputs
 
 
-@dataclass(frozen=True)
-class GrootShape(TextShape):
-    """`grid`: rows and columns of tokens of an image."""
+class GrootShape(LayoutShape):
+    """`lengths` are the tokens of the head's first source that are no padding."""
 
-    grid: Grid
-    arrangement: Arrangement
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.views, self.grid, self.tokens, self.arrangement)
-
-    @property
-    def title(self) -> str:
-        rows, columns = self.grid
-        return f"{self.views} views of {rows} x {columns} tokens and {self.tokens} text tokens"
+    def row_length(self, config: GrootConfig) -> int:
+        return self.tokens if config.head.text_every else self.layout.tokens
 
 
 class GrootChunking(Chunking[GrootConfig]):
@@ -84,8 +72,14 @@ class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
             raise ObservationError(f"batch: expected as many views of each, of one size, got {sorted(sizes)}")
         ((views, height, width),) = sizes
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
-        return GrootShape(len(inputs), schedule, views, tokens, padded, config.vision.grid(height, width),
-                          config.arrangement)  # fmt: skip
+        grid = config.vision.grid(height, width)
+        return GrootShape(len(inputs), schedule, views, tokens, padded, grid, config.arrangement)
+
+    def length(self, config: GrootConfig, inputs: Inputs) -> int:
+        if config.head.text_every:
+            return len(inputs.tokens)
+        rows, columns = config.vision.grid(*inputs.images[0].shape[:2])
+        return len(inputs.images) * rows * columns + len(inputs.tokens)
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
         if is_lerobot_config(content):

@@ -1,16 +1,16 @@
-"""The native programs of GR00T: the components written in fused ops over static buffers, for a CUDA graph."""
+"""The native programs of GR00T N1.7: the components written in fused ops over static buffers, for a CUDA graph."""
 
 from __future__ import annotations
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
-from vla_accel.families.groot.head import QUANTISED
-from vla_accel.families.groot.language import Layout
-from vla_accel.families.groot.native_loop import NativeTransformer, TransformerWeights, step_tables
 from vla_accel.families.groot.native_prefix import NativeReader, ReaderWeights
-from vla_accel.families.groot.native_vision import NativeTower, TowerWeights
 from vla_accel.families.groot.network import Groot
+from vla_accel.nn.dit import QUANTISED
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.native_dit import NativeTransformer, TransformerWeights, step_tables
+from vla_accel.nn.native_qwen_vision import NativeTower, TowerWeights
+from vla_accel.nn.qwen_language import Layout
 from vla_accel.nn.store import NativeStore
 
 
@@ -35,4 +35,4 @@ class GrootStore(NativeStore[Groot]):
         form = ("denoise", precision)
         weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))
         tables = self.weights((*form, schedule), lambda: step_tables(self.model, weights, schedule))
-        return NativeTransformer(weights, tables, self.model.config, batch, layout.images)
+        return NativeTransformer(weights, tables, self.model.config, batch)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.families.groot.head import Source
-from vla_accel.families.groot.language import Layout, language_rope
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.rows.rows import add_at, add_norm, place_tokens
-from vla_accel.nn.plan import Rows, StackPlan
+from vla_accel.kernels.rows.rows import add_norm
+from vla_accel.nn.dit import Source
+from vla_accel.nn.native_qwen_language import LanguageWeights, NativeLanguage
+from vla_accel.nn.plan import StackPlan
+from vla_accel.nn.qwen_language import Layout
 from vla_accel.nn.weights import Precision, StackWeights, stack_weights
 
 
@@ -27,17 +28,14 @@ from vla_accel.nn.weights import Precision, StackWeights, stack_weights
 class ReaderWeights:
     """The weights of the prefix.
 
-    `table` (vocabulary, W): token embeddings, shared with the model; `vl_scale`, `vl_shift` (W,) float32: of the norm
-    before the vision-language attention; `final_norm` (W,) float32: of the language model's output, None if the raw
-    output is read; `keys_values`: one product of all blocks of a source.
+    `vl_scale`, `vl_shift` (W,) float32: of the norm before the vision-language attention; `keys_values`: one product of
+    all blocks of a source.
     """
 
-    table: Tensor
-    language: StackWeights
+    language: LanguageWeights
     vl_scale: Tensor
     vl_shift: Tensor
     vl_stack: StackWeights
-    final_norm: Tensor | None
     keys_values: Mapping[Source, Linear]
     config: GrootConfig
 
@@ -45,11 +43,8 @@ class ReaderWeights:
     def of(cls, model: Groot, precision: str) -> ReaderWeights:
         """Prepare the weights of a model. `precision`: fp32 or bf16."""
         stored, config = Precision(precision), model.config
-        language = stack_weights(model, "language.layers", config.language.block, config.language.depth, stored)
         vl_stack = stack_weights(model, "head.vl_layers", config.head.vl_block, config.head.vl_depth, stored)
         scale, shift = (model.weight(f"head.vl_norm.{n}").float().clone() for n in ("weight", "bias"))
-
-        final = model.weight("language.norm.weight").float().clone() if config.language.final_norm else None
 
         def joined(source: Source, part: str) -> Tensor:
             names = (f"head.layers.{i}.kv_proj.{part}" for i in config.head.blocks(source))
@@ -58,35 +53,31 @@ class ReaderWeights:
         keys_values: dict[Source, Linear] = {
             source: Linear(joined(source, "weight"), joined(source, "bias")) for source in config.head.sources
         }
-        return cls(model.weight("embed.weight"), language, scale, shift, vl_stack, final, keys_values, config)
+        return cls(LanguageWeights.of(model, stored), scale, shift, vl_stack, keys_values, config)
 
 
 class NativeReader:
     """The program of the prefix.
 
     Inputs `image_tokens` (B, I, W), of N1.7 `deepstack` (n, B, I, W), `tokens` (B, L) int64 in the layout's order, and
-    their `lengths` (B,) int32; outputs `HeadConfig.cached`, (n, B, tokens, heads, d) each.
+    `lengths` (B,) int32; outputs keys and values of each source of the head, (n, B, tokens, heads, d).
     """
 
     def __init__(self, weights: ReaderWeights, batch: int, layout: Layout, attention: str) -> None:
-        config, head, device = weights.config.language, weights.config.head, weights.table.device
+        config, head, device = weights.config.language, weights.config.head, weights.language.table.device
         self.weights, self.batch, self.layout = weights, batch, layout
-        self.places = places = layout.places(device)
-        cos, sin = (t[:, 0].contiguous() for t in language_rope(config, places.positions, torch.float32))
-        rows, deepstack = Rows(batch, layout.tokens, padded=True), len(weights.config.vision.deepstack)
-        # Deepstack adds to the outputs of the first blocks; the next norm must come after that.
-        self.language = StackPlan(weights.language, rows, attention, (cos, sin), range(deepstack + 1))
-        self.chain, self.attention = self.language.chain, self.language.attention
-        self.detail = f"fused ops, {self.language.kind}, {self.language.detail}"
+        self.language = NativeLanguage(weights.language, batch, layout, attention)
+        self.chain, language, places = self.language.chain, self.language.stack, self.language.places
+        self.detail, self.attention = f"fused ops, {language.kind}, {language.detail}", language.attention
         self.stack: StackPlan | None = None
-        self.x = torch.empty_like(self.language.x)
+        self.x = torch.empty_like(language.x)
         if head.vl_depth:
-            self.stack = StackPlan(weights.vl_stack, rows, attention, normed_outside=(0,))
+            self.stack = StackPlan(weights.vl_stack, language.rows, attention, normed_outside=(0,))
             self.x, self.attention = self.stack.x, self.stack.attention
             self.detail += f"; after it, {self.stack.detail}"
 
         def buffer(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=weights.language.dtype, device=device)
+            return torch.empty(*shape, dtype=language.x.dtype, device=device)
 
         every = {"text": places.text, "image": places.image, "all": torch.cat((places.image, places.text))}
         self.placed = {source: every[source] for source in head.sources}
@@ -101,31 +92,17 @@ class NativeReader:
             self._keys_values(source, rows, outputs[f"{source}_keys"], outputs[f"{source}_values"])
 
     def _read(self, inputs: Mapping[str, Tensor]) -> None:
-        w, language, deepstack, x = self.weights, self.language, inputs.get("deepstack"), self.x
-
-        def after(index: int) -> None:
-            if deepstack is not None and index < len(deepstack):
-                add_at(deepstack[index], self.places.image, language.x)
-                language.enter(language.x)
-
-        # Padding in front of a prompt; padding behind it changes nothing before it.
-        starts = self.layout.text - inputs["lengths"] if self.layout.arrangement.text_first else None
-        place_tokens(inputs["image_tokens"], inputs["tokens"], w.table, self.places.order, language.x)
-        language.enter(language.x)
-        language.run(starts, after=after)
-        hidden = language.x
-        if w.final_norm is not None:
-            hidden = language.output()
-            hidden.mul_(w.final_norm)
+        w, layout, x = self.weights, self.layout, self.x
+        text = w.config.text_lengths(layout, inputs["lengths"])
+        hidden = self.language.run(inputs, layout.text - text if layout.arrangement.text_first else None)
         add_norm(hidden, None, hidden, x, layer=True, eps=w.config.head.eps, inverse_scale=None)
         # This norm's result is the residual itself: its weights cannot be folded.
         x.copy_(torch.addcmul(w.vl_shift, x, w.vl_scale))
         if self.stack is None:
             return
-        lengths = inputs["lengths"] + len(self.places.image)
         with self.stack.chain.resumed():
             self.stack.enter(x)
-            self.stack.run(lengths)
+            self.stack.run(text + layout.images)
 
     def _keys_values(self, source: Source, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         taken, joined = self.taken[source], self.joined[source]

@@ -9,7 +9,6 @@ computed once for all steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.groot.head import Cache, GrootHead, HeadConfig, StepConstants
-from vla_accel.families.groot.language import Arrangement, Layout, Places, QwenConfig, QwenLanguage
-from vla_accel.families.groot.vision import Grid, Placed, VisionConfig, VisionTower
-from vla_accel.nn.flow import Schedule
-from vla_accel.nn.network import Network
+from vla_accel.families.groot.head import GrootHead, HeadConfig
+from vla_accel.nn.dit import Cache, DitNetwork
+from vla_accel.nn.eagle_vision import EagleVision, EagleVisionConfig
+from vla_accel.nn.qwen_language import Arrangement, Layout, Places, QwenConfig, QwenLanguage
+from vla_accel.nn.qwen_vision import Grid, QwenVision, QwenVisionConfig
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class GrootConfig:
     real-time chunking lets go of the previous chunk.
     """
 
-    vision: VisionConfig = field(default_factory=VisionConfig)
+    vision: QwenVisionConfig = field(default_factory=QwenVisionConfig)
     language: QwenConfig = field(default_factory=QwenConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     arrangement: Arrangement = field(default_factory=Arrangement)
@@ -57,20 +56,23 @@ class GrootConfig:
         if self.action_horizon > self.head.longest_chunk:
             raise ConfigError(f"action_horizon: expected at most {self.head.longest_chunk}, got {self.action_horizon}")
 
+    def text_lengths(self, layout: Layout, lengths: Any) -> Any:
+        """The text tokens of prompts, from the tokens of the head's first source: text, or images and text."""
+        return lengths if self.head.text_every else lengths - layout.images
+
 
 def groot_n17(**changes: object) -> GrootConfig:
     """GR00T N1.7 at the published size (3 B with all embodiments)."""
     return GrootConfig(**changes)  # type: ignore[arg-type]
 
 
-_SO400M = VisionConfig("siglip", 1152, 27, 4304, 16, 14, frames=1, merge=1, positions=256, deepstack=())
 _QWEN3 = QwenConfig(vocab_size=151_680, theta=1e6, sections=(64, 0, 0), final_norm=True)
 
 
 def groot_n16(**changes: object) -> GrootConfig:
     """GR00T N1.6 at the published size (3 B with all embodiments)."""
     sizes: dict[str, Any] = {
-        "vision": replace(_SO400M, kind="siglip2", merge=2), "language": _QWEN3, "head": HeadConfig(vl_depth=0),
+        "vision": EagleVisionConfig(merge=2, joined=True), "language": _QWEN3, "head": HeadConfig(vl_depth=0),
         "arrangement": Arrangement(3, 7, text_first=True, flat=True), "action_dim": 128, "state_dim": 128,
         "action_horizon": 50,
     }  # fmt: skip
@@ -80,99 +82,61 @@ def groot_n16(**changes: object) -> GrootConfig:
 def groot_n15(**changes: object) -> GrootConfig:
     """GR00T N1.5 at the published size (3 B with all embodiments)."""
     sizes: dict[str, Any] = {
-        "vision": _SO400M, "language": replace(_QWEN3, depth=12), "head": HeadConfig(depth=16, text_every=0, future=32),
-        "arrangement": Arrangement(20, 7, flat=True), "action_dim": 32, "state_dim": 64, "action_horizon": 16,
+        "vision": EagleVisionConfig(), "language": replace(_QWEN3, depth=12),
+        "head": HeadConfig(depth=16, text_every=0, future=32), "arrangement": Arrangement(20, 7, flat=True),
+        "action_dim": 32, "state_dim": 64, "action_horizon": 16,
     }  # fmt: skip
     return GrootConfig(**{**sizes, **changes})
 
 
-_WIDE = (
-    "vision.patch_", "vision.position_", "head.state_", "head.action_", "head.future_", "head.time_", "head.decode_",
-)  # fmt: skip
-
-
-class Groot(Network):
+class Groot(DitNetwork):
     """The model. Module names are the canonical checkpoint keys (see `vla_accel.families.groot.checkpoint`)."""
 
     config: GrootConfig
+    head: GrootHead
 
     def __init__(self, config: GrootConfig) -> None:
         super().__init__()
         self.config = config
-        self.vision = VisionTower(config.vision)
+        vision = config.vision
+        self.vision = EagleVision(vision) if isinstance(vision, EagleVisionConfig) else QwenVision(vision)
         self.embed = nn.Embedding(config.language.vocab_size, config.language.width)
         self.language = QwenLanguage(config.language)
         self.head = GrootHead(config.head, config.state_dim, config.action_dim)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the large products; small projections may be wider."""
-        return self.head.out_proj.weight.dtype
-
-    @staticmethod
-    def kept_wide(name: str) -> bool:
-        """Patch and position embeddings, and the small projections of state, actions and time."""
-        return name.startswith(_WIDE)
 
     def layout(self, views: int, grid: Grid, text: int) -> Layout:
         """The layout of a prompt of `text` tokens and `views` images of `grid` tokens."""
         return Layout(views, grid, text, self.config.arrangement)
 
-    def see(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor | None]:
-        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * tokens, width) and deepstack features (n, B,
-        V * tokens, width), None of towers without. `placed`: as `VisionTower.placed` returns it, to compute it once."""
-        batch, width = len(pixels), self.config.language.width
-        tokens, deepstack = self.vision(pixels.flatten(0, 1), placed)
-        if deepstack is not None:
-            deepstack = deepstack.reshape(len(deepstack), batch, -1, width)
-        return tokens.reshape(batch, -1, width), deepstack
-
     def read(
         self, layout: Layout, image_tokens: Tensor, deepstack: Tensor | None, tokens: Tensor,
         lengths: Tensor | None = None, places: Places | None = None,
     ) -> Cache:  # fmt: skip
-        """What the action head attends to, of what `see` gave and of text tokens (B, L) int64 in the layout's order, of
-        which the first `lengths` (B,) of each row are real; None: all. `places`: the layout's, to compute them once."""
+        """What the action head attends to, from the result of `QwenVision.views` and text tokens (B, L) int64 in the
+        layout's order.
+
+        Args:
+            layout: Of the prompt.
+            lengths: (B,), the tokens of the head's first source that are no padding; None: all. Padding is stored last.
+            places: The layout's, to compute them once.
+        """
         places = layout.places(tokens.device) if places is None else places
         text = self.embed(tokens).to(image_tokens.dtype)
         x = torch.cat((image_tokens, text), 1)[:, places.order]
-        real = None if lengths is None else layout.real(lengths)
-        hidden = self.language(x, places, deepstack, real if layout.arrangement.text_first else None)
+        real = None if lengths is None else layout.real(self.config.text_lengths(layout, lengths))
+        hidden = self.language(
+            x, places.positions, places.order, deepstack, real if layout.arrangement.text_first else None
+        )
         features = self.head.features(hidden, real)
-        return self.head.cache(features[:, places.text], features[:, places.image])
-
-    def constants(self, schedule: Schedule) -> StepConstants:
-        """Compute what depends on the times of the steps alone. Weights that were not here are let go again."""
-        norms = [f"head.layers.{i}.modulation" for i in range(self.config.head.depth)]
-        small = ("head.time_in", "head.time_out", "head.final_modulation", "head.action_mix")
-        with self.present(*small, *norms):
-            return self.head.constants(schedule)
-
-    def integrate(
-        self, noise: Tensor, constants: StepConstants, state: Tensor, cache: Cache, real: Mapping[str, Tensor],
-        target: Tensor | None = None, weights: Tensor | None = None, *, schedule: Schedule,
-    ) -> Tensor:  # fmt: skip
-        """Euler over the steps of a schedule, whose times fall while the model's own rise. noise (B, H, action_dim)
-        float32; state (B, state_dim); `real`: as `Layout.real_keys` returns it; returns the actions, same shape and
-        dtype as the noise.
-
-        `target` (B, H, action_dim) and `weights` (B, H): rows with a weight begin at the target instead of the noise,
-        and move by 1 - weight of the velocity (GR00T's own real-time chunking); weights of zero: a plain call.
-        """
-        token = self.head.state_token(state)
-        x, pace = noise, None
-        if target is not None and weights is not None:
-            x = torch.where(weights[..., None] > 0, target.to(noise.dtype), noise)
-            pace = (1.0 - weights)[..., None]
-        for step, dt in enumerate(schedule.dts):
-            v = self.head.velocity(x, constants, step, token, cache, real).to(x.dtype)
-            x = x + -dt * (v if pace is None else v * pace)
-        return x
+        parts = {"text": features[:, places.text], "image": features[:, places.image]}
+        if not self.config.head.text_every:
+            parts["all"] = torch.cat((parts["image"], parts["text"]), 1)
+        return self.head.cache(**parts)
 
 
 def overlap_weights(previous: int, delay: int, horizon: int, ramp: float, until: int | None) -> Tensor:
-    """Weights (horizon,) float32 of `Groot.integrate` for a previous chunk of which `previous` actions are left and
-    `delay` are sure to be executed: 1 for these, then falling as exp(-ramp u) to none after `until` (None: all).
+    """Weights (horizon,) float32 of `DitNetwork.integrate` for a previous chunk of which `previous` actions are left
+    and `delay` are sure to be executed: 1 for these, then falling as exp(-ramp u) to none after `until` (None: all).
 
     Source: lerobot 0.6.1, `GR00TN17ActionHead.get_action_with_features`, whose factors of the velocity are one less
     these.

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vla_accel.errors import CheckpointError
-from vla_accel.families.groot.language import Arrangement
-from vla_accel.families.groot.vision import TowerKind
+from vla_accel.families.qwen import TOKENIZER
+from vla_accel.nn.qwen_language import Arrangement
 from vla_accel.transforms.tokenizer import Tokenizer
 
 LIBERO_TAGS = ("libero_sim", "libero_panda")
 """Tags of LIBERO's robot, whose gripper Isaac-GR00T converts."""
-QWEN3_VL = "Qwen/Qwen3-VL-2B-Instruct"
-"""On the hub. NVIDIA's own repository has the same tokenizer, but requires an access request."""
 EAGLE = "lerobot/eagle2hg-processor-groot-n1p5"
 """Eagle's tokenizer on the hub: Qwen3's with <img>, </img> and <IMG_CONTEXT>."""
 _SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
@@ -66,7 +64,6 @@ class Release:
         name: Its number.
         family: The name of its family here.
         kinds: Values of `model_type` in config.json, in lower case.
-        tower: Its vision tower.
         vision, language: Prefixes of its tensors, `connector` of those between tower and language model.
         head: The stored name of the language model's head, which repeats the token table.
         prompt: Its prompts.
@@ -78,7 +75,6 @@ class Release:
     name: str
     family: str
     kinds: tuple[str, ...]
-    tower: TowerKind
     vision: str
     connector: str
     language: str
@@ -95,14 +91,13 @@ class Release:
     @property
     def backbone(self) -> str:
         """Isaac-GR00T's name of the kind of vision-language model."""
-        return "qwen" if self.tower == "qwen3_vl" else "eagle"
+        return "qwen" if self is N17 else "eagle"
 
 
 N17 = Release(
     "N1.7",
     "groot",
     ("gr00tn1d7", "gr00t_n1d7", "gr00t_n1_7"),
-    "qwen3_vl",
     "backbone.model.model.visual.",
     "backbone.model.model.visual.merger.",
     "backbone.model.model.language_model.",
@@ -110,7 +105,7 @@ N17 = Release(
     Prompt(
         "<|im_start|>user\n{images}{text}<|im_end|>\n", "<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"
     ),
-    QWEN3_VL,
+    TOKENIZER,
     {
         "simpler_env_google": 0,
         "simpler_env_widowx": 1,
@@ -135,7 +130,6 @@ N16 = Release(
     "N1.6",
     "groot_n16",
     ("gr00tn1d6", "gr00t_n1d6", "gr00t_n1_6"),
-    "siglip2",
     "backbone.model.vision_model.vision_model.",
     "backbone.model.mlp1.",
     "backbone.model.language_model.model.",
@@ -159,7 +153,6 @@ N15 = Release(
     "N1.5",
     "groot_n15",
     ("gr00t_n1_5", "gr00tn1d5", "gr00t_n1d5"),
-    "siglip",
     "backbone.eagle_model.vision_model.vision_model.",
     "backbone.eagle_model.mlp1.",
     "backbone.eagle_model.language_model.model.",
@@ -179,7 +172,6 @@ N15 = Release(
     (1, 4096 * 28 * 28),
 )  # fmt: skip
 RELEASES = (N17, N16, N15)
-BY_TOWER = {release.tower: release for release in RELEASES}
 LEROBOT = "_groot_model."
 """lerobot's prefix of the tensors' names."""
 _SIGN = "action_head.model.proj_out_1.weight"

@@ -13,9 +13,9 @@ import numpy as np
 
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.groot.images import Cropping
-from vla_accel.families.groot.language import Arrangement
 from vla_accel.families.groot.modalities import Groups
 from vla_accel.families.groot.releases import Prompt
+from vla_accel.nn.qwen_language import Arrangement
 from vla_accel.transforms.images import to_uint8
 from vla_accel.transforms.observations import Observed, real_numbers
 from vla_accel.transforms.processing import Inputs, RobotTransforms

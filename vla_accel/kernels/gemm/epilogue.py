@@ -66,7 +66,7 @@ class Epilogue:
         rope: rotates q and k; the output is `Heads`.
         gate: (N,) float32, multiplies the product; (2, N) with `pinned`.
         residual: adds to the output instead of overwriting it.
-        skip_every: if not zero, the first `skipped` of every `skip_every` rows of the output stay unchanged.
+        skip_every: if not zero, the first of every `skip_every` rows of the output stays unchanged.
         moments: receives the moments of the new output, in tiles of the config's columns.
         next_scale: (N,) float32, the scale of the next norm, for `moments.scaled`.
         pinned: (R,) int32, 0 or 1: which row of the constants with two rows applies to each row of x.
@@ -79,7 +79,6 @@ class Epilogue:
     gate: Tensor | None = None
     residual: bool = False
     skip_every: int = 0
-    skipped: int = 1
     moments: Moments | None = None
     next_scale: Tensor | None = None
     pinned: Tensor | None = None

@@ -193,7 +193,7 @@ def _reference(
     y = y if e.gate is None else y * _own(e.gate, e.pinned)
     y = y + out.to(wide) if e.residual else y
     if e.skip_every:
-        y = torch.where((torch.arange(len(out), device=x.device) % e.skip_every >= e.skipped)[:, None], y, out.to(wide))
+        y = torch.where((torch.arange(len(out), device=x.device) % e.skip_every > 0)[:, None], y, out.to(wide))
     store(out, y, e.quantize)
     if e.moments is not None:
         write_moments(out, e.next_scale, e.moments)

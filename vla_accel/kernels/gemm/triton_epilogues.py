@@ -37,13 +37,12 @@ class NormArguments(NamedTuple):
 
 class EpilogueArguments(NamedTuple):
     """`Epilogue` in a kernel, and its outputs: q, k and v or a single tensor. `rows`: of the product; `tokens`: rows of
-    a sequence, None where nothing depends on them, and `skipped` of them stay; `shift` is float32 or the bias.
+    a sequence, None where nothing depends on them; `shift` is float32 or the bias.
     """
 
     out: tuple[Any, ...]
     rows: int
     tokens: int | None
-    skipped: int
     cos: Any = None
     sin: Any = None
     starts: Any = None
@@ -89,9 +88,9 @@ def epilogue_arguments(weights: Linear, epilogue: Epilogue, out: Tensor | Heads,
     e, m = epilogue, epilogue.moments
     if isinstance(out, Heads):
         assert e.rope is not None
-        placed = ((out.q, out.k, out.v), rows, out.q.shape[1], 0, e.rope.cos, e.rope.sin, e.rope.starts)
+        placed = ((out.q, out.k, out.v), rows, out.q.shape[1], e.rope.cos, e.rope.sin, e.rope.starts)
     else:
-        placed = ((out,), rows, e.skip_every or None, e.skipped, None, None, None)
+        placed = ((out,), rows, e.skip_every or None, None, None, None)
     shift, scaled = weights.bias if e.shift is None else e.shift, (None, None)
     if m is not None and m.scaled is not None and e.next_scale is not None:
         scaled = (e.next_scale, m.scaled)
@@ -206,8 +205,8 @@ def load_residual(e, at, SHAPE: constexpr, TILE: constexpr):
     row = row0 + tl.arange(0, TILE.rows)[:, None]
     keep = (row < e.rows) & (n < SHAPE.n)
     if e.tokens is not None:
-        # The first tokens of a suffix, such as the state's, stay.
-        keep = keep & (row % e.tokens >= e.skipped)
+        # The first token of π0's suffix is the state's, and stays.
+        keep = keep & (row % e.tokens > 0)
     before = tl.full((TILE.rows, TILE.columns), 0.0, e.out[0].dtype.element_ty)
     if SHAPE.residual:
         before = tl.load(e.out[0] + row * SHAPE.n + n, mask=keep, other=0.0)

@@ -1,14 +1,12 @@
-"""GR00T's vision towers: images to image tokens and, of Qwen3-VL's, what the first language layers add.
+"""Qwen3-VL's vision tower: images to image tokens, and to what the first language layers add.
 
-N1.7 has Qwen3-VL's tower, N1.6 SigLIP2 and N1.5 SigLIP. Knows nothing about language or robots. Source of the
-mathematics: transformers 5.5.4, lerobot 0.5.1's Eagle 2.5 and Isaac-GR00T's Eagle 3 (all Apache-2.0).
+Knows nothing about language or robots. Source of the mathematics: Qwen3-VL in transformers 5.5.4 (Apache-2.0).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +19,10 @@ from vla_accel.nn.reference import TransformerBlock
 
 Grid = tuple[int, int]
 """Rows and columns of an image: of its patches, or of its tokens after merging."""
-TowerKind = Literal["qwen3_vl", "siglip2", "siglip"]
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class QwenVisionConfig:
     """Sizes of the tower.
 
     `frames` of a video that one patch spans (an image is given as so many equal ones); `merge` x `merge` patches become
@@ -33,7 +30,6 @@ class VisionConfig:
     tower besides the last one's; `out_width`: of the language model.
     """
 
-    kind: TowerKind = "qwen3_vl"
     width: int = 1024
     depth: int = 24
     mlp_dim: int = 4096
@@ -54,22 +50,20 @@ class VisionConfig:
             raise ConfigError(f"vision.positions: expected a square number, got {self.positions}")
         if any(not 0 <= block < self.depth for block in self.deepstack):
             raise ConfigError(f"vision.deepstack: expected blocks of {self.depth}, got {list(self.deepstack)}")
-        if self.siglip and (self.deepstack or self.frames != 1):
-            raise ConfigError(f"vision: expected one frame and no deepstack of {self.kind}")
-
-    @property
-    def siglip(self) -> bool:
-        """Whether patches are not rotated and the tower ends in a norm."""
-        return self.kind != "qwen3_vl"
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
 
     @property
+    def rotates(self) -> bool:
+        """Whether patches are rotated by their places."""
+        return True
+
+    @property
     def block(self) -> Block:
         """One block of the tower."""
-        return vit_block(self.width, self.heads, self.mlp_dim, self.eps, rope=not self.siglip)
+        return vit_block(self.width, self.heads, self.mlp_dim, self.eps, rope=self.rotates)
 
     @property
     def unit(self) -> int:
@@ -82,11 +76,20 @@ class VisionConfig:
             raise ConfigError(f"image: expected multiples of {self.unit} pixels a side, got {height} x {width}")
         return height // self.unit, width // self.unit
 
+    def patch_weight(self, weight: Tensor) -> Tensor:
+        """The patch embedding's weight as (width, 3 * patch_size²), in the order channel, row, column."""
+        # The frames of an image are equal, so that their weights add up.
+        return weight.sum(2).flatten(1)
+
+    def place_embedding(self, table: Tensor, grid: Grid) -> Tensor:
+        """The square table (positions, W) for an image of `grid` tokens, (patches, W)."""
+        return place_embedding(table, grid, self.merge)
+
 
 @dataclass(frozen=True)
 class Placed:
-    """What depends on an image's size alone: position `embedding` (patches, width), and, if the tower rotates, the cos
-    and sin (patches, 1, head_dim / 2)."""
+    """What depends on an image's size alone: position `embedding` (patches, width), and, if the tower rotates, cos and
+    sin (patches, 1, head_dim / 2)."""
 
     embedding: Tensor
     cos: Tensor | None = None
@@ -94,51 +97,53 @@ class Placed:
 
 
 class PatchMerger(nn.Module):
-    """`merge` x `merge` patches, which follow one another, to one token: norm, product, GELU and product. `late`: the
-    norm is of the joined patches. SigLIP has only the first product."""
+    """`merge` x `merge` patches, which follow one another, to one token: norm, product, GELU, product.
 
-    def __init__(self, config: VisionConfig, late: bool) -> None:
+    Attributes:
+        norm: Of each patch or, `late`, of the joined patches; None for none.
+        fc2: None for a merger of one product.
+        by_channel: Whether the patches are joined channel by channel.
+    """
+
+    norm: nn.LayerNorm | None
+    fc2: nn.Linear | None
+
+    def __init__(self, config: QwenVisionConfig, late: bool) -> None:
         super().__init__()
-        self.joined, self.patches = config.width * config.merge**2, config.merge**2
-        # N1.6 joins the patches channel by channel.
-        self.by_channel = config.kind == "siglip2"
-        hidden = config.out_width if config.siglip else self.joined
-        self.norm = self.fc2 = None
-        if config.kind != "siglip":
-            self.norm = nn.LayerNorm(self.joined if late else config.width, eps=1e-5 if config.siglip else config.eps)
-            self.fc2 = nn.Linear(hidden, config.out_width)
-        self.fc1 = nn.Linear(self.joined, hidden)
+        self.patches, self.joined, self.by_channel = config.merge**2, config.width * config.merge**2, False
+        self.norm = nn.LayerNorm(self.joined if late else config.width, eps=config.eps)
+        self.fc1 = nn.Linear(self.joined, self.joined)
+        self.fc2 = nn.Linear(self.joined, config.out_width)
+
+    @property
+    def late(self) -> bool:
+        """Whether the norm is of the joined patches."""
+        return self.norm is not None and self.norm.normalized_shape[0] == self.joined
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, patches, width) to (N, tokens, out_width)."""
-        late = self.norm is not None and self.norm.normalized_shape[0] == self.joined
-        if self.norm is not None and not late:
+        if self.norm is not None and not self.late:
             x = reference.layer_norm(x, self.norm)
         x = x.unflatten(1, (-1, self.patches))
         x = (x.transpose(2, 3) if self.by_channel else x).flatten(2)
-        if self.norm is not None and late:
+        if self.norm is not None and self.late:
             x = reference.layer_norm(x, self.norm)
         x = self.fc1(x)
         return x if self.fc2 is None else self.fc2(F.gelu(x))
 
 
-class VisionTower(nn.Module):
+class QwenVision(nn.Module):
     """The tower. Patches stand in the order (token row, token column, row in it, column in it)."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: QwenVisionConfig) -> None:
         super().__init__()
         self.config = config
-        patch, pixels = (config.patch_size,) * 2, 3 * config.patch_size**2
-        self.patch_embedding: nn.Conv3d | nn.Conv2d | nn.Linear
-        if config.kind == "qwen3_vl":
-            self.patch_embedding = nn.Conv3d(3, config.width, (config.frames, *patch), (config.frames, *patch))
-        else:
-            siglip2 = config.kind == "siglip2"
-            self.patch_embedding = nn.Linear(pixels, config.width) if siglip2 else nn.Conv2d(3, config.width, patch, patch)
+        kernel = (config.frames, config.patch_size, config.patch_size)
+        self.patch_embedding: nn.Module = nn.Conv3d(3, config.width, kernel, kernel)
         self.position_embedding = nn.Parameter(torch.zeros(config.positions, config.width))
         self.layers = nn.ModuleList(TransformerBlock(config.block) for _ in range(config.depth))
-        self.post_layernorm = nn.LayerNorm(config.width, eps=config.eps) if config.siglip else None
-        self.merger = PatchMerger(config, late=config.siglip)
+        self.post_layernorm: nn.LayerNorm | None = None
+        self.merger = PatchMerger(config, late=False)
         self.deepstack = nn.ModuleList(PatchMerger(config, late=True) for _ in config.deepstack)
 
     def patches(self, pixels: Tensor) -> Tensor:
@@ -151,16 +156,15 @@ class VisionTower(nn.Module):
     def placed(self, grid: Grid) -> Placed:
         """What of an image of `grid` tokens depends on its size alone."""
         table, weight = self.position_embedding, self.get_parameter("layers.0.qkv_proj.weight")
-        embedding = place_embedding(table, grid, self.config)
-        if self.config.siglip:
+        embedding = self.config.place_embedding(table, grid)
+        if not self.config.rotates:
             return Placed(embedding)
         return Placed(embedding, *patch_rope(self.config, grid, table.device, weight.dtype))
 
     def embed(self, pixels: Tensor, placed: Placed) -> Tensor:
         """(N, 3, H, W) in [-1, 1] to (N, patches, width) in the embedding's dtype, before the first block."""
-        weight = self.patch_embedding.weight
-        rows = self.patches(pixels.to(weight.dtype))
-        embedded = F.linear(rows, patch_weight(weight, self.config), self.patch_embedding.bias)
+        weight, bias = self.get_parameter("patch_embedding.weight"), self.get_parameter("patch_embedding.bias")
+        embedded = F.linear(self.patches(pixels.to(weight.dtype)), self.config.patch_weight(weight), bias)
         return embedded + placed.embedding.to(embedded.dtype)
 
     def forward(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor | None]:
@@ -179,15 +183,14 @@ class VisionTower(nn.Module):
             x = reference.layer_norm(x, self.post_layernorm)
         return self.merger(x), torch.stack(left) if left else None
 
-
-def patch_weight(weight: Tensor, config: VisionConfig) -> Tensor:
-    """The patch embedding's weight as (width, 3 * patch_size²), in the order channel, row, column."""
-    if config.kind == "qwen3_vl":
-        # The frames of an image are equal, so that their weights add up.
-        return weight.sum(2).flatten(1)
-    if config.kind == "siglip2":
-        weight = weight.unflatten(1, (config.patch_size, config.patch_size, 3)).permute(0, 3, 1, 2)
-    return weight.flatten(1)
+    def views(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor | None]:
+        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * tokens, out_width) and deepstack features (n, B,
+        V * tokens, out_width), None of towers without. `placed`: what `placed` returns, to compute it once."""
+        batch, width = len(pixels), self.config.out_width
+        tokens, deepstack = self(pixels.flatten(0, 1), placed)
+        if deepstack is not None:
+            deepstack = deepstack.reshape(len(deepstack), batch, -1, width)
+        return tokens.reshape(batch, -1, width), deepstack
 
 
 def in_blocks(values: Tensor, merge: int) -> Tensor:
@@ -197,14 +200,9 @@ def in_blocks(values: Tensor, merge: int) -> Tensor:
     return split.transpose(1, 2).reshape(rows * columns, *values.shape[2:])
 
 
-def place_embedding(table: Tensor, grid: Grid, config: VisionConfig) -> Tensor:
-    """The square table (positions, W) for an image of `grid` tokens, (patches, W): bilinear between its corners, or of
-    SigLIP as images are resized, with an antialiased filter."""
-    side, merge = math.isqrt(len(table)), config.merge
-    if config.siglip:
-        square, size = table.unflatten(0, (side, side)).permute(2, 0, 1)[None], (grid[0] * merge, grid[1] * merge)
-        resized = F.interpolate(square, size, mode="bilinear", align_corners=False, antialias=True)
-        return in_blocks(resized[0].permute(1, 2, 0), merge)
+def place_embedding(table: Tensor, grid: Grid, merge: int) -> Tensor:
+    """The square table (positions, W) for an image of `grid` tokens, (patches, W): bilinear between its corners."""
+    side = math.isqrt(len(table))
 
     def axis(count: int) -> tuple[Tensor, Tensor, Tensor]:
         place = torch.linspace(0, side - 1, count)
@@ -224,7 +222,7 @@ def place_embedding(table: Tensor, grid: Grid, config: VisionConfig) -> Tensor:
     return in_blocks(mixed + corner(bottom, right, down[:, None] * over), merge)
 
 
-def patch_rope(config: VisionConfig, grid: Grid, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def patch_rope(config: QwenVisionConfig, grid: Grid, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of a patch's row and column, each (patches, 1, head_dim / 2): half of the frequencies are of its row,
     half of its column."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32

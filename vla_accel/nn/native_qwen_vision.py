@@ -1,7 +1,7 @@
-"""GR00T's vision towers in fused ops: uint8 images to image tokens and deepstack features.
+"""Vision towers of Qwen3-VL and Eagle in fused ops: uint8 images to image tokens and deepstack features.
 
 Exact savings: the normalisation of the pixels is folded into the patch embedding, and the weights of every LayerNorm,
-also of the mergers, into the next product, unless another norm comes before it.
+also of the mergers, into the next product, unless another norm follows.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.families.groot.language import Layout
-from vla_accel.families.groot.network import Groot
-from vla_accel.families.groot.vision import PatchMerger, VisionConfig, patch_rope, patch_weight, place_embedding
 from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import add_norm, gelu, patchify
 from vla_accel.nn.native_vision import patch_embedding
+from vla_accel.nn.network import Network
 from vla_accel.nn.plan import Rows, StackPlan
+from vla_accel.nn.qwen_language import Layout
+from vla_accel.nn.qwen_vision import PatchMerger, QwenVisionConfig, patch_rope
 from vla_accel.nn.weights import Precision, StackWeights, fold, stack_weights
 
 
 @dataclass(frozen=True)
 class MergerWeights:
-    """The products of a merger, with its norm folded; SigLIP's has one. `eps` and `late` of the norm: whether it is of
-    the joined patches."""
+    """The products of a merger, with a norm before them folded; Eagle 2.5 has one. `eps` and `late` of the norm:
+    whether it applies to the joined patches."""
 
     fc1: Linear
     fc2: Linear | None
@@ -34,27 +34,26 @@ class MergerWeights:
     eps: float
 
     @classmethod
-    def of(cls, model: Groot, name: str, dtype: torch.dtype) -> MergerWeights:
+    def of(cls, model: Network, name: str, dtype: torch.dtype) -> MergerWeights:
         merger = model.get_submodule(name)
         assert isinstance(merger, PatchMerger)
         read = {n: model.weight(f"{name}.{n}") for n, _ in merger.named_parameters()}
-        norm, eps = "vision.post_layernorm", model.config.vision.eps  # SigLIP has the norm at the end of its tower
+        norm, eps = "vision.post_layernorm", model.config.vision.eps  # of a merger without one, the tower's last
         if merger.norm is not None:
             norm, eps = f"{name}.norm", merger.norm.eps
         affine = [model.weight(f"{norm}.{n}").double() for n in ("weight", "bias")]
-        times = merger.joined // len(affine[0])
         # Unless the norm is late, every patch of a token has the same norm.
-        factor, shift = (x.repeat(times) for x in affine)
+        factor, shift = (x.repeat(merger.joined // len(x)) for x in affine)
         weight = read["fc1.weight"]
         if merger.by_channel:
             weight, factor, shift = (_by_patch(x, merger.patches) for x in (weight, factor, shift))
         fc1 = make_linear(*fold(weight, read["fc1.bias"], factor, shift), dtype)
-        fc2 = make_linear(read["fc2.weight"], read["fc2.bias"], dtype) if merger.fc2 is not None else None
-        return cls(fc1, fc2, times == 1, eps)
+        fc2 = None if merger.fc2 is None else make_linear(read["fc2.weight"], read["fc2.bias"], dtype)
+        return cls(fc1, fc2, len(affine[0]) == merger.joined, eps)
 
 
 def _by_patch(x: Tensor, patches: int) -> Tensor:
-    """Numbers (..., width * patches) of joined patches, given channel by channel, patch by patch."""
+    """Numbers (..., width * patches) of joined patches, stored channel by channel, patch by patch."""
     return x.unflatten(-1, (-1, patches)).transpose(-1, -2).flatten(-2)
 
 
@@ -63,7 +62,7 @@ class TowerWeights:
     """The folded weights of the tower.
 
     `patch` (W, 2 * stride): the embedding in two halves; `offset` (1, W) float32: its bias; `table` (positions, W)
-    float32: position embeddings; `last_norm`: weight and bias (W,) float32 of SigLIP2's last norm, which another one
+    float32: position embeddings; `last_norm`: weight and bias (W,) float32 of a tower's last norm that another one
     follows. The last merger is that of the tower itself.
     """
 
@@ -73,21 +72,21 @@ class TowerWeights:
     stack: StackWeights
     mergers: tuple[MergerWeights, ...]
     last_norm: tuple[Tensor, Tensor] | None
-    config: VisionConfig
+    config: QwenVisionConfig
 
     @classmethod
-    def of(cls, model: Groot, precision: str) -> TowerWeights:
+    def of(cls, model: Network, precision: str) -> TowerWeights:
         """Prepare the weights of a model. `precision`: fp32 or bf16."""
         stored, config = Precision(precision), model.config.vision
         stack = stack_weights(model, "vision.layers", config.block, config.depth, stored)
-        weight = patch_weight(model.weight("vision.patch_embedding.weight").double(), config)
+        weight = config.patch_weight(model.weight("vision.patch_embedding.weight").double())
         zero = torch.zeros(1, config.width, device=weight.device)
         patch, offset = patch_embedding(weight, model.weight("vision.patch_embedding.bias"), zero, precision)
         table = model.weight("vision.position_embedding").float().clone()
         names = [*(f"vision.deepstack.{i}" for i in range(len(config.deepstack))), "vision.merger"]
         mergers = tuple(MergerWeights.of(model, name, stored.dtype) for name in names)
-        last = None
-        if config.kind == "siglip2":
+        tower, last = model.get_submodule("vision"), None
+        if tower.post_layernorm is not None and tower.merger.norm is not None:  # type: ignore[union-attr]
             weight, bias = (model.weight(f"vision.post_layernorm.{n}").float().clone() for n in ("weight", "bias"))
             last = weight, bias
         return cls(patch, offset, table, stack, mergers, last, config)
@@ -103,13 +102,13 @@ class NativeTower:
         self.weights, self.config = weights, config
         images, patches = batch * layout.views, layout.view_tokens * config.merge**2
         rope = None
-        if not config.siglip:
+        if config.rotates:
             cos, sin = (table[:, 0].contiguous() for table in patch_rope(config, layout.grid, device, torch.float32))
             rope = cos, sin
         self.stack = StackPlan(weights.stack, Rows(images, patches), attention, rope, normed_outside=(0,))
         self.attention = self.stack.attention
         self.detail = f"fused ops, {self.stack.kind}, {self.stack.detail}"
-        self.place = (weights.offset + place_embedding(weights.table, layout.grid, config)).contiguous()
+        self.place = (weights.offset + config.place_embedding(weights.table, layout.grid)).contiguous()
         rows, joined = images * patches, config.width * config.merge**2
         self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
         self.embedded = torch.empty(rows, config.width, dtype=torch.float32, device=device)

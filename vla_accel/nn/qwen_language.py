@@ -1,4 +1,4 @@
-"""Qwen3 as GR00T uses it: the first layers of Qwen3-VL's language model in N1.7, of Qwen3's in N1.6 and N1.5.
+"""Qwen3's language model, or its first layers: Qwen3-VL's, or the plain one of Eagle.
 
 Knows nothing about images but where their tokens are. Of Qwen3-VL, rotary positions have three axes, and what vision's
 deepstack left is added at image tokens after the first layers. Source of the mathematics: transformers 5.5.4.
@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.groot.vision import Grid
 from vla_accel.kernels.activation import Activation
 from vla_accel.nn.block import Attention, Block, Norm
+from vla_accel.nn.qwen_vision import Grid
 from vla_accel.nn.reference import RmsNorm, TransformerBlock
+
+LEAD = 3
+"""Prompt tokens before the first view: `<|im_start|>user` and a newline. Around every view stand one and one."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Arrangement:
         flat: Whether tokens are numbered in order; otherwise image tokens have rows and columns.
     """
 
-    edge: int = 4
+    edge: int = LEAD + 1
     between: int = 2
     text_first: bool = False
     flat: bool = False
@@ -157,13 +160,6 @@ class Layout:
         padding = (self.text - lengths)[:, None]
         return at >= padding if self.arrangement.text_first else at < self.tokens - padding
 
-    def real_keys(self, lengths: Tensor | None) -> dict[str, Tensor]:
-        """Which keys of the sources "text" and "all" are no padding, (B, keys) bool; empty if all are."""
-        if lengths is None:
-            return {}
-        ends = {"text": (lengths, self.text), "all": (lengths + self.images, self.tokens)}
-        return {name: torch.arange(n, device=end.device) < end[:, None] for name, (end, n) in ends.items()}
-
 
 def axes_of_frequencies(sections: tuple[int, ...]) -> Tensor:
     """Which of time, row and column each rotary frequency follows, int64 (head_dim / 2,): by turns, as long as an axis
@@ -185,7 +181,7 @@ def language_rope(config: QwenConfig, positions: Tensor, dtype: torch.dtype) -> 
 
 
 class QwenLanguage(nn.Module):
-    """The stack. N1.7's action head reads the last layer's raw output; of the others, the final norm's."""
+    """The stack. Without `final_norm`, the output is that of the last layer as it is."""
 
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
@@ -194,26 +190,26 @@ class QwenLanguage(nn.Module):
         self.norm = RmsNorm(config.width, config.eps, offset=0.0) if config.final_norm else None
 
     def forward(
-        self, x: Tensor, places: Places, deepstack: Tensor | None = None, real: Tensor | None = None
+        self, x: Tensor, positions: Tensor, order: Tensor, deepstack: Tensor | None = None, real: Tensor | None = None
     ) -> Tensor:
-        """x (B, S, width) to the same shape.
-
-        A token sees itself and those before it.
+        """x (B, S, width) to the same shape. A token sees itself and those before it.
 
         Args:
+            positions: (3, S).
+            order: (S,), the prompt out of image tokens and then text tokens.
             deepstack: (n, B, I, width), added to the image tokens of the outputs of the first n layers.
-            real: (B, S) bool: tokens that are no padding in front of a prompt. Padding behind one changes nothing
-                before it, and needs no mask.
+            real: (B, S) bool, the tokens that are no padding, if padding comes first. Padding at the end changes
+                nothing before it and needs no mask.
         """
-        rope = language_rope(self.config, places.positions, x.dtype)
+        rope = language_rope(self.config, positions, x.dtype)
         tokens = x.shape[1]
-        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril().expand(len(x), -1, -1)
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril().expand(len(x), -1, -1)
         if real is not None:
             # Padding sees itself, so that no row of the softmax is empty.
-            causal = causal & (real[:, None] | torch.eye(tokens, dtype=torch.bool, device=x.device))
+            seen = seen & (real[:, None] | torch.eye(tokens, dtype=torch.bool, device=x.device))
         for index, layer in enumerate(self.layers):
-            x = layer(x, rope, causal)
+            x = layer(x, rope, seen)
             if deepstack is not None and index < len(deepstack):
                 # Gathered, not scattered: TensorRT-RTX scatters nothing.
-                x = x + F.pad(deepstack[index], (0, 0, 0, tokens - deepstack.shape[2]))[:, places.order]
+                x = x + F.pad(deepstack[index], (0, 0, 0, tokens - deepstack.shape[2]))[:, order]
         return x if self.norm is None else self.norm(x)
