@@ -145,7 +145,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("base_model_path", "checkpoint that training started from", "0.4.0"),
         neutral("embodiment_tag", _COPIED, "0.4.0"),
         neutral("image_size", "not read since N1.7", "0.4.0"),
-        refuse("tokenizer_assets_repo", "it belongs to GR00T N1.5, another network", "0.4.0"),
+        read("tokenizer_assets_repo", "the tokenizer of GR00T N1.5", "0.4.0"),
         neutral(
             "tune_llm tune_visual tune_projector tune_diffusion_model lora_rank lora_alpha lora_dropout "
             "lora_full_model optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay warmup_ratio use_bf16 "

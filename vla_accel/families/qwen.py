@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vla_accel.errors import CheckpointError
 from vla_accel.families.prompted import TextShape
-from vla_accel.nn.qwen_language import LEAD, Layout
+from vla_accel.nn.qwen_language import LEAD, Arrangement, Layout
 from vla_accel.nn.qwen_vision import Grid
 from vla_accel.transforms.tokenizer import Tokenizer
 
@@ -17,13 +17,14 @@ _VIEW = "<|vision_start|><|vision_end|>"
 
 @dataclass(frozen=True)
 class LayoutShape(TextShape):
-    """`grid`: rows and columns of tokens of an image."""
+    """`grid`: rows and columns of tokens of an image; `arrangement`: where images are in a prompt."""
 
     grid: Grid
+    arrangement: Arrangement = Arrangement()
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.views, self.grid, self.tokens)
+        return Layout(self.views, self.grid, self.tokens, self.arrangement)
 
     @property
     def title(self) -> str:

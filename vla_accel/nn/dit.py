@@ -33,7 +33,9 @@ QUANTISED = {"denoise": {"native": Products(("qkv_proj", "q_proj", "out_proj", "
 """By component, then engine. All other products are computed in the policy's precision."""
 
 
-_WIDE = ("vision.patch_", "vision.position_", "head.state_", "head.action_", "head.time_", "head.decode_")
+_WIDE = (
+    "vision.patch_", "vision.position_", "head.state_", "head.action_", "head.future", "head.time_", "head.decode_",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

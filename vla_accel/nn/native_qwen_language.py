@@ -1,4 +1,4 @@
-"""Qwen3-VL's language model in fused ops: image tokens and text to the raw outputs of its last layer."""
+"""Qwen3's language model in fused ops: image tokens and text to the outputs of its last layer, normed or not."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from vla_accel.nn.weights import Precision, StackWeights, stack_weights
 
 @dataclass(frozen=True)
 class LanguageWeights:
-    """The folded weights of the stack. `table` (vocabulary, W): token embeddings, shared with the model; `deepstack`:
-    layers to whose output image features are added."""
+    """The folded weights of the stack. `table` (vocabulary, W): token embeddings, shared with the model; `final_norm`
+    (W,) float32, None if the output is not normed; `deepstack`: layers to whose output image features are added."""
 
     table: Tensor
     stack: StackWeights
+    final_norm: Tensor | None
     config: QwenConfig
     deepstack: int
 
@@ -30,12 +31,13 @@ class LanguageWeights:
         """Prepare the weights of a model with the modules `embed` and `language`."""
         config = model.config.language
         stack = stack_weights(model, "language.layers", config.block, config.depth, stored)
-        return cls(model.weight("embed.weight"), stack, config, len(model.config.vision.deepstack))
+        norm = model.weight("language.norm.weight").float().clone() if config.final_norm else None
+        return cls(model.weight("embed.weight"), stack, norm, config, len(model.config.vision.deepstack))
 
 
 class NativeLanguage:
-    """The launches of the model. Inputs `image_tokens` (B, I, W), `deepstack` (n, B, I, W), `tokens` (B, L) int64; the
-    rows (B * S, W) of the last layer's output are in `x`."""
+    """The launches of the model. Inputs `image_tokens` (B, I, W), `deepstack` (n, B, I, W) if its layers read it, and
+    `tokens` (B, L) int64 in the layout's order; without a final norm, the last layer's output (B * S, W) is in `x`."""
 
     def __init__(self, weights: LanguageWeights, batch: int, layout: Layout, attention: str) -> None:
         self.weights, self.places = weights, layout.places(weights.table.device)
@@ -46,15 +48,19 @@ class NativeLanguage:
         self.stack = StackPlan(weights.stack, rows, attention, (cos, sin), outside)
         self.chain, self.x = self.stack.chain, self.stack.x
 
-    def run(self, inputs: Mapping[str, Tensor]) -> None:
-        """Enqueue the model. Open `chain` around it."""
-        stack, deepstack = self.stack, inputs["deepstack"]
+    def run(self, inputs: Mapping[str, Tensor], padding: Tensor | None = None) -> Tensor:
+        """Enqueue the model and return its output. Open `chain` around it. `padding` (B,) int32: tokens in front of
+        each prompt that are none."""
+        stack, deepstack = self.stack, inputs.get("deepstack")
 
         def after(index: int) -> None:
-            if index < len(deepstack):
+            if deepstack is not None and index < len(deepstack):
                 add_at(deepstack[index], self.places.image, stack.x)
                 stack.enter(stack.x)
 
         place_tokens(inputs["image_tokens"], inputs["tokens"], self.weights.table, self.places.order, stack.x)
         stack.enter(stack.x)
-        stack.run(after=after)
+        stack.run(padding, after=after)
+        if self.weights.final_norm is None:
+            return stack.x
+        return stack.output().mul_(self.weights.final_norm)

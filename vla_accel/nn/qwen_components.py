@@ -1,4 +1,4 @@
-"""The vision component of networks with Qwen3-VL's tower: images → image_tokens, deepstack."""
+"""The vision component of networks with Qwen3-VL's or Eagle's tower: images → image_tokens, deepstack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from vla_accel.nn.qwen_vision import Placed
 
 
 class Vision(Fixed[Network]):
-    """images uint8 (B, V, H, W, 3) to image tokens (B, I, width) and deepstack features (n, B, I, width)."""
+    """images uint8 (B, V, H, W, 3) to image tokens (B, I, width) and, of towers with them, deepstack features (n, B, I,
+    width)."""
 
     def __init__(self, model: Network, layout: Layout) -> None:
         vision: Any = model.get_submodule("vision")
@@ -27,11 +28,11 @@ class Vision(Fixed[Network]):
 
         super().__init__(model, placed, [n for n in model.names("vision") if n != "vision.position_embedding"])
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         vision: Any = self.model.get_submodule("vision")
         # The processor's order: x / 255, then minus and over a half.
         pixels = (images.to(vision.patch_embedding.weight.dtype).permute(0, 1, 4, 2, 3) / 255.0 - 0.5) / 0.5
-        return vision.views(pixels, Placed(*self.kept()))
+        return tuple(x for x in vision.views(pixels, Placed(*self.kept())) if x is not None)
 
 
 def vision_component(model: Network, batch: int, layout: Layout, native: Callable[..., Any] | None) -> Component:
@@ -45,11 +46,8 @@ def vision_component(model: Network, batch: int, layout: Layout, native: Callabl
     )  # fmt: skip
 
 
-def image_specs(model: Network, batch: int, layout: Layout) -> tuple[TensorSpec, TensorSpec]:
-    """What `Vision` computes: `image_tokens` and `deepstack`."""
-    hidden = (batch, layout.views * layout.view_tokens, model.config.language.width)
-    levels = len(model.config.vision.deepstack)
-    return (
-        TensorSpec("image_tokens", hidden, model.dtype),
-        TensorSpec("deepstack", (levels, *hidden), model.dtype),
-    )
+def image_specs(model: Network, batch: int, layout: Layout) -> tuple[TensorSpec, ...]:
+    """What `Vision` computes: `image_tokens` and, of towers with it, `deepstack`."""
+    hidden = (batch, layout.images, model.config.language.width)
+    tokens, levels = TensorSpec("image_tokens", hidden, model.dtype), len(model.config.vision.deepstack)
+    return (tokens, TensorSpec("deepstack", (levels, *hidden), model.dtype)) if levels else (tokens,)

@@ -1,12 +1,12 @@
-"""How GR00T N1.7 is measured, and against what: lerobot's own code (`lerobot` 0.6.1 from the package index, on Python
+"""How GR00T is measured, and N1.7 against what: lerobot's own code (`lerobot` 0.6.1 from the package index, on Python
 3.12; see CONTRIBUTING)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from vla_accel.errors import DependencyError
 from vla_accel.families.bench import BenchCard, Infer, libero, libero_observation
-from vla_accel.families.groot.components import CACHE
-from vla_accel.families.groot.family import GROOT
+from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16, GrootFamily
 from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.modalities import Group, Groups
-from vla_accel.families.groot.network import GrootConfig, groot_n17
+from vla_accel.families.groot.network import GrootConfig, groot_n15, groot_n16, groot_n17
+from vla_accel.families.groot.releases import N15
 from vla_accel.families.groot.transforms import GrootProcessor
 from vla_accel.families.qwen_bench import PieceTokenizer, qwen_ids, qwen_patches
 from vla_accel.nn.random_weights import DrawnDit
@@ -32,14 +32,16 @@ _TEXT = 15
 
 
 class GrootBench(BenchCard[GrootConfig, Inputs]):
-    """GR00T N1.7."""
+    """A release of GR00T."""
 
-    family, drawn = GROOT, DrawnDit
-    sizes: ClassVar = {"groot_n17": groot_n17}
+    drawn = DrawnDit
     sweep = (4, 2, 1)
     quantised = ("native_fp8",)
-    aliases: ClassVar = {"native_fp8": "native_fp8_denoise"}
-    baselines = tuple(LEROBOT_MODES)
+    aliases = {"native_fp8": "native_fp8_denoise"}
+
+    def __init__(self, family: GrootFamily, size: Callable[..., GrootConfig], *baselines: str) -> None:
+        self.family, self.sizes, self.baselines = family, {size.__name__: size}, baselines
+        self._size = size
 
     def shallow(self, config: GrootConfig, depth: int) -> GrootConfig:
         """Change language and transformer; vision keeps its depth. The transformer keeps blocks of every source."""
@@ -47,7 +49,7 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
         return replace(config, language=language, head=replace(config.head, depth=4 * depth))
 
     def published(self, horizon: int | None = None) -> GrootConfig:
-        return groot_n17() if horizon is None else groot_n17(action_horizon=horizon)
+        return self._size() if horizon is None else self._size(action_horizon=horizon)
 
     def dummy(self, config: GrootConfig, views: int) -> GrootProcessor:
         """Every row of a chunk is returned."""
@@ -55,14 +57,16 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
         def groups(count: int) -> Groups:
             return Groups((Group("all", count, low=-np.ones(count), high=np.ones(count), clipped=False),))
 
-        unit = config.vision.unit
-        side = unit * round(256 / unit)
+        release, unit = self.family.release, config.vision.unit
+        side = unit * round((224 if release is N15 else 256) / unit)
         return GrootProcessor(
             tokenizer=PieceTokenizer(config.language.vocab_size),
             state=groups(LIBERO.state_dim),
             actions=groups(LIBERO.action_dim),
             preset=libero(views),
-            cropping=Cropping("bicubic", edge=side, crop=1.0, target=(side, side), unit=unit),
+            cropping=Cropping("bicubic", side, 1.0, (side, side), unit=unit, pixels=release.pixels),
+            form=release.prompt,
+            arrangement=config.arrangement,
             state_dim=config.state_dim,
             action_dim=config.action_dim,
             max_token_len=config.max_token_len,
@@ -75,11 +79,14 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
     def internals(
         self, config: GrootConfig, outputs: Mapping[str, Tensor], inputs: Inputs
     ) -> dict[str, Tensor]:  # fmt: skip
-        """`image_tokens` (I, W), `deepstack` (n, I, W), and keys and values of real tokens (n, tokens, heads, d)."""
-        real = len(inputs.tokens)
-        cache = {name: outputs[name][:, 0] for name in CACHE}
-        text = {name: value[:, :real] for name, value in cache.items() if name.startswith("text")}
-        return {"image_tokens": outputs["image_tokens"][0], "deepstack": outputs["deepstack"][:, 0], **cache, **text}
+        """`image_tokens` (I, W), of N1.7 `deepstack` (n, I, W), and keys and values of real tokens (n, tokens, heads,
+        d)."""
+        images = len(outputs["image_tokens"][0])
+        real = {"text": len(inputs.tokens), "image": images, "all": images + len(inputs.tokens)}
+        names = {f"{source}_{what}": source for source in config.head.sources for what in ("keys", "values")}
+        cache = {name: outputs[name][:, 0, : real[source]] for name, source in names.items()}
+        deepstack = {"deepstack": outputs["deepstack"][:, 0]} if config.vision.deepstack else {}
+        return {"image_tokens": outputs["image_tokens"][0], **deepstack, **cache}
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         return _lerobot(horizon, device).sampler(LEROBOT_MODES[name], steps)
@@ -137,4 +144,8 @@ class _Lerobot:
         }  # fmt: skip
 
 
-CARDS = {"groot": GrootBench()}
+CARDS = {
+    "groot": GrootBench(GROOT, groot_n17, *LEROBOT_MODES),
+    "groot_n16": GrootBench(GROOT_N16, groot_n16),
+    "groot_n15": GrootBench(GROOT_N15, groot_n15),
+}

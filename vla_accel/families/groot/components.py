@@ -1,5 +1,5 @@
-"""GR00T N1.7's components: vision → image_tokens, deepstack → kv_cache → keys and values of the transformer's blocks
-that look outside → denoise → actions."""
+"""GR00T's components: vision → image_tokens, deepstack → kv_cache → keys and values of the transformer's blocks that
+look outside → denoise → actions."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from vla_accel.nn.qwen_language import Layout, Places
 if TYPE_CHECKING:
     from vla_accel.families.groot.native import GrootStore
 
-CACHE = ("text_keys", "text_values", "image_keys", "image_values")
-
 
 class KvCache(Fixed[Groot]):
-    """From image_tokens, deepstack, text tokens (B, L) int64 and, if rows may be shorter, their `lengths` (B,) int32,
-    compute keys and values of text (n, B, L, heads, d) and of image tokens (n, B, I, heads, d)."""
+    """Keys and values of each source of the head, (n, B, tokens, heads, d).
+
+    Reads image_tokens, deepstack of towers with it, text tokens (B, L) int64 and, if rows may be shorter, `lengths`
+    (B,) int32.
+    """
 
     def __init__(self, model: Groot, layout: Layout) -> None:
         head = [name for name in model.names("head") if name.startswith("head.vl_") or ".kv_proj." in name]
         super().__init__(model, lambda: layout.places(model.device), [*model.names("embed", "language"), *head])
+        self.layout = layout
 
-    def forward(
-        self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, lengths: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        cache = self.model.read(image_tokens, deepstack, tokens, Places(*self.kept()), lengths)
+    def forward(self, image_tokens: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        deepstack, others = (others[0], others[1:]) if self.model.config.vision.deepstack else (None, others)
+        cache = self.model.read(self.layout, image_tokens, deepstack, *others, places=Places(*self.kept()))
         return tuple(tensor for source in self.model.config.head.sources for tensor in cache[source])
 
 
@@ -44,7 +45,7 @@ def groot_components(
 ) -> tuple[Component, Component, Component]:
     """The three components of a shape. `padded`: rows may have fewer text tokens than the layout."""
     lengths = (TensorSpec("lengths", (batch,), torch.int32),) if padded else ()
-    counts = {"text": layout.text, "image": layout.views * layout.view_tokens}
+    counts = {"text": layout.text, "image": layout.images, "all": layout.tokens}
     cache = cache_specs(model.config.head, batch, counts, model.dtype)  # type: ignore[arg-type]
 
     def native(make: str, *sizes: Any) -> Callable[..., Any] | None:

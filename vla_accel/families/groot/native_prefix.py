@@ -29,7 +29,7 @@ class ReaderWeights:
     """The weights of the prefix.
 
     `vl_scale`, `vl_shift` (W,) float32: of the norm before the vision-language attention; `keys_values`: one product of
-    all blocks for text, and one for images.
+    all blocks of a source.
     """
 
     language: LanguageWeights
@@ -59,48 +59,54 @@ class ReaderWeights:
 class NativeReader:
     """The program of the prefix.
 
-    Inputs `image_tokens` (B, I, W), `deepstack` (n, B, I, W), `tokens` (B, L) int64, and their `lengths` (B,) int32;
-    outputs `text_keys`, `text_values` (n, B, L, heads, d), `image_keys`, `image_values` (n, B, I, heads, d).
+    Inputs `image_tokens` (B, I, W), of N1.7 `deepstack` (n, B, I, W), `tokens` (B, L) int64 in the layout's order, and
+    `lengths` (B,) int32; outputs keys and values of each source of the head, (n, B, tokens, heads, d).
     """
 
     def __init__(self, weights: ReaderWeights, batch: int, layout: Layout, attention: str) -> None:
         config, head, device = weights.config.language, weights.config.head, weights.language.table.device
         self.weights, self.batch, self.layout = weights, batch, layout
         self.language = NativeLanguage(weights.language, batch, layout, attention)
-        self.places, self.chain = self.language.places, self.language.chain
-        self.stack = StackPlan(weights.vl_stack, self.language.stack.rows, attention, normed_outside=(0,))
-        self.attention, language = self.stack.attention, self.language.stack
-        self.detail = f"fused ops, {language.kind}, {language.detail}; after it, {self.stack.detail}"
+        self.chain, language, places = self.language.chain, self.language.stack, self.language.places
+        self.detail, self.attention = f"fused ops, {language.kind}, {language.detail}", language.attention
+        self.stack: StackPlan | None = None
+        self.x = torch.empty_like(language.x)
+        if head.vl_depth:
+            self.stack = StackPlan(weights.vl_stack, language.rows, attention, normed_outside=(0,))
+            self.x, self.attention = self.stack.x, self.stack.attention
+            self.detail += f"; after it, {self.stack.detail}"
 
         def buffer(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=weights.vl_stack.dtype, device=device)
+            return torch.empty(*shape, dtype=language.x.dtype, device=device)
 
-        counts: dict[Source, int] = {"text": layout.text, "image": layout.views * layout.view_tokens}
-        self.taken = {source: buffer(batch, count, config.width) for source, count in counts.items()}
-        self.joined = {s: buffer(batch * n, len(weights.keys_values[s].weight)) for s, n in counts.items()}
+        every = {"text": places.text, "image": places.image, "all": torch.cat((places.image, places.text))}
+        self.placed = {source: every[source] for source in head.sources}
+        self.taken = {source: buffer(batch, len(at), config.width) for source, at in self.placed.items()}
+        self.joined = {s: buffer(batch * len(at), len(weights.keys_values[s].weight)) for s, at in self.placed.items()}
         self.shape = (2, head.heads, head.head_dim)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         with self.chain:
             self._read(inputs)
-        placed: dict[Source, Tensor] = {"text": self.places.text, "image": self.places.image}
-        for source, rows in placed.items():
+        for source, rows in self.placed.items():
             self._keys_values(source, rows, outputs[f"{source}_keys"], outputs[f"{source}_values"])
 
     def _read(self, inputs: Mapping[str, Tensor]) -> None:
-        w, language, x = self.weights, self.language, self.stack.x
-        language.run(inputs)
-        add_norm(language.x, None, language.x, x, layer=True, eps=w.config.head.eps, inverse_scale=None)
+        w, layout, x = self.weights, self.layout, self.x
+        text = w.config.text_lengths(layout, inputs["lengths"])
+        hidden = self.language.run(inputs, layout.text - text if layout.arrangement.text_first else None)
+        add_norm(hidden, None, hidden, x, layer=True, eps=w.config.head.eps, inverse_scale=None)
         # This norm's result is the residual itself: its weights cannot be folded.
         x.copy_(torch.addcmul(w.vl_shift, x, w.vl_scale))
-        lengths = inputs["lengths"] + len(self.places.image)
+        if self.stack is None:
+            return
         with self.stack.chain.resumed():
             self.stack.enter(x)
-            self.stack.run(lengths)
+            self.stack.run(text + layout.images)
 
     def _keys_values(self, source: Source, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         taken, joined = self.taken[source], self.joined[source]
-        torch.index_select(self.stack.x.view(self.batch, self.layout.tokens, -1), 1, rows, out=taken)
+        torch.index_select(self.x.view(self.batch, self.layout.tokens, -1), 1, rows, out=taken)
         gemm(taken.flatten(0, 1), self.weights.keys_values[source], joined)
         split = joined.view(self.batch, len(rows), -1, *self.shape).permute(3, 2, 0, 1, 4, 5)
         keys.copy_(split[0])
