@@ -105,10 +105,11 @@ def test_resampling_is_torchs(between: tuple[int, int] | None, size: tuple[int, 
     pixels = pixels if between is None else F.interpolate(pixels, between, mode="area")
     expected = F.interpolate(pixels, method.size, mode="bicubic", antialias=True)[0].permute(1, 2, 0)
     expected = expected.round().clamp(0, 255).to(torch.uint8)
-    np.testing.assert_array_equal(resample(image.numpy(), method), expected.numpy())
     out = torch.empty(*method.size, 3, dtype=torch.uint8)
     fit(image, fit_of(*size, 0, method, CPU), out)
-    assert (out.int() - expected.int()).abs().max() <= 1 and (out != expected).float().mean() < 1e-3
+    for found in (torch.from_numpy(resample(image.numpy(), method)), out):
+        # Sums in another order round a tie to another level.
+        assert (found.int() - expected.int()).abs().max() <= 1 and (found != expected).float().mean() < 1e-3
 
 
 def test_an_image_of_the_size_stays() -> None:
