@@ -184,14 +184,14 @@ def no_statistics(files: dict[str, Any]) -> None:
         (written.write_n16, config("select_layer", 9), "missing: backbone.model.language_model.model.layers.3"),
         (written.write_n16, setting("model_type", "qwen"), 'model_type: expected "eagle", got "qwen"'),
         (written.write_n15, config("backbone_cfg", "project_to_dim", 1536), "backbone_cfg.project_to_dim: expected "),
-        (written.write_n15, config("action_head_cfg", "hidden_size", 64), "hidden_size: config says 64, weights say 56"),
+        (written.write_n15, config("action_head_cfg", "hidden_size", 64), "hidden_size: config says 64, "),
         (written.write_n15, config("action_head_cfg", "num_target_vision_tokens", 32), "config says 32, weights say 5"),
         (written.write_n15, config("action_head_cfg", "a_later_setting", 1), "got a_later_setting 1"),
         (written.write_n15, config("action_head_cfg", None), "expected backbone_cfg and action_head_cfg, found"),
         (written.write_n15, no_statistics, "new_embodiment: expected action, found .*state"),
         (written.write_n15, lambda files: files.update({METADATA: {"mine": {}}}),
          "all its files have, found mine in metadata.json; .*gr1.* in Isaac-GR00T"),
-        (written.write_n15_lerobot, step(BEFORE, 2, "embodiment_tag", "typo"), "expected an embodiment of agibot.*'typo'"),
+        (written.write_n15_lerobot, step(BEFORE, 2, "embodiment_tag", "typo"), "expected an embodiment of ag.*'typo'"),
         (written.write_n15_lerobot, step(BEFORE, 2, "formalize_language", True), "formalize_language: expected false"),
         (written.write_n15_lerobot, step(AFTER, 0, "env_action_dim", 5), "env_action_dim: expected 7, got 5"),
         (written.write_n15_lerobot, put(BEFORE, "steps", 2, "registry_name", "groot_n1_7_pack_inputs_v1"),
@@ -218,7 +218,7 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected an embodiment of libero_panda; got 'gr1'"):
         load(other, PolicyConfig(checkpoint=CheckpointSpec(embodiment="gr1")))
     (other / "tokenizer.json").write_text((saved / "tokenizer.json").read_text().replace("<IMG_CONTEXT>", "<CONTEXT>"))
-    with pytest.raises(CheckpointError, match="tokenizer: expected <IMG_CONTEXT> as one token, 2 of them .* got"):
+    with pytest.raises(CheckpointError, match=r"tokenizer: expected <IMG_CONTEXT> as one token, 2 of them .* got"):
         load(other)
 
 
@@ -228,7 +228,7 @@ def test_lerobot_has_no_n16(tmp_path: Path) -> None:
         {f"_groot_model.{n}": v for n, v in tensors("groot_n16").items()}, str(tmp_path / "model.safetensors")
     )  # fmt: skip
     (tmp_path / CONFIG).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="expected Isaac-GR00T's layout of GR00T N1.6, got lerobot's"):
+    with pytest.raises(CheckpointError, match=r"expected Isaac-GR00T's layout of GR00T N1\.6, got lerobot's"):
         load(tmp_path)
 
 

@@ -47,9 +47,12 @@ def test_every_part_is_what_eager_computes(eager: OptimizedPolicy, native: Optim
     assert {e["used"] for e in native.ledger.as_list()} == {"native"}
     _, want = eager.infer_with_internals(observation(), noise=noise())
     _, got = native.infer_with_internals(observation(), noise=noise())
-    assert list(got) == ["actions", "image_tokens", "deepstack", *(
-        f"{source}_{what}" for source in ("text", "image") for what in ("keys", "values")
-    )]
+    assert list(got) == [
+        "actions",
+        "image_tokens",
+        "deepstack",
+        *(f"{source}_{what}" for source in ("text", "image") for what in ("keys", "values")),
+    ]
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 

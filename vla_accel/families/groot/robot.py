@@ -17,6 +17,8 @@ from vla_accel.families.groot.releases import LIBERO_TAGS
 from vla_accel.families.groot.settings import check_modality
 
 D = TypeVar("D")
+
+
 @dataclass(frozen=True)
 class Robot:
     """One embodiment of a folder.

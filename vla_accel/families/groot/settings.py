@@ -16,7 +16,6 @@ from vla_accel.errors import CheckpointError
 from vla_accel.families.groot.releases import N15, Release
 
 
-
 def _only(names: str, *values: object) -> Setting:
     """Settings of networks and processors that no published GR00T has, with the supported values; null is accepted."""
     return fixed(names, "not supported", None, *values)
