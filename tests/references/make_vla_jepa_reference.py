@@ -11,7 +11,10 @@ For each variant it writes ``DIR/VARIANT/``:
 - ``answers.npz``: three observations (``front`` and ``wrist`` uint8 (3, H, W, 3), ``state`` (3, 8), ``noise``
   (3, 7, 7)) with prompts of different lengths, and the robot's actions after lerobot's postprocessor: ``batch`` (3, 7,
   7) of one call, ``alone`` (7, 7) of the first observation, and ``missing`` (7, 7) without its second camera.
-- ``tasks.json``: the instructions.
+
+``DIR/kept.json``: the JSON files of every variant, the names and shapes of lerobot's tensors, and its actions, which
+tests/nn/vla_jepa_reference.json holds: weights and observations are drawn by name, so that any interpreter has the
+same.
 
 Variants: `plain`, images as they are (their size is that of whole tokens); `resized`, images of two sizes, resized to
 224 x 224; `bare`, without the steps that snap the gripper, and with other denoising steps.
@@ -32,8 +35,10 @@ import lerobot_frame as frame
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
 
 # isort: split
+from groot_weights import draw, weight
 from lerobot.policies.vla_jepa import modeling_vla_jepa, qwen_interface
 from lerobot.policies.vla_jepa.configuration_vla_jepa import VLAJEPAConfig
 from lerobot.policies.vla_jepa.processor_vla_jepa import make_vla_jepa_pre_post_processors
@@ -94,7 +99,7 @@ def backbone() -> Any:
     return transformers.Qwen3VLForConditionalGeneration(config).float().eval()
 
 
-def build(variant: str, generator: torch.Generator) -> tuple[Any, Any]:
+def build(variant: str) -> tuple[Any, Any]:
     """lerobot's policy with random weights, and its tokenizer before tokens are added."""
     made, model = processor(), backbone()
     tokenizer = made.tokenizer.backend_tokenizer.to_str()
@@ -109,7 +114,9 @@ def build(variant: str, generator: torch.Generator) -> tuple[Any, Any]:
         mock.patch.object(qwen_interface.AutoProcessor, "from_pretrained", lambda *a, **k: made),
     ):
         policy = modeling_vla_jepa.VLAJEPAPolicy(config).float().eval()
-    frame.randomise(policy, generator, offset_norms="norm")
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            parameter.copy_(torch.from_numpy(weight(name, tuple(parameter.shape))))
     return policy, tokenizer
 
 
@@ -130,27 +137,32 @@ def chunk(policy: Any, processors: tuple[Any, Any], given: dict[str, Any], tasks
 
 
 def write(variant: str, out: Path, seed: int) -> None:
-    generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
-    policy, tokenizer = build(variant, generator)
-    processors = make_vla_jepa_pre_post_processors(policy.config, frame.statistics(rng))
+    policy, tokenizer = build(variant)
+    processors = make_vla_jepa_pre_post_processors(policy.config, frame.statistics(np.random.default_rng(seed)))
     folder = out / "checkpoint"
     policy.save_pretrained(folder)
     for part in processors:
         part.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer)
     given: dict[str, Any] = {
-        k: rng.integers(0, 256, (3, *size, 3), dtype=np.uint8) for k, size in CAMERAS[variant].items()
+        k: np.uint8((128 + 60 * draw(f"jepa.{k}", 3, *size, 3)).clip(0, 255)) for k, size in CAMERAS[variant].items()
     }
-    given["state"] = rng.standard_normal((3, 8)).astype(np.float32)
-    given["noise"] = rng.standard_normal((3, 7, 7)).astype(np.float32)
+    given |= {"state": draw("jepa.state", 3, 8), "noise": draw("jepa.noise", 3, 7, 7)}
     first = {k: v[:1] for k, v in given.items()}
     answers = {"batch": chunk(policy, processors, given, list(TASKS))}
     answers["alone"] = chunk(policy, processors, first, [TASKS[0]])[0]
     policy.config.input_features.pop("observation.images.wrist")
     answers["missing"] = chunk(policy, processors, {k: v for k, v in first.items() if k != "wrist"}, [TASKS[0]])[0]
-    np.savez(out / "answers.npz", **given, **answers)
-    (out / "tasks.json").write_text(json.dumps(TASKS))
-    print(variant, {k: (v.shape, float(np.abs(v).max())) for k, v in answers.items()})
+    np.savez(out / "answers.npz", tasks=np.array(TASKS), **given, **answers)
+    path = out.parent / "kept.json"
+    kept = json.loads(path.read_text()) if path.is_file() else {"variants": {}}
+    kept["shapes"] = {k: list(v.shape) for k, v in policy.state_dict().items()}
+    kept["statistics"] = {k: v.tolist() for k, v in load_file(next(folder.glob("*normalizer*"))).items()}
+    kept["variants"][variant] = {
+        "files": {p.name: json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))},
+        "answers": {k: np.round(v, 7).tolist() for k, v in answers.items()},
+    }
+    path.write_text(json.dumps(kept))
 
 
 if __name__ == "__main__":

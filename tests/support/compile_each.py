@@ -2,10 +2,10 @@
 
     python -m tests.support.compile_each KIND [VERSION] [--count]
 
-for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15` and `decode`, what GR00T's programs and π0-FAST's decode launch;
-`int8`, products by every tile that a build would measure; `each`, once each kernel and type of operands that
-compile_kernels.py does not compile for every capability. Prints its rows; with `--count` the number of launches, of
-Triton's kernels alone.
+for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15` and `decode`, what GR00T's programs and
+π0-FAST's decode launch; `int8`, products by every tile that a build would measure; `each`, once each kernel and type of
+operands that compile_kernels.py does not compile for every capability. Prints its rows; with `--count` the number of
+launches, of Triton's kernels alone.
 """
 
 from __future__ import annotations
@@ -174,8 +174,10 @@ def images() -> Iterator[Callable[[], Any]]:
     yield lambda: image.wide_attention(heads, heads, heads, 64)
 
 
-KINDS = {"groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252),
-         "groot_n15": partial(groot, size=groot_n15, side=224), "decode": decode, "int8": integers, "each": each}  # fmt: skip
+KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
+    "groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252), "decode": decode, "int8": integers,
+    "groot_n15": partial(groot, size=groot_n15, side=224), "each": each,
+}  # fmt: skip
 
 
 def main(name: str, *words: str) -> None:

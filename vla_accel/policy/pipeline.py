@@ -164,7 +164,8 @@ class Pipeline:
             host = staged.numpy()
             if cameras is not None and name == IMAGES:
                 out = first[name].flatten(0, 1)[len(self._resizes)]
-                how = resize.fit_of(*shape[:2], len(out), cameras.method, self.device)
+                fits = isinstance(cameras.method, str) and out.shape == tensor.shape
+                how = None if fits else resize.fit_of(*shape[:2], len(out), cameras.method, self.device)
                 self._resizes.append((tensor, how, out))
                 self._slots.setdefault(name, []).append(host)
             else:
@@ -211,10 +212,7 @@ class Pipeline:
         """Upload the first engine's inputs and resize images: the first work of the first CUDA graph."""
         self._device_buffer[: self._split].copy_(self._host_buffer[: self._split], non_blocking=True)
         for image, how, out in self._resizes:
-            if how is None:
-                out.copy_(image)
-            else:
-                resize.fit(image, how, out)
+            resize.fit(image, how, out)
 
     def _upload_rest(self) -> None:
         self._device_buffer[self._split :].copy_(self._host_buffer[self._split :], non_blocking=True)

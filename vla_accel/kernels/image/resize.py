@@ -75,21 +75,22 @@ def fits_on(device: torch.device) -> bool:
 def fit_of(
     height: int, width: int, size: int, method: Resize | Resampling, device: torch.device
 ) -> Fit | Resampled | None:
-    """Return the fit of images of a size, None for images that stay as they are. Raises ObservationError if nothing of
+    """Return the fit of images of a size, None for those that resampling keeps. Raises ObservationError if nothing of
     the image would be left."""
     if isinstance(method, Resampling):
         if method.keeps(height, width):
             return None
         return Resampled(*(torch.from_numpy(w).float().to(device) for w in method.weights(height, width)))
-    if height == width == size:
-        return None
     inner = placed(height, width, size, method)
     axis = _filter if method == "antialias" else _sampling
     return Fit(size, inner, axis(height, inner[2], device), axis(width, inner[3], device))
 
 
-def fit(image: Tensor, how: Fit | Resampled, out: Tensor) -> None:
-    """out (size, size, 3) = the image (H, W, 3), fitted; all uint8 and contiguous."""
+def fit(image: Tensor, how: Fit | Resampled | None, out: Tensor) -> None:
+    """out = the image (H, W, 3), fitted, or copied if `how` is None; all uint8 and contiguous."""
+    if how is None:
+        out.copy_(image)
+        return
     if isinstance(how, Resampled):
         resized = how.rows @ image.permute(2, 0, 1).float() @ how.columns.T
         out.copy_(resized.round_().clamp_(0, 255).permute(1, 2, 0))
