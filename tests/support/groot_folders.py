@@ -246,7 +246,7 @@ def write_n16(folder: Path, **options: Any) -> Path:
 
 
 def write_n15(folder: Path, change: Change = lambda files: None) -> Path:
-    """Isaac-GR00T's layout of N1.5: statistics in experiment_cfg/metadata.json. `change` edits the JSON files before."""
+    """Isaac-GR00T's layout of N1.5: statistics in experiment_cfg/metadata.json. `change` edits the files before."""
     (folder / "experiment_cfg").mkdir(parents=True, exist_ok=True)
     save_file(tensors("groot_n15"), str(folder / "model.safetensors"))
     stats = {"state": statistics(STATE), "action": statistics(ACTION)}

@@ -13,7 +13,7 @@ from vla_accel.families.bench import DummyTokenizer
 _LEAD, _END = (151_644, 872, 198), (151_645, 198)
 IMAGE, _VISION_START, _VISION_END = 151_655, 151_652, 151_653
 _PIECES = re.compile(r"<\|\w+\|>|</?img>|<IMG_CONTEXT>|\n|\d| (?=\d)|[<>.]|[^\s<>.\d]+")
-"""As many as Qwen's in the parts of a prompt that are always the same."""
+"""As many pieces as Qwen's tokenizer makes of the parts of a prompt that are always the same."""
 
 
 class PieceTokenizer(DummyTokenizer):

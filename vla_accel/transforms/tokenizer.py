@@ -268,8 +268,8 @@ def read_pieces(folder: Path) -> Any:
     names = sorted(added, key=added.__getitem__)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     if wrong := [name for name in names if tokenizer.token_to_id(name) != added[name]]:
-        raise CheckpointError(f"tokenizer {folder}: expected tokens that follow the {len(vocabulary)} words, got {wrong[0]}"
-                              f" as {added[wrong[0]]}")  # fmt: skip
+        got = f"{wrong[0]} as {added[wrong[0]]}"
+        raise CheckpointError(f"tokenizer {folder}: expected tokens after the {len(vocabulary)} words, got {got}")
     return tokenizer
 
 
