@@ -232,7 +232,7 @@ def _linear(*layers: Any) -> nn.Linear:
 
 
 def _with(layer: Any, weight: Tensor, bias: Tensor) -> Any:
-    """Set the weights of a layer that was made without any: random ones would be drawn from the generator of the GPU, which
+    """Set the weights of a layer that was made without any. Random ones would come from the GPU's generator, which
     fails while another thread records a CUDA graph."""
     layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
     return layer
