@@ -74,7 +74,7 @@ class VlaJepaProcessor(RobotTransforms):
         wanted = {self.config.image_size(size) for size in sizes}
         if len(wanted) > 1:
             raise ObservationError(f"{', '.join(seen.views)}: expected images of one shape, got {sorted({*sizes})}")
-        method = Resampling(self.config.resize, *wanted)
+        method = Resampling(self.config.resize, *wanted, self.config.filter)
         kept = all(method.keeps(*size) for size in set(sizes))
         return replace(seen, images=images, cameras=None if kept else Cameras(sizes, method))
 
