@@ -32,6 +32,8 @@ FAMILIES: dict[str, str] = {
     "groot_n16": "vla_accel.families.groot.family:GROOT_N16",
     "groot_n15": "vla_accel.families.groot.family:GROOT_N15",
     "vla_jepa": "vla_accel.families.vla_jepa.family:VLA_JEPA",
+    "starvla_groot": "vla_accel.families.starvla.family:STARVLA_GROOT",
+    "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 

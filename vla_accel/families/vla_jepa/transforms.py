@@ -37,7 +37,7 @@ class VlaJepaProcessor(RobotTransforms):
     Attributes:
         config: The network's sizes.
         template: The prompt, with `{instruction}`.
-        condition: The token whose outputs the network reads.
+        condition: The token whose outputs the network reads; None for all.
         clipped: Whether normalized actions are clipped to [-1, 1].
         snap: The gripper's normalized action becomes 1 from its threshold on and 0 below.
         binarize: The gripper's action becomes -1 above its threshold and 1 up to it.
@@ -47,7 +47,7 @@ class VlaJepaProcessor(RobotTransforms):
     actions: Normaliser
     config: VlaJepaConfig
     template: str
-    condition: int
+    condition: int | None
     clipped: bool = True
     snap: Gripper | None = None
     binarize: Gripper | None = None
@@ -120,6 +120,8 @@ class VlaJepaProcessor(RobotTransforms):
         if not prompt.strip():
             raise ObservationError(f"{key}: expected an instruction, got {prompt!r:.60}")
         ids = user_turn(self.tokenizer, images, self.template.replace("{instruction}", prompt))
+        if self.condition is None:
+            return checked_length(ids, prompt, self.max_token_len, key)
         found = [place for place, token in enumerate(ids) if token == self.condition]
         if len(found) != self.config.condition:
             raise ObservationError(f"{key}: expected no special tokens, got {prompt!r:.60}")
