@@ -69,9 +69,9 @@ def _half(x: Tensor | Sum) -> bool:
 
 
 @op(_TRITON, _half)
-def add_up(x: Sum, *, pad: bool = False) -> Tensor:
-    """Return the sum (B, H, W, C). `pad`: with a row and a column of zeros at the far edges."""
-    total = _total(x).to(x.dtype)
+def add_up(x: Sum, *, pad: bool = False, activation: Activation = Activation.NONE) -> Tensor:
+    """Return the activation of the sum (B, H, W, C). `pad`: with a row and a column of zeros at the far edges."""
+    total = reference.activate(_total(x), activation).to(x.dtype)
     return F.pad(total, (0, 0, 0, 1, 0, 1)) if pad else total
 
 

@@ -100,6 +100,8 @@ def _rows(source, gamma_ptr, targets, rows, size, X: constexpr, ACTIVATION: cons
     total = _summed(source, row[:, None], column[None, :], inside, (column < C)[None, :], size, X)
     if PAD:
         total = tl.where(inside, total, 0.0)
+    if gamma_ptr is None:
+        total = activated(total, ACTIVATION)
     place = target[:, None] * C + column[None, :]
     if sum_ptr is not None:
         tl.store(sum_ptr + place, total.to(sum_ptr.dtype.element_ty), mask=keep)
@@ -112,8 +114,10 @@ def _rows(source, gamma_ptr, targets, rows, size, X: constexpr, ACTIVATION: cons
         tl.store(out_ptr + place, normed.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def add_up(x: Sum, *, pad: bool) -> Tensor:
-    return x.value if x.plain and not pad else _launch_rows(x, None, Activation.NONE, keep=True, pad=pad)[0]
+def add_up(x: Sum, *, pad: bool, activation: Activation) -> Tensor:
+    if x.plain and not pad and activation is Activation.NONE:
+        return x.value
+    return _launch_rows(x, None, activation, keep=True, pad=pad)[0]
 
 
 def rms_act(x: Sum, gamma: Tensor, *, activation: Activation, keep: bool) -> tuple[Tensor, Tensor]:
