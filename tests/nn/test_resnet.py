@@ -51,7 +51,8 @@ def expected(weights: dict[str, Tensor], config: ResNetConfig, x: Tensor) -> Ten
         y = F.conv2d(x, weights[f"{name}.weight"], None, stride, padding)
         if config.norm == "group":
             return F.group_norm(y, y.shape[1] // 16, weights[f"{norm}.weight"], weights[f"{norm}.bias"])
-        return F.batch_norm(y, *(weights[f"{norm}.{part}"] for part in PARTS))
+        mean, variance, weight, bias = (weights[f"{norm}.{part}"] for part in PARTS)
+        return F.batch_norm(y, mean, variance, weight, bias)
 
     x = F.max_pool2d(normed("conv1", "bn1", x, 2, 3).relu(), 3, 2, 1)
     kernels = (1, 3, 1) if config.name == "resnet50" else (3, 3)
@@ -71,9 +72,7 @@ def expected(weights: dict[str, Tensor], config: ResNetConfig, x: Tensor) -> Ten
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
-def test_a_resnet_is_its_formula_in_torch_and_in_fused_operations(
-    name: str, norm: Literal["batch", "group"]
-) -> None:
+def test_a_resnet_is_its_formula_in_torch_and_in_fused_operations(name: str, norm: Literal["batch", "group"]) -> None:
     config = ResNetConfig(name, norm)
     model, images = backbone(config), torch.randn(2, 3, 33, 70, generator=torch.Generator().manual_seed(1))
     want = expected({k: v.double() for k, v in model.vision.state_dict().items()}, config, images.double()).float()
