@@ -55,6 +55,24 @@ class GroupShape(NamedTuple):
 
 
 @triton.jit
+def _normalise_pixels(image_ptr, scale_ptr, out_ptr, pixels, out_stride, LANES: constexpr, BLOCK: constexpr):
+    batch = tl.program_id(1).to(tl.int64)
+    pixel, lane = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None], tl.arange(0, LANES)[None, :]
+    inside, colour = pixel < pixels, lane < 3
+    level = tl.load(image_ptr + (batch * pixels + pixel) * 3 + lane, mask=inside & colour, other=0).to(tl.float32)
+    factor, shift = tl.load(scale_ptr + lane, mask=colour, other=0.0), tl.load(scale_ptr + 3 + lane, mask=colour, other=0.0)
+    value = level * factor + shift
+    tl.store(out_ptr + batch * out_stride + pixel * LANES + lane, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def normalise_pixels(images: Tensor, scale: Tensor, out: Tensor) -> None:
+    batch, height, width, lanes = out.shape
+    pixels, block = height * width, TILE.value // 4 // lanes
+    grid = (triton.cdiv(pixels, block), batch)
+    _normalise_pixels[grid](images, scale, out, pixels, out.stride(0), lanes, block, num_warps=4)
+
+
+@triton.jit
 def _summed(source, row, column, keep, real, size, X: constexpr):
     # `row` counts pixels over the batch (int64), `column` counts channels, valid where `real`; the two broadcast.
     x_ptr, residual_ptr, shift_ptr = source
