@@ -1,4 +1,4 @@
-"""lerobot's folders of π0, π0.5, π0-FAST and SmolVLA: config.json, the saved pipelines and their statistics, as this
+"""lerobot's folders of its policies, GR00T's excepted: config.json, the saved pipelines and their statistics, as this
 package's transforms.
 
 A setting or step that is not known is an error: ignoring it would silently cost success.
@@ -67,6 +67,7 @@ class Processors:
         pixels: The pixels that the policy was trained with, None for the usual ones. Cameras are in the order of
             `preset.images`.
         prompt_state_dim: The size to which prompts pad the state, as lerobot did before 0.5; None if they do not.
+        cameras: Of a policy without a prompt: how the images of each camera, in [0, 1], are normalized by channel.
     """
 
     preset: Preset
@@ -76,6 +77,7 @@ class Processors:
     max_token_len: int = 0
     pixels: PixelValues | None = None
     prompt_state_dim: int | None = None
+    cameras: tuple[Normaliser, ...] = ()
 
 
 def is_lerobot(folder: Path) -> bool:
@@ -128,8 +130,9 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         CheckpointError: A file or statistics are missing, or a step or setting is not known.
     """
     path = folder / "config.json"
-    inputs, outputs = _features(config, path)
+    inputs, outputs = features(config, path)
     renamed, relative, tokenizer, length = {}, None, {}, ("tokenizer_max_length", config, path)
+    prompted = reads_prompt(config["type"])
     state_dim, action_dim = _size(inputs, STATE, path), _size(outputs, ACTION, path)
     if not is_migrated(folder) and buffers(weights.shapes):
         modes = required(config, "normalization_mapping", dict, path)
@@ -139,7 +142,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         after = _read_pipeline(folder / AFTER, POSTPROCESSOR)
         _check_prompt(before, config)
         of_inputs, of_outputs = before.statistics(NORMALIZE), after.statistics(UNNORMALIZE)
-        renamed, tokenizer = before.config(RENAME).get("rename_map") or {}, _tokenizer(before)
+        renamed, tokenizer = before.config(RENAME).get("rename_map") or {}, _tokenizer(before) if prompted else {}
         if "max_length" in tokenizer:
             length = "max_length", tokenizer, before.path
         if _are_relative(config, before, after):
@@ -155,11 +158,15 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     cameras = [key for key in cameras if key in names]
     sizes = len(state.low), action_dim
     relative = None if relative is None else relative_dims(relative, sizes, folder / BEFORE)
+    robot = {key: names[key] for key in (*cameras, STATE)}
+    if not prompted:
+        scales = tuple(of_inputs.scaling(key) or Normaliser.identity(3) for key in cameras)
+        return Processors(_preset(path, robot, sizes, resize, relative), state, actions, cameras=scales)
     smolvla = config["type"] == "smolvla"
     old = not smolvla and _is_of_04(config, path)
     name, place, file = length
     return Processors(
-        _preset(path, {key: names[key] for key in (*cameras, STATE)}, sizes, resize, relative),
+        _preset(path, robot, sizes, resize, relative),
         state,
         actions,
         tokenizer.get("tokenizer_name"),
@@ -167,6 +174,11 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         pixel_values({k: of_inputs.camera(k) for k in cameras}, smolvla=smolvla, old_bars=old, path=path),
         size_of(config, "max_state_dim", path) if old else None,
     )
+
+
+def reads_prompt(kind: str) -> bool:
+    """Return whether a policy class reads an instruction."""
+    return any(TOKENIZE in order for order in PREPROCESSORS[kind])
 
 
 def denoising_steps(config: Mapping[str, Any], name: str, path: Path) -> int:
@@ -200,7 +212,8 @@ def _is_of_04(config: Mapping[str, Any], path: Path) -> bool:
 # -- features -----------------------------------------------------------------------------------------------------
 
 
-def _features(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def features(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the input and output features of a config.json. Raises CheckpointError."""
     inputs, outputs = (required(config, name, dict, path) for name in ("input_features", "output_features"))
     wrong = [k for k, f in (inputs | outputs).items() if not isinstance(f, dict)]
     if wrong:

@@ -177,12 +177,14 @@ class Capabilities:
             (`config.NativeOptions`).
         quantised: By component, then engine: the products that can be computed in FP8 or INT8.
         settings: Fields of `config.CheckpointSpec` that apply to its checkpoints, in addition to those of every family.
+        prompt: Whether the model reads an instruction. If not, settings of prompts are refused.
     """
 
     lora: bool = False
     host_embeddings: tuple[str, ...] = ()
     quantised: Mapping[str, Mapping[str, Products]] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
+    prompt: bool = True
 
     def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:
         """Return whether an engine quantizes its inputs, for which calibrated scales are required."""
