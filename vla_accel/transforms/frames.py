@@ -37,14 +37,14 @@ class FrameProcessor(ScalingTransforms):
     """Transforms of camera frames, which keep their size, and of the state. A camera may not be missing.
 
     Attributes:
-        frame_shape: Height and width of the frames that the policy was trained with.
+        frame_shapes: Height and width of each camera's frames, as the policy was trained.
         cameras: How the images of each camera, in [0, 1], are normalised by channel, in the order of the preset.
         history: Moments that the model reads. Images (k, H, W, 3) and a state (k, state_dim) are the last k of them,
             oldest first; of fewer than `history`, the oldest is repeated.
         first: First row of the model's actions that the robot gets.
     """
 
-    frame_shape: tuple[int, int]
+    frame_shapes: tuple[tuple[int, int], ...]
     cameras: tuple[Normaliser, ...]
     history: int = 1
     first: int = 0
@@ -63,8 +63,8 @@ class FrameProcessor(ScalingTransforms):
         return Reader(replace(self.preset, optional_images=()), prompted=False, history=self.history)
 
     @property
-    def image_shape(self) -> tuple[int, int]:
-        return self.frame_shape
+    def image_shapes(self) -> tuple[tuple[int, int], ...]:
+        return self.frame_shapes
 
     @property
     def pixel_scales(self) -> np.ndarray:
@@ -76,8 +76,8 @@ class FrameProcessor(ScalingTransforms):
     def observe(self, observation: Mapping[str, Any]) -> Observed:
         seen = self._reader.read(observation)
         views = {key: frames(image, key, self.history) for key, image in seen.views.items()}
-        expected = (*self.frame_shape, 3)
-        for key, images in views.items():
+        for key, shape in zip(self.preset.images, self.frame_shapes, strict=True):
+            images, expected = views[key], (*shape, 3)
             if wrong := [image.shape for image in images if image.shape != expected]:
                 raise ObservationError(f"{key}: expected shape {expected}, as the policy was trained, got {wrong[0]}")
         given = {key: len(image) if np.ndim(image) == 4 else 1 for key, image in seen.views.items()}

@@ -269,8 +269,8 @@ class Rows:
 
 
 class NativeTransformer:
-    """The program. Inputs `vectors` (B, vector_dim) float32 and `image_tokens` (B, N, W) if there are cameras; output
-    `actions` (B, H, A) float32."""
+    """The program. Inputs `vectors` (B, vector_dim) float32 and `image_tokens` (B, N, W); output `actions` (B, H, A)
+    float32."""
 
     def __init__(self, weights: TransformerWeights, config: ActConfig, batch: int, attention: str) -> None:
         self.weights, self.config, self.batch = weights, config, batch
@@ -290,8 +290,7 @@ class NativeTransformer:
         rows = encoder.x.view(self.batch, encoder.tokens, -1)
         vectors = torch.addmm(w.vectors_bias, inputs["vectors"], w.vectors.T).view(self.batch, -1, encoder.width)
         rows[:, : vectors.shape[1]] = vectors
-        if self.config.cameras:
-            rows[:, vectors.shape[1] :] = inputs["image_tokens"]
+        rows[:, vectors.shape[1] :] = inputs["image_tokens"]
         for layer in w.encoder:
             encoder.attend_to_itself(layer)
             encoder.mlp(layer, encoder.x)

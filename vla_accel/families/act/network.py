@@ -42,7 +42,7 @@ class Camera:
 
 @dataclass(frozen=True)
 class ActConfig:
-    """Architecture and sizes. `state_dim` and `environment_dim` are 0 without such an input."""
+    """Architecture and sizes. `state_dim` or `environment_dim` is 0 without such an input."""
 
     cameras: tuple[Camera, ...] = (Camera(480, 640),)
     state_dim: int = 14
@@ -61,8 +61,6 @@ class ActConfig:
     def __post_init__(self) -> None:
         if self.width % (4 * self.heads):
             raise ConfigError(f"width: expected a multiple of 4 times the {self.heads} heads, got {self.width}")
-        if not (self.cameras or self.environment_dim):
-            raise ConfigError("cameras: expected at least one, or the state of the environment, got neither")
 
     @property
     def num_steps(self) -> int:
@@ -173,9 +171,8 @@ class Act(Network):
     def __init__(self, config: ActConfig) -> None:
         super().__init__()
         self.config, width = config, config.width
-        if config.cameras:
-            self.backbone = ResNet(config.backbone)
-            self.encoder_img_feat_input_proj = nn.Conv2d(config.backbone.channels, width, 1)
+        self.backbone = ResNet(config.backbone)
+        self.encoder_img_feat_input_proj = nn.Conv2d(config.backbone.channels, width, 1)
         self.encoder = Stack(config, config.encoder_depth, decoder=False)
         self.decoder = Stack(config, config.decoder_depth, decoder=True)
         self.encoder_latent_input_proj = nn.Linear(config.latent_dim, width)
@@ -215,15 +212,14 @@ class Act(Network):
 
     def embed_vectors(self, vectors: Tensor) -> Tensor:
         """Return the tokens (B, n, W) of the latent, and of state and environment (B, vector_dim)."""
-        names, sizes = zip(*self.config.vectors, strict=True) if self.config.vectors else ((), ())
+        names, sizes = zip(*self.config.vectors, strict=True)
         latent = self.encoder_latent_input_proj.bias.expand(len(vectors), -1)
-        parts = zip(names, vectors.to(latent.dtype).split(sizes, 1) if sizes else (), strict=True)
+        parts = zip(names, vectors.to(latent.dtype).split(sizes, 1), strict=True)
         return torch.stack([latent, *(self.get_submodule(name)(x) for name, x in parts)], 1).to(self.dtype)
 
-    def act(self, vectors: Tensor, image_tokens: Tensor | None = None) -> Tensor:
+    def act(self, vectors: Tensor, image_tokens: Tensor) -> Tensor:
         """Return normalized actions (B, H, A) float32 of state and environment and of the images' tokens."""
-        tokens = self.embed_vectors(vectors)
-        x = tokens if image_tokens is None else torch.cat((tokens, image_tokens), 1)
+        x = torch.cat((self.embed_vectors(vectors), image_tokens), 1)
         positions, queries = self.positions().to(x.dtype), self.decoder_pos_embed.weight.to(x.dtype)
         for layer in self.encoder.layers:
             x = layer(x, positions)
