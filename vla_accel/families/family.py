@@ -29,6 +29,7 @@ FAMILIES: dict[str, str] = {
     "pi0_fast": "vla_accel.families.pi0_fast.family:PI0_FAST",
     "smolvla": "vla_accel.families.smolvla.family:SMOLVLA",
     "groot": "vla_accel.families.groot.family:GROOT",
+    "act": "vla_accel.families.act.family:ACT",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 

@@ -70,8 +70,8 @@ class ActConfig:
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
         """Name and numbers of the inputs that become one token each, after the latent."""
-        both = (("encoder_robot_state_input_proj", self.state_dim), ("encoder_env_state_input_proj", self.environment_dim))
-        return tuple((name, size) for name, size in both if size)
+        sizes = {"encoder_robot_state_input_proj": self.state_dim, "encoder_env_state_input_proj": self.environment_dim}
+        return tuple((name, size) for name, size in sizes.items() if size)
 
     @property
     def vector_dim(self) -> int:
@@ -205,7 +205,7 @@ class Act(Network):
         made = []
         for camera, image in zip(self.config.cameras, images, strict=True):
             wide = self.backbone.bn1.weight.dtype
-            mean, deviation = (torch.tensor(x, dtype=wide, device=image.device) for x in (camera.mean, camera.deviation))
+            mean, deviation = torch.tensor((camera.mean, camera.deviation), dtype=wide, device=image.device)
             pixels = ((image.to(wide) / 255.0 - mean) / deviation).permute(0, 3, 1, 2).to(self.dtype)
             made.append(self.encoder_img_feat_input_proj(self.backbone(pixels)).flatten(2).transpose(1, 2))
         return torch.cat(made, 1)
