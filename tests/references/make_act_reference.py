@@ -22,27 +22,15 @@ Everything is float32 on the CPU.
 from __future__ import annotations
 
 import importlib.metadata
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+import whole_torchvision  # noqa: F401
 
-_library = torch.library.Library("torchvision", "FRAGMENT")
-while "torchvision" not in sys.modules:
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError as error:
-        # A torchvision for another build of torch lacks its operators, of which its models need none.
-        missing = re.search(r"torchvision::(\w+)", str(error))
-        assert missing is not None, error
-        _library.define(f"{missing[1]}(Tensor x) -> Tensor")
-        for module in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[module]
-
+# isort: split
 import lerobot_frame as frame
 import numpy as np
+import torch
 
 # isort: split
 from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature

@@ -86,7 +86,9 @@ class ActFamily(Family[ActConfig, FrameInputs, Shape]):
 
     def schedule(self, config: ActConfig, settings: PolicyConfig) -> Schedule:
         if settings.num_steps not in (None, 1):
-            raise ConfigError(f"num_steps: expected none for act, which runs once for a chunk, got {settings.num_steps}")
+            raise ConfigError(
+                f"num_steps: expected none for act, which runs once for a chunk, got {settings.num_steps}"
+            )
         return super().schedule(config, settings)
 
     def image_feed(self, config: ActConfig, seen: Sequence[Observed | FrameInputs]) -> Mapping[str, Rows]:

@@ -253,8 +253,14 @@ class Rows:
     def attend_to_itself(self, layer: LayerWeights) -> None:
         """Enqueue self-attention and its norm, on `x`."""
         gemm(self.placed, layer.qkv, self.qkv)
-        self.attend(self.attention, *self.heads(self.qkv, self.tokens, 3), layer.out)
-        post_norm(self.x, self.y, *layer.norms[0], self.x, eps=_EPS)
+        q, k, v = self.heads(self.qkv, self.tokens, 3)
+        self.attend(self.attention, q, k, v, layer.out)
+        self.norm(self.x, layer.norms[0], self.x)
+
+    def norm(self, x: Tensor, affine: Affine, out: Tensor) -> None:
+        """Enqueue the norm of `x` and the last product, `y`."""
+        weight, bias = affine
+        post_norm(x, self.y, weight, bias, out, eps=_EPS)
 
     def mlp(self, layer: LayerWeights, out: Tensor) -> None:
         """Enqueue the MLP and its norm, from `x` to `out`."""
@@ -263,7 +269,7 @@ class Rows:
         if not relu:
             gelu(self.hidden, self.hidden, inverse_scale=None, exact=True)
         gemm(self.hidden, layer.down, self.y)
-        post_norm(self.x, self.y, *layer.norms[-1], out, eps=_EPS)
+        self.norm(self.x, layer.norms[-1], out)
 
 
 class NativeTransformer:
@@ -307,5 +313,5 @@ class NativeTransformer:
         gemm(self.encoder.placed, layer.keys_values, self.keys_values)
         (q,), (k, v) = decoder.heads(query, decoder.tokens, 1), decoder.heads(self.keys_values, self.encoder.tokens, 2)
         decoder.attend(self.cross, q, k, v, layer.cross_out)
-        post_norm(x, decoder.y, *layer.norms[1], decoder.x, eps=_EPS)
+        decoder.norm(x, layer.norms[1], decoder.x)
         decoder.mlp(layer, self.last if last else decoder.x)

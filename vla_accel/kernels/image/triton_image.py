@@ -60,7 +60,10 @@ def _normalise_pixels(image_ptr, scale_ptr, out_ptr, pixels, out_stride, LANES: 
     pixel, lane = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None], tl.arange(0, LANES)[None, :]
     inside, colour = pixel < pixels, lane < 3
     level = tl.load(image_ptr + (batch * pixels + pixel) * 3 + lane, mask=inside & colour, other=0).to(tl.float32)
-    factor, shift = tl.load(scale_ptr + lane, mask=colour, other=0.0), tl.load(scale_ptr + 3 + lane, mask=colour, other=0.0)
+    factor, shift = (
+        tl.load(scale_ptr + lane, mask=colour, other=0.0),
+        tl.load(scale_ptr + 3 + lane, mask=colour, other=0.0),
+    )
     value = level * factor + shift
     tl.store(out_ptr + batch * out_stride + pixel * LANES + lane, value.to(out_ptr.dtype.element_ty), mask=inside)
 
