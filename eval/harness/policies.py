@@ -163,8 +163,9 @@ class PolicyActor:
             self.timings.setdefault(name, []).append(value)
 
     def _noise(self, call: int) -> np.ndarray:
-        """Standard normal noise (horizon, action_dim), float32."""
-        shape = noise_shape(self._policy.metadata)
+        """Standard normal noise of the shape that the policy takes, float32."""
+        metadata = self._policy.metadata
+        shape = metadata.get("noise_shape") or chunk_shape(metadata)
         rng = np.random.default_rng([self._protocol.seed, self._key.task_id, self._key.trial, call])
         return rng.standard_normal(shape).astype(np.float32)
 
@@ -202,8 +203,8 @@ class ExpertActor:
         return [self._expert.act(env)]
 
 
-def noise_shape(metadata: Mapping[str, Any]) -> tuple[int, int]:
-    """(horizon, action_dim) of the noise that a policy expects, from its metadata."""
+def chunk_shape(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """(horizon, action_dim) of a policy, from its metadata."""
     try:
         return int(metadata["action_horizon"]), int(metadata["action_dim"])
     except KeyError as key:
@@ -227,7 +228,7 @@ def check_chunks(
     """Raise `ConfigError` if a local policy with this metadata predicts fewer actions than are to be executed, or too
     few to have some left when they arrive, or if it cannot use a previous chunk as `source.chunking` says."""
     if source.kind == "local":
-        horizon, _ = noise_shape(metadata)
+        horizon, _ = chunk_shape(metadata)
         most = f"expected at most the policy's {horizon} predicted actions"
         if protocol.replan_steps > horizon:
             raise ConfigError(f"replan: {most}, got {protocol.replan_steps}")

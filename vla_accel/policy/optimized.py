@@ -72,11 +72,13 @@ class OptimizedPolicy:
         self.name, self.family = checkpoint.name, checkpoint.family
         sizes = checkpoint.model.config
         self.action_shape: tuple[int, int] = (sizes.action_horizon, sizes.action_dim)
-        """Horizon and action dimensions of one row of the noise and of the normalized actions."""
+        """Horizon and action dimensions of the normalized actions."""
         self.schedule = self.family.schedule(sizes, config)
         self.warm_schedule = None if config.warm_start is None else self.schedule.from_start(config.warm_start)
         """The schedule of calls with a previous chunk, if it is another one (`PolicyConfig.warm_start`)."""
         self.num_steps = self.schedule.steps
+        self.noise_shape = self.family.noise_shape(sizes, self.num_steps)
+        """Shape of one row of the noise: usually that of the normalized actions."""
         rtc = self.family.chunking.resolve(sizes, config.rtc)
         refuse_unused_rtc(self.family, rtc)
         self.config = config = replace(config, num_steps=self.num_steps, rtc=rtc)
@@ -166,7 +168,7 @@ class OptimizedPolicy:
         Args:
             observation: The keys of the robot's preset. For LIBERO: `observation/image` and `observation/wrist_image`
                 uint8 (224, 224, 3), `observation/state` (8,), `prompt` str.
-            noise: (horizon, action_dim); by default drawn from the policy's seeded generator. π0-FAST checks the shape
+            noise: `noise_shape`; by default drawn from the policy's seeded generator. π0-FAST checks the shape
                 and ignores the values.
             prev_chunk: (k, 7), the actions of an earlier `infer` from the one due at this observation on; k at most
                 the horizon.
@@ -198,7 +200,7 @@ class OptimizedPolicy:
     ) -> list[dict[str, Any]]:
         """Compute a chunk of actions for each of several independent observations in one pass.
 
-        `noise` is (batch, horizon, action_dim); `prev_chunks` and `inference_delays` have one entry, or None, for each
+        `noise` is (batch, *noise_shape); `prev_chunks` and `inference_delays` have one entry, or None, for each
         observation. Returns what `infer` returns, for each. Errors name the observation, as "observations[1]: …".
         """
         if isinstance(observations, (Mapping, str)):
@@ -301,7 +303,7 @@ class OptimizedPolicy:
                 if shape != ordinary:
                     self._pipeline(shape).rehearse()
             # Not `infer`: π0-FAST's answer to black images need not be a chunk of actions.
-            pipeline, feed = self._feed([self.processor.prepare(example)], np.zeros((1, *self.action_shape)), None)
+            pipeline, feed = self._feed([self.processor.prepare(example)], np.zeros((1, *self.noise_shape)), None)
             pipeline.start(feed.inputs)
             pipeline.finish(feed, self._noise)
         if left_out := [shape for shape in possible if shape not in wanted]:
@@ -348,6 +350,7 @@ class OptimizedPolicy:
             "model": self._described(),
             "action_horizon": self.action_shape[0],
             "action_dim": self.action_shape[1],
+            "noise_shape": list(self.noise_shape),
             "image_size": getattr(self.processor, "image_size", None),
             "robot": None if preset is None else preset.described(),
             "max_delay": self.config.rtc.longest_delay(self.action_shape[0]),
@@ -412,6 +415,6 @@ class OptimizedPolicy:
         schedule: Schedule | None = None,
     ) -> tuple[Pipeline, Feed]:  # fmt: skip
         if noise is not None:
-            noise = checked_noise(noise, (len(inputs), *self.action_shape))
+            noise = checked_noise(noise, (len(inputs), *self.noise_shape))
         pipeline = self._pipeline(self._shape(inputs, schedule))
         return pipeline, Feed(self.family.feed(self.model.config, inputs), noise, guidance)

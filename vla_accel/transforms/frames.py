@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.transforms.images import frames
 from vla_accel.transforms.normalisation import Normaliser
-from vla_accel.transforms.observations import Observed, Reader
+from vla_accel.transforms.observations import Reader
 from vla_accel.transforms.processing import ScalingTransforms
 
 
@@ -22,11 +22,14 @@ class FrameInputs:
     Attributes:
         images: uint8 (H, W, 3) each: all cameras of the oldest moment, then those of the next one. An image that needed
             no conversion is the observation's own array or a view of it: copy it to keep it.
+        scales: float32 (cameras, 2, 3): the mean of each camera's channels, and what the rest is divided by, of pixels
+            in [0, 1].
         state: float32 (history, state_dim), normalised, oldest first.
         raw_state: float64 (state_dim,), the newest, in the robot's units.
     """
 
     images: tuple[np.ndarray, ...]
+    scales: np.ndarray
     state: np.ndarray
     raw_state: np.ndarray
     cameras: None = None
@@ -48,6 +51,7 @@ class FrameProcessor(ScalingTransforms):
     cameras: tuple[Normaliser, ...]
     history: int = 1
     first: int = 0
+    _scales: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +61,9 @@ class FrameProcessor(ScalingTransforms):
         for key, camera in zip(self.preset.images, self.cameras, strict=True):
             if len(camera.low) != 3:
                 raise CheckpointError(f"{key}: expected statistics of 3 channels, got {len(camera.low)}")
+        # Minimum and maximum become -1 and 1, mean and deviation 0 and 1.
+        scales = [(c.low + c.span / 2, c.span / 2) if c.kind == "quantile" else (c.low, c.span) for c in self.cameras]
+        object.__setattr__(self, "_scales", np.asarray(scales, np.float32))
 
     def _make_reader(self) -> Reader:
         # A camera that the model reads is never masked.
@@ -66,17 +73,9 @@ class FrameProcessor(ScalingTransforms):
     def image_shape(self) -> tuple[int, int]:
         return self.frame_shape
 
-    @property
-    def pixel_scales(self) -> np.ndarray:
-        """float32 (cameras, 2, 3): the mean of each channel and what the rest is divided by, of pixels in [0, 1]."""
-        # Minimum and maximum become -1 and 1, mean and deviation 0 and 1.
-        scales = [(c.low + c.span / 2, c.span / 2) if c.kind == "quantile" else (c.low, c.span) for c in self.cameras]
-        return np.asarray(scales, np.float32)
-
-    def observe(self, observation: Mapping[str, Any]) -> Observed:
-        seen = self._reader.read(observation)
+    def observe(self, observation: Mapping[str, Any]) -> FrameInputs:
+        seen, expected = self._reader.read(observation), (*self.frame_shape, 3)
         views = {key: frames(image, key, self.history) for key, image in seen.views.items()}
-        expected = (*self.frame_shape, 3)
         for key, images in views.items():
             if wrong := [image.shape for image in images if image.shape != expected]:
                 raise ObservationError(f"{key}: expected shape {expected}, as the policy was trained, got {wrong[0]}")
@@ -84,17 +83,19 @@ class FrameProcessor(ScalingTransforms):
         given |= {" and ".join(self.preset.state): len(np.atleast_2d(seen.state))}
         if len(set(given.values())) > 1:
             found = ", ".join(f"{count} of {key}" for key, count in given.items())
-            raise ObservationError(
-                f"observation: expected as many moments of each camera and of the state, got {found}"
-            )
-        moments = range(self.history)
-        return replace(seen, images=tuple(images[moment] for moment in moments for images in views.values()))
-
-    def encode(self, seen: Observed) -> FrameInputs:
+            raise ObservationError(f"observation: expected as many moments of each, got {found}")
         states = np.atleast_2d(seen.state)
         states = np.concatenate([states[:1]] * (self.history - len(states)) + [states])
         normalised = self.state.normalise(self._model_state(states))
-        return FrameInputs(seen.images, self._padded_state(normalised, states.shape[1], states), states[-1])
+        return FrameInputs(
+            tuple(images[moment] for moment in range(self.history) for images in views.values()),
+            self._scales,
+            self._padded_state(normalised, states.shape[1], states),
+            states[-1],
+        )
+
+    def encode(self, seen: FrameInputs) -> FrameInputs:
+        return seen
 
     def unnormalize_actions(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
         return super().unnormalize_actions(actions[self.first :], inputs)
