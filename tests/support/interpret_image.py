@@ -56,6 +56,7 @@ def cases(few: bool) -> dict[str, Case]:
             runs: dict[str, Case] = {
                 "add_up": (ops.add_up, (x,)),
                 "add_up padded": (partial(ops.add_up, pad=True), (x,)),
+                "add_up relu": (partial(ops.add_up, activation=Activation.RELU), (x,)),
                 "rms_act kept": (partial(rms, activation=silu, keep=True), (x, gamma)),
                 "rms_act": (partial(rms, activation=Activation.NONE, keep=False), (x, gamma)),
                 "group_act kept": (both, (x, norm)),

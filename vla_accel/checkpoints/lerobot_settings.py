@@ -163,6 +163,25 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("use_flash_attention", "speed", "0.6.0"),
         neutral("use_relative_actions relative_exclude_joints action_decode_transform", _COPIED, "0.6.0"),
     ),
+    "act": (
+        *_BASE,
+        *_CHUNK,
+        _SCALING,
+        read("vision_backbone", "the ResNet of the images"),
+        fixed("replace_final_stride_with_dilation", "a dilated ResNet is not supported", False, 0),
+        fixed("pre_norm", "norms before the residuals are not supported", False),
+        read(
+            "dim_model dim_feedforward n_encoder_layers n_decoder_layers latent_dim",
+            "sizes, checked against the weights",
+        ),
+        read("n_heads feedforward_activation", "what no weight shows"),
+        read("temporal_ensemble_coeff", "lerobot's ensembling, which is an option of the runner here"),
+        neutral("use_vae n_vae_encoder_layers", "the encoder of actions is for training alone"),
+        neutral(
+            "pretrained_backbone_weights dropout kl_weight optimizer_lr optimizer_weight_decay optimizer_lr_backbone",
+            "training",
+        ),
+    ),
     "diffusion": (
         *_BASE,
         _SCALING,

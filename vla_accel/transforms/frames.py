@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,11 @@ class FrameInputs:
     Attributes:
         images: uint8 (H, W, 3) each: all cameras of the oldest moment, then those of the next one. An image that needed
             no conversion is the observation's own array or a view of it: copy it to keep it.
-        scales: float32 (cameras, 2, 3): the mean of each camera's channels, and what the rest is divided by, of pixels
-            in [0, 1].
         state: float32 (history, state_dim), normalised, oldest first.
         raw_state: float64 (state_dim,), the newest, in the robot's units.
     """
 
     images: tuple[np.ndarray, ...]
-    scales: np.ndarray
     state: np.ndarray
     raw_state: np.ndarray
     cameras: None = None
@@ -40,18 +37,17 @@ class FrameProcessor(ScalingTransforms):
     """Transforms of camera frames, which keep their size, and of the state. A camera may not be missing.
 
     Attributes:
-        frame_shape: Height and width of the frames that the policy was trained with.
+        frame_shapes: Height and width of each camera's frames, as the policy was trained.
         cameras: How the images of each camera, in [0, 1], are normalised by channel, in the order of the preset.
         history: Moments that the model reads. Images (k, H, W, 3) and a state (k, state_dim) are the last k of them,
             oldest first; of fewer than `history`, the oldest is repeated.
         first: First row of the model's actions that the robot gets.
     """
 
-    frame_shape: tuple[int, int]
+    frame_shapes: tuple[tuple[int, int], ...]
     cameras: tuple[Normaliser, ...]
     history: int = 1
     first: int = 0
-    _scales: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,22 +57,27 @@ class FrameProcessor(ScalingTransforms):
         for key, camera in zip(self.preset.images, self.cameras, strict=True):
             if len(camera.low) != 3:
                 raise CheckpointError(f"{key}: expected statistics of 3 channels, got {len(camera.low)}")
-        # Minimum and maximum become -1 and 1, mean and deviation 0 and 1.
-        scales = [(c.low + c.span / 2, c.span / 2) if c.kind == "quantile" else (c.low, c.span) for c in self.cameras]
-        object.__setattr__(self, "_scales", np.asarray(scales, np.float32))
 
     def _make_reader(self) -> Reader:
         # A camera that the model reads is never masked.
         return Reader(replace(self.preset, optional_images=()), prompted=False, history=self.history)
 
     @property
-    def image_shape(self) -> tuple[int, int]:
-        return self.frame_shape
+    def image_shapes(self) -> tuple[tuple[int, int], ...]:
+        return self.frame_shapes
+
+    @property
+    def pixel_scales(self) -> np.ndarray:
+        """float32 (cameras, 2, 3): the mean of each channel and what the rest is divided by, of pixels in [0, 1]."""
+        # Minimum and maximum become -1 and 1, mean and deviation 0 and 1.
+        scales = [(c.low + c.span / 2, c.span / 2) if c.kind == "quantile" else (c.low, c.span) for c in self.cameras]
+        return np.asarray(scales, np.float32)
 
     def observe(self, observation: Mapping[str, Any]) -> FrameInputs:
-        seen, expected = self._reader.read(observation), (*self.frame_shape, 3)
+        seen = self._reader.read(observation)
         views = {key: frames(image, key, self.history) for key, image in seen.views.items()}
-        for key, images in views.items():
+        for key, shape in zip(self.preset.images, self.frame_shapes, strict=True):
+            images, expected = views[key], (*shape, 3)
             if wrong := [image.shape for image in images if image.shape != expected]:
                 raise ObservationError(f"{key}: expected shape {expected}, as the policy was trained, got {wrong[0]}")
         given = {key: len(image) if np.ndim(image) == 4 else 1 for key, image in seen.views.items()}
@@ -89,7 +90,6 @@ class FrameProcessor(ScalingTransforms):
         normalised = self.state.normalise(self._model_state(states))
         return FrameInputs(
             tuple(images[moment] for moment in range(self.history) for images in views.values()),
-            self._scales,
             self._padded_state(normalised, states.shape[1], states),
             states[-1],
         )

@@ -80,6 +80,11 @@ class RobotTransforms:
         """Height and width of an example's images."""
         raise NotImplementedError
 
+    @property
+    def image_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Those of each camera of the preset."""
+        return (self.image_shape,) * len(self.preset.images)
+
     def observe(self, observation: Mapping[str, Any]) -> Any:
         """Read and check an observation's images, state and keys. Raises ObservationError that names the key."""
         raise NotImplementedError
@@ -122,7 +127,8 @@ class RobotTransforms:
         preset = self.preset
         # The middle of each range, so that a prompt with the state in it has its usual length.
         state = self.state_at(np.zeros(preset.state_dim))
-        images = {k: np.zeros((*self.image_shape, 3), np.uint8) for k in preset.images}
+        shapes = zip(preset.images, self.image_shapes, strict=True)
+        images = {key: np.zeros((*shape, 3), np.uint8) for key, shape in shapes}
         return {**images, **preset.split(state), **({} if prompt is None else {preset.prompt: prompt})}
 
     def state_at(self, normalised: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from vla_accel.checkpoints.lerobot_statistics import ACTION, STATE
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.act.network import Camera
 from vla_accel.families.diffusion_policy.network import DiffusionPolicy, DiffusionPolicyConfig, Size
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
 from vla_accel.families.overrides import robot_of
@@ -53,25 +54,26 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[DiffusionPolicy, 
     content = read_settings(path, ("diffusion",))
     config = read_sizes(content, path)
     saved = read_processors(folder, content, Preset.resize, weights)
-    if len(saved.cameras) != config.cameras:
-        raise CheckpointError(
-            f"{path}: expected an image for each of {config.cameras} cameras, got {len(saved.cameras)} of them, as the "
-            "saved step renames them"
-        )
     processor = FrameProcessor(
         state=saved.state,
         actions=saved.actions,
         action_dim=config.action_dim,
-        preset=dataclasses.replace(robot_of(saved.preset, settings), optional_images=()),
-        frame_shape=config.frame,
+        preset=robot_of(saved.preset, settings),
+        frame_shapes=(config.frame,) * len(config.cameras),
         cameras=saved.cameras,
         history=config.history,
         first=config.history - 1,
     )
-    if len(processor.state.low) != config.state_dim:
+    if len(saved.cameras) != len(config.cameras) or len(saved.state.low) != config.state_dim:
         raise CheckpointError(
-            f"{path}: expected statistics of {config.state_dim} numbers of {STATE}, got {len(processor.state.low)}"
+            f"{path}: expected statistics of {len(config.cameras)} cameras and {config.state_dim} numbers of {STATE}, "
+            f"got those of {len(saved.cameras)} and {len(saved.state.low)}"
         )
+    scaled = zip(config.cameras, processor.pixel_scales.astype(float).tolist(), strict=True)
+    cameras = tuple(
+        dataclasses.replace(c, mean=tuple(mean), deviation=tuple(deviation)) for c, (mean, deviation) in scaled
+    )
+    config = dataclasses.replace(config, cameras=cameras)
     model = DiffusionPolicy.empty(config)
     compiled = any(name.startswith(f"{_ROOT}unet.{_COMPILED}") for name in weights.shapes)
     recipe = {name: (Piece(stored_name(name, config, compiled=compiled)),) for name in model.state_dict()}
@@ -114,9 +116,7 @@ def read_sizes(content: Mapping[str, Any], path: Path) -> DiffusionPolicyConfig:
         raise CheckpointError(
             f"{path}: input_features: expected cameras and {STATE}, got {', '.join(others)}: not supported"
         )
-    frames = {key: _size(f.get("shape"), path, key, 3) for key, f in inputs.items() if f.get("type") == "VISUAL"}
-    if len(set(frames.values())) != 1:
-        raise CheckpointError(f"{path}: expected at least one camera, all with images of one shape, got {frames}")
+    frames = {key: _frame(f.get("shape"), path, key) for key, f in inputs.items() if f.get("type") == "VISUAL"}
     resize = _size(content.get("resize_shape"), path, "resize_shape")
     train_steps = size_of(content, "num_train_timesteps", path)
     try:
@@ -125,8 +125,7 @@ def read_sizes(content: Mapping[str, Any], path: Path) -> DiffusionPolicyConfig:
                 required(content, "vision_backbone", str, path),
                 "group" if required(content, "use_group_norm", bool, path) else "batch",
             ),
-            cameras=len(frames),
-            frame=next(iter(frames.values())),
+            cameras=tuple(Camera(height, width) for height, width in frames.values()),
             resize=resize,
             crop=_crop(content, resize, path),
             shared_encoder=not required(content, "use_separate_rgb_encoder_per_camera", bool, path),
@@ -171,15 +170,19 @@ def _crop(content: Mapping[str, Any], resize: Size | None, path: Path) -> Size |
     return None if ratio == 1 else (int(resize[0] * ratio), int(resize[1] * ratio))
 
 
-def _size(value: Any, path: Path, name: str, channels: int | None = None) -> Size | None:
-    """Return (height, width), None for null. `channels`: of a feature's shape, which come first."""
-    if value is None and channels is None:
+def _size(value: Any, path: Path, name: str) -> Size | None:
+    """Return (height, width), None for null."""
+    if value is None:
         return None
-    lead = [] if channels is None else [channels]
-    sizes = value if isinstance(value, list) else []
-    if sizes[: len(lead)] != lead or len(sizes) != len(lead) + 2:
-        raise CheckpointError(
-            f"{path}: {name}: expected {'(3, height, width)' if lead else '(height, width)'}, got {value!r:.60}"
-        )
-    height, width = (size_of({name: size}, name, path) for size in sizes[len(lead) :])
+    if not isinstance(value, list) or len(value) != 2:
+        raise CheckpointError(f"{path}: {name}: expected (height, width), got {value!r:.60}")
+    height, width = (size_of({name: size}, name, path) for size in value)
     return height, width
+
+
+def _frame(shape: Any, path: Path, key: str) -> Size:
+    """Return the height and width of a camera's feature."""
+    size = _size(shape[1:], path, key) if isinstance(shape, list) and shape[:1] == [3] else None
+    if size is None:
+        raise CheckpointError(f"{path}: {key}: expected the shape (3, height, width), got {shape!r:.60}")
+    return size

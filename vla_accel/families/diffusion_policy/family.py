@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,22 +20,15 @@ from vla_accel.nn.store import NativeStore
 from vla_accel.transforms.frames import FrameInputs
 
 
-class DiffusionPolicyShape(Shape):
-    """Observations and steps."""
-
-    def make_valid(self, config: Any, host: Mapping[str, np.ndarray]) -> None:
-        host["scales"][:, :, 1] = 1.0  # images are divided by it
-
-
 class Vision(nn.Module):
-    """images (B, V, H, W, 3) uint8 and scales (B, cameras, 2, 3) float32 to features (B, V, n) float32."""
+    """images (B, V, H, W, 3) uint8 to features (B, V, n) float32."""
 
     def __init__(self, model: DiffusionPolicy) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, images: Tensor, scales: Tensor) -> Tensor:
-        return self.model.see(images, scales)
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model.see(images)
 
 
 class Denoise(nn.Module):
@@ -69,7 +61,7 @@ class Denoise(nn.Module):
         return self.model.sample(noise, self.model.condition(features, state), tables, self.num_steps)
 
 
-class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, DiffusionPolicyShape]):
+class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Shape]):
     """lerobot's Diffusion Policy."""
 
     name = "diffusion_policy"
@@ -80,16 +72,15 @@ class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Diffusion
     def components(
         self,
         model: DiffusionPolicy,
-        shape: DiffusionPolicyShape,
+        shape: Shape,
         *,
         store: Any = None,
         scales: Any = None,
         rtc: Any = None,
     ) -> Sequence[Component]:
         c, batch, wide = model.config, shape.batch, torch.float32
-        views = c.history * c.cameras
+        views = c.history * len(c.cameras)
         images = TensorSpec(IMAGES, (batch, views, *c.frame, 3), torch.uint8)
-        statistics = TensorSpec("scales", (batch, c.cameras, 2, 3), wide)
         features = TensorSpec("features", (batch, views, 2 * c.keypoints), wide)
         noise = TensorSpec("noise", (batch, *self.noise_shape(c, shape.steps)), wide)
         state = TensorSpec("state", (batch, c.history, c.state_dim), wide)
@@ -97,8 +88,8 @@ class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Diffusion
         denoise = Denoise(model, shape.steps)
         return (
             Component(
-                "vision", Vision(model), (images, statistics), (features,),
-                fetch=partial(model.fetch, "encoders"), products=model.dtype,
+                "vision", Vision(model), (images,), (features,), fetch=partial(model.fetch, "encoders"),
+                products=model.dtype,
             ),
             Component(
                 "denoise", denoise, (noise, features, state), (actions,), fetch=denoise.fetch, products=model.dtype
@@ -117,11 +108,11 @@ class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Diffusion
     def shape(
         self, config: DiffusionPolicyConfig, inputs: Sequence[FrameInputs], schedule: Schedule,
         specs: Mapping[str, EngineSpec],
-    ) -> DiffusionPolicyShape:  # fmt: skip
-        return DiffusionPolicyShape(len(inputs), schedule)
+    ) -> Shape:  # fmt: skip
+        return Shape(len(inputs), schedule)
 
     def image_feed(self, config: DiffusionPolicyConfig, seen: Sequence[FrameInputs]) -> Mapping[str, Rows]:
-        return {IMAGES: [image for one in seen for image in one.images], "scales": [one.scales for one in seen]}
+        return {IMAGES: [image for one in seen for image in one.images]}
 
     def feed(self, config: DiffusionPolicyConfig, inputs: Sequence[FrameInputs]) -> Mapping[str, Rows]:
         return {**self.image_feed(config, inputs), "state": [one.state for one in inputs]}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
+from vla_accel.families.act.network import Camera
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
 from vla_accel.nn.network import Network
 from vla_accel.nn.resnet import ResNet, ResNetConfig
@@ -31,8 +32,7 @@ class DiffusionPolicyConfig:
 
     Attributes:
         backbone: The ResNet of the images.
-        cameras: Frames of a moment.
-        frame: Size of the robot's frames.
+        cameras: Size and scale of each camera's frames; all have one size.
         resize: Size to which they are resized; None: they are not.
         crop: The centre that the ResNet sees; None: all.
         shared_encoder: Whether one ResNet sees all cameras.
@@ -51,8 +51,7 @@ class DiffusionPolicyConfig:
     """
 
     backbone: ResNetConfig = field(default_factory=lambda: ResNetConfig(norm="group"))
-    cameras: int = 1
-    frame: Size = (96, 96)
+    cameras: tuple[Camera, ...] = (Camera(96, 96, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),)
     resize: Size | None = None
     crop: Size | None = (84, 84)
     shared_encoder: bool = True
@@ -85,8 +84,15 @@ class DiffusionPolicyConfig:
         ):
             if width % groups:
                 raise ConfigError(f"{name}: expected widths that {groups} groups divide, got {list(self.widths)}")
+        if len({(camera.height, camera.width) for camera in self.cameras}) != 1:
+            raise ConfigError(f"cameras: expected at least one, all with frames of one size, got {self.cameras}")
         if self.crop is not None and any(c > s for c, s in zip(self.crop, self.resize or self.frame, strict=True)):
             raise ConfigError(f"crop_shape: expected at most {self.resize or self.frame}, got {self.crop}")
+
+    @property
+    def frame(self) -> Size:
+        """Size of a camera's frames."""
+        return self.cameras[0].height, self.cameras[0].width
 
     @property
     def seen(self) -> Size:
@@ -96,7 +102,7 @@ class DiffusionPolicyConfig:
     @property
     def condition_dim(self) -> int:
         """Numbers of the observation's condition."""
-        return self.history * (self.state_dim + self.cameras * 2 * self.keypoints)
+        return self.history * (self.state_dim + len(self.cameras) * 2 * self.keypoints)
 
     @property
     def blocks(self) -> tuple[tuple[str, int, int], ...]:
@@ -227,7 +233,9 @@ class DiffusionPolicy(Network):
     def __init__(self, config: DiffusionPolicyConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoders = nn.ModuleList(Encoder(config) for _ in range(1 if config.shared_encoder else config.cameras))
+        self.encoders = nn.ModuleList(
+            Encoder(config) for _ in range(1 if config.shared_encoder else len(config.cameras))
+        )
         self.unet = Unet(config)
 
     @property
@@ -242,20 +250,25 @@ class DiffusionPolicy(Network):
         ends = (".keypoints.", ".out.", ".time_in.", ".time_out.")
         return "norm" in name or any(end in name for end in ends) or name.endswith(".film.bias")
 
-    def see(self, images: Tensor, scales: Tensor) -> Tensor:
+    def see(self, images: Tensor) -> Tensor:
         """Return the features (B, V, 2 · keypoints) of uint8 frames (B, V, H, W, 3), all cameras of a moment before the
-        next; `scales` (B, cameras, 2, 3) has the mean of each camera and what the rest is divided by."""
+        next."""
         config, (batch, views) = self.config, images.shape[:2]
-        wide = scales.dtype
-        mean, span = scales.repeat(1, config.history, 1, 1)[..., None, None].to(wide).unbind(2)
-        frames = ((images.permute(0, 1, 4, 2, 3).to(wide) / 255 - mean) / span).flatten(0, 1)
+        wide = self.encoders[0].out.weight.dtype
+        mean, deviation = (
+            torch.tensor([getattr(c, name) for c in config.cameras], dtype=wide, device=images.device).repeat(
+                config.history, 1
+            )[..., None, None]
+            for name in ("mean", "deviation")
+        )
+        frames = ((images.permute(0, 1, 4, 2, 3).to(wide) / 255 - mean) / deviation).flatten(0, 1)
         if config.resize is not None:
             frames = F.interpolate(frames, config.resize, mode="bilinear", antialias=True, align_corners=False)
         frames = centre(frames, config.seen).to(self.dtype).unflatten(0, (batch, views))
         if config.shared_encoder:
             return self.encoders[0](frames.flatten(0, 1)).unflatten(0, (batch, views))
         each = [
-            encoder(frames[:, camera :: config.cameras].flatten(0, 1)).unflatten(0, (batch, config.history))
+            encoder(frames[:, camera :: len(config.cameras)].flatten(0, 1)).unflatten(0, (batch, config.history))
             for camera, encoder in enumerate(self.encoders)
         ]
         return torch.stack(each, 2).flatten(1, 2)
