@@ -30,6 +30,7 @@ FAMILIES: dict[str, str] = {
     "smolvla": "vla_accel.families.smolvla.family:SMOLVLA",
     "groot": "vla_accel.families.groot.family:GROOT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
+    "act": "vla_accel.families.act.family:ACT",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 

@@ -84,32 +84,29 @@ class NativeVision:
     def __init__(self, weights: VisionWeights, config: ActConfig, batch: int) -> None:
         self.weights, self.batch, self.width = weights, batch, config.width
         sizes = [(camera.height, camera.width) for camera in config.cameras]
-        self.groups = [
-            ([index for index, its in enumerate(sizes) if its == size], size) for size in dict.fromkeys(sizes)
-        ]
+        self.groups = [[index for index, its in enumerate(sizes) if its == size] for size in dict.fromkeys(sizes)]
         ends = torch.tensor([camera.tokens for camera in config.cameras]).cumsum(0).tolist()
         self.slices = [slice(end - camera.tokens, end) for end, camera in zip(ends, config.cameras, strict=True)]
         dtype, device = weights.projection.weight.dtype, weights.scales.device
         self.pixels = [
-            torch.empty(batch, len(cameras), *size, weights.resnet.lanes, dtype=dtype, device=device)
-            for cameras, size in self.groups
+            torch.empty(batch, len(cameras), *sizes[cameras[0]], weights.resnet.lanes, dtype=dtype, device=device)
+            for cameras in self.groups
         ]
         self.detail = f"fused ops, {dtype}, library convolutions with folded norms"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         tokens = outputs["image_tokens"]
-        for (cameras, size), pixels in zip(self.groups, self.pixels, strict=True):
+        for cameras, pixels in zip(self.groups, self.pixels, strict=True):
             for index, camera in enumerate(cameras):
                 normalise_pixels(inputs[f"image{camera}"], self.weights.scales[camera], pixels[:, index])
             features = self.weights.resnet(pixels.flatten(0, 1))
-            features = features.reshape(-1, features.shape[3])
+            features = features.flatten(0, 2)
             if len(self.groups) == 1:
                 gemm(features, self.weights.projection, tokens.view(-1, self.width))
                 continue
-            made = tokens.new_empty(
-                self.batch, len(cameras), features.shape[0] // (self.batch * len(cameras)), self.width
-            )
-            gemm(features, self.weights.projection, made.view(-1, self.width))
+            made = tokens.new_empty(len(features), self.width)
+            gemm(features, self.weights.projection, made)
+            made = made.view(self.batch, len(cameras), -1, self.width)
             for index, camera in enumerate(cameras):
                 tokens[:, self.slices[camera]] = made[:, index]
 
@@ -155,10 +152,8 @@ class LayerWeights:
                 "keys_values": placed(part, slice(width, None), width),
                 "cross_out": linear(f"{part}.out_proj"),
             }
-        affine = tuple(
-            (read(f"norm{n}.weight").float().clone(), read(f"norm{n}.bias").float().clone())
-            for n in range(1, norms + 1)
-        )
+        numbers = range(1, norms + 1)
+        affine = tuple((read(f"norm{n}.weight").float(), read(f"norm{n}.bias").float()) for n in numbers)
         return cls(
             placed("self_attn", slice(None), width), linear("self_attn.out_proj"), linear("linear1"),
             linear("linear2"), affine, **cross,
@@ -258,8 +253,14 @@ class Rows:
     def attend_to_itself(self, layer: LayerWeights) -> None:
         """Enqueue self-attention and its norm, on `x`."""
         gemm(self.placed, layer.qkv, self.qkv)
-        self.attend(self.attention, *self.heads(self.qkv, self.tokens, 3), layer.out)
-        post_norm(self.x, self.y, *layer.norms[0], self.x, eps=_EPS)
+        q, k, v = self.heads(self.qkv, self.tokens, 3)
+        self.attend(self.attention, q, k, v, layer.out)
+        self.norm(self.x, layer.norms[0], self.x)
+
+    def norm(self, x: Tensor, affine: Affine, out: Tensor) -> None:
+        """Enqueue the norm of `x` and the last product, `y`."""
+        weight, bias = affine
+        post_norm(x, self.y, weight, bias, out, eps=_EPS)
 
     def mlp(self, layer: LayerWeights, out: Tensor) -> None:
         """Enqueue the MLP and its norm, from `x` to `out`."""
@@ -268,7 +269,7 @@ class Rows:
         if not relu:
             gelu(self.hidden, self.hidden, inverse_scale=None, exact=True)
         gemm(self.hidden, layer.down, self.y)
-        post_norm(self.x, self.y, *layer.norms[-1], out, eps=_EPS)
+        self.norm(self.x, layer.norms[-1], out)
 
 
 class NativeTransformer:
@@ -289,7 +290,7 @@ class NativeTransformer:
         self.detail = f"fused ops, {self.last.dtype}, {self.attention.detail}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        w, encoder, decoder = self.weights, self.encoder, self.decoder
+        w, encoder = self.weights, self.encoder
         rows = encoder.x.view(self.batch, encoder.tokens, -1)
         vectors = torch.addmm(w.vectors_bias, inputs["vectors"], w.vectors.T).view(self.batch, -1, encoder.width)
         rows[:, : vectors.shape[1]] = vectors
@@ -312,5 +313,5 @@ class NativeTransformer:
         gemm(self.encoder.placed, layer.keys_values, self.keys_values)
         (q,), (k, v) = decoder.heads(query, decoder.tokens, 1), decoder.heads(self.keys_values, self.encoder.tokens, 2)
         decoder.attend(self.cross, q, k, v, layer.cross_out)
-        post_norm(x, decoder.y, *layer.norms[1], decoder.x, eps=_EPS)
+        decoder.norm(x, layer.norms[1], decoder.x)
         decoder.mlp(layer, self.last if last else decoder.x)

@@ -70,11 +70,8 @@ class ActConfig:
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
         """Name and numbers of the inputs that become one token each, after the latent."""
-        both = (
-            ("encoder_robot_state_input_proj", self.state_dim),
-            ("encoder_env_state_input_proj", self.environment_dim),
-        )
-        return tuple((name, size) for name, size in both if size)
+        sizes = {"encoder_robot_state_input_proj": self.state_dim, "encoder_env_state_input_proj": self.environment_dim}
+        return tuple((name, size) for name, size in sizes.items() if size)
 
     @property
     def vector_dim(self) -> int:
@@ -151,7 +148,7 @@ class Layer(nn.Module):
         """x (B, T, W); positions (T, W), added to queries and keys, never to values; memory (B, S, W)."""
         placed = x + positions
         x = self.norm(1, x + self.self_attn(placed, placed, x))
-        if self.multihead_attn is not None and memory is not None:
+        if self.multihead_attn is not None and memory is not None and memory_positions is not None:
             x = self.norm(2, x + self.multihead_attn(x + positions, memory + memory_positions, memory))
         return self.norm(self.norms, x + self.linear2(self.activation(self.linear1(x))))
 
@@ -207,10 +204,8 @@ class Act(Network):
         """Return the tokens (B, image_tokens, W) of each camera's images, uint8 (B, height, width, 3)."""
         made = []
         for camera, image in zip(self.config.cameras, images, strict=True):
-            wide = self.backbone.bn1.weight.dtype
-            mean, deviation = (
-                torch.tensor(x, dtype=wide, device=image.device) for x in (camera.mean, camera.deviation)
-            )
+            wide = self.get_parameter("backbone.bn1.weight").dtype
+            mean, deviation = torch.tensor((camera.mean, camera.deviation), dtype=wide, device=image.device)
             pixels = ((image.to(wide) / 255.0 - mean) / deviation).permute(0, 3, 1, 2).to(self.dtype)
             made.append(self.encoder_img_feat_input_proj(self.backbone(pixels)).flatten(2).transpose(1, 2))
         return torch.cat(made, 1)
