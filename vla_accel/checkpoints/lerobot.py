@@ -136,7 +136,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     prompted = reads_prompt(config["type"])
     has_environment = not prompted and ENVIRONMENT in inputs
     states = [key for key in (STATE, ENVIRONMENT) if key in inputs] if has_environment else [STATE]
-    state_dims, action_dim = [_size(inputs, key, path) for key in states], _size(outputs, ACTION, path)
+    state_dims, action_dim = [length_of(inputs, key, path) for key in states], length_of(outputs, ACTION, path)
     if not is_migrated(folder) and buffers(weights.shapes):
         modes = required(config, "normalization_mapping", dict, path)
         of_inputs = of_outputs = buffer_statistics(weights, inputs | outputs, modes, folder / "model.safetensors")
@@ -200,9 +200,11 @@ def denoising_steps(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def required(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
-    """Return a required setting of a JSON file. Raises CheckpointError."""
+    """Return a required setting of a JSON file; an integer is a float as well. Raises CheckpointError."""
     value = content.get(key)
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if kind is float and type(value) is int:
+        return float(value)
+    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
         raise CheckpointError(f"{path}: expected {key} of type {kind.__name__}, got {value!r}")
     return value
 
@@ -231,8 +233,9 @@ def features(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dic
     return inputs, outputs
 
 
-def _size(features: Mapping[str, Any], key: str, path: Path) -> int:
-    shape = features.get(key, {}).get("shape")
+def length_of(table: Mapping[str, Any], key: str, path: Path) -> int:
+    """Return the numbers of a feature of one axis. Raises CheckpointError."""
+    shape = table.get(key, {}).get("shape")
     if not isinstance(shape, list) or len(shape) != 1:
         raise CheckpointError(f"{path}: expected a feature {key} of one axis, got {shape}")
     return size_of({key: shape[0]}, key, path)

@@ -139,7 +139,7 @@ def compare(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run both on every observation with the same noise, `draws` times. `threshold` replaces the usual cosine."""
-    rng, shape = np.random.default_rng(seed), policy.action_shape
+    rng, shape = np.random.default_rng(seed), policy.noise_shape
     got: dict[str, list[np.ndarray]] = {}
     want: dict[str, list[np.ndarray]] = {}
     count, changed, tell = len(observations), [], counted("calls of each", progress)

@@ -20,7 +20,7 @@ import numpy as np
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.remote.delay import DelayEstimate
 from vla_accel.remote.inference import Inference, Job, copied
-from vla_accel.remote.metadata import max_delay, motion_dims, starts_warm, supports_prev_chunk
+from vla_accel.remote.metadata import history_of, max_delay, motion_dims, starts_warm, supports_prev_chunk
 from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 from vla_accel.remote.underrun import Choice, Underrun
 
@@ -113,6 +113,7 @@ class AsyncRunner:
         self._warm = starts_warm(policy)
         self._delay = DelayEstimate(self._hz, max_delay(policy))
         self._inference = Inference(policy)
+        self._history = history_of(policy)
         self._tick, self._launched, self._started, self._closed = 0, 0, False, False
         self._width: int | None = None
         self._counts = {"chunks": 0, "underruns": 0, "late": 0, "stale": 0, "failures": 0}
@@ -147,6 +148,9 @@ class AsyncRunner:
         self._reset()  # the old chunk must not continue if this start fails
         if self._inference.busy and not self._inference.wait_until(end):
             raise EngineError(f"async runner: the last inference did not end within {timeout_s:g} s")
+        if self._history is not None:
+            self._history.clear()
+            observation = self._history.add(observation)
         for measured in (True,) if self._delay.measured else (False, True):
             self._reset()
             reset = getattr(self._policy, "reset", None)
@@ -178,6 +182,8 @@ class AsyncRunner:
         self._check_open()
         if not self._started:
             raise ConfigError("async runner: call start(observation) before step(observation)")
+        if self._history is not None:
+            observation = self._history.add(observation)
         try:
             self._advance(observation)
             waits = self._inference.busy and not len(self._remaining())

@@ -11,7 +11,7 @@ import numpy as np
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.transforms.images import frames
 from vla_accel.transforms.normalisation import Normaliser
-from vla_accel.transforms.observations import Observed, Reader
+from vla_accel.transforms.observations import Reader
 from vla_accel.transforms.processing import ScalingTransforms
 
 
@@ -73,7 +73,7 @@ class FrameProcessor(ScalingTransforms):
         scales = [(c.low + c.span / 2, c.span / 2) if c.kind == "quantile" else (c.low, c.span) for c in self.cameras]
         return np.asarray(scales, np.float32)
 
-    def observe(self, observation: Mapping[str, Any]) -> Observed:
+    def observe(self, observation: Mapping[str, Any]) -> FrameInputs:
         seen = self._reader.read(observation)
         views = {key: frames(image, key, self.history) for key, image in seen.views.items()}
         for key, shape in zip(self.preset.images, self.frame_shapes, strict=True):
@@ -84,17 +84,18 @@ class FrameProcessor(ScalingTransforms):
         given |= {" and ".join(self.preset.state): len(np.atleast_2d(seen.state))}
         if len(set(given.values())) > 1:
             found = ", ".join(f"{count} of {key}" for key, count in given.items())
-            raise ObservationError(
-                f"observation: expected as many moments of each camera and of the state, got {found}"
-            )
-        moments = range(self.history)
-        return replace(seen, images=tuple(images[moment] for moment in moments for images in views.values()))
-
-    def encode(self, seen: Observed) -> FrameInputs:
+            raise ObservationError(f"observation: expected as many moments of each, got {found}")
         states = np.atleast_2d(seen.state)
         states = np.concatenate([states[:1]] * (self.history - len(states)) + [states])
         normalised = self.state.normalise(self._model_state(states))
-        return FrameInputs(seen.images, self._padded_state(normalised, states.shape[1], states), states[-1])
+        return FrameInputs(
+            tuple(images[moment] for moment in range(self.history) for images in views.values()),
+            self._padded_state(normalised, states.shape[1], states),
+            states[-1],
+        )
+
+    def encode(self, seen: FrameInputs) -> FrameInputs:
+        return seen
 
     def unnormalize_actions(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
         return super().unnormalize_actions(actions[self.first :], inputs)

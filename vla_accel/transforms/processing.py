@@ -85,15 +85,15 @@ class RobotTransforms:
         """Those of each camera of the preset."""
         return (self.image_shape,) * len(self.preset.images)
 
-    def observe(self, observation: Mapping[str, Any]) -> Observed:
+    def observe(self, observation: Mapping[str, Any]) -> Any:
         """Read and check an observation's images, state and keys. Raises ObservationError that names the key."""
         raise NotImplementedError
 
-    def resized(self, seen: Observed) -> Observed:
+    def resized(self, seen: Any) -> Any:
         """Resize the images to the model's size on the host."""
         return seen
 
-    def encode(self, seen: Observed) -> Any:
+    def encode(self, seen: Any) -> Any:
         """Normalise the state, and tokenize the prompt if there is one. Raises ObservationError that names the key."""
         raise NotImplementedError
 
