@@ -16,7 +16,7 @@ from vla_accel.nn.random_weights import drawn_model
 
 CAMERAS = {"observation.images.front": (40, 70), "observation.images.wrist": (64, 33)}
 STATE, ACTIONS, HORIZON = 6, 5, 7
-MODES = dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD")
+MODES: dict[str, str] = dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD")
 SIZES = {"width": 64, "heads": 4, "mlp_dim": 96, "encoder_depth": 2, "latent_dim": 8}
 STATISTICS: dict[str, dict[str, Any]] = {
     "observation.images.front": {"mean": [[[0.2]], [[0.3]], [[0.4]]], "std": [[[0.1]], [[0.2]], [[0.3]]]},
