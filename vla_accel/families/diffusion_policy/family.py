@@ -13,10 +13,10 @@ from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.families.diffusion_policy.checkpoint import load_folder
+from vla_accel.families.diffusion_policy.native import QUANTISED, DiffusionPolicyStore
 from vla_accel.families.diffusion_policy.network import DiffusionPolicy, DiffusionPolicyConfig
 from vla_accel.families.family import IMAGES, Capabilities, Family, Rows, Shape
 from vla_accel.nn.flow import Schedule
-from vla_accel.nn.store import NativeStore
 from vla_accel.transforms.frames import FrameInputs
 
 
@@ -66,18 +66,13 @@ class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Shape]):
 
     name = "diffusion_policy"
     parts = ("vision", "denoise")
-    network_class, store_class = DiffusionPolicy, NativeStore
-    capabilities = Capabilities(prompt=False)
+    network_class, store_class = DiffusionPolicy, DiffusionPolicyStore
+    capabilities = Capabilities(quantised=QUANTISED, prompt=False)
 
     def components(
-        self,
-        model: DiffusionPolicy,
-        shape: Shape,
-        *,
-        store: Any = None,
-        scales: Any = None,
+        self, model: DiffusionPolicy, shape: Shape, *, store: DiffusionPolicyStore | None = None, scales: Any = None,
         rtc: Any = None,
-    ) -> Sequence[Component]:
+    ) -> Sequence[Component]:  # fmt: skip
         c, batch, wide = model.config, shape.batch, torch.float32
         views = c.history * len(c.cameras)
         images = TensorSpec(IMAGES, (batch, views, *c.frame, 3), torch.uint8)
@@ -88,11 +83,14 @@ class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Shape]):
         denoise = Denoise(model, shape.steps)
         return (
             Component(
-                "vision", Vision(model), (images,), (features,), fetch=partial(model.fetch, "encoders"),
-                products=model.dtype,
+                "vision", Vision(model), (images,), (features,),
+                None if store is None else partial(store.vision, batch),
+                fetch=partial(model.fetch, "encoders"), products=model.dtype,
             ),
             Component(
-                "denoise", denoise, (noise, features, state), (actions,), fetch=denoise.fetch, products=model.dtype
+                "denoise", denoise, (noise, features, state), (actions,),
+                None if store is None else partial(store.denoise, batch, shape.steps),
+                quantised=QUANTISED["denoise"], fetch=denoise.fetch, products=model.dtype,
             ),
         )  # fmt: skip
 
