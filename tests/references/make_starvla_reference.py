@@ -10,8 +10,8 @@ For each variant it writes ``DIR/VARIANT/``:
   framework's ``state_dict``.
 
 ``DIR/kept.json``: these files but the weights, a small tokenizer, the names and shapes of the tensors, and starVLA's
-actions, normalized: ``batch`` (3, H, 7) of one call with prompts of different lengths, ``alone`` and ``missing`` (H, 7),
-which tests/nn/starvla_reference.json holds. Weights and observations are drawn by name.
+actions, normalized: ``batch`` (3, H, 7) of one call with prompts of different lengths, and ``alone`` (H, 7), which
+tests/nn/starvla_reference.json holds. Weights and observations are drawn by name.
 
 Variants: `groot` (QwenGR00T without a state), `state` (with one), `oft` (QwenOFT). Everything is float32 on the CPU.
 Qwen3-VL's hidden states are those of transformers 4.57, with which starVLA is trained: the last one is taken before the
@@ -133,9 +133,7 @@ def write(variant: str, out: Path, seed: int) -> None:
     for i, task in enumerate(TASKS):
         example: dict[str, Any] = {"image": [Image.fromarray(images[k][i]) for k in images], "lang": task}
         examples.append({**example, "state": state[i : i + 1]} if variant == "state" else example)
-    less = {**examples[0], "image": examples[0]["image"][:1]}
-    answers = {"batch": chunk(policy, examples, noise), "alone": chunk(policy, examples[:1], noise[:1])[0],
-               "missing": chunk(policy, [less], noise[:1])[0]}  # fmt: skip
+    answers = {"batch": chunk(policy, examples, noise), "alone": chunk(policy, examples[:1], noise[:1])[0]}
     path = out.parent / "kept.json"
     kept = json.loads(path.read_text()) if path.is_file() else {}
     kept[variant] = {

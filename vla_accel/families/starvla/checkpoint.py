@@ -37,8 +37,8 @@ _MLP = {
     "norm_in": "layer_norm1", "fc_in": "fc1", "norm_out": "layer_norm2", "fc_out": "fc2",
     "norms": "mlp_resnet_blocks.{}.ffn.0", "products": "mlp_resnet_blocks.{}.ffn.1",
 }  # fmt: skip
-_END = "<|im_end|>\n<|im_start|>assistant\n"
-_QUERY = "🔍"
+END = "<|im_end|>\n<|im_start|>assistant\n"
+QUERY = "🔍"
 """QwenOFT's token of an action."""
 _HEADS = {"DiT-B": 64, "DiT-L": 48}
 FRAMEWORKS = ("QwenGR00T", "QwenOFT")
@@ -232,10 +232,14 @@ def _prompt(
     if not isinstance(template, str) or template.count("{instruction}") != 1:
         raise CheckpointError(f"{path}: CoT_prompt: expected a text with one {{instruction}}, got {template!r:.60}")
     if not config.condition:
-        return template + _END, None
-    found = tokenizer.encode(_QUERY, add_bos=False)
+        return template + END, None
+    found = tokenizer.encode(QUERY, add_bos=False)
     if len(found) != 1:
-        raise CheckpointError(f"tokenizer: expected {_QUERY} as one token, got {found}: another model's tokenizer")
-    count = config.condition
-    suffix = f" Please predict the next {count} robot actions: <action>{_QUERY * count}<action>."
-    return template.replace("{instruction}", "{instruction}" + suffix) + _END, found[0]
+        raise CheckpointError(f"tokenizer: expected {QUERY} as one token, got {found}: another model's tokenizer")
+    suffix = oft_suffix(config.condition)
+    return template.replace("{instruction}", "{instruction}" + suffix) + END, found[0]
+
+
+def oft_suffix(count: int) -> str:
+    """Return what QwenOFT adds to an instruction for `count` actions; nothing for 0."""
+    return f" Please predict the next {count} robot actions: <action>{QUERY * count}<action>." if count else ""

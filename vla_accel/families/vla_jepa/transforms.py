@@ -18,7 +18,7 @@ from vla_accel.pictures import Cameras, Resampling
 from vla_accel.transforms.images import resample, to_uint8
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.observations import Observed, real_numbers
-from vla_accel.transforms.processing import Inputs, RobotTransforms
+from vla_accel.transforms.processing import Inputs, PromptTransforms
 from vla_accel.transforms.tokenizer import checked_length
 
 
@@ -31,7 +31,7 @@ class Gripper:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VlaJepaProcessor(RobotTransforms):
+class VlaJepaProcessor(PromptTransforms):
     """lerobot's transforms. A missing view is left out.
 
     Attributes:
@@ -74,7 +74,8 @@ class VlaJepaProcessor(RobotTransforms):
         wanted = {self.config.image_size(size) for size in sizes}
         if len(wanted) > 1:
             raise ObservationError(f"{', '.join(seen.views)}: expected images of one shape, got {sorted({*sizes})}")
-        method = Resampling(self.config.resize, *wanted, self.config.filter)
+        (size,) = wanted
+        method = Resampling(self.config.resize, size, self.config.filter)
         kept = all(method.keeps(*size) for size in set(sizes))
         return replace(seen, images=images, cameras=None if kept else Cameras(sizes, method))
 
