@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import content_hash
 from vla_accel.remote.metadata import WARM_START, max_delay
+
+log = logging.getLogger("vla_accel")
 
 Chunking = Literal["plain", "rtc", "warm"]
 REMOTE_IDENTITY = ("policy", "model", "num_steps", "schedule", WARM_START, "dtype")
@@ -241,6 +244,8 @@ def check_chunks(
         )
     if source.chunking == "warm" and metadata.get(WARM_START) is None:
         raise ConfigError("chunking: warm: expected a policy whose configuration has warm_start, got one without")
+    if source.chunking == "plain" and metadata.get(WARM_START) is not None:
+        log.warning("chunking: plain: every chunk starts from noise; chunking: warm uses the policy's warm_start")
 
 
 def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[str, Any]:

@@ -148,8 +148,13 @@ class VlaAccelPolicy(PreTrainedPolicy):
         """`lerobot-rollout` calls this after it has set `config.rtc_config`: engines with that guidance, on the same
         weights. A checkpoint that is run with clean prefixes (`rtc: {trained: true}`) keeps them. Settings that the
         family lacks (GR00T: all but the execution horizon) are left out with a warning, because lerobot always has
-        them. Raises ConfigError for a family without real-time chunking."""
-        asked = self.config.rtc_config
+        them. Raises ConfigError for a family without real-time chunking, and for `enabled: false` with `warm_start`,
+        which needs previous chunks."""
+        asked, start = self.config.rtc_config, self.engine.config.warm_start
+        if asked is not None and not asked.enabled and start is not None:
+            raise ConfigError(
+                f"policy.rtc_config: expected enabled: true for a policy with warm_start {start}, got false"
+            )
         if asked is None or self.engine.config.rtc.trained:
             return
         rtc = _guidance(asked, self.engine)
