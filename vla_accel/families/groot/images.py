@@ -76,14 +76,14 @@ class Cropping:
 
     def _bilinear(self, image: np.ndarray) -> np.ndarray:
         crop = self.crop
-        if isinstance(crop, float):  # a share of the camera's own pixels
+        if not isinstance(crop, tuple):  # a share of the camera's own pixels
             height, width = (int(n * crop) for n in image.shape[:2])
         else:
             image, (height, width) = _resized(image, self.target, "bilinear"), crop
         # torchvision rounds half a pixel to even, lerobot rounds it down.
         top, left = round((image.shape[0] - height) / 2), round((image.shape[1] - width) / 2)
         middle = image[top : top + height, left : left + width]
-        return _resized(middle, self.target, "bilinear", fractions=isinstance(crop, float))
+        return _resized(middle, self.target, "bilinear", fractions=not isinstance(crop, tuple))
 
 
 def whole_tokens(height: int, width: int, unit: int, pixels: tuple[int, int] | None = None) -> tuple[int, int]:
