@@ -51,7 +51,9 @@ def write(folder: Path, variant: str, change: Change = lambda config: None, stor
 def given(variant: str) -> list[dict[str, Any]]:
     """The three observations that the script gave starVLA."""
     keys = {"image": "observation/image", "wrist": "observation/wrist_image"}
-    images = {k: (128 + 60 * draw(f"starvla.{n}", 3, 256, 256, 3)).clip(0, 255).astype(np.uint8) for n, k in keys.items()}
+    images = {
+        k: (128 + 60 * draw(f"starvla.{n}", 3, 256, 256, 3)).clip(0, 255).astype(np.uint8) for n, k in keys.items()
+    }
     state = draw("starvla.state", 3, 8)
     return [
         {**{k: v[i] for k, v in images.items()}, "observation/state": state[i], "prompt": task}

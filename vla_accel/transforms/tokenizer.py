@@ -257,7 +257,8 @@ def read_pieces(folder: Path) -> Any:
     try:
         vocabulary, added = (json.loads((folder / PIECES[at]).read_text("utf-8")) for at in (0, 2))
         lines = (folder / PIECES[1]).read_text("utf-8").split("\n")
-        merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+        pairs = (line.split(" ") for line in lines if line and not line.startswith("#version"))
+        merges = [(first, second) for first, second in pairs]
         tokenizer = HubTokenizer(models.BPE(vocabulary, merges))
     # The library raises nothing narrower.
     except Exception as error:

@@ -39,6 +39,8 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
     quantised = ("native_fp8",)
     aliases: ClassVar = {"native_fp8": "native_fp8_denoise"}
 
+    family: GrootFamily
+
     def __init__(self, family: GrootFamily, size: Callable[..., GrootConfig], *baselines: str) -> None:
         self.family, self.sizes, self.baselines = family, {size.__name__: size}, baselines
         self._size = size

@@ -188,8 +188,9 @@ def release_of(names: Iterable[str], content: Mapping[str, Any] | None = None) -
     """Return the release of a checkpoint, by its tensors' names, else by the base in lerobot's config.json; None if
     neither shows it."""
     known = list(names)
-    for release in RELEASES if (prefix := prefix_of(known)) is not None else ():
-        if any(name.startswith(prefix + release.language) for name in known):
+    prefix = prefix_of(known)
+    for release in RELEASES if prefix is not None else ():
+        if any(name.startswith(f"{prefix}{release.language}") for name in known):
             return release
     base = str((content or {}).get("base_model_path")).lower()
     match = re.search(r"gr00t.n1[._d]?([5-7])(?!\d)", base)
