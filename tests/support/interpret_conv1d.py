@@ -1,5 +1,5 @@
-"""The kernels of `kernels/conv1d` in Triton's interpreter, compared with their torch references, and the whole denoising
-program of a small Diffusion Policy (`interpreter`, test_conv1d). `main` prints for each case the largest difference,
+"""The kernels of `kernels/conv1d` in Triton's interpreter, compared with their torch references, and the whole
+denoising program of a small Diffusion Policy (`interpreter`, test_conv1d). `main` prints for each case the largest difference,
 relative to the largest value, and its name."""
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def cases() -> dict[str, Case]:
 
     def targets() -> list[Target]:
         """Taps of a convolution behind other channels, of one that halves the length, of one that doubles it, plain."""
+
         def rows(of: int, columns: int) -> Tensor:
             return torch.zeros(batch * of, columns)
 

@@ -8,8 +8,8 @@ from vla_accel.families.bench import bench_card
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
 from vla_accel.families.diffusion_policy.network import DiffusionPolicy, DiffusionPolicyConfig
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
-from vla_accel.nn.resnet import Camera
 from vla_accel.nn.random_weights import random_model
+from vla_accel.nn.resnet import Camera
 
 
 def tiny_config(**changes: Any) -> DiffusionPolicyConfig:
@@ -25,6 +25,8 @@ def tiny_config(**changes: Any) -> DiffusionPolicyConfig:
 def tiny_model(config: DiffusionPolicyConfig | None = None, seed: int = 0) -> DiffusionPolicy:
     """Random weights in float32, all read."""
     card = bench_card(DIFFUSION_POLICY)
-    return random_model(DiffusionPolicy, config or tiny_config(), seed=seed) if card is None else card.random(
-        config or tiny_config(), seed=seed, device="cpu", dtype=__import__("torch").float32
-    ).whole()
+    return (
+        random_model(DiffusionPolicy, config or tiny_config(), seed=seed)
+        if card is None
+        else card.random(config or tiny_config(), seed=seed, device="cpu", dtype=__import__("torch").float32).whole()
+    )
