@@ -125,7 +125,7 @@ class PolicyActor:
 
     def warm_up(self, instruction: str) -> None:
         """Run every step count on an example, so that no episode pays for the first calls of a task."""
-        obs = {**self._benchmark.example_observation(), "prompt": instruction}
+        obs = {**self._benchmark.example_observation(self._protocol.settings), "prompt": instruction}
         for steps in self._protocol.steps:
             policy = self._policies(steps)
             seen = history_of(policy)

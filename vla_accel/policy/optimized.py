@@ -175,8 +175,8 @@ class OptimizedPolicy:
         Args:
             observation: The keys of the robot's preset. For LIBERO: `observation/image` and `observation/wrist_image`
                 uint8 (224, 224, 3), `observation/state` (8,), `prompt` str.
-            noise: `noise_shape`; by default drawn from the policy's seeded generator. π0-FAST checks the shape
-                and ignores the values.
+            noise: `noise_shape`; by default drawn from the policy's seeded generator. π0-FAST and ACT
+                check the shape and ignore the values.
             prev_chunk: (k, 7), the actions of an earlier `infer` from the one due at this observation on; k at most
                 the horizon.
             inference_delay: How many of those actions will be executed before the new chunk is used.

@@ -67,6 +67,12 @@ class FrameProcessor(ScalingTransforms):
         return self.frame_shapes
 
     @property
+    def image_size(self) -> int | None:
+        """Side of the images if all cameras have the same square ones, else None."""
+        (height, width), *others = {*self.frame_shapes}
+        return height if not others and height == width else None
+
+    @property
     def pixel_scales(self) -> np.ndarray:
         """float32 (cameras, 2, 3): the mean of each channel and what the rest is divided by, of pixels in [0, 1]."""
         # Minimum and maximum become -1 and 1, mean and deviation 0 and 1.
