@@ -18,26 +18,9 @@ from torch.nn import functional as F
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
 from vla_accel.nn.network import Network
-from vla_accel.nn.resnet import ResNet, ResNetConfig, feature_size
+from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig
 
 _TEMPERATURE = 10_000.0
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-Channels = tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class Camera:
-    """Size of a camera's images, and the mean and the divisor of each channel of their pixels in [0, 1]."""
-
-    height: int
-    width: int
-    mean: Channels = _IMAGENET[0]
-    deviation: Channels = _IMAGENET[1]
-
-    @property
-    def tokens(self) -> int:
-        """Pixels of its feature map."""
-        return math.prod(feature_size(self.height, self.width))
 
 
 @dataclass(frozen=True)
@@ -79,9 +62,14 @@ class ActConfig:
         return self.state_dim + self.environment_dim
 
     @property
+    def feature_sizes(self) -> list[tuple[int, int]]:
+        """Height and width of each camera's feature map."""
+        return [camera.feature_size for camera in self.cameras]
+
+    @property
     def image_tokens(self) -> int:
         """Tokens of all cameras."""
-        return sum(camera.tokens for camera in self.cameras)
+        return sum(map(math.prod, self.feature_sizes))
 
     @property
     def tokens(self) -> int:
@@ -197,8 +185,9 @@ class Act(Network):
     def positions(self) -> Tensor:
         """Return the positions of the encoder's tokens (tokens, W), in the dtype of the learned ones."""
         learned = self.weight("encoder_1d_feature_pos_embed.weight")
-        maps = (feature_size(camera.height, camera.width) for camera in self.config.cameras)
-        return torch.cat([learned, *(pixel_positions(*size, self.config.width).to(learned) for size in maps)])
+        config = self.config
+        maps = (pixel_positions(*size, config.width).to(learned) for size in config.feature_sizes)
+        return torch.cat([learned, *maps])
 
     def embed_images(self, *images: Tensor) -> Tensor:
         """Return the tokens (B, image_tokens, W) of each camera's images, uint8 (B, height, width, 3)."""

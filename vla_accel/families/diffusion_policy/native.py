@@ -31,7 +31,7 @@ from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.conv1d.ops import Film, StepSizes, Target, normed, scheduler_step
 from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue
-from vla_accel.kernels.gemm.ops import gemm, patch_product
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.image.ops import GroupNorm
 from vla_accel.nn.kernel_choices import KernelChoices
@@ -307,7 +307,7 @@ class NativeUnet:
         features = inputs["features"].unflatten(1, (config.history, -1)).flatten(2)
         condition = torch.cat((inputs["state"].to(features.dtype), features), 2).flatten(1)
         self.condition[:, : condition.shape[1]] = F.mish(condition)
-        patch_product(self.condition, self.weights.films, self.own)
+        self.own.copy_(F.linear(self.condition, self.weights.films))
         with self.chain:
             scheduler_step(draws[:, 0], None, None, actions, self.sizes[0], self.first)
             for index, sizes in enumerate(self.sizes):
