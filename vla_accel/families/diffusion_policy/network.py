@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -208,18 +209,26 @@ class Unet(nn.Module):
         self.last_norm = _Norm(LAST_GROUPS, widths[0])
         self.out = nn.Conv1d(widths[0], config.action_dim, 1)
 
+    @property
+    def films(self) -> list[nn.Linear]:
+        """What makes the condition of each block, in the order of their computation."""
+        blocks: list[Any] = [self.get_submodule(name) for name in self.names]
+        return [block.film for block in blocks]
+
     def forward(self, x: Tensor, conditions: Sequence[Tensor]) -> Tensor:
         """x (B, T, action_dim) float32 and the condition of each block to the output of a step, same shape and
         dtype."""
-        rows, kept = iter(conditions), []
+        rows, kept = iter(conditions), list[Tensor]()
+        down: Any = self.down
+        up: Any = self.up
         y = x.transpose(1, 2).to(self.last.weight.dtype)
-        for level in self.down:
+        for level in down:
             y = level[1](level[0](y, next(rows)), next(rows))
             kept.append(y)
             y = level[2](y) if len(level) > 2 else y
         for block in self.mid:
             y = block(y, next(rows))
-        for level in self.up:
+        for level in up:
             y = torch.cat((y, kept.pop()), 1)
             y = level[2](level[1](level[0](y, next(rows)), next(rows)))
         y = self.last_norm(self.last(y))
@@ -253,7 +262,7 @@ class DiffusionPolicy(Network):
         """Return the features (B, V, 2 · keypoints) of uint8 frames (B, V, H, W, 3), all cameras of a moment before the
         next."""
         config, (batch, views) = self.config, images.shape[:2]
-        wide = self.encoders[0].out.weight.dtype
+        wide = self.get_parameter("encoders.0.out.weight").dtype
         mean, deviation = (
             torch.tensor([getattr(c, name) for c in config.cameras], dtype=wide, device=images.device).repeat(
                 config.history, 1
@@ -280,7 +289,7 @@ class DiffusionPolicy(Network):
     def films(self, condition: Tensor) -> list[Tensor]:
         """Return the observation's part of each block's condition, (B, n) float32."""
         active, first = mish(condition), self.config.time_dim
-        weights = (self.unet.get_submodule(name).film.weight for name in self.unet.names)
+        weights = (film.weight for film in self.unet.films)
         return [F.linear(active.to(weight.dtype), weight[:, first:]).to(active.dtype) for weight in weights]
 
     def time_tables(self, times: Sequence[int]) -> list[Tensor]:
@@ -291,8 +300,7 @@ class DiffusionPolicy(Network):
         angle = torch.tensor(times, device=device)[:, None] * frequency
         embedding = torch.cat((angle.sin(), angle.cos()), -1).to(wide)
         active = mish(unet.time_out(mish(unet.time_in(embedding))))
-        films = (unet.get_submodule(name).film for name in unet.names)
-        return [F.linear(active, f.weight[:, : active.shape[1]].to(wide), f.bias.to(wide)) for f in films]
+        return [F.linear(active, f.weight[:, : active.shape[1]].to(wide), f.bias.to(wide)) for f in unet.films]
 
     def sample(self, noise: Tensor, condition: Tensor, tables: Sequence[Tensor], num_steps: int) -> Tensor:
         """Return normalised actions (B, T, action_dim) float32.
