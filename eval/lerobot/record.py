@@ -73,7 +73,7 @@ def play(indices: range, chosen: Arguments, starts: np.ndarray) -> int:
             if not left:
                 break
         if env.success:
-            arrays = {"images": np.stack(images), "states": np.float32(states), "actions": np.float32(actions)}
+            arrays = {"images": np.stack(images), "states": np.stack(states), "actions": np.stack(actions)}
             with replacing(chosen.output / f"episode_{index:05d}.npz") as temporary, temporary.open("wb") as file:
                 np.savez(file, **arrays)  # type: ignore[arg-type]
             written += 1

@@ -82,6 +82,7 @@ class Demonstrations(torch.utils.data.Dataset):
         self.images, self.states, self.actions = (
             torch.from_numpy(np.concatenate([one[name] for one in loaded])) for name in ("images", "states", "actions")
         )
+        self.states, self.actions = self.states.float(), self.actions.float()
         ends = np.cumsum([len(one["states"]) for one in loaded])
         self.first = torch.from_numpy(np.repeat(ends - np.diff(ends, prepend=0), np.diff(ends, prepend=0)))
         self.last = torch.from_numpy(np.repeat(ends - 1, np.diff(ends, prepend=0)))
@@ -152,16 +153,15 @@ class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextlib.contextmanager
-def trainer(data: Demonstrations) -> Iterator[Any]:
-    """lerobot's module of the trainer, which takes these demonstrations instead of a data set on disk."""
+def lerobot_without_datasets() -> Iterator[Any]:
+    """lerobot's module of the trainer, imported without the packages of data sets on disk."""
     sys.meta_path.append(_Empty())
     from lerobot.utils import import_utils
 
     with mock.patch.object(import_utils, "require_package", lambda *_, **__: None):
         from lerobot.scripts import lerobot_train
 
-        with mock.patch.object(lerobot_train, "make_train_eval_datasets", lambda config: (data, None)):
-            yield lerobot_train
+        yield lerobot_train
 
 
 def new_config(chosen: Arguments, size: tuple[int, int]) -> Any:
@@ -213,7 +213,10 @@ def run(chosen: Arguments) -> None:
     """Train, and leave lerobot's folders in the output."""
     torch.manual_seed(chosen.seed)
     data = Demonstrations(chosen.episodes)
-    with trainer(data) as lerobot_train:
+    with (
+        lerobot_without_datasets() as lerobot_train,
+        mock.patch.object(lerobot_train, "make_train_eval_datasets", lambda config: (data, None)),
+    ):
         from lerobot.configs.default import DatasetConfig
         from lerobot.configs.train import TrainPipelineConfig
         from lerobot.policies import factory

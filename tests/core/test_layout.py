@@ -65,7 +65,7 @@ EVAL_ALLOWED = {
     "scripts": {"checkpoints", "cli", "latency", "measure", "progress", "report"},
     "harness": {"cli", "client", "latency", "machine", "measure", "policy", "progress", "remote", "report", "tune"},
     "libero": {"cli"},
-    "lerobot": {"cli"},
+    "lerobot": {"cli", "server"},
     "demo": {
         *("checkpoints", "cli", "engines", "families", "fp8", "kernels", "machine", "measure", "nn", "policy"),
         "transforms",
