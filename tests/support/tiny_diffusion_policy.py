@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.lerobot_saved import Change, saved, write_saved
-from vla_accel.families.act.network import Camera
 from vla_accel.families.diffusion_policy.bench import DrawnDiffusionPolicy
 from vla_accel.families.diffusion_policy.checkpoint import stored_name
 from vla_accel.families.diffusion_policy.network import DiffusionPolicy, DiffusionPolicyConfig
 from vla_accel.nn.random_weights import drawn_model
+from vla_accel.nn.resnet import Camera
 from vla_accel.transforms.frames import FrameProcessor
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import Preset

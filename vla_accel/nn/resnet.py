@@ -6,6 +6,7 @@ Module names are torchvision's, from `conv1` to `layer4`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -26,6 +27,8 @@ _STAGES = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4
 _EPS = 1e-5
 _GROUP = 16  # channels of a group, as in lerobot's Diffusion Policy
 _NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+Channels = tuple[float, float, float]
 _LANES = 8  # channels that a library's convolution reads at a time; the three colours are padded to as many
 
 
@@ -70,6 +73,21 @@ class ResNetConfig:
 def feature_size(height: int, width: int) -> tuple[int, int]:
     """Return the size of the last feature map of an image."""
     return -(-height // REDUCTION), -(-width // REDUCTION)
+
+
+@dataclass(frozen=True)
+class Camera:
+    """Size of a camera's images, and the mean and the divisor of each channel of their pixels in [0, 1]."""
+
+    height: int
+    width: int
+    mean: Channels = _IMAGENET[0]
+    deviation: Channels = _IMAGENET[1]
+
+    @property
+    def tokens(self) -> int:
+        """Pixels of its feature map."""
+        return math.prod(feature_size(self.height, self.width))
 
 
 # -- in torch -----------------------------------------------------------------------------------------------------

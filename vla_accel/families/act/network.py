@@ -18,26 +18,9 @@ from torch.nn import functional as F
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
 from vla_accel.nn.network import Network
-from vla_accel.nn.resnet import ResNet, ResNetConfig, feature_size
+from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig
 
 _TEMPERATURE = 10_000.0
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-Channels = tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class Camera:
-    """Size of a camera's images, and the mean and the divisor of each channel of their pixels in [0, 1]."""
-
-    height: int
-    width: int
-    mean: Channels = _IMAGENET[0]
-    deviation: Channels = _IMAGENET[1]
-
-    @property
-    def tokens(self) -> int:
-        """Pixels of its feature map."""
-        return math.prod(feature_size(self.height, self.width))
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.act.network import Camera
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
 from vla_accel.nn.network import Network
-from vla_accel.nn.resnet import ResNet, ResNetConfig
+from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig
 
 EPS = 1e-5
 LAST_GROUPS = 8
