@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
 from vla_accel.nn.network import Network
-from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig
+from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig, feature_size
 
 _TEMPERATURE = 10_000.0
 
