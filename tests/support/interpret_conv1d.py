@@ -76,17 +76,17 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def program(batch: int = 2, steps: int = 2) -> list[Tensor]:
-    """The actions of the denoising program of a small model, with new noise at each step."""
+def program(batch: int = 2) -> list[Tensor]:
+    """The actions of the denoising program of a small model: a step takes the interpreter seconds."""
     config = config_of(widths=(16, 24), action_horizon=4)
     generator = torch.Generator().manual_seed(1)
     views, chunk = config.history * len(config.cameras), (config.action_horizon, config.action_dim)
     inputs = {
-        "noise": torch.randn(batch, steps, *chunk, generator=generator),
+        "noise": torch.randn(batch, *chunk, generator=generator),
         "features": torch.randn(batch, views, 2 * config.keypoints, generator=generator),
         "state": torch.randn(batch, config.history, config.state_dim, generator=generator),
     }
-    run = DiffusionPolicyStore(tiny_model(config)).denoise(batch, steps, EngineSpec("native"))
+    run = DiffusionPolicyStore(tiny_model(config)).denoise(batch, 1, EngineSpec("native"))
     actions = torch.zeros(batch, *chunk)
     run(inputs, {"actions": actions})
     return [actions]

@@ -255,8 +255,9 @@ class _Product:
     @property
     def kind(self) -> str:
         """A name for products of the same sizes."""
-        n, k = self.weights.product.weight.shape
-        return f"{len(self.rows)}x{n}x{k}"
+        weight = self.weights.product.weight
+        low = "" if weight.dtype == self.rows.dtype else " of 8-bit weights"
+        return f"{len(self.rows)}x{weight.shape[0]}x{weight.shape[1]}{low}"
 
 
 @dataclass(frozen=True)
