@@ -177,6 +177,8 @@ JOBS: tuple[Job, ...] = (
           "--profile", "lerobot"),
     bench("act", "--model act --systems native-bf16,eager,lerobot-eager,lerobot-compile --steps 1 --batch 1,2,4,8 "
           "--calls 100 --profile", "lerobot"),
+    bench("diffusion_policy", "--model diffusion_policy --systems native-bf16,native-fp8-denoise,eager,lerobot-eager,"
+          "lerobot-compile --steps 100,10 --batch 1,2,4,8 --calls 50 --profile", "lerobot"),
     bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "
           "--calls 20"),
     bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla"),

@@ -11,7 +11,7 @@ from eval.training import record_of
 from vla_accel.files import without_folders
 
 MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7", "pi0_fast": "π0-FAST",
-          "act": "ACT"}  # fmt: skip
+          "act": "ACT", "diffusion_policy": "Diffusion Policy"}  # fmt: skip
 """Display names of the model families."""
 Row = Mapping[str, Any]
 Cell = str | Callable[[Any], str]
