@@ -28,12 +28,12 @@ from vla_accel.families.diffusion_policy.scheduler import Step
 from vla_accel.fp8 import Products
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.conv1d.ops import Film, StepSizes, Target, normed, scheduler_step
-from vla_accel.kernels.gemm.config import gemm_sizes
+from vla_accel.kernels.gemm.config import default, gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.image.ops import GroupNorm
-from vla_accel.nn.kernel_choices import KernelChoices
+from vla_accel.nn.kernel_choices import Choice, KernelChoices
 from vla_accel.nn.resnet import ResNetWeights
 from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
@@ -45,6 +45,8 @@ QUANTISED = {"denoise": {"native": Products(("conv1", "conv2", "residual"), acti
 _ALIGNED = 16
 """Columns to which the rows of a product are filled up with zeros."""
 _NO_CLIP = 3e38
+_MEASURED = 1 << 20
+"""Weights of a product from which it is measured: each tile config is a kernel to compile at the first start."""
 Operation = Callable[[int], None]
 """An operation of a step, by the step's index."""
 
@@ -296,7 +298,10 @@ class NativeUnet:
             alike.setdefault(product.kind, []).append(product)
         for kind, products in alike.items():
             sizes = gemm_sizes(products[0].rows, products[0].weights.product)
-            self.choices.product(kind, sizes, partial(self._multiply_all, products))
+            if sizes.n * sizes.k < _MEASURED:
+                self.choices.chosen[kind] = Choice(default(current(self.device).gpu, sizes))
+            else:
+                self.choices.product(kind, sizes, partial(self._multiply_all, products))
         launches = len(self.operations) + 1
         self.detail = f"fused ops, {weights_in(weights.precision)}, {launches} launches a step{self.choices.detail}"
 
