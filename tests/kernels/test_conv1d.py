@@ -3,6 +3,9 @@ Triton's interpreter."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,6 +66,15 @@ def test_the_kernels_compute_what_their_references_do() -> None:
     found = dict(reversed(line.split(" ", 1)) for line in lines_of("interpret_conv1d"))
     assert len(found) == 11
     assert {name: worst for name, worst in found.items() if not float(worst) < 2e-6} == {}
+
+
+@needs_triton
+def test_the_passes_of_the_published_size_compile(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in lines_of("compile_conv1d", cache=tmp_path)]
+    assert {row["kernel"] for row in rows} == {"_normed", "_scheduler_step"} and len(rows) > 10
+    assert all(row["fits"] and not row["spilled"] and row["registers"] <= 128 for row in rows)
+    # The first pass begins the chain; each of the others waits for the kernel before.
+    assert sum(not row["waits"] for row in rows) == 1
 
 
 @needs_triton

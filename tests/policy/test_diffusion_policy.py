@@ -122,6 +122,13 @@ def test_a_policy_keeps_the_last_observations_of_its_episode(policy: OptimizedPo
     np.testing.assert_array_equal(actions(observation(0)), alone)
 
 
+def test_the_oldest_observation_is_repeated() -> None:
+    three = policy_of(config=config_of(history=3))
+    drawn = np.random.default_rng(0).standard_normal(three.noise_shape)
+    short, filled = (three.infer(stacked(*seeds), noise=drawn)["actions"] for seeds in ((0, 1), (0, 0, 1)))
+    np.testing.assert_array_equal(short, filled)
+
+
 def test_an_observation_of_another_form_begins_anew(policy: OptimizedPolicy, noise: np.ndarray) -> None:
     with pytest.raises(ObservationError, match=rf"{CAMERAS[0]}: expected shape"):
         policy.infer({**observation(0), CAMERAS[0]: np.zeros((4, 4, 3), np.uint8)})

@@ -17,7 +17,7 @@ from vla_accel.nn.random_weights import drawn_model
 from vla_accel.nn.resnet import Camera
 from vla_accel.transforms.frames import FrameProcessor
 from vla_accel.transforms.normalisation import Normaliser
-from vla_accel.transforms.robots import Preset
+from vla_accel.transforms.robots import LIBERO, Preset
 
 CAMERAS = ("observation.images.wrist", "observation.images.front")
 FRAME, STATE, ACTIONS, HISTORY = (40, 56), 6, 5, 2
@@ -70,6 +70,35 @@ def observation(seed: int = 0, moments: int | None = None) -> dict[str, Any]:
     rng, lead = np.random.default_rng(seed), () if moments is None else (moments,)
     images = {key: rng.integers(0, 256, (*lead, *FRAME, 3), dtype=np.uint8) for key in CAMERAS}
     return {**images, "observation.state": rng.uniform(-1, 2, (*lead, STATE))}
+
+
+def libero_observation(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    images = {key: rng.integers(0, 256, (224, 224, 3), dtype=np.uint8) for key in LIBERO.images}
+    return {**images, "observation/state": rng.uniform(-1, 2, 8), "prompt": "pick up the bowl"}
+
+
+def write_libero(folder: Path) -> Path:
+    """A folder of LIBERO's robot, whose frames of 224 x 224 pixels are resized; DDIM."""
+    folder.mkdir(parents=True, exist_ok=True)
+    features: dict[str, Any] = {
+        **{f"observation.images.{name}": {"type": "VISUAL", "shape": [3, 224, 224]} for name in ("image", "image2")},
+        "observation.state": {"type": "STATE", "shape": [8]}, "action": {"type": "ACTION", "shape": [7]},
+    }  # fmt: skip
+    settings = {"resize_shape": [48, 48], "crop_ratio": 0.8, "crop_shape": None, "noise_scheduler_type": "DDIM"}
+    statistics = {
+        key: dict.fromkeys(("mean", "std"), [[[0.5]]] * 3) if f["type"] == "VISUAL"
+        else {"min": -np.ones(f["shape"][0]), "max": 2 * np.ones(f["shape"][0])}
+        for key, f in features.items()
+    }  # fmt: skip
+    files = saved("diffusion", "0.6.1", features, MODES, **(SETTINGS | settings))
+    write_saved(folder, files, statistics, lambda files: None)
+    model = tiny_model(
+        config_of(cameras=(Camera(224, 224),) * 2, resize=(48, 48), crop=(38, 38), state_dim=8, action_dim=7)
+    )
+    tensors = {stored_name(name, model.config): value.clone() for name, value in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def write_lerobot(

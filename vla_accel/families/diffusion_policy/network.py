@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from vla_accel.errors import ConfigError
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
 from vla_accel.nn.network import Network
-from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig
+from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig, feature_size
 
 EPS = 1e-5
 LAST_GROUPS = 8
@@ -128,20 +128,10 @@ class Encoder(nn.Module):
         self.keypoints = nn.Conv2d(config.backbone.channels, config.keypoints, 1)
         self.out = nn.Linear(2 * config.keypoints, 2 * config.keypoints)
 
-    def forward(self, frames: Tensor) -> Tensor:
+    def forward(self, frames: Tensor, places: Tensor) -> Tensor:
+        """`places` (pixels of the last map, 2): each one's x and y."""
         maps = self.keypoints(self.backbone(frames).to(self.keypoints.weight.dtype))
-        return self.read(maps.flatten(2), grid(maps.shape[2], maps.shape[3], maps))
-
-    def read(self, maps: Tensor, places: Tensor) -> Tensor:
-        """Features of maps (N, keypoints, h · w): the place, (h · w, 2), where each one is large."""
-        return F.relu(self.out((maps.softmax(-1) @ places).flatten(1)))
-
-
-def grid(height: int, width: int, like: Tensor) -> Tensor:
-    """Return (height · width, 2), the x and y of each pixel from -1 to 1."""
-    y, x = (torch.linspace(-1, 1, n, dtype=torch.float64) for n in (height, width))
-    places = torch.stack((x.repeat(height), y.repeat_interleave(width)), 1)
-    return places.to(like)
+        return F.relu(self.out((maps.flatten(2).softmax(-1) @ places).flatten(1)))
 
 
 def mish(x: Tensor) -> Tensor:
@@ -258,25 +248,33 @@ class DiffusionPolicy(Network):
         ends = (".keypoints.", ".out.", ".time_in.", ".time_out.")
         return "norm" in name or any(end in name for end in ends) or name.endswith(".film.bias")
 
-    def see(self, images: Tensor) -> Tensor:
+    def pixel_constants(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the constants of `see`: mean and deviation of each frame (V, 3, 1, 1), and the x and y from -1 to 1 of
+        each pixel of the last map (h · w, 2)."""
+        config, like = self.config, self.get_parameter("encoders.0.out.weight")
+        mean, deviation = (
+            torch.tensor([getattr(c, name) for c in config.cameras] * config.history, dtype=torch.float64)
+            for name in ("mean", "deviation")
+        )
+        height, width = feature_size(*config.seen)
+        y, x = (torch.linspace(-1, 1, n, dtype=torch.float64) for n in (height, width))
+        places = torch.stack((x.repeat(height), y.repeat_interleave(width)), 1)
+        return mean[..., None, None].to(like), deviation[..., None, None].to(like), places.to(like)
+
+    def see(self, images: Tensor, mean: Tensor, deviation: Tensor, places: Tensor) -> Tensor:
         """Return the features (B, V, 2 · keypoints) of uint8 frames (B, V, H, W, 3), all cameras of a moment before the
         next."""
         config, (batch, views) = self.config, images.shape[:2]
-        wide = self.get_parameter("encoders.0.out.weight").dtype
-        mean, deviation = (
-            torch.tensor([getattr(c, name) for c in config.cameras], dtype=wide, device=images.device).repeat(
-                config.history, 1
-            )[..., None, None]
-            for name in ("mean", "deviation")
-        )
-        frames = ((images.permute(0, 1, 4, 2, 3).to(wide) / 255 - mean) / deviation).flatten(0, 1)
+        frames = ((images.permute(0, 1, 4, 2, 3).to(mean.dtype) / 255 - mean) / deviation).flatten(0, 1)
         if config.resize is not None:
             frames = F.interpolate(frames, config.resize, mode="bilinear", antialias=True, align_corners=False)
         frames = centre(frames, config.seen).to(self.dtype).unflatten(0, (batch, views))
         if config.shared_encoder:
-            return self.encoders[0](frames.flatten(0, 1)).unflatten(0, (batch, views))
+            return self.encoders[0](frames.flatten(0, 1), places).unflatten(0, (batch, views))
         each = [
-            encoder(frames[:, camera :: len(config.cameras)].flatten(0, 1)).unflatten(0, (batch, config.history))
+            encoder(frames[:, camera :: len(config.cameras)].flatten(0, 1), places).unflatten(
+                0, (batch, config.history)
+            )
             for camera, encoder in enumerate(self.encoders)
         ]
         return torch.stack(each, 2).flatten(1, 2)
