@@ -272,8 +272,10 @@ class OptimizedPolicy:
         self, observation: Mapping[str, Any], *, noise: np.ndarray
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return the result of `infer`, and float32 arrays to compare engines by: the normalised `actions` (H, A) and
-        the outputs in `BenchCard.internals`. Copies a lot, so do not time it."""
+        the outputs in `BenchCard.internals`. Begins an episode. Copies a lot, so do not time it."""
         with self._lock:
+            if self._history is not None:
+                self._history.clear()
             result = self.infer(observation, noise=noise)
             pipeline, inputs = self.pipelines.newest, self.processor.prepare(observation)
             raw = pipeline.result[:1].cpu().numpy()
