@@ -86,7 +86,7 @@ def write_libero(folder: Path) -> Path:
         "observation.state": {"type": "STATE", "shape": [8]}, "action": {"type": "ACTION", "shape": [7]},
     }  # fmt: skip
     settings = {"resize_shape": [48, 48], "crop_ratio": 0.8, "crop_shape": None, "noise_scheduler_type": "DDIM"}
-    statistics = {
+    statistics: dict[str, dict[str, Any]] = {
         key: dict.fromkeys(("mean", "std"), [[[0.5]]] * 3) if f["type"] == "VISUAL"
         else {"min": -np.ones(f["shape"][0]), "max": 2 * np.ones(f["shape"][0])}
         for key, f in features.items()
