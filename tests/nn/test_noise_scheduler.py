@@ -51,4 +51,4 @@ def test_impossible_schedulers_are_refused() -> None:
         NoiseScheduler().steps(101)
     for name, value in (("kind", "PNDM"), ("betas", "sigmoid"), ("prediction", "v_prediction")):
         with pytest.raises(ConfigError, match=f"scheduler.{name}"):
-            NoiseScheduler(**{name: value})
+            NoiseScheduler(**{name: value})  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from vla_accel.families.diffusion_policy.network import DiffusionPolicyConfig
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
 from vla_accel.families.loading import Checkpoint
 from vla_accel.nn.resnet import ResNetConfig
+from vla_accel.transforms.history import History
 
 EAGER: dict[str, Any] = {"precision": "fp32", "strict": True, "device": "cpu", "vision": "eager", "denoise": "eager"}
 NATIVE = {**EAGER, "vision": "native", "denoise": "native"}
@@ -129,11 +131,36 @@ def test_the_oldest_observation_is_repeated() -> None:
     np.testing.assert_array_equal(short, filled)
 
 
-def test_an_observation_of_another_form_begins_anew(policy: OptimizedPolicy, noise: np.ndarray) -> None:
-    with pytest.raises(ObservationError, match=rf"{CAMERAS[0]}: expected shape"):
-        policy.infer({**observation(0), CAMERAS[0]: np.zeros((4, 4, 3), np.uint8)})
-    got = policy.infer(observation(0), noise=noise)["actions"]
-    np.testing.assert_array_equal(got, policy.infer(stacked(0), noise=noise)["actions"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {CAMERAS[0]: np.zeros((4, 4, 3), np.uint8)}, {"observation.state": np.full(6, np.nan)},
+        {CAMERAS[0]: np.ma.masked_equal(np.zeros((40, 56, 3), np.uint8), 0)}, {CAMERAS[1]: None},
+        {CAMERAS[0]: SimpleNamespace(mode="HSV")},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("call", ["infer", "observe"])
+def test_a_refused_observation_is_not_kept(
+    call: str, change: dict[str, Any], policy: OptimizedPolicy, noise: np.ndarray
+) -> None:
+    policy.observe(observation(0))
+    bad = {key: value for key, value in {**observation(7), **change}.items() if value is not None}
+    with pytest.raises(ObservationError):
+        getattr(policy, call)(bad)
+    got = policy.infer(observation(1), noise=noise)["actions"]
+    np.testing.assert_array_equal(got, policy.infer(stacked(0, 1), noise=noise)["actions"])
+
+
+def test_an_observation_of_another_form_begins_anew() -> None:
+    kept = History(2, ("state",))
+    kept.add({"state": np.zeros(2)})
+    assert np.shape(kept.add({"state": np.ones(3)})["state"]) == (1, 3)
+    assert np.shape(kept.add({"state": np.ones(3)})["state"]) == (2, 3)
+
+
+def test_the_metadata_say_what_a_call_returns(policy: OptimizedPolicy) -> None:
+    assert policy.metadata["action_horizon"] == 8 and policy.metadata["returned_actions"] == 7
+    assert not policy.processor.preset.optional_images
 
 
 def test_a_batch_has_the_history_of_each_row(policy: OptimizedPolicy, noise: np.ndarray) -> None:
@@ -190,7 +217,7 @@ def test_the_async_runner_sees_every_tick() -> None:
             assert others and all(b - a == 1 for a, b in others)
 
 
-def test_a_server_keeps_the_history_of_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_sends_the_history_and_a_server_keeps_none(caplog: pytest.LogCaptureFixture) -> None:
     from vla_accel.client import PolicyClient
     from vla_accel.server import background
 
@@ -203,10 +230,12 @@ def test_a_server_keeps_the_history_of_each_connection(monkeypatch: pytest.Monke
         ours.infer(frame(3))
         assert [list(seen) for seen in spy.seen] == [[0], [1, 2], [3]], "this package's client sends its history"
         spy.seen.clear()
-        ours._history = other._history = None  # as openpi's client, which sends one observation
-        for client, tick in ((ours, 5), (other, 6), (ours, 7), (other, 8)):
-            client.infer(frame(tick))
-        assert [list(seen) for seen in spy.seen] == [[5], [6], [5, 7], [6, 8]]
+        other._history = None  # as openpi's client, which sends one observation
+        for tick in (5, 6):
+            other.infer(frame(tick))
+        other.infer_batch([frame(7), frame(8)])
+        assert [list(seen) for seen in spy.seen] == [[5], [6], [7], [8]]
+    assert sum("it is repeated" in record.message for record in caplog.records) == 1
 
 
 def test_the_evaluation_shows_the_policy_every_last_observation() -> None:
