@@ -82,8 +82,8 @@ def gemm_sizes(
 class Skinny:
     """Up to 16 rows: weights go to registers before the wait for the previous kernel (`triton_skinny`).
 
-    `columns` and `rows` of a program (for a single row without tensor cores), `parts` of K (one for each warp), K of a chunk, chunks of weights that are loaded
-    before the wait.
+    `columns` and `rows` of a program (a single row takes no tensor cores), `parts` of K (one for each warp), K of a
+    chunk, chunks of weights that are loaded before the wait.
     """
 
     columns: int
@@ -309,12 +309,14 @@ def known(
     """
     runtime = current(device)
     table = hopper.planned(runtime.gpu, kind, activation, rows, n, k)
-    found = measured(measurement(kind, activation, rows, n, k), device)
+    found = measured(measurement(kind, activation, rows, n, k, inside=inside), device)
     if found is None or (inside and table is not None):
         return table
     return None if isinstance(found, Library) else found
 
 
-def measurement(kind: torch.dtype, activation: Activation, rows: int, n: int, k: int) -> str:
+def measurement(
+    kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, *, inside: bool = False
+) -> str:  # fmt: skip
     """Return the name under which a product of many rows is measured (`choice.tune`)."""
-    return f"GEMM {kind} {activation} {rows}x{n}x{k}"
+    return f"GEMM {kind} {activation} {rows}x{n}x{k}" + (", norm inside" if inside else "")

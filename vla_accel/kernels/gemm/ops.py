@@ -50,7 +50,7 @@ def gemm(
             leaves the product before the activation; may be `out`.
 
     Raises:
-        EngineError: no kernel runs this product. Plan a norm or a residual with `choice.can_be_inside`.
+        EngineError: no kernel runs this product. Plan a norm or a residual with `choice.is_inside`.
     """
     if path(x) == "reference":
         return _reference(x, weights, out, epilogue, norm, workspace)

@@ -2,9 +2,10 @@
 
 A program owns a slice of output columns and all the rows. K is divided into PARTS pieces that become the batch of one
 batched product, so that every warp has its own piece and the tensor cores see m16n8k16; the pieces are added at the
-end. A single row needs no tensor cores: weights are multiplied in the registers into which they are loaded. Weights are loaded into registers before the wait for the previous kernel, which they do not depend on; K passes
-through shared memory in up to four chunks, so that two kernels fit on a multiprocessor and overlap. RMSNorm costs no
-pass of its own: rms(x ∘ (1 + scale)) W = rstd ∘ ((x ∘ (1 + scale)) W), and the shift's product is a step's constant.
+end. A single row takes no tensor cores: weights are multiplied in the registers into which they are loaded. Weights are
+loaded into registers before the wait for the previous kernel, which they do not depend on; K passes through shared
+memory in up to four chunks, so that two kernels fit on a multiprocessor and overlap. RMSNorm costs no pass of its own:
+rms(x ∘ (1 + scale)) W = rstd ∘ ((x ∘ (1 + scale)) W), and the shift's product is a step's constant.
 """
 
 from __future__ import annotations
