@@ -423,6 +423,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     yield from _smolvla_cases()
     yield from _library_cases()
     yield from _pinned_cases()
+    yield from _one_row_cases()
 
 
 def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
@@ -464,6 +465,19 @@ def _pinned_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     yield "project of parts pinned", _project(33, 24, 320, 1, "gp", Pipelined(16, 16, 64, split=2))
     for what in ("fp", "np", "lnp", "fsp2", "sp2"):
         yield f"step pinned {what}", _step(2, 6, 5, 72, 7, what)
+
+
+def _one_row_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
+    """π0-FAST's token: products without tensor cores, with chunks of K that are loaded early, and others."""
+    for weights, config in (
+        ("", Skinny(4, 4, 2048, 1, 2)),
+        ("fp8", Skinny(8, 2, 64, 1, 1)),
+        ("int8", Skinny(2, 8, 512, 1, 3)),
+    ):
+        said = f"one row {weights} {config}"
+        yield f"qkv_rope {said}", _qkv_rope(1, 1, 1152, 2, 1, 64, True, weights, config)
+        yield f"gate_up_geglu {said}", _gate_up(1, 1152, 96, False, weights, config)
+        yield f"project {said}", _project(1, 60, 4304, 1, "gr" + {"": "b", "fp8": "8", "int8": "i"}[weights], config)
 
 
 CASES: dict[str, Callable[[Draw], Call]] = dict(_cases())
