@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -132,6 +133,32 @@ def skinny(sizes: GemmSizes, gpu: Gpu | None) -> Skinny:
 
 
 @dataclass(frozen=True)
+class OneRow:
+    """One row, without tensor cores (`triton_row`): output columns of a tile, tiles of a program, warps."""
+
+    columns: int
+    tiles: int
+    warps: int
+
+    rows: ClassVar[int] = 1
+
+    def __str__(self) -> str:
+        return f"one row by {self.tiles} x {self.columns}, {self.warps} warps"
+
+    def shared(self, sizes: GemmSizes) -> int:
+        """Return the bytes of shared memory, at most: those of the row, and of each warp's sums."""
+        return power_of_two(sizes.k) * 4 + 64 * self.warps * self.columns * sizes.sides
+
+    def why_not(self, gpu: Gpu | None, sizes: GemmSizes) -> str | None:
+        if sizes.layer_norm or sizes.rows > 1:
+            return f"{self} norms no rows of plain columns, and takes one row"
+        return too_large(self, self.shared(sizes), gpu)
+
+    def cost(self, gpu: Gpu | None, sizes: GemmSizes) -> tuple[float, ...]:
+        return (0.0,)
+
+
+@dataclass(frozen=True)
 class Pipelined:
     """K passes through shared memory in `stages` (`triton_pipelined`).
 
@@ -197,13 +224,13 @@ class Library:
         return "cuBLAS"
 
 
-TritonConfig = Skinny | Pipelined
+TritonConfig = Skinny | OneRow | Pipelined
 GemmConfig = TritonConfig | Library | HopperTile
 
 
 def candidates(gpu: Gpu | None, sizes: GemmSizes) -> list[TritonConfig]:
     """Return the Triton configs worth measuring, the one to use unmeasured first."""
-    return [*_skinny(gpu, sizes), *_pipelined(gpu, sizes, (1, 2, 4, 8))[:MOST_MEASURED]]
+    return [*_skinny(gpu, sizes), *_one_row(gpu, sizes), *_pipelined(gpu, sizes, (1, 2, 4, 8))[:MOST_MEASURED]]
 
 
 def default(gpu: Gpu | None, sizes: GemmSizes) -> TritonConfig:
@@ -218,7 +245,7 @@ def variants(gpu: Gpu | None, sizes: GemmSizes, config: TritonConfig) -> list[Tr
     stage, with prefetched weights where kernels can start early, with tiles by TMA, and with weights as the first
     operand where that is multiplied by 64 rows at a time.
     """
-    if isinstance(config, Skinny):
+    if isinstance(config, (Skinny, OneRow)):
         return [config]
     found = [config]
     half = NO_LIMIT if gpu is None else gpu.shared_per_multiprocessor // 2 - 1024
@@ -271,6 +298,19 @@ def _of_one_row(sizes: GemmSizes) -> list[Skinny]:
         early = 256 * 32 * parts // (block_k * sizes.sides * columns * sizes.weight_bytes)
         found.append(Skinny(columns, min(parts, block_k // 16), block_k, 1, max(1, min(early, chunks, 4))))
     return [*dict.fromkeys(found)]
+
+
+def _one_row(gpu: Gpu | None, sizes: GemmSizes) -> list[OneRow]:
+    """Return configs with programs for all multiprocessors, and as many bytes under way as memory needs."""
+    if sizes.rows > 1:
+        return []
+    row, found = power_of_two(sizes.k) * sizes.weight_bytes * sizes.sides, []
+    multiprocessors = 128 if gpu is None else gpu.multiprocessors
+    for warps, kilobytes in ((4, 8), (8, 8), (8, 16), (8, 32), (16, 32)):
+        columns = min(power_of_two(sizes.columns), max(1, kilobytes * 1024 // row))
+        count = sizes.groups * -(-sizes.columns // columns)
+        found.append(OneRow(columns, -(-count * warps // (32 * multiprocessors)), warps))
+    return [config for config in dict.fromkeys(found) if config.why_not(gpu, sizes) is None]
 
 
 def _pipelined(gpu: Gpu | None, sizes: GemmSizes, splits: tuple[int, ...]) -> list[Pipelined]:
