@@ -136,12 +136,10 @@ def is_inside(rows: int, before: Product, after: Product) -> bool:
         return True
     for weights, kind in products:
         tune(weights, kind, rows)
-    names = [f"{len(w.weight)}x{w.weight.shape[1]} {w.weight.dtype} {kind}" for w, kind in products]
-    what = f"norm of {rows} rows between {' and '.join(names)}"
-    return (
-        measure(what, ["inside", "apart"], norm_trial(rows, before, after), before[0].weight.device, CALLS).config
-        == "inside"
-    )
+    names = " and ".join(f"{'x'.join(map(str, w.weight.shape))} {w.weight.dtype} {kind}" for w, kind in products)
+    what = f"{'RMSNorm' if after[0].sums is None else 'LayerNorm'} of {rows} rows between {names}"
+    ways = ("inside", "apart")
+    return measure(what, ways, norm_trial(rows, before, after), before[0].weight.device, CALLS).config == ways[0]
 
 
 def norm_trial(rows: int, before: Product, after: Product) -> Callable[[str], Tensor]:

@@ -245,8 +245,6 @@ _KINDS = (
     _T(2, 1, 2, 8, 3, persistent=True),
 )  # fmt: skip
 """The table's, of any width and at least 3 stages; the best 3 are measured. Others may be right, but were run less."""
-_FEW, _OF_FEW = 512, 4
-"""Up to so many rows so many configs of `few_rows` are measured, too."""
 _MANY = 1024
 """Beyond so many rows tiles are large, and the caches' bandwidth is used up; two blocks may share their tokens."""
 _KINDS_OF_MANY = (
@@ -301,8 +299,7 @@ def searched(gpu: Gpu | None, kind: torch.dtype, activation: Activation, rows: i
         widths = (round_up(-(-rows // (tiles * kind_of.parts)), 8) for tiles in range(least, most + 1))
         deep = (deepest(replace(kind_of, width=w), range(8, kind_of.stages - 1, -1), gpu, sizes) for w in widths)
         found += cheapest(filter(None, deep), gpu, sizes, of_each)
-    few = few_rows(gpu, rows, n, k)[:_OF_FEW] if kind.itemsize == 2 and rows <= _FEW else []
-    return [*dict.fromkeys((*cheapest(found, gpu, sizes, of_all), *few))]
+    return cheapest(found, gpu, sizes, of_all)
 
 
 def few_rows(gpu: Gpu | None, rows: int, n: int, k: int, paired: int = 0) -> list[HopperTile]:
