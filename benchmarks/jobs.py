@@ -136,12 +136,30 @@ UNSEEN = [
     played("unseen", config, "--steps 10 --starts {starts} --trials 30", "starts")
     for config in ("eager_fp32", "native", "native_fp8")
 ]
-PLACED = ("native_placed_3", "native_placed_2", "native_uniform_3", "native_fp8_placed_3")
-"""Other denoising steps than the checkpoint's own ten."""
-SCHEDULES = [
-    played("schedules", config, "--starts {starts} --stress {stress} --trials 60", "stress", "starts")
-    for config in ("native", *(f"benchmarks/configs/{name}.yaml" for name in PLACED))
-]
+PLACED = {
+    "": ("native_placed_4", "native_placed_3", "native_placed_2", "native_uniform_3", "native_uniform_1",
+         "native_fp8_placed_3"),
+    "smolvla_demo": ("smolvla_placed_4", "smolvla_placed_3", "smolvla_placed_2", "native_uniform_3",
+                     "native_uniform_1"),
+}  # fmt: skip
+"""Other denoising steps than the checkpoint's own ten, for the bundled π0.5 and for SmolVLA."""
+
+
+def schedules(folder: str, options: str, checkpoint: str = "") -> list[Job]:
+    """Episodes with ten uniform steps and with other steps, from start states that training never saw."""
+    configs = ("native", *(f"benchmarks/configs/{name}.yaml" for name in PLACED[checkpoint]))
+    needs = ("stress", "starts") if "stress" in options else ("starts",)
+    return [
+        played(folder, config, f"--starts {{starts}} {options}", *needs, checkpoint=checkpoint) for config in configs
+    ]
+
+
+SCHEDULES = {
+    "schedules_stress": schedules("schedules_stress", "--stress {stress} --trials 100"),
+    "schedules_smolvla_stress": schedules("schedules_smolvla_stress", "--stress {stress} --trials 100", "smolvla_demo"),
+    "schedules": schedules("schedules", "--trials 50"),
+    "schedules_smolvla": schedules("schedules_smolvla", "--trials 50", "smolvla_demo"),
+}
 
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
@@ -157,6 +175,8 @@ JOBS: tuple[Job, ...] = (
           "lerobot"),
     bench("groot", "--model groot --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 --calls 50 "
           "--profile", "lerobot"),
+    bench("act", "--model act --systems native-bf16,eager,lerobot-eager,lerobot-compile --steps 1 --batch 1,2,4,8 "
+          "--calls 100 --profile", "lerobot"),
     bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "
           "--calls 20"),
     bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla"),
@@ -210,8 +230,7 @@ JOBS: tuple[Job, ...] = (
     paired("libero_stress_elsewhere", [STRESSED[0], *STRESSED_ELSEWHERE]),
     *UNSEEN,
     paired("libero_paired_unseen", UNSEEN),
-    *SCHEDULES,
-    paired("libero_schedules_stress", SCHEDULES),
+    *(job for name, runs in SCHEDULES.items() for job in (*runs, paired(f"libero_{name}", runs))),
     *(Job(f"flow_{name}_demo_h200", f"vla-accel flow {checkpoint} --config native_fp8 --observations {{observations}} "
           "--output {folder}", needs=("observations",), file="flow.json")
       for name, checkpoint in (("pi05", "demo"), ("smolvla", "smolvla_demo"))),

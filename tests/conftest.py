@@ -22,8 +22,8 @@ LONGEST = ("test_kernels_compile.py", "test_image_engine_files.py", "test_kernel
 
 INTERPRETERS = {
     "--openpi-python": "openpi", "--openpi-client-python": "openpi-client", "--lerobot-python": "lerobot",
-    "--lerobot-051-python": "lerobot 0.5.1", "--lerobot-main-python": "lerobot's main branch",
-    "--groot-python": "lerobot's GR00T",
+    "--lerobot-033-python": "lerobot 0.3.3", "--lerobot-051-python": "lerobot 0.5.1",
+    "--lerobot-main-python": "lerobot's main branch", "--groot-python": "lerobot's GR00T",
 }  # fmt: skip
 
 

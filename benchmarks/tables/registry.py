@@ -41,7 +41,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "paired_portable_int8": (success.paired, "libero_paired_portable_int8"),
     "paired_smolvla": (success.paired, "libero_paired_smolvla"),
     "paired_stress": (success.stressed, "libero_stress"),
-    "schedules_stress": (success.paired, "libero_schedules_stress"),
+    "schedules": (success.schedules, "libero_schedules*"),
     "paired_stress_elsewhere": (success.paired, "libero_stress_elsewhere"),
     "late": (success.late, ("libero_late_*", "bench_record_h200")),
     "flow_pi05": (flow.flow, "flow_pi05_demo_h200"),

@@ -163,6 +163,15 @@ def stressed(result: Row) -> str:
     )
 
 
+def schedules(results: Sequence[Row]) -> str:
+    """`paired` of each checkpoint and stress."""
+    found = []
+    for result in results:
+        checkpoint, stress = result["policies"][result["reference"]]["policy"], stress_of(result)
+        found.append(f"`{checkpoint}`, {f'stress: {stress}' if stress else 'without stress'}\n\n{paired(result)}")
+    return blocks(*found)
+
+
 # -- late answers -------------------------------------------------------------------------------------------------
 
 

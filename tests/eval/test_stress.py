@@ -266,7 +266,7 @@ def test_requests_with_and_without_a_previous_chunk_make_separate_batches() -> N
     assert answers == [("answer", {})] * 4 and policy.batches == [["a", "b"], None]
 
 
-def test_a_policy_must_have_actions_left_when_they_arrive() -> None:
+def test_a_policy_must_have_actions_left_when_they_arrive(caplog: pytest.LogCaptureFixture) -> None:
     protocol, source = Protocol("line", (0,), 1, (3,), 5), PolicySource("local", "x")
     guided, metadata = replace(source, chunking="rtc"), FakePolicy().metadata
     late = [replace(protocol, stress={"latency": ticks}) for ticks in (9, 10)]
@@ -282,6 +282,9 @@ def test_a_policy_must_have_actions_left_when_they_arrive() -> None:
         check_chunks({**metadata, "warm_start": None}, warm, protocol, supports_prev_chunk=True)
     with pytest.raises(ConfigError, match=r"replan: expected .* 10 predicted actions less one, .*, got 10"):
         check_chunks({**metadata, "warm_start": 0.5}, warm, all_executed, supports_prev_chunk=True)
+    assert not caplog.messages
+    check_chunks({**metadata, "warm_start": 0.5}, source, protocol, supports_prev_chunk=True)
+    assert "every chunk starts from noise" in caplog.text
 
 
 # -- the record ---------------------------------------------------------------------------------------------------

@@ -139,6 +139,17 @@ def denoise() -> Cases:
     return {name: lambda c=case: run(c) for name, case in found.items()}
 
 
+def persistent() -> Cases:
+    """The loop kernel at the emulator's sizes, with the shared memory of this GPU and of a smaller one."""
+    from tests.gpu.test_gpu_persistent import EMULATED, check, gpus
+
+    return {
+        f"{name}, {shared}": lambda c=case, g=gpu: check(c, g)
+        for name, (case, _) in EMULATED.items()
+        for shared, gpu in gpus().items()
+    }
+
+
 def triton() -> Cases:
     """The smallest cases of every op, three of more than one tile, and every kind of config."""
     kept: dict[str, int] = {}
@@ -169,7 +180,8 @@ def image() -> Cases:
 
 
 GROUPS: dict[str, Callable[[], Cases]] = {
-    "gemm": gemm, "suffix": suffix, "attention": attention, "denoise": denoise, "triton": triton, "image": image,
+    "gemm": gemm, "suffix": suffix, "attention": attention, "denoise": denoise, "persistent": persistent,
+    "triton": triton, "image": image,
 }  # fmt: skip
 
 

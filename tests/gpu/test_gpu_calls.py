@@ -164,9 +164,9 @@ def test_pixel_maps_follow_the_cameras_of_each_call(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("kernels", ["auto", "portable"])
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
 def test_a_first_step_beside_the_prefix_changes_no_bit(
-    kernels: Literal["auto", "portable"], graph: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: Literal["auto", "triton"], graph: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor do calls in a row, whose steps would meet the next call's prefix."""
     config = replace(NATIVE, cuda_graph=graph, num_steps=2, native=NativeOptions(kernels=kernels))

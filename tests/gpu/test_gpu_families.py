@@ -1,4 +1,5 @@
-"""SmolVLA, GR00T and π0-FAST on a GPU: native next to eager, small and at the published size with random weights."""
+"""SmolVLA, GR00T, π0-FAST and ACT on a GPU: native next to eager, small and at the published size with random
+weights."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
+from tests.support import groot_folders, tiny_act, tiny_pi0_fast, tiny_smolvla
 from tests.support.agreement import assert_as_near
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
+from vla_accel.families.act.family import ACT
 from vla_accel.families.groot.family import GROOT
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.native_decode import TURN
@@ -48,11 +50,13 @@ def used(policy: OptimizedPolicy) -> set[str]:
     [
         (SMOLVLA, {}), (SMOLVLA, {"kv_cache": "fp8"}), (SMOLVLA, {"vision": "fp8", "kv_cache": "fp8"}),
         (SMOLVLA, {"denoise": "int8"}), (GROOT, {}), (GROOT, {"denoise": "fp8"}), (GROOT, {"denoise": "int8"}),
+        (ACT, {}),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
 )  # fmt: skip
 def test_published_size(family: Any, low: dict[str, str]) -> None:
-    """Random weights, in one graph, within the limits of `parity`; SmolVLA in BF16 as near to FP32 as eager is."""
+    """Random weights, in one graph, within the limits of `parity`; SmolVLA and ACT in BF16 as near to FP32 as eager
+    is."""
     policy, exact = random_policy(family, settings(family, "bf16", "native", **low), with_reference=True)
     assert exact is not None
     given = random_observations(policy, 4)
@@ -93,6 +97,22 @@ def test_smolvla_in_fp32_is_eager(tmp_path: Path) -> None:
     ours, theirs = (p.infer(tiny_smolvla.observation(), noise=noise)["actions"] for p in policies)
     # TF32 products keep ten bits of a mantissa.
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("libero", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_act_is_as_near_as_eager(batch: int, libero: bool, tmp_path: Path) -> None:
+    """Cameras of two sizes, and of one; every call again the same."""
+    tiny_act.write_lerobot(tmp_path, libero=libero)
+    given = [tiny_act.observation(seed, libero=libero) for seed in range(batch)]
+    answers = []
+    for precision, engine in (("bf16", "native"), ("bf16", "eager"), ("fp32", "eager")):
+        policy = OptimizedPolicy.from_pretrained(tmp_path, settings(ACT, precision, engine))
+        first, again = (np.stack([r["actions"] for r in policy.infer_batch(given)]) for _ in range(2))
+        np.testing.assert_array_equal(first, again)
+        answers.append(torch.from_numpy(first))
+        assert used(policy) == {engine, "cuda_graph"}
+    assert_as_near(*answers)
 
 
 # -- GR00T ------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from vla_accel.kernels import autotune
 from vla_accel.kernels import config as configs
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.nn import kernel_choices
+from vla_accel.runtime import current
 
 pytestmark = pytest.mark.gpu
 
@@ -50,3 +51,13 @@ def test_a_measured_loop_agrees_and_is_found_again(
     cut_of = [{kind: taken.config for kind, taken in made.choices.chosen.items()} for made in (loop, again)]
     assert again.choices.detail == loop.choices.detail and cut_of[0] == cut_of[1]
     assert cosines(got.numpy(), want.numpy()).min() >= BF16_COSINE
+
+
+def test_random_numbers_can_be_drawn_after_a_candidate_that_cannot_be_recorded() -> None:
+    """PyTorch's generator stays in capture mode after a failed recording."""
+    device = torch.device(DEVICE)
+    value = torch.ones(4, device=device)
+    candidates = {"waits": lambda: value.sum().item(), "runs": lambda: value.mul_(1.0)}
+    found = autotune.fastest(candidates, current(device))
+    assert found.candidate == "runs" and set(found.rejected) == {"waits"}
+    assert torch.randn(4, device=device).isfinite().all()

@@ -142,6 +142,9 @@ def test_a_warm_start_is_refused_for_actions_one_by_one(arm: Path, tmp_path: Pat
     policy.predict_action_chunk(batch, inference_delay=1, prev_chunk_left_over=rest)
     with pytest.raises(ConfigError, match=r"policy\.config: expected no warm_start .*, got 0\.5"):
         policy.select_action(batch)
+    policy.config.rtc_config = RTCConfig(enabled=False)
+    with pytest.raises(ConfigError, match=r"rtc_config: expected enabled: true .* warm_start 0\.5, got false"):
+        policy.init_rtc_processor()
 
 
 def test_a_family_without_real_time_chunking_says_so(tmp_path: Path) -> None:

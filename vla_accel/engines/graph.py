@@ -15,21 +15,12 @@ import torch
 
 from vla_accel.engines.base import Engine, Turns
 from vla_accel.errors import EngineError
-from vla_accel.kernels.autotune import CAPTURE_LOCK, RECORDING
+from vla_accel.kernels.capture import CAPTURE_LOCK, Graph, recorded
 from vla_accel.kernels.phases import phase
 from vla_accel.ledger import Ledger, LedgerEntry
 
 GRAPH = "cuda_graph"
 STREAM = "stream"
-
-
-class Graph(torch.cuda.CUDAGraph):
-    """A CUDA graph whose replay waits while another thread records one."""
-
-    def replay(self) -> None:
-        """Enqueue the graph on the current stream."""
-        with RECORDING:
-            super().replay()
 
 
 class Turning:
@@ -136,8 +127,7 @@ def recording(
     with CAPTURE_LOCK:
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            pool = None if previous is None else previous.pool()
-            with RECORDING, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with recorded(graph, stream, previous):
                 yield
         finally:
             # The graph keeps these workspaces: the next product of this process must get others.

@@ -29,6 +29,8 @@ FAMILIES: dict[str, str] = {
     "pi0_fast": "vla_accel.families.pi0_fast.family:PI0_FAST",
     "smolvla": "vla_accel.families.smolvla.family:SMOLVLA",
     "groot": "vla_accel.families.groot.family:GROOT",
+    "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
+    "act": "vla_accel.families.act.family:ACT",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 
@@ -177,12 +179,14 @@ class Capabilities:
             (`config.NativeOptions`).
         quantised: By component, then engine: the products that can be computed in FP8 or INT8.
         settings: Fields of `config.CheckpointSpec` that apply to its checkpoints, in addition to those of every family.
+        prompt: Whether the model reads an instruction. If not, settings of prompts are refused.
     """
 
     lora: bool = False
     host_embeddings: tuple[str, ...] = ()
     quantised: Mapping[str, Mapping[str, Products]] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
+    prompt: bool = True
 
     def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:
         """Return whether an engine quantizes its inputs, for which calibrated scales are required."""
@@ -216,9 +220,9 @@ class Family(ABC, Generic[C, X, S]):
         """Return the components of a shape, in the order of `parts`. They join by name.
 
         An input with the name of an earlier output is that output. Inputs of the same name are one host input. `noise`
-        (B, H, A) float32 is drawn on the device or passed by the caller; a family may do without. All other inputs come
-        from `feed`. The last component's only output is the result: actions (B, H, A) float32, or the input of
-        `normalised`.
+        (B, *noise_shape) float32 is drawn on the device or passed by the caller; a family may do without. All other
+        inputs come from `feed`. The last component's only output is the result: actions (B, H, A) float32, or the input
+        of `normalised`.
         """
 
     @abstractmethod
@@ -233,6 +237,10 @@ class Family(ABC, Generic[C, X, S]):
             if value is not None and not self.flow:
                 raise ConfigError(f"{name}: expected none for {self.name}, which has no flow, got {value}")
         return Schedule.of(settings.schedule, settings.num_steps or config.num_steps)
+
+    def noise_shape(self, config: C, num_steps: int) -> tuple[int, ...]:
+        """Return the shape of a row of the input `noise`."""
+        return config.action_horizon, config.action_dim
 
     def image_feed(self, config: C, seen: Sequence[Any]) -> Mapping[str, Rows]:
         """Return the host inputs of the first component, as in `feed`, if images are all that it reads; else nothing.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import CheckpointError
+from vla_accel.nn.network import weightless
 
 Kind = Literal["qwen", "kl"]
 AUTOENCODERS: dict[str, Kind] = {"AutoencoderKLQwenImage": "qwen", "AutoencoderKL": "kl"}
@@ -216,19 +217,22 @@ def _conv2d(conv: Any) -> Any:
     left, right, top, bottom = conv._padding[:4]
     if left != right or top != bottom:
         raise CheckpointError(f"autoencoder: expected symmetric padding, got {conv._padding}")
-    options: dict[str, Any] = {"stride": conv.stride[1:], "padding": (top, left), "dtype": conv.weight.dtype}
-    with torch.device(conv.weight.device), torch.no_grad():
-        flat: Any = nn.Conv2d(conv.in_channels, conv.out_channels, conv.kernel_size[1:], **options)
-        flat.weight.copy_(conv.weight[:, :, -1])
-        flat.bias.copy_(conv.bias)
-    return flat
+    options: dict[str, Any] = {"stride": conv.stride[1:], "padding": (top, left)}
+    with weightless():
+        flat = nn.Conv2d(conv.in_channels, conv.out_channels, conv.kernel_size[1:], **options)
+    return _with(flat, conv.weight.detach()[:, :, -1].clone(), conv.bias.detach().clone())
 
 
 def _linear(*layers: Any) -> nn.Linear:
     """Linear layers or 1x1 convolutions of the same input as one product."""
     weight = torch.cat([layer.weight.detach().flatten(1) for layer in layers])
-    with torch.device(weight.device), torch.no_grad():
-        linear = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
-        linear.weight.copy_(weight)
-        linear.bias.copy_(torch.cat([layer.bias.detach() for layer in layers]))
-    return linear
+    with weightless():
+        linear = nn.Linear(weight.shape[1], weight.shape[0])
+    return _with(linear, weight, torch.cat([layer.bias.detach() for layer in layers]))
+
+
+def _with(layer: Any, weight: Tensor, bias: Tensor) -> Any:
+    """Set the weights of a layer that was made without any. Random ones would come from the GPU's generator, which
+    fails while another thread records a CUDA graph."""
+    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
+    return layer

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from vla_accel.engines.graph import Graph, recording, warmed_up
+from vla_accel.engines.graph import recording, warmed_up
 from vla_accel.errors import EngineError
 from vla_accel.images.cache import Cache
 from vla_accel.images.plugged import original
 from vla_accel.images.switches import refuse_modes, refuse_switches
+from vla_accel.kernels.capture import Graph
 from vla_accel.ledger import Ledger, LedgerEntry
 
 _KEPT_GRAPHS = 8

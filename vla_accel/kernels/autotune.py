@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -22,6 +21,7 @@ import torch
 
 from vla_accel.errors import VlaAccelError
 from vla_accel.files import cache_folder, write_json
+from vla_accel.kernels.capture import CAPTURE_LOCK, recorded
 from vla_accel.kernels.dispatch import kernels
 from vla_accel.kernels.nvrtc import submitting
 from vla_accel.kernels.phases import phase
@@ -31,12 +31,6 @@ log = logging.getLogger("vla_accel")
 
 ROUNDS = 5
 """Timed replays of a graph; the fastest counts."""
-CAPTURE_LOCK = threading.RLock()
-"""Held while a graph is warmed up and recorded and while a candidate runs: graphs of a device share the stream that
-records them, and cuBLAS its workspaces."""
-RECORDING = threading.RLock()
-"""Held while a graph is recorded and, shortly, by each replay. During a recording PyTorch's default generator belongs
-to it, and a replay whose attention (cuDNN's) advances the generator would fail."""
 Candidates = Mapping[str, Callable[[], object]]
 
 
@@ -176,8 +170,7 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
             for _ in range(3):
                 run()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may continue calls that a capture forbids.
-            with RECORDING, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with recorded(graph, stream):
                 for _ in range(repeats):
                     run()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]
