@@ -22,7 +22,16 @@ from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, 
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import CrossTile, FlashTile, KeySplit, SuffixShape, key_splits
 from vla_accel.kernels.attention.suffix import Prefix
-from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library, Pipelined, Skinny, default, moments_columns
+from vla_accel.kernels.gemm.config import (
+    GemmConfig,
+    GemmSizes,
+    Library,
+    OneRow,
+    Pipelined,
+    Skinny,
+    default,
+    moments_columns,
+)
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.moments import write as write_moments
@@ -485,15 +494,12 @@ def _pinned_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
 
 
 def _one_row_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
-    """π0-FAST's token: products without tensor cores, with chunks of K that are loaded early, and others."""
-    for weights, config in (
-        ("", Skinny(4, 4, 2048, 1, 2)),
-        ("fp8", Skinny(8, 2, 64, 1, 1)),
-        ("int8", Skinny(2, 8, 512, 1, 3)),
-    ):
-        said = f"one row {weights} {config}"
+    """π0-FAST's token: products without tensor cores, by programs that take one tile of columns, or several of which
+    the last is not full."""
+    for weights, config in (("", OneRow(4, 1, 2)), ("fp8", OneRow(2, 3, 4)), ("int8", OneRow(8, 2, 4))):
+        said = f"{weights} {config}"
         yield f"qkv_rope {said}", _qkv_rope(1, 1, 1152, 2, 1, 64, True, weights, config)
-        yield f"gate_up_geglu {said}", _gate_up(1, 1152, 96, False, weights, config)
+        yield f"gate_up_geglu {said}", _gate_up(1, 1152, 100, False, weights, config)
         yield f"project {said}", _project(1, 60, 4304, 1, "gr" + {"": "b", "fp8": "8", "int8": "i"}[weights], config)
 
 

@@ -150,8 +150,8 @@ class OneRow:
         return power_of_two(sizes.k) * 4 + 64 * self.warps * self.columns * sizes.sides
 
     def why_not(self, gpu: Gpu | None, sizes: GemmSizes) -> str | None:
-        if sizes.layer_norm or sizes.rows > 1:
-            return f"{self} norms no rows of plain columns, and takes one row"
+        if sizes.layer_norm or sizes.rows > 1 or sizes.k * sizes.weight_bytes % 4:
+            return f"{self} takes one row by weight rows of whole words, and norms the rows of pairs alone"
         return too_large(self, self.shared(sizes), gpu)
 
     def cost(self, gpu: Gpu | None, sizes: GemmSizes) -> tuple[float, ...]:

@@ -30,7 +30,10 @@ from vla_accel.kernels.gemm.triton_epilogues import (
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.triton_common import wait_for_previous
 
-KINDS = {torch.float32: "float32", torch.bfloat16: "bf16", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+KINDS = {
+    torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+}  # fmt: skip
 _TINY = constexpr(2.0**-100)
 
 
@@ -41,6 +44,8 @@ def _widened(words, INDEX: constexpr, KIND: constexpr):
         return words.to(tl.float32, bitcast=True)
     elif KIND == "bf16":
         return (words << 16 if INDEX == 0 else words & -65536).to(tl.float32, bitcast=True)
+    elif KIND == "fp16":
+        return (words >> (16 * INDEX)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif KIND == "int8":
         # A byte below the bits of 2²³ is 2²³ plus that byte, here of the weight plus 128.
         bits = ((words ^ -2139062144) >> (8 * INDEX)) & 0xFF | 0x4B000000
@@ -64,7 +69,7 @@ def _row(x_ptr, norm, BLOCK_K: constexpr, K: constexpr, KIND: constexpr):
         return (wide[:, None],), squares
     else:
         even, odd = tl.split(tl.reshape(wide, (BLOCK_K // 2, 2)))
-        if KIND == "bf16":
+        if KIND == "bf16" or KIND == "fp16":
             return (even[:, None], odd[:, None]), squares
         else:
             if KIND == "fp8":
