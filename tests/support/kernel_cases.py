@@ -308,7 +308,7 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, config: GemmConf
         tile, outputs, moments = config, ["out"], None
         next_scale = draw.wide(n, scale=0.3) if "n" in what else None
         if "m" in what:
-            assert tile is not None and not isinstance(tile, Skinny)
+            assert tile is not None and not isinstance(tile, (OneRow, Skinny))
             columns = moments_columns(sizes, tile)
             sums, squares = (Empty((-(-n // columns), rows), torch.float32) for _ in range(2))
             scaled = Empty((rows, n), draw.dtype) if "n" in what else None

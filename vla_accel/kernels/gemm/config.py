@@ -83,8 +83,8 @@ def gemm_sizes(
 class Skinny:
     """Up to 16 rows: weights go to registers before the wait for the previous kernel (`triton_skinny`).
 
-    `columns` and `rows` of a program (a single row takes no tensor cores), `parts` of K (one for each warp), K of a
-    chunk, chunks of weights that are loaded before the wait.
+    `columns` and `rows` of a program, `parts` of K (one for each warp), K of a chunk, chunks of weights that are loaded
+    before the wait.
     """
 
     columns: int
@@ -100,7 +100,6 @@ class Skinny:
         """Return the bytes of shared memory, at most. Of two sides a chunk's weights are next to the following
         chunk's, and the warps' sums of squares are there, too."""
         weights = max(self.early, sizes.sides) * sizes.sides * self.columns * sizes.weight_bytes
-        weights = 0 if self.rows == 1 else weights  # They stay in the registers into which they are loaded.
         return self.block_k * (weights + 2 * self.rows * sizes.row_bytes) + 4 * self.parts * self.rows
 
     def why_not(self, gpu: Gpu | None, sizes: GemmSizes) -> str | None:
@@ -284,20 +283,8 @@ def moments_columns(sizes: GemmSizes, config: Pipelined | Library | HopperTile) 
 
 
 def _skinny(gpu: Gpu | None, sizes: GemmSizes) -> list[Skinny]:
-    found = [skinny(sizes, gpu), *(_of_one_row(sizes) if sizes.rows == 1 else ())]
-    return [config for config in found if config.why_not(gpu, sizes) is None]
-
-
-def _of_one_row(sizes: GemmSizes) -> list[Skinny]:
-    """Return configs for one row, with at most 64 registers of weights a thread loaded before the wait."""
-    block_k = min(power_of_two(sizes.k), 2048)
-    chunks = -(-sizes.k // block_k)
-    found = []
-    for columns, parts in ((4, 4), (8, 4), (16, 8), (4, 8), (8, 8)):
-        columns = min(columns, power_of_two(sizes.columns)) // sizes.sides
-        early = 256 * 32 * parts // (block_k * sizes.sides * columns * sizes.weight_bytes)
-        found.append(Skinny(columns, min(parts, block_k // 16), block_k, 1, max(1, min(early, chunks, 4))))
-    return [*dict.fromkeys(found)]
+    config = skinny(sizes, gpu)
+    return [] if config.why_not(gpu, sizes) else [config]
 
 
 def _one_row(gpu: Gpu | None, sizes: GemmSizes) -> list[OneRow]:

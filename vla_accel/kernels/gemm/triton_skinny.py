@@ -2,10 +2,9 @@
 
 A program owns a slice of output columns and all the rows. K is divided into PARTS pieces that become the batch of one
 batched product, so that every warp has its own piece and the tensor cores see m16n8k16; the pieces are added at the
-end. A single row takes no tensor cores: weights are multiplied in the registers into which they are loaded. Weights are
-loaded into registers before the wait for the previous kernel, which they do not depend on; K passes through shared
-memory in up to four chunks, so that two kernels fit on a multiprocessor and overlap. RMSNorm costs no pass of its own:
-rms(x ∘ (1 + scale)) W = rstd ∘ ((x ∘ (1 + scale)) W), and the shift's product is a step's constant.
+end. Weights are loaded into registers before the wait for the previous kernel, which they do not depend on; K passes
+through shared memory in up to four chunks, so that two kernels fit on a multiprocessor and overlap. RMSNorm costs no
+pass of its own: rms(x ∘ (1 + scale)) W = rstd ∘ ((x ∘ (1 + scale)) W), and the shift's product is a step's constant.
 """
 
 from __future__ import annotations
@@ -95,17 +94,6 @@ def _modulated(x, scale_ptr, own, k0, K: constexpr, TILE: constexpr):
 
 
 @triton.jit
-def _multiplied(x, w, acc, TILE: constexpr):
-    """acc + the product of a chunk: (PARTS, BLOCK_M, PIECE) by (PARTS, PIECE, BLOCK_N)."""
-    if TILE.rows == 1:
-        # By this reshape the row comes to the weights' registers, not the weights to the row's.
-        column = tl.reshape(x, (TILE.parts, x.shape[2]))[:, :, None]
-        return acc + tl.sum(column.to(tl.float32) * w.to(tl.float32), 1, keep_dims=True)
-    else:
-        return tl.dot(x, w.to(x.dtype), acc)
-
-
-@triton.jit
 def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
     w_ptr, wscale = weights
     HALF: constexpr = SHAPE.half
@@ -138,8 +126,8 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
         wb = _pick(early_b, k0 // BLOCK_K, w_ptr, high, high_end, K, TILE)
         x, more = _modulated(x, norm.scale, own, k0, K, TILE)
         squares += more
-        acc_a = _multiplied(x, wa, acc_a, TILE)
-        acc_b = _multiplied(x, wb, acc_b, TILE)
+        acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
+        acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
     rstd = tl.rsqrt(squares / K + norm.eps)[:, None]
     a, b = tl.sum(acc_a, 0) * scale_a * rstd, tl.sum(acc_b, 0) * scale_b * rstd
     store_pair(a, b, constants, e, (group, i0, row0), SHAPE, TILE)
@@ -164,7 +152,7 @@ def _skinny_columns(x_ptr, weights, e, SHAPE: constexpr, TILE: constexpr, PDL: c
         if k0 + BLOCK_K < K:
             coming = _row_tile(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
         w = _pick(early, k0 // BLOCK_K, w_ptr, n0, N, K, TILE)
-        acc = _multiplied(x, w, acc, TILE)
+        acc = tl.dot(x, w.to(x.dtype), acc)
     store_columns(tl.sum(acc, 0) * scale, constants, residual, e, (0, n0, row0), SHAPE, TILE)
 
 
