@@ -18,6 +18,7 @@ from vla_accel.kernels.config import MOST_MEASURED
 from vla_accel.kernels.gemm.config import (
     GemmSizes,
     Library,
+    OneRow,
     Pipelined,
     Skinny,
     TritonConfig,
@@ -100,6 +101,8 @@ def test_why_not_names_the_limit() -> None:
         (wide, RTX_4090, ten, "184320 bytes of shared memory"),
         (skinny(ten, H200), H200, fifty, "for 16 rows, not 50"),
         (skinny(ten, H200), H200, products(10)["layer norm"], "rows of pairs alone"),
+        (OneRow(2, 1), H200, ten, "a single row"),
+        (OneRow(2, 1), H200, GemmSizes(1, 2050, 64, weight_bytes=1), "whole words"),
         (Pipelined(64, 32, 64, split=2), H200, fifty, "plain products alone"),
         (Pipelined(128, 128, 64, stages=2), H200, fifty, "more sums than registers"),
     ):

@@ -496,7 +496,7 @@ def _pinned_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
 def _one_row_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     """π0-FAST's token: products without tensor cores, by programs that take one tile of columns, or several of which
     the last is not full."""
-    for weights, config in (("", OneRow(4, 1, 2)), ("fp8", OneRow(2, 3, 4)), ("int8", OneRow(8, 2, 4))):
+    for weights, config in (("", OneRow(4, 1)), ("fp8", OneRow(2, 3)), ("int8", OneRow(8, 2))):
         said = f"{weights} {config}"
         yield f"qkv_rope {said}", _qkv_rope(1, 1, 1152, 2, 1, 64, True, weights, config)
         yield f"gate_up_geglu {said}", _gate_up(1, 1152, 100, False, weights, config)

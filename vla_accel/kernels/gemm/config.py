@@ -133,24 +133,26 @@ def skinny(sizes: GemmSizes, gpu: Gpu | None) -> Skinny:
 
 @dataclass(frozen=True)
 class OneRow:
-    """One row, without tensor cores (`triton_row`): output columns of a tile, tiles of a program, warps."""
+    """One row, without tensor cores (`triton_row`): output columns of a tile, and tiles of a program."""
 
     columns: int
     tiles: int
-    warps: int
 
     rows: ClassVar[int] = 1
+    warps: ClassVar[int] = 8
 
     def __str__(self) -> str:
-        return f"one row by {self.tiles} x {self.columns}, {self.warps} warps"
+        return f"one row by {self.tiles} x {self.columns}"
 
     def shared(self, sizes: GemmSizes) -> int:
         """Return the bytes of shared memory, at most: those of the row, and of each warp's sums."""
         return power_of_two(sizes.k) * 4 + 64 * self.warps * self.columns * sizes.sides
 
     def why_not(self, gpu: Gpu | None, sizes: GemmSizes) -> str | None:
-        if sizes.layer_norm or sizes.rows > 1 or sizes.k * sizes.weight_bytes % 4:
-            return f"{self} takes one row by weight rows of whole words, and norms the rows of pairs alone"
+        if sizes.rows > 1 or sizes.layer_norm:
+            return f"{self} takes a single row, and norms it for pairs alone"
+        if sizes.k * sizes.weight_bytes % 4:
+            return f"{self} takes weight rows of whole words"
         return too_large(self, self.shared(sizes), gpu)
 
     def cost(self, gpu: Gpu | None, sizes: GemmSizes) -> tuple[float, ...]:
@@ -288,15 +290,14 @@ def _skinny(gpu: Gpu | None, sizes: GemmSizes) -> list[Skinny]:
 
 
 def _one_row(gpu: Gpu | None, sizes: GemmSizes) -> list[OneRow]:
-    """Return configs with programs for all multiprocessors, and as many bytes under way as memory needs."""
+    """Return configs with tiles of 8, 16 and 32 KB, and as many programs as run at once."""
     if sizes.rows > 1:
         return []
-    row, found = power_of_two(sizes.k) * sizes.weight_bytes * sizes.sides, []
-    multiprocessors = 128 if gpu is None else gpu.multiprocessors
-    for warps, kilobytes in ((4, 8), (8, 8), (8, 16), (8, 32), (16, 32)):
-        columns = min(power_of_two(sizes.columns), max(1, kilobytes * 1024 // row))
-        count = sizes.groups * -(-sizes.columns // columns)
-        found.append(OneRow(columns, -(-count * warps // (32 * multiprocessors)), warps))
+    at_once = (128 if gpu is None else gpu.multiprocessors) * (32 // OneRow.warps)
+    column, found = power_of_two(sizes.k) * sizes.weight_bytes * sizes.sides, []
+    for kilobytes in (8, 16, 32):
+        columns = min(power_of_two(sizes.columns), max(1, kilobytes * 1024 // column))
+        found.append(OneRow(columns, -(-sizes.groups * -(-sizes.columns // columns) // at_once)))
     return [config for config in dict.fromkeys(found) if config.why_not(gpu, sizes) is None]
 
 
