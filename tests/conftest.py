@@ -48,6 +48,8 @@ def flow_folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     write_tiny_checkpoint(made["pi0"], "pi0")
     write_tiny_checkpoint(made["pi05"], "pi05")
     tiny_smolvla.write_lerobot(made["smolvla"], libero=False)
+    older = {"groot_n16": groot_folders.write_n16, "groot_n15": groot_folders.write_n15}
+    made |= {name: write(tmp_path_factory.mktemp(name)) for name, write in older.items()}
     return {**made, "groot": groot_folder}
 
 

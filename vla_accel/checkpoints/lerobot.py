@@ -7,7 +7,7 @@ A setting or step that is not known is an error: ignoring it would silently cost
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from vla_accel.checkpoints.lerobot_settings import (
     NORMALIZE,
     OPTIONAL,
     POSTPROCESSOR,
+    POSTPROCESSORS,
     PREPROCESSORS,
     RELATIVE,
     RENAME,
@@ -68,7 +69,9 @@ class Processors:
         pixels: The pixels that the policy was trained with, None for the usual ones. Cameras are in the order of
             `preset.images`.
         prompt_state_dim: The size to which prompts pad the state, as lerobot did before 0.5; None if they do not.
-        cameras: Of a policy without a prompt: how the images of each camera, in [0, 1], are normalized by channel.
+        cameras: Of a policy without a tokenizer step: how the images of each camera, in [0, 1], are normalized by
+            channel.
+        after: Settings of the postprocessor's steps, by name.
     """
 
     preset: Preset
@@ -79,6 +82,7 @@ class Processors:
     pixels: PixelValues | None = None
     prompt_state_dim: int | None = None
     cameras: tuple[Normaliser, ...] = ()
+    after: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def is_lerobot(folder: Path) -> bool:
@@ -133,7 +137,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     path = folder / "config.json"
     inputs, outputs = features(config, path)
     renamed, relative, tokenizer, length = {}, None, {}, ("tokenizer_max_length", config, path)
-    prompted = reads_prompt(config["type"])
+    prompted, steps = reads_prompt(config["type"]), {}
     has_environment = not prompted and ENVIRONMENT in inputs
     states = [key for key in (STATE, ENVIRONMENT) if key in inputs] if has_environment else [STATE]
     state_dims, action_dim = [length_of(inputs, key, path) for key in states], length_of(outputs, ACTION, path)
@@ -142,10 +146,11 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         of_inputs = of_outputs = buffer_statistics(weights, inputs | outputs, modes, folder / "model.safetensors")
     else:
         before = _read_pipeline(folder / BEFORE, PREPROCESSORS[config["type"]])
-        after = _read_pipeline(folder / AFTER, POSTPROCESSOR)
+        after = _read_pipeline(folder / AFTER, POSTPROCESSORS.get(config["type"], POSTPROCESSOR))
         _check_prompt(before, config)
         of_inputs, of_outputs = before.statistics(NORMALIZE), after.statistics(UNNORMALIZE)
         renamed, tokenizer = before.config(RENAME).get("rename_map") or {}, _tokenizer(before) if prompted else {}
+        steps = {name: after.config(name) for name in after.steps}
         if "max_length" in tokenizer:
             length = "max_length", tokenizer, before.path
         if _are_relative(config, before, after):
@@ -171,7 +176,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         preset = _preset(path, robot, sizes, resize, relative)
         if len(states) > 1:
             preset = replace(preset, state_dims=tuple(state_dims))
-        return Processors(preset, state, actions, cameras=scales)
+        return Processors(preset, state, actions, cameras=scales, after=steps)
     smolvla = config["type"] == "smolvla"
     old = not smolvla and _is_of_04(config, path)
     name, place, file = length
@@ -187,7 +192,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
 
 
 def reads_prompt(kind: str) -> bool:
-    """Return whether a policy class reads an instruction."""
+    """Return whether a policy class tokenizes an instruction in its preprocessor."""
     return any(TOKENIZE in order for order in PREPROCESSORS[kind])
 
 
