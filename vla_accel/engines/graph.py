@@ -1,7 +1,8 @@
-"""CUDA graphs for a whole call: upload, every engine and the download, with timing events between the engines.
+"""CUDA graphs for a whole call: every engine and the download, with timing events between the engines.
 
-The upload and the first engine may have a graph of their own, so that they run while the host prepares the other
-inputs. A last engine whose work may end early (`engines.base.Turns`) adds a graph for one turn and one for the rest.
+The first engine and the work before it may have a graph of their own, so that they run while the host prepares the
+other inputs. A last engine whose work may end early (`engines.base.Turns`) adds a graph for one turn and one for the
+rest.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Turning:
 class Captured:
     """The graphs of a call and the events before the first engine and after each.
 
-    `first`: the upload and the first engine, if they have a graph of their own; `turning`: the last engine's turns.
+    `first`: the first engine and the work before it, if they have a graph of their own; `turning`: the last engine's
+    turns.
     """
 
     graph: Graph
@@ -62,7 +64,7 @@ class Captured:
     turning: Turning | None = None
 
     def start(self) -> None:
-        """Enqueue the upload and the first engine on the current stream, if they have a graph of their own."""
+        """Enqueue the first engine and the work before it on the current stream, if they have a graph of their own."""
         if self.first is not None:
             self.first.replay()
 
