@@ -201,6 +201,9 @@ def test_cublas_and_the_hopper_gemm_are_candidates_for_many_rows() -> None:
     # Few rows, weights of one byte, and float32, which the Hopper GEMM does not take.
     assert without_triton(H200, sizes(32)) == without_triton(H200, sizes(160, weight_bytes=1)) == []
     assert without_triton(H200, sizes(160, weight_bytes=4, row_bytes=4)) == [Library()]
+    # The kernel after cuBLAS norms no plain columns.
+    normed = without_triton(H200, sizes(41, sides=1, layer_norm=True))
+    assert normed and all(isinstance(config, HopperTile) for config in normed)
 
 
 @pytest.mark.parametrize("best", ["pipelined", "cuBLAS"])

@@ -274,7 +274,9 @@ def without_triton(gpu: Gpu | None, sizes: GemmSizes) -> list[Library | HopperTi
     if sizes.rows < LIBRARY_ROWS or sizes.weight_bytes != sizes.row_bytes:
         return []
     own = few_rows(gpu, sizes.rows, sizes.n, sizes.k, 2 * sizes.columns if sizes.pairs else 0)
-    return [Library(), *(own if sizes.row_bytes == 2 else ())]
+    # The kernel after cuBLAS norms pairs alone.
+    library = [] if sizes.layer_norm else [Library()]
+    return [*library, *(own if sizes.row_bytes == 2 else ())]
 
 
 def moments_columns(sizes: GemmSizes, config: Pipelined | Library | HopperTile) -> int:
