@@ -1,7 +1,8 @@
 """CUDA graphs for a whole call: every engine and the download, with timing events between the engines.
 
-The first engine and the work before it may have a graph of their own, so that they run while the host prepares the other
-inputs. A last engine whose work may end early (`engines.base.Turns`) adds a graph for one turn and one for the rest.
+The first engine and the work before it may have a graph of their own, so that they run while the host prepares the
+other inputs. A last engine whose work may end early (`engines.base.Turns`) adds a graph for one turn and one for the
+rest.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Turning:
 class Captured:
     """The graphs of a call and the events before the first engine and after each.
 
-    `first`: the first engine and the work before it, if they have a graph of their own; `turning`: the last engine's turns.
+    `first`: the first engine and the work before it, if they have a graph of their own; `turning`: the last engine's
+    turns.
     """
 
     graph: Graph
