@@ -142,26 +142,6 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@functools.cache
-def _uploads(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of work that runs while the first engine does."""
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def concurrent(device: torch.device) -> Iterator[None]:
-    """Enqueue work that does not wait for the current stream; what is enqueued there afterwards waits for this work."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = _uploads(device)
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        torch.cuda.current_stream(device).wait_stream(stream)
-
-
 def warmed_up(device: torch.device, work: Callable[[], object]) -> torch.cuda.Stream:
     """Run `work` twice on the stream that records it, which is returned: capture may not compile kernels or pick
     algorithms."""
