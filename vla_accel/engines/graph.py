@@ -1,8 +1,7 @@
-"""CUDA graphs for a whole call: every engine and the download, with timing events between the engines.
+"""CUDA graphs for a whole call: upload, every engine and the download, with timing events between the engines.
 
-The first engine and the work before it may have a graph of their own, so that they run while the host prepares the
-other inputs. A last engine whose work may end early (`engines.base.Turns`) adds a graph for one turn and one for the
-rest.
+The upload and the first engine may have a graph of their own, so that they run while the host prepares the other
+inputs. A last engine whose work may end early (`engines.base.Turns`) adds a graph for one turn and one for the rest.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class Turning:
 class Captured:
     """The graphs of a call and the events before the first engine and after each.
 
-    `first`: the first engine and the work before it, if they have a graph of their own; `turning`: the last engine's
-    turns.
+    `first`: the upload and the first engine, if they have a graph of their own; `turning`: the last engine's turns.
     """
 
     graph: Graph
@@ -64,7 +62,7 @@ class Captured:
     turning: Turning | None = None
 
     def start(self) -> None:
-        """Enqueue the first engine and the work before it on the current stream, if they have a graph of their own."""
+        """Enqueue the upload and the first engine on the current stream, if they have a graph of their own."""
         if self.first is not None:
             self.first.replay()
 
