@@ -277,6 +277,7 @@ EXCEPTIONS = {
     "lerobot_parity_cpu": "it also needs lerobot's interpreter; see tests/parity/compare_with_lerobot.py",
     "loop_copies_h100": "the kernels of its variants are not kept",
     "loop_order_h200": "the kernels of its variants are not kept",
+    "loop_rows_h100": "the kernels of its variants are not kept",
     "openpi_parity_h200": "it needs openpi's packages; see tests/parity/compare_with_openpi.py",
     "persistent_loop_h200": "variants of a kernel's source, timed once; benchmarks.time_loops times the kernel itself",
     "tensorrt_rtx_full_width_cpu": "engines of random weights, built once; no command makes such a checkpoint",
