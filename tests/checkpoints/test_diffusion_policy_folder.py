@@ -56,6 +56,14 @@ def without(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda files: files["config"].pop(name)
 
 
+@pytest.mark.parametrize(
+    "name", ["use_separate_rgb_encoder_per_camera", "resize_shape", "crop_ratio", "crop_is_random"]
+)
+def test_settings_that_the_first_releases_lack(name: str, tmp_path: Path) -> None:
+    found = load(write_lerobot(tmp_path, without(name)))
+    assert found.model.config.shared_encoder and found.model.config.crop == (33, 49)
+
+
 def features(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda files: files["config"]["input_features"].update(changes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,8 +211,8 @@ def test_the_async_runner_sees_every_tick() -> None:
             runner.start(frame(10 * episode))
             for tick in range(1, 6):
                 runner.step(frame(10 * episode + tick))
-                while runner._inference.busy and not runner._inference._job[1].done():  # type: ignore[index]
-                    pass
+                if runner._inference.busy:
+                    runner._inference.wait_until(time.monotonic() + 10)
             first, *others = spy.seen
             assert list(first) == [10 * episode]
             assert others and all(b - a == 1 for a, b in others)

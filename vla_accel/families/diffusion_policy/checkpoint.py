@@ -14,6 +14,7 @@ from typing import Any
 from vla_accel.checkpoints.checkpoint import fitted
 from vla_accel.checkpoints.lerobot import buffers, features, length_of, read_processors, read_settings, required
 from vla_accel.checkpoints.lerobot_statistics import ACTION, STATE
+from vla_accel.checkpoints.stacks import Shapes
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
@@ -51,7 +52,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[DiffusionPolicy, 
     """Return the network and the robot's transforms (`Family.load`)."""
     path, weights = folder / "config.json", SafetensorsWeights(folder)
     content = read_settings(path, ("diffusion",))
-    config = read_sizes(content, path)
+    config = read_sizes(content, weights.shapes, path)
     saved = read_processors(folder, content, Preset.resize, weights)
     processor = FrameProcessor(
         state=saved.state,
@@ -107,8 +108,8 @@ def _places(weights: Weights, config: DiffusionPolicyConfig, folder: Path) -> li
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
-def read_sizes(content: Mapping[str, Any], path: Path) -> DiffusionPolicyConfig:
-    """Return the sizes in a config.json. Raises CheckpointError."""
+def read_sizes(content: Mapping[str, Any], shapes: Shapes, path: Path) -> DiffusionPolicyConfig:
+    """Return the sizes in a config.json; `shapes`: of the weights. Raises CheckpointError."""
     inputs, outputs = features(content, path)
     others = [key for key, feature in inputs.items() if feature.get("type") != "VISUAL" and key != STATE]
     if others:
@@ -118,6 +119,9 @@ def read_sizes(content: Mapping[str, Any], path: Path) -> DiffusionPolicyConfig:
     frames = {key: _frame(f.get("shape"), path, key) for key, f in inputs.items() if f.get("type") == "VISUAL"}
     resize = _size(content.get("resize_shape"), path, "resize_shape")
     train_steps = size_of(content, "num_train_timesteps", path)
+    separate = any(name.startswith(f"{_ROOT}rgb_encoder.0.") for name in shapes)
+    if "use_separate_rgb_encoder_per_camera" in content:  # the first releases do not have it
+        separate = required(content, "use_separate_rgb_encoder_per_camera", bool, path)
     try:
         return DiffusionPolicyConfig(
             backbone=ResNetConfig(
@@ -127,7 +131,7 @@ def read_sizes(content: Mapping[str, Any], path: Path) -> DiffusionPolicyConfig:
             cameras=tuple(Camera(height, width) for height, width in frames.values()),
             resize=resize,
             crop=_crop(content, resize, path),
-            shared_encoder=not required(content, "use_separate_rgb_encoder_per_camera", bool, path),
+            shared_encoder=not separate,
             keypoints=size_of(content, "spatial_softmax_num_keypoints", path),
             state_dim=length_of(inputs, STATE, path),
             action_dim=length_of(outputs, ACTION, path),
