@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +77,13 @@ class Other:
     """An object that a pickle of tensors must not make."""
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(pickle.dumps({"a": Other()}), "expected a pickle of tensors"), (b"nothing", "expected a pickle of tensors")],
-)
-def test_a_pickle_of_other_objects_is_refused(tmp_path: Path, content: bytes, message: str, capsys: Any) -> None:
-    checkpoint = write_run(tmp_path / "run", "oft", stored={})
-    checkpoint.write_bytes(content)
+@pytest.mark.parametrize("content", [{"a": Other()}, b"nothing"], ids=["object", "no pickle"])
+def test_a_pickle_of_other_objects_is_refused(tmp_path: Path, content: Any, capsys: Any) -> None:
+    checkpoint = write_run(tmp_path / "run", "oft", stored=content)
+    if isinstance(content, bytes):
+        checkpoint.write_bytes(content)
     assert main(["convert", str(checkpoint), str(tmp_path / "out")]) == 1
-    assert message in capsys.readouterr().err
+    assert "expected a pickle of tensors" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
