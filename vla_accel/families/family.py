@@ -33,6 +33,7 @@ FAMILIES: dict[str, str] = {
     "groot_n15": "vla_accel.families.groot.family:GROOT_N15",
     "vla_jepa": "vla_accel.families.vla_jepa.family:VLA_JEPA",
     "starvla_groot": "vla_accel.families.starvla.family:STARVLA_GROOT",
+    "starvla_pi": "vla_accel.families.starvla.family:STARVLA_PI",
     "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
     "act": "vla_accel.families.act.family:ACT",
