@@ -25,11 +25,35 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
+class Resampling:
+    """Resizes whole images to `size` (height, width): to `between` by torch's "area", if that is not None, and then by
+    torch's antialiased bicubic filter."""
+
+    between: tuple[int, int] | None
+    size: tuple[int, int]
+
+    def keeps(self, height: int, width: int) -> bool:
+        """Return whether an image of this size stays as it is."""
+        return (height, width) == self.size and self.between in (None, self.size)
+
+    def weights(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return float64 (rows, height) and (columns, width): rows · image · columnsᵀ is the resized image."""
+        between = self.between or (height, width)
+        return _resampled(height, between[0], self.size[0]), _resampled(width, between[1], self.size[1])
+
+
+@lru_cache(maxsize=16)
+def _resampled(count: int, between: int, out: int) -> np.ndarray:
+    weights = bicubic_weights(between, out)
+    return weights if between == count else weights @ area_weights(count, between)
+
+
+@dataclass(frozen=True)
 class Cameras:
     """The (height, width) of each view, where the device resizes camera images to the model's size by `method`."""
 
     sizes: tuple[tuple[int, int], ...]
-    method: Resize
+    method: Resize | Resampling
 
 
 def fitted(height: int, width: int, size: int) -> tuple[int, int, int, int]:
@@ -56,6 +80,30 @@ def neighbours(count: int, out: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     centre = np.clip((np.arange(out) + 0.5) * (count / out) - 0.5, 0, None)
     low = np.minimum(centre.astype(np.int64), count - 1)
     return low, np.minimum(low + 1, count - 1), (centre - low).astype(np.float32)
+
+
+def area_weights(count: int, out: int) -> np.ndarray:
+    """Return the weights float64 (out, count) of one axis of torch's "area" resizing: means of neighbouring inputs."""
+    low, high = np.arange(out) * count // out, -(-(np.arange(out) + 1) * count // out)
+    place = np.arange(count)
+    inside = (place >= low[:, None]) & (place < high[:, None])
+    return inside / inside.sum(1, keepdims=True)
+
+
+def bicubic_weights(count: int, out: int) -> np.ndarray:
+    """Return the weights float64 (out, count) of one axis of torch's antialiased bicubic resizing."""
+    step = count / out
+    wide = max(step, 1.0)
+    centre = (np.arange(out) + 0.5) * step
+    low = np.maximum((centre - 2 * wide + 0.5).astype(np.int64), 0)
+    high = np.minimum((centre + 2 * wide + 0.5).astype(np.int64), count)
+    place = np.arange(count)
+    x = np.abs((place + 0.5 - centre[:, None]) / wide)
+    near = (1.5 * x - 2.5) * x * x + 1.0
+    far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
+    weights = np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
+    weights *= (place >= low[:, None]) & (place < high[:, None])
+    return weights / weights.sum(1, keepdims=True)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,10 @@ ISAAC: list[tuple[Change, str]] = [
     (config("select_layer", 6), "missing: backbone.model.model.language_model.layers.4"),
     *((config(name, value), rf"/config\.json: {name}: {NO_SIZE} {value!r}") for name, value in (
         ("select_layer", "last"), ("select_layer", 10**9), ("action_horizon", -1), ("num_inference_timesteps", 0))),
-    (config("model_type", "Gr00tN1d6"), "expected GR00T N1.7 .*, found gr00tn1d6"),
+    (config("model_type", "Gr00tN2"), "expected GR00T N1.7 .*N1.6 .*N1.5 .*, found gr00tn2, another network"),
     # Networks that are not built.
     *((config(*path), rf"{'.'.join(path[:-1])}\b.*got|got {'.'.join(path[:-1])} ") for path in (
-        ("use_alternate_vl_dit", False), ("strict_action_padding_mask", True), ("use_future_tokens", True),
+        ("use_vlln", False), ("strict_action_padding_mask", True), ("use_future_tokens", True),
         ("use_soft_prompts", True), ("use_tactile", True), ("backbone_model_type", "eagle"), ("use_motion", True),
         ("state_history_length", 3), ("loss_mechanism", "dual_branch"),
         ("diffusion_model_cfg", "norm_type", "layer_norm"), ("diffusion_model_cfg", "a_later_setting", 3),
@@ -166,30 +167,68 @@ def test_an_embodiment_that_the_folder_lacks_is_refused(write: Any, tmp_path: Pa
         load(write(tmp_path), PolicyConfig(checkpoint=CheckpointSpec(embodiment="gr1")))
 
 
-# -- other generations ----------------------------------------------------------------------------------------------
+# -- N1.6 and N1.5 ------------------------------------------------------------------------------------------------
 
-EAGLE = "_groot_model.backbone.eagle_model.language_model.lm_head.weight"
-OLD = "_groot_model.action_head.model.proj_out_1.weight"
-STEPS = ("groot_pack_inputs_v3", "groot_eagle_encode_v3", "groot_eagle_collate_v3")
+METADATA = "experiment_cfg/metadata.json"
+Write = Callable[..., Path]
+
+
+def no_statistics(files: dict[str, Any]) -> None:
+    files[METADATA][written.N15_TAG]["statistics"].pop("action")
 
 
 @pytest.mark.parametrize(
-    ("weight", "base", "generation"),
+    ("write", "change", "message"),
     [
-        (EAGLE, None, r"N1\.5: another network, .*supported"),
-        (OLD, "nvidia/GR00T-N1.5-3B", r"N1\.5: another network"),
-        (OLD, "nvidia/GR00T-N1.6-3B", r"N1\.6: another network"),
-        ("_groot_model.backbone.model.vision_model.x", None, r"N1\.6: another network"),
-        (OLD, None, r"N1\.5 \(groot_pack_inputs_v3, "),
+        (written.write_n16, config("backbone_model_type", "qwen"), 'backbone_model_type: expected "eagle"'),
+        (written.write_n16, config("select_layer", 9), "missing: backbone.model.language_model.model.layers.3"),
+        (written.write_n16, setting("model_type", "qwen"), 'model_type: expected "eagle", got "qwen"'),
+        (written.write_n15, config("backbone_cfg", "project_to_dim", 1536), "backbone_cfg.project_to_dim: expected "),
+        (written.write_n15, config("action_head_cfg", "hidden_size", 64), "hidden_size: config says 64, "),
+        (written.write_n15, config("action_head_cfg", "num_target_vision_tokens", 32), "config says 32, weights say 5"),
+        (written.write_n15, config("action_head_cfg", "a_later_setting", 1), "got a_later_setting 1"),
+        (written.write_n15, config("action_head_cfg", None), "expected backbone_cfg and action_head_cfg, found"),
+        (written.write_n15, no_statistics, "new_embodiment: expected action, found .*state"),
+        (written.write_n15, lambda files: files.update({METADATA: {"mine": {}}}),
+         "all its files have, found mine in metadata.json; .*gr1.* in Isaac-GR00T"),
+        (written.write_n15_lerobot, step(BEFORE, 2, "embodiment_tag", "typo"), "expected an embodiment of ag.*'typo'"),
+        (written.write_n15_lerobot, step(BEFORE, 2, "formalize_language", True), "formalize_language: expected false"),
+        (written.write_n15_lerobot, step(AFTER, 0, "env_action_dim", 5), "env_action_dim: expected 7, got 5"),
+        (written.write_n15_lerobot, put(BEFORE, "steps", 2, "registry_name", "groot_n1_7_pack_inputs_v1"),
+         r"expected the steps of GR00T N1\.5, as the weights are, got those of GR00T N1\.7: groot_n1_7_pack"),
+        (written.write_lerobot, put(BEFORE, "steps", 2, "registry_name", "groot_pack_inputs_v3"),
+         r"expected the steps of GR00T N1\.7, as the weights are, got those of GR00T N1\.5: groot_pack_inputs_v3"),
     ],
-)
-def test_an_older_generation_is_named(weight: str, base: str | None, generation: str, tmp_path: Path) -> None:
-    save_file({weight: torch.zeros(4, 4)}, str(tmp_path / "model.safetensors"))
-    content = {"type": "groot", "input_features": {}, "base_model_path": base}
+)  # fmt: skip
+def test_older_releases_are_refused_by_name_as_well(write: Write, change: Change, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(write(tmp_path, change=change), dtype=torch.float32)
+
+
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    folder = written.write_n15(tmp_path / "n15")
+    (folder / METADATA).unlink()
+    with pytest.raises(CheckpointError, match=r"expected experiment_cfg/metadata\.json, found config\.json, .*copy it"):
+        load(folder)
+    saved = written.write_n15_lerobot(tmp_path / "lerobot")
+    save_file({"action.min": torch.zeros(7), "action.max": torch.ones(7)}, str(saved / "step.safetensors"))
+    with pytest.raises(CheckpointError, match=r"expected statistics of observation\.state, found those of action"):
+        load(saved)
+    other = written.write_n16(tmp_path / "n16", ids={"new_embodiment": 3})
+    with pytest.raises(CheckpointError, match="expected an embodiment of libero_panda; got 'gr1'"):
+        load(other, PolicyConfig(checkpoint=CheckpointSpec(embodiment="gr1")))
+    (other / "tokenizer.json").write_text((saved / "tokenizer.json").read_text().replace("<IMG_CONTEXT>", "<CONTEXT>"))
+    with pytest.raises(CheckpointError, match=r"tokenizer: expected <IMG_CONTEXT> as one token, 2 of them .* got"):
+        load(other)
+
+
+def test_lerobot_has_no_n16(tmp_path: Path) -> None:
+    content = {"type": "groot", "input_features": {}}
+    save_file(
+        {f"_groot_model.{n}": v for n, v in tensors("groot_n16").items()}, str(tmp_path / "model.safetensors")
+    )  # fmt: skip
     (tmp_path / CONFIG).write_text(json.dumps(content))
-    steps = [{"registry_name": name, "config": {}} for name in STEPS]
-    (tmp_path / BEFORE).write_text(json.dumps({"steps": steps}))
-    with pytest.raises(CheckpointError, match=rf"expected GR00T N1\.7, got {generation}"):
+    with pytest.raises(CheckpointError, match=r"expected Isaac-GR00T's layout of GR00T N1\.6, got lerobot's"):
         load(tmp_path)
 
 

@@ -18,6 +18,7 @@ from vla_accel.families.groot.family import GROOT
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.native_decode import TURN
 from vla_accel.families.smolvla.family import SMOLVLA
+from vla_accel.families.vla_jepa.family import VLA_JEPA
 from vla_accel.measure.parity import LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.numeric import cosine
@@ -48,6 +49,7 @@ def used(policy: OptimizedPolicy) -> set[str]:
     [
         (SMOLVLA, {}), (SMOLVLA, {"kv_cache": "fp8"}), (SMOLVLA, {"vision": "fp8", "kv_cache": "fp8"}),
         (SMOLVLA, {"denoise": "int8"}), (GROOT, {}), (GROOT, {"denoise": "fp8"}), (GROOT, {"denoise": "int8"}),
+        (VLA_JEPA, {}), (VLA_JEPA, {"denoise": "fp8"}), (VLA_JEPA, {"denoise": "int8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -61,7 +63,7 @@ def test_published_size(family: Any, low: dict[str, str]) -> None:
     if family is SMOLVLA:
         streamed = torch.cuda.get_device_capability() == (9, 0) and "denoise" not in low
         assert policy.ledger.entries["denoise"].detail.startswith("streamed CUDA kernels" if streamed else "fused ops")
-    if low or family is GROOT:
+    if low or family in (GROOT, VLA_JEPA):
         assert report.passed, report.reasons
         return
     plain, _ = random_policy(family, settings(family, "bf16", "eager"))

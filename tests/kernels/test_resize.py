@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.support.runtimes import steered
 from vla_accel.errors import ObservationError
 from vla_accel.kernels.image.resize import fit, fit_of, fits_on, rehearse
-from vla_accel.pictures import Resize
-from vla_accel.transforms.images import resize
+from vla_accel.pictures import Resampling, Resize
+from vla_accel.transforms.images import resample, resize
 
 CPU = torch.device("cpu")
 SIZES = [(480, 640), (256, 256), (28, 31), (31, 200), (300, 224), (224, 300), (1, 5), (720, 1280), (97, 97)]
@@ -86,13 +87,34 @@ INTERPRETED = """
 import numpy as np
 from tests.kernels.test_resize import METHODS, fitted_here, picture
 from tests.support.runtimes import steered
-from vla_accel.transforms.images import resize
+from vla_accel.transforms.images import resample, resize
 for method in METHODS:
     for (height, width), size in (((60, 80), 28), ((25, 20), 32), ((20, 31), 31), ((1, 5), 5), ((33, 33), 33)):
         with steered("triton"):
             got = fitted_here(picture(height, width), size, method)
         np.testing.assert_array_equal(got, resize(picture(height, width), size, method), f"{method} {height, width}")
 """
+
+
+@pytest.mark.parametrize("between", [None, (224, 224)])
+@pytest.mark.parametrize("size", [(96, 132), (250, 150), (256, 256)])
+def test_resampling_is_torchs(between: tuple[int, int] | None, size: tuple[int, int]) -> None:
+    """On the host and through the device's products, from the float pixels of torch's two filters."""
+    image, method = torch.randint(0, 256, (*size, 3), dtype=torch.uint8), Resampling(between, (256, 288))
+    pixels = image.permute(2, 0, 1)[None].double()
+    pixels = pixels if between is None else F.interpolate(pixels, between, mode="area")
+    expected = F.interpolate(pixels, method.size, mode="bicubic", antialias=True)[0].permute(1, 2, 0)
+    expected = expected.round().clamp(0, 255).to(torch.uint8)
+    out = torch.empty(*method.size, 3, dtype=torch.uint8)
+    fit(image, fit_of(*size, 0, method, CPU), out)
+    for found in (torch.from_numpy(resample(image.numpy(), method)), out):
+        # Sums in another order round a tie to another level.
+        assert (found.int() - expected.int()).abs().max() <= 1 and (found != expected).float().mean() < 1e-3
+
+
+def test_an_image_of_the_size_stays() -> None:
+    image, method = np.zeros((256, 256, 3), np.uint8), Resampling(None, (256, 256))
+    assert resample(image, method) is image and fit_of(256, 256, 256, method, CPU) is None
 
 
 def test_the_kernels_are_the_host_s_too() -> None:

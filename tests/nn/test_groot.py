@@ -13,16 +13,18 @@ from tests.support.in_memory import MemoryWeights
 from vla_accel.errors import ConfigError
 from vla_accel.families.groot.checkpoint import infer_config, load_groot
 from vla_accel.families.groot.head import HeadConfig
-from vla_accel.families.groot.language import Layout, QwenConfig, axes_of_frequencies
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n17, overlap_weights
-from vla_accel.families.groot.vision import QwenVisionConfig
+from vla_accel.families.groot.releases import N17
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.qwen_language import Arrangement, QwenConfig, axes_of_frequencies
+from vla_accel.nn.qwen_vision import QwenVisionConfig
 
 
 @pytest.fixture(scope="module")
 def model() -> Groot:
     weights = MemoryWeights(tensors())
-    model = load_groot(weights, infer_config(weights.shapes, CONFIG, "small"), 2, "small")
+    config = infer_config(weights.shapes, N17, CONFIG, Arrangement(), "small")
+    model = load_groot(weights, config, 2, "small")
     return model.placed(torch.device("cpu"), torch.float32).whole()
 
 
@@ -44,8 +46,7 @@ def answer(
     pixels = drawn(f"{case}.pixels", batch, views, 3, 32 * grid[0], 32 * grid[1]).clamp(-1, 1)
     real = None if len(set(lengths)) == 1 else torch.tensor(lengths)
     with torch.no_grad():
-        places = Layout(views, grid, longest).places(tokens.device)
-        cache = model.read(*model.see(pixels), tokens, places, real)
+        cache = model.read(model.layout(views, grid, longest), *model.vision.views(pixels), tokens, real)
         noise = drawn(f"{case}.noise", batch, model.config.action_horizon, 132)
         state = drawn(f"{case}.state", batch, 132)
         schedule = Schedule.uniform(steps)
@@ -97,11 +98,11 @@ def test_a_row_is_what_it_would_be_alone(model: Groot) -> None:
     with torch.no_grad():
         tokens = torch.full((1, 20), 9)
         pixels = drawn("padded.pixels", 3, 2, 3, 64, 96)[:1].clamp(-1, 1)
-        images = model.see(pixels)
-        alone = model.read(*images, tokens[:, :12], Layout(2, (2, 3), 12).places(tokens.device))
-        padded = model.read(*images, tokens, Layout(2, (2, 3), 20).places(tokens.device), torch.tensor([12]))
-    torch.testing.assert_close(padded.text_keys[:, :, :12], alone.text_keys, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(padded.image_values, alone.image_values, rtol=1e-5, atol=1e-5)
+        images = model.vision.views(pixels)
+        alone = model.read(model.layout(2, (2, 3), 12), *images, tokens[:, :12])
+        padded = model.read(model.layout(2, (2, 3), 20), *images, tokens, torch.tensor([12]))
+    torch.testing.assert_close(padded["text"][0][:, :, :12], alone["text"][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(padded["image"][1], alone["image"][1], rtol=1e-5, atol=1e-5)
     assert torch.isfinite(rows).all()
 
 
@@ -116,7 +117,7 @@ def test_training_reaches_every_weight(model: Groot) -> None:
     trained = Groot(config)
     trained.load_state_dict(model.state_dict())
     pixels, tokens = drawn("train", 1, 2, 3, 64, 64), torch.full((1, 12), 9)
-    cache = trained.read(*trained.see(pixels), tokens, Layout(2, (2, 2), 12).places(tokens.device))
+    cache = trained.read(trained.layout(2, (2, 2), 12), *trained.vision.views(pixels), tokens)
     noise, state, schedule = drawn("n", 1, 8, 132), drawn("s", 1, 132), Schedule.uniform(4)
     actions = trained.integrate(noise, trained.head.constants(schedule), state, cache, schedule=schedule)
     actions.square().sum().backward()

@@ -20,10 +20,10 @@ from vla_accel.checkpoints.checkpoint import save_checkpoint
 from vla_accel.config import EnginePrecision
 from vla_accel.errors import EngineError
 from vla_accel.families.bench import bench_card
-from vla_accel.families.groot import native_loop as groot_denoise
 from vla_accel.families.pi0 import native_loop as expert
 from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.nn import native_dit
 from vla_accel.nn.weights import plain_input
 
 PARTS = ("vision", "kv_cache", "denoise")
@@ -91,7 +91,7 @@ def test_the_loop_is_that_of_the_dequantised_weights(name: str, flow_folders: di
         if name.startswith("pi"):
             holder.tables = expert.steps_of(policy.model, weights, policy.schedule)  # type: ignore[arg-type]
         elif name == "groot":
-            holder.tables = groot_denoise.step_tables(policy.model, weights, policy.schedule)  # type: ignore[arg-type]
+            holder.tables = native_dit.step_tables(policy.model, weights, policy.schedule)  # type: ignore[arg-type]
     assert torch.equal(actions(policy), found)
     assert not torch.equal(actions(policy_of(flow_folders[name], "auto")), found)
 

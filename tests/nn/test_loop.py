@@ -12,11 +12,11 @@ from tests.support.groot_folders import CONFIG, tensors
 from tests.support.in_memory import MemoryWeights
 from tests.support.streamed_support import EXPERTS, LOOPS, Loops
 from vla_accel.families.groot.checkpoint import infer_config, load_groot
-from vla_accel.families.groot.native_loop import NativeTransformer, TransformerWeights, step_tables
 from vla_accel.kernels.config import Choice
 from vla_accel.nn import kernel_choices
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.loop import LayerLoop
+from vla_accel.nn.native_dit import NativeTransformer, TransformerWeights, step_tables
 
 
 def groot_loop() -> LayerLoop:

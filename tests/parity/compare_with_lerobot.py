@@ -33,7 +33,6 @@ from tests.support.agreement import ACTIONS_ATOL, rms
 from tests.support.whole_calls import pi0_actions, pi0_fast_tokens, smolvla_actions
 from vla_accel.config import CheckpointSpec, PolicyConfig
 from vla_accel.families.bench import bench_card
-from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.network import Groot, overlap_weights
 from vla_accel.families.loading import Checkpoint, family_of, load
 from vla_accel.families.pi0.network import Pi0
@@ -45,6 +44,7 @@ from vla_accel.files import write_json
 from vla_accel.machine import hardware, software
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
+from vla_accel.nn.qwen_language import Arrangement
 
 BF16_RATIO = 1.5
 """Ours to lerobot's float32, beside lerobot's own bfloat16 to it: as near, within the spread of two roundings."""
@@ -76,23 +76,33 @@ def ask_smolvla(model: SmolVla, tensors: Mapping[str, Tensor], case: str, steps:
     )
 
 
+def stored_tokens(tokens: Tensor, lengths: Tensor, arrangement: Arrangement) -> Tensor:
+    """Text tokens (B, L) in the order of `Layout.text_rows`: the last first where the text precedes the images."""
+    if not arrangement.text_first:
+        return tokens
+    rows = [torch.cat((row[:n].flip(0), row[n:])) for row, n in zip(tokens, lengths.tolist(), strict=True)]
+    return torch.stack(rows)
+
+
 @torch.no_grad()
 def ask_groot(model: Groot, tensors: Mapping[str, Tensor], case: str, steps: int) -> Tensor:
-    """Actions (B, horizon, 132), normalised."""
+    """Actions (B, horizon, action_dim), normalised."""
     given, config = case_of(tensors, case), model.config
     pixels, lengths = given["pixels"], given["lengths"]
-    layout = Layout(pixels.shape[1], config.vision.grid(*pixels.shape[3:]), given["tokens"].shape[1])
+    layout = model.layout(pixels.shape[1], config.vision.grid(*pixels.shape[3:]), given["tokens"].shape[1])
     chunk: tuple[Tensor, ...] = ()
     if case == "rtc":  # five rows of a previous chunk, of which two are decided
         target = torch.zeros(1, config.action_horizon, config.action_dim)
         target[:, :5] = tensors["rtc.previous"]
         chunk = (target, overlap_weights(5, 2, config.action_horizon, 6.0, None)[None])
     # One part after the other, where the weights are not there yet: all in float32 would take 12 GB.
-    crossing = [f"head.layers.{i}.kv_proj" for source in ("text", "image") for i in config.head.blocks(source)]
+    crossing = [f"head.layers.{i}.kv_proj" for source in config.head.sources for i in config.head.blocks(source)]
     with model.present("vision"):
-        seen = model.see(pixels)
+        seen = model.vision.views(pixels)
     with model.present("embed", "language", "head.vl_norm", "head.vl_layers", *crossing):
-        cache = model.read(*seen, given["tokens"], layout.places(pixels.device), lengths)
+        tokens = stored_tokens(given["tokens"], lengths, config.arrangement)
+        lengths = lengths if config.head.text_every else lengths + layout.images
+        cache = model.read(layout, *seen, tokens, lengths)
     with model.present("head"):
         schedule = Schedule.uniform(steps)
         constants, noise, state = model.constants(schedule), given["noise"], given["state"]

@@ -19,8 +19,6 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.engines.tensorrt_plan import content_key
 from vla_accel.errors import ConfigError
-from vla_accel.families.groot.components import CACHE
-from vla_accel.families.groot.head import Cache
 from vla_accel.families.loading import load as load_checkpoint
 from vla_accel.nn.flow import Schedule
 from vla_accel.policy import ahead_of_time
@@ -63,7 +61,7 @@ def plain_euler(policy: OptimizedPolicy, times: Tensor, dts: Sequence[float], st
     if policy.family.name == "groot":
         assert model.head.times(schedule) == [int(1000 * (1 - time) + 1e-3) for time in times.tolist()]
         constants, token = model.constants(schedule), model.head.state_token(inputs["state"])
-        cache = Cache(*(inputs[name] for name in CACHE))
+        cache = {s: (inputs[f"{s}_keys"], inputs[f"{s}_values"]) for s in model.config.head.sources}
         for step, dt in enumerate(dts):
             x = x + -dt * model.head.velocity(x, constants, step, token, cache, None)
         return x

@@ -26,7 +26,6 @@ from tests.support.gpus import ARCHITECTURES
 from tests.support.runtimes import steered
 from vla_accel.config import EngineSpec
 from vla_accel.families.groot.components import groot_components
-from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, groot_n17
 from vla_accel.families.pi0.native import Pi0FastStore
@@ -42,6 +41,7 @@ from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import triton_image as image
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.qwen_language import Layout
 
 EVERYWHERE = ("pi05", "pi05 fp8", "pi05 int8", "pi0", "pi0 int8")
 """Models that compile_kernels.py compiles for every capability."""

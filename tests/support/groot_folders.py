@@ -1,5 +1,5 @@
-"""Small GR00T N1.7 checkpoint folders with the key names and shapes of lerobot's own code, which it left in
-tests/nn/groot_reference.json (tests/references/make_groot_reference.py)."""
+"""Small GR00T checkpoint folders with the key names and shapes of the original code, which it left in
+tests/nn/groot*_reference.json (tests/references/make_groot*_reference.py): N1.7, and at the end N1.6 and N1.5."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from torch import Tensor
 from tests.references.groot_weights import draw, weight
 from tests.support.lerobot_saved import Change
 
-REFERENCE = json.loads((Path(__file__).parents[1] / "nn" / "groot_reference.json").read_text())
+REFERENCES = {
+    name: json.loads((Path(__file__).parents[1] / "nn" / f"{file}_reference.json").read_text())
+    for name, file in (("groot", "groot"), ("groot_n16", "groot_n16"), ("groot_n15", "groot_n15"))
+}
+REFERENCE = REFERENCES["groot"]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>", "<unk>")  # fmt: skip
+EAGLE = ("<img>", "</img>", "<IMG_CONTEXT>")
+EAGLE_WORDS = ("system", "You", "are", "a", "helpful", "assistant", ".", "<", "image", "1>", "2>", "['", "']", "go")
 WORDS = ("user", "\n", "pick", "up", "the", "black", "bowl", "open", "it", "put", "perform", "task")
 TAG = "libero_sim"
 STATE = {"x": 1, "y": 1, "z": 1, "roll": 1, "pitch": 1, "yaw": 1, "gripper": 2}
@@ -42,9 +48,11 @@ CONFIG: dict[str, Any] = {
 
 
 @functools.cache
-def tensors() -> dict[str, Tensor]:
-    """Isaac-GR00T's tensors of the small model, BF16. The head of the language model is its table once more."""
-    found = {n: torch.from_numpy(weight(n, tuple(s))).bfloat16() for n, s in REFERENCE["shapes"].items()}
+def tensors(release: str = "groot") -> dict[str, Tensor]:
+    """Isaac-GR00T's tensors of a small model, BF16. The head of the language model is its table once more."""
+    found = {n: torch.from_numpy(weight(n, tuple(s))).bfloat16() for n, s in REFERENCES[release]["shapes"].items()}
+    if release != "groot":
+        return found
     table = "backbone.model.model.language_model.embed_tokens.weight"
     return {**found, "backbone.model.lm_head.weight": found[table].clone()}
 
@@ -84,11 +92,12 @@ def write_tokenizer(folder: Path) -> None:
     """Words as tokens in Hugging Face's form, in place of Qwen's file."""
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate((*SPECIAL, *WORDS))}, unk_token="<unk>"))
+    words = {w: i for i, w in enumerate((*SPECIAL, *WORDS, *EAGLE_WORDS, *EAGLE))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(" "), "removed"), pre_tokenizers.Split(Regex(r"\n|[A-Za-z_]+|[.,]"), "isolated")]
     )
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (*SPECIAL, *EAGLE)])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -199,3 +208,101 @@ def observation(seed: int = 0, prompt: str = "Pick up the bowl!") -> dict[str, A
     rng = np.random.default_rng(seed)
     images = {f"observation/{n}": rng.integers(0, 256, (64, 64, 3), np.uint8) for n in ("image", "wrist_image")}
     return {**images, "observation/state": rng.uniform(-1, 1, 8), "prompt": prompt}
+
+
+# -- N1.6 and N1.5 ------------------------------------------------------------------------------------------------
+
+N16_TAG, N15_TAG = "libero_panda", "new_embodiment"
+N16_CONFIG: dict[str, Any] = {
+    "architectures": ["Gr00tN1d6"], "model_type": "Gr00tN1d6", "model_name": "nvidia/Eagle-Block2A-2B-v2",
+    "backbone_model_type": "eagle", "select_layer": 3, "backbone_embedding_dim": 128, "hidden_size": 56,
+    "input_embedding_dim": 96, "max_seq_len": 24, "action_horizon": 8, "max_num_embodiments": 5, "max_state_dim": 20,
+    "max_action_dim": 12, "use_alternate_vl_dit": True, "attend_text_every_n_blocks": 2, "eagle_collator": False,
+    "diffusion_model_cfg": CONFIG["diffusion_model_cfg"], "num_inference_timesteps": 4,
+}  # fmt: skip
+N15_CONFIG: dict[str, Any] = {
+    "architectures": ["GR00T_N1_5"], "model_type": "gr00t_n1_5", "action_dim": 32, "action_horizon": 16,
+    "compute_dtype": "bfloat16", "hidden_size": 128, "torch_dtype": "bfloat16",
+    "backbone_cfg": {"select_layer": 3, "project_to_dim": None, "reproject_vision": False, "tune_llm": False},
+    "action_head_cfg": {
+        "action_dim": 32, "action_horizon": 16, "max_action_dim": 32, "max_state_dim": 64, "hidden_size": 56,
+        "input_embedding_dim": 96, "backbone_embedding_dim": 128, "max_seq_len": 24, "num_inference_timesteps": 4,
+        "num_target_vision_tokens": 5, "num_timestep_buckets": 1000, "use_vlln": True, "add_pos_embed": True,
+        "diffusion_model_cfg": {**CONFIG["diffusion_model_cfg"], "num_layers": 4, "cross_attention_dim": 128},
+        "vl_self_attention_cfg": CONFIG["vl_self_attention_cfg"],
+    },
+}  # fmt: skip
+
+
+def write_n16(folder: Path, **options: Any) -> Path:
+    """Isaac-GR00T's layout of N1.6. `options`: as of `write_isaac`."""
+    settings = {**SETTINGS, "model_type": "eagle", "image_target_size": [56, 56], "image_crop_size": [54, 54]}
+    stats = {N16_TAG: {"state": statistics(STATE), "action": statistics(ACTION)}}
+    usual = {
+        "weights": tensors("groot_n16"), "config": N16_CONFIG, "settings": settings, "modalities": {N16_TAG: LIBERO},
+        "stats": stats, "ids": {N16_TAG: 2},
+    }  # fmt: skip
+    return write_isaac(folder, **{**usual, **options})
+
+
+def write_n15(folder: Path, change: Change = lambda files: None) -> Path:
+    """Isaac-GR00T's layout of N1.5: statistics in experiment_cfg/metadata.json. `change` edits the JSON files before."""
+    (folder / "experiment_cfg").mkdir(parents=True, exist_ok=True)
+    save_file(tensors("groot_n15"), str(folder / "model.safetensors"))
+    stats = {"state": statistics(STATE), "action": statistics(ACTION)}
+    video = {name: {"resolution": [64, 64], "channels": 3, "fps": 20.0} for name in ("image", "wrist_image")}
+    parts = {kind: {name: {"shape": [size]} for name, size in groups.items()}
+             for kind, groups in (("state", STATE), ("action", ACTION))}  # fmt: skip
+    entry = {"statistics": stats, "modalities": {"video": video, **parts}, "embodiment_tag": N15_TAG}
+    files = copy.deepcopy({"config.json": N15_CONFIG, "experiment_cfg/metadata.json": {N15_TAG: entry}})
+    change(files)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    write_tokenizer(folder)
+    return folder
+
+
+def write_n15_lerobot(folder: Path, change: Change = lambda files: None) -> Path:
+    """The files that lerobot 0.5.1 saves, which `change` may edit before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({f"_groot_model.{n}": v for n, v in tensors("groot_n15").items()}, str(folder / "model.safetensors"))
+    features = {f"observation.images.{n}": {"type": "VISUAL", "shape": [3, 64, 64]} for n in ("wrist", "front")}
+    ids = {"new_embodiment": 31, "oxe_droid": 17, "agibot_genie1": 26, "gr1": 24, "so100": 2, "unitree_g1": 3}
+    pack = {
+        "state_horizon": 1, "action_horizon": 16, "max_state_dim": 64, "max_action_dim": 32, "language_key": "task",
+        "formalize_language": False, "embodiment_tag": N15_TAG, "embodiment_mapping": ids, "normalize_min_max": True,
+    }  # fmt: skip
+    stored = "step.safetensors"
+    files = {
+        "config.json": {
+            "type": "groot", "chunk_size": 50, "n_action_steps": 50, "base_model_path": "nvidia/GR00T-N1.5-3B",
+            "tokenizer_assets_repo": "lerobot/eagle2hg-processor-groot-n1p5", "embodiment_tag": N15_TAG,
+            "image_size": [224, 224], "lora_rank": 0, "use_bf16": True,
+            "input_features": {**features, "observation.state": {"type": "STATE", "shape": [8]}},
+            "output_features": {"action": {"type": "ACTION", "shape": [7]}},
+        },
+        "policy_preprocessor.json": {"name": "policy_preprocessor", "steps": [
+            {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+            {"registry_name": "to_batch_processor", "config": {}},
+            {"registry_name": "groot_pack_inputs_v3", "config": pack, "state_file": stored},
+            {"registry_name": "groot_eagle_encode_v3", "config": {}},
+            {"registry_name": "groot_eagle_collate_v3", "config": {}},
+            {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
+        ]},
+        "policy_postprocessor.json": {"name": "policy_postprocessor", "steps": [
+            {"registry_name": "groot_action_unpack_unnormalize_v1",
+             "config": {"env_action_dim": 7, "normalize_min_max": True}, "state_file": stored},
+            {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
+        ]},
+    }  # fmt: skip
+    files = copy.deepcopy(files)
+    change(files)
+    for file, content in files.items():
+        (folder / file).write_text(json.dumps(content))
+    flat = {}
+    for feature, size in (("observation.state", 8), ("action", 7)):
+        (entry,) = statistics({"all": size}).values()
+        flat |= {f"{feature}.{stat}": torch.tensor(entry[stat]).float() for stat in ("min", "max", "mean", "std")}
+    save_file(flat, str(folder / stored))
+    write_tokenizer(folder)
+    return folder

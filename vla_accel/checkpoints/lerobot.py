@@ -7,7 +7,7 @@ A setting or step that is not known is an error: ignoring it would silently cost
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from vla_accel.checkpoints.lerobot_settings import (
     NORMALIZE,
     OPTIONAL,
     POSTPROCESSOR,
+    POSTPROCESSORS,
     PREPROCESSORS,
     RELATIVE,
     RENAME,
@@ -67,6 +68,9 @@ class Processors:
         pixels: The pixels that the policy was trained with, None for the usual ones. Cameras are in the order of
             `preset.images`.
         prompt_state_dim: The size to which prompts pad the state, as lerobot did before 0.5; None if they do not.
+        cameras: Of a policy without a tokenizer step: how the images of each camera, in [0, 1], are normalized by
+            channel.
+        after: Settings of the postprocessor's steps, by name.
     """
 
     preset: Preset
@@ -76,6 +80,8 @@ class Processors:
     max_token_len: int = 0
     pixels: PixelValues | None = None
     prompt_state_dim: int | None = None
+    cameras: tuple[Normaliser, ...] = ()
+    after: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def is_lerobot(folder: Path) -> bool:
@@ -130,16 +136,18 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     path = folder / "config.json"
     inputs, outputs = _features(config, path)
     renamed, relative, tokenizer, length = {}, None, {}, ("tokenizer_max_length", config, path)
+    prompted, steps = reads_prompt(config["type"]), {}
     state_dim, action_dim = _size(inputs, STATE, path), _size(outputs, ACTION, path)
     if not is_migrated(folder) and buffers(weights.shapes):
         modes = required(config, "normalization_mapping", dict, path)
         of_inputs = of_outputs = buffer_statistics(weights, inputs | outputs, modes, folder / "model.safetensors")
     else:
         before = _read_pipeline(folder / BEFORE, PREPROCESSORS[config["type"]])
-        after = _read_pipeline(folder / AFTER, POSTPROCESSOR)
+        after = _read_pipeline(folder / AFTER, POSTPROCESSORS.get(config["type"], POSTPROCESSOR))
         _check_prompt(before, config)
         of_inputs, of_outputs = before.statistics(NORMALIZE), after.statistics(UNNORMALIZE)
-        renamed, tokenizer = before.config(RENAME).get("rename_map") or {}, _tokenizer(before)
+        renamed, tokenizer = before.config(RENAME).get("rename_map") or {}, _tokenizer(before) if prompted else {}
+        steps = {name: after.config(name) for name in after.steps}
         if "max_length" in tokenizer:
             length = "max_length", tokenizer, before.path
         if _are_relative(config, before, after):
@@ -155,11 +163,15 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     cameras = [key for key in cameras if key in names]
     sizes = len(state.low), action_dim
     relative = None if relative is None else relative_dims(relative, sizes, folder / BEFORE)
+    robot = {key: names[key] for key in (*cameras, STATE)}
+    if not prompted:
+        scales = tuple(of_inputs.scaling(key) or Normaliser.identity(3) for key in cameras)
+        return Processors(_preset(path, robot, sizes, resize, relative), state, actions, cameras=scales, after=steps)
     smolvla = config["type"] == "smolvla"
     old = not smolvla and _is_of_04(config, path)
     name, place, file = length
     return Processors(
-        _preset(path, {key: names[key] for key in (*cameras, STATE)}, sizes, resize, relative),
+        _preset(path, robot, sizes, resize, relative),
         state,
         actions,
         tokenizer.get("tokenizer_name"),
@@ -167,6 +179,11 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         pixel_values({k: of_inputs.camera(k) for k in cameras}, smolvla=smolvla, old_bars=old, path=path),
         size_of(config, "max_state_dim", path) if old else None,
     )
+
+
+def reads_prompt(kind: str) -> bool:
+    """Return whether a policy class tokenizes an instruction in its preprocessor."""
+    return any(TOKENIZE in order for order in PREPROCESSORS[kind])
 
 
 def denoising_steps(config: Mapping[str, Any], name: str, path: Path) -> int:

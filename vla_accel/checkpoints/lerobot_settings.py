@@ -145,7 +145,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("base_model_path", "checkpoint that training started from", "0.4.0"),
         neutral("embodiment_tag", _COPIED, "0.4.0"),
         neutral("image_size", "not read since N1.7", "0.4.0"),
-        refuse("tokenizer_assets_repo", "it belongs to GR00T N1.5, another network", "0.4.0"),
+        read("tokenizer_assets_repo", "the tokenizer of GR00T N1.5", "0.4.0"),
         neutral(
             "tune_llm tune_visual tune_projector tune_diffusion_model lora_rank lora_alpha lora_dropout "
             "lora_full_model optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay warmup_ratio use_bf16 "
@@ -160,6 +160,42 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("use_flash_attention", "speed", "0.6.0"),
         neutral("use_relative_actions relative_exclude_joints action_decode_transform", _COPIED, "0.6.0"),
     ),
+    "vla_jepa": _since(
+        "0.6.1",
+        *_BASE,
+        _SCALING,
+        neutral(
+            "qwen_model_name jepa_encoder_name", "where training took its first weights from; the weights show sizes"
+        ),
+        neutral("enable_world_model", "the world model is for training: its weights are not read"),
+        read("prompt_template special_action_token embodied_action_token", "the prompt"),
+        read(
+            "num_action_tokens_per_timestep num_embodied_action_tokens_per_instruction num_video_frames "
+            "jepa_tubelet_size",
+            "tokens of the prompt",
+        ),
+        read("resize_images_to", "height and width of the images before Qwen's own resizing"),
+        read("num_inference_timesteps", "denoising steps"),
+        read(
+            "action_dim state_dim action_hidden_size action_model_type action_num_layers action_num_heads "
+            "action_attention_head_dim action_num_timestep_buckets",
+            "sizes, checked against the weights",
+        ),
+        neutral("tokenizer_padding_side", "padding, which the model masks"),
+        neutral("num_target_vision_tokens action_max_seq_len", "not read by lerobot"),
+        neutral(
+            "binarize_gripper_action pre_snap_gripper_action clip_normalized_actions gripper_dim gripper_threshold",
+            _COPIED,
+        ),
+        neutral("torch_dtype", "precision in which lerobot ran"),
+        neutral(
+            "freeze_qwen reinit_modules action_dropout action_noise_beta_alpha action_noise_beta_beta action_noise_s "
+            "predictor_depth predictor_num_heads predictor_mlp_ratio predictor_dropout world_model_loss_weight "
+            "repeated_diffusion_steps optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay "
+            "optimizer_grad_clip_norm scheduler_warmup_steps scheduler_decay_steps scheduler_decay_lr",
+            "training",
+        ),
+    ),
 }
 """Settings of config.json by policy class, as `type` names it."""
 
@@ -172,6 +208,8 @@ BATCH, DEVICE, ACTION_TOKENS = "to_batch_processor", "device_processor", "action
 _PI0_LINE, _SMOLVLA_LINE = "pi0_new_line_processor", "smolvla_new_line_processor"
 _PI05_STATE = "pi05_prepare_state_tokenizer_processor_step"
 _FAST_STATE = "pi0_fast_prepare_state_tokenizer_processor_step"
+CLIP, SNAP = "vla_jepa_clip_actions", "vla_jepa_pre_snap_gripper"
+BINARIZE = "vla_jepa_binarize_gripper"
 ALIASES = {"delta_actions_processor": RELATIVE}
 """Names of lerobot 0.5.1 that later releases changed."""
 NEUTRAL = (BATCH, DEVICE, ACTION_TOKENS)
@@ -223,13 +261,16 @@ STEPS: dict[str, tuple[Setting, ...]] = {
         read("exclude_joints action_names", "actions that stay absolute, by their names", "0.5.1"),
     ),
     ABSOLUTE: (read("enabled", "whether the state is added to the actions", "0.5.1"),),
+    CLIP: (),
+    SNAP: (read("gripper_dim threshold", "the gripper's action becomes 0 or 1 before it is scaled"),),
+    BINARIZE: (read("gripper_dim threshold", "the gripper's action becomes -1 or 1"),),
 }
 """Settings of every known step, by the step's name in lerobot's registry."""
 
 
 Orders = tuple[tuple[str, ...], ...]
 """The steps of a pipeline: sequences of steps, of which each must precede the next."""
-OPTIONAL = (RENAME, RELATIVE, ABSOLUTE, ACTION_TOKENS)
+OPTIONAL = (RENAME, RELATIVE, ABSOLUTE, ACTION_TOKENS, CLIP, SNAP, BINARIZE)
 """Steps that lerobot does not always save."""
 _SCALED = (RENAME, RELATIVE, NORMALIZE)
 PREPROCESSORS: dict[str, Orders] = {
@@ -237,5 +278,8 @@ PREPROCESSORS: dict[str, Orders] = {
     "pi05": ((*_SCALED, _PI05_STATE, TOKENIZE),),
     "pi0_fast": ((*_SCALED, _FAST_STATE, TOKENIZE), (ACTION_TOKENS,)),
     "smolvla": ((_SMOLVLA_LINE, TOKENIZE), _SCALED),
+    "vla_jepa": ((RENAME, NORMALIZE),),
 }
 POSTPROCESSOR: Orders = ((UNNORMALIZE, ABSOLUTE),)
+POSTPROCESSORS: dict[str, Orders] = {"vla_jepa": ((CLIP, SNAP, UNNORMALIZE, BINARIZE),)}
+"""Of policy classes with other steps than `POSTPROCESSOR`."""

@@ -26,7 +26,8 @@ class Parity(StepOptions, PolicySource):
     observations: Path | None = None
     """Observations that vla_accel.measure.recording.save_observations wrote; random images if not given."""
     model: str | None = None
-    """Instead of a checkpoint: random weights of a model family's published size: pi05, pi0, smolvla or groot."""
+    """Instead of a checkpoint: random weights of a model family's published size: pi05, pi0, smolvla, vla_jepa
+    or groot."""
     count: Count = 64
     """Observations at most."""
     draws: Count = 1

@@ -29,6 +29,9 @@ FAMILIES: dict[str, str] = {
     "pi0_fast": "vla_accel.families.pi0_fast.family:PI0_FAST",
     "smolvla": "vla_accel.families.smolvla.family:SMOLVLA",
     "groot": "vla_accel.families.groot.family:GROOT",
+    "groot_n16": "vla_accel.families.groot.family:GROOT_N16",
+    "groot_n15": "vla_accel.families.groot.family:GROOT_N15",
+    "vla_jepa": "vla_accel.families.vla_jepa.family:VLA_JEPA",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 

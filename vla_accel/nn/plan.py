@@ -164,7 +164,8 @@ class StackPlan:
         """Enqueue all blocks on `x`.
 
         Args:
-            lengths: (B,) int32, the real rows of each sequence, or None for all.
+            lengths: (B,) int32, the real rows of each sequence, or None for all. Of causal attention, whose padding
+                comes first, the padding rows.
             cache: where a block writes its keys and values, if it has a cache.
             cached: called with each block's index once its keys and values are enqueued.
             after: called with each block's index once it is enqueued; `x` then holds its output.
@@ -216,7 +217,7 @@ class StackPlan:
                 rotate(self.qkv, *self.rope, block.heads, norms)
             q, keys, values = heads.split((block.heads, block.kv_heads, block.kv_heads), 2)
         if self.attention is None:
-            return causal_attention(q, keys, values, self.context.view(rows.batch, rows.tokens, -1))
+            return causal_attention(q, keys, values, self.context.view(rows.batch, rows.tokens, -1), lengths)
         attend(
             self.attention.backend, q, keys, values, self.context, lengths, inverse_scale=weights.out.inverse_scale,
             last=rows.state_last, tile=self.attention.tile,

@@ -126,8 +126,8 @@ def _gain(config: Any, name: str) -> float:
     return (EXPERT_BRANCH if _of(name) == "expert" else 1.0) / math.sqrt(2 * depth)
 
 
-class DrawnGroot(Drawn):
-    """Weights of a GR00T."""
+class DrawnDit(Drawn):
+    """Weights of a `DitNetwork`."""
 
     def _normal(self, name: str) -> tuple[float, float]:
         config: Any = self.config

@@ -157,14 +157,14 @@ class Pipeline:
         self._host: dict[str, np.ndarray] = {}
         self._inputs: dict[str, Tensor] = {}
         self._slots: dict[str, list[np.ndarray]] = {}
-        self._resizes: list[tuple[Tensor, resize.Fit | None, Tensor]] = []
+        self._resizes: list[tuple[Tensor, resize.Fit | resize.Resampled | None, Tensor]] = []
         """Camera images on the device, how they are resized, and the images of the first engine that they become."""
         for name, shape, dtype, part in entries:
             tensor, staged = (b[part].view(dtype).view(shape) for b in (self._device_buffer, self._host_buffer))
             host = staged.numpy()
             if cameras is not None and name == IMAGES:
                 out = first[name].flatten(0, 1)[len(self._resizes)]
-                fits = out.shape == tensor.shape
+                fits = isinstance(cameras.method, str) and out.shape == tensor.shape
                 how = None if fits else resize.fit_of(*shape[:2], len(out), cameras.method, self.device)
                 self._resizes.append((tensor, how, out))
                 self._slots.setdefault(name, []).append(host)
@@ -212,10 +212,7 @@ class Pipeline:
         """Upload the first engine's inputs and resize images: the first work of the first CUDA graph."""
         self._device_buffer[: self._split].copy_(self._host_buffer[: self._split], non_blocking=True)
         for image, how, out in self._resizes:
-            if how is None:
-                out.copy_(image)
-            else:
-                resize.fit(image, how, out)
+            resize.fit(image, how, out)
 
     def _upload_rest(self) -> None:
         self._device_buffer[self._split :].copy_(self._host_buffer[self._split :], non_blocking=True)

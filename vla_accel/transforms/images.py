@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.errors import DependencyError, ObservationError
-from vla_accel.pictures import Resize, neighbours, placed
+from vla_accel.pictures import Resampling, Resize, neighbours, placed
 
 
 def to_uint8(image: Any, key: str) -> np.ndarray:
@@ -61,6 +61,14 @@ def resize(image: np.ndarray, size: int, method: Resize, key: str = "image") -> 
     out = np.zeros((size, size, 3), np.uint8)
     out[top : top + height, left : left + width] = inner
     return out
+
+
+def resample(image: np.ndarray, method: Resampling) -> np.ndarray:
+    """Return uint8 (H, W, 3) resized and rounded to whole levels; an image that stays as it is without a copy."""
+    if method.keeps(image.shape[0], image.shape[1]):
+        return image
+    rows, columns = method.weights(image.shape[0], image.shape[1])
+    return np.rint(columns @ np.tensordot(rows, image, 1)).clip(0, 255).astype(np.uint8)
 
 
 def _filtered(image: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -204,11 +204,17 @@ class PaliGemmaTokenizer:
 
 
 class LineTokenizer:
-    """Any Hugging Face `tokenizer.json`, with the special tokens of its file (SmolVLM2's has none)."""
+    """Any Hugging Face `tokenizer.json`, with the special tokens of its file (SmolVLM2's has none), or a folder with
+    `PIECES` of Qwen's."""
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = read_tokenizers(path)
+        self._tokenizer = read_pieces(path) if path.is_dir() else read_tokenizers(path)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
+
+    def add(self, tokens: Sequence[str]) -> None:
+        """Add special tokens that the file lacks, with the numbers after its last one."""
+        self._tokenizer.add_special_tokens(list(tokens))
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_bos).ids
@@ -231,6 +237,39 @@ def read_tokenizers(path: Path) -> Any:
     # The file may store padding and truncation.
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    return tokenizer
+
+
+PIECES = ("vocab.json", "merges.txt", "added_tokens.json")
+"""Files of a tokenizer that is saved without `tokenizer.json`."""
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def read_pieces(folder: Path) -> Any:
+    """Read Qwen's tokenizer of a folder with `PIECES`. Raises CheckpointError, DependencyError."""
+    try:
+        from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+        from tokenizers import Tokenizer as HubTokenizer
+    except ImportError as error:
+        raise DependencyError(f"{folder} needs tokenizers: pip install 'vla_accel[checkpoints]'") from error
+    try:
+        vocabulary, added = (json.loads((folder / PIECES[at]).read_text("utf-8")) for at in (0, 2))
+        lines = (folder / PIECES[1]).read_text("utf-8").split("\n")
+        merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+        tokenizer = HubTokenizer(models.BPE(vocabulary, merges))
+    # The library raises nothing narrower.
+    except Exception as error:
+        raise CheckpointError(f"tokenizer {folder}: expected {', '.join(PIECES)} of Qwen's, got: {error}") from error
+    tokenizer.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(_QWEN_WORDS), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    names = sorted(added, key=added.__getitem__)
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    if wrong := [name for name in names if tokenizer.token_to_id(name) != added[name]]:
+        raise CheckpointError(f"tokenizer {folder}: expected tokens that follow the {len(vocabulary)} words, got {wrong[0]}"
+                              f" as {added[wrong[0]]}")  # fmt: skip
     return tokenizer
 
 
@@ -272,13 +311,20 @@ def load_tokenizer(
     return _load_file(path or (kept if kept.is_file() else _from_hub(PALIGEMMA_HUB)), PaliGemmaTokenizer)
 
 
-def load_line_tokenizer(folder: Path, source: str | None, hub: str) -> Tokenizer:
+def load_line_tokenizer(folder: Path, source: str | None, hub: str, *, apart: bool = False) -> Tokenizer:
     """Return the tokenizer of a checkpoint whose prompts are lines: `tokenizer.json` of `source` (a folder, a file or a
-    hub name), else of the checkpoint's folder, else of `hub`. Raises CheckpointError if there is none."""
+    hub name), else of the checkpoint's folder, else of `hub`. Raises CheckpointError if there is none.
+
+    `apart`: the hub has Qwen's tokenizer as `PIECES`; folders may have it in this form as well.
+    """
     place = folder if source is None else user_path(source)
     path = place / "tokenizer.json" if place.is_dir() else place
+    if apart and not path.is_file() and all((place / name).is_file() for name in PIECES):
+        return LineTokenizer(place)
     if not path.is_file():
         hint = ", or put its tokenizer.json into the checkpoint's folder, or name one as checkpoint.tokenizer"
+        if apart:
+            return LineTokenizer(files_from_hub(source or hub, PIECES, hint))
         path = _from_hub(source or hub, hint)
     return _load_file(path, LineTokenizer)
 

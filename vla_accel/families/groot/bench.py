@@ -1,55 +1,47 @@
-"""How GR00T N1.7 is measured, and against what: lerobot's own code (`lerobot` 0.6.1 from the package index, on Python
+"""How GR00T is measured, and N1.7 against what: lerobot's own code (`lerobot` 0.6.1 from the package index, on Python
 3.12; see CONTRIBUTING)."""
 
 from __future__ import annotations
 
 import functools
-import re
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vla_accel.errors import DependencyError
-from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, libero, libero_observation
-from vla_accel.families.groot.components import CACHE
-from vla_accel.families.groot.family import GROOT
+from vla_accel.families.bench import BenchCard, Infer, libero, libero_observation
+from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16, GrootFamily
 from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.modalities import Group, Groups
-from vla_accel.families.groot.network import GrootConfig, groot_n17
+from vla_accel.families.groot.network import GrootConfig, groot_n15, groot_n16, groot_n17
+from vla_accel.families.groot.releases import N15
 from vla_accel.families.groot.transforms import GrootProcessor
-from vla_accel.nn.random_weights import DrawnGroot
+from vla_accel.families.qwen_bench import PieceTokenizer, qwen_ids, qwen_patches
+from vla_accel.nn.random_weights import DrawnDit
 from vla_accel.transforms.processing import Inputs
 from vla_accel.transforms.robots import LIBERO
 
 LEROBOT_MODES: dict[str, str | None] = {"lerobot-eager": None, "lerobot-compile": "default"}
 """Systems of lerobot, with the mode of torch.compile."""
-_LEAD, _END = (151_644, 872, 198), (151_645, 198)
 _TEXT = 15
 """Tokens of an instruction such as the dummy's."""
-_PIECES = re.compile(r"<\|\w+\|>|\n|[^\s<]+")
-
-
-class _DummyTokenizer(DummyTokenizer):
-    """Replaces Qwen's tokenizer."""
-
-    def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        return [zlib.crc32(piece.encode()) % self.vocab_size for piece in _PIECES.findall(text)]
 
 
 class GrootBench(BenchCard[GrootConfig, Inputs]):
-    """GR00T N1.7."""
+    """A release of GR00T."""
 
-    family, drawn = GROOT, DrawnGroot
-    sizes: ClassVar = {"groot_n17": groot_n17}
+    drawn = DrawnDit
     sweep = (4, 2, 1)
     quantised = ("native_fp8",)
-    aliases: ClassVar = {"native_fp8": "native_fp8_denoise"}
-    baselines = tuple(LEROBOT_MODES)
+    aliases = {"native_fp8": "native_fp8_denoise"}
+
+    def __init__(self, family: GrootFamily, size: Callable[..., GrootConfig], *baselines: str) -> None:
+        self.family, self.sizes, self.baselines = family, {size.__name__: size}, baselines
+        self._size = size
 
     def shallow(self, config: GrootConfig, depth: int) -> GrootConfig:
         """Change language and transformer; vision keeps its depth. The transformer keeps blocks of every source."""
@@ -57,7 +49,7 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
         return replace(config, language=language, head=replace(config.head, depth=4 * depth))
 
     def published(self, horizon: int | None = None) -> GrootConfig:
-        return groot_n17() if horizon is None else groot_n17(action_horizon=horizon)
+        return self._size() if horizon is None else self._size(action_horizon=horizon)
 
     def dummy(self, config: GrootConfig, views: int) -> GrootProcessor:
         """Every row of a chunk is returned."""
@@ -65,14 +57,16 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
         def groups(count: int) -> Groups:
             return Groups((Group("all", count, low=-np.ones(count), high=np.ones(count), clipped=False),))
 
-        unit = config.vision.unit
-        side = unit * round(256 / unit)
+        release, unit = self.family.release, config.vision.unit
+        side = unit * round((224 if release is N15 else 256) / unit)
         return GrootProcessor(
-            tokenizer=_DummyTokenizer(config.language.vocab_size),
+            tokenizer=PieceTokenizer(config.language.vocab_size),
             state=groups(LIBERO.state_dim),
             actions=groups(LIBERO.action_dim),
             preset=libero(views),
-            cropping=Cropping("bicubic", edge=side, crop=1.0, target=(side, side), unit=unit),
+            cropping=Cropping("bicubic", side, 1.0, (side, side), unit=unit, pixels=release.pixels),
+            form=release.prompt,
+            arrangement=config.arrangement,
             state_dim=config.state_dim,
             action_dim=config.action_dim,
             max_token_len=config.max_token_len,
@@ -85,11 +79,14 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
     def internals(
         self, config: GrootConfig, outputs: Mapping[str, Tensor], inputs: Inputs
     ) -> dict[str, Tensor]:  # fmt: skip
-        """`image_tokens` (I, W), `deepstack` (n, I, W), and keys and values of real tokens (n, tokens, heads, d)."""
-        real = len(inputs.tokens)
-        cache = {name: outputs[name][:, 0] for name in CACHE}
-        text = {name: value[:, :real] for name, value in cache.items() if name.startswith("text")}
-        return {"image_tokens": outputs["image_tokens"][0], "deepstack": outputs["deepstack"][:, 0], **cache, **text}
+        """`image_tokens` (I, W), of N1.7 `deepstack` (n, I, W), and keys and values of real tokens (n, tokens, heads,
+        d)."""
+        images = len(outputs["image_tokens"][0])
+        real = {"text": len(inputs.tokens), "image": images, "all": images + len(inputs.tokens)}
+        names = {f"{source}_{what}": source for source in config.head.sources for what in ("keys", "values")}
+        cache = {name: outputs[name][:, 0, : real[source]] for name, source in names.items()}
+        deepstack = {"deepstack": outputs["deepstack"][:, 0]} if config.vision.deepstack else {}
+        return {"image_tokens": outputs["image_tokens"][0], **deepstack, **cache}
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         return _lerobot(horizon, device).sampler(LEROBOT_MODES[name], steps)
@@ -116,7 +113,6 @@ class _Lerobot:
         with self.device:
             model = GR00TN17(GR00TN17Config(action_horizon=horizon), load_backbone_weights=False)
         self.model: Any = model.float().eval()
-        self.image: int = self.model.backbone.model.config.image_token_id
 
     def sampler(self, mode: str | None, steps: int) -> Infer:
         """Return `infer(observation)`, eager or through torch.compile in `mode`."""
@@ -135,21 +131,21 @@ class _Lerobot:
 
     def _inputs(self, views: np.ndarray, state: np.ndarray) -> dict[str, Tensor]:
         count, height, width = views.shape[:3]
-        slots = [self.image] * (height * width // 1024)
-        ids = [*_LEAD, *([151_652, *slots, 151_653] * count), *range(1000, 1000 + _TEXT), *_END]
-        tokens = torch.tensor([ids], device=self.device)
+        tokens = torch.tensor([qwen_ids(count, (height, width), range(1000, 1000 + _TEXT))], device=self.device)
         pixels = torch.from_numpy(views).to(self.device).permute(0, 3, 1, 2).float() / 127.5 - 1.0
-        # Qwen's rows: every frame twice, in blocks of 2 x 2 patches of 16 pixels.
-        split = pixels[:, None].expand(-1, 2, -1, -1, -1).reshape(count, 2, 3, height // 32, 2, 16, width // 32, 2, 16)
         padded = np.zeros((1, 1, self.model.config.max_state_dim), np.float32)
         padded[0, 0, : len(state)] = state
         return {
             "input_ids": tokens, "attention_mask": torch.ones_like(tokens),
-            "pixel_values": split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(count * height * width // 256, -1),
+            "pixel_values": qwen_patches(pixels),
             "image_grid_thw": torch.tensor([[1, height // 16, width // 16]] * count, device=self.device),
             "state": torch.from_numpy(padded).to(self.device),
             "embodiment_id": torch.full((1,), 2, device=self.device),
         }  # fmt: skip
 
 
-CARDS = {"groot": GrootBench()}
+CARDS = {
+    "groot": GrootBench(GROOT, groot_n17, *LEROBOT_MODES),
+    "groot_n16": GrootBench(GROOT_N16, groot_n16),
+    "groot_n15": GrootBench(GROOT_N15, groot_n15),
+}

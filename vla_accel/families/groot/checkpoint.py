@@ -1,97 +1,45 @@
-"""GR00T N1.7's weights under the names of Isaac-GR00T, or of lerobot, which adds the prefix `_groot_model.`.
+"""GR00T's weights under the names of Isaac-GR00T, or of lerobot, which adds the prefix `_groot_model.`.
 
 Sizes come from the shapes and are checked against config.json.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
+from vla_accel.checkpoints.eagle import eagle_config, eagle_pieces
 from vla_accel.checkpoints.lora import Lora, fold
+from vla_accel.checkpoints.qwen import (
+    TRANSFORMER,
+    language_config,
+    language_pieces,
+    layer_of,
+    transformer_pieces,
+    vision_config,
+    vision_pieces,
+)
 from vla_accel.checkpoints.stacks import shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.groot.head import HeadConfig
-from vla_accel.families.groot.language import QwenConfig
-from vla_accel.families.groot.network import Groot, GrootConfig
+from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
+from vla_accel.families.groot.releases import N15, N16, N17, Release, prefix_of
 from vla_accel.families.groot.settings import check_config
-from vla_accel.families.groot.vision import QwenVisionConfig
+from vla_accel.nn.eagle_vision import EagleVisionConfig
+from vla_accel.nn.qwen_language import Arrangement, QwenConfig
+from vla_accel.nn.qwen_vision import QwenVisionConfig
 
-_MODEL_TYPES = ("gr00tn1d7", "gr00t_n1d7", "gr00t_n1_7")
-LEROBOT = "_groot_model."
-_VISION, _LANGUAGE = "backbone.model.model.visual.", "backbone.model.model.language_model."
 _HEAD, _DIT = "action_head.", "action_head.model."
-SIGN = _DIT + "proj_out_1.weight"
-"""A tensor that only GR00T's checkpoints have."""
-# One table under two names; files have one or both.
-_EMBEDDINGS = (_LANGUAGE + "embed_tokens.weight", "backbone.model.lm_head.weight")
-# The head reads the input of the last norm. The mask token and the dropout are for training.
-_DEAD = (_LANGUAGE + "norm.weight", _HEAD + "mask_token", _HEAD + "dropout_prob_by_embodiment", *_EMBEDDINGS)
-# Widths of heads, which no shape shows: vision, vision-language attention, diffusion transformer.
-_VISION_HEAD, _VL_HEAD, _DIT_HEAD = 64, 64, 48
-
-_MERGER = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
-_PRE_NORM = {
-    "layer_norm1": ("norm1",), "qkv_proj": ("attn.qkv",), "out_proj": ("attn.proj",), "layer_norm2": ("norm2",),
-    "fc1": ("mlp.linear_fc1",), "fc2": ("mlp.linear_fc2",),
-}  # fmt: skip
-_QWEN = {
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",), "o_proj": ("self_attn.o_proj",),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"), "down_proj": ("mlp.down_proj",),
-}  # fmt: skip
-_DIFFUSERS = {
-    "layer_norm1": ("norm1",), "layer_norm2": ("norm3",), "modulation": ("norm1.linear",), "q_proj": ("attn1.to_q",),
-    "kv_proj": ("attn1.to_k", "attn1.to_v"), "qkv_proj": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-    "out_proj": ("attn1.to_out.0",), "fc1": ("ff.net.0.proj",), "fc2": ("ff.net.2",),
-}  # fmt: skip
+_PUBLISHED = {N17: groot_n17(), N16: groot_n16(), N15: groot_n15()}
 _BY_EMBODIMENT = {
     "state_in": "state_encoder.layer1", "state_out": "state_encoder.layer2", "action_in": "action_encoder.W1",
     "action_mix": "action_encoder.W2", "action_out": "action_encoder.W3", "decode_in": "action_decoder.layer1",
     "decode_out": "action_decoder.layer2",
 }  # fmt: skip
-_SHARED = {
-    "vl_norm": "vlln", "time_in": "model.timestep_encoder.timestep_embedder.linear_1",
-    "time_out": "model.timestep_encoder.timestep_embedder.linear_2", "final_modulation": "model.proj_out_1",
-    "out_proj": "model.proj_out_2",
-}  # fmt: skip
-
-
-def prefix_of(shapes: Mapping[str, object]) -> str | None:
-    """Return the prefix of GR00T's tensor names; None if these are not GR00T's tensors."""
-    return next((prefix for prefix in ("", LEROBOT) if prefix + SIGN in shapes), None)
-
-
-OTHERS = "another network, which is not supported; lerobot up to 0.5.1 runs N1.5, Isaac-GR00T has a branch for each"
-
-
-def other_generation(content: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """Return the generation of another GR00T, by its tensor names or by the base in lerobot's config.json; None for
-    N1.7."""
-    for part, generation in ((".eagle_model.", "N1.5"), ("backbone.model.vision_model.", "N1.6")):
-        if any(part in name for name in names):
-            return generation
-    for key in ("base_model_path", "model_name"):
-        if match := re.search(r"gr00t.n1[._d]?([0-6])(?!\d)", str(content.get(key)).lower()):
-            return f"N1.{match[1]}"
-    return None
-
-
-def is_groot(content: Mapping[str, Any], shapes: Mapping[str, object]) -> bool:
-    """Return whether Isaac-GR00T's config.json, or without one the tensors, belong to an N1.7."""
-    kind = model_type(content)
-    return kind in _MODEL_TYPES or (prefix_of(shapes) is not None and not kind)
-
-
-def model_type(content: Mapping[str, Any]) -> str:
-    """Return the `model_type` of a config.json in lower case, empty if it has none."""
-    value = content.get("model_type")
-    return value.lower() if isinstance(value, str) else ""
 
 
 def load_groot(weights: Weights, config: GrootConfig, embodiment: int, where: str, lora: Lora | None = None) -> Groot:
@@ -102,60 +50,73 @@ def load_groot(weights: Weights, config: GrootConfig, embodiment: int, where: st
     Raises:
         CheckpointError: Tensors are missing, left over or misshaped.
     """
-    network = Groot.empty(config)
+    network, release = Groot.empty(config), _release(config)
     prefix = prefix_of(weights.shapes) or ""
     recipe: dict[str, tuple[Piece, ...]] = {
         name: tuple(Piece(prefix + p.name, p.rows, p.entry) for p in pieces(name, config, embodiment))
         for name in network.state_dict()
     }
-    table = next((prefix + e for e in _EMBEDDINGS if prefix + e in weights.shapes), prefix + _EMBEDDINGS[0])
-    recipe["embed.weight"] = (Piece(table),)
-    deeper = (n for n in weights.shapes if _layer(n.removeprefix(prefix), _LANGUAGE) >= config.language.depth)
-    dead = [*(prefix + d for d in _DEAD), *deeper]
-    model = fitted(network, weights, recipe, where, "GR00T N1.7", dead)
+    recipe["embed.weight"] = (Piece(prefix + _table(release, weights.shapes, prefix)),)
+    dead = [name for name in weights.shapes if _is_dead(name.removeprefix(prefix), release, config)]
+    model = fitted(network, weights, recipe, where, release.title, dead)
     unread = [name.removeprefix(prefix) for name in dead]
-    unread += [name for name in (lora.changes if lora else ()) if _layer(name, _LANGUAGE) >= config.language.depth]
+    unread += [name for name in (lora.changes if lora else ()) if _is_dead(name, release, config)]
     return fold(model, lora, lambda name: pieces(name, config, embodiment), unread)
+
+
+def _tables(release: Release) -> tuple[str, str]:
+    """The token table under two names; files have one or both."""
+    return release.language + "embed_tokens.weight", release.head
+
+
+def _table(release: Release, shapes: Mapping[str, object], prefix: str) -> str:
+    tables = _tables(release)
+    return next((table for table in tables if prefix + table in shapes), tables[0])
+
+
+def _is_dead(name: str, release: Release, config: GrootConfig) -> bool:
+    """Whether no action depends on a stored tensor: the mask token and the dropout are for training, and SigLIP's head
+    pools for other purposes."""
+    if name in (_HEAD + "mask_token", _HEAD + "dropout_prob_by_embodiment", *_tables(release)):
+        return True
+    if name == release.language + "norm.weight":
+        return not config.language.final_norm
+    return name.startswith(release.vision + "head.") or layer_of(name, release.language) >= config.language.depth
+
+
+def _release(config: GrootConfig) -> Release:
+    """The release of a network, by its tower."""
+    if not isinstance(config.vision, EagleVisionConfig):
+        return N17
+    return N16 if config.vision.joined else N15
 
 
 def pieces(name: str, config: GrootConfig, embodiment: int) -> tuple[Piece, ...]:
     """Return Isaac-GR00T's tensors that make up one canonical tensor, in order along its first axis."""
     part, _, rest = name.partition(".")
+    release = _release(config)
     if part == "embed":
-        return (Piece(_EMBEDDINGS[0]),)
-    if match := re.fullmatch(r"(vl_layers|layers)\.(\d+)\.(\w+)\.(.+)", rest):
-        stack, index, module, leaf = match.groups()
-        start, names = {
-            ("vision", "layers"): (_VISION + "blocks.", _PRE_NORM),
-            ("language", "layers"): (_LANGUAGE + "layers.", _QWEN),
-            ("head", "vl_layers"): (_HEAD + "vl_self_attention.transformer_blocks.", _DIFFUSERS),
-            ("head", "layers"): (_DIT + "transformer_blocks.", _DIFFUSERS),
-        }[part, stack]
-        stored = names.get(module, (module,))
-        rows = _rows(config, part, stack, module) if len(stored) > 1 else (None,)
-        return tuple(Piece(f"{start}{index}.{s}.{leaf}", r) for s, r in zip(stored, rows, strict=True))
+        return (Piece(_tables(release)[0]),)
     if part == "vision":
-        rest = rest.replace("patch_embedding", "patch_embed.proj").replace("position_embedding", "pos_embed.weight")
-        rest = rest.replace("deepstack.", "deepstack_merger_list.")
-        for ours, theirs in _MERGER.items():
-            rest = rest.replace(f".{ours}.", f".{theirs}.")
-        return (Piece(_VISION + rest),)
+        if release is N17:
+            return vision_pieces(rest, release.vision)
+        return eagle_pieces(rest, release.vision, release.connector, config.vision)  # type: ignore[arg-type]
+    if rest == "norm.weight":
+        return (Piece(release.language + rest),)
+    if part == "language":
+        return language_pieces(rest, release.language, config.language)
+    if rest.startswith("vl_layers."):
+        return transformer_pieces(rest, _HEAD + "vl_self_attention.", config.head.vl_width)
+    if rest.startswith("layers."):
+        return transformer_pieces(rest, _DIT, config.head.width)
+    if rest == "future":
+        return (Piece(_HEAD + "future_tokens.weight"),)
     if rest == "action_positions":
         return (Piece(_HEAD + "position_embedding.weight"),)
     module, _, leaf = rest.partition(".")
     if module in _BY_EMBODIMENT:
         return (Piece(f"{_HEAD}{_BY_EMBODIMENT[module]}.{'W' if leaf == 'weight' else 'b'}", entry=embodiment),)
-    return (Piece(f"{_HEAD}{_SHARED[module]}.{leaf}"),)
-
-
-def _rows(config: GrootConfig, part: str, stack: str, module: str) -> tuple[int | None, ...]:
-    if part == "language":
-        c = config.language
-        if module == "gate_up_proj":
-            return (c.mlp_dim, c.mlp_dim)
-        return (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
-    width = config.head.vl_width if stack == "vl_layers" else config.head.width
-    return (width,) * (2 if module == "kv_proj" else 3)
+    return (Piece(f"{_HEAD}vlln.{leaf}" if module == "vl_norm" else f"{_DIT}{TRANSFORMER[module]}.{leaf}"),)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
@@ -174,7 +135,7 @@ class _Stored:
         return shapes_by_name(self.shapes, self.prefix, self.where)(name, axes)
 
     def depth(self, start: str) -> int:
-        return 1 + max((_layer(n.removeprefix(self.prefix), start) for n in self.shapes), default=-1)
+        return 1 + max((layer_of(n.removeprefix(self.prefix), start) for n in self.shapes), default=-1)
 
     def value(self, key: str) -> Any:
         """Return a setting, None if config.json has none. Dots separate nested keys."""
@@ -188,12 +149,10 @@ class _Stored:
         return size_of({name: self.value(key)}, name, Path(self.where) / "config.json", published)
 
 
-def _layer(name: str, start: str) -> int:
-    match = re.match(re.escape(start) + r"(?:\w+\.)?(\d+)\.", name)
-    return -1 if match is None else int(match[1])
-
-
-def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any], where: str) -> GrootConfig:
+def infer_config(
+    shapes: Mapping[str, tuple[int, ...]], release: Release, stated: Mapping[str, Any], arrangement: Arrangement,
+    where: str,
+) -> GrootConfig:  # fmt: skip
     """Return the architecture of stored weights, checked against Isaac-GR00T's config.json (`stated`, may be empty).
 
     Sizes that no shape shows are as stated, or as published: widths of heads, language layers in use, denoising steps.
@@ -202,17 +161,19 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
         CheckpointError: A tensor is missing, or weights and config.json contradict each other.
     """
     stored = _Stored(shapes, prefix_of(shapes) or "", stated, where)
-    check_config(stated, f"checkpoint {where}")
+    check_config(stated, f"checkpoint {where}", release)
+    published = _PUBLISHED[release]
     try:
         config = GrootConfig(
-            vision=_vision(stored),
-            language=_language(stored),
-            head=_head(stored),
+            vision=_vision(stored, release),
+            language=_language(stored, published.language, release),
+            head=_head(stored, published.head),
+            arrangement=arrangement,
             action_dim=stored(_HEAD + "action_encoder.W1.W", 3)[1],
             state_dim=stored(_HEAD + "state_encoder.layer1.W", 3)[1],
-            action_horizon=stored.size("action_horizon", 40),
-            num_steps=stored.size("num_inference_timesteps", 4),
-            ramp=float(stated.get("rtc_ramp_rate") or 6.0),
+            action_horizon=stored.size("action_horizon", published.action_horizon),
+            num_steps=stored.size("num_inference_timesteps", published.num_steps),
+            ramp=float(stated.get("rtc_ramp_rate") or published.ramp),
         )
     except ConfigError as error:
         raise CheckpointError(f"checkpoint {where}: {error}") from error
@@ -228,6 +189,7 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
         f"{dit}.num_layers": head.depth,
         f"{dit}.num_attention_heads": head.heads,
         f"{dit}.output_dim": head.hidden,
+        "num_target_vision_tokens": head.future,
         "use_vl_self_attention": head.vl_depth > 0,
         f"{vl}.num_layers": head.vl_depth,
         f"{vl}.num_attention_heads": head.vl_heads,
@@ -236,45 +198,28 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any
     return config
 
 
-def _vision(shape: _Stored) -> QwenVisionConfig:
-    width, _, frames, patch, _ = shape(_VISION + "patch_embed.proj.weight", 5)
-    positions, _ = shape(_VISION + "pos_embed.weight", 2)
-    depth = shape.depth(_VISION + "blocks.")
-    out_width, joined = shape(_VISION + "merger.linear_fc2.weight", 2)
-    levels = shape.depth(_VISION + "deepstack_merger_list.")
-    if width % _VISION_HEAD:
-        raise ConfigError(f"vision.width {width}: expected heads of {_VISION_HEAD}, as Qwen3-VL's are")
-    return QwenVisionConfig(
-        width=width, depth=depth, mlp_dim=shape(_VISION + "blocks.0.mlp.linear_fc1.weight", 2)[0],
-        heads=width // _VISION_HEAD, patch_size=patch, frames=frames, merge=round((joined / width) ** 0.5),
-        # Blocks with a deepstack output are equally spaced: 5, 11 and 17 of 24.
-        positions=positions, deepstack=tuple(depth * (j + 1) // (levels + 1) - 1 for j in range(levels)),
-        out_width=out_width,
-    )  # fmt: skip
+def _vision(shape: _Stored, release: Release) -> QwenVisionConfig:
+    if release is N17:
+        return vision_config(shape, shape.depth, release.vision)
+    return eagle_config(shape, shape.depth, release.vision, release.connector, release is N16)
 
 
-def _language(shape: _Stored) -> QwenConfig:
-    start = _LANGUAGE + "layers.0."
-    (head_dim,) = shape(start + "self_attn.q_norm.weight", 1)
-    queries, width = shape(start + "self_attn.q_proj.weight", 2)
-    stored, half = shape.depth(_LANGUAGE + "layers."), head_dim // 2
-    table = next((e for e in _EMBEDDINGS if shape.prefix + e in shape.shapes), _EMBEDDINGS[0])
-    return QwenConfig(
-        width=width, depth=shape.size("select_layer", min(16, stored)),
-        mlp_dim=shape(start + "mlp.gate_proj.weight", 2)[0], heads=queries // head_dim,
-        kv_heads=shape(start + "self_attn.k_proj.weight", 2)[0] // head_dim, head_dim=head_dim,
-        vocab_size=shape(table, 2)[0],
-        # Row and column each have 5/16 of the frequencies: 20 of 64.
-        sections=(half - 2 * (5 * half // 16), 5 * half // 16, 5 * half // 16),
-    )  # fmt: skip
+def _language(shape: _Stored, published: QwenConfig, release: Release) -> QwenConfig:
+    table = _table(release, shape.shapes, shape.prefix)
+    depth = shape.size("select_layer", min(published.depth, shape.depth(release.language + "layers.")))
+    config = language_config(shape, release.language, table, depth=depth)
+    if release is N17:
+        return config
+    sections = (config.head_dim // 2, 0, 0)
+    return replace(config, theta=published.theta, sections=sections, final_norm=published.final_norm)
 
 
-def _head(shape: _Stored) -> HeadConfig:
+def _head(shape: _Stored, published: HeadConfig) -> HeadConfig:
     (vl_width,) = shape(_HEAD + "vlln.weight", 1)
     vl, dit = _HEAD + "vl_self_attention.transformer_blocks.", _DIT + "transformer_blocks."
     width, vl_depth = shape(_DIT + "proj_out_1.weight", 2)[1], shape.depth(vl)
-    vl_head = shape.size("vl_self_attention_cfg.attention_head_dim", _VL_HEAD)
-    head_dim = shape.size("diffusion_model_cfg.attention_head_dim", _DIT_HEAD)
+    vl_head = shape.size("vl_self_attention_cfg.attention_head_dim", published.vl_width // published.vl_heads)
+    head_dim = shape.size("diffusion_model_cfg.attention_head_dim", published.head_dim)
     if vl_width % vl_head or width % head_dim:
         raise ConfigError(f"head: expected multiples of {vl_head} and {head_dim} as widths, got {vl_width}, {width}")
     return HeadConfig(
@@ -282,7 +227,18 @@ def _head(shape: _Stored) -> HeadConfig:
         vl_mlp_dim=shape(vl + "0.ff.net.0.proj.weight", 2)[0] if vl_depth else 4 * vl_width, width=width,
         depth=shape.depth(dit), heads=width // head_dim, head_dim=head_dim,
         mlp_dim=shape(dit + "0.ff.net.0.proj.weight", 2)[0], hidden=shape(_DIT + "proj_out_2.weight", 2)[0],
-        text_every=shape.size("attend_text_every_n_blocks", 2),
+        text_every=_text_every(shape, published), future=_future(shape),
         longest_chunk=shape(_HEAD + "position_embedding.weight", 2)[0],
         buckets=shape.size("num_timestep_buckets", 1000),
     )  # fmt: skip
+
+
+def _text_every(shape: _Stored, published: HeadConfig) -> int:
+    if shape.value("use_alternate_vl_dit") is False:
+        return 0
+    return shape.size("attend_text_every_n_blocks", published.text_every) if published.text_every else 0
+
+
+def _future(shape: _Stored) -> int:
+    name = _HEAD + "future_tokens.weight"
+    return shape(name, 2)[0] if shape.prefix + name in shape.shapes else 0

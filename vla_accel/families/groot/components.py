@@ -1,157 +1,63 @@
-"""GR00T N1.7's components: vision → image_tokens, deepstack → kv_cache → keys and values of the transformer's blocks
-that look outside → denoise → actions."""
+"""GR00T's components: vision → image_tokens, deepstack → kv_cache → keys and values of the transformer's blocks that
+look outside → denoise → actions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vla_accel.component import Component, TensorSpec
-from vla_accel.families.groot.head import QUANTISED, Cache, StepConstants
-from vla_accel.families.groot.language import Layout, Places
 from vla_accel.families.groot.network import Groot
-from vla_accel.families.groot.vision import Placed
+from vla_accel.nn.dit_components import cache_specs, denoise_component
+from vla_accel.nn.fixed import Fixed
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.qwen_components import image_specs, vision_component
+from vla_accel.nn.qwen_language import Layout, Places
 
 if TYPE_CHECKING:
     from vla_accel.families.groot.native import GrootStore
 
-CACHE = ("text_keys", "text_values", "image_keys", "image_values")
 
+class KvCache(Fixed[Groot]):
+    """Keys and values of each source of the head, (n, B, tokens, heads, d).
 
-class _Fixed(nn.Module):
-    """A component with tensors that are computed once, when its weights are fetched.
-
-    `make` returns them as a dataclass; `parts`: the parameters that `forward` reads.
+    Reads image_tokens, deepstack of towers with it, text tokens (B, L) int64 and, if rows may be shorter, `lengths`
+    (B,) int32.
     """
-
-    def __init__(self, model: Groot, make: Callable[[], Any], parts: Sequence[str]) -> None:
-        super().__init__()
-        self.model, self._make, self._parts = model, make, list(parts)
-        self._names: list[str] = []
-        if model.origin is None:
-            self.fetch()
-
-    def fetch(self) -> list[Tensor]:
-        """Compute what is fixed, and read the weights that `forward` reads."""
-        if not self._names:
-            with torch.inference_mode():
-                for name, value in vars(self._make()).items():
-                    self.register_buffer(name, value, persistent=False)
-                    self._names.append(name)
-        return self.model.fetch(*self._parts)
-
-    def kept(self) -> list[Any]:
-        """The tensors, in the order of the dataclass."""
-        return [getattr(self, name) for name in self._names]
-
-
-class Vision(_Fixed):
-    """images uint8 (B, V, H, W, 3) to image tokens (B, I, width) and deepstack features (n, B, I, width)."""
-
-    def __init__(self, model: Groot, layout: Layout) -> None:
-        def placed() -> Placed:
-            with model.present("vision.position_embedding"):
-                return model.vision.placed(layout.grid)
-
-        super().__init__(model, placed, [n for n in model.names("vision") if n != "vision.position_embedding"])
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        wide = self.model.vision.patch_embedding.weight.dtype
-        # The processor's order: x / 255, then minus and over a half.
-        pixels = (images.to(wide).permute(0, 1, 4, 2, 3) / 255.0 - 0.5) / 0.5
-        return self.model.see(pixels, Placed(*self.kept()))
-
-
-class KvCache(_Fixed):
-    """From image_tokens, deepstack, text tokens (B, L) int64 and, if rows may be shorter, their `lengths` (B,) int32,
-    compute keys and values of text (n, B, L, heads, d) and of image tokens (n, B, I, heads, d)."""
 
     def __init__(self, model: Groot, layout: Layout) -> None:
         head = [name for name in model.names("head") if name.startswith("head.vl_") or ".kv_proj." in name]
         super().__init__(model, lambda: layout.places(model.device), [*model.names("embed", "language"), *head])
+        self.layout = layout
 
-    def forward(
-        self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, lengths: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        cache = self.model.read(image_tokens, deepstack, tokens, Places(*self.kept()), lengths)
-        return cache.text_keys, cache.text_values, cache.image_keys, cache.image_values
-
-
-class Denoise(_Fixed):
-    """noise (B, H, A) float32, the cache, `state` (B, state_dim), `target` (B, H, A) and `weights` (B, H) float32 of a
-    previous chunk (weights of zero: a plain call), then, where rows may be shorter, `lengths` (B,) int32 of the text,
-    to normalised actions (B, H, A) float32."""
-
-    def __init__(self, model: Groot, schedule: Schedule) -> None:
-        # The constants have the times' and the norms' share; the cache has the rest.
-        others = ("head.vl_", "head.time_", "head.final_modulation")
-        names = [n for n in model.names("head") if not n.startswith(others)]
-        read = [n for n in names if ".kv_proj." not in n and ".modulation." not in n]
-        super().__init__(model, lambda: model.constants(schedule), read)
-        self.schedule = schedule
-
-    def extra_repr(self) -> str:
-        """What a graph of `forward` has as constants; keys of built engines contain it."""
-        return f"times={self.schedule.times}"
-
-    def forward(
-        self, noise: Tensor, text_keys: Tensor, text_values: Tensor, image_keys: Tensor, image_values: Tensor,
-        state: Tensor, target: Tensor, weights: Tensor, lengths: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        cache = Cache(text_keys, text_values, image_keys, image_values)
-        constants = StepConstants(*self.kept())
-        return self.model.integrate(noise, constants, state, cache, lengths, target, weights, schedule=self.schedule)
+    def forward(self, image_tokens: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        deepstack, others = (others[0], others[1:]) if self.model.config.vision.deepstack else (None, others)
+        cache = self.model.read(self.layout, image_tokens, deepstack, *others, places=Places(*self.kept()))
+        return tuple(tensor for source in self.model.config.head.sources for tensor in cache[source])
 
 
 def groot_components(
     model: Groot, layout: Layout, batch: int, schedule: Schedule, padded: bool, store: GrootStore | None
 ) -> tuple[Component, Component, Component]:
     """The three components of a shape. `padded`: rows may have fewer text tokens than the layout."""
-    config, dtype = model.config, model.dtype
-    head, vision = config.head, config.vision
-    images, text, unit = layout.views * layout.view_tokens, layout.text, vision.unit
-    pixels = (batch, layout.views, layout.grid[0] * unit, layout.grid[1] * unit, 3)
-    hidden = (batch, images, config.language.width)
-    image_tokens = TensorSpec("image_tokens", hidden, dtype)
-    deepstack = TensorSpec("deepstack", (len(vision.deepstack), *hidden), dtype)
     lengths = (TensorSpec("lengths", (batch,), torch.int32),) if padded else ()
-    actions = (batch, config.action_horizon, config.action_dim)
-
-    def cached(name: str) -> TensorSpec:
-        source, tokens = ("text", text) if name.startswith("text") else ("image", images)
-        return TensorSpec(name, (len(head.blocks(source)), batch, tokens, head.heads, head.head_dim), dtype)
-
-    cache = tuple(map(cached, CACHE))
+    counts = {"text": layout.text, "image": layout.images, "all": layout.tokens}
+    cache = cache_specs(model.config.head, batch, counts, model.dtype)  # type: ignore[arg-type]
 
     def native(make: str, *sizes: Any) -> Callable[..., Any] | None:
         return None if store is None or not padded else partial(getattr(store, make), batch, layout, *sizes)
 
-    made: Mapping[str, tuple[_Fixed, tuple[TensorSpec, ...], tuple[TensorSpec, ...], Any]] = {
-        "vision": (
-            Vision(model, layout), (TensorSpec("images", pixels, torch.uint8),), (image_tokens, deepstack),
-            native("vision"),
+    module = KvCache(model, layout)
+    tokens = TensorSpec("tokens", (batch, layout.text), torch.int64)
+    return (
+        vision_component(model, batch, layout, native("vision")),
+        Component(
+            "kv_cache", module, (*image_specs(model, batch, layout), tokens, *lengths), cache, native("kv_cache"),
+            fetch=module.fetch, products=model.dtype,
         ),
-        "kv_cache": (
-            KvCache(model, layout), (image_tokens, deepstack, TensorSpec("tokens", (batch, text), torch.int64),
-            *lengths), cache, native("kv_cache"),
-        ),
-        "denoise": (
-            Denoise(model, schedule),
-            (
-                TensorSpec("noise", actions, torch.float32), *cache,
-                TensorSpec("state", (batch, config.state_dim), torch.float32),
-                TensorSpec("target", actions, torch.float32), TensorSpec("weights", actions[:2], torch.float32),
-                *lengths,
-            ),
-            (TensorSpec("actions", actions, torch.float32),), native("denoise", schedule),
-        ),
-    }  # fmt: skip
-    return tuple(
-        Component(name, m, i, o, n, quantised=QUANTISED.get(name, {}), fetch=m.fetch, products=model.dtype)
-        for name, (m, i, o, n) in made.items()
-    )  # type: ignore[return-value]
+        denoise_component(model, schedule, cache, guided=True, padded=padded, native=native("denoise", schedule)),
+    )  # fmt: skip

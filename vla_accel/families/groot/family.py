@@ -1,9 +1,8 @@
-"""GR00T N1.7: vision → image_tokens, deepstack → kv_cache → keys and values → denoise → actions."""
+"""GR00T N1.7, N1.6 and N1.5: vision → image_tokens, deepstack → kv_cache → keys and values → denoise → actions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +11,27 @@ import numpy as np
 from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.component import Component
-from vla_accel.config import EngineSpec, RtcConfig
+from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families.family import Capabilities, Chunking
-from vla_accel.families.groot.checkpoint import OTHERS, is_groot, model_type
 from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.folder import load_folder
-from vla_accel.families.groot.head import QUANTISED
-from vla_accel.families.groot.language import Layout
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, overlap_weights
-from vla_accel.families.groot.vision import Grid
-from vla_accel.families.prompted import TextFamily, TextShape
+from vla_accel.families.groot.releases import N15, N16, N17, RELEASES, Release, model_type, prefix_of, release_of
+from vla_accel.families.groot.transforms import GrootProcessor
+from vla_accel.families.prompted import TextFamily
+from vla_accel.families.qwen import LayoutShape
+from vla_accel.nn.dit import QUANTISED
 from vla_accel.nn.flow import Schedule
 from vla_accel.transforms.processing import Inputs
 
 
-@dataclass(frozen=True)
-class GrootShape(TextShape):
-    """`grid`: rows and columns of tokens of an image."""
+class GrootShape(LayoutShape):
+    """`lengths` are the tokens of the head's first source that are no padding."""
 
-    grid: Grid
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.views, self.grid, self.tokens)
-
-    @property
-    def title(self) -> str:
-        rows, columns = self.grid
-        return f"{self.views} views of {rows} x {columns} tokens and {self.tokens} text tokens"
+    def row_length(self, config: GrootConfig) -> int:
+        return self.tokens if config.head.text_every else self.layout.tokens
 
 
 class GrootChunking(Chunking[GrootConfig]):
@@ -58,14 +48,16 @@ class GrootChunking(Chunking[GrootConfig]):
 
 
 class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
-    """One embodiment of a checkpoint."""
+    """One embodiment of a checkpoint of a release."""
 
-    name = "groot"
     network_class, store_class = Groot, GrootStore
     parts = ("vision", "kv_cache", "denoise")
     capabilities = Capabilities(lora=True, quantised=QUANTISED, settings=("embodiment",))
     chunking = GrootChunking()
     flow = True
+
+    def __init__(self, release: Release) -> None:
+        self.release, self.name = release, release.family
 
     def components(
         self, model: Groot, shape: GrootShape, *, store: Any = None, scales: Any = None, rtc: Any = None
@@ -80,19 +72,31 @@ class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
             raise ObservationError(f"batch: expected as many views of each, of one size, got {sorted(sizes)}")
         ((views, height, width),) = sizes
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
-        return GrootShape(len(inputs), schedule, views, tokens, padded, config.vision.grid(height, width))
+        grid = config.vision.grid(height, width)
+        return GrootShape(len(inputs), schedule, views, tokens, padded, grid, config.arrangement)
+
+    def length(self, config: GrootConfig, inputs: Inputs) -> int:
+        if config.head.text_every:
+            return len(inputs.tokens)
+        rows, columns = config.vision.grid(*inputs.images[0].shape[:2])
+        return len(inputs.images) * rows * columns + len(inputs.tokens)
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        return content["type"] == self.name if is_lerobot_config(content) else is_groot(content, shapes)
+        if is_lerobot_config(content):
+            return content["type"] == "groot" and (release_of(content, shapes) or N17) is self.release
+        ours = prefix_of(shapes) is not None or model_type(content) in self.release.kinds
+        return ours and release_of(content, shapes) is self.release
 
     def hint(self, folder: Path) -> str | None:
         path = folder / "config.json"
         kind = model_type(read_json(path)) if path.is_file() else ""
         if kind.startswith("gr00t"):
-            return f"expected GR00T N1.7 (model_type Gr00tN1d7), found {kind}: {OTHERS}"
+            known = ", ".join(f"{release.name} ({release.kinds[0]})" for release in RELEASES)
+            return f"expected GR00T {known}, found {kind}, another network: Isaac-GR00T has a branch that runs it"
         return None
 
-    load = staticmethod(load_folder)
+    def load(self, folder: Path, settings: PolicyConfig) -> tuple[Groot, GrootProcessor]:  # type: ignore[override]
+        return load_folder(self.release, folder, settings)
 
 
-GROOT = GrootFamily()
+GROOT, GROOT_N16, GROOT_N15 = (GrootFamily(release) for release in (N17, N16, N15))

@@ -1,5 +1,5 @@
-"""Checkpoint folders of GR00T N1.7: Isaac-GR00T's (config.json, shards, processor_config.json, statistics.json,
-embodiment_id.json) and lerobot's (one file, and the saved pipelines)."""
+"""Checkpoint folders of GR00T: Isaac-GR00T's (config.json, shards, processor_config.json, statistics.json,
+embodiment_id.json; of N1.5 experiment_cfg/metadata.json) and lerobot's (one file, and the saved pipelines)."""
 
 from __future__ import annotations
 
@@ -11,68 +11,77 @@ from typing import Any
 
 from vla_accel.checkpoints.lerobot import is_lerobot, read_settings
 from vla_accel.checkpoints.lerobot_settings import AFTER, BATCH, BEFORE, DEVICE, RENAME
-from vla_accel.checkpoints.lerobot_statistics import STATE, statistics_file
+from vla_accel.checkpoints.lerobot_statistics import ACTION, STATE, statistics_file
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_arrays, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError
-from vla_accel.families.groot.checkpoint import OTHERS, infer_config, load_groot, other_generation
+from vla_accel.families.groot.checkpoint import infer_config, load_groot
+from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.network import Groot
-from vla_accel.families.groot.robot import LIBERO_TAG, Robot, isaac_cropping, lerobot_cropping, mapping, read_robot
-from vla_accel.families.groot.settings import DECODE, ENCODE, PACK, UNPACK, check_processor, check_step
+from vla_accel.families.groot.releases import LIBERO_TAGS, N15, N17, Release
+from vla_accel.families.groot.robot import (
+    Robot,
+    chosen_embodiment,
+    isaac_cropping,
+    lerobot_cropping,
+    mapping,
+    read_robot,
+)
+from vla_accel.families.groot.settings import (
+    DECODE,
+    ENCODE,
+    N15_COLLATE,
+    N15_ENCODE,
+    N15_PACK,
+    N15_UNPACK,
+    PACK,
+    UNPACK,
+    check_processor,
+    check_step,
+    flat_config,
+)
 from vla_accel.families.groot.transforms import GrootProcessor
 from vla_accel.families.overrides import adapter_of, check_vocabulary, robot_of, warn_of_contradictions
 from vla_accel.transforms.robots import LIBERO, Preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
-TOKENIZER = "Qwen/Qwen3-VL-2B-Instruct"
-"""On the hub. NVIDIA's own repository has the same tokenizer, but requires an access request."""
-PUBLISHED_IDS = {
-    "simpler_env_google": 0,
-    "simpler_env_widowx": 1,
-    LIBERO_TAG: 2,
-    "new_embodiment": 10,
-    "robocasa_panda_omron": 10,
-    "robocasa_gr1_tabletop": 10,
-    "unitree_g1_sonic": 11,
-    "oxe_droid_relative_eef_relative_joint": 24,
-    "real_g1_relative_eef_relative_joints": 25,
-    "unitree_g1_full_body_with_waist_height_nav_cmd": 25,
-    "real_r1_pro_sharpa_relative_eef": 26,
-    "real_r1_pro_sharpa_relative_eef_human": 26,
-    "real_r1_pro_sharpa_relative_eef_maxinsights": 26,
-    "real_r1_pro_sharpa_relative_eef_mecka": 26,
-    "xdof_relative_eef_relative_joint": 27,
-    "xdof_relative_eef_relative_joint_subtask": 27,
-}
-"""Isaac-GR00T's own embodiments, for folders without embodiment_id.json and for tags that it lacks."""
 _log = logging.getLogger("vla_accel.checkpoints")
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Groot, GrootProcessor]:
+def load_folder(release: Release, folder: Path, settings: PolicyConfig) -> tuple[Groot, GrootProcessor]:
     """Return one embodiment's network and its transforms (`Family.load`)."""
     overrides, weights = settings.checkpoint, SafetensorsWeights(folder)
     lora, described = adapter_of(folder, settings)
-    content = read_json(described / "config.json")
-    if (other := other_generation(content, weights.shapes)) is not None:
-        raise CheckpointError(f"checkpoint {folder}: expected GR00T N1.7, got {other}: {OTHERS}")
+    content, wanted = read_json(described / "config.json"), overrides.embodiment
+    hub, renamed, features = release.tokenizer, {}, ()
     if is_lerobot(described):
-        robot, preset, stated = _lerobot(described, content, overrides.embodiment)
+        read_settings(described / "config.json", ("groot",))
+        read = {N17: _lerobot, N15: _lerobot_n15}.get(release)
+        if read is None:
+            raise CheckpointError(
+                f"checkpoint {folder}: expected Isaac-GR00T's layout of {release.title}, got lerobot's"
+            )
+        found = read(described, content, wanted)
+        robot, stated, hub = found.robot, found.stated, found.tokenizer or hub
+        renamed, features = found.renamed, content.get("input_features") or ()
     else:
-        robot, stated = _isaac(folder, overrides.embodiment), content
-        preset = _preset(robot, (), {})
+        robot = (_isaac_n15 if release is N15 else _isaac)(release, folder, wanted)
+        stated = flat_config(content, f"checkpoint {folder}", release)
     if overrides.action_horizon is not None:
         warn_of_contradictions({"action_horizon": overrides.action_horizon}, stated)
         stated = {**stated, "action_horizon": overrides.action_horizon}
-    config = infer_config(weights.shapes, stated, str(folder))
+    tokenizer = load_line_tokenizer(described, overrides.tokenizer, hub, apart=release is not N17)
+    config = infer_config(weights.shapes, release, stated, release.prompt.arrangement(tokenizer), str(folder))
     if overrides.max_token_len is not None:
         config = dataclasses.replace(config, max_token_len=overrides.max_token_len)
-    tokenizer = load_line_tokenizer(described, overrides.tokenizer, TOKENIZER)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)
-    cropping = dataclasses.replace(robot.transforms["cropping"], unit=config.vision.unit)
+    cropping = dataclasses.replace(robot.transforms["cropping"], unit=config.vision.unit, pixels=release.pixels)
     processor = GrootProcessor(
         **{**robot.transforms, "cropping": cropping},
         tokenizer=tokenizer,
-        preset=robot_of(preset, settings),
+        form=release.prompt,
+        arrangement=config.arrangement,
+        preset=robot_of(_preset(robot, features, renamed), settings),
         state_dim=config.state_dim,
         action_dim=config.action_dim,
         max_token_len=config.max_token_len,
@@ -91,7 +100,7 @@ def _preset(robot: Robot, features: Collection[str], renamed: Mapping[str, str])
         renamed: The robot's names of lerobot's features, if they differ.
     """
     sizes = robot.transforms["state"].size, robot.transforms["actions"].size
-    if robot.tag == LIBERO_TAG and len(robot.cameras) == 2 and sizes == (LIBERO.state_dim, LIBERO.action_dim):
+    if robot.tag in LIBERO_TAGS and len(robot.cameras) == 2 and sizes == (LIBERO.state_dim, LIBERO.action_dim):
         return LIBERO
     names = [f"observation.images.{camera}" for camera in robot.cameras]
     wrist, second = "observation.images.wrist_image", "observation.images.image2"
@@ -104,29 +113,62 @@ def _preset(robot: Robot, features: Collection[str], renamed: Mapping[str, str])
 # -- Isaac-GR00T --------------------------------------------------------------------------------------------------
 
 
-def _isaac(folder: Path, wanted: str | None) -> Robot:
+def _isaac(release: Release, folder: Path, wanted: str | None) -> Robot:
     path = _processor_folder(folder) / "processor_config.json"
     settings = mapping(read_json(path), "processor_kwargs", path)
-    check_processor(settings, path)
+    check_processor(settings, path, release)
     modalities, statistics = mapping(settings, "modality_configs", path), read_json(path.parent / "statistics.json")
     ids_path = path.parent / "embodiment_id.json"
     own = read_json(ids_path) if ids_path.is_file() else {}
-    ids = {**PUBLISHED_IDS, **own}
-    there = sorted(tag for tag in modalities if tag in statistics and tag in ids)
-    if not there:
-        parts = (path.name, modalities), ("statistics.json", statistics), (ids_path.name, ids)
-        found = "; ".join(f"{', '.join(sorted(tags)) or 'none'} in {name}" for name, tags in parts)
-        raise CheckpointError(f"checkpoint {folder}: expected an embodiment that all its files have, found {found}")
-    tag = wanted or (LIBERO_TAG if LIBERO_TAG in there else there[0] if len(there) == 1 else None)
-    if tag is None or tag not in there:
-        got = "choose one as checkpoint.embodiment" if tag is None else f"got {tag!r}"
-        raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {', '.join(there)}; {got}")
+    ids = {**release.embodiments, **own}
+    tables = {path.name: modalities, "statistics.json": statistics, ids_path.name: ids}
+    tag = chosen_embodiment(tables, wanted, folder)
     if own and tag not in own:
         _log.warning("%s: lacks %s: using Isaac-GR00T's own number, %d", ids_path, tag, ids[tag])
     modality = modalities[tag]
     robot = read_robot(tag, ids[tag], modality, statistics[tag], settings, path)
     exclude = bool(settings.get("exclude_state") or mapping(modality, "state", path).get("exclude_state"))
     robot.transforms.update(cropping=isaac_cropping(settings, path), exclude_state=exclude)
+    return robot
+
+
+_N15_SETTINGS = {"use_percentiles": False, "clip_outliers": False, "clip_actions": False, "formalize_language": False}
+"""N1.5 scales by minimum and maximum and clips nothing."""
+
+
+def _isaac_n15(release: Release, folder: Path, wanted: str | None) -> Robot:
+    """N1.5's folder has statistics alone: cameras, groups and cropping are in the code that trained it, unless a
+    processor_config.json in N1.6's form says them."""
+    places = (folder / "experiment_cfg", folder.parent / "experiment_cfg")
+    path = next((place / "metadata.json" for place in places if (place / "metadata.json").is_file()), None)
+    if path is None:
+        raise CheckpointError(
+            f"checkpoint {folder}: expected experiment_cfg/metadata.json, found {listing(folder)}; training leaves it "
+            "in its output folder: copy it from there"
+        )
+    metadata, own = read_json(path), folder / "processor_config.json"
+    settings = mapping(read_json(own), "processor_kwargs", own) if own.is_file() else {}
+    check_processor(settings, own, release)
+    written = settings.get("modality_configs") or {}
+    tag = chosen_embodiment({path.name: metadata, "Isaac-GR00T": release.embodiments}, wanted, folder)
+    where = f"{path}: {tag}"
+    statistics, parts = (mapping(metadata[tag], name, where) for name in ("statistics", "modalities"))
+    rows = {"delta_indices": list(range(16))}
+    modality = written.get(tag) or {
+        part: {"modality_keys": list(mapping(parts, part, where)), **(rows if part == "action" else {})}
+        for part in ("video", "state", "action")
+    }
+    if tag not in written:
+        _log.warning(
+            "%s: N1.5's training code decides its cameras, groups and scaling: assuming cameras %s, groups in this "
+            "file's order, scaled by minimum and maximum, and the middle 95 %% of an image; %s can say otherwise",
+            where, ", ".join(mapping(parts, "video", where)), own.name,
+        )  # fmt: skip
+    robot = read_robot(tag, release.embodiments[tag], modality, statistics, {**_N15_SETTINGS, **settings}, path)
+    crop = settings.get("crop_fraction", 0.95)
+    if isinstance(crop, bool) or not isinstance(crop, (int, float)) or not 0 < crop <= 1:
+        raise CheckpointError(f"{own}: crop_fraction: expected more than 0 and at most 1, got {crop!r:.60}")
+    robot.transforms.update(cropping=Cropping("bilinear", None, float(crop), (224, 224)))
     return robot
 
 
@@ -146,45 +188,90 @@ def _processor_folder(folder: Path) -> Path:
 
 # -- lerobot ------------------------------------------------------------------------------------------------------
 
-_N1_5 = {"groot_pack_inputs_v3", "groot_eagle_encode_v3", "groot_eagle_collate_v3"}
-_KNOWN = {RENAME, BATCH, DEVICE, PACK, ENCODE, DECODE, UNPACK}
+_SHARED = {RENAME, BATCH, DEVICE}
+_KNOWN = {N17: {PACK, ENCODE, DECODE, UNPACK}, N15: {N15_PACK, N15_ENCODE, N15_COLLATE, N15_UNPACK}}
 
 
-def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tuple[Robot, Preset, Mapping[str, Any]]:
-    """Return the robot, its keys, and the settings of the model under Isaac-GR00T's names."""
-    read_settings(folder / "config.json", ("groot",))
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What lerobot's pipelines say: the robot, settings of the model under Isaac-GR00T's names, the robot's names of
+    renamed features, and the tokenizer on the hub, None for the usual one."""
+
+    robot: Robot
+    stated: Mapping[str, Any]
+    renamed: Mapping[str, str]
+    tokenizer: str | None = None
+
+
+def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> _Saved:
     path = folder / BEFORE
-    before, after = _steps(path), _steps(folder / AFTER)
+    before, after = _steps(path, N17), _steps(folder / AFTER, N17)
     pack, encode = before.get(PACK), before.get(ENCODE)
     decode = after.get(DECODE) or after.get(UNPACK)
     if pack is None or encode is None or decode is None:
         raise CheckpointError(f"{path}: expected the steps {PACK}, {ENCODE} and one that decodes, found {[*before]}")
-    tag, ids = str(pack.get("embodiment_tag")), pack.get("embodiment_mapping") or PUBLISHED_IDS
-    if tag not in ids or wanted not in (None, tag):
-        there = tag if tag in ids else ", ".join(sorted(ids))
-        raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {there}, got {wanted or tag!r}")
+    tag, number = _embodiment(folder, pack, N17, wanted)
     images = {**encode, "use_albumentations": encode.get("use_albumentations", False)}
     modality, statistics = pack.get("modality_config"), pack.get("raw_stats")
     merged = {**pack, "use_relative_action": bool(decode.get("use_relative_action"))}
     horizon = size_of(pack, "action_horizon", path, 40)
     if not modality or not statistics:
         # Trained without groups of the checkpoint: one group, scaled by the range of the data.
-        modality, statistics = _one_group(folder, pack, content)
+        rows = size_of(content, "chunk_size", folder / "config.json", 40)
+        rows = size_of(pack, "valid_action_horizon", path, rows)
+        modality, statistics = _one_group(rows), _flat_statistics(folder, pack, PACK)
         merged, horizon = {**merged, "use_percentiles": False}, 40
     modality = {**modality, "video": _video(modality, pack, content, path)}
-    robot = read_robot(tag, ids[tag], modality, statistics, merged, path)
+    robot = read_robot(tag, number, modality, statistics, merged, path)
+    _check_actions(robot, decode, folder)
+    gripper = decode.get("action_decode_transform") == "libero" or bool(decode.get("libero_gripper_action"))
+    robot.transforms.update(cropping=lerobot_cropping(images, path), gripper=gripper)
+    stated = {name: content.get(name) for name in ("num_inference_timesteps", "rtc_ramp_rate")}
+    stated = {"action_horizon": horizon, **{k: v for k, v in stated.items() if v is not None}}
+    return _Saved(robot, stated, _renamed(before))
+
+
+def _lerobot_n15(folder: Path, content: Mapping[str, Any], wanted: str | None) -> _Saved:
+    """lerobot 0.4 and 0.5 scale one group of state and one of actions by minimum and maximum."""
+    path = folder / BEFORE
+    before, after = _steps(path, N15), _steps(folder / AFTER, N15)
+    pack, encode, decode = before.get(N15_PACK), before.get(N15_ENCODE), after.get(N15_UNPACK)
+    if pack is None or encode is None or decode is None:
+        raise CheckpointError(f"{path}: expected {N15_PACK}, {N15_ENCODE} and {N15_UNPACK}, found {[*before, *after]}")
+    tag, number = _embodiment(folder, pack, N15, wanted)
+    statistics = {
+        "state": _flat_statistics(folder, pack, N15_PACK)["state"],
+        "action": _flat_statistics(folder, decode, N15_UNPACK)["action"],
+    }
+    modality = _one_group(size_of(pack, "action_horizon", path, 16))
+    modality = {**modality, "video": _video(modality, pack, content, path)}
+    robot = read_robot(tag, number, modality, statistics, _N15_SETTINGS, path)
+    _check_actions(robot, decode, folder)
+    robot.transforms.update(cropping=Cropping("bicubic", 224, 1.0, (224, 224)))
+    named = encode.get("tokenizer_assets_repo") or content.get("tokenizer_assets_repo")
+    return _Saved(robot, {}, _renamed(before), named)
+
+
+def _embodiment(folder: Path, pack: Mapping[str, Any], release: Release, wanted: str | None) -> tuple[str, Any]:
+    """Return the tag and the number that a policy was trained with. lerobot takes 0 for an unknown tag."""
+    tag, ids = str(pack.get("embodiment_tag")), pack.get("embodiment_mapping") or release.embodiments
+    if tag not in ids or wanted not in (None, tag):
+        there = tag if tag in ids else ", ".join(sorted(ids))
+        raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {there}, got {wanted or tag!r}")
+    return tag, ids[tag]
+
+
+def _check_actions(robot: Robot, decode: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError if lerobot drops numbers of an action. 0 means that it drops none."""
     size, post = robot.transforms["actions"].size, folder / AFTER
-    # 0 means all of them.
     count = size_of({"env_action_dim": decode.get("env_action_dim") or size}, "env_action_dim", post)
     if count < size:
         raise CheckpointError(f"{post}: env_action_dim: expected {size}, got {count}")
-    gripper = decode.get("action_decode_transform") == "libero" or bool(decode.get("libero_gripper_action"))
-    robot.transforms.update(cropping=lerobot_cropping(images, path), gripper=gripper)
-    features = content.get("input_features")
-    renamed = {model: own for own, model in (before.get(RENAME, {}).get("rename_map") or {}).items()}
-    preset = _preset(robot, features if isinstance(features, Mapping) else (), renamed)
-    stated = {name: content.get(name) for name in ("num_inference_timesteps", "rtc_ramp_rate")}
-    return robot, preset, {"action_horizon": horizon, **{k: v for k, v in stated.items() if v is not None}}
+
+
+def _renamed(steps: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the robot's names of the model's features, if they differ."""
+    return {model: own for own, model in (steps.get(RENAME, {}).get("rename_map") or {}).items()}
 
 
 def _video(
@@ -202,37 +289,46 @@ def _video(
     return {"modality_keys": names, "delta_indices": [0] * size_of(pack, "video_horizon", path, 1)}
 
 
-def _one_group(
-    folder: Path, pack: Mapping[str, Any], content: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return one group of state and one of actions, with the statistics of the saved pipeline."""
-    flat = read_arrays(statistics_file(folder, pack.get("state_file"), PACK))
+def _one_group(rows: int) -> Mapping[str, Any]:
+    """Return the modalities of one group of state and one of actions."""
+    action = {"modality_keys": ["action"], "delta_indices": list(range(rows))}
+    return {"state": {"modality_keys": ["state"]}, "action": action}
+
+
+def _flat_statistics(folder: Path, step: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the statistics of a saved step as those of one group of state and one of actions."""
+    path = statistics_file(folder, step.get("state_file"), name)
     statistics: dict[str, Any] = {"state": {"state": {}}, "action": {"action": {}}}
-    for key, value in flat.items():
+    found = read_arrays(path)
+    for key, value in found.items():
         feature, _, statistic = key.rpartition(".")
-        kind = {"observation.state": "state", "action": "action"}.get(feature)
+        kind = {STATE: "state", ACTION: "action"}.get(feature)
         if kind is not None:
             statistics[kind][kind][statistic] = value.tolist()
-    rows = size_of(content, "chunk_size", folder / "config.json", 40)
-    rows = size_of(pack, "valid_action_horizon", folder / BEFORE, rows)
-    action = {"modality_keys": ["action"], "delta_indices": list(range(rows))}
-    return {"state": {"modality_keys": ["state"]}, "action": action}, statistics
+    for feature, kind in ((STATE, "state"), (ACTION, "action")):
+        if not statistics[kind][kind]:
+            there = sorted({key.rpartition(".")[0] for key in found})
+            raise CheckpointError(f"{path}: expected statistics of {feature}, found those of {', '.join(there)}")
+    return statistics
 
 
-def _steps(path: Path) -> dict[str, dict[str, Any]]:
+def _steps(path: Path, release: Release) -> dict[str, dict[str, Any]]:
     """Return the settings of each step of a saved pipeline, with its `state_file`. An unknown step is an error."""
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path.parent}: expected {path.name} with the statistics, found no such file")
     steps = read_json(path).get("steps")
     if not isinstance(steps, Sequence) or not all(isinstance(s, Mapping) for s in steps):
         raise CheckpointError(f"{path}: expected a list of steps, got {steps!r:.60}")
-    unknown = [str(s.get("registry_name", s.get("class"))) for s in steps if s.get("registry_name") not in _KNOWN]
-    if any(name in _N1_5 for name in unknown):
-        raise CheckpointError(
-            f"checkpoint {path.parent}: expected GR00T N1.7, got N1.5 ({', '.join(unknown)}): {OTHERS}"
-        )
+    known = _SHARED | _KNOWN[release]
+    unknown = [str(s.get("registry_name", s.get("class"))) for s in steps if s.get("registry_name") not in known]
+    for other, names in _KNOWN.items():
+        if others := [name for name in unknown if name in names]:
+            raise CheckpointError(
+                f"{path}: expected the steps of {release.title}, as the weights are, got those of {other.title}: "
+                f"{', '.join(others)}"
+            )
     if unknown:
-        raise CheckpointError(f"{path}: expected steps among {', '.join(sorted(_KNOWN))}, got {', '.join(unknown)}")
+        raise CheckpointError(f"{path}: expected steps among {', '.join(sorted(known))}, got {', '.join(unknown)}")
     for step in steps:
         check_step(step["registry_name"], step.get("config") or {}, str(path))
     return {s["registry_name"]: {**(s.get("config") or {}), "state_file": s.get("state_file")} for s in steps}

@@ -1,8 +1,8 @@
-"""Camera images to what GR00T N1.7 takes: cropped and resized in one of two ways, then to whole tokens.
+"""Camera images to what GR00T takes: cropped and resized in one of two ways, then to whole tokens.
 
 "area" (checkpoints that say `use_albumentations`) resizes by OpenCV's area filter and keeps the aspect ratio. "bicubic"
 (lerobot) and "bilinear" (Isaac-GR00T) make every image square with torch's antialiased filter. Source: Isaac-GR00T's
-image transforms, lerobot 0.6.1's processor and transformers' Qwen2-VL image processor (all Apache-2.0).
+image transforms, lerobot's processors and transformers' Qwen2-VL image processor (all Apache-2.0).
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ class Cropping:
     Attributes:
         filter: "area", "bicubic" or "bilinear".
         edge: Pixels of the shortest edge (area) or of each (bicubic). None for an area filter that resizes to `target`.
-        crop: The share of each edge that is kept, around the middle; for bilinear, (height, width) in pixels.
+        crop: The share of each edge that is kept, around the middle; or, for bilinear, (height, width) in pixels after
+            an image was resized to `target`.
         target: (height, width) of bicubic, bilinear, and of area without an edge.
         letterbox: Whether black bars make an image square first.
         unit: Pixels a side of a token.
+        pixels: Least and most pixels of the result; None for Qwen3-VL's.
     """
 
     filter: Literal["area", "bicubic", "bilinear"] = "bicubic"
@@ -39,6 +41,7 @@ class Cropping:
     target: tuple[int, int] = (256, 256)
     letterbox: bool = False
     unit: int = 32
+    pixels: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         # Fail while the checkpoint is read: one extra brings cv2 and what its tokenizer needs.
@@ -54,7 +57,7 @@ class Cropping:
         """uint8 (H, W, 3) to uint8, sides multiples of `unit`."""
         image = _letterboxed(image) if self.letterbox else image
         image = {"area": self._area, "bicubic": self._bicubic, "bilinear": self._bilinear}[self.filter](image)
-        return _resized(image, whole_tokens(image.shape[0], image.shape[1], self.unit))
+        return _resized(image, whole_tokens(image.shape[0], image.shape[1], self.unit, self.pixels))
 
     def _area(self, image: np.ndarray) -> np.ndarray:
         assert isinstance(self.crop, float)
@@ -72,22 +75,26 @@ class Cropping:
         return _resized(_middle(image, height, width), self.target)
 
     def _bilinear(self, image: np.ndarray) -> np.ndarray:
-        assert isinstance(self.crop, tuple)
-        image = _resized(image, self.target, "bilinear")
+        whole, kept = image, self.crop
+        if isinstance(kept, float):  # a share of the camera's own pixels
+            kept = int(image.shape[0] * kept), int(image.shape[1] * kept)
+        else:
+            whole = _resized(image, self.target, "bilinear")
         # torchvision rounds half a pixel to even, lerobot rounds it down.
-        top, left = (round((n - kept) / 2) for n, kept in zip(self.target, self.crop, strict=True))
-        kept = image[top : top + self.crop[0], left : left + self.crop[1]]
-        return _resized(kept, self.target, "bilinear")
+        top, left = (round((n - size) / 2) for n, size in zip(whole.shape[:2], kept, strict=True))
+        middle = whole[top : top + kept[0], left : left + kept[1]]
+        return _resized(middle, self.target, "bilinear", fractions=isinstance(self.crop, float))
 
 
-def whole_tokens(height: int, width: int, unit: int) -> tuple[int, int]:
+def whole_tokens(height: int, width: int, unit: int, pixels: tuple[int, int] | None = None) -> tuple[int, int]:
     """The size nearest to this one that is whole tokens and not too few or too many pixels."""
+    least, most = pixels or (LEAST_PIXELS, MOST_PIXELS)
     rows, columns = (round(n / unit) * unit for n in (height, width))
-    if rows * columns > MOST_PIXELS:
-        shrink = (height * width / MOST_PIXELS) ** 0.5
+    if rows * columns > most:
+        shrink = (height * width / most) ** 0.5
         return tuple(max(unit, int(n / shrink / unit) * unit) for n in (height, width))  # type: ignore[return-value]
-    if rows * columns < LEAST_PIXELS:
-        grow = (LEAST_PIXELS / (height * width)) ** 0.5
+    if rows * columns < least:
+        grow = (least / (height * width)) ** 0.5
         return tuple(-int(-n * grow // unit) * unit for n in (height, width))  # type: ignore[return-value]
     return rows, columns
 
@@ -122,11 +129,16 @@ def _area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return cv2.resize(np.ascontiguousarray(image), size[::-1], interpolation=cv2.INTER_AREA)
 
 
-def _resized(image: np.ndarray, size: tuple[int, int], mode: str = "bicubic") -> np.ndarray:
-    """Resized with an antialiased filter, as torchvision resizes uint8 images."""
+def _resized(
+    image: np.ndarray, size: tuple[int, int], mode: str = "bicubic", *, fractions: bool = False
+) -> np.ndarray:  # fmt: skip
+    """Resized with an antialiased filter, as torchvision resizes uint8 images or, with `fractions`, floats, which are
+    then cut to whole levels."""
     if image.shape[:2] == size:
         return image
     # What came over the wire is read-only, of which torch would warn.
     channels = torch.from_numpy(np.require(image, requirements=["C", "W"])).permute(2, 0, 1)[None]
+    channels = channels.float() / 255.0 if fractions else channels
     made = F.interpolate(channels, size=size, mode=mode, antialias=True, align_corners=False)
+    made = (made * 255.0).to(torch.uint8) if fractions else made
     return made[0].permute(1, 2, 0).contiguous().numpy()

@@ -30,6 +30,7 @@ class Group:
         low: Float64 (size,), or (rows, size) with a row for each action of a chunk.
         high: As `low`.
         clipped: Whether normalized states are clipped to [-1, 1].
+        bounded: Whether the model's actions are clipped to [-1, 1].
         relative: An action is a difference from the state group `reference`, or a pose (xyz and two rows of the
             rotation) in its frame.
         reference: Of relative actions; by default the state group of the same name.
@@ -41,6 +42,7 @@ class Group:
     low: np.ndarray | None = None
     high: np.ndarray | None = None
     clipped: bool = True
+    bounded: bool = True
     relative: Relative = "no"
     reference: str | None = None
 
@@ -78,7 +80,8 @@ class Group:
         low, span = self._scale(len(x))
         if self.scaling == "mean_std":
             return np.where(span == 0, x, x * span + low)
-        return (x.clip(-1.0, 1.0) + 1.0) * 0.5 * span + low
+        x = x.clip(-1.0, 1.0) if self.bounded else x
+        return (x + 1.0) * 0.5 * span + low
 
     def _scale(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Return low and span, of the first `rows` rows if the statistics have rows."""

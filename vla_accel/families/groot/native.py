@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
-from vla_accel.families.groot.head import QUANTISED
-from vla_accel.families.groot.language import Layout
-from vla_accel.families.groot.native_loop import NativeTransformer, TransformerWeights, step_tables
 from vla_accel.families.groot.native_prefix import NativeReader, ReaderWeights
-from vla_accel.families.groot.native_vision import NativeTower, TowerWeights
 from vla_accel.families.groot.network import Groot
+from vla_accel.nn.dit import QUANTISED
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.native_dit import NativeTransformer, TransformerWeights, step_tables
+from vla_accel.nn.native_qwen_vision import NativeTower, TowerWeights
+from vla_accel.nn.qwen_language import Layout
 from vla_accel.nn.store import NativeStore
 
 

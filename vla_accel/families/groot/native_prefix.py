@@ -13,28 +13,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.families.groot.head import Source
-from vla_accel.families.groot.language import Layout, language_rope
 from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.rows.rows import add_at, add_norm, place_tokens
-from vla_accel.nn.plan import Rows, StackPlan
+from vla_accel.kernels.rows.rows import add_norm
+from vla_accel.nn.dit import Source
+from vla_accel.nn.native_qwen_language import LanguageWeights, NativeLanguage
+from vla_accel.nn.plan import StackPlan
+from vla_accel.nn.qwen_language import Layout
 from vla_accel.nn.weights import Precision, StackWeights, stack_weights
-
-SOURCES: tuple[Source, ...] = ("text", "image")
 
 
 @dataclass(frozen=True)
 class ReaderWeights:
     """The weights of the prefix.
 
-    `table` (vocabulary, W): token embeddings, shared with the model; `vl_scale`, `vl_shift` (W,) float32: of the norm
-    before the vision-language attention; `keys_values`: one product of all blocks for text, and one for images.
+    `vl_scale`, `vl_shift` (W,) float32: of the norm before the vision-language attention; `keys_values`: one product of
+    all blocks of a source.
     """
 
-    table: Tensor
-    language: StackWeights
+    language: LanguageWeights
     vl_scale: Tensor
     vl_shift: Tensor
     vl_stack: StackWeights
@@ -45,7 +43,6 @@ class ReaderWeights:
     def of(cls, model: Groot, precision: str) -> ReaderWeights:
         """Prepare the weights of a model. `precision`: fp32 or bf16."""
         stored, config = Precision(precision), model.config
-        language = stack_weights(model, "language.layers", config.language.block, config.language.depth, stored)
         vl_stack = stack_weights(model, "head.vl_layers", config.head.vl_block, config.head.vl_depth, stored)
         scale, shift = (model.weight(f"head.vl_norm.{n}").float().clone() for n in ("weight", "bias"))
 
@@ -54,68 +51,62 @@ class ReaderWeights:
             return torch.cat([model.weight(name).to(stored.dtype) for name in names])
 
         keys_values: dict[Source, Linear] = {
-            source: Linear(joined(source, "weight"), joined(source, "bias")) for source in SOURCES
+            source: Linear(joined(source, "weight"), joined(source, "bias")) for source in config.head.sources
         }
-        return cls(model.weight("embed.weight"), language, scale, shift, vl_stack, keys_values, config)
+        return cls(LanguageWeights.of(model, stored), scale, shift, vl_stack, keys_values, config)
 
 
 class NativeReader:
     """The program of the prefix.
 
-    Inputs `image_tokens` (B, I, W), `deepstack` (n, B, I, W), `tokens` (B, L) int64, and their `lengths` (B,) int32;
-    outputs `text_keys`, `text_values` (n, B, L, heads, d), `image_keys`, `image_values` (n, B, I, heads, d).
+    Inputs `image_tokens` (B, I, W), of N1.7 `deepstack` (n, B, I, W), `tokens` (B, L) int64 in the layout's order, and
+    `lengths` (B,) int32; outputs keys and values of each source of the head, (n, B, tokens, heads, d).
     """
 
     def __init__(self, weights: ReaderWeights, batch: int, layout: Layout, attention: str) -> None:
-        config, head, device = weights.config.language, weights.config.head, weights.table.device
+        config, head, device = weights.config.language, weights.config.head, weights.language.table.device
         self.weights, self.batch, self.layout = weights, batch, layout
-        self.places = places = layout.places(device)
-        cos, sin = (t[:, 0].contiguous() for t in language_rope(config, places.positions, torch.float32))
-        rows, deepstack = Rows(batch, layout.tokens, padded=True), len(weights.config.vision.deepstack)
-        # Deepstack adds to the outputs of the first blocks; the next norm must come after that.
-        self.language = StackPlan(weights.language, rows, attention, (cos, sin), range(deepstack + 1))
-        self.chain = self.language.chain
-        self.stack = StackPlan(weights.vl_stack, rows, attention, normed_outside=(0,))
-        self.attention = self.stack.attention
-        self.detail = f"fused ops, {self.language.kind}, {self.language.detail}; after it, {self.stack.detail}"
+        self.language = NativeLanguage(weights.language, batch, layout, attention)
+        self.chain, language, places = self.language.chain, self.language.stack, self.language.places
+        self.detail, self.attention = f"fused ops, {language.kind}, {language.detail}", language.attention
+        self.stack: StackPlan | None = None
+        self.x = torch.empty_like(language.x)
+        if head.vl_depth:
+            self.stack = StackPlan(weights.vl_stack, language.rows, attention, normed_outside=(0,))
+            self.x, self.attention = self.stack.x, self.stack.attention
+            self.detail += f"; after it, {self.stack.detail}"
 
         def buffer(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=weights.language.dtype, device=device)
+            return torch.empty(*shape, dtype=language.x.dtype, device=device)
 
-        counts: dict[Source, int] = {"text": layout.text, "image": layout.views * layout.view_tokens}
-        self.taken = {source: buffer(batch, count, config.width) for source, count in counts.items()}
-        self.joined = {s: buffer(batch * n, len(weights.keys_values[s].weight)) for s, n in counts.items()}
+        every = {"text": places.text, "image": places.image, "all": torch.cat((places.image, places.text))}
+        self.placed = {source: every[source] for source in head.sources}
+        self.taken = {source: buffer(batch, len(at), config.width) for source, at in self.placed.items()}
+        self.joined = {s: buffer(batch * len(at), len(weights.keys_values[s].weight)) for s, at in self.placed.items()}
         self.shape = (2, head.heads, head.head_dim)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         with self.chain:
             self._read(inputs)
-        placed: dict[Source, Tensor] = {"text": self.places.text, "image": self.places.image}
-        for source, rows in placed.items():
+        for source, rows in self.placed.items():
             self._keys_values(source, rows, outputs[f"{source}_keys"], outputs[f"{source}_values"])
 
     def _read(self, inputs: Mapping[str, Tensor]) -> None:
-        w, language, deepstack, x = self.weights, self.language, inputs["deepstack"], self.stack.x
-
-        def after(index: int) -> None:
-            if index < len(deepstack):
-                add_at(deepstack[index], self.places.image, language.x)
-                language.enter(language.x)
-
-        place_tokens(inputs["image_tokens"], inputs["tokens"], w.table, self.places.order, language.x)
-        language.enter(language.x)
-        language.run(after=after)
-        add_norm(language.x, None, language.x, x, layer=True, eps=w.config.head.eps, inverse_scale=None)
+        w, layout, x = self.weights, self.layout, self.x
+        text = w.config.text_lengths(layout, inputs["lengths"])
+        hidden = self.language.run(inputs, layout.text - text if layout.arrangement.text_first else None)
+        add_norm(hidden, None, hidden, x, layer=True, eps=w.config.head.eps, inverse_scale=None)
         # This norm's result is the residual itself: its weights cannot be folded.
         x.copy_(torch.addcmul(w.vl_shift, x, w.vl_scale))
-        lengths = inputs["lengths"] + len(self.places.image)
+        if self.stack is None:
+            return
         with self.stack.chain.resumed():
             self.stack.enter(x)
-            self.stack.run(lengths)
+            self.stack.run(text + layout.images)
 
     def _keys_values(self, source: Source, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         taken, joined = self.taken[source], self.joined[source]
-        torch.index_select(self.stack.x.view(self.batch, self.layout.tokens, -1), 1, rows, out=taken)
+        torch.index_select(self.x.view(self.batch, self.layout.tokens, -1), 1, rows, out=taken)
         gemm(taken.flatten(0, 1), self.weights.keys_values[source], joined)
         split = joined.view(self.batch, len(rows), -1, *self.shape).permute(3, 2, 0, 1, 4, 5)
         keys.copy_(split[0])

@@ -1,7 +1,7 @@
-"""GR00T N1.7 at any size: one definition for inference and for training.
+"""GR00T N1.7, N1.6 and N1.5 at any size: one definition for inference and for training.
 
-Knows nothing about robots, prompts or engines. Same mathematics as lerobot 0.6.1's and Isaac-GR00T's, with the exact
-savings applied: q, k, v and gate, up are single products; padding and missing views are dropped before anything is
+Knows nothing about robots, prompts or engines. Same mathematics as lerobot's and Isaac-GR00T's, with the exact savings
+applied: q, k, v and gate, up are single products; padding and missing views are dropped before anything is
 computed; layers whose output nothing reads are not there; what depends on the observation or on the step alone is
 computed once for all steps.
 """
@@ -9,17 +9,18 @@ computed once for all steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.groot.head import Cache, GrootHead, HeadConfig, StepConstants
-from vla_accel.families.groot.language import Places, QwenConfig, QwenLanguage
-from vla_accel.families.groot.vision import Placed, QwenVision, QwenVisionConfig
-from vla_accel.nn.flow import Schedule
-from vla_accel.nn.network import Network
+from vla_accel.families.groot.head import GrootHead, HeadConfig
+from vla_accel.nn.dit import Cache, DitNetwork
+from vla_accel.nn.eagle_vision import EagleVision, EagleVisionConfig
+from vla_accel.nn.qwen_language import Arrangement, Layout, Places, QwenConfig, QwenLanguage
+from vla_accel.nn.qwen_vision import Grid, QwenVision, QwenVisionConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class GrootConfig:
     vision: QwenVisionConfig = field(default_factory=QwenVisionConfig)
     language: QwenConfig = field(default_factory=QwenConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
+    arrangement: Arrangement = field(default_factory=Arrangement)
     action_dim: int = 132
     state_dim: int = 132
     action_horizon: int = 40
@@ -49,8 +51,14 @@ class GrootConfig:
             )
         if len(self.vision.deepstack) > self.language.depth:
             raise ConfigError(f"vision.deepstack: expected at most {self.language.depth}, got {self.vision.deepstack}")
+        if self.arrangement.text_first and self.head.vl_depth:
+            raise ConfigError(f"head.vl_depth: expected 0 where the text comes first, got {self.head.vl_depth}")
         if self.action_horizon > self.head.longest_chunk:
             raise ConfigError(f"action_horizon: expected at most {self.head.longest_chunk}, got {self.action_horizon}")
+
+    def text_lengths(self, layout: Layout, lengths: Any) -> Any:
+        """The text tokens of prompts, from the tokens of the head's first source: text, or images and text."""
+        return lengths if self.head.text_every else lengths - layout.images
 
 
 def groot_n17(**changes: object) -> GrootConfig:
@@ -58,87 +66,77 @@ def groot_n17(**changes: object) -> GrootConfig:
     return GrootConfig(**changes)  # type: ignore[arg-type]
 
 
-_WIDE = ("vision.patch_", "vision.position_", "head.state_", "head.action_", "head.time_", "head.decode_")
+_QWEN3 = QwenConfig(vocab_size=151_680, theta=1e6, sections=(64, 0, 0), final_norm=True)
 
 
-class Groot(Network):
+def groot_n16(**changes: object) -> GrootConfig:
+    """GR00T N1.6 at the published size (3 B with all embodiments)."""
+    sizes: dict[str, Any] = {
+        "vision": EagleVisionConfig(merge=2, joined=True), "language": _QWEN3, "head": HeadConfig(vl_depth=0),
+        "arrangement": Arrangement(3, 7, text_first=True, flat=True), "action_dim": 128, "state_dim": 128,
+        "action_horizon": 50,
+    }  # fmt: skip
+    return GrootConfig(**{**sizes, **changes})
+
+
+def groot_n15(**changes: object) -> GrootConfig:
+    """GR00T N1.5 at the published size (3 B with all embodiments)."""
+    sizes: dict[str, Any] = {
+        "vision": EagleVisionConfig(), "language": replace(_QWEN3, depth=12),
+        "head": HeadConfig(depth=16, text_every=0, future=32), "arrangement": Arrangement(20, 7, flat=True),
+        "action_dim": 32, "state_dim": 64, "action_horizon": 16,
+    }  # fmt: skip
+    return GrootConfig(**{**sizes, **changes})
+
+
+class Groot(DitNetwork):
     """The model. Module names are the canonical checkpoint keys (see `vla_accel.families.groot.checkpoint`)."""
 
     config: GrootConfig
+    head: GrootHead
 
     def __init__(self, config: GrootConfig) -> None:
         super().__init__()
         self.config = config
-        self.vision = QwenVision(config.vision)
+        vision = config.vision
+        self.vision = EagleVision(vision) if isinstance(vision, EagleVisionConfig) else QwenVision(vision)
         self.embed = nn.Embedding(config.language.vocab_size, config.language.width)
         self.language = QwenLanguage(config.language)
         self.head = GrootHead(config.head, config.state_dim, config.action_dim)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the large products; small projections may be wider."""
-        return self.head.out_proj.weight.dtype
-
-    @staticmethod
-    def kept_wide(name: str) -> bool:
-        """Patch and position embeddings, and the small projections of state, actions and time."""
-        return name.startswith(_WIDE)
-
-    def see(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor]:
-        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * tokens, width) and deepstack features (n, B,
-        V * tokens, width). `placed`: as `QwenVision.placed` gives it, to compute it once."""
-        batch, width = len(pixels), self.config.language.width
-        tokens, deepstack = self.vision(pixels.flatten(0, 1), placed)
-        return tokens.reshape(batch, -1, width), deepstack.reshape(len(deepstack), batch, -1, width)
+    def layout(self, views: int, grid: Grid, text: int) -> Layout:
+        """The layout of a prompt of `text` tokens and `views` images of `grid` tokens."""
+        return Layout(views, grid, text, self.config.arrangement)
 
     def read(
-        self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, places: Places, lengths: Tensor | None = None
-    ) -> Cache:
-        """What the action head attends to, of what `see` gave and of text tokens (B, L) int64, of which the first
-        `lengths` (B,) of each row are real; None: all."""
+        self, layout: Layout, image_tokens: Tensor, deepstack: Tensor | None, tokens: Tensor,
+        lengths: Tensor | None = None, places: Places | None = None,
+    ) -> Cache:  # fmt: skip
+        """What the action head attends to, from the result of `QwenVision.views` and text tokens (B, L) int64 in the
+        layout's order.
+
+        Args:
+            layout: Of the prompt.
+            lengths: (B,), the tokens of the head's first source that are no padding; None: all. Padding is stored last.
+            places: The layout's, to compute them once.
+        """
+        places = layout.places(tokens.device) if places is None else places
         text = self.embed(tokens).to(image_tokens.dtype)
         x = torch.cat((image_tokens, text), 1)[:, places.order]
-        hidden = self.language(x, places.positions, places.order, deepstack)
-        real = None
-        if lengths is not None:
-            real = torch.arange(len(places.order), device=tokens.device) < (len(places.image) + lengths)[:, None]
+        real = None if lengths is None else layout.real(self.config.text_lengths(layout, lengths))
+        hidden = self.language(
+            x, places.positions, places.order, deepstack, real if layout.arrangement.text_first else None
+        )
         features = self.head.features(hidden, real)
-        return self.head.cache(features[:, places.text], features[:, places.image])
-
-    def constants(self, schedule: Schedule) -> StepConstants:
-        """Compute what depends on the times of the steps alone. Weights that were not here are let go again."""
-        norms = [f"head.layers.{i}.modulation" for i in range(self.config.head.depth)]
-        small = ("head.time_in", "head.time_out", "head.final_modulation", "head.action_mix")
-        with self.present(*small, *norms):
-            return self.head.constants(schedule)
-
-    def integrate(
-        self, noise: Tensor, constants: StepConstants, state: Tensor, cache: Cache, lengths: Tensor | None = None,
-        target: Tensor | None = None, weights: Tensor | None = None, *, schedule: Schedule,
-    ) -> Tensor:  # fmt: skip
-        """Euler over the steps of a schedule, whose times fall while the model's own rise. noise (B, H, action_dim)
-        float32; state (B, state_dim); returns the actions, same shape and dtype as the noise.
-
-        `target` (B, H, action_dim) and `weights` (B, H): rows with a weight begin at the target instead of the noise,
-        and move by 1 - weight of the velocity (GR00T's own real-time chunking); weights of zero: a plain call.
-        """
-        text = None
-        if lengths is not None:
-            text = torch.arange(cache.text_keys.shape[2], device=noise.device) < lengths[:, None]
-        token = self.head.state_token(state)
-        x, pace = noise, None
-        if target is not None and weights is not None:
-            x = torch.where(weights[..., None] > 0, target.to(noise.dtype), noise)
-            pace = (1.0 - weights)[..., None]
-        for step, dt in enumerate(schedule.dts):
-            v = self.head.velocity(x, constants, step, token, cache, text).to(x.dtype)
-            x = x + -dt * (v if pace is None else v * pace)
-        return x
+        parts = {"text": features[:, places.text], "image": features[:, places.image]}
+        if not self.config.head.text_every:
+            parts["all"] = torch.cat((parts["image"], parts["text"]), 1)
+        return self.head.cache(**parts)
 
 
 def overlap_weights(previous: int, delay: int, horizon: int, ramp: float, until: int | None) -> Tensor:
-    """Weights (horizon,) float32 of `Groot.integrate` for a previous chunk of which `previous` actions are left and
-    `delay` are sure to be executed: 1 for these, then falling as exp(-ramp u) to none after `until` (None: all).
+    """Weights (horizon,) float32 of `DitNetwork.integrate` for a previous chunk of which `previous` actions are left
+    and `delay` are sure to be executed: 1 for these, then falling as exp(-ramp u) to none after `until` (None: all).
 
     Source: lerobot 0.6.1, `GR00TN17ActionHead.get_action_with_features`, whose factors of the velocity are one less
     these.

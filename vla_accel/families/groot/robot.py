@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +13,10 @@ from vla_accel.checkpoints.weights import size_of
 from vla_accel.errors import CheckpointError
 from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.modalities import Group, Groups, Relative, Scaling, check_references
+from vla_accel.families.groot.releases import LIBERO_TAGS
 from vla_accel.families.groot.settings import check_modality
 
 D = TypeVar("D")
-LIBERO_TAG = "libero_sim"
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,23 @@ class Robot:
     cameras: tuple[str, ...]
     rows: int
     transforms: dict[str, Any]
+
+
+def chosen_embodiment(tables: Mapping[str, Collection[str]], wanted: str | None, folder: Path) -> str:
+    """Return the tag of an embodiment that all tables have: the wanted one, LIBERO's, or the only one.
+
+    Raises CheckpointError that lists what there is.
+    """
+    there = sorted(set.intersection(*map(set, tables.values())))
+    if not there:
+        found = "; ".join(f"{', '.join(sorted(tags)) or 'none'} in {name}" for name, tags in tables.items())
+        raise CheckpointError(f"checkpoint {folder}: expected an embodiment that all its files have, found {found}")
+    usual = [tag for tag in there if tag in LIBERO_TAGS] or there
+    tag = wanted or (usual[0] if len(usual) == 1 else None)
+    if tag is None or tag not in there:
+        got = "choose one as checkpoint.embodiment" if tag is None else f"got {tag!r}"
+        raise CheckpointError(f"checkpoint {folder}: expected an embodiment of {', '.join(there)}; {got}")
+    return tag
 
 
 def read_robot(
@@ -58,7 +75,7 @@ def read_robot(
         "actions": actions,
         "frames": max(1, len(video.get("delta_indices") or ())),
         "formal": settings.get("formalize_language", True) is not False,
-        "gripper": tag == LIBERO_TAG,
+        "gripper": tag in LIBERO_TAGS,
     }
     return Robot(tag, embodiment, cameras, rows, transforms)
 
@@ -90,6 +107,7 @@ def _groups(kind: str, modality: Any, statistics: Any, settings: Mapping[str, An
             low,
             high,
             clipped=settings.get("clip_outliers", True) is not False,
+            bounded=settings.get("clip_actions", True),
             relative=_relation(form, f"{where}: action {name}") if relative else "no",
             reference=form.get("state_key"),
         )

@@ -1,4 +1,4 @@
-"""Observations to GR00T N1.7's inputs and its outputs to robot actions, for one embodiment of a checkpoint.
+"""Observations to GR00T's inputs and its outputs to robot actions, for one embodiment of a checkpoint.
 
 Source: lerobot 0.6.1's processor of Isaac-GR00T's checkpoints (Apache-2.0).
 """
@@ -13,8 +13,9 @@ import numpy as np
 
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.groot.images import Cropping
-from vla_accel.families.groot.language import LEAD
 from vla_accel.families.groot.modalities import Groups
+from vla_accel.families.groot.releases import Prompt
+from vla_accel.nn.qwen_language import Arrangement
 from vla_accel.transforms.images import to_uint8
 from vla_accel.transforms.observations import Observed, real_numbers
 from vla_accel.transforms.processing import Inputs, RobotTransforms
@@ -22,7 +23,6 @@ from vla_accel.transforms.tokenizer import checked_length
 
 EMPTY_PROMPT = "Perform the task."
 """What an empty prompt means to lerobot's processor; a missing one is an error here, as for other models."""
-_VIEW = "<|vision_start|><|vision_end|>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class GrootProcessor(RobotTransforms):
 
     Attributes:
         cropping: How images become the model's.
+        form: The release's prompts.
+        arrangement: Where the model expects the images in a prompt.
         state_dim: Numbers of the model's state.
         rows: Actions of a chunk that the robot gets.
         frames: Images of each view, oldest first; of fewer, the oldest is repeated.
@@ -42,6 +44,8 @@ class GrootProcessor(RobotTransforms):
     state: Groups
     actions: Groups
     cropping: Cropping
+    form: Prompt
+    arrangement: Arrangement
     state_dim: int
     rows: int
     frames: int = 1
@@ -123,11 +127,15 @@ class GrootProcessor(RobotTransforms):
             text = "".join(c for c in text.lower() if c.isalnum() or c.isspace() or c == "_")
         if not text.replace("_", " ").strip():  # blanks or punctuation, which is not the robot's empty text
             raise ObservationError(f"{key}: expected an instruction, or an empty text, got {prompt!r:.60}")
-        ids = self.tokenizer.encode(f"<|im_start|>user\n{_VIEW * images}{text}<|im_end|>\n", add_bos=False)
-        view, end = self.tokenizer.encode(_VIEW, add_bos=False), LEAD + 2 * images
-        if len(view) != 2 or ids[LEAD:end] != view * images:
+        ids, slots = self.form.ids(text, images, self.tokenizer)
+        at = self.arrangement
+        step = at.between + 1
+        first = len(ids) - at.edge - (images - 1) * step - 1 if at.text_first else at.edge
+        if slots != [first + view * step for view in range(images)]:
             raise CheckpointError(
-                f"tokenizer: expected Qwen3-VL's, with {LEAD} tokens before the first view and two for each, got "
-                f"another model's: {ids[:end]}"
+                f"tokenizer: expected the images of a prompt {step} tokens apart, the first at {first}, got {slots}"
             )
-        return checked_length(ids, text, self.max_token_len, key)
+        for place in reversed(slots):
+            del ids[place]
+        # In the order of `Layout.text_rows`.
+        return checked_length(ids[::-1] if at.text_first else ids, text, self.max_token_len, key)

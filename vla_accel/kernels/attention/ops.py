@@ -59,11 +59,14 @@ def attention(
 
 
 @op("attention.triton_attention")
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
     """Causal attention. q (B, T, heads, d); k, v (B, T, kv_heads, d) of equal strides; out (B, T, heads * d),
-    contiguous.
+    contiguous. `starts` (B,) int32: the rows before the first real one; each of them sees itself alone.
     """
     mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
+    if starts is not None:
+        real = torch.arange(q.shape[1], device=q.device) >= starts[:, None]
+        mask = mask & (real[:, None] | torch.eye(q.shape[1], dtype=torch.bool, device=q.device))
     out.copy_(reference.attention(q, k, v, mask).flatten(2).reshape(out.shape))
 
 

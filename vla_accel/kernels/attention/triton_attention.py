@@ -45,7 +45,8 @@ class HeadShape(NamedTuple):
 
 class Mask(NamedTuple):
     """Constants of a kernel: which of the `source` keys, or of the suffix's, a query sees. `last` as in
-    `ops.attention`; `first`: the first token sees no other one of the suffix.
+    `ops.attention`; `causal`: lengths are those of the padding, which comes first; `first`: the first token sees no
+    other one of the suffix.
     """
 
     source: int
@@ -88,9 +89,12 @@ def _attention(tensors, tokens, strides, scales, H: constexpr, TILE: constexpr, 
         mask=(m < tokens)[:, None] & in_d[None, :],
         other=0.0,
     )
-    length = SOURCE
+    length, padding = SOURCE, 0
     if length_ptr is not None:
-        length = tl.load(length_ptr + batch)
+        if MASK.causal:
+            padding = tl.load(length_ptr + batch)
+        else:
+            length = tl.load(length_ptr + batch)
     base = batch * k_strides[0] + kv_place
     best = tl.full((TILE.queries,), -float("inf"), tl.float32)
     total = tl.full((TILE.queries,), 0.0, tl.float32)
@@ -105,14 +109,17 @@ def _attention(tensors, tokens, strides, scales, H: constexpr, TILE: constexpr, 
             k = tl.load(k_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
         s = tl.dot(q, k) * scale
         if MASK.causal:
-            s = tl.where(key[None, :] <= m[:, None], s, -float("inf"))
+            seen = key[None, :] <= m[:, None]
+            if length_ptr is not None:
+                seen = seen & ((key[None, :] >= padding) | (key[None, :] == m[:, None]))
+            s = tl.where(seen, s, -float("inf"))
         elif not WHOLE:
             seen = real[None, :]
             if MASK.last:
                 seen = seen & ((key[None, :] < length - 1) | (m[:, None] >= length - 1))
             s = tl.where(seen, s, -float("inf"))
-        # A row has at least one key, and the first block holds it.
-        p, shrink, best, total = softmax_step(s, best, total, False)
+        # A row has at least one key; unless padding comes first, the first block holds it.
+        p, shrink, best, total = softmax_step(s, best, total, MASK.causal and length_ptr is not None)
         if UNMASKED:
             v = tl.load(v_ptr + place[:, None] + d[None, :])
         else:
@@ -131,10 +138,10 @@ def attention(tensors: Tensors, inverse_scale: float | None, last: bool, tile: F
     _launch(tensors, inverse_scale, Mask(k.shape[1], last), tile)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
     """See `vla_accel.kernels.attention.ops.causal_attention`."""
     tile = FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2)
-    _launch((q, k, v, out, None), None, Mask(k.shape[1], causal=True), tile)
+    _launch((q, k, v, out, starts), None, Mask(k.shape[1], causal=True), tile)
 
 
 def _launch(tensors: Tensors, inverse_scale: float | None, mask: Mask, tile: FlashTile) -> None:

@@ -1,4 +1,5 @@
-"""Fit camera images to the model's square on a GPU, with the same bits as `transforms.images.resize` on the host.
+"""Fit camera images to the model's size on a GPU, with the same bits as `transforms.images.resize` on the host;
+resampled images may differ by a level where float32 rounds otherwise.
 
 For images more than twice as high as wide, Pillow's newest versions filter rows first, which changes a byte by 1.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from vla_accel.kernels.dispatch import op
 from vla_accel.kernels.nvrtc import on
-from vla_accel.pictures import Resize, neighbours, placed
+from vla_accel.pictures import Resampling, Resize, neighbours, placed
 
 PRECISION = 22
 """Bits of a filter's weights behind the point, as in Pillow: sums of bytes times weights fit into 32 bits."""
@@ -42,6 +43,14 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Resampled:
+    """Images · weights along both axes: `rows` (out, H) and `columns` (out, W), float32."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
 class Fit:
     """How to fit images (height, width, 3) to (size, size, 3): they fill `inner` (top, left, height, width) of the
     square, the rest is black."""
@@ -63,15 +72,29 @@ def fits_on(device: torch.device) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def fit_of(height: int, width: int, size: int, method: Resize, device: torch.device) -> Fit:
-    """Return the fit of images of a size. Raises ObservationError if nothing of the image would be left."""
+def fit_of(
+    height: int, width: int, size: int, method: Resize | Resampling, device: torch.device
+) -> Fit | Resampled | None:
+    """Return the fit of images of a size, None for those that resampling keeps. Raises ObservationError if nothing of
+    the image would be left."""
+    if isinstance(method, Resampling):
+        if method.keeps(height, width):
+            return None
+        return Resampled(*(torch.from_numpy(w).float().to(device) for w in method.weights(height, width)))
     inner = placed(height, width, size, method)
     axis = _filter if method == "antialias" else _sampling
     return Fit(size, inner, axis(height, inner[2], device), axis(width, inner[3], device))
 
 
-def fit(image: Tensor, how: Fit, out: Tensor) -> None:
-    """out (size, size, 3) = the image (H, W, 3), fitted; all uint8 and contiguous."""
+def fit(image: Tensor, how: Fit | Resampled | None, out: Tensor) -> None:
+    """out = the image (H, W, 3), fitted, or copied if `how` is None; all uint8 and contiguous."""
+    if how is None:
+        out.copy_(image)
+        return
+    if isinstance(how, Resampled):
+        resized = how.rows @ image.permute(2, 0, 1).float() @ how.columns.T
+        out.copy_(resized.round_().clamp_(0, 255).permute(1, 2, 0))
+        return
     if not how.whole:
         out.zero_()
     top, left, height, width = how.inner

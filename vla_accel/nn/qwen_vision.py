@@ -1,4 +1,4 @@
-"""Qwen3-VL's vision tower as GR00T N1.7 uses it: images to image tokens, and to what the first language layers add.
+"""Qwen3-VL's vision tower: images to image tokens, and to what the first language layers add.
 
 Knows nothing about language or robots. Source of the mathematics: Qwen3-VL in transformers 5.5.4 (Apache-2.0).
 """
@@ -56,9 +56,14 @@ class QwenVisionConfig:
         return self.width // self.heads
 
     @property
+    def rotates(self) -> bool:
+        """Whether patches are rotated by their places."""
+        return True
+
+    @property
     def block(self) -> Block:
         """One block of the tower."""
-        return vit_block(self.width, self.heads, self.mlp_dim, self.eps, rope=True)
+        return vit_block(self.width, self.heads, self.mlp_dim, self.eps, rope=self.rotates)
 
     @property
     def unit(self) -> int:
@@ -71,33 +76,60 @@ class QwenVisionConfig:
             raise ConfigError(f"image: expected multiples of {self.unit} pixels a side, got {height} x {width}")
         return height // self.unit, width // self.unit
 
+    def patch_weight(self, weight: Tensor) -> Tensor:
+        """The patch embedding's weight as (width, 3 * patch_size²), in the order channel, row, column."""
+        # The frames of an image are equal, so that their weights add up.
+        return weight.sum(2).flatten(1)
+
+    def place_embedding(self, table: Tensor, grid: Grid) -> Tensor:
+        """The square table (positions, W) for an image of `grid` tokens, (patches, W)."""
+        return place_embedding(table, grid, self.merge)
+
 
 @dataclass(frozen=True)
 class Placed:
-    """What depends on an image's size alone: position `embedding` (patches, width), and the rotation's cos and sin
-    (patches, 1, head_dim / 2)."""
+    """What depends on an image's size alone: position `embedding` (patches, width), and, if the tower rotates, cos and
+    sin (patches, 1, head_dim / 2)."""
 
     embedding: Tensor
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None = None
+    sin: Tensor | None = None
 
 
 class PatchMerger(nn.Module):
-    """`merge` x `merge` patches, which follow one another, to one token. `late`: the norm is of the joined patches."""
+    """`merge` x `merge` patches, which follow one another, to one token: norm, product, GELU, product.
+
+    Attributes:
+        norm: Of each patch or, `late`, of the joined patches; None for none.
+        fc2: None for a merger of one product.
+        by_channel: Whether the patches are joined channel by channel.
+    """
+
+    norm: nn.LayerNorm | None
+    fc2: nn.Linear | None
 
     def __init__(self, config: QwenVisionConfig, late: bool) -> None:
         super().__init__()
-        self.joined = config.width * config.merge**2
+        self.patches, self.joined, self.by_channel = config.merge**2, config.width * config.merge**2, False
         self.norm = nn.LayerNorm(self.joined if late else config.width, eps=config.eps)
         self.fc1 = nn.Linear(self.joined, self.joined)
         self.fc2 = nn.Linear(self.joined, config.out_width)
 
+    @property
+    def late(self) -> bool:
+        """Whether the norm is of the joined patches."""
+        return self.norm is not None and self.norm.normalized_shape[0] == self.joined
+
     def forward(self, x: Tensor) -> Tensor:
         """(N, patches, width) to (N, tokens, out_width)."""
-        joined = (len(x), -1, self.joined)
-        late = self.norm.normalized_shape[0] == self.joined
-        x = reference.layer_norm(x.reshape(joined) if late else x, self.norm).reshape(joined)
-        return self.fc2(F.gelu(self.fc1(x)))
+        if self.norm is not None and not self.late:
+            x = reference.layer_norm(x, self.norm)
+        x = x.unflatten(1, (-1, self.patches))
+        x = (x.transpose(2, 3) if self.by_channel else x).flatten(2)
+        if self.norm is not None and self.late:
+            x = reference.layer_norm(x, self.norm)
+        x = self.fc1(x)
+        return x if self.fc2 is None else self.fc2(F.gelu(x))
 
 
 class QwenVision(nn.Module):
@@ -107,9 +139,10 @@ class QwenVision(nn.Module):
         super().__init__()
         self.config = config
         kernel = (config.frames, config.patch_size, config.patch_size)
-        self.patch_embedding = nn.Conv3d(3, config.width, kernel, kernel)
+        self.patch_embedding: nn.Module = nn.Conv3d(3, config.width, kernel, kernel)
         self.position_embedding = nn.Parameter(torch.zeros(config.positions, config.width))
         self.layers = nn.ModuleList(TransformerBlock(config.block) for _ in range(config.depth))
+        self.post_layernorm: nn.LayerNorm | None = None
         self.merger = PatchMerger(config, late=False)
         self.deepstack = nn.ModuleList(PatchMerger(config, late=True) for _ in config.deepstack)
 
@@ -123,29 +156,41 @@ class QwenVision(nn.Module):
     def placed(self, grid: Grid) -> Placed:
         """What of an image of `grid` tokens depends on its size alone."""
         table, weight = self.position_embedding, self.get_parameter("layers.0.qkv_proj.weight")
-        rope = patch_rope(self.config, grid, table.device, weight.dtype)
-        return Placed(place_embedding(table, grid, self.config.merge), *rope)
+        embedding = self.config.place_embedding(table, grid)
+        if not self.config.rotates:
+            return Placed(embedding)
+        return Placed(embedding, *patch_rope(self.config, grid, table.device, weight.dtype))
 
     def embed(self, pixels: Tensor, placed: Placed) -> Tensor:
         """(N, 3, H, W) in [-1, 1] to (N, patches, width) in the embedding's dtype, before the first block."""
-        weight = self.patch_embedding.weight
-        # The frames of an image are equal, so that their weights add up.
-        folded = weight.sum(2).flatten(1)
-        embedded = F.linear(self.patches(pixels.to(weight.dtype)), folded, self.patch_embedding.bias)
+        weight, bias = self.get_parameter("patch_embedding.weight"), self.get_parameter("patch_embedding.bias")
+        embedded = F.linear(self.patches(pixels.to(weight.dtype)), self.config.patch_weight(weight), bias)
         return embedded + placed.embedding.to(embedded.dtype)
 
-    def forward(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor | None]:
         """(N, 3, H, W) in [-1, 1] to image tokens (N, tokens, out_width), and what the blocks in `deepstack` leave
-        (blocks, N, tokens, out_width), in the dtype of the blocks' weights."""
+        (blocks, N, tokens, out_width), None if there are none, in the dtype of the blocks' weights."""
         config = self.config
         placed = self.placed(config.grid(*pixels.shape[2:])) if placed is None else placed
-        x = self.embed(pixels, placed).to(placed.cos.dtype)
+        x = self.embed(pixels, placed).to(self.get_parameter("layers.0.qkv_proj.weight").dtype)
+        rope = None if placed.cos is None or placed.sin is None else (placed.cos, placed.sin)
         left = []
         for index, layer in enumerate(self.layers):
-            x = layer(x, (placed.cos, placed.sin))
+            x = layer(x, rope)
             if index in config.deepstack:
                 left.append(self.deepstack[config.deepstack.index(index)](x))
-        return self.merger(x), torch.stack(left)
+        if self.post_layernorm is not None:
+            x = reference.layer_norm(x, self.post_layernorm)
+        return self.merger(x), torch.stack(left) if left else None
+
+    def views(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor | None]:
+        """pixels (B, V, 3, H, W) in [-1, 1] to image tokens (B, V * tokens, out_width) and deepstack features (n, B,
+        V * tokens, out_width), None of towers without. `placed`: what `placed` returns, to compute it once."""
+        batch, width = len(pixels), self.config.out_width
+        tokens, deepstack = self(pixels.flatten(0, 1), placed)
+        if deepstack is not None:
+            deepstack = deepstack.reshape(len(deepstack), batch, -1, width)
+        return tokens.reshape(batch, -1, width), deepstack
 
 
 def in_blocks(values: Tensor, merge: int) -> Tensor:

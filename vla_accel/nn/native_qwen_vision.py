@@ -1,7 +1,7 @@
-"""GR00T's vision tower in fused ops: uint8 images to image tokens and deepstack features.
+"""Vision towers of Qwen3-VL and Eagle in fused ops: uint8 images to image tokens and deepstack features.
 
 Exact savings: the normalisation of the pixels is folded into the patch embedding, and the weights of every LayerNorm,
-also of the mergers, into the next product.
+also of the mergers, into the next product, unless another norm follows.
 """
 
 from __future__ import annotations
@@ -12,35 +12,49 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.families.groot.language import Layout
-from vla_accel.families.groot.network import Groot
-from vla_accel.families.groot.vision import PatchMerger, QwenVisionConfig, patch_rope, place_embedding
 from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import add_norm, gelu, patchify
 from vla_accel.nn.native_vision import patch_embedding
+from vla_accel.nn.network import Network
 from vla_accel.nn.plan import Rows, StackPlan
+from vla_accel.nn.qwen_language import Layout
+from vla_accel.nn.qwen_vision import PatchMerger, QwenVisionConfig, patch_rope
 from vla_accel.nn.weights import Precision, StackWeights, fold, stack_weights
 
 
 @dataclass(frozen=True)
 class MergerWeights:
-    """The two products of a merger, with its norm folded. `late`: the norm applies to the joined patches."""
+    """The products of a merger, with a norm before them folded; Eagle 2.5 has one. `eps` and `late` of the norm:
+    whether it applies to the joined patches."""
 
     fc1: Linear
-    fc2: Linear
+    fc2: Linear | None
     late: bool
+    eps: float
 
     @classmethod
-    def of(cls, model: Groot, name: str, dtype: torch.dtype) -> MergerWeights:
+    def of(cls, model: Network, name: str, dtype: torch.dtype) -> MergerWeights:
         merger = model.get_submodule(name)
         assert isinstance(merger, PatchMerger)
         read = {n: model.weight(f"{name}.{n}") for n, _ in merger.named_parameters()}
-        times = merger.joined // len(read["norm.weight"])
+        norm, eps = "vision.post_layernorm", model.config.vision.eps  # of a merger without one, the tower's last
+        if merger.norm is not None:
+            norm, eps = f"{name}.norm", merger.norm.eps
+        affine = [model.weight(f"{norm}.{n}").double() for n in ("weight", "bias")]
         # Unless the norm is late, every patch of a token has the same norm.
-        factor, shift = (read[f"norm.{n}"].double().repeat(times) for n in ("weight", "bias"))
-        fc1 = make_linear(*fold(read["fc1.weight"], read["fc1.bias"], factor, shift), dtype)
-        return cls(fc1, make_linear(read["fc2.weight"], read["fc2.bias"], dtype), times == 1)
+        factor, shift = (x.repeat(merger.joined // len(x)) for x in affine)
+        weight = read["fc1.weight"]
+        if merger.by_channel:
+            weight, factor, shift = (_by_patch(x, merger.patches) for x in (weight, factor, shift))
+        fc1 = make_linear(*fold(weight, read["fc1.bias"], factor, shift), dtype)
+        fc2 = None if merger.fc2 is None else make_linear(read["fc2.weight"], read["fc2.bias"], dtype)
+        return cls(fc1, fc2, len(affine[0]) == merger.joined, eps)
+
+
+def _by_patch(x: Tensor, patches: int) -> Tensor:
+    """Numbers (..., width * patches) of joined patches, stored channel by channel, patch by patch."""
+    return x.unflatten(-1, (-1, patches)).transpose(-1, -2).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,8 @@ class TowerWeights:
     """The folded weights of the tower.
 
     `patch` (W, 2 * stride): the embedding in two halves; `offset` (1, W) float32: its bias; `table` (positions, W)
-    float32: position embeddings. The last merger is that of the tower itself.
+    float32: position embeddings; `last_norm`: weight and bias (W,) float32 of a tower's last norm that another one
+    follows. The last merger is that of the tower itself.
     """
 
     patch: Tensor
@@ -56,42 +71,49 @@ class TowerWeights:
     table: Tensor
     stack: StackWeights
     mergers: tuple[MergerWeights, ...]
+    last_norm: tuple[Tensor, Tensor] | None
     config: QwenVisionConfig
 
     @classmethod
-    def of(cls, model: Groot, precision: str) -> TowerWeights:
+    def of(cls, model: Network, precision: str) -> TowerWeights:
         """Prepare the weights of a model. `precision`: fp32 or bf16."""
         stored, config = Precision(precision), model.config.vision
         stack = stack_weights(model, "vision.layers", config.block, config.depth, stored)
-        # The frames of an image are equal, so that their weights add up.
-        weight = model.weight("vision.patch_embedding.weight").double().sum(2)
+        weight = config.patch_weight(model.weight("vision.patch_embedding.weight").double())
         zero = torch.zeros(1, config.width, device=weight.device)
         patch, offset = patch_embedding(weight, model.weight("vision.patch_embedding.bias"), zero, precision)
         table = model.weight("vision.position_embedding").float().clone()
         names = [*(f"vision.deepstack.{i}" for i in range(len(config.deepstack))), "vision.merger"]
         mergers = tuple(MergerWeights.of(model, name, stored.dtype) for name in names)
-        return cls(patch, offset, table, stack, mergers, config)
+        tower, last = model.get_submodule("vision"), None
+        if tower.post_layernorm is not None and tower.merger.norm is not None:  # type: ignore[union-attr]
+            weight, bias = (model.weight(f"vision.post_layernorm.{n}").float().clone() for n in ("weight", "bias"))
+            last = weight, bias
+        return cls(patch, offset, table, stack, mergers, last, config)
 
 
 class NativeTower:
-    """The vision program. Input `images` uint8 (B, V, H, W, 3); outputs `image_tokens` (B, I, W), `deepstack` (n, B, I,
-    W).
+    """The vision program. Input `images` uint8 (B, V, H, W, 3); outputs `image_tokens` (B, I, W) and, of towers with it,
+    `deepstack` (n, B, I, W).
     """
 
     def __init__(self, weights: TowerWeights, batch: int, layout: Layout, attention: str) -> None:
         config, device, dtype = weights.config, weights.patch.device, weights.stack.dtype
         self.weights, self.config = weights, config
         images, patches = batch * layout.views, layout.view_tokens * config.merge**2
-        cos, sin = (table[:, 0].contiguous() for table in patch_rope(config, layout.grid, device, torch.float32))
-        self.stack = StackPlan(weights.stack, Rows(images, patches), attention, (cos, sin), normed_outside=(0,))
+        rope = None
+        if config.rotates:
+            cos, sin = (table[:, 0].contiguous() for table in patch_rope(config, layout.grid, device, torch.float32))
+            rope = cos, sin
+        self.stack = StackPlan(weights.stack, Rows(images, patches), attention, rope, normed_outside=(0,))
         self.attention = self.stack.attention
         self.detail = f"fused ops, {self.stack.kind}, {self.stack.detail}"
-        self.place = (weights.offset + place_embedding(weights.table, layout.grid, config.merge)).contiguous()
+        self.place = (weights.offset + config.place_embedding(weights.table, layout.grid)).contiguous()
         rows, joined = images * patches, config.width * config.merge**2
         self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
         self.embedded = torch.empty(rows, config.width, dtype=torch.float32, device=device)
         self.normed = torch.empty(rows // config.merge**2, joined, dtype=dtype, device=device)
-        self.hidden = torch.empty_like(self.normed)
+        self.hidden = torch.empty(len(self.normed), len(weights.mergers[-1].fc1.weight), dtype=dtype, device=device)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         stack, config = self.stack, self.config
@@ -107,15 +129,24 @@ class NativeTower:
             stack.enter(self.embedded, self.place)
             stack.enter(stack.x)
             stack.run(after=after)
+            if self.weights.last_norm is not None:
+                weight, bias = self.weights.last_norm
+                self._norm(stack.x, stack.x, config.eps)
+                stack.x.copy_(torch.addcmul(bias, stack.x, weight))
             self._merge(self.weights.mergers[-1], outputs["image_tokens"])
 
+    def _norm(self, x: Tensor, out: Tensor, eps: float) -> None:
+        add_norm(x, None, x, out, layer=True, eps=eps, inverse_scale=None)
+
     def _merge(self, merger: MergerWeights, out: Tensor) -> None:
-        x, normed = self.stack.x, self.normed
+        x, normed, tokens = self.stack.x, self.normed, out.flatten(0, 1)
         if merger.late:
             x = x.view(normed.shape)
         else:
             normed = normed.view(x.shape)
-        add_norm(x, None, x, normed, layer=True, eps=self.config.eps, inverse_scale=None)
+        self._norm(x, normed, merger.eps)
+        if merger.fc2 is None:
+            return gemm(self.normed, merger.fc1, tokens)
         gemm(self.normed, merger.fc1, self.hidden)
         gelu(self.hidden, self.hidden, inverse_scale=None, exact=True)
-        gemm(self.hidden, merger.fc2, out.flatten(0, 1))
+        gemm(self.hidden, merger.fc2, tokens)

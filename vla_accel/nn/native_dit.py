@@ -1,4 +1,4 @@
-"""GR00T's diffusion transformer in fused ops, all steps in one program: five kernels in a block.
+"""The diffusion transformer of GR00T and VLA-JEPA in fused ops, all steps in one program: five kernels in a block.
 
 Exact savings: everything that depends on the step only is a constant (embeddings of time, modulations of the norms, the
 products of their shifts and sums with the weights), the two linear maps from actions to the second action product are
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vla_accel.families.groot.head import DitLayer, Source
-from vla_accel.families.groot.network import Groot, GrootConfig
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.ops import attention
 from vla_accel.kernels.gemm.config import gemm_sizes
@@ -23,6 +22,7 @@ from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop.tables import LayerTables
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance, flow_step
+from vla_accel.nn.dit import DitLayer, DitNetwork, Source
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
 from vla_accel.nn.weights import BlockWeights, compute_dtype, plain_input, weights_in
@@ -39,6 +39,8 @@ class TransformerWeights:
         w_in, b_mix: (A, W) and (W,) float32, from actions to the second action product.
         state: the two products of the state.
         positions: (H, W).
+        future: (F, W) float32, the learned rows between state and actions, without the bias of `action_out`, which
+            its product adds to them.
         precision: of the weights of the layers.
     """
 
@@ -51,10 +53,11 @@ class TransformerWeights:
     action_out: Linear
     state: tuple[tuple[Tensor, Tensor], ...]
     positions: Tensor
+    future: Tensor
     precision: str
 
     @classmethod
-    def of(cls, model: Groot, precision: str) -> TransformerWeights:
+    def of(cls, model: DitNetwork, precision: str) -> TransformerWeights:
         """Prepare the weights of a model. `precision`: fp32, bf16, or for the layers fp8 or int8."""
         dtype, head = compute_dtype(precision), model.head
         layers, biases, sources = [], [], []
@@ -72,11 +75,13 @@ class TransformerWeights:
             sources.append(layer.source)
         small = [f"head.{n}" for n in ("out_proj", "decode_in", "decode_out", "action_in", "action_mix", "action_out",
                                        "action_positions", "state_in", "state_out")]  # fmt: skip
+        small += ["head.future"] if head.future is not None else []
         with model.present(*small):
             ends = tuple(
                 (make_linear(p.weight, None, dtype), p.bias.float().clone())
                 for p in (head.out_proj, head.decode_in, head.decode_out)
             )
+            learned = head.action_positions[:0] if head.future is None else head.future
             mix = head.action_mix.weight[:, : model.config.head.width].double()
             return cls(
                 tuple(layers), tuple(biases), tuple(sources), ends,
@@ -84,7 +89,8 @@ class TransformerWeights:
                 (mix @ head.action_in.bias.double()).float(),
                 make_linear(head.action_out.weight, head.action_out.bias, dtype),
                 tuple((p.weight.float().clone(), p.bias.float().clone()) for p in (head.state_in, head.state_out)),
-                head.action_positions[: model.config.action_horizon].float().clone(), precision,
+                head.action_positions[: model.config.action_horizon].float().clone(),
+                learned.float() - head.action_out.bias.float(), precision,
             )  # fmt: skip
 
 
@@ -110,7 +116,7 @@ class TransformerTables:
 
 
 @torch.inference_mode()
-def step_tables(model: Groot, weights: TransformerWeights, schedule: Schedule) -> TransformerTables:
+def step_tables(model: DitNetwork, weights: TransformerWeights, schedule: Schedule) -> TransformerTables:
     """Compute the constants of the steps, with the weights of the products as stored."""
     constants, head, steps = model.constants(schedule), model.config.head, schedule.steps
     last, last_bias = weights.ends[0]
@@ -136,14 +142,15 @@ def step_tables(model: Groot, weights: TransformerWeights, schedule: Schedule) -
 
 
 class NativeTransformer(LayerLoop):
-    """The denoise program. Inputs as `components.groot.Denoise`; output `actions` (B, H, A) float32."""
+    """The denoise program. Inputs as `nn.dit_components.Denoise`; output `actions` (B, H, A) float32."""
 
     final_norm_reads_moments = True
     weights: TransformerWeights
 
-    def __init__(self, weights: TransformerWeights, tables: TransformerTables, config: GrootConfig, batch: int) -> None:
+    def __init__(self, weights: TransformerWeights, tables: TransformerTables, config: Any, batch: int) -> None:
         head, horizon = config.head, config.action_horizon
-        self.tables, self.config, self.batch, self.tokens = tables, config, batch, horizon + 1
+        self.tables, self.config, self.batch = tables, config, batch
+        self.tokens = 1 + head.future + horizon
         rows, dtype = batch * self.tokens, compute_dtype(weights.precision)
         x = torch.zeros(rows, head.width, dtype=dtype, device=weights.w_in.device)
         super().__init__(weights, len(tables.rows), x, head.width, head.mlp_dim, scaled=True, mlp_scaled=False)
@@ -151,6 +158,7 @@ class NativeTransformer(LayerLoop):
         self.qkv, self.q = x.new_zeros(rows, 3 * head.width), x.new_zeros(rows, head.width)
         self.out, self.decoded = x.new_zeros(rows, head.hidden), x.new_zeros(rows, head.hidden)
         self.velocity = torch.zeros(rows, config.action_dim, device=x.device)
+        self.unguided = torch.zeros(batch, horizon, device=x.device)
         self.flow = [torch.zeros(batch, horizon, config.action_dim, device=x.device) for _ in range(2)]
         self.choose_products({}, every_backend=False)
         kind, launches = weights_in(weights.precision), 4 + 5 * head.depth + 3
@@ -176,7 +184,7 @@ class NativeTransformer(LayerLoop):
         token = torch.addmm(b_2, torch.relu(torch.addmm(b_1, inputs["state"], w_1.T)), w_2.T)
         start = self.start.view(self.batch, self.tokens, -1)
         start[:, 0] = token.to(start.dtype)
-        start[:, 1:] = self.weights.positions.to(start.dtype)
+        start[:, 1:] = torch.cat((self.weights.future, self.weights.positions)).to(start.dtype)
         self.run(inputs, None, outputs["actions"])
 
     def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:
@@ -187,7 +195,8 @@ class NativeTransformer(LayerLoop):
         before = inputs["noise"] if first else self.flow[(step - 1) % 2]
         after = actions if last else self.flow[step % 2]
         b_in = self.tables.rows[min(step, self.steps - 1)].b_in
-        guidance, into = Guidance(inputs["target"], inputs["weights"]), ActionInput(self.weights.w_in, b_in)
+        target, weights = inputs.get("target", self.flow[0]), inputs.get("weights", self.unguided)
+        guidance, into = Guidance(target, weights), ActionInput(self.weights.w_in, b_in)
         at = EulerStep(-self.tables.dts[max(step - 1, 0)], first=first, last=last)
         flow_step(self.velocity, before, guidance, into, after, self.hidden, at, tokens=self.tokens)
         if not last:
@@ -213,7 +222,8 @@ class NativeTransformer(LayerLoop):
             return
         place = self.weights.sources[:index].count(source)
         keys, values = inputs[f"{source}_keys"][place], inputs[f"{source}_values"][place]
-        attention(heads[:, :, 0], keys, values, self.context, inputs["lengths"] if source == "text" else None)
+        lengths = inputs.get("lengths") if source == head.sources[0] else None
+        attention(heads[:, :, 0], keys, values, self.context, lengths)
 
     def _first(self, step: int, index: int, inputs: Inputs) -> Tensor:
         """Norm, then q, or q, k and v of a layer. Returns their buffer."""

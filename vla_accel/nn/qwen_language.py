@@ -1,7 +1,7 @@
-"""Qwen3 as GR00T N1.7 uses it: the first layers of Qwen3-VL's language model, up to the raw output of the last of them.
+"""Qwen3's language model, or its first layers: Qwen3-VL's, or the plain one of Eagle.
 
-Knows nothing about images but where their tokens stand: rotary positions have three axes, and what vision's deepstack
-left is added at image tokens after the first layers. Source of the mathematics: Qwen3-VL in transformers 5.5.4.
+Knows nothing about images but where their tokens are. Of Qwen3-VL, rotary positions have three axes, and what vision's
+deepstack left is added at image tokens after the first layers. Source of the mathematics: transformers 5.5.4.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.groot.vision import Grid
 from vla_accel.kernels.activation import Activation
 from vla_accel.nn.block import Attention, Block, Norm
-from vla_accel.nn.reference import TransformerBlock
+from vla_accel.nn.qwen_vision import Grid
+from vla_accel.nn.reference import RmsNorm, TransformerBlock
 
 LEAD = 3
 """Prompt tokens before the first view: `<|im_start|>user` and a newline. Around every view stand one and one."""
@@ -24,7 +24,8 @@ LEAD = 3
 
 @dataclass(frozen=True)
 class QwenConfig:
-    """Sizes of the language model. `sections`: how many rotary frequencies follow time, row and column."""
+    """Sizes of the language model. `sections`: how many rotary frequencies follow time, row and column; `final_norm`:
+    whether the output is normed."""
 
     width: int = 2048
     depth: int = 16
@@ -36,6 +37,7 @@ class QwenConfig:
     eps: float = 1e-6
     theta: float = 5e6
     sections: tuple[int, ...] = (24, 20, 20)
+    final_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -60,6 +62,23 @@ class QwenConfig:
 
 
 @dataclass(frozen=True)
+class Arrangement:
+    """Where the images are in a prompt.
+
+    Attributes:
+        edge: Text tokens in front of the first image or, if the text comes first, behind the last one.
+        between: Text tokens between two images.
+        text_first: Whether the instruction comes before the images. Shorter prompts are then padded in front.
+        flat: Whether tokens are numbered in order; otherwise image tokens have rows and columns.
+    """
+
+    edge: int = LEAD + 1
+    between: int = 2
+    text_first: bool = False
+    flat: bool = False
+
+
+@dataclass(frozen=True)
 class Places:
     """A layout's tensors: rows of image tokens and of text tokens in a prompt, the prompt's `order` out of image tokens
     and then text tokens, and rotary `positions` (3, tokens)."""
@@ -72,12 +91,13 @@ class Places:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tokens stand in a prompt: `views` images of `grid` tokens each, and `text` tokens around and behind them;
-    shorter prompts leave the last of these empty."""
+    """Where tokens are in a prompt: `views` images of `grid` tokens each, and `text` tokens around them. Text tokens
+    are stored from the edge that the images have a fixed distance to, so that padding is always stored last."""
 
     views: int
     grid: Grid
     text: int
+    arrangement: Arrangement = Arrangement()
 
     @property
     def view_tokens(self) -> int:
@@ -85,20 +105,28 @@ class Layout:
         return self.grid[0] * self.grid[1]
 
     @property
+    def images(self) -> int:
+        """Tokens of all views."""
+        return self.views * self.view_tokens
+
+    @property
     def tokens(self) -> int:
         """All tokens."""
-        return self.views * self.view_tokens + self.text
+        return self.images + self.text
 
     def image_rows(self) -> Tensor:
-        """Places of the image tokens, int64 (views * view_tokens,)."""
-        start = LEAD + 1 + torch.arange(self.views)[:, None] * (self.view_tokens + 2)
+        """Rows of the image tokens, int64 (images,)."""
+        at, step = self.arrangement, self.view_tokens + self.arrangement.between
+        first = self.tokens - at.edge - self.views * step + at.between if at.text_first else at.edge
+        start = first + torch.arange(self.views)[:, None] * step
         return (start + torch.arange(self.view_tokens)).flatten()
 
     def text_rows(self) -> Tensor:
-        """Places of all others, int64 (text,)."""
+        """Rows of all others as they are stored, int64 (text,)."""
         is_text = torch.ones(self.tokens, dtype=torch.bool)
         is_text[self.image_rows()] = False
-        return is_text.nonzero().flatten()
+        rows = is_text.nonzero().flatten()
+        return rows.flip(0) if self.arrangement.text_first else rows
 
     def places(self, device: torch.device) -> Places:
         """The same on a device."""
@@ -109,24 +137,28 @@ class Layout:
     def positions(self) -> Tensor:
         """Time, row and column of each token, int64 (3, tokens). Text counts on in all three; an image that begins at s
         lies at time s, s + row, s + column, and what follows it at s + its longer side."""
+        if self.arrangement.flat:
+            return torch.arange(self.tokens).expand(3, -1)
         rows, columns = self.grid
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         image = torch.stack((torch.zeros_like(row), row, column)).flatten(1)
-        parts, start = [], 0
-
-        def text(count: int) -> None:
-            nonlocal start
-            parts.append((start + torch.arange(count)).expand(3, -1))
-            start += count
-
-        text(LEAD)
-        for _ in range(self.views):
-            text(1)
-            parts.append(start + image)
-            start += max(self.grid)
-            text(1)
-        text(self.text - LEAD - 2 * self.views)
+        is_image = torch.zeros(self.tokens, dtype=torch.bool)
+        is_image[self.image_rows()] = True
+        parts, start, at = [], 0, 0
+        while at < self.tokens:
+            if is_image[at]:
+                parts.append(start + image)
+                start, at = start + max(self.grid), at + self.view_tokens
+            else:
+                parts.append(torch.full((3, 1), start))
+                start, at = start + 1, at + 1
         return torch.cat(parts, 1)
+
+    def real(self, lengths: Tensor) -> Tensor:
+        """Which tokens are no padding, (B, tokens) bool, if `lengths` (B,) text tokens of each prompt are real."""
+        at = torch.arange(self.tokens, device=lengths.device)
+        padding = (self.text - lengths)[:, None]
+        return at >= padding if self.arrangement.text_first else at < self.tokens - padding
 
 
 def axes_of_frequencies(sections: tuple[int, ...]) -> Tensor:
@@ -149,25 +181,35 @@ def language_rope(config: QwenConfig, positions: Tensor, dtype: torch.dtype) -> 
 
 
 class QwenLanguage(nn.Module):
-    """The stack. There is no final norm: the action head reads the last layer's raw output."""
+    """The stack. Without `final_norm`, the output is that of the last layer as it is."""
 
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(TransformerBlock(config.block) for _ in range(config.depth))
+        self.norm = RmsNorm(config.width, config.eps, offset=0.0) if config.final_norm else None
 
-    def forward(self, x: Tensor, positions: Tensor, order: Tensor, deepstack: Tensor) -> Tensor:
-        """x (B, S, width) to the same shape. positions (3, S); deepstack (n, B, I, width): added to the image tokens of
-        the outputs of the first n layers; order (S,): the prompt out of image tokens and then text tokens.
+    def forward(
+        self, x: Tensor, positions: Tensor, order: Tensor, deepstack: Tensor | None = None, real: Tensor | None = None
+    ) -> Tensor:
+        """x (B, S, width) to the same shape. A token sees itself and those before it.
 
-        A token sees itself and those before it, so that padding behind a prompt changes nothing before it.
+        Args:
+            positions: (3, S).
+            order: (S,), the prompt out of image tokens and then text tokens.
+            deepstack: (n, B, I, width), added to the image tokens of the outputs of the first n layers.
+            real: (B, S) bool, the tokens that are no padding, if padding comes first. Padding at the end changes
+                nothing before it and needs no mask.
         """
         rope = language_rope(self.config, positions, x.dtype)
         tokens = x.shape[1]
-        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril().expand(len(x), -1, -1)
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril().expand(len(x), -1, -1)
+        if real is not None:
+            # Padding sees itself, so that no row of the softmax is empty.
+            seen = seen & (real[:, None] | torch.eye(tokens, dtype=torch.bool, device=x.device))
         for index, layer in enumerate(self.layers):
-            x = layer(x, rope, causal)
-            if index < len(deepstack):
+            x = layer(x, rope, seen)
+            if deepstack is not None and index < len(deepstack):
                 # Gathered, not scattered: TensorRT-RTX scatters nothing.
                 x = x + F.pad(deepstack[index], (0, 0, 0, tokens - deepstack.shape[2]))[:, order]
-        return x
+        return x if self.norm is None else self.norm(x)

@@ -1,0 +1,205 @@
+"""lerobot's folders of VLA-JEPA: the network's sizes, its weights, and the robot's transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
+from vla_accel.checkpoints.lerobot import MOST_STEPS, Processors, read_processors, read_settings, required
+from vla_accel.checkpoints.lerobot_settings import BINARIZE, CLIP, SNAP
+from vla_accel.checkpoints.qwen import (
+    TRANSFORMER,
+    language_config,
+    language_pieces,
+    layer_of,
+    transformer_pieces,
+    vision_config,
+    vision_pieces,
+)
+from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, size_of
+from vla_accel.config import PolicyConfig
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.overrides import check_vocabulary, resized, robot_of
+from vla_accel.families.qwen import TOKENIZER
+from vla_accel.families.vla_jepa.network import Size, VlaJepa, VlaJepaConfig
+from vla_accel.families.vla_jepa.transforms import Gripper, VlaJepaProcessor
+from vla_accel.nn.dit import DitConfig
+from vla_accel.transforms.tokenizer import LineTokenizer, Tokenizer, load_line_tokenizer
+
+_QWEN = "model.qwen.model."
+_VISION, _LANGUAGE = _QWEN + "model.visual.", _QWEN + "model.language_model."
+_HEAD, _TRANSFORMER = "model.action_model.", "model.action_model.model."
+SIGNS = (_HEAD + "future_tokens.weight", _VISION + "pos_embed.weight")
+"""Two tensors that no other model has."""
+# One table under two names; files have one or both.
+_EMBEDDINGS = (_LANGUAGE + "embed_tokens.weight", _QWEN + "lm_head.weight")
+_WORLD_MODEL = ("model.video_encoder.", "model.video_predictor.")
+_PROJECTIONS = {
+    "state_in": "state_encoder.layer1", "state_out": "state_encoder.layer2", "action_in": "action_encoder.layer1",
+    "action_mix": "action_encoder.layer2", "action_out": "action_encoder.layer3", "decode_in": "action_decoder.layer1",
+    "decode_out": "action_decoder.layer2",
+}  # fmt: skip
+_HEADS = {"DiT-B": 64, "DiT-L": 48, "DiT-test": 8}
+"""Width of the transformer's heads, by lerobot's `action_model_type`."""
+
+
+def load_folder(folder: Path, settings: PolicyConfig) -> tuple[VlaJepa, VlaJepaProcessor]:
+    """Return the network and the robot's transforms (`Family.load`)."""
+    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    content = read_settings(path, ("vla_jepa",))
+    saved = read_processors(folder, content, "antialias", weights)
+    if any(camera.kind != "identity" for camera in saved.cameras):
+        raise CheckpointError(f"{path}: normalization_mapping: VISUAL: expected IDENTITY, as lerobot's VLA-JEPA has it")
+    config = resized(read_sizes(weights.shapes, content, path), settings)
+    tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER)
+    template, condition = _prompt(tokenizer, config, content, path)
+    check_vocabulary(tokenizer, config.language.vocab_size, settings)
+    processor = VlaJepaProcessor(
+        tokenizer=tokenizer,
+        state=saved.state,
+        actions=saved.actions,
+        action_dim=config.action_dim,
+        max_token_len=config.max_token_len,
+        default_prompt=settings.default_prompt,
+        preset=robot_of(saved.preset, settings),
+        config=config,
+        template=template,
+        condition=condition,
+        clipped=CLIP in saved.after,
+        snap=_gripper(saved, SNAP, path),
+        binarize=_gripper(saved, BINARIZE, path),
+    )
+    model = VlaJepa.empty(config)
+    recipe = {name: pieces(name, config) for name in model.state_dict()}
+    table = next((e for e in _EMBEDDINGS if e in weights.shapes), _EMBEDDINGS[0])
+    recipe["embed.weight"] = (Piece(table),)
+    dead = [*_EMBEDDINGS, _LANGUAGE + "norm.weight", *(n for n in weights.shapes if n.startswith(_WORLD_MODEL))]
+    return fitted(model, weights, recipe, str(folder), "VLA-JEPA", dead), processor
+
+
+def pieces(name: str, config: VlaJepaConfig) -> tuple[Piece, ...]:
+    """Return lerobot's tensors that make up one canonical tensor, in order along its first axis."""
+    part, _, rest = name.partition(".")
+    if part == "embed":
+        return (Piece(_EMBEDDINGS[0]),)
+    if part == "vision":
+        return vision_pieces(rest, _VISION)
+    if part == "language":
+        return language_pieces(rest, _LANGUAGE, config.language)
+    if rest.startswith("layers."):
+        return transformer_pieces(rest, _TRANSFORMER, config.head.width)
+    if rest in ("action_positions", "future"):
+        return (Piece(_HEAD + {"action_positions": "position_embedding", "future": "future_tokens"}[rest] + ".weight"),)
+    module, _, leaf = rest.partition(".")
+    if module in _PROJECTIONS:
+        return (Piece(f"{_HEAD}{_PROJECTIONS[module]}.{leaf}"),)
+    return (Piece(f"{_TRANSFORMER}{TRANSFORMER[module]}.{leaf}"),)
+
+
+def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> VlaJepaConfig:
+    """Return the architecture that the shapes show, checked against config.json at `path`.
+
+    Raises:
+        CheckpointError: A tensor is missing, or weights and config.json contradict each other.
+    """
+    where = str(path.parent)
+    shape = shapes_by_name(shapes, "", where)
+
+    def depth(start: str) -> int:
+        return 1 + max((layer_of(name, start) for name in shapes), default=-1)
+
+    kind, steps = content.get("action_model_type"), size_of(content, "num_inference_timesteps", path, 4)
+    if kind not in _HEADS or steps > MOST_STEPS:
+        expected = f"action_model_type {' or '.join(_HEADS)} and at most {MOST_STEPS} num_inference_timesteps"
+        raise CheckpointError(f"{path}: expected {expected}, got {kind!r:.60} and {steps}")
+    width, table = (
+        shape(_TRANSFORMER + "proj_out_1.weight", 2)[1],
+        next((e for e in _EMBEDDINGS if e in shapes), _EMBEDDINGS[0]),
+    )
+    head_dim = size_of(content, "action_attention_head_dim", path, _HEADS[kind])
+    first = _TRANSFORMER + "transformer_blocks.0."
+    try:
+        language = language_config(shape, _LANGUAGE, table, depth=depth(_LANGUAGE + "layers."))
+        config = VlaJepaConfig(
+            vision=vision_config(shape, depth, _VISION),
+            language=language,
+            head=DitConfig(
+                vl_width=shape(first + "attn1.to_k.weight", 2)[1],
+                width=width,
+                depth=depth(_TRANSFORMER + "transformer_blocks."),
+                heads=width // head_dim,
+                head_dim=head_dim,
+                mlp_dim=shape(first + "ff.net.0.proj.weight", 2)[0],
+                hidden=shape(_TRANSFORMER + "proj_out_2.weight", 2)[0],
+                text_every=0,
+                future=shape(SIGNS[0], 2)[0],
+                longest_chunk=shape(_HEAD + "position_embedding.weight", 2)[0],
+                buckets=size_of(content, "action_num_timestep_buckets", path, 1000),
+            ),
+            condition=size_of(content, "num_embodied_action_tokens_per_instruction", path),
+            resize=_image_size(content, path),
+            action_dim=shape(_HEAD + "action_encoder.layer1.weight", 2)[1],
+            state_dim=shape(_HEAD + "state_encoder.layer1.weight", 2)[1],
+            action_horizon=size_of(content, "chunk_size", path),
+            num_steps=steps,
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"checkpoint {where}: {error}") from error
+    head = config.head
+    found = {
+        "action_dim": config.action_dim, "state_dim": config.state_dim, "action_hidden_size": head.hidden,
+        "action_num_layers": head.depth, "action_num_heads": head.heads,
+        "num_embodied_action_tokens_per_instruction": head.future,
+    }  # fmt: skip
+    compare_sizes([(name, content.get(name), size) for name, size in found.items()], where)
+    return config
+
+
+def _image_size(content: Mapping[str, Any], path: Path) -> Size | None:
+    value = content.get("resize_images_to")
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise CheckpointError(f"{path}: resize_images_to: expected a height and a width, got {value!r:.60}")
+    height, width = (size_of({"resize_images_to": side}, "resize_images_to", path) for side in value)
+    return height, width
+
+
+def _gripper(saved: Processors, step: str, path: Path) -> Gripper | None:
+    """Return the settings of a step, None if it is not there. lerobot saves none of them and loads the usual ones."""
+    if step not in saved.after:
+        return None
+    settings = saved.after[step]
+    dim, threshold = settings.get("gripper_dim", 6), settings.get("threshold", 0.5)
+    if type(dim) is not int or dim < 0 or not isinstance(threshold, (int, float)):
+        raise CheckpointError(f"{path.parent}: {step}: expected a dimension and a threshold, got {settings}")
+    return Gripper(dim, float(threshold)) if dim < saved.preset.action_dim else None
+
+
+def _prompt(tokenizer: Tokenizer, config: VlaJepaConfig, content: Mapping[str, Any], path: Path) -> tuple[str, int]:
+    """Return the prompt with `{instruction}`, and the token whose outputs are read. Adds the prompt's own tokens to the
+    tokenizer, as lerobot does."""
+    template, action, embodied = (
+        required(content, name, str, path)
+        for name in ("prompt_template", "special_action_token", "embodied_action_token")
+    )
+    frames, tubelet, count = (
+        size_of(content, name, path)
+        for name in ("num_video_frames", "jepa_tubelet_size", "num_action_tokens_per_timestep")
+    )
+    if not isinstance(tokenizer, LineTokenizer):
+        raise CheckpointError(f"tokenizer: expected Qwen3-VL's tokenizer.json, got {type(tokenizer).__name__}")
+    try:
+        actions = [action.format(index) for index in range(4 * size_of(content, "chunk_size", path))]
+        names = {"actions": "".join(token * count for token in actions[: frames // tubelet - 1])}
+        text = template.format(instruction="{instruction}", e_actions=embodied * config.condition, **names)
+    except (KeyError, IndexError, ValueError) as error:
+        raise CheckpointError(f"{path}: prompt_template: expected a template of lerobot's, got {error!r}") from error
+    if text.count("{instruction}") != 1 or text.count(embodied) != config.condition:
+        raise CheckpointError(f"{path}: prompt_template: expected {{instruction}} and {{e_actions}}, got {template!r}")
+    tokenizer.add([*actions, embodied])
+    (token,) = tokenizer.encode(embodied, add_bos=False)
+    return text, token

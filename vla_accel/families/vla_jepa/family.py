@@ -1,0 +1,95 @@
+"""VLA-JEPA: vision → image_tokens, deepstack → kv_cache → keys and values → denoise → actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla_accel.checkpoints.lerobot import is_lerobot_config
+from vla_accel.component import Component, TensorSpec
+from vla_accel.config import EngineSpec
+from vla_accel.errors import ObservationError
+from vla_accel.families.family import Capabilities
+from vla_accel.families.prompted import TextFamily
+from vla_accel.families.qwen import LayoutShape
+from vla_accel.families.vla_jepa.checkpoint import SIGNS, load_folder
+from vla_accel.families.vla_jepa.native import VlaJepaStore
+from vla_accel.families.vla_jepa.network import VlaJepa, VlaJepaConfig
+from vla_accel.nn.dit import QUANTISED
+from vla_accel.nn.dit_components import cache_specs, denoise_component
+from vla_accel.nn.fixed import Fixed
+from vla_accel.nn.flow import Schedule
+from vla_accel.nn.qwen_components import image_specs, vision_component
+from vla_accel.nn.qwen_language import Layout, Places
+from vla_accel.transforms.processing import Inputs
+
+
+class KvCache(Fixed[VlaJepa]):
+    """From image_tokens, deepstack, text tokens (B, L) int64 and, if rows may be shorter, their `lengths` (B,) int32,
+    compute keys and values (n, B, condition, heads, d) of the last tokens of each prompt."""
+
+    def __init__(self, model: VlaJepa, layout: Layout) -> None:
+        crossing = [name for name in model.names("head") if ".kv_proj." in name]
+        super().__init__(model, lambda: layout.places(model.device), [*model.names("embed", "language"), *crossing])
+
+    def forward(
+        self, image_tokens: Tensor, deepstack: Tensor, tokens: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self.model.read(image_tokens, deepstack, tokens, Places(*self.kept()), lengths)["all"]
+
+
+class VlaJepaFamily(TextFamily[VlaJepaConfig, Inputs, LayoutShape]):
+    """VLA-JEPA of any size."""
+
+    name = "vla_jepa"
+    network_class, store_class = VlaJepa, VlaJepaStore
+    parts = ("vision", "kv_cache", "denoise")
+    capabilities = Capabilities(quantised=QUANTISED)
+    flow = True
+
+    def components(
+        self, model: VlaJepa, shape: LayoutShape, *, store: Any = None, scales: Any = None, rtc: Any = None
+    ) -> Sequence[Component]:
+        layout, batch, config = shape.layout, shape.batch, model.config
+        cache = cache_specs(config.head, batch, {"all": config.condition}, model.dtype)
+
+        def native(make: str, *sizes: Any) -> Callable[..., Any] | None:
+            return None if store is None or not shape.padded else partial(getattr(store, make), batch, *sizes)
+
+        module, inputs = KvCache(model, layout), [*image_specs(model, batch, layout)]
+        inputs.append(TensorSpec("tokens", (batch, layout.text), torch.int64))
+        if shape.padded:
+            inputs.append(TensorSpec("lengths", (batch,), torch.int32))
+        reader = Component(
+            "kv_cache", module, tuple(inputs), cache, native("kv_cache", layout), fetch=module.fetch,
+            products=model.dtype,
+        )  # fmt: skip
+        last = denoise_component(
+            model, shape.schedule, cache, guided=False, padded=False, native=native("denoise", shape.schedule)
+        )
+        return vision_component(model, batch, layout, native("vision", layout)), reader, last
+
+    def shape(
+        self, config: VlaJepaConfig, inputs: Sequence[Inputs], schedule: Schedule, specs: Mapping[str, EngineSpec]
+    ) -> LayoutShape:
+        sizes = {(len(i.images), config.image_size(i.images[0].shape[:2]), i.cameras) for i in inputs}
+        if len(sizes) > 1:
+            found = sorted((views, size) for views, size, _ in sizes)
+            raise ObservationError(f"batch: expected as many views of each, of one size, got {found}")
+        ((views, size, cameras),) = sizes
+        tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
+        return LayoutShape(len(inputs), schedule, views, tokens, padded, config.vision.grid(*size), cameras=cameras)
+
+    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        if is_lerobot_config(content):
+            return content["type"] == self.name
+        return all(name in shapes for name in SIGNS)
+
+    load = staticmethod(load_folder)
+
+
+VLA_JEPA = VlaJepaFamily()

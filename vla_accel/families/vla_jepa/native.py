@@ -1,0 +1,96 @@
+"""The native programs of VLA-JEPA: the components written in fused ops over static buffers, for a CUDA graph.
+
+Exact saving besides those of the parts: the keys and values of all blocks are one product, of the rows that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vla_accel.component import Program
+from vla_accel.config import EngineSpec
+from vla_accel.families.vla_jepa.network import VlaJepa, VlaJepaConfig, condition_rows
+from vla_accel.kernels.gemm.ops import gemm
+from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.nn.dit import QUANTISED
+from vla_accel.nn.flow import Schedule
+from vla_accel.nn.native_dit import NativeTransformer, TransformerWeights, step_tables
+from vla_accel.nn.native_qwen_language import LanguageWeights, NativeLanguage
+from vla_accel.nn.native_qwen_vision import NativeTower, TowerWeights
+from vla_accel.nn.qwen_language import Layout
+from vla_accel.nn.store import NativeStore
+from vla_accel.nn.weights import Precision
+
+
+@dataclass(frozen=True)
+class ReaderWeights:
+    """The weights of the prefix. `keys_values`: one product of all blocks."""
+
+    language: LanguageWeights
+    keys_values: Linear
+    config: VlaJepaConfig
+
+    @classmethod
+    def of(cls, model: VlaJepa, precision: str) -> ReaderWeights:
+        """Prepare the weights of a model. `precision`: fp32 or bf16."""
+        stored, config = Precision(precision), model.config
+
+        def joined(part: str) -> Tensor:
+            names = (f"head.layers.{i}.kv_proj.{part}" for i in config.head.blocks("all"))
+            return torch.cat([model.weight(name).to(stored.dtype) for name in names])
+
+        return cls(LanguageWeights.of(model, stored), Linear(joined("weight"), joined("bias")), config)
+
+
+class NativeReader:
+    """The program of the prefix. Inputs `image_tokens`, `deepstack`, `tokens` and their `lengths` (B,) int32; outputs
+    `all_keys`, `all_values` (n, B, condition, heads, d)."""
+
+    attention = None
+
+    def __init__(self, weights: ReaderWeights, batch: int, layout: Layout, attention: str) -> None:
+        self.weights, self.batch = weights, batch
+        self.language = NativeLanguage(weights.language, batch, layout, attention)
+        stack, config = self.language.stack, weights.config
+        self.detail = f"fused ops, {stack.kind}, {stack.detail}"
+        self.first = torch.arange(batch, device=stack.x.device)[:, None] * layout.tokens
+        self.joined = stack.x.new_empty(batch * config.condition, len(weights.keys_values.weight))
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        config, language = self.weights.config, self.language
+        with language.chain:
+            language.run(inputs)
+        rows = condition_rows(config.condition, language.places, self.batch, inputs["lengths"]) + self.first
+        gemm(language.x[rows.flatten()], self.weights.keys_values, self.joined)
+        split = self.joined.view(self.batch, config.condition, -1, 2, config.head.heads, config.head.head_dim)
+        keys, values = split.permute(3, 2, 0, 1, 4, 5)
+        outputs["all_keys"].copy_(keys)
+        outputs["all_values"].copy_(values)
+
+
+class VlaJepaStore(NativeStore[VlaJepa]):
+    """Prepared weights of one VLA-JEPA."""
+
+    def vision(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
+        """The vision program of `batch` observations."""
+        precision = self.precision("vision", spec)
+        weights = self.weights(("vision", precision), lambda: TowerWeights.of(self.model, precision))
+        return NativeTower(weights, batch, layout, spec.attention)
+
+    def kv_cache(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
+        """The program of the language model."""
+        precision = self.precision("kv_cache", spec)
+        weights = self.weights(("kv_cache", precision), lambda: ReaderWeights.of(self.model, precision))
+        return NativeReader(weights, batch, layout, spec.attention)
+
+    def denoise(self, batch: int, schedule: Schedule, spec: EngineSpec) -> Program:
+        """The whole Euler loop. Its FP8 and INT8 are of weights alone and need no scales."""
+        precision = self.precision("denoise", spec, QUANTISED["denoise"]["native"])
+        form = ("denoise", precision)
+        weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))
+        tables = self.weights((*form, schedule), lambda: step_tables(self.model, weights, schedule))
+        return NativeTransformer(weights, tables, self.model.config, batch)
