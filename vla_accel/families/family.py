@@ -32,6 +32,7 @@ FAMILIES: dict[str, str] = {
     "groot_n16": "vla_accel.families.groot.family:GROOT_N16",
     "groot_n15": "vla_accel.families.groot.family:GROOT_N15",
     "vla_jepa": "vla_accel.families.vla_jepa.family:VLA_JEPA",
+    "fastwam": "vla_accel.families.fastwam.family:FASTWAM",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 
@@ -236,6 +237,10 @@ class Family(ABC, Generic[C, X, S]):
             if value is not None and not self.flow:
                 raise ConfigError(f"{name}: expected none for {self.name}, which has no flow, got {value}")
         return Schedule.of(settings.schedule, settings.num_steps or config.num_steps)
+
+    def noise(self, config: C) -> np.ndarray | None:
+        """Return the noise float32 (H, A) that every call starts from; None: it is drawn anew."""
+        return None
 
     def image_feed(self, config: C, seen: Sequence[Any]) -> Mapping[str, Rows]:
         """Return the host inputs of the first component, as in `feed`, if images are all that it reads; else nothing.

@@ -7,6 +7,7 @@ buffer, saturated at ±448 or ±127; None stores x in the dtype of the buffer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -172,6 +173,31 @@ def rotate(
         out.copy_(reference.apply_rope(x, c, s))
     if values is not None:
         values.copy_(v)
+
+
+@op(_TRITON)
+def norm_heads(
+    x: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]], rope: tuple[Tensor, Tensor] | None, *, heads: int,
+    eps: float, layers: int = 1,
+) -> None:  # fmt: skip
+    """Norm the parts of rows x (R, parts * heads * d) over all their heads together, and rotate them.
+
+    Args:
+        parts: for each the output (R * heads * d values, contiguous), and the weight of its RMSNorm (layers, heads * d)
+            float32; without one it is copied.
+        rope: cos and sin (T, d / 2) float32 of a sequence's rows, for parts with a norm; None: they stay as they are.
+        layers: the rows of so many layers take turns. Outputs have all rows of the first layer first.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    for part, (out, weight) in zip(x.chunk(len(parts), 1), parts, strict=True):
+        value = part.to(wide).view(-1, layers, part.shape[1])
+        if weight is not None:
+            value = normed(value, False, eps) * weight.view(layers, -1)
+            if rope is not None:
+                cos, sin = (table[:, None].to(wide) for table in rope)
+                rows = value.view(-1, len(cos), heads, part.shape[1] // heads)
+                value = reference.apply_rope(rows, cos, sin).view(value.shape)
+        out.copy_(value.transpose(0, 1).reshape(out.shape))
 
 
 # -- what references share --------------------------------------------------------------------------------------------
