@@ -15,4 +15,5 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
         return 0.3 * draw(name, *shape)
     if "relative_attention_bias" in name or name.startswith("shared"):
         return draw(name, *shape)
-    return usual(name, shape)
+    gain = 0.3 if name.endswith((".o.weight", "ffn.2.weight", "head.weight", "conv2.weight")) else 1.0
+    return gain * usual(name, shape)

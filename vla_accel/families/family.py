@@ -272,6 +272,11 @@ class Family(ABC, Generic[C, X, S]):
         """Return what to do about a folder that no family recognises but that resembles one of this family's."""
         return None
 
+    def prompts(self, folder: Path, settings: PolicyConfig) -> Any:
+        """Return the encoded prompts of a checkpoint, with the encoder (`families.fastwam.text.Prompts`). Raises
+        ConfigError for a family that reads prompts in each call."""
+        raise ConfigError(f"prompts: {self.name} reads its prompts in each call, and encodes none ahead")
+
     @staticmethod
     @abstractmethod
     def load(folder: Path, settings: PolicyConfig) -> tuple[Network, Transforms]:

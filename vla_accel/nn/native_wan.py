@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import SuffixShape
 from vla_accel.kernels.attention.ops import attention
 from vla_accel.kernels.attention.suffix import Prefix, suffix_attention
+from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm
 from vla_accel.kernels.gemm.moments import Moments, measure
@@ -25,8 +26,9 @@ from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.loop.tables import LayerTables
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance, flow_step
-from vla_accel.kernels.rows.rows import norm_heads
+from vla_accel.kernels.rows.rows import NormedHeads, norm_heads
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.kernel_choices import KernelChoices
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
 from vla_accel.nn.network import Network
 from vla_accel.nn.wan import WanConfig
@@ -139,21 +141,31 @@ def _with_sums(layer: Linear) -> Linear:
 class TextProgram:
     """Keys and values of text for all blocks of a stack."""
 
-    def __init__(self, weights: TextWeights, config: WanConfig, depth: int, rows: int) -> None:
+    def __init__(self, weights: TextWeights, config: WanConfig, depth: int, rows: int, chain: Chain) -> None:
+        """`chain`: that is open when it is called."""
         self.weights, self.config, self.depth = weights, config, depth
         x = weights.into.weight.new_empty(rows, len(weights.into.weight))
         self.hidden, self.embedded = x, torch.empty_like(x)
         self.both = x.new_empty(rows, len(weights.keys_values.weight))
+        self.options: dict[str, Any] = {}
+        if weights.keys_values.weight_scale is not None:
+            choices = KernelChoices(x.device, chain)
+            sizes = gemm_sizes(self.embedded, weights.keys_values)
+            choices.product("text", sizes, lambda: self._project(**choices["text"].options))
+            self.options = choices["text"].options
 
     def __call__(self, context: Tensor, keys: Tensor, values: Tensor) -> None:
         """context (R, text_dim) to keys and values (depth, B, S, heads, d)."""
         weights = self.weights
         gemm(context, weights.into, self.hidden, Epilogue(activation=Activation.GELU), workspace=(self.hidden,))
         gemm(self.hidden, weights.mix, self.embedded)
-        gemm(self.embedded, weights.keys_values, self.both)
+        self._project(**self.options)
         rows = self.both.view(len(self.both) * self.depth, -1)
-        parts = ((keys, weights.k_norms), (values, None))
-        norm_heads(rows, parts, None, heads=self.config.heads, eps=self.config.eps, layers=self.depth)
+        into = NormedHeads(k=keys, v=values, k_norm=weights.k_norms)
+        norm_heads(rows, into, None, heads=self.config.heads, eps=self.config.eps, layers=self.depth)
+
+    def _project(self, **options: Any) -> None:
+        gemm(self.embedded, self.weights.keys_values, self.both, **options)
 
 
 class WanLoop(LayerLoop):
@@ -172,7 +184,8 @@ class WanLoop(LayerLoop):
         super().__init__(weights, steps, x, config.attended, config.mlp_dim, scaled=scaled, mlp_scaled=False)
         self.next_scaled["text_out"] = scaled
         self.config, self.batch = config, batch
-        self.rope = tuple(table[:, 0].contiguous() for table in rope)
+        cos, sin = rope
+        self.rope = cos[:, 0].contiguous(), sin[:, 0].contiguous()
         self.qkv = x.new_zeros(len(x), 3 * config.attended)
         self.q = x.new_zeros(batch, len(x) // batch, config.heads, config.head_dim)
         self.text_q = x.new_zeros(len(x), config.attended)
@@ -211,19 +224,19 @@ class WanLoop(LayerLoop):
         layer = self.weights.layers[index]
         self._qkv(step, index, inputs)
         keys, values = self.own(index, inputs)
-        self._split(self.qkv, ((self.q, layer.q_norm), (keys, layer.k_norm), (values, None)), self.rope)
+        self._split(self.qkv, NormedHeads(self.q, keys, values, layer.q_norm, layer.k_norm), self.rope)
         self.look(index, inputs)
 
     def _up(self, step: int, index: int, inputs: Inputs) -> None:
         """Attention to text, then the first product of the MLP."""
         self._text_q(step, index, inputs)
-        self._split(self.text_q, ((self.q, self.weights.layers[index].text_q_norm),), None)
+        self._split(self.text_q, NormedHeads(self.q, q_norm=self.weights.layers[index].text_q_norm), None)
         attention(self.q, *self.text(index, inputs), self.context.view(self.batch, -1, self.config.attended), None)
         self._text_out(step, index, inputs)
         self._mlp_up(step, index, inputs)
 
-    def _split(self, rows: Tensor, parts: tuple[tuple[Tensor, Tensor | None], ...], rope: tuple | None) -> None:
-        norm_heads(rows, parts, rope, heads=self.config.heads, eps=self.config.eps)
+    def _split(self, rows: Tensor, into: NormedHeads, rope: tuple[Tensor, Tensor] | None) -> None:
+        norm_heads(rows, into, rope, heads=self.config.heads, eps=self.config.eps)
 
     def _qkv(self, step: int, index: int, inputs: Inputs) -> None:
         del inputs
@@ -265,19 +278,28 @@ class VideoLoop(WanLoop):
     ) -> None:
         x = torch.zeros(batch * tokens, config.width, dtype=compute_dtype(weights.precision), device=rope[0].device)
         super().__init__(weights, config, 1, x, batch, rope, scaled=False)
+        assert weights.last is not None
+        (self.last_kv, self.last_norm), self.kv = weights.last, x.new_empty(len(x), 2 * config.attended)
         self.choose_products({}, every_backend=True)
-        self.kv = x.new_empty(len(x), 2 * config.attended)
+
+    def products(self) -> dict[str, LayerProduct]:
+        sizes = gemm_sizes(self.x, self.last_kv, layer_norm=True)
+        return {**super().products(), "last": LayerProduct(sizes, self._last, (self.depth,))}
 
     def __call__(self, rows: Tensor, inputs: Inputs) -> None:
         """rows (B, T, W)."""
         with self.chain:
             self.x.copy_(rows.reshape(self.x.shape))
             self._evaluate(inputs, 0)
-            assert self.weights.last is not None
-            linear, k_norm = self.weights.last
-            gemm(self.x, linear, self.kv, norm=Norm(self.config.eps, self.moments_before(self.depth), sums=linear.sums))
+            self._last(0, self.depth, inputs)
             keys, values = self.own(self.depth, inputs)
-            self._split(self.kv, ((keys, k_norm), (values, None)), self.rope)
+            self._split(self.kv, NormedHeads(k=keys, v=values, k_norm=self.last_norm), self.rope)
+
+    def _last(self, step: int, index: int, inputs: Inputs) -> None:
+        """Keys and values of the last block."""
+        del step, inputs
+        norm = Norm(self.config.eps, self.moments_before(index), sums=self.last_kv.sums)
+        gemm(self.x, self.last_kv, self.kv, norm=norm, **self.choices["last"].options)
 
     def own(self, index: int, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return inputs["keys"][index], inputs["values"][index]

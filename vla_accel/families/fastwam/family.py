@@ -14,10 +14,11 @@ from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.errors import ObservationError
 from vla_accel.families.family import IMAGES, Capabilities, Family, Rows
-from vla_accel.families.fastwam.checkpoint import SIGNS, load_folder
+from vla_accel.families.fastwam.checkpoint import SIGNS, load_folder, prompts_of
 from vla_accel.families.fastwam.components import QUANTISED, FastWamShape, components
 from vla_accel.families.fastwam.native import FastWamStore
 from vla_accel.families.fastwam.network import FastWam, FastWamConfig
+from vla_accel.families.fastwam.text import Prompts
 from vla_accel.families.fastwam.transforms import FastWamInputs
 from vla_accel.nn.flow import Schedule
 
@@ -79,6 +80,9 @@ class FastWamFamily(Family[FastWamConfig, FastWamInputs, FastWamShape]):
             f"{pickles[0]} is a pickle of FastWAM's own project, which is never opened: pass lerobot's folder of it, "
             "such as lerobot/fastwam_libero_uncond_2cam224"
         )
+
+    def prompts(self, folder: Path, settings: PolicyConfig) -> Prompts:
+        return prompts_of(folder, settings)
 
     load = staticmethod(load_folder)
 

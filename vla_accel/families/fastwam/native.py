@@ -113,8 +113,8 @@ class NativeReader:
         x = self.video.x
         self.context = x.new_empty(batch, rows, video.text_dim)
         self.texts = (
-            TextProgram(weights.video_text, video, video.depth - 1, batch * rows),
-            TextProgram(weights.action_text, config.action, video.depth, batch * rows),
+            TextProgram(weights.video_text, video, video.depth - 1, batch * rows, self.video.chain),
+            TextProgram(weights.action_text, config.action, video.depth, batch * rows, self.video.chain),
         )
         self.keys = x.new_empty(video.depth - 1, batch, rows, video.heads, video.head_dim)
         self.values = torch.empty_like(self.keys)

@@ -6,7 +6,7 @@ writes next to the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,3 @@ class TextEncoder:
             self.model.fetch()
         ids = torch.tensor(self.tokenizer.encode(prompt, add_bos=True), device=self.model.device)
         return self.model(ids).float().cpu().numpy()
-
-
-def encoded(encoder: TextEncoder, template: str, instructions: Iterable[str]) -> dict[str, np.ndarray]:
-    """Return the rows of instructions."""
-    return {one: encoder(template.replace("{task}", one)) for one in instructions}

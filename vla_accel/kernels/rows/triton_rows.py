@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +10,7 @@ from triton.language import constexpr
 from vla_accel import pictures
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.rows.rows import HeadNorms
+from vla_accel.kernels.rows.rows import HeadNorms, NormedHeads
 from vla_accel.kernels.triton_common import (
     activated,
     gelu_erf,
@@ -289,9 +287,9 @@ def _norm_heads(
 
 
 def norm_heads(
-    x: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]], rope: tuple[Tensor, Tensor] | None, *, heads: int,
-    eps: float, layers: int,
-) -> None:  # fmt: skip
+    x: Tensor, into: NormedHeads, rope: tuple[Tensor, Tensor] | None, *, heads: int, eps: float, layers: int
+) -> None:
+    parts = into.parts
     outs, norms = (tuple(part[i] for part in parts) for i in range(2))
     half = x.shape[1] // (len(parts) * heads * 2)
     tokens = 1 if rope is None else len(rope[0])
