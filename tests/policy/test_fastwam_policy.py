@@ -140,7 +140,7 @@ def config(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (config(image_size=[64, 120]), "expected multiples of 32"),
         (config(proprio_dim=9), "config says 9, weights say 8"),
         (config(prompt_template="Do it"), "prompt_template: expected one {task}"),
-        (config(rand_device="cuda"), "rand_device: expected \"cpu\""),
+        (config(rand_device="cuda"), 'rand_device: expected "cpu"'),
         (config(sigma_shift=0.0), "expected above 0"),
         (config(new_setting=1), "expected settings of lerobot"),
         (

@@ -52,7 +52,18 @@ from lerobot.policies.fastwam.wan.adapters import WanVideoVAE38
 from lerobot.policies.fastwam.wan.components import WanTextEncoder
 
 TASKS = ("pick up the black bowl", "open it", "put the wine bottle on the rack")
-WORDS = ("<pad>", "</s>", "<unk>", *sorted({w for task in TASKS for w in task.split()}), "A", "video", "of", "a", "robot", ":")
+WORDS = (
+    "<pad>",
+    "</s>",
+    "<unk>",
+    *sorted({w for task in TASKS for w in task.split()}),
+    "A",
+    "video",
+    "of",
+    "a",
+    "robot",
+    ":",
+)
 CAMERAS = {"plain": (64, 64), "resized": (96, 80), "bare": (64, 64)}
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {"toggle_action_dimensions": [-1]},
@@ -123,7 +134,9 @@ def build(variant: str) -> tuple[Any, Any]:
     made, video, action = tokenizer(), default_video_dit_config(7), default_action_dit_config(7)
     video.update(SIZES, hidden_dim=96, ffn_dim=192)
     action.update(SIZES, hidden_dim=48, ffn_dim=96)
-    features = {f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, 64, 64)) for name in ("wrist", "front")}
+    features = {
+        f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, 64, 64)) for name in ("wrist", "front")
+    }
     settings = {"num_inference_steps": 4, **CHANGES[variant]}
     config = FastWAMConfig(
         device="cpu", base_model_id=None, torch_dtype="float32", video_dit_config=video, action_dit_config=action,
@@ -171,7 +184,11 @@ def write(variant: str, out: Path, seed: int) -> None:
     first = {k: v[:1] for k, v in given.items()}
     answers = {"batch": chunk(policy, processors, given, list(TASKS))}
     answers["alone"] = chunk(policy, processors, first, [TASKS[0]])[0]
-    pixels = {f"observation.images.{k}": torch.from_numpy(v).permute(0, 3, 1, 2).float() / 255 for k, v in first.items() if k != "state"}
+    pixels = {
+        f"observation.images.{k}": torch.from_numpy(v).permute(0, 3, 1, 2).float() / 255
+        for k, v in first.items()
+        if k != "state"
+    }
     image = fastwam._input_image_from_batch(pixels, policy.config)
     answers["latent"] = policy.model._encode_input_image_latents_tensor(image)[0, :, 0].detach().numpy()
     np.savez(out / "answers.npz", tasks=np.array(TASKS), **given, **answers)

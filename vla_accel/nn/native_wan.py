@@ -410,7 +410,10 @@ class ActionLoop(WanLoop):
         (w_in, b_in), out = self.ends
         if not first:
             gemm(self.x, out, self.velocity)
-        before, after = inputs["noise"] if first else self.flow[(step - 1) % 2], actions if last else self.flow[step % 2]
+        before, after = (
+            inputs["noise"] if first else self.flow[(step - 1) % 2],
+            actions if last else self.flow[step % 2],
+        )
         guidance = Guidance(self.flow[0], self.unguided)
         at = EulerStep(self.tables.dts[max(step - 1, 0)], first=first, last=last)
         into = ActionInput(w_in, b_in, Activation.NONE)

@@ -117,7 +117,9 @@ class _Lerobot:
             from lerobot.policies.fastwam.configuration_fastwam import FastWAMConfig
             from lerobot.policies.fastwam.wan.adapters import WanVideoVAE38
         except ImportError as error:
-            raise DependencyError(f"lerobot's FastWAM is not installed: pip install lerobot==0.6.1 ({error})") from error
+            raise DependencyError(
+                f"lerobot's FastWAM is not installed: pip install lerobot==0.6.1 ({error})"
+            ) from error
         self.device, ours = torch.device(device), fastwam()
         height, width = ours.image_size
         features = {

@@ -187,7 +187,10 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path, vae: WanE
         raise CheckpointError(f"{path}: image_size: expected a height and a width, got {size!r:.60}")
     height, width = (size_of({"image_size": side}, "image_size", path) for side in size)
     action_dim, state_dim = shape(SIGNS[1], 2)[1], shape(_TRAINED[2], 2)[1]
-    compare_sizes([("action_dim", content.get("action_dim"), action_dim), ("proprio_dim", content.get("proprio_dim"), state_dim)], where)
+    compare_sizes(
+        [("action_dim", content.get("action_dim"), action_dim), ("proprio_dim", content.get("proprio_dim"), state_dim)],
+        where,
+    )
     try:
         return FastWamConfig(
             vae=vae, **stacks, image_size=(height, width), text_rows=size_of(content, "tokenizer_max_len", path, 128),
@@ -220,7 +223,9 @@ def _processors(folder: Path, content: Mapping[str, Any], weights: SafetensorsWe
     ordered = {**content, "input_features": dict(sorted(features.items()))} if isinstance(features, dict) else content
     saved = read_processors(folder, ordered, "antialias", weights)
     if any(camera.kind != "identity" for camera in saved.cameras):
-        raise CheckpointError(f"{folder}: normalization_mapping: VISUAL: expected IDENTITY, as lerobot's FastWAM has it")
+        raise CheckpointError(
+            f"{folder}: normalization_mapping: VISUAL: expected IDENTITY, as lerobot's FastWAM has it"
+        )
     return saved
 
 
@@ -272,15 +277,13 @@ def _prompts(folder: Path, content: Mapping[str, Any], config: FastWamConfig, se
     if not found.rows and found.encoder is None:
         raise CheckpointError(
             f"checkpoint {folder}: expected {FILE}, the encoded instructions, found none; write it with `vla-accel "
-            f"prompts {folder} \"an instruction\" …`, or load the 11 GB text encoder with "
+            f'prompts {folder} "an instruction" …`, or load the 11 GB text encoder with '
             "`checkpoint: {text_encoder: true}`"
         )
     return found
 
 
-def _read(
-    folder: Path, content: Mapping[str, Any], width: int, settings: PolicyConfig, *, encoder: bool
-) -> Prompts:
+def _read(folder: Path, content: Mapping[str, Any], width: int, settings: PolicyConfig, *, encoder: bool) -> Prompts:
     path = folder / "config.json"
     template, most = required(content, "prompt_template", str, path), size_of(content, "tokenizer_max_len", path, 128)
     if template.count("{task}") != 1:

@@ -90,7 +90,9 @@ def read_prompts(path: Path, template: str, width: int, most: int) -> dict[str, 
         raise CheckpointError(f"{path}: expected prompts of the template {template!r}, got {found!r}")
     wrong = [n for n, r in rows.items() if r.ndim != 2 or r.shape[1] != width or not 0 < len(r) <= most]
     if wrong:
-        raise CheckpointError(f"{path}: expected up to {most} rows of {width}, got {rows[wrong[0]].shape} of {wrong[0]!r}")
+        raise CheckpointError(
+            f"{path}: expected up to {most} rows of {width}, got {rows[wrong[0]].shape} of {wrong[0]!r}"
+        )
     return rows
 
 
