@@ -175,6 +175,14 @@ JOBS: tuple[Job, ...] = (
           "lerobot"),
     bench("groot", "--model groot --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 --calls 50 "
           "--profile", "lerobot"),
+    bench("act", "--model act --systems native-bf16,eager,lerobot-eager,lerobot-compile --steps 1 --batch 1,2,4,8 "
+          "--calls 100 --profile", "lerobot"),
+    *(bench(model, f"--model {model} --systems native-bf16,native-fp8,eager --views 2 --steps 4 --calls 50 --profile")
+      for model in ("groot_n16", "groot_n15")),
+    bench("vla_jepa", "--model vla_jepa --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 "
+          "--calls 50 --profile", "lerobot"),
+    *(bench(model, f"--model {model} --systems native-bf16,eager --views 2 --calls 50 --profile")
+      for model in ("starvla_groot", "starvla_oft")),
     bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "
           "--calls 20"),
     bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla"),
@@ -214,7 +222,8 @@ JOBS: tuple[Job, ...] = (
     )),
     *(synthetic("pi05", config) for config in ("native", "native_fp8")),
     *(synthetic("smolvla", config) for config in ("native", "native_fp8")),
-    *(synthetic("groot", config) for config in ("native", "native_fp8_denoise")),
+    *(synthetic(model, config) for model in ("groot", "groot_n16", "groot_n15")
+      for config in ("native", "native_fp8_denoise")),
     # Success; the first run of a comparison is the reference.
     *PAIRED,
     *PAIRED_ELSEWHERE,

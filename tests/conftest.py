@@ -22,8 +22,8 @@ LONGEST = ("test_kernels_compile.py", "test_image_engine_files.py", "test_kernel
 
 INTERPRETERS = {
     "--openpi-python": "openpi", "--openpi-client-python": "openpi-client", "--lerobot-python": "lerobot",
-    "--lerobot-051-python": "lerobot 0.5.1", "--lerobot-main-python": "lerobot's main branch",
-    "--groot-python": "lerobot's GR00T",
+    "--lerobot-033-python": "lerobot 0.3.3", "--lerobot-051-python": "lerobot 0.5.1",
+    "--lerobot-main-python": "lerobot's main branch", "--groot-python": "lerobot's GR00T",
 }  # fmt: skip
 
 
@@ -48,6 +48,8 @@ def flow_folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     write_tiny_checkpoint(made["pi0"], "pi0")
     write_tiny_checkpoint(made["pi05"], "pi05")
     tiny_smolvla.write_lerobot(made["smolvla"], libero=False)
+    older = {"groot_n16": groot_folders.write_n16, "groot_n15": groot_folders.write_n15}
+    made |= {name: write(tmp_path_factory.mktemp(name)) for name, write in older.items()}
     return {**made, "groot": groot_folder}
 
 

@@ -26,11 +26,12 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Resampling:
-    """Resizes whole images to `size` (height, width): to `between` by torch's "area", if that is not None, and then by
-    torch's antialiased bicubic filter."""
+    """Resizes whole images to `size` (height, width): to `between` by `filter`, if that is not None, and then by the
+    bicubic one. "area" is torch's; "bicubic" its antialiased filter, which is Pillow's."""
 
     between: tuple[int, int] | None
     size: tuple[int, int]
+    filter: Literal["area", "bicubic"] = "area"
 
     def keeps(self, height: int, width: int) -> bool:
         """Return whether an image of this size stays as it is."""
@@ -39,13 +40,14 @@ class Resampling:
     def weights(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return float64 (rows, height) and (columns, width): rows · image · columnsᵀ is the resized image."""
         between = self.between or (height, width)
-        return _resampled(height, between[0], self.size[0]), _resampled(width, between[1], self.size[1])
+        rows = _resampled(height, between[0], self.size[0], self.filter)
+        return rows, _resampled(width, between[1], self.size[1], self.filter)
 
 
 @lru_cache(maxsize=16)
-def _resampled(count: int, between: int, out: int) -> np.ndarray:
-    weights = bicubic_weights(between, out)
-    return weights if between == count else weights @ area_weights(count, between)
+def _resampled(count: int, between: int, out: int, first: str) -> np.ndarray:
+    weights, before = bicubic_weights(between, out), {"area": area_weights, "bicubic": bicubic_weights}[first]
+    return weights if between == count else weights @ before(count, between)
 
 
 @dataclass(frozen=True)

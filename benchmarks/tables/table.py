@@ -10,7 +10,11 @@ from typing import Any
 from eval.training import record_of
 from vla_accel.files import without_folders
 
-MODELS = {"pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7", "pi0_fast": "π0-FAST"}
+MODELS = {
+    "pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7", "groot_n16": "GR00T N1.6",
+    "groot_n15": "GR00T N1.5", "pi0_fast": "π0-FAST", "act": "ACT", "vla_jepa": "VLA-JEPA",
+    "starvla_groot": "starVLA QwenGR00T", "starvla_oft": "starVLA QwenOFT",
+}  # fmt: skip
 """Display names of the model families."""
 Row = Mapping[str, Any]
 Cell = str | Callable[[Any], str]
@@ -76,7 +80,9 @@ def plural(count: int, noun: str) -> str:
 
 
 def steps_of(kind: str, steps: int) -> str:
-    """A number of steps of a family's loop; those of π0-FAST are tokens."""
+    """A number of steps of a family's loop; those of π0-FAST are tokens, and ACT has none."""
+    if kind == "act":
+        return "one pass"
     return plural(steps, "token" if kind == "pi0_fast" else "step")
 
 

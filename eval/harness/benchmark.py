@@ -79,7 +79,8 @@ class Benchmark:
         load_suite: loads a suite by name. Called in every worker process: cheap, and starts no simulator.
         make_environment: builds the environment of a task with these `settings`; the last argument is whether anything
             will be rendered. Raises SimulatorError or DependencyError.
-        example_observation: makes an observation without `prompt`, to warm a policy up.
+        example_observation: makes an observation without `prompt`, as an environment with these `settings` does, to
+            warm a policy up.
         action_dim: numbers in an action.
         control_hz: actions in a second of simulated time.
         cameras: observation keys of the images (H, W, 3) that a video shows side by side.
@@ -101,7 +102,7 @@ class Benchmark:
     suites: tuple[str, ...]
     load_suite: Callable[[str], Suite]
     make_environment: Callable[[Task, Mapping[str, Any], bool], Environment]
-    example_observation: Callable[[], Observation]
+    example_observation: Callable[[Mapping[str, Any]], Observation]
     action_dim: int
     control_hz: float
     cameras: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ from eval.harness.stress import disturb
 from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import content_hash
-from vla_accel.remote.metadata import WARM_START, max_delay
+from vla_accel.remote.metadata import WARM_START, history_of, max_delay
 
 log = logging.getLogger("vla_accel")
 
@@ -108,6 +108,7 @@ class PolicyActor:
     """
 
     looks = True
+    history = 1
 
     def __init__(
         self,
@@ -124,23 +125,27 @@ class PolicyActor:
 
     def warm_up(self, instruction: str) -> None:
         """Run every step count on an example, so that no episode pays for the first calls of a task."""
-        obs = {**self._benchmark.example_observation(), "prompt": instruction}
+        obs = {**self._benchmark.example_observation(self._protocol.settings), "prompt": instruction}
         for steps in self._protocol.steps:
+            policy = self._policies(steps)
+            seen = history_of(policy)
+            one = obs if seen is None else dict(seen.add(obs))
             for _ in range(WARM_UP_CALLS):
-                self._policies(steps).infer(obs)
+                policy.infer(one)
 
     def begin(self, key: EpisodeKey, instruction: str) -> None:
         self.timings = {}
         self._key, self._instruction, self._call = key, instruction, 0
         self._policy = self._policies(key.steps)
         self._policy.reset()
+        self._seen = history_of(self._policy)
+        self.history = 1 if self._seen is None else self._seen.count
+
+    def observe(self, env: Any) -> None:
+        self._observed(env)
 
     def actions(self, env: Any, left: np.ndarray | None) -> Sequence[np.ndarray]:
-        protocol = self._protocol
-        episode = (protocol.seed, self._key.task_id, self._key.trial)
-        cameras = self._benchmark.cameras
-        seen = disturb(env.observation(), cameras, protocol.stress, episode=episode, call=self._call)
-        obs = {**seen, "prompt": self._instruction}
+        protocol, obs = self._protocol, self._observed(env)
         options: dict[str, Any] = {"noise": self._noise(self._call)} if self._send_noise else {}
         if self._chunking != "plain" and left is not None:
             options["prev_chunk"] = left
@@ -155,6 +160,14 @@ class PolicyActor:
         self._record(out.get("policy_timing", {}), wall)
         return self._checked(out["actions"])
 
+    def _observed(self, env: Any) -> dict[str, Any]:
+        """The present observation, disturbed, with its history."""
+        protocol = self._protocol
+        episode = (protocol.seed, self._key.task_id, self._key.trial)
+        seen = disturb(env.observation(), self._benchmark.cameras, protocol.stress, episode=episode, call=self._call)
+        obs = {**seen, "prompt": self._instruction}
+        return obs if self._seen is None else dict(self._seen.add(obs))
+
     def _record(self, timing: Mapping[str, Any], wall: float) -> None:
         row = {name.removesuffix("_ms"): float(value) for name, value in timing.items()}
         row["wall"] = wall
@@ -166,8 +179,9 @@ class PolicyActor:
             self.timings.setdefault(name, []).append(value)
 
     def _noise(self, call: int) -> np.ndarray:
-        """Standard normal noise (horizon, action_dim), float32."""
-        shape = noise_shape(self._policy.metadata)
+        """Standard normal noise of the shape that the policy takes, float32."""
+        metadata = self._policy.metadata
+        shape = metadata.get("noise_shape") or chunk_shape(metadata)
         rng = np.random.default_rng([self._protocol.seed, self._key.task_id, self._key.trial, call])
         return rng.standard_normal(shape).astype(np.float32)
 
@@ -190,6 +204,7 @@ class ExpertActor:
     """Acts by the scripted expert, which reads the simulator instead of cameras."""
 
     looks = False
+    history = 1
 
     def __init__(self, expert: Expert) -> None:
         self._expert = expert
@@ -201,12 +216,15 @@ class ExpertActor:
     def begin(self, key: EpisodeKey, instruction: str) -> None:
         self.timings = {}
 
+    def observe(self, env: Any) -> None:
+        pass
+
     def actions(self, env: Any, left: np.ndarray | None) -> Sequence[np.ndarray]:
         return [self._expert.act(env)]
 
 
-def noise_shape(metadata: Mapping[str, Any]) -> tuple[int, int]:
-    """(horizon, action_dim) of the noise that a policy expects, from its metadata."""
+def chunk_shape(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """(horizon, action_dim) of a policy, from its metadata."""
     try:
         return int(metadata["action_horizon"]), int(metadata["action_dim"])
     except KeyError as key:
@@ -230,7 +248,7 @@ def check_chunks(
     """Raise `ConfigError` if a local policy with this metadata predicts fewer actions than are to be executed, or too
     few to have some left when they arrive, or if it cannot use a previous chunk as `source.chunking` says."""
     if source.kind == "local":
-        horizon, _ = noise_shape(metadata)
+        horizon, _ = chunk_shape(metadata)
         most = f"expected at most the policy's {horizon} predicted actions"
         if protocol.replan_steps > horizon:
             raise ConfigError(f"replan: {most}, got {protocol.replan_steps}")

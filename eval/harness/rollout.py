@@ -24,10 +24,12 @@ class Actor(Protocol):
 
     Attributes:
         looks: whether `actions` reads `env.observation()`, so that the step before it must render.
+        history: the observations that it reads, one a tick.
         timings: milliseconds of every call in this episode, by component.
     """
 
     looks: bool
+    history: int
     timings: dict[str, list[float]]
 
     def warm_up(self, instruction: str) -> None:
@@ -36,6 +38,10 @@ class Actor(Protocol):
 
     def begin(self, key: EpisodeKey, instruction: str) -> None:
         """Forget the last episode, and its timings."""
+        ...
+
+    def observe(self, env: Any) -> None:
+        """See the observation of a tick without a call, one of the last `history` - 1 before it."""
         ...
 
     def actions(self, env: Any, left: np.ndarray | None) -> Sequence[np.ndarray]:
@@ -66,10 +72,18 @@ class Chunks:
 
     def due(self, tick: int) -> bool:
         """Whether to call the policy with the observation of this tick."""
+        return self.until_due(tick) == 0
+
+    def until_due(self, tick: int) -> int:
+        """The ticks from this one to the next that calls the policy."""
         self._arrive(tick)
-        if self._coming is not None or self._used is None:
-            return self._coming is None
-        return tick - self._first >= max(1, min(self._replan, len(self._used) - self._latency))
+        if self._coming is not None:
+            rows, first, arrival = self._coming
+        elif self._used is not None:
+            rows, first, arrival = self._used, self._first, tick
+        else:
+            return 0
+        return max(0, arrival - tick, first + max(1, min(self._replan, len(rows) - self._latency)) - tick)
 
     def put(self, actions: Sequence[np.ndarray], tick: int) -> None:
         """Add the policy's answer (n, action_dim) to the observation of this tick."""
@@ -182,8 +196,11 @@ def run_episode(
                 action = rest[0]
             after = env_steps + 1
             films = recorder is not None and after % recorder.every == 0
-            needed = actor.looks and chunks.due(after) and after < limit
+            wait = chunks.until_due(after)
+            needed = actor.looks and wait < actor.history and after < limit
             success = bool(env.step(action, look=films or needed))
+            if needed and wait:
+                actor.observe(env)
             env_steps = after
             if recorder is not None and films:
                 recorder.add(env.observation())

@@ -15,7 +15,7 @@ import copy
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,10 @@ def to_openpi(observation: dict[str, np.ndarray], size: int = IMAGE_SIZE) -> dic
     return seen
 
 
-def example() -> dict[str, np.ndarray]:
-    """What a policy sees, in black: for warming it up."""
-    images = {key: np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8) for key in CAMERAS}
+def example(settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """What a policy sees with these settings of an environment, in black: for warming it up."""
+    size = settings.get("image_size", IMAGE_SIZE)
+    images = {key: np.zeros((size, size, 3), np.uint8) for key in CAMERAS}
     return {**images, "observation/state": np.zeros(8)}
 
 

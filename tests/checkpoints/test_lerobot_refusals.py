@@ -57,7 +57,7 @@ CASES: list[tuple[str, Change, str]] = [
     # Files, classes and fields.
     ("pi05", drop(PREPROCESSOR), r"expected policy_preprocessor\.json with the statistics, found no such file"),
     ("pi05", drop("policy_postprocessor"), r"expected policy_postprocessor\.json"),
-    ("pi05", configure(type="act"), "expected a policy of type pi0 or pi05 or .*, got .act."),
+    ("pi05", configure(type="tdmpc"), "expected a policy of type pi0 or pi05 or .*, got .tdmpc."),
     ("pi05", configure(type="pi0"), f"expected steps among .*, got {STATE_IN_PROMPT}"),
     *((kind, pop(name), rf"config\.json: expected {name}, as lerobot saves it, found ")
       for kind in KINDS for name in ("type", "input_features")),

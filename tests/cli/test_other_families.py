@@ -1,4 +1,4 @@
-"""Commands that π0.5 has tests of, on folders of SmolVLA and GR00T: calibrate, serve, and the evaluation in LIBERO."""
+"""Commands that π0.5 has tests of, on folders of other families: calibrate, serve, and the evaluation in LIBERO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eval.harness import command
 from eval.harness.benchmark import Suite
 from eval.libero.benchmark import LIBERO
 from eval.libero.suites import LiberoTask
-from tests.support import groot_folders, tiny_smolvla
+from tests.support import groot_folders, tiny_act, tiny_smolvla
 from tests.support.eval_support import FakeEnv
 from tests.support.server_support import serve_command
 from vla_accel import OptimizedPolicy
@@ -38,14 +38,24 @@ def groot(folder: Path) -> Path:
     return folder
 
 
+def act(folder: Path) -> Path:
+    """As LIBERO's robot; it has no prompt and no steps."""
+    return tiny_act.write_lerobot(folder, libero=True)
+
+
+STEPS = {"smolvla": 2, "groot": 2, "act": 1}
+
+
 def seen(folder: Path, count: int = 3) -> list[dict[str, Any]]:
     """Observations of a folder's robot."""
+    if folder.name == "act":
+        return [tiny_act.observation(seed, libero=True) for seed in range(count)]
     if folder.name == "groot":
         return [groot_folders.observation(seed) for seed in range(count)]
     return [tiny_smolvla.observation(seed, libero=True) for seed in range(count)]
 
 
-FAMILIES = pytest.mark.parametrize("write", [smolvla, groot])
+FAMILIES = pytest.mark.parametrize("write", [smolvla, groot, act])
 
 
 def test_smolvla_is_calibrated_for_native_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,11 +90,11 @@ def test_groot_needs_no_calibration_and_says_so(tmp_path: Path, capsys: pytest.C
 
 @FAMILIES
 def test_a_served_folder_answers_as_in_process(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    folder = write(tmp_path / write.__name__)
-    local = OptimizedPolicy.from_pretrained(folder, "eager_fp32", device="cpu", num_steps=2)
-    words = (str(folder), "--config", "eager_fp32", "--num-steps", "2", "--device", "cpu")
+    folder, steps = write(tmp_path / write.__name__), STEPS[write.__name__]
+    local = OptimizedPolicy.from_pretrained(folder, "eager_fp32", device="cpu", num_steps=steps)
+    words = (str(folder), "--config", "eager_fp32", "--num-steps", str(steps), "--device", "cpu")
     with serve_command(*words) as address, PolicyClient(address) as client:
-        assert (client.metadata["policy"], client.metadata["num_steps"]) == (str(folder), 2)
+        assert (client.metadata["policy"], client.metadata["num_steps"]) == (str(folder), steps)
         for observation in seen(folder, 2):  # the noise of both begins with the configured seed
             expected = local.infer(observation)["actions"]
             np.testing.assert_allclose(client.infer(observation)["actions"], expected, rtol=0, atol=1e-5)
@@ -107,7 +117,8 @@ def test_a_folder_plays_in_libero(
     benchmark = replace(
         LIBERO, load_suite=lambda name: suite, make_environment=lambda task, settings, render: Env(succeed_after=7)
     )
-    words = ["--policy", str(folder), "--config", "eager_fp32", "--steps", "2", "--tasks", "0", "--trials", "2"]
+    steps = str(STEPS[write.__name__])
+    words = ["--policy", str(folder), "--config", "eager_fp32", "--steps", steps, "--tasks", "0", "--trials", "2"]
     assert command.main(benchmark, libero.Arguments, [*words, "--device", "cpu", "--output", str(output)]) == 0
     line = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert (line["rows"][0]["rate"], line["errors"]) == (1.0, 0)
@@ -115,4 +126,4 @@ def test_a_folder_plays_in_libero(
     result = json.loads(output.read_text())
     assert [e["success"] for e in result["episodes"]] == [True, True]
     (row,) = result["summary"]["rows"]
-    assert row["breakdown"]["components"]["denoise"]["mean_ms"] > 0
+    assert row["breakdown"]["components"]["transformer" if write is act else "denoise"]["mean_ms"] > 0

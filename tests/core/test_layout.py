@@ -35,8 +35,8 @@ transforms: config
 checkpoints: config nn progress transforms
 families: checkpoints component config fp8 images kernels nn runtime transforms
 report:
-remote:
-client: remote
+remote: transforms
+client: remote transforms
 server: config remote transforms
 policy: component config engines families fp8 kernels latency ledger machine nn remote runtime transforms
 measure: checkpoints client component config engines families fp8 kernels latency machine nn policy progress remote

@@ -153,14 +153,14 @@ def test_parts_of_a_policy_export(tmp_path: Path, part: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smolvla", "groot"])
+@pytest.mark.parametrize("name", ["smolvla", "groot", "groot_n16", "groot_n15"])
 def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if name == "smolvla":
         # Where actions only cross, a row without a real token would attend to nothing.
         folder, observation = tmp_path / "smolvla", tiny_smolvla.observation(libero=True)
         tiny_smolvla.write_lerobot(folder, libero=True)
     else:
-        folder, observation = request.getfixturevalue("groot_folder"), groot_folders.observation()
+        folder, observation = request.getfixturevalue("flow_folders")[name], groot_folders.OBSERVATIONS[name]()
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu")
     family, model = family_named(name), policy.model.whole()
     inputs = [policy.processor.prepare(observation)]

@@ -115,5 +115,6 @@ def test_a_model_is_handed_images_of_its_size(asked: int | None, given: int) -> 
     numbers = zip(PROPRIO, (np.zeros(3), np.array([0.0, 0, 0, 1]), np.zeros(2)), strict=True)
     seen = to_openpi({**dict.fromkeys(CAMERAS.values(), rendered), **dict(numbers)}, given)
     assert all(seen[key].shape == (given, given, 3) for key in CAMERAS)
+    assert all(LIBERO.example_observation(settings)[key].shape == (given, given, 3) for key in CAMERAS)
     if given == 256:
         np.testing.assert_array_equal(seen["observation/image"], rendered[::-1, ::-1])

@@ -1,4 +1,5 @@
-"""SmolVLA, GR00T and π0-FAST on a GPU: native next to eager, small and at the published size with random weights."""
+"""SmolVLA, GR00T, π0-FAST and ACT on a GPU: native next to eager, small and at the published size with random
+weights."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
+from tests.support import groot_folders, tiny_act, tiny_pi0_fast, tiny_smolvla
 from tests.support.agreement import assert_as_near
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
-from vla_accel.families.groot.family import GROOT
+from vla_accel.families.act.family import ACT
+from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.native_decode import TURN
 from vla_accel.families.smolvla.family import SMOLVLA
+from vla_accel.families.starvla.family import STARVLA_GROOT, STARVLA_OFT
 from vla_accel.families.vla_jepa.family import VLA_JEPA
 from vla_accel.measure.parity import LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
@@ -25,6 +28,7 @@ from vla_accel.numeric import cosine
 
 pytestmark = pytest.mark.gpu
 
+GROOTS = (GROOT, GROOT_N16, GROOT_N15)
 PROMPTS = {
     "smolvla": ("pick up the bowl", "pick it", "place it"),
     "groot": ("open it", "pick up the black bowl", "put it on the task " * 6),
@@ -49,12 +53,15 @@ def used(policy: OptimizedPolicy) -> set[str]:
     [
         (SMOLVLA, {}), (SMOLVLA, {"kv_cache": "fp8"}), (SMOLVLA, {"vision": "fp8", "kv_cache": "fp8"}),
         (SMOLVLA, {"denoise": "int8"}), (GROOT, {}), (GROOT, {"denoise": "fp8"}), (GROOT, {"denoise": "int8"}),
-        (VLA_JEPA, {}), (VLA_JEPA, {"denoise": "fp8"}), (VLA_JEPA, {"denoise": "int8"}),
+        (GROOT_N16, {}), (GROOT_N16, {"denoise": "fp8"}), (GROOT_N15, {}), (GROOT_N15, {"denoise": "fp8"}),
+        (VLA_JEPA, {}), (VLA_JEPA, {"denoise": "fp8"}), (VLA_JEPA, {"denoise": "int8"}), (ACT, {}),
+        (STARVLA_GROOT, {}), (STARVLA_OFT, {}),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
 )  # fmt: skip
 def test_published_size(family: Any, low: dict[str, str]) -> None:
-    """Random weights, in one graph, within the limits of `parity`; SmolVLA in BF16 as near to FP32 as eager is."""
+    """Random weights, in one graph, within the limits of `parity`; SmolVLA and ACT in BF16 as near to FP32 as eager
+    is."""
     policy, exact = random_policy(family, settings(family, "bf16", "native", **low), with_reference=True)
     assert exact is not None
     given = random_observations(policy, 4)
@@ -63,7 +70,7 @@ def test_published_size(family: Any, low: dict[str, str]) -> None:
     if family is SMOLVLA:
         streamed = torch.cuda.get_device_capability() == (9, 0) and "denoise" not in low
         assert policy.ledger.entries["denoise"].detail.startswith("streamed CUDA kernels" if streamed else "fused ops")
-    if low or family in (GROOT, VLA_JEPA):
+    if low or family in (*GROOTS, VLA_JEPA, STARVLA_GROOT, STARVLA_OFT):
         assert report.passed, report.reasons
         return
     plain, _ = random_policy(family, settings(family, "bf16", "eager"))
@@ -97,26 +104,44 @@ def test_smolvla_in_fp32_is_eager(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-3)
 
 
+@pytest.mark.parametrize("libero", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_act_is_as_near_as_eager(batch: int, libero: bool, tmp_path: Path) -> None:
+    """Cameras of two sizes, and of one; every call again the same."""
+    tiny_act.write_lerobot(tmp_path, libero=libero)
+    given = [tiny_act.observation(seed, libero=libero) for seed in range(batch)]
+    answers = []
+    for precision, engine in (("bf16", "native"), ("bf16", "eager"), ("fp32", "eager")):
+        policy = OptimizedPolicy.from_pretrained(tmp_path, settings(ACT, precision, engine))
+        first, again = (np.stack([r["actions"] for r in policy.infer_batch(given)]) for _ in range(2))
+        np.testing.assert_array_equal(first, again)
+        answers.append(torch.from_numpy(first))
+        assert used(policy) == {engine, "cuda_graph"}
+    assert_as_near(*answers)
+
+
 # -- GR00T ------------------------------------------------------------------------------------------------------------
 
 
-def groot_noise(count: int) -> np.ndarray:
-    return np.random.default_rng(count).standard_normal((count, 8, 132)).astype(np.float32)
+def groot_noise(policy: OptimizedPolicy, count: int) -> np.ndarray:
+    return np.random.default_rng(count).standard_normal((count, *policy.action_shape)).astype(np.float32)
 
 
 @pytest.mark.parametrize("denoise", ["auto", "fp8", "int8"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_groot_is_as_near_as_eager(groot_folder: Path, batch: int, denoise: Any) -> None:
+@pytest.mark.parametrize("family", GROOTS, ids=lambda family: family.name)
+def test_groot_is_as_near_as_eager(flow_folders: dict[str, Path], family: Any, batch: int, denoise: Any) -> None:
+    """Prompts of three lengths, of which N1.6's are padded in front."""
     configs = (
-        settings(GROOT, "bf16", "native", denoise=denoise), settings(GROOT, "bf16", "eager"),
-        settings(GROOT, "fp32", "eager"),
+        settings(family, "bf16", "native", denoise=denoise), settings(family, "bf16", "eager"),
+        settings(family, "fp32", "eager"),
     )  # fmt: skip
-    policies = [OptimizedPolicy.from_pretrained(groot_folder, config) for config in configs]
+    policies = [OptimizedPolicy.from_pretrained(flow_folders[family.name], config) for config in configs]
     assert policies[0].pipelines.newest.captured is not None, "a whole call in graphs"
-    given = [groot_folders.observation(i, PROMPTS["groot"][i]) for i in range(batch)]
+    given = [groot_folders.OBSERVATIONS[family.name](i, PROMPTS["groot"][i]) for i in range(batch)]
     rows = []
     for policy in policies:
-        policy.infer_batch(given, noise=groot_noise(batch))
+        policy.infer_batch(given, noise=groot_noise(policy, batch))
         rows.append(policy.pipelines.newest.outputs["actions"].cpu().clone())
     if denoise == "auto":
         assert_as_near(*rows)
@@ -124,11 +149,14 @@ def test_groot_is_as_near_as_eager(groot_folder: Path, batch: int, denoise: Any)
         assert cosine(rows[0].numpy(), rows[2].numpy()) >= LIMITS[denoise].cosine
 
 
-def test_guided_and_plain_calls_of_groot_share_a_graph(groot_folder: Path) -> None:
+@pytest.mark.parametrize("family", GROOTS, ids=lambda family: family.name)
+def test_guided_and_plain_calls_of_groot_share_a_graph(flow_folders: dict[str, Path], family: Any) -> None:
     native, eager = (
-        OptimizedPolicy.from_pretrained(groot_folder, settings(GROOT, "bf16", e)) for e in ("native", "eager")
-    )  # fmt: skip
-    noise, one, other = groot_noise(1)[0], groot_folders.observation(), groot_folders.observation(1)
+        OptimizedPolicy.from_pretrained(flow_folders[family.name], settings(family, "bf16", e))
+        for e in ("native", "eager")
+    )
+    observation = groot_folders.OBSERVATIONS[family.name]
+    noise, one, other = groot_noise(native, 1)[0], observation(), observation(1)
     plain = native.infer(one, noise=noise)["actions"]
     chunk = plain[2:]
     guided = [p.infer(other, noise=noise, prev_chunk=chunk, inference_delay=2)["actions"] for p in (native, eager)]

@@ -21,20 +21,20 @@ from vla_accel.config import NativeOptions
 pytestmark = pytest.mark.gpu
 TIMES = (1.0, 0.3, 0.01, 0.0)
 OBSERVATIONS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "smolvla": tiny_smolvla.observation, "groot": groot_folders.observation,
-}  # fmt: skip
+    "smolvla": tiny_smolvla.observation,
+    **groot_folders.OBSERVATIONS,
+}
 
 
 @pytest.mark.parametrize("start", [None, 0.5])
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
-@pytest.mark.parametrize("family", ["pi05", "pi0", "smolvla", "groot"])
+@pytest.mark.parametrize("family", ["pi05", "pi0", "smolvla", "groot", "groot_n16", "groot_n15"])
 def test_placed_steps_are_as_near_as_eager(
     family: str, kernels: Literal["auto", "portable"], start: float | None, folders: dict[str, Path],
-    groot_folder: Path, tmp_path: Path,
+    flow_folders: dict[str, Path],
 ) -> None:  # fmt: skip
     """`start`: of a warm start from the rest of other chunks."""
-    tiny_smolvla.write_lerobot(tmp_path)
-    folder = {**folders, "smolvla": tmp_path, "groot": groot_folder}[family]
+    folder = {**flow_folders, **folders}[family]
     low = replace(EAGER, precision="bf16")
     steps: dict[str, Any] = {"schedule": TIMES, "warm_start": start}
     native = load(folder, replace(NATIVE, native=NativeOptions(kernels=kernels), **steps))

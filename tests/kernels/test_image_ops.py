@@ -31,6 +31,16 @@ def test_a_sum_adds_value_residual_and_shift_of_each_image() -> None:
     want = value + residual + shift[:, None, None]
     torch.testing.assert_close(ops.add_up(Sum(value, residual, shift)), want)
     torch.testing.assert_close(ops.add_up(Sum(value, None, shift[0])), value + shift[0])
+    positive = ops.add_up(Sum(value, residual, shift), activation=Activation.RELU)
+    torch.testing.assert_close(positive, want.clamp(min=0))
+
+
+def test_pixels_are_scaled_by_channel_and_padded_with_zeros() -> None:
+    images = torch.arange(2 * 3 * 5 * 3, dtype=torch.uint8).reshape(2, 3, 5, 3)
+    scale, out = randn(2, 3), torch.full((2, 3, 5, 8), 9.0, dtype=torch.float64)
+    ops.normalise_pixels(images, scale, out)
+    torch.testing.assert_close(out[..., :3], images.double() * scale[0] + scale[1])
+    assert not out[..., 3:].any()
 
 
 def test_padding_is_zeros_at_the_far_edges() -> None:
@@ -91,7 +101,7 @@ def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_triton
-@pytest.mark.parametrize(("options", "count"), [(["--few"], 52), pytest.param([], 115, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("options", "count"), [(["--few"], 59), pytest.param([], 131, marks=pytest.mark.slow)])
 def test_kernels_compute_what_the_references_do(options: list[str], count: int) -> None:
     cases = [line.split(" ", 1) for line in lines_of("interpret_image", *options)]
     assert len(cases) == count

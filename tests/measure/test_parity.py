@@ -53,7 +53,9 @@ class Stub:
 def report(policy: Stub, reference: Stub, count: int = 4, **more: Any) -> Any:
     # Observations half a recording apart differ by 0.5.
     shown = [{"seen": 0.5 * (i >= count // 2)} for i in range(count)]
-    return compare(policy, reference, shown, name="stub", **more)  # type: ignore[arg-type]
+    found = compare(policy, reference, shown, name="stub", **more)  # type: ignore[arg-type]
+    assert found.name == "stub"
+    return found
 
 
 def test_every_draw_has_its_own_noise_and_both_policies_get_it() -> None:

@@ -53,6 +53,9 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "pi0": partial(write_tiny_checkpoint, kind="pi0"),
     "smolvla": partial(tiny_smolvla.write_lerobot, libero=True),
     "groot": groot_folders.write_isaac,
+    "groot_n16": groot_folders.write_n16,
+    "groot_n15": groot_folders.write_n15,
+    "groot_n15 of lerobot": groot_folders.write_n15_lerobot,
 }
 
 

@@ -14,17 +14,15 @@ from vla_accel.errors import ConfigError
 from vla_accel.families.groot.checkpoint import infer_config, load_groot
 from vla_accel.families.groot.head import HeadConfig
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n17, overlap_weights
-from vla_accel.families.groot.releases import N17
 from vla_accel.nn.flow import Schedule
-from vla_accel.nn.qwen_language import Arrangement, QwenConfig, axes_of_frequencies
+from vla_accel.nn.qwen_language import QwenConfig, axes_of_frequencies
 from vla_accel.nn.qwen_vision import QwenVisionConfig
 
 
 @pytest.fixture(scope="module")
 def model() -> Groot:
     weights = MemoryWeights(tensors())
-    config = infer_config(weights.shapes, N17, CONFIG, Arrangement(), "small")
-    model = load_groot(weights, config, 2, "small")
+    model = load_groot(weights, infer_config(weights.shapes, CONFIG, "small"), 2, "small")
     return model.placed(torch.device("cpu"), torch.float32).whole()
 
 

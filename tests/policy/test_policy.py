@@ -265,6 +265,7 @@ def test_metadata_and_latency_report(folders: dict[Kind, Path], policy: Optimize
         "policy": str(folders["pi05"]),
         "action_horizon": 5,
         "action_dim": 8,
+        "noise_shape": [5, 8],
         "image_size": 28,
         "robot": {
             "images": ["observation/image", "observation/wrist_image"],

@@ -24,10 +24,11 @@ from vla_accel.nn.flow import Schedule
 from vla_accel.policy import ahead_of_time
 
 TIMES = (1.0, 0.3, 0.01, 0.0)
-FAMILIES = ("pi0", "pi05", "smolvla", "groot")
+FAMILIES = ("pi0", "pi05", "smolvla", "groot", "groot_n16", "groot_n15")
 OBSERVATIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
-    "smolvla": tiny_smolvla.observation, "groot": groot_folders.observation,
-}  # fmt: skip
+    "smolvla": tiny_smolvla.observation,
+    **groot_folders.OBSERVATIONS,
+}
 
 
 def load(folder: Path, engine: Any = "eager", **settings: Any) -> OptimizedPolicy:
@@ -58,7 +59,7 @@ def plain_euler(policy: OptimizedPolicy, times: Tensor, dts: Sequence[float], st
     pipeline, model = policy.pipelines.newest, policy.model
     inputs, schedule = pipeline.engine("denoise").inputs, pipeline.shape.schedule
     x = inputs["noise"] if start is None else start
-    if policy.family.name == "groot":
+    if policy.family.name.startswith("groot"):
         assert model.head.times(schedule) == [int(1000 * (1 - time) + 1e-3) for time in times.tolist()]
         constants, token = model.constants(schedule), model.head.state_token(inputs["state"])
         cache = {s: (inputs[f"{s}_keys"], inputs[f"{s}_values"]) for s in model.config.head.sources}

@@ -62,7 +62,6 @@ _version = importlib.metadata.version
 importlib.metadata.version = lambda name: transformers.__version__ if name == "transformers" else _version(name)
 
 from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
-from lerobot.processor import tokenizer_processor  # noqa: E402
 
 CAMERA = 256
 IMAGES = ("observation.images.image", "observation.images.image2")
@@ -198,6 +197,7 @@ def model_inputs(
 def processors_of(name: str, config: Any, stats: Any, tokenizer: Any, fast: Any = None) -> tuple[Any, Any]:
     """lerobot's pre- and postprocessor of a policy class. `fast`: π0-FAST's action tokenizer."""
     module = importlib.import_module(f"lerobot.policies.{name}.processor_{name}")
+    tokenizer_processor = importlib.import_module("lerobot.processor.tokenizer_processor")
     make: Callable[..., tuple[Any, Any]] = getattr(module, f"make_{name}_pre_post_processors")
     with (
         mock.patch.object(tokenizer_processor.AutoTokenizer, "from_pretrained", lambda *a, **k: tokenizer),

@@ -119,10 +119,8 @@ class Model(nn.Module):
         every = torch.ones_like(is_image)
         hidden = model.language_model(inputs_embeds=x, attention_mask=every.long(), output_hidden_states=True)
         features = {
-            "backbone_features": hidden.hidden_states[-1],
-            "backbone_attention_mask": every,
-            "image_mask": is_image,
-        }
+            "backbone_features": hidden.hidden_states[-1], "backbone_attention_mask": every, "image_mask": is_image,
+        }  # fmt: skip
         self.action_head.num_inference_timesteps = steps
         given: dict[str, Any] = {"state": case["state"][row : row + 1, None], "embodiment_id": torch.tensor([2])}
         extra = [] if rtc is None else [rtc["options"]]

@@ -19,7 +19,10 @@ import lerobot_frame as frame
 import numpy as np
 
 SAVED = Path(__file__).parents[1] / "support" / "lerobot_saved.json"
-CLASSES = {"pi0": "PI0Config", "pi05": "PI05Config", "pi0_fast": "PI0FastConfig", "smolvla": "SmolVLAConfig"}
+CLASSES = {
+    "pi0": "PI0Config", "pi05": "PI05Config", "pi0_fast": "PI0FastConfig", "smolvla": "SmolVLAConfig",
+    "act": "ACTConfig",
+}  # fmt: skip
 FILES = ("config", "policy_preprocessor", "policy_postprocessor")
 
 

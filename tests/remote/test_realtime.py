@@ -166,6 +166,15 @@ def test_when_the_next_inference_begins(loops: type[Loop], options: Any, delay: 
     assert busy == [tick >= begins for tick in range(6)]
 
 
+def test_ensembling_averages_the_predictions_of_a_tick(loops: type[Loop]) -> None:
+    """Both chunks say the tick itself; their numbers 1 and 2 count alike at coefficient 0."""
+    loop = loops(Plain(), replan_ticks=2, temporal_ensemble=0.0)
+    loop.start()
+    assert [*loop.steps(3), loop.step(done=True)] == [(1, 0), (1, 1), (1, 2), (1.5, 3)]
+    loop.start(100)  # an episode forgets the one before
+    assert loop.step() == (3, 100)
+
+
 def test_an_underrun_holds_the_last_action_and_warns_once(loops: type[Loop], caplog: pytest.LogCaptureFixture) -> None:
     loop = loops(Plain(), replan_ticks=4)
     loop.start()
@@ -364,6 +373,8 @@ def test_a_result_without_a_valid_chunk_is_refused(answer: Any, got: str) -> Non
         ({"underrun": "guess"}, "got 'guess'"),
         ({"underrun": {"hold": 3}}, "got {'hold': 3}"),
         ({"real_time_chunking": True}, "supports_prev_chunk = True, got a Plain"),
+        ({"temporal_ensemble": "0.01"}, "a finite number, got '0.01'"),
+        ({"temporal_ensemble": 0.01, "policy": Guided()}, "real_time_chunking=False with it, got both"),
         ({"policy": 3}, r"`infer\(observation\)`, got a int"),
     ],
 )

@@ -2,11 +2,10 @@
 
     python -m tests.support.compile_each KIND [VERSION] [--count]
 
-for this compute capability, or 9.0. KIND: `groot`, `fastwam` and `decode`, what the programs of GR00T and FastWAM and
-π0-FAST's decode launch;
-`int8`, products by every tile that a build would measure; `each`, once each kernel and type of operands that
-compile_kernels.py does not compile for every capability. Prints its rows; with `--count` the number of launches, of
-Triton's kernels alone.
+for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam` and `decode`, what the programs
+of GR00T and FastWAM and π0-FAST's decode launch; `int8`, products by every tile that a build would measure; `each`, once
+each kernel and type of operands that compile_kernels.py does not compile for every capability. Prints its rows; with
+`--count` the number of launches, of Triton's kernels alone.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from vla_accel.families.fastwam.native import FastWamStore
 from vla_accel.families.fastwam.network import FastWam, fastwam
 from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.native import GrootStore
-from vla_accel.families.groot.network import Groot, groot_n17
+from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
 from vla_accel.families.pi0.native import Pi0FastStore
 from vla_accel.families.pi0_fast.native_decode import NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
@@ -47,7 +46,6 @@ from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import triton_image as image
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.nn.flow import Schedule
-from vla_accel.nn.qwen_language import Layout
 
 EVERYWHERE = ("pi05", "pi05 fp8", "pi05 int8", "pi0", "pi0 int8")
 """Models that compile_kernels.py compiles for every capability."""
@@ -66,13 +64,14 @@ def empty_model(kind: Any, config: Any) -> Any:
         return kind(config).to_compute_dtype(torch.bfloat16).requires_grad_(False).eval()
 
 
-def groot(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
-    """A call's, by component: two views of 256 x 256 and a prompt of the first bucket."""
-    model, found = empty_model(Groot, groot_n17()), {}
+def groot(
+    gpu: Gpu, precision: str, batch: int, size: Callable[[], GrootConfig] = groot_n17, side: int = 256
+) -> dict[str, list[Launch]]:
+    """A call's, by component: two views of `side` pixels a side and a prompt of the first bucket."""
+    model, found = empty_model(Groot, size()), {}
+    layout = model.layout(2, model.config.vision.grid(side, side), 32)
     with steered("triton", META):
-        for component in groot_components(
-            model, Layout(2, (8, 8), 32), batch, Schedule.uniform(4), True, GrootStore(model)
-        ):
+        for component in groot_components(model, layout, batch, Schedule.uniform(4), True, GrootStore(model)):
             assert component.native is not None
             precise = precision if component.name == "denoise" else "auto"
             program = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
@@ -200,7 +199,10 @@ def images() -> Iterator[Callable[[], Any]]:
     yield lambda: image.wide_attention(heads, heads, heads, 64)
 
 
-KINDS = {"groot": groot, "fastwam": wam, "decode": decode, "int8": integers, "each": each}
+KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
+    "groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252), "decode": decode, "int8": integers,
+    "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "each": each,
+}  # fmt: skip
 
 
 def main(name: str, *words: str) -> None:

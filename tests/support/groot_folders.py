@@ -210,6 +210,17 @@ def observation(seed: int = 0, prompt: str = "Pick up the bowl!") -> dict[str, A
     return {**images, "observation/state": rng.uniform(-1, 1, 8), "prompt": prompt}
 
 
+def plain_observation(seed: int = 0, prompt: str = "Pick up the bowl!") -> dict[str, Any]:
+    """The same for an embodiment that is not LIBERO's."""
+    given = observation(seed, prompt)
+    images = {f"observation.images.{n}": given[f"observation/{n}"] for n in ("image", "wrist_image")}
+    return {**images, "observation.state": given["observation/state"], "task": prompt}
+
+
+OBSERVATIONS = {"groot": observation, "groot_n16": observation, "groot_n15": plain_observation}
+"""What the small checkpoint of a release takes, by the family's name."""
+
+
 # -- N1.6 and N1.5 ------------------------------------------------------------------------------------------------
 
 N16_TAG, N15_TAG = "libero_panda", "new_embodiment"
@@ -246,7 +257,7 @@ def write_n16(folder: Path, **options: Any) -> Path:
 
 
 def write_n15(folder: Path, change: Change = lambda files: None) -> Path:
-    """Isaac-GR00T's layout of N1.5: statistics in experiment_cfg/metadata.json. `change` edits the JSON files before."""
+    """Isaac-GR00T's layout of N1.5: statistics in experiment_cfg/metadata.json. `change` edits the files before."""
     (folder / "experiment_cfg").mkdir(parents=True, exist_ok=True)
     save_file(tensors("groot_n15"), str(folder / "model.safetensors"))
     stats = {"state": statistics(STATE), "action": statistics(ACTION)}

@@ -40,6 +40,13 @@ def cases(few: bool) -> dict[str, Case]:
     def norm_of(groups: int, channels: int) -> GroupNorm:
         return GroupNorm(groups, 1 + wide(channels), wide(channels), 1e-5)
 
+    def normalised(images: Tensor, scale: Tensor) -> Tensor:
+        """The second of the cameras of a buffer."""
+        out = torch.full((2, 3, 5, 7, 8), 9.0, dtype=torch.float16, device=images.device)
+        ops.normalise_pixels(images, scale / 255, out[:, 1])
+        return out
+
+    pixels = torch.randint(0, 256, (2, 5, 7, 3), generator=generator, dtype=torch.uint8)
     found: dict[str, Case] = {}
     rms, group, silu = ops.rms_act, ops.group_act, Activation.SILU
     every = list(itertools.product((False, True), (0, 1, 2), (False, True)))
@@ -56,6 +63,7 @@ def cases(few: bool) -> dict[str, Case]:
             runs: dict[str, Case] = {
                 "add_up": (ops.add_up, (x,)),
                 "add_up padded": (partial(ops.add_up, pad=True), (x,)),
+                "add_up relu": (partial(ops.add_up, activation=Activation.RELU), (x,)),
                 "rms_act kept": (partial(rms, activation=silu, keep=True), (x, gamma)),
                 "rms_act": (partial(rms, activation=Activation.NONE, keep=False), (x, gamma)),
                 "group_act kept": (both, (x, norm)),
@@ -77,6 +85,7 @@ def cases(few: bool) -> dict[str, Case]:
         "add_layer_norm": (ops.add_layer_norm, (rows, residual, *columns, 1e-5)),
         "layer_norm alone": (ops.add_layer_norm, (rows, None, None, *columns[1:], 1e-5)),
         "geglu_erf": (ops.geglu_erf, (rows,)),
+        "normalise_pixels": (normalised, (pixels, wide(2, 3))),
         "geglu_erf wide": (ops.geglu_erf, (half(11, 2 * 300),)),
         # Large and very unequal scores: a softmax that forgets to shift overflows here.
         "softmax": (ops.softmax, (100 * wide(6, 5000), torch.float16)),

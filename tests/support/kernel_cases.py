@@ -48,6 +48,20 @@ def _add_norm(rows: int, width: int, y: int | None, layer: bool, scale: float | 
     return call
 
 
+def _post_norm(rows: int, width: int, alias: bool, one: bool = False) -> Callable:
+    """`one`: one row of x for all of y. Rows of x lie apart, as in a buffer that has their positions beside them."""
+
+    def call(draw: Draw) -> Call:
+        x = draw(1 if one else rows, 2 * width)[:, :width].expand(rows, width)
+        arguments = {
+            "x": x, "y": draw(rows, width), "weight": draw.wide(width), "bias": draw.wide(width),
+            "out": Same("x") if alias else Empty((rows, width), draw.dtype), "eps": EPS,
+        }  # fmt: skip
+        return Call("post_norm", arguments, ("out",))
+
+    return call
+
+
 def _embed_norm(
     batch: int, images: int, length: int, width: int, scale: float | None, lengths: list[int] | None = None
 ) -> Callable:
@@ -360,6 +374,9 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
                 yield name, _add_norm(rows, width, y, layer, scale, alias=False)
                 if y == rows:
                     yield f"{name} in place", _add_norm(rows, width, y, layer, scale, alias=True)
+    for rows, width, alias in ((3, 512, True), (10, 64, False), (17, 72, True)):
+        yield f"post_norm {rows}x{width}", _post_norm(rows, width, alias)
+    yield "post_norm of one row 7x64", _post_norm(7, 64, False, one=True)
     for shape in ((2, 5, 3, 64), (1, 1, 10, 1152), (2, 4, 1, 4304)):
         for scale in (None, 30.0):
             yield f"embed_norm {shape} fp8={scale is not None}", _embed_norm(*shape, scale)

@@ -23,8 +23,9 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
-def releases() -> tuple[str, ...]:
-    return tuple(_table())
+def releases(kind: str = "pi0") -> tuple[str, ...]:
+    """The releases whose files of a policy class are known."""
+    return tuple(release for release, kinds in _table().items() if kind in kinds)
 
 
 def saved(
@@ -43,7 +44,8 @@ def saved(
             if "norm_map" in one["config"]:
                 its = outputs if name == "policy_postprocessor" else {**inputs, **outputs}
                 one["config"] |= {"features": copy.deepcopy(its), "norm_map": dict(modes)}
-    step(files, "tokenizer_processor")["config"]["max_length"] = files["config"]["tokenizer_max_length"]
+    if "tokenizer_max_length" in files["config"]:
+        step(files, "tokenizer_processor")["config"]["max_length"] = files["config"]["tokenizer_max_length"]
     return files
 
 
@@ -66,7 +68,7 @@ def write_saved(
         for feature, table in statistics.items()
         for name, value in table.items()
     }
-    for name in state_files(files):
+    for name in state_files(files) if statistics else ():
         save_file(arrays, folder / name)
     change(files)
     for name, content in files.items():

@@ -60,7 +60,11 @@ def _norm_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int
     return call
 
 
-def _causal(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Callable:
+def _causal(
+    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, padding: tuple[int, ...] | None = None
+) -> Callable:  # fmt: skip
+    """`padding`: rows before the first real one."""
+
     def call(draw: Draw) -> Call:
         whole = draw(batch, tokens, heads + 2 * kv_heads, head_dim)
         ends = (0, heads, heads + kv_heads, heads + 2 * kv_heads)
@@ -69,7 +73,8 @@ def _causal(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -
             for name, a, b in zip("qkv", ends[:-1], ends[1:], strict=True)
         }
         out = Empty((batch, tokens, heads * head_dim), draw.dtype)
-        return Call("causal_attention", {**parts, "out": out}, ("out",))
+        starts = None if padding is None else torch.tensor(padding, dtype=torch.int32)
+        return Call("causal_attention", {**parts, "out": out, "starts": starts}, ("out",))
 
     return call
 
@@ -160,7 +165,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"rotate {shape}", _norm_rope(*shape)
     for shape in ((2, 5, 3, 24, "qkvr"), (1, 7, 4, 6, "q"), (3, 2, 2, 16, "kv", 3), (2, 3, 1, 128, "kvr")):
         yield f"norm_heads {shape}", _wide_norm(*shape)
-    for shape in ((2, 33, 4, 2, 16), (1, 1, 2, 1, 6), (1, 130, 2, 1, 12)):
+    for shape in ((2, 33, 4, 2, 16), (1, 1, 2, 1, 6), (1, 130, 2, 1, 12), (3, 150, 4, 2, 16, (0, 5, 149))):
         yield f"causal_attention {shape}", _causal(*shape)
     for shape in ((3, 20), (1, 6)):
         yield f"gelu, exact {shape}", _gelu(*shape)

@@ -53,7 +53,7 @@ def make_environment(task: Task, settings: Mapping[str, Any], render: bool) -> P
     return Point(GOALS[task.id], settings["step"])
 
 
-def example_observation() -> dict[str, Any]:
+def example_observation(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"to_go": np.zeros(1)}
 
 
@@ -84,8 +84,8 @@ def make_seeing(task: Task, settings: Mapping[str, Any], render: bool) -> Seeing
     return SeeingPoint(GOALS[task.id], settings["step"])
 
 
-def seeing_example() -> dict[str, Any]:
-    return {**example_observation(), "eye": np.zeros((16, 24, 3), np.uint8)}
+def seeing_example(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {**example_observation(settings), "eye": np.zeros((16, 24, 3), np.uint8)}
 
 
 def stand_still(last: np.ndarray | None) -> np.ndarray:

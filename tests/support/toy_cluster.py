@@ -44,8 +44,8 @@ def load_suite(name: str) -> Suite:
     return Suite(name, tasks, toy.MAX_STEPS)
 
 
-def example_observation() -> dict[str, Any]:
-    point = SeeingPoint(0.5, toy.STEP)
+def example_observation(settings: Mapping[str, Any]) -> dict[str, Any]:
+    point = SeeingPoint(0.5, settings["step"])
     point.x = 0.0
     return point.observation()
 

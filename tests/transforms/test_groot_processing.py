@@ -172,7 +172,7 @@ def test_frames_of_a_view(processor: GrootProcessor) -> None:
     assert [i.max() for i in two.prepare(moving).images] == [1, 0, 2, 0]
     assert [i.max() for i in two.prepare(observation(**{"observation/image": new})).images] == [2, 0, 2, 0]
     with pytest.raises(ObservationError, match="observation/image: expected one image, got 2"):
-        processor._history(np.zeros((2, 8, 8, 3), np.uint8), "observation/image")
+        processor.prepare(observation(**{"observation/image": np.stack((old, new))}))
     with pytest.raises(ObservationError, match="observation/image: expected 1 to 2 images, got 3"):
         two.prepare(observation(**{"observation/image": np.stack((old, old, new))}))
 

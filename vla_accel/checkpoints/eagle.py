@@ -43,13 +43,14 @@ def eagle_pieces(name: str, start: str, connector: str, config: EagleVisionConfi
 
 def eagle_config(shape: ShapeOf, depth: Depth, start: str, connector: str, joined: bool) -> EagleVisionConfig:
     """Return the tower's sizes from shapes. `joined`: as of the config; the others as of `eagle_pieces`."""
+    layers = start + "encoder.layers."
     positions, width = shape(start + "embeddings.position_embedding.weight", 2)
     patch = shape(start + "embeddings.patch_embedding.weight", 2 if joined else 4)
     out_width, columns = shape(f"{connector}{_CONNECTORS[joined]['fc1']}.weight", 2)
     if width % VISION_HEAD:
         raise ConfigError(f"vision.width {width}: expected heads of {VISION_HEAD}, as Eagle's are")
     return EagleVisionConfig(
-        width=width, depth=depth(start + "encoder.layers."), mlp_dim=shape(start + "encoder.layers.0.mlp.fc1.weight", 2)[0],
+        width=width, depth=depth(layers), mlp_dim=shape(layers + "0.mlp.fc1.weight", 2)[0],
         heads=width // VISION_HEAD, patch_size=round((patch[1] / 3) ** 0.5) if joined else patch[2],
         merge=round((columns / width) ** 0.5), positions=positions, out_width=out_width, joined=joined,
     )  # fmt: skip

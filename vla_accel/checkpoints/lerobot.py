@@ -1,4 +1,4 @@
-"""lerobot's folders of π0, π0.5, π0-FAST and SmolVLA: config.json, the saved pipelines and their statistics, as this
+"""lerobot's folders of its policies, GR00T's excepted: config.json, the saved pipelines and their statistics, as this
 package's transforms.
 
 A setting or step that is not known is an error: ignoring it would silently cost success.
@@ -35,6 +35,7 @@ from vla_accel.checkpoints.lerobot_settings import (
 )
 from vla_accel.checkpoints.lerobot_statistics import (
     ACTION,
+    ENVIRONMENT,
     STATE,
     Statistics,
     buffer_statistics,
@@ -134,10 +135,12 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         CheckpointError: A file or statistics are missing, or a step or setting is not known.
     """
     path = folder / "config.json"
-    inputs, outputs = _features(config, path)
+    inputs, outputs = features(config, path)
     renamed, relative, tokenizer, length = {}, None, {}, ("tokenizer_max_length", config, path)
     prompted, steps = reads_prompt(config["type"]), {}
-    state_dim, action_dim = _size(inputs, STATE, path), _size(outputs, ACTION, path)
+    has_environment = not prompted and ENVIRONMENT in inputs
+    states = [key for key in (STATE, ENVIRONMENT) if key in inputs] if has_environment else [STATE]
+    state_dims, action_dim = [length_of(inputs, key, path) for key in states], length_of(outputs, ACTION, path)
     if not is_migrated(folder) and buffers(weights.shapes):
         modes = required(config, "normalization_mapping", dict, path)
         of_inputs = of_outputs = buffer_statistics(weights, inputs | outputs, modes, folder / "model.safetensors")
@@ -153,20 +156,27 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         if _are_relative(config, before, after):
             relative = before.config(RELATIVE)
     # A policy that was trained from a base for another robot keeps the base's features in config.json.
-    state = of_inputs.scaling(STATE) or Normaliser.identity(state_dim)
+    state = of_inputs.scaling(STATE) or Normaliser.identity(state_dims[0])
+    if has_environment:
+        if of_inputs.scaling(ENVIRONMENT) is not None:
+            raise CheckpointError(f"{of_inputs.where}: expected no scaling of {ENVIRONMENT}, found one: not supported")
+        state = state.extended(state_dims[1]) if STATE in inputs else state
     actions = of_outputs.scaling(ACTION) or Normaliser.identity(action_dim)
     if len(actions.low) != action_dim:
         raise CheckpointError(f"{path}: expected statistics of action's {action_dim} values, got {len(actions.low)}")
     cameras = [key for key, f in inputs.items() if f.get("type") == "VISUAL" and "empty_camera" not in key]
     # A camera that no image reaches is a masked view, like an empty camera.
-    names = _robot_names(renamed, (*cameras, STATE), folder / BEFORE)
+    names = _robot_names(renamed, (*cameras, *states), folder / BEFORE)
     cameras = [key for key in cameras if key in names]
     sizes = len(state.low), action_dim
     relative = None if relative is None else relative_dims(relative, sizes, folder / BEFORE)
-    robot = {key: names[key] for key in (*cameras, STATE)}
+    robot = {key: names[key] for key in (*cameras, *states)}
     if not prompted:
         scales = tuple(of_inputs.scaling(key) or Normaliser.identity(3) for key in cameras)
-        return Processors(_preset(path, robot, sizes, resize, relative), state, actions, cameras=scales, after=steps)
+        preset = _preset(path, robot, sizes, resize, relative)
+        if len(states) > 1:
+            preset = replace(preset, state_dims=tuple(state_dims))
+        return Processors(preset, state, actions, cameras=scales, after=steps)
     smolvla = config["type"] == "smolvla"
     old = not smolvla and _is_of_04(config, path)
     name, place, file = length
@@ -195,9 +205,11 @@ def denoising_steps(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def required(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
-    """Return a required setting of a JSON file. Raises CheckpointError."""
+    """Return a required setting of a JSON file; an integer is a float as well. Raises CheckpointError."""
     value = content.get(key)
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if kind is float and type(value) is int:
+        return float(value)
+    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
         raise CheckpointError(f"{path}: expected {key} of type {kind.__name__}, got {value!r}")
     return value
 
@@ -217,7 +229,8 @@ def _is_of_04(config: Mapping[str, Any], path: Path) -> bool:
 # -- features -----------------------------------------------------------------------------------------------------
 
 
-def _features(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def features(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the input and output features of a config.json. Raises CheckpointError."""
     inputs, outputs = (required(config, name, dict, path) for name in ("input_features", "output_features"))
     wrong = [k for k, f in (inputs | outputs).items() if not isinstance(f, dict)]
     if wrong:
@@ -225,8 +238,9 @@ def _features(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], di
     return inputs, outputs
 
 
-def _size(features: Mapping[str, Any], key: str, path: Path) -> int:
-    shape = features.get(key, {}).get("shape")
+def length_of(table: Mapping[str, Any], key: str, path: Path) -> int:
+    """Return the numbers of a feature of one axis. Raises CheckpointError."""
+    shape = table.get(key, {}).get("shape")
     if not isinstance(shape, list) or len(shape) != 1:
         raise CheckpointError(f"{path}: expected a feature {key} of one axis, got {shape}")
     return size_of({key: shape[0]}, key, path)
@@ -252,11 +266,12 @@ def _robot_names(renamed: Mapping[str, str], keys: Sequence[str], path: Path) ->
             )
         if sources or key not in renamed:
             names[key] = sources[0] if sources else key
-    if STATE not in names:
-        raise CheckpointError(
-            f"{path}: {RENAME}: rename_map: expected a name that becomes {STATE}, which the policy reads, got "
-            f"{STATE} as {renamed[STATE]}"
-        )
+    for key in (STATE, ENVIRONMENT):
+        if key in keys and key not in names:
+            raise CheckpointError(
+                f"{path}: {RENAME}: rename_map: expected a name that becomes {key}, which the policy reads, got "
+                f"{key} as {renamed[key]}"
+            )
     return names
 
 
@@ -264,16 +279,16 @@ def _preset(
     path: Path, names: Mapping[str, str], sizes: tuple[int, int], resize: Resize, relative: tuple[int, ...] | None
 ) -> Preset:
     """Return the robot's keys: LIBERO's if the features are LIBERO's and none is renamed, else the robot's `names`."""
-    cameras = tuple(key for key in names if key != STATE)
+    cameras = tuple(key for key in names if key not in (STATE, ENVIRONMENT))
     deltas = relative or ()
-    is_libero = cameras == _LIBERO_IMAGES and sizes == (LIBERO.state_dim, LIBERO.action_dim)
+    is_libero = tuple(names) == (*_LIBERO_IMAGES, STATE) and sizes == (LIBERO.state_dim, LIBERO.action_dim)
     if is_libero and all(key == name for key, name in names.items()):
         # With relative actions the robot gets targets.
         motion = LIBERO.motion_dims if relative is None else None
         return replace(LIBERO, discrete_state_input=None, motion_dims=motion, delta_actions=deltas, resize=resize)
     # Such a folder does not state whether its actions are targets or motion. A missing camera is a masked view, as in
     # lerobot.
-    images, state = tuple(names[key] for key in cameras), (names[STATE],)
+    images, state = tuple(names[key] for key in cameras), tuple(n for key, n in names.items() if key not in cameras)
     try:
         return Preset(images, state, *sizes, "task", images, delta_actions=deltas, resize=resize)
     except ConfigError as error:

@@ -34,18 +34,21 @@ _COPIED = "the saved steps have their own copy, which counts"
 _BASE = (
     read("type", "policy class"),
     read("input_features output_features", "names and sizes of cameras, state and action"),
-    fixed("n_obs_steps", "a policy that reads several observations is not supported", 1),
     neutral("device use_amp", "where and in which precision lerobot ran"),
     neutral("push_to_hub repo_id private tags license", "upload to the hub"),
     neutral("pretrained_path", "checkpoint that training started from", "0.4.0"),
     read("use_peft", "an adapter is required next to the file", "0.4.3"),
     neutral("pretrained_revision", "revision that training started from", "0.6.0"),
+)
+_CHUNK = (
+    fixed("n_obs_steps", "a policy that reads several observations is not supported", 1),
     read("chunk_size", "actions of a chunk"),
     read("n_action_steps", "actions of a chunk that lerobot executes, at most chunk_size; here the caller decides"),
 )
 _SCALING = read("normalization_mapping", "how statistics scale; the saved steps have their own copy, which counts")
 _COMMON = (
     *_BASE,
+    *_CHUNK,
     _SCALING,
     neutral(
         "optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay scheduler_warmup_steps "
@@ -139,7 +142,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("compile_model compile_mode", "torch.compile", "0.4.4"),
     ),
     "groot": (
-        *_since("0.4.0", *_BASE),
+        *_since("0.4.0", *_BASE, *_CHUNK),
         neutral("normalization_mapping", "not read by lerobot; the saved steps have their own scaling", "0.4.0"),
         neutral("max_state_dim max_action_dim", "sizes that the weights show", "0.4.0"),
         neutral("base_model_path", "checkpoint that training started from", "0.4.0"),
@@ -160,9 +163,57 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("use_flash_attention", "speed", "0.6.0"),
         neutral("use_relative_actions relative_exclude_joints action_decode_transform", _COPIED, "0.6.0"),
     ),
+    "act": (
+        *_BASE,
+        *_CHUNK,
+        _SCALING,
+        read("vision_backbone", "the ResNet of the images"),
+        fixed("replace_final_stride_with_dilation", "a dilated ResNet is not supported", False, 0),
+        fixed("pre_norm", "norms before the residuals are not supported", False),
+        read(
+            "dim_model dim_feedforward n_encoder_layers n_decoder_layers latent_dim",
+            "sizes, checked against the weights",
+        ),
+        read("n_heads feedforward_activation", "what no weight shows"),
+        read("temporal_ensemble_coeff", "lerobot's ensembling, which is an option of the runner here"),
+        neutral("use_vae n_vae_encoder_layers", "the encoder of actions is for training alone"),
+        neutral(
+            "pretrained_backbone_weights dropout kl_weight optimizer_lr optimizer_weight_decay optimizer_lr_backbone",
+            "training",
+        ),
+    ),
+    "diffusion": (
+        *_BASE,
+        _SCALING,
+        read("n_obs_steps", "observations that the policy reads, one a control step"),
+        read("horizon", "actions that the network computes; those from n_obs_steps - 1 on are returned"),
+        read("n_action_steps", "actions that lerobot executes; here the caller decides"),
+        read("vision_backbone use_group_norm use_separate_rgb_encoder_per_camera", "the encoders of the images"),
+        read("crop_shape", "the centre of the images that the encoder sees"),
+        read("resize_shape crop_ratio", "size of the resized images and part of it that the encoder sees", "0.4.4"),
+        read(
+            "spatial_softmax_num_keypoints down_dims kernel_size diffusion_step_embed_dim use_film_scale_modulation",
+            "sizes, checked against the weights",
+        ),
+        read("n_groups", "groups of the norms, which no weight shows"),
+        read(
+            "noise_scheduler_type num_train_timesteps beta_schedule beta_start beta_end prediction_type clip_sample "
+            "clip_sample_range",
+            "the noise scheduler",
+        ),
+        read("num_inference_steps", "denoising steps; null: num_train_timesteps"),
+        neutral("crop_is_random drop_n_last_frames do_mask_loss_for_padding pretrained_backbone_weights", "training"),
+        neutral(
+            "optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay scheduler_name scheduler_warmup_steps",
+            "training",
+        ),
+        neutral("compile_model compile_mode", "torch.compile", "0.4.4"),
+        neutral("gradient_checkpointing", "training", "0.6.0"),
+    ),
     "vla_jepa": _since(
         "0.6.1",
         *_BASE,
+        *_CHUNK,
         _SCALING,
         neutral(
             "qwen_model_name jepa_encoder_name", "where training took its first weights from; the weights show sizes"
@@ -301,6 +352,8 @@ PREPROCESSORS: dict[str, Orders] = {
     "pi05": ((*_SCALED, _PI05_STATE, TOKENIZE),),
     "pi0_fast": ((*_SCALED, _FAST_STATE, TOKENIZE), (ACTION_TOKENS,)),
     "smolvla": ((_SMOLVLA_LINE, TOKENIZE), _SCALED),
+    "act": (_SCALED,),
+    "diffusion": (_SCALED,),
     "vla_jepa": ((RENAME, NORMALIZE),),
     "fastwam": ((RENAME, NORMALIZE),),
 }

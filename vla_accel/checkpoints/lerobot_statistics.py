@@ -16,7 +16,7 @@ from vla_accel.errors import CheckpointError
 from vla_accel.pictures import ChannelScale, PixelValues
 from vla_accel.transforms.normalisation import Normaliser, finite_array
 
-STATE, ACTION = "observation.state", "action"
+STATE, ENVIRONMENT, ACTION = "observation.state", "observation.environment_state", "action"
 _STATISTICS = {
     "MEAN_STD": ("mean", "std"),
     "QUANTILES": ("q01", "q99"),

@@ -1,4 +1,5 @@
-"""`vla-accel convert`: an openpi JAX checkpoint to safetensors that this package and openpi's PyTorch code load."""
+"""`vla-accel convert`: an openpi JAX checkpoint to safetensors that this package and openpi's PyTorch code load, or a
+pickle of starVLA to a folder that this package loads."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ from vla_accel.transforms.robots import OPENPI_CONFIGS, PRESETS, OpenpiConfig, o
 @dataclass(frozen=True)
 class Convert:
     """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics, on
-    the CPU; needs pip install 'vla_accel[jax]'. conversion.json in the output lists every parameter."""
+    the CPU; needs pip install 'vla_accel[jax]'. conversion.json in the output lists every parameter.
+
+    Or convert a starVLA checkpoint, RUN/checkpoints/NAME.pt, to a folder with its weights, settings and statistics."""
 
     checkpoint: Annotated[Path, Argument("CHECKPOINT", positional=True)]
-    """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself."""
+    """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself; or starVLA's file."""
     output: Annotated[Path, Argument("OUTPUT", positional=True), Written(folder=True)]
     """Folder to write; made as needed."""
     config: str | None = None
@@ -42,6 +45,8 @@ class Convert:
 
 def main(options: Convert, words: list[str]) -> int:
     """Convert and report; the exit status."""
+    if options.checkpoint.suffix == ".pt":
+        return _starvla(options)
     from vla_accel.families.pi0.convert import convert
 
     if options.config is not None and options.config not in OPENPI_CONFIGS:
@@ -93,6 +98,22 @@ def main(options: Convert, words: list[str]) -> int:
         "seconds": round(time.perf_counter() - started, 1),
     }
     print_json(line)
+    return 0
+
+
+def _starvla(options: Convert) -> int:
+    """Convert a checkpoint of starVLA and report; the exit status."""
+    from vla_accel.families.starvla.convert import convert
+
+    usual = Convert(options.checkpoint, options.output)
+    if other := [name for name in vars(usual) if getattr(options, name) != getattr(usual, name)]:
+        raise ConfigError(f"{other[0].replace('_', '-')}: expected no such option for a checkpoint of starVLA")
+    if not options.checkpoint.is_file():
+        raise ConfigError(f"checkpoint: expected a file, got {str(options.checkpoint)!r}")
+    started = time.perf_counter()
+    report = convert(options.checkpoint, options.output)
+    print(f"{options.output}: starVLA, {report['parameters']:,} parameters in {report['tensors']} tensors")
+    print_json({**report, "seconds": round(time.perf_counter() - started, 1)})
     return 0
 
 

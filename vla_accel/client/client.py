@@ -26,6 +26,7 @@ from vla_accel.errors import ConfigError, ServerError, WireError
 from vla_accel.remote import wire
 from vla_accel.remote.metadata import difference, starts_warm
 from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
+from vla_accel.transforms.history import History
 
 logger = logging.getLogger("vla_accel.client")
 T = TypeVar("T")
@@ -121,6 +122,7 @@ class PolicyClient:
         self._connection: Any = None
         self._stack = ExitStack()
         self._connect()
+        self._history = History.of(self.metadata)
 
     def __enter__(self) -> PolicyClient:
         return self
@@ -158,7 +160,7 @@ class PolicyClient:
             WireError: the observation cannot be sent.
             ConfigError: the server does not support real-time chunking.
         """
-        request = _as_map(observation, "observation")
+        request = _as_map(observation if self._history is None else self._history.add(observation), "observation")
         if prev_chunk is not None or inference_delay is not None:
             if prev_chunk is None or (inference_delay is None and not starts_warm(self)):
                 raise ConfigError("real-time chunking: expected prev_chunk and inference_delay together, got only one")
@@ -171,6 +173,12 @@ class PolicyClient:
         if "actions" not in result:
             raise ServerError(f"{self}: expected actions in its answer, got {sorted(result)}")
         return result
+
+    def observe(self, observation: Mapping[str, Any]) -> None:
+        """Keep the observation of a control step without a request, for a policy that reads several of them (`history`
+        in its metadata)."""
+        if self._history is not None:
+            self._history.add(observation)
 
     def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Send several observations as one request and return their results in order.
@@ -186,9 +194,11 @@ class PolicyClient:
         return results
 
     def reset(self) -> None:
-        """Begin an episode; reconnects if the connection was lost. The server keeps no state of episodes."""
+        """Begin an episode: forget earlier observations; reconnects if the connection was lost."""
         with self._lock:
             self._interrupted.clear()
+            if self._history is not None:
+                self._history.clear()
             if self._connection is None:
                 self._connect()
 

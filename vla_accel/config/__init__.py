@@ -268,7 +268,8 @@ class PolicyConfig(Checked):
         checkpoint: settings that the checkpoint lacks.
         rtc: real-time chunking, for calls with a previous chunk.
         warm_up: further prompts to build engines for when the policy is loaded.
-        vision, kv_cache, denoise: engines of these components. `denoise` also configures π0-FAST's `decode`.
+        vision, kv_cache, denoise: engines of these components. `denoise` also configures π0-FAST's `decode` and ACT's
+            `transformer`.
         engines: engines of other components, by name.
         native: options of all native engines.
     """
@@ -309,6 +310,10 @@ class PolicyConfig(Checked):
         twice = sorted(given.keys() & self.engines.keys())
         if twice:
             raise ConfigError(f"engines.{twice[0]}: configured twice, as field and in engines")
+        kept = {name: spec for name, spec in given.items() if name in parts or name in _INSTEAD.values()}
+        if kept and len(set(given.values())) == 1:
+            # One engine for all components, as in shipped configurations, fits every model that has some of them.
+            given = kept
         given |= self.engines
         for part, other in _INSTEAD.items():
             # Shipped configurations name `denoise` and must fit every model.
@@ -367,7 +372,7 @@ def _may_be_native(spec: EngineSpec) -> bool:
 
 
 _FIELDS = ("vision", "kv_cache", "denoise")
-_INSTEAD = {"decode": "denoise"}
+_INSTEAD = {"decode": "denoise", "transformer": "denoise"}
 """Components that take the engine of another component's field."""
 
 

@@ -33,6 +33,10 @@ FAMILIES: dict[str, str] = {
     "groot_n15": "vla_accel.families.groot.family:GROOT_N15",
     "vla_jepa": "vla_accel.families.vla_jepa.family:VLA_JEPA",
     "fastwam": "vla_accel.families.fastwam.family:FASTWAM",
+    "starvla_groot": "vla_accel.families.starvla.family:STARVLA_GROOT",
+    "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
+    "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
+    "act": "vla_accel.families.act.family:ACT",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 
@@ -181,12 +185,14 @@ class Capabilities:
             (`config.NativeOptions`).
         quantised: By component, then engine: the products that can be computed in FP8 or INT8.
         settings: Fields of `config.CheckpointSpec` that apply to its checkpoints, in addition to those of every family.
+        prompt: Whether the model reads an instruction. If not, settings of prompts are refused.
     """
 
     lora: bool = False
     host_embeddings: tuple[str, ...] = ()
     quantised: Mapping[str, Mapping[str, Products]] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
+    prompt: bool = True
 
     def needs_scales(self, specs: Mapping[str, EngineSpec]) -> bool:
         """Return whether an engine quantizes its inputs, for which calibrated scales are required."""
@@ -220,9 +226,9 @@ class Family(ABC, Generic[C, X, S]):
         """Return the components of a shape, in the order of `parts`. They join by name.
 
         An input with the name of an earlier output is that output. Inputs of the same name are one host input. `noise`
-        (B, H, A) float32 is drawn on the device or passed by the caller; a family may do without. All other inputs come
-        from `feed`. The last component's only output is the result: actions (B, H, A) float32, or the input of
-        `normalised`.
+        (B, *noise_shape) float32 is drawn on the device or passed by the caller; a family may do without. All other
+        inputs come from `feed`. The last component's only output is the result: actions (B, H, A) float32, or the input
+        of `normalised`.
         """
 
     @abstractmethod
@@ -237,6 +243,10 @@ class Family(ABC, Generic[C, X, S]):
             if value is not None and not self.flow:
                 raise ConfigError(f"{name}: expected none for {self.name}, which has no flow, got {value}")
         return Schedule.of(settings.schedule, settings.num_steps or config.num_steps)
+
+    def noise_shape(self, config: C, num_steps: int) -> tuple[int, ...]:
+        """Return the shape of a row of the input `noise`."""
+        return config.action_horizon, config.action_dim
 
     def noise(self, config: C) -> np.ndarray | None:
         """Return the noise float32 (H, A) that every call starts from; None: it is drawn anew."""

@@ -27,7 +27,7 @@ from vla_accel.nn.network import Network
 _FILES = (".yaml", ".yml", ".json", ".npz", ".safetensors", ".pt", ".bin")
 """Suffixes of files: a name with one of them is not looked up on the hub."""
 _SETTINGS = ("tokenizer", "action_horizon", "max_token_len")
-"""Fields of `CheckpointSpec` that every family honours."""
+"""Fields of `CheckpointSpec` that every family with a prompt honours."""
 _DEPTH = 3
 """Levels of a training run's folder: checkpoints/<step>/pretrained_model."""
 _log = logging.getLogger("vla_accel.checkpoints")
@@ -102,16 +102,26 @@ def load(
     if lora is not None:
         settings = settings.with_lora(str(lora))
     family = family_of(folder)
-    lora_setting = ("lora",) if family.capabilities.lora else ()
-    known = (*_SETTINGS, *lora_setting, *family.capabilities.settings)
-    usual = asdict(CheckpointSpec())
-    for name, value in asdict(settings.checkpoint).items():
-        if name not in known and value != usual[name]:
-            raise ConfigError(f"checkpoint.{name}: {family.name} has no such setting, expected {', '.join(known)}")
+    _check_settings(family, settings)
     model, processor = family.load(folder, settings)
     model = model.placed(torch.device(device), dtype)
     model = model.whole() if whole else model
     return Checkpoint(str(path_or_name), family, model, processor, folder, lora=lora, settings=loaded_with)
+
+
+def _check_settings(family: Family[Any, Any, Any], settings: PolicyConfig) -> None:
+    """Raise ConfigError for a setting of the checkpoint or of prompts that the family would ignore."""
+    able = family.capabilities
+    known = (*(_SETTINGS if able.prompt else ()), *(("lora",) if able.lora else ()), *able.settings)
+    usual = asdict(CheckpointSpec())
+    for name, value in asdict(settings.checkpoint).items():
+        if name not in known and value != usual[name]:
+            raise ConfigError(
+                f"checkpoint.{name}: {family.name} has no such setting, expected {', '.join(known) or 'none'}"
+            )
+    for name in () if able.prompt else ("default_prompt", "warm_up"):
+        if value := getattr(settings, name):
+            raise ConfigError(f"{name}: expected none for {family.name}, which reads no prompt, got {value!r:.60}")
 
 
 def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Path, Path | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vla_accel.errors import CheckpointError
 from vla_accel.families.prompted import TextShape
@@ -20,7 +20,7 @@ class LayoutShape(TextShape):
     """`grid`: rows and columns of tokens of an image; `arrangement`: where images are in a prompt."""
 
     grid: Grid
-    arrangement: Arrangement = Arrangement()
+    arrangement: Arrangement = field(default_factory=Arrangement)
 
     @property
     def layout(self) -> Layout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from vla_accel.families.bench import DummyTokenizer
 _LEAD, _END = (151_644, 872, 198), (151_645, 198)
 IMAGE, _VISION_START, _VISION_END = 151_655, 151_652, 151_653
 _PIECES = re.compile(r"<\|\w+\|>|</?img>|<IMG_CONTEXT>|\n|\d| (?=\d)|[<>.]|[^\s<>.\d]+")
-"""As many as Qwen's in the parts of a prompt that are always the same."""
+"""As many pieces as Qwen's tokenizer makes of the parts of a prompt that are always the same."""
 
 
 class PieceTokenizer(DummyTokenizer):
@@ -21,6 +22,20 @@ class PieceTokenizer(DummyTokenizer):
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         return [zlib.crc32(piece.encode()) % self.vocab_size for piece in _PIECES.findall(text)]
+
+
+@dataclass(frozen=True)
+class QueryTokenizer(PieceTokenizer):
+    """Gives the token `query`, whose outputs a model reads, the number 0, which no other has."""
+
+    query: str
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        found: list[int] = []
+        for index, part in enumerate(text.split(self.query)):
+            found += [0] * (index > 0)
+            found += [max(1, token) for token in super().encode(part, add_bos=add_bos)]
+        return found
 
 
 def qwen_ids(views: int, size: tuple[int, int], text: Sequence[int]) -> list[int]:

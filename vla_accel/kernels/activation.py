@@ -17,6 +17,7 @@ class Activation(str, Enum):
     RELU = "relu"
     GEGLU = "geglu"
     SWIGLU = "swiglu"
+    MISH = "mish"
 
     def __str__(self) -> str:
         return self.value

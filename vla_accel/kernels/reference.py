@@ -67,7 +67,8 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         return activate(gate, activation.gate) * up
     if activation is Activation.GELU:
         return F.gelu(x, approximate="tanh")
-    return {Activation.NONE: lambda y: y, Activation.SILU: F.silu, Activation.RELU: F.relu}[activation](x)
+    plain = {Activation.NONE: lambda y: y, Activation.SILU: F.silu, Activation.RELU: F.relu, Activation.MISH: F.mish}
+    return plain[activation](x)
 
 
 def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

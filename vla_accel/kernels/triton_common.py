@@ -57,7 +57,17 @@ def silu(x):
     return x / (1.0 + tl.exp2(-1.4426950408889634 * x))
 
 
-GELU, SILU, RELU = (constexpr(a.code) for a in (Activation.GELU, Activation.SILU, Activation.RELU))
+@triton.jit
+def mish(x):
+    """x tanh(log(1 + exp x)), by exp2 alone."""
+    e = tl.exp2(1.4426950408889634 * tl.minimum(x, 20.0))
+    n = e * (e + 2.0)
+    return tl.where(x > 20.0, x, x * n / (n + 2.0))
+
+
+GELU, SILU, RELU, MISH = (
+    constexpr(a.code) for a in (Activation.GELU, Activation.SILU, Activation.RELU, Activation.MISH)
+)
 
 
 @triton.jit
@@ -74,6 +84,8 @@ def activated(x, ACTIVATION: constexpr):
         return silu(x)
     elif ACTIVATION == RELU:
         return tl.maximum(x, 0.0)
+    elif ACTIVATION == MISH:
+        return mish(x)
     else:
         return x
 

@@ -139,7 +139,7 @@ def compare(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run both on every observation with the same noise, `draws` times. `threshold` replaces the usual cosine."""
-    rng, shape = np.random.default_rng(seed), policy.action_shape
+    rng, shape = np.random.default_rng(seed), policy.noise_shape
     got: dict[str, list[np.ndarray]] = {}
     want: dict[str, list[np.ndarray]] = {}
     count, changed, tell = len(observations), [], counted("calls of each", progress)
@@ -149,9 +149,9 @@ def compare(
         for side, kept in ((policy, got), (reference, want)):
             result, internals = side.infer_with_internals(observations[i], noise=noise)
             kept.setdefault("robot", []).append(np.asarray(result["actions"]))
-            for name, value in internals.items():
-                if name == "actions" or draw == 0:  # the other internals do not depend on the noise
-                    kept.setdefault(name, []).append(sampled(name, value))
+            for what, value in internals.items():
+                if what == "actions" or draw == 0:  # the other internals do not depend on the noise
+                    kept.setdefault(what, []).append(sampled(what, value))
         if draw == 0 and i in chosen:
             # Half the recording away, which in a recording of several tasks is another task.
             _, other = reference.infer_with_internals(observations[(i + count // 2) % count], noise=noise)

@@ -44,8 +44,8 @@ class DitConfig:
 
     `vl_width`: of the tokens of vision and language; `hidden`: of the state's projection, of the transformer's output
     and of what decodes it; `text_every`: of so many blocks that look outside, one looks at text and the others at
-    images, 0: each looks at both; `future`: learned rows between the state and the actions; `longest_chunk`: the
-    number of position embeddings; `buckets` of the flow's time.
+    images, 0: each looks at both; `state`: whether the first row is the state; `future`: learned rows before the
+    actions; `longest_chunk`: the number of position embeddings; `buckets` of the flow's time.
     """
 
     vl_width: int = 2048
@@ -56,6 +56,7 @@ class DitConfig:
     mlp_dim: int = 6144
     hidden: int = 1024
     text_every: int = 2
+    state: bool = True
     future: int = 0
     longest_chunk: int = 1024
     buckets: int = 1000
@@ -158,7 +159,8 @@ class DitHead(nn.Module):
         super().__init__()
         self.config = config
         width, hidden = config.width, config.hidden
-        self.state_in, self.state_out = nn.Linear(state_dim, hidden), nn.Linear(hidden, width)
+        if config.state:
+            self.state_in, self.state_out = nn.Linear(state_dim, hidden), nn.Linear(hidden, width)
         self.action_in = nn.Linear(action_dim, width)
         self.action_mix, self.action_out = nn.Linear(2 * width, width), nn.Linear(width, width)
         self.action_positions = nn.Parameter(torch.zeros(config.longest_chunk, width))
@@ -180,8 +182,10 @@ class DitHead(nn.Module):
             found[source] = keys, values
         return found
 
-    def state_token(self, state: Tensor) -> Tensor:
-        """(B, state_dim) to (B, width)."""
+    def state_token(self, state: Tensor | None) -> Tensor | None:
+        """(B, state_dim) to (B, width); None without a state."""
+        if state is None:
+            return None
         return self.state_out(F.relu(self.state_in(state.to(self.state_in.weight.dtype))))
 
     # -- once a step ----------------------------------------------------------------------------------------------
@@ -212,7 +216,7 @@ class DitHead(nn.Module):
         return StepConstants(time, scales, shifts, final_scale, final_shift)
 
     def velocity(
-        self, noisy: Tensor, constants: StepConstants, step: int, state: Tensor, cache: Cache,
+        self, noisy: Tensor, constants: StepConstants, step: int, state: Tensor | None, cache: Cache,
         lengths: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The flow's velocity at `noisy` (B, H, action_dim), same shape, in the projections' dtype. state (B, width);
@@ -220,10 +224,9 @@ class DitHead(nn.Module):
         mixed = self.action_in(noisy.to(self.action_in.weight.dtype))
         mixed = F.linear(mixed, self.action_mix.weight[:, : self.config.width]) + constants.time[step]
         tokens = self.action_out(F.silu(mixed)) + self.action_positions[: noisy.shape[1]]
-        rows = [state[:, None], tokens]
-        if self.future is not None:
-            rows.insert(1, self.future.expand(len(noisy), -1, -1))
-        x = torch.cat(rows, 1).to(self._layer(0).fc1.weight.dtype)
+        rows = [] if state is None else [state[:, None]]
+        rows += [] if self.future is None else [self.future.expand(len(noisy), -1, -1)]
+        x = torch.cat((*rows, tokens), 1).to(self._layer(0).fc1.weight.dtype)
         first, padded = self.config.sources[0], None
         if lengths is not None:
             real = torch.arange(cache[first][0].shape[2], device=noisy.device) < lengths[:, None]
@@ -278,8 +281,9 @@ class DitNetwork(Network):
             return self.head.constants(schedule)
 
     def integrate(
-        self, noise: Tensor, constants: StepConstants, state: Tensor, cache: Cache, lengths: Tensor | None = None,
-        target: Tensor | None = None, weights: Tensor | None = None, *, schedule: Schedule,
+        self, noise: Tensor, constants: StepConstants, state: Tensor | None, cache: Cache,
+        lengths: Tensor | None = None, target: Tensor | None = None, weights: Tensor | None = None, *,
+        schedule: Schedule,
     ) -> Tensor:  # fmt: skip
         """Euler over the steps of a schedule, whose times fall while the model's own rise. noise (B, H, action_dim)
         float32; state (B, state_dim); `lengths` as of `DitHead.velocity`; returns the actions, same shape and dtype as

@@ -25,9 +25,9 @@ def cache_specs(
 
 
 class Denoise(Fixed[DitNetwork]):
-    """noise (B, H, A) float32, the cache, `state` (B, state_dim); if `guided`, `target` (B, H, A) and `weights` (B, H)
-    float32 of a previous chunk (weights of zero: a plain call); then, where rows of the first source may be shorter,
-    `lengths` (B,) int32; to normalised actions (B, H, A) float32."""
+    """noise (B, H, A) float32, the cache; `state` (B, state_dim) if the model has one; if `guided`, `target` (B, H, A)
+    and `weights` (B, H) float32 of a previous chunk (weights of zero: a plain call); then, where rows of the first
+    source may be shorter, `lengths` (B,) int32; to normalised actions (B, H, A) float32."""
 
     def __init__(self, model: DitNetwork, schedule: Schedule, guided: bool) -> None:
         # The constants have the times' and the norms' share; the cache has the rest.
@@ -44,7 +44,8 @@ class Denoise(Fixed[DitNetwork]):
     def forward(self, noise: Tensor, *inputs: Tensor) -> Tensor:
         sources = self.model.config.head.sources
         cache = {s: (inputs[2 * i], inputs[2 * i + 1]) for i, s in enumerate(sources)}
-        state, *others = inputs[2 * len(sources) :]
+        others = [*inputs[2 * len(sources) :]]
+        state = others.pop(0) if self.model.config.head.state else None
         guidance = (others.pop(0), others.pop(0)) if self.guided else (None, None)
         lengths = others[0] if others else None
         constants = StepConstants(*self.kept())
@@ -59,7 +60,8 @@ def denoise_component(
     config, batch = model.config, cache[0].shape[1]
     actions = (batch, config.action_horizon, config.action_dim)
     inputs = [TensorSpec("noise", actions, torch.float32), *cache]
-    inputs.append(TensorSpec("state", (batch, config.state_dim), torch.float32))
+    if config.head.state:
+        inputs.append(TensorSpec("state", (batch, config.state_dim), torch.float32))
     if guided:
         inputs += [TensorSpec("target", actions, torch.float32), TensorSpec("weights", actions[:2], torch.float32)]
     if padded:

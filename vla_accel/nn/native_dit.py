@@ -37,7 +37,7 @@ class TransformerWeights:
         sources: what each layer attends to.
         ends: the output product of the transformer and the two that decode it, each with its bias in float32.
         w_in, b_mix: (A, W) and (W,) float32, from actions to the second action product.
-        state: the two products of the state.
+        state: the two products of the state; empty without one.
         positions: (H, W).
         future: (F, W) float32, the learned rows between state and actions, without the bias of `action_out`, which
             its product adds to them.
@@ -74,7 +74,8 @@ class TransformerWeights:
             layers.append(BlockWeights(*products))
             sources.append(layer.source)
         small = [f"head.{n}" for n in ("out_proj", "decode_in", "decode_out", "action_in", "action_mix", "action_out",
-                                       "action_positions", "state_in", "state_out")]  # fmt: skip
+                                       "action_positions")]  # fmt: skip
+        small += ["head.state_in", "head.state_out"] if model.config.head.state else []
         small += ["head.future"] if head.future is not None else []
         with model.present(*small):
             ends = tuple(
@@ -82,15 +83,19 @@ class TransformerWeights:
                 for p in (head.out_proj, head.decode_in, head.decode_out)
             )
             learned = head.action_positions[:0] if head.future is None else head.future
+            projections = (head.state_in, head.state_out) if model.config.head.state else ()
+            future = learned.float() - head.action_out.bias.float()
+            if not model.config.head.state:
+                future[:1] = learned[:1].float()  # The product adds nothing to a sequence's first row.
             mix = head.action_mix.weight[:, : model.config.head.width].double()
             return cls(
                 tuple(layers), tuple(biases), tuple(sources), ends,
                 (mix @ head.action_in.weight.double()).T.float().contiguous(),
                 (mix @ head.action_in.bias.double()).float(),
                 make_linear(head.action_out.weight, head.action_out.bias, dtype),
-                tuple((p.weight.float().clone(), p.bias.float().clone()) for p in (head.state_in, head.state_out)),
+                tuple((p.weight.float().clone(), p.bias.float().clone()) for p in projections),
                 head.action_positions[: model.config.action_horizon].float().clone(),
-                learned.float() - head.action_out.bias.float(), precision,
+                future, precision,
             )  # fmt: skip
 
 
@@ -150,7 +155,7 @@ class NativeTransformer(LayerLoop):
     def __init__(self, weights: TransformerWeights, tables: TransformerTables, config: Any, batch: int) -> None:
         head, horizon = config.head, config.action_horizon
         self.tables, self.config, self.batch = tables, config, batch
-        self.tokens = 1 + head.future + horizon
+        self.tokens = int(head.state) + head.future + horizon
         rows, dtype = batch * self.tokens, compute_dtype(weights.precision)
         x = torch.zeros(rows, head.width, dtype=dtype, device=weights.w_in.device)
         super().__init__(weights, len(tables.rows), x, head.width, head.mlp_dim, scaled=True, mlp_scaled=False)
@@ -180,11 +185,13 @@ class NativeTransformer(LayerLoop):
         return LayerTables(self.tables.rows[step].norms[index].scale)
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        (w_1, b_1), (w_2, b_2) = self.weights.state
-        token = torch.addmm(b_2, torch.relu(torch.addmm(b_1, inputs["state"], w_1.T)), w_2.T)
+        learned = torch.cat((self.weights.future, self.weights.positions))
         start = self.start.view(self.batch, self.tokens, -1)
-        start[:, 0] = token.to(start.dtype)
-        start[:, 1:] = torch.cat((self.weights.future, self.weights.positions)).to(start.dtype)
+        start[:, -len(learned) :] = learned.to(start.dtype)
+        if self.weights.state:
+            (w_1, b_1), (w_2, b_2) = self.weights.state
+            token = torch.addmm(b_2, torch.relu(torch.addmm(b_1, inputs["state"], w_1.T)), w_2.T)
+            start[:, 0] = token.to(start.dtype)
         self.run(inputs, None, outputs["actions"])
 
     def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:

@@ -93,8 +93,8 @@ class TowerWeights:
 
 
 class NativeTower:
-    """The vision program. Input `images` uint8 (B, V, H, W, 3); outputs `image_tokens` (B, I, W) and, of towers with it,
-    `deepstack` (n, B, I, W).
+    """The vision program. Input `images` uint8 (B, V, H, W, 3); outputs `image_tokens` (B, I, W) and, of towers with
+    it, `deepstack` (n, B, I, W).
     """
 
     def __init__(self, weights: TowerWeights, batch: int, layout: Layout, attention: str) -> None:

@@ -19,8 +19,8 @@ from vla_accel.transforms.normalisation import FAR, Range
 from vla_accel.transforms.observations import real_numbers
 
 
-def checked_noise(noise: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
-    """Return noise as float32 of `shape` (batch, horizon, action_dim). Raises ObservationError."""
+def checked_noise(noise: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return noise as float32 of `shape`, whose first axis is the batch. Raises ObservationError."""
     noise = real_numbers(noise, "noise")
     if noise.shape != shape:
         # `OptimizedPolicy.infer` added the batch's axis.

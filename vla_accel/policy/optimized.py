@@ -42,6 +42,7 @@ from vla_accel.policy.checks import (
 from vla_accel.policy.footprint import explained_if_too_large, memory_of
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
 from vla_accel.runtime import Runtime
+from vla_accel.transforms.history import HISTORY, History
 from vla_accel.transforms.observations import real_numbers
 
 if TYPE_CHECKING:
@@ -72,11 +73,13 @@ class OptimizedPolicy:
         self.name, self.family = checkpoint.name, checkpoint.family
         sizes = checkpoint.model.config
         self.action_shape: tuple[int, int] = (sizes.action_horizon, sizes.action_dim)
-        """Horizon and action dimensions of one row of the noise and of the normalized actions."""
+        """Horizon and action dimensions of the normalized actions."""
         self.schedule = self.family.schedule(sizes, config)
         self.warm_schedule = None if config.warm_start is None else self.schedule.from_start(config.warm_start)
         """The schedule of calls with a previous chunk, if it is another one (`PolicyConfig.warm_start`)."""
         self.num_steps = self.schedule.steps
+        self.noise_shape = self.family.noise_shape(sizes, self.num_steps)
+        """Shape of one row of the noise: usually that of the normalized actions."""
         rtc = self.family.chunking.resolve(sizes, config.rtc)
         refuse_unused_rtc(self.family, rtc)
         self.config = config = replace(config, num_steps=self.num_steps, rtc=rtc)
@@ -87,6 +90,9 @@ class OptimizedPolicy:
             checkpoint = replace(checkpoint, model=self.model)
         self.checkpoint = checkpoint
         self.processor = checkpoint.processor
+        moments = getattr(self.processor, HISTORY, 1)
+        keys = (*self.processor.preset.images, *self.processor.preset.state) if moments > 1 else ()
+        self._history = History(moments, keys) if moments > 1 else None
         self.ledger = Ledger(strict=config.strict)
         self.latency = latency.LatencyLog()
         check_engines(self.family, config)
@@ -159,6 +165,9 @@ class OptimizedPolicy:
     ) -> dict[str, Any]:
         """Compute one chunk of actions.
 
+        A policy that reads several observations (`history` in `metadata`) keeps those of `infer` and `observe` since
+        `reset`, unless an observation brings its own: images (k, H, W, 3) and a state (k, n), oldest first.
+
         With `prev_chunk` and `inference_delay` (real-time chunking) the new chunk begins with the previous chunk's next
         actions and leaves them gradually (`PolicyConfig.rtc`). With a delay of k or more it keeps all of them. With
         `PolicyConfig.warm_start`, every call with `prev_chunk` also starts from it; `inference_delay` may be absent.
@@ -166,8 +175,8 @@ class OptimizedPolicy:
         Args:
             observation: The keys of the robot's preset. For LIBERO: `observation/image` and `observation/wrist_image`
                 uint8 (224, 224, 3), `observation/state` (8,), `prompt` str.
-            noise: (horizon, action_dim); by default drawn from the policy's seeded generator. π0-FAST checks the shape
-                and ignores the values.
+            noise: `noise_shape`; by default drawn from the policy's seeded generator. π0-FAST and ACT
+                check the shape and ignore the values.
             prev_chunk: (k, 7), the actions of an earlier `infer` from the one due at this observation on; k at most
                 the horizon.
             inference_delay: How many of those actions will be executed before the new chunk is used.
@@ -179,12 +188,19 @@ class OptimizedPolicy:
         Raises ObservationError for bad input, EngineError for a result that is not finite, ActionError if the model's
         output is no chunk of actions.
         """
-        return self.infer_batch(
-            [observation],
-            noise=None if noise is None else real_numbers(noise, "noise")[None],
-            prev_chunks=[prev_chunk],
-            inference_delays=[inference_delay],
-        )[0]
+        with self._lock:
+            return self.infer_batch(
+                [observation if self._history is None else self._history.add(observation)],
+                noise=None if noise is None else real_numbers(noise, "noise")[None],
+                prev_chunks=[prev_chunk],
+                inference_delays=[inference_delay],
+            )[0]
+
+    def observe(self, observation: Mapping[str, Any]) -> None:
+        """Keep the observation of a control step without a call, for a policy that reads several of them."""
+        with self._lock:
+            if self._history is not None:
+                self._history.add(observation)
 
     @without_autocast()
     @torch.inference_mode()
@@ -198,8 +214,9 @@ class OptimizedPolicy:
     ) -> list[dict[str, Any]]:
         """Compute a chunk of actions for each of several independent observations in one pass.
 
-        `noise` is (batch, horizon, action_dim); `prev_chunks` and `inference_delays` have one entry, or None, for each
-        observation. Returns what `infer` returns, for each. Errors name the observation, as "observations[1]: …".
+        A policy that reads several observations requires the history of each one (`infer`). `noise` is
+        (batch, *noise_shape); `prev_chunks` and `inference_delays` have one entry, or None, for each observation.
+        Returns what `infer` returns, for each. Errors name the observation, as "observations[1]: …".
         """
         if isinstance(observations, (Mapping, str)):
             raise ObservationError(f"observations: expected a list of them, got one {type(observations).__name__}")
@@ -268,8 +285,10 @@ class OptimizedPolicy:
             return result, {name: tensor.to("cpu", torch.float32, copy=True).numpy() for name, tensor in kept.items()}
 
     def reset(self) -> None:
-        """Start an episode: reset the noise to the configured seed."""
+        """Start an episode: reset the noise to the configured seed, and forget earlier observations."""
         with self._lock:
+            if self._history is not None:
+                self._history.clear()
             self._noise.manual_seed(self.config.seed)
 
     @without_autocast()
@@ -301,7 +320,7 @@ class OptimizedPolicy:
                 if shape != ordinary:
                     self._pipeline(shape).rehearse()
             # Not `infer`: π0-FAST's answer to black images need not be a chunk of actions.
-            pipeline, feed = self._feed([self.processor.prepare(example)], np.zeros((1, *self.action_shape)), None)
+            pipeline, feed = self._feed([self.processor.prepare(example)], np.zeros((1, *self.noise_shape)), None)
             pipeline.start(feed.inputs)
             pipeline.finish(feed, self._noise)
         if left_out := [shape for shape in possible if shape not in wanted]:
@@ -348,6 +367,8 @@ class OptimizedPolicy:
             "model": self._described(),
             "action_horizon": self.action_shape[0],
             "action_dim": self.action_shape[1],
+            "noise_shape": list(self.noise_shape),
+            **({} if self._history is None else {HISTORY: self._history.count}),
             "image_size": getattr(self.processor, "image_size", None),
             "robot": None if preset is None else preset.described(),
             "max_delay": self.config.rtc.longest_delay(self.action_shape[0]),
@@ -389,6 +410,12 @@ class OptimizedPolicy:
         for index, one in enumerate(observations):
             with of_one(index, len(observations)):
                 seen.append(self.processor.observe(one))
+                if self._history is not None and not self._history.has(one):
+                    most = self._history.count
+                    raise ObservationError(
+                        f"observation: expected 1 to {most} images of each camera, (k, H, W, 3), oldest first, because "
+                        "a batch keeps no history, got one image"
+                    )
         cameras = {one.cameras for one in seen}
         if len(cameras) == 1 and self.pipelines.resizes(*cameras):
             return seen
@@ -412,7 +439,7 @@ class OptimizedPolicy:
         schedule: Schedule | None = None,
     ) -> tuple[Pipeline, Feed]:  # fmt: skip
         if noise is not None:
-            noise = checked_noise(noise, (len(inputs), *self.action_shape))
+            noise = checked_noise(noise, (len(inputs), *self.noise_shape))
         elif (fixed := self.family.noise(self.model.config)) is not None:
             noise = np.repeat(fixed[None], len(inputs), 0)
         pipeline = self._pipeline(self._shape(inputs, schedule))

@@ -19,8 +19,9 @@ import numpy as np
 
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.remote.delay import DelayEstimate
+from vla_accel.remote.ensemble import TemporalEnsemble
 from vla_accel.remote.inference import Inference, Job, copied
-from vla_accel.remote.metadata import max_delay, motion_dims, starts_warm, supports_prev_chunk
+from vla_accel.remote.metadata import history_of, max_delay, motion_dims, starts_warm, supports_prev_chunk
 from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 from vla_accel.remote.underrun import Choice, Underrun
 
@@ -82,9 +83,13 @@ class AsyncRunner:
             raises.
         real_time_chunking: None uses it if the policy supports it; True requires it; False disables it. A policy with
             `warm_start` gets the rest of the chunk in any case.
+        temporal_ensemble: c of ACT's ensembling (`remote.ensemble.TemporalEnsemble`); a new chunk then does not replace
+            earlier predictions of its moments, but is averaged with them. `replan_ticks=1` predicts each moment most
+            often. None: off.
 
     Raises:
-        ConfigError: an argument out of its range, or `real_time_chunking=True` for a policy that does not support it.
+        ConfigError: an argument out of its range, `real_time_chunking=True` for a policy that does not support it, or
+            both kinds of joining chunks.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class AsyncRunner:
         max_wait_s: float | None = None,
         underrun: Choice = "hold",
         real_time_chunking: bool | None = None,
+        temporal_ensemble: float | None = None,
     ) -> None:
         kind = type(policy).__name__
         if not callable(getattr(policy, "infer", None)):
@@ -110,9 +116,13 @@ class AsyncRunner:
         if real_time_chunking and not supported:
             raise ConfigError(f"real_time_chunking: expected a policy with supports_prev_chunk = True, got a {kind}")
         self.real_time_chunking = supported if real_time_chunking is None else real_time_chunking
+        self._ensemble = None if temporal_ensemble is None else TemporalEnsemble(temporal_ensemble)
+        if self._ensemble is not None and self.real_time_chunking:
+            raise ConfigError("temporal_ensemble: expected real_time_chunking=False with it, got both")
         self._warm = starts_warm(policy)
         self._delay = DelayEstimate(self._hz, max_delay(policy))
         self._inference = Inference(policy)
+        self._history = history_of(policy)
         self._tick, self._launched, self._started, self._closed = 0, 0, False, False
         self._width: int | None = None
         self._counts = {"chunks": 0, "underruns": 0, "late": 0, "stale": 0, "failures": 0}
@@ -147,6 +157,9 @@ class AsyncRunner:
         self._reset()  # the old chunk must not continue if this start fails
         if self._inference.busy and not self._inference.wait_until(end):
             raise EngineError(f"async runner: the last inference did not end within {timeout_s:g} s")
+        if self._history is not None:
+            self._history.clear()
+            observation = self._history.add(observation)
         for measured in (True,) if self._delay.measured else (False, True):
             self._reset()
             reset = getattr(self._policy, "reset", None)
@@ -178,6 +191,8 @@ class AsyncRunner:
         self._check_open()
         if not self._started:
             raise ConfigError("async runner: call start(observation) before step(observation)")
+        if self._history is not None:
+            observation = self._history.add(observation)
         try:
             self._advance(observation)
             waits = self._inference.busy and not len(self._remaining())
@@ -227,6 +242,8 @@ class AsyncRunner:
         self._inference.taken()
         self._started, self._missed = False, 0  # consecutive underruns
         self._actions, self._first = np.empty((0, 0)), 0  # the chunk; row 0 belongs to tick `first`
+        if self._ensemble is not None:
+            self._ensemble.clear()
         self._last: np.ndarray | None = None
         self._error: BaseException | None = None
         self._trace: Any = None
@@ -292,7 +309,8 @@ class AsyncRunner:
             text = "async runner: an inference took %d ticks, %d were announced: the chunks may not join smoothly"
             logger.warning(text, delay, done.delay)
         self._counts["chunks"] += 1
-        self._actions, self._first = done.actions, done.tick
+        self._first = done.tick
+        self._actions = done.actions if self._ensemble is None else self._ensemble.add(done.tick, done.actions)
 
     def _fail(self, error: BaseException | None) -> None:
         """Keep the error until no action is left, and pause before the next attempt."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from vla_accel.errors import ConfigError
 from vla_accel.remote import wire
+from vla_accel.transforms.history import HISTORY, History
 
 MAX_DELAY = "max_delay"
 """Metadata key: the longest `inference_delay` that the policy accepts; None for any. A checkpoint that was trained with
@@ -40,6 +41,11 @@ def max_delay(policy: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
+def history_of(policy: Any) -> History | None:
+    """An empty history of the policy's observations; None if it reads one."""
+    return History.of(_metadata(policy))
+
+
 def starts_warm(policy: Any) -> bool:
     """Whether the policy starts from previous chunks (`WARM_START`)."""
     return supports_prev_chunk(policy) and _metadata(policy).get(WARM_START) is not None
@@ -65,7 +71,7 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
 
 
 def _identity(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("policy", "action_dim", "action_horizon", MAX_DELAY, WARM_START, wire.REAL_TIME_CHUNKING)
+    keys = ("policy", "action_dim", "action_horizon", MAX_DELAY, WARM_START, HISTORY, wire.REAL_TIME_CHUNKING)
     robot = metadata.get(ROBOT)
     parts = {f"{ROBOT}.{key}": one for key, one in robot.items()} if isinstance(robot, Mapping) else {}
     return {key: metadata.get(key) for key in keys} | parts

@@ -23,6 +23,13 @@ def zero_or_more(value: Any, name: str) -> float:
     return float(value)
 
 
+def finite(value: Any, name: str) -> float:
+    """`value` as a float. Raises ConfigError unless it is a finite number."""
+    if not _is_a(numbers.Real, value) or not math.isfinite(value):
+        raise ConfigError(f"{name}: expected a finite number, got {value!r}")
+    return float(value)
+
+
 def at_least(least: int, value: Any, name: str) -> int:
     """`value` as an int. Raises ConfigError unless it is a whole number of `least` or more."""
     if not _is_a(numbers.Integral, value) or value < least:

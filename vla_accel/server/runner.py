@@ -16,9 +16,10 @@ from typing import Any
 
 from vla_accel.errors import ActionError, ConfigError, EngineError, ObservationError, VlaAccelError, WireError
 from vla_accel.remote import wire
-from vla_accel.remote.metadata import batches_prev_chunks, starts_warm, supports_prev_chunk
+from vla_accel.remote.metadata import batches_prev_chunks, history_of, starts_warm, supports_prev_chunk
 from vla_accel.server.limits import BatchLimits
 from vla_accel.server.requests import OPTIONS, Answer, Answers, Call, Request, parse, split_options
+from vla_accel.transforms.history import History
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -34,6 +35,7 @@ class LoadedPolicy:
         self.batches = hasattr(policy, "infer_batch")
         self.mixed = batches_prev_chunks(policy)
         self.warm_start = starts_warm(policy)
+        self.history = history_of(policy)
 
     def metadata_frame(self, names: list[str]) -> bytes:
         """The first frame of a connection. Raises WireError for metadata that cannot be sent."""
@@ -166,6 +168,8 @@ class Runner:
         call.total = len(observations) if several else 0
         policy = self._registry.get(name or call.policy)
         end = call.done + 1 + (spare if policy.batches else 0)
+        if policy.history is not None and not several:
+            observations = [self._with_history(policy.history, call, name, observations[0])]
         requests = []
         for place, observation in enumerate(observations[call.done : end], call.done):
             try:
@@ -176,6 +180,17 @@ class Runner:
                 raise _with_index(error, call, place) from None
             requests.append(Request(observation, options, policy, index, place))
         return requests
+
+    def _with_history(self, history: History, call: Call, name: str, observation: dict[str, Any]) -> dict[str, Any]:
+        """The observation with the last ones of its connection, unless it has its own history."""
+        history.clear()
+        for frame in () if history.has(observation) else call.earlier:
+            other, observations, several = parse(
+                frame, named=bool(self._registry.names), max_observations=self._limits.max_observations
+            )
+            if other == name and not several:
+                history.add(observations[0])
+        return dict(history.add(observation))
 
 
 def _answer(call: Call, requests: list[Request]) -> Answer:

@@ -47,6 +47,23 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
     return (255 * image).astype(np.uint8)
 
 
+def frames(image: Any, key: str, most: int) -> list[np.ndarray]:
+    """Return the images of a view, oldest first, as `to_uint8`: `most` of them, of fewer the oldest several times.
+
+    Args:
+        image: One image, or up to `most`, oldest first, along another first axis.
+        key: Named in errors.
+        most: The frames that the model reads.
+    """
+    if np.ndim(image) != 4:
+        return [to_uint8(image, key)] * most
+    if not 1 <= len(image) <= most:
+        some = "one image" if most == 1 else f"1 to {most} images"
+        raise ObservationError(f"{key}: expected {some}, got {len(image)}")
+    found = [to_uint8(one, key) for one in image]
+    return [found[0]] * (most - len(found)) + found
+
+
 def resize(image: np.ndarray, size: int, method: Resize, key: str = "image") -> np.ndarray:
     """Resize uint8 (H, W, 3) to (size, size, 3) with black bars; an image of that size is returned without a copy.
 

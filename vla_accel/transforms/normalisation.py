@@ -6,7 +6,7 @@ openpi and lerobot differ in how they avoid a division by zero.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,12 +111,14 @@ class Normaliser:
 
     The order of operations is openpi's: x == q01 must give exactly -1, the edge of the first state bin. For the same
     reason `single` rounds x to float32 first if the statistics are float32 (lerobot). "identity" has low 0 and span 1.
+    The last `unscaled` numbers stay as they are, and nothing is known of their range.
     """
 
     kind: NormKind
     low: np.ndarray
     span: np.ndarray
     single: bool = False
+    unscaled: int = 0
 
     @classmethod
     def of(cls, statistics: Statistics, kind: NormKind, name: str) -> Normaliser:
@@ -142,14 +144,22 @@ class Normaliser:
         """Return a scaling that leaves `count` numbers unchanged."""
         return cls("identity", np.zeros(count), np.ones(count))
 
+    def extended(self, count: int) -> Normaliser:
+        """Return the scaling of `count` more numbers, which stay as they are."""
+        low, span = (-1.0, 2.0) if self.kind == "quantile" else (0.0, 1.0)
+        lows, spans = (np.append(own, np.full(count, x)) for own, x in ((self.low, low), (self.span, span)))
+        return replace(self, low=lows, span=spans, unscaled=self.unscaled + count)
+
     @property
     def range(self) -> Range:
         """The expected range of each number before it is normalised; infinite without statistics."""
         if self.kind == "identity":
             return Range(np.full(len(self.low), -np.inf), np.full(len(self.low), np.inf), "no statistics")
-        if self.kind == "mean_std":
-            return Range.around(self.low, self.span)
-        return Range(self.low, self.low + self.span, "quantiles, or minimum and maximum")
+        found = Range(self.low, self.low + self.span, "quantiles, or minimum and maximum")
+        found = Range.around(self.low, self.span) if self.kind == "mean_std" else found
+        unknown = np.arange(len(self.low)) >= len(self.low) - self.unscaled
+        low, high = np.where(unknown, -np.inf, found.low), np.where(unknown, np.inf, found.high)
+        return Range(low, high, found.meaning)
 
     def cut(self, count: int, padded: int, name: str) -> Normaliser:
         """Return the scaling of the first `count` numbers: openpi computes some statistics after padding, to the
@@ -165,7 +175,7 @@ class Normaliser:
                 f"norm_stats.{name}: expected statistics that vary in at least one of {count} dimensions, got a span "
                 "of 0 in each"
             )
-        return Normaliser(self.kind, self.low[:count], self.span[:count], self.single)
+        return replace(self, low=self.low[:count], span=self.span[:count])
 
     def normalise(self, x: np.ndarray) -> np.ndarray:
         """Scale x (..., n) to float64 (..., n)."""

@@ -20,7 +20,7 @@ class Observed:
 
     Attributes:
         views: The images that the robot sent, by key, in the preset's order.
-        state: float64 (state_dim,), in the robot's units.
+        state: float64 (state_dim,), in the robot's units; with a history (k, state_dim), oldest first.
         prompt: The instruction, unchecked.
         images: uint8 (H, W, 3) each, checked and converted. An image that needed no conversion is the robot's own
             array or a view of it.
@@ -37,10 +37,20 @@ class Observed:
 
 
 class Reader:
-    """Reads observations by a preset."""
+    """Reads observations by a preset.
 
-    def __init__(self, preset: Preset, default_prompt: str | None = None) -> None:
-        self.preset, self.default_prompt = preset, default_prompt
+    Args:
+        preset: The robot's conventions.
+        default_prompt: Instruction for observations without one.
+        prompted: Whether the model reads an instruction. If not, observations need none, and one that is sent is
+            ignored.
+        history: The most states of an observation.
+    """
+
+    def __init__(
+        self, preset: Preset, default_prompt: str | None = None, *, prompted: bool = True, history: int = 1
+    ) -> None:
+        self.preset, self.default_prompt, self.prompted, self.history = preset, default_prompt, prompted, history
         self._known = (*preset.images, *preset.ignored_images, *preset.state, preset.prompt)
 
     def read(self, observation: Mapping[str, Any]) -> Observed:
@@ -52,10 +62,10 @@ class Reader:
         if not isinstance(observation, Mapping):
             raise ObservationError(f"observation: expected a mapping, got {type(observation).__name__}")
         preset = self.preset
-        views = {k: image for k in preset.images if (image := _find(observation, k)) is not _ABSENT}
-        states = [_find(observation, k) for k in preset.state]
+        views = {k: image for k in preset.images if (image := find(observation, k)) is not ABSENT}
+        states = [find(observation, k) for k in preset.state]
         prompt = self._prompt(observation)
-        if prompt is None or len(views) < len(preset.images) or any(s is _ABSENT for s in states):
+        if prompt is None or len(views) < len(preset.images) or any(s is ABSENT for s in states):
             self._refuse_missing(observation, views, prompt)
         if len(views) < len(preset.images):
             self._refuse_unknown_images(observation, views)
@@ -63,8 +73,10 @@ class Reader:
 
     def _prompt(self, observation: Mapping[str, Any]) -> Any:
         """The instruction, or the default one where the robot sends none."""
-        prompt = _find(observation, self.preset.prompt)
-        if prompt is not _ABSENT:
+        if not self.prompted:
+            return ""
+        prompt = find(observation, self.preset.prompt)
+        if prompt is not ABSENT:
             return prompt
         for key, text in unknown_prompts(observation, self.preset.prompt) if self.default_prompt is not None else ():
             if text != self.default_prompt:
@@ -79,8 +91,8 @@ class Reader:
         missing = [k for k in preset.images if k not in views and k not in preset.optional_images]
         if not views and not missing:
             missing.append(" or ".join(preset.images))
-        missing += [k for k in preset.state if _find(observation, k) is _ABSENT]
-        if prompt is None and _find(observation, preset.prompt) is _ABSENT:
+        missing += [k for k in preset.state if find(observation, k) is ABSENT]
+        if prompt is None and find(observation, preset.prompt) is ABSENT:
             missing.append(preset.prompt)
         if missing:
             found = ", ".join(map(str, observation)) or "nothing"
@@ -100,29 +112,31 @@ class Reader:
     def _state(self, values: list[Any]) -> np.ndarray:
         keys, count = self.preset.state, self.preset.state_dim
         parts = [real_numbers(v, k) for v, k in zip(values, keys, strict=True)]
-        name = " and ".join(keys)
-        if len(parts) > 1 and any(p.ndim > 1 for p in parts):
+        name, several = " and ".join(keys), self.history > 1 and all(p.ndim == 2 for p in parts)
+        axes = 2 if several else 1
+        if len(parts) > 1 and (any(p.ndim > axes for p in parts) or (several and len({len(p) for p in parts}) > 1)):
             shapes = ", ".join(str(p.shape) for p in parts)
             raise ObservationError(f"{name}: expected one axis each, got shapes {shapes}")
-        raw = parts[0] if len(parts) == 1 else np.concatenate([np.atleast_1d(p) for p in parts])
-        if raw.shape != (count,):
-            raise ObservationError(f"{name}: expected shape ({count},), got {raw.shape}")
+        raw = parts[0] if len(parts) == 1 else np.concatenate([np.atleast_1d(p) for p in parts], axis=-1)
+        if raw.shape[axes - 1 :] != (count,) or (several and not 1 <= len(raw) <= self.history):
+            rows = f" or (1 to {self.history}, {count})" if self.history > 1 else ""
+            raise ObservationError(f"{name}: expected shape ({count},){rows}, got {raw.shape}")
         return raw
 
 
-_ABSENT = object()
-"""Returned by `_find` for a missing key; None is a value."""
+ABSENT = object()
+"""Returned by `find` for a missing key; None is a value."""
 
 
-def _find(observation: Mapping[str, Any], key: str) -> Any:
+def find(observation: Mapping[str, Any], key: str) -> Any:
     """The value at a key, or at a path of keys joined by slashes."""
-    value = observation.get(key, _ABSENT)
-    if value is not _ABSENT or "/" not in key:
+    value = observation.get(key, ABSENT)
+    if value is not ABSENT or "/" not in key:
         return value
     value = observation
     for part in key.split("/"):
         if not isinstance(value, Mapping) or part not in value:
-            return _ABSENT
+            return ABSENT
         value = value[part]
     return value
 

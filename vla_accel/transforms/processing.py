@@ -57,50 +57,51 @@ class RobotTransforms:
     """One robot's transforms around a model: what all families share.
 
     Attributes:
-        tokenizer: Encodes prompts.
         state: Scales the robot's state.
         actions: Scales the robot's actions.
         action_dim: Numbers of the model's action.
-        max_token_len: Most tokens of a prompt.
-        default_prompt: Instruction for observations without one.
         preset: The robot's conventions.
     """
 
-    tokenizer: Tokenizer
     state: Any
     actions: Any
     action_dim: int
-    max_token_len: int
-    default_prompt: str | None = None
     preset: Preset = LIBERO
-    _prompts: dict[Any, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
     _reader: Reader = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_reader", Reader(self.preset, self.default_prompt))
+        object.__setattr__(self, "_reader", self._make_reader())
+
+    def _make_reader(self) -> Reader:
+        return Reader(self.preset, prompted=False)
 
     @property
     def image_shape(self) -> tuple[int, int]:
         """Height and width of an example's images."""
         raise NotImplementedError
 
-    def observe(self, observation: Mapping[str, Any]) -> Observed:
+    @property
+    def image_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Those of each camera of the preset."""
+        return (self.image_shape,) * len(self.preset.images)
+
+    def observe(self, observation: Mapping[str, Any]) -> Any:
         """Read and check an observation's images, state and keys. Raises ObservationError that names the key."""
         raise NotImplementedError
 
-    def resized(self, seen: Observed) -> Observed:
+    def resized(self, seen: Any) -> Any:
         """Resize the images to the model's size on the host."""
         return seen
 
-    def encode(self, seen: Observed) -> Inputs:
-        """Normalise the state and tokenize the prompt. Raises ObservationError that names the key."""
+    def encode(self, seen: Any) -> Any:
+        """Normalise the state, and tokenize the prompt if there is one. Raises ObservationError that names the key."""
         raise NotImplementedError
 
-    def prepare(self, observation: Mapping[str, Any]) -> Inputs:
+    def prepare(self, observation: Mapping[str, Any]) -> Any:
         """Check and convert an observation, its images resized on the host."""
         return self.encode(self.resized(self.observe(observation)))
 
-    def normalize_actions(self, actions: Any, inputs: Inputs, name: str = "prev_chunk") -> np.ndarray:
+    def normalize_actions(self, actions: Any, inputs: Any, name: str = "prev_chunk") -> np.ndarray:
         """Convert robot actions (k, robot's) to the model's, float32 (k, action_dim), padded with zeros.
 
         The inverse of `unnormalize_actions`. Deltas become relative to the state of `inputs`, even if the actions were
@@ -115,7 +116,7 @@ class RobotTransforms:
         """The ranges that the checkpoint's statistics give to the numbers of `before_scaling`, by name."""
         return {"state": self.state.range, "actions": self.actions.range}
 
-    def before_scaling(self, inputs: Inputs, actions: Any = None) -> dict[str, np.ndarray]:
+    def before_scaling(self, inputs: Any, actions: Any = None) -> dict[str, np.ndarray]:
         """Return `state` (1, n) and, with the robot's actions (k, robot's), `actions` (k, n), float64, in the units of
         the statistics."""
         found = {"state": self._model_state(inputs.raw_state)[None]}
@@ -126,29 +127,60 @@ class RobotTransforms:
         preset = self.preset
         # The middle of each range, so that a prompt with the state in it has its usual length.
         state = self.state_at(np.zeros(preset.state_dim))
-        images = {k: np.zeros((*self.image_shape, 3), np.uint8) for k in preset.images}
-        prompt = prompt or self.default_prompt or self.ordinary_prompt()
-        return {**images, **preset.split(state), preset.prompt: prompt}
+        shapes = zip(preset.images, self.image_shapes, strict=True)
+        images = {key: np.zeros((*shape, 3), np.uint8) for key, shape in shapes}
+        return {**images, **preset.split(state), **({} if prompt is None else {preset.prompt: prompt})}
 
     def state_at(self, normalised: np.ndarray) -> np.ndarray:
         """Return a robot's state (n,) with these normalised numbers (n,)."""
         raise NotImplementedError
 
-    def ordinary_prompt(self) -> str:
-        """Return an instruction for `example`."""
-        return _ORDINARY[0]
-
     def _model_state(self, raw: np.ndarray) -> np.ndarray:
         """The robot's state in the model's conventions, before normalisation."""
         return raw
 
-    def _model_actions(self, actions: Any, inputs: Inputs, name: str) -> np.ndarray:
+    def _model_actions(self, actions: Any, inputs: Any, name: str) -> np.ndarray:
         """Robot actions (k, robot's) in the model's conventions, before normalisation."""
         raise NotImplementedError
 
     def _padded_state(self, normalised: np.ndarray, size: int, raw: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
             return _padded(normalised, size, " and ".join(self.preset.state), "a state", raw)
+
+
+def _padded(values: np.ndarray, size: int, name: str, what: str, raw: np.ndarray) -> np.ndarray:
+    """Return values (..., n) as float32 (..., size), cut or padded with zeros."""
+    padded = np.zeros((*values.shape[:-1], size), np.float32)
+    padded[..., : values.shape[-1]] = values[..., :size]
+    if not np.isfinite(padded).all():
+        raise ObservationError(f"{name}: expected {what} in the checkpoint's range, got up to {abs(raw).max():g}")
+    return padded
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTransforms(RobotTransforms):
+    """Transforms of a model with an instruction.
+
+    Attributes:
+        tokenizer: Encodes prompts.
+        max_token_len: Most tokens of a prompt.
+        default_prompt: Instruction for observations without one.
+    """
+
+    tokenizer: Tokenizer
+    max_token_len: int
+    default_prompt: str | None = None
+    _prompts: dict[Any, np.ndarray] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def _make_reader(self) -> Reader:
+        return Reader(self.preset, self.default_prompt)
+
+    def example(self, prompt: str | None = None) -> dict[str, Any]:
+        return super().example(prompt or self.default_prompt or self.ordinary_prompt())
+
+    def ordinary_prompt(self) -> str:
+        """Return an instruction for `example`."""
+        return _ORDINARY[0]
 
     def _cached(self, key: Any, tokenize: Callable[[], np.ndarray]) -> np.ndarray:
         """Tokenize a prompt, or return its tokens of an earlier call."""
@@ -162,17 +194,59 @@ class RobotTransforms:
         return known
 
 
-def _padded(values: np.ndarray, size: int, name: str, what: str, raw: np.ndarray) -> np.ndarray:
-    """Return values (..., n) as float32 (..., size), cut or padded with zeros."""
-    padded = np.zeros((*values.shape[:-1], size), np.float32)
-    padded[..., : values.shape[-1]] = values[..., :size]
-    if not np.isfinite(padded).all():
-        raise ObservationError(f"{name}: expected {what} in the checkpoint's range, got up to {abs(raw).max():g}")
-    return padded
+@dataclass(frozen=True, kw_only=True)
+class ScalingTransforms(RobotTransforms):
+    """Transforms with one scaling of the state and one of the actions, in the preset's conventions."""
+
+    state: Normaliser
+    actions: Normaliser
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, count in (("state", self.preset.state_dim), ("actions", self.preset.action_dim)):
+            object.__setattr__(self, name, getattr(self, name).cut(count, self.action_dim, name))
+
+    def unnormalize_actions(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
+        """Convert the model's actions (H, action_dim) for the observation `inputs` to the robot's, float64."""
+        robot, preset = self.actions.restore(actions.astype(np.float64)), self.preset
+        deltas, grippers = list(preset.delta_actions), list(preset.gripper_dims)
+        if deltas:
+            robot[:, deltas] += self._model_state(inputs.raw_state)[deltas]
+        robot[:, list(preset.flipped)] *= -1.0
+        if preset.gripper == "aloha":
+            robot[:, grippers] = _aloha_gripper_command(robot[:, grippers])
+        return robot
+
+    def state_at(self, normalised: np.ndarray) -> np.ndarray:
+        """Return a robot's state with these normalised numbers (state_dim,) and half-open grippers."""
+        state = self.state.restore(normalised)
+        state[list(self.preset.flipped)] *= -1.0
+        state[list(self.preset.gripper_dims)] = 0.5
+        return state
+
+    def _model_state(self, raw: np.ndarray) -> np.ndarray:
+        state, grippers = raw.copy(), list(self.preset.gripper_dims)
+        state[..., list(self.preset.flipped)] *= -1.0
+        if self.preset.gripper == "aloha":
+            state[..., grippers] = _aloha_gripper_angle(state[..., grippers])
+        return state
+
+    def _model_actions(self, actions: Any, inputs: Any, name: str) -> np.ndarray:
+        preset = self.preset
+        robot = real_numbers(actions, name)
+        if robot.ndim != 2 or not len(robot) or robot.shape[1] != preset.action_dim:
+            raise ObservationError(f"{name}: expected shape (k, {preset.action_dim}), k at least 1, got {robot.shape}")
+        deltas, grippers = list(preset.delta_actions), list(preset.gripper_dims)
+        if preset.gripper == "aloha":
+            robot[:, grippers] = _aloha_gripper_output(robot[:, grippers])
+        robot[:, list(preset.flipped)] *= -1.0
+        if deltas:
+            robot[:, deltas] -= self._model_state(inputs.raw_state)[deltas]
+        return robot
 
 
 @dataclass(frozen=True, kw_only=True)
-class Processor(RobotTransforms):
+class Processor(ScalingTransforms, PromptTransforms):
     """openpi's and lerobot's transforms.
 
     openpi masks a missing view; dropping it is exact, so `Inputs.images` may have fewer views than the preset.
@@ -187,8 +261,6 @@ class Processor(RobotTransforms):
         pixels: Pixel values of the checkpoint's training; None for byte / 127.5 - 1 and black bars.
     """
 
-    state: Normaliser
-    actions: Normaliser
     image_size: int
     discrete_state: bool
     prompt_state_dim: int | None = None
@@ -199,8 +271,6 @@ class Processor(RobotTransforms):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, count in (("state", self.preset.state_dim), ("actions", self.preset.action_dim)):
-            object.__setattr__(self, name, getattr(self, name).cut(count, self.action_dim, name))
         scaled, cameras = 0 if self.pixels is None else len(self.pixels.cameras), len(self.preset.images)
         if scaled not in (0, cameras):
             raise ConfigError(f"preset: expected {scaled} cameras, whose images the checkpoint scales, got {cameras}")
@@ -241,24 +311,6 @@ class Processor(RobotTransforms):
             tokens = self._cached(key, lambda: self._tokenized(prompt, None, most))
         return Inputs(seen.images, tokens, state, seen.state, seen.cameras, seen.pixel_maps)
 
-    def unnormalize_actions(self, actions: np.ndarray, inputs: Inputs) -> np.ndarray:
-        """Convert the model's actions (H, action_dim) for the observation `inputs` to the robot's, float64."""
-        robot, preset = self.actions.restore(actions.astype(np.float64)), self.preset
-        deltas, grippers = list(preset.delta_actions), list(preset.gripper_dims)
-        if deltas:
-            robot[:, deltas] += self._model_state(inputs.raw_state)[deltas]
-        robot[:, list(preset.flipped)] *= -1.0
-        if preset.gripper == "aloha":
-            robot[:, grippers] = _aloha_gripper_command(robot[:, grippers])
-        return robot
-
-    def state_at(self, normalised: np.ndarray) -> np.ndarray:
-        """Return a robot's state with these normalised numbers (state_dim,) and half-open grippers."""
-        state = self.state.restore(normalised)
-        state[list(self.preset.flipped)] *= -1.0
-        state[list(self.preset.gripper_dims)] = 0.5
-        return state
-
     def ordinary_prompt(self, *preferred: str) -> str:
         """Return the first of `preferred` and of some ever shorter instructions that fits `max_token_len` with every
         state; the shortest if none does."""
@@ -278,26 +330,6 @@ class Processor(RobotTransforms):
             counts = [len(self._tokenized(prompt, state)) for state in states]
             known = self._counts[prompt] = min(counts), max(counts)
         return known
-
-    def _model_state(self, raw: np.ndarray) -> np.ndarray:
-        state, grippers = raw.copy(), list(self.preset.gripper_dims)
-        state[list(self.preset.flipped)] *= -1.0
-        if self.preset.gripper == "aloha":
-            state[grippers] = _aloha_gripper_angle(state[grippers])
-        return state
-
-    def _model_actions(self, actions: Any, inputs: Inputs, name: str) -> np.ndarray:
-        preset = self.preset
-        robot = real_numbers(actions, name)
-        if robot.ndim != 2 or not len(robot) or robot.shape[1] != preset.action_dim:
-            raise ObservationError(f"{name}: expected shape (k, {preset.action_dim}), k at least 1, got {robot.shape}")
-        deltas, grippers = list(preset.delta_actions), list(preset.gripper_dims)
-        if preset.gripper == "aloha":
-            robot[:, grippers] = _aloha_gripper_output(robot[:, grippers])
-        robot[:, list(preset.flipped)] *= -1.0
-        if deltas:
-            robot[:, deltas] -= self._model_state(inputs.raw_state)[deltas]
-        return robot
 
     def _tokenized(self, prompt: Any, state: np.ndarray | None, most: int = sys.maxsize) -> np.ndarray:
         """At most `most` tokens of a prompt, with the normalised state in it unless that is None."""

@@ -32,6 +32,7 @@ class Preset:
             slashes may also be a path into nested mappings.
         state: Keys whose values are joined to the state.
         state_dim: Numbers of the state.
+        state_dims: Numbers of each key of `state`; by default all but the first have one.
         action_dim: Numbers of the robot's action.
         prompt: Key of the instruction, or a path as for images.
         optional_images: Keys of `images` that may be missing; a missing view is masked.
@@ -63,6 +64,7 @@ class Preset:
     gripper_dims: tuple[int, ...] = ()
     discrete_state_input: bool | None = None
     resize: Resize = "antialias"
+    state_dims: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("images", "state"):
@@ -101,10 +103,9 @@ class Preset:
         }
 
     def split(self, state: np.ndarray) -> dict[str, np.ndarray]:
-        """Split a state (state_dim,) by its keys; all but the first hold one number (openpi's DROID: joints and
-        gripper)."""
-        first = len(state) - len(self.state) + 1
-        return dict(zip(self.state, np.split(state, range(first, len(state))), strict=True))
+        """Split a state (state_dim,) by its keys."""
+        sizes = self.state_dims or (len(state) - len(self.state) + 1, *[1] * (len(self.state) - 1))
+        return dict(zip(self.state, np.split(state, np.cumsum(sizes[:-1])), strict=True))
 
 
 LIBERO = Preset(

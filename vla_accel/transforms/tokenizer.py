@@ -257,7 +257,8 @@ def read_pieces(folder: Path) -> Any:
     try:
         vocabulary, added = (json.loads((folder / PIECES[at]).read_text("utf-8")) for at in (0, 2))
         lines = (folder / PIECES[1]).read_text("utf-8").split("\n")
-        merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+        pairs = (line.split(" ") for line in lines if line and not line.startswith("#version"))
+        merges = [(first, second) for first, second in pairs]
         tokenizer = HubTokenizer(models.BPE(vocabulary, merges))
     # The library raises nothing narrower.
     except Exception as error:
@@ -268,8 +269,8 @@ def read_pieces(folder: Path) -> Any:
     names = sorted(added, key=added.__getitem__)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     if wrong := [name for name in names if tokenizer.token_to_id(name) != added[name]]:
-        raise CheckpointError(f"tokenizer {folder}: expected tokens that follow the {len(vocabulary)} words, got {wrong[0]}"
-                              f" as {added[wrong[0]]}")  # fmt: skip
+        got = f"{wrong[0]} as {added[wrong[0]]}"
+        raise CheckpointError(f"tokenizer {folder}: expected tokens after the {len(vocabulary)} words, got {got}")
     return tokenizer
 
 

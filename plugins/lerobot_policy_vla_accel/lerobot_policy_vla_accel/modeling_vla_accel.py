@@ -24,6 +24,7 @@ from vla_accel.config import RtcConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.loading import Checkpoint
 from vla_accel.policy import OptimizedPolicy
+from vla_accel.transforms.history import HISTORY, History
 
 _log = logging.getLogger("vla_accel.lerobot")
 
@@ -100,7 +101,22 @@ class VlaAccelPolicy(PreTrainedPolicy):
         `lerobot-rollout` asks for it, for one row: `prev_chunk_left_over` (k, n) what an earlier call returned and has
         not been executed, `inference_delay` how many of it will be. lerobot fills it up with rows of zeros, which are
         taken off. `rtc_config.enabled: false` ignores both, as in lerobot."""
-        rows = observations(batch, self.preset)
+        return self._predict(self._rows(batch), noise, inference_delay, prev_chunk_left_over)
+
+    def _rows(self, batch: dict[str, Tensor]) -> list[Any]:
+        """The observations of a batch, with the history of each row if the policy reads several."""
+        rows: list[Any] = observations(batch, self.preset)
+        moments = getattr(self.engine.processor, HISTORY, 1)
+        if moments == 1:
+            return rows
+        if len(self._histories) != len(rows):
+            self._histories = [History(moments, (*self.preset.images, *self.preset.state)) for _ in rows]
+        return [history.add(row) for history, row in zip(self._histories, rows, strict=True)]
+
+    def _predict(
+        self, rows: list[Any], noise: Tensor | None, inference_delay: int | None = None,
+        prev_chunk_left_over: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         left = None if prev_chunk_left_over is None else _without_padding(prev_chunk_left_over.cpu().numpy())
         guided = left is not None and len(left) > 0 and self._rtc_enabled is not False
         results = self.engine.infer_batch(
@@ -128,14 +144,16 @@ class VlaAccelPolicy(PreTrainedPolicy):
                 f"policy.config: expected no warm_start for actions one by one, got {start}; "
                 "run lerobot-rollout --inference.type=rtc, which passes previous chunks"
             )
+        rows = self._rows(batch)  # also of the steps without a call
         if not self._queue:
-            chunk = self.predict_action_chunk(batch, noise=noise)
+            chunk = self._predict(rows, noise)
             self._queue.extend(chunk.transpose(0, 1)[: self._executed])
         return self._queue.popleft()
 
     def reset(self) -> None:
-        """Start an episode: no action is left over, and the noise begins anew."""
+        """Start an episode: no action and no observation is left over, and the noise begins anew."""
         self._queue: deque[Tensor] = deque()
+        self._histories: list[History] = []
         self.engine.reset()
 
     # -- real-time chunking ---------------------------------------------------------------------------------------

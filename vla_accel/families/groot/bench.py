@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,7 +37,9 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
     drawn = DrawnDit
     sweep = (4, 2, 1)
     quantised = ("native_fp8",)
-    aliases = {"native_fp8": "native_fp8_denoise"}
+    aliases: ClassVar = {"native_fp8": "native_fp8_denoise"}
+
+    family: GrootFamily
 
     def __init__(self, family: GrootFamily, size: Callable[..., GrootConfig], *baselines: str) -> None:
         self.family, self.sizes, self.baselines = family, {size.__name__: size}, baselines

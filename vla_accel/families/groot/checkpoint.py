@@ -27,7 +27,7 @@ from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.groot.head import HeadConfig
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
-from vla_accel.families.groot.releases import N15, N16, N17, Release, prefix_of
+from vla_accel.families.groot.releases import N15, N16, N17, Release, prefix_of, release_of
 from vla_accel.families.groot.settings import check_config
 from vla_accel.nn.eagle_vision import EagleVisionConfig
 from vla_accel.nn.qwen_language import Arrangement, QwenConfig
@@ -150,17 +150,22 @@ class _Stored:
 
 
 def infer_config(
-    shapes: Mapping[str, tuple[int, ...]], release: Release, stated: Mapping[str, Any], arrangement: Arrangement,
-    where: str,
-) -> GrootConfig:  # fmt: skip
+    shapes: Mapping[str, tuple[int, ...]], stated: Mapping[str, Any], where: str, arrangement: Arrangement | None = None
+) -> GrootConfig:
     """Return the architecture of stored weights, checked against Isaac-GR00T's config.json (`stated`, may be empty).
 
     Sizes that no shape shows are as stated, or as published: widths of heads, language layers in use, denoising steps.
 
+    Args:
+        shapes: Of the stored tensors.
+        stated: The settings, in one level.
+        where: The folder, for errors.
+        arrangement: Where images are in a prompt; None for that of the published tokenizer.
+
     Raises:
         CheckpointError: A tensor is missing, or weights and config.json contradict each other.
     """
-    stored = _Stored(shapes, prefix_of(shapes) or "", stated, where)
+    stored, release = _Stored(shapes, prefix_of(shapes) or "", stated, where), release_of(shapes) or N17
     check_config(stated, f"checkpoint {where}", release)
     published = _PUBLISHED[release]
     try:
@@ -168,7 +173,7 @@ def infer_config(
             vision=_vision(stored, release),
             language=_language(stored, published.language, release),
             head=_head(stored, published.head),
-            arrangement=arrangement,
+            arrangement=arrangement or published.arrangement,
             action_dim=stored(_HEAD + "action_encoder.W1.W", 3)[1],
             state_dim=stored(_HEAD + "state_encoder.layer1.W", 3)[1],
             action_horizon=stored.size("action_horizon", published.action_horizon),

@@ -18,7 +18,7 @@ from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.folder import load_folder
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, overlap_weights
-from vla_accel.families.groot.releases import N15, N16, N17, RELEASES, Release, model_type, prefix_of, release_of
+from vla_accel.families.groot.releases import N15, N16, N17, RELEASES, Release, model_type, release_of
 from vla_accel.families.groot.transforms import GrootProcessor
 from vla_accel.families.prompted import TextFamily
 from vla_accel.families.qwen import LayoutShape
@@ -83,9 +83,9 @@ class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
         if is_lerobot_config(content):
-            return content["type"] == "groot" and (release_of(content, shapes) or N17) is self.release
-        ours = prefix_of(shapes) is not None or model_type(content) in self.release.kinds
-        return ours and release_of(content, shapes) is self.release
+            return content["type"] == "groot" and (release_of(shapes, content) or N17) is self.release
+        kind = model_type(content)
+        return kind in self.release.kinds if kind else release_of(shapes) is self.release
 
     def hint(self, folder: Path) -> str | None:
         path = folder / "config.json"

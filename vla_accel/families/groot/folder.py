@@ -18,7 +18,7 @@ from vla_accel.errors import CheckpointError
 from vla_accel.families.groot.checkpoint import infer_config, load_groot
 from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.network import Groot
-from vla_accel.families.groot.releases import LIBERO_TAGS, N15, N17, Release
+from vla_accel.families.groot.releases import LIBERO_TAGS, N15, N17, Release, release_of
 from vla_accel.families.groot.robot import (
     Robot,
     chosen_embodiment,
@@ -53,6 +53,10 @@ def load_folder(release: Release, folder: Path, settings: PolicyConfig) -> tuple
     overrides, weights = settings.checkpoint, SafetensorsWeights(folder)
     lora, described = adapter_of(folder, settings)
     content, wanted = read_json(described / "config.json"), overrides.embodiment
+    if (other := release_of(weights.shapes)) not in (None, release):
+        raise CheckpointError(
+            f"checkpoint {folder}: expected the weights of {release.title}, got those of {other.title}"
+        )
     hub, renamed, features = release.tokenizer, {}, ()
     if is_lerobot(described):
         read_settings(described / "config.json", ("groot",))
@@ -71,7 +75,7 @@ def load_folder(release: Release, folder: Path, settings: PolicyConfig) -> tuple
         warn_of_contradictions({"action_horizon": overrides.action_horizon}, stated)
         stated = {**stated, "action_horizon": overrides.action_horizon}
     tokenizer = load_line_tokenizer(described, overrides.tokenizer, hub, apart=release is not N17)
-    config = infer_config(weights.shapes, release, stated, release.prompt.arrangement(tokenizer), str(folder))
+    config = infer_config(weights.shapes, stated, str(folder), release.prompt.arrangement(tokenizer))
     if overrides.max_token_len is not None:
         config = dataclasses.replace(config, max_token_len=overrides.max_token_len)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)

@@ -75,15 +75,15 @@ class Cropping:
         return _resized(_middle(image, height, width), self.target)
 
     def _bilinear(self, image: np.ndarray) -> np.ndarray:
-        whole, kept = image, self.crop
-        if isinstance(kept, float):  # a share of the camera's own pixels
-            kept = int(image.shape[0] * kept), int(image.shape[1] * kept)
+        crop = self.crop
+        if not isinstance(crop, tuple):  # a share of the camera's own pixels
+            height, width = (int(n * crop) for n in image.shape[:2])
         else:
-            whole = _resized(image, self.target, "bilinear")
+            image, (height, width) = _resized(image, self.target, "bilinear"), crop
         # torchvision rounds half a pixel to even, lerobot rounds it down.
-        top, left = (round((n - size) / 2) for n, size in zip(whole.shape[:2], kept, strict=True))
-        middle = whole[top : top + kept[0], left : left + kept[1]]
-        return _resized(middle, self.target, "bilinear", fractions=isinstance(self.crop, float))
+        top, left = round((image.shape[0] - height) / 2), round((image.shape[1] - width) / 2)
+        middle = image[top : top + height, left : left + width]
+        return _resized(middle, self.target, "bilinear", fractions=not isinstance(crop, tuple))
 
 
 def whole_tokens(height: int, width: int, unit: int, pixels: tuple[int, int] | None = None) -> tuple[int, int]:

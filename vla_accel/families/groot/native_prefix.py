@@ -79,8 +79,9 @@ class NativeReader:
         def buffer(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=language.x.dtype, device=device)
 
-        every = {"text": places.text, "image": places.image, "all": torch.cat((places.image, places.text))}
-        self.placed = {source: every[source] for source in head.sources}
+        joint = torch.cat((places.image, places.text))
+        every: dict[Source, Tensor] = {"text": places.text, "image": places.image, "all": joint}
+        self.placed: dict[Source, Tensor] = {source: every[source] for source in head.sources}
         self.taken = {source: buffer(batch, len(at), config.width) for source, at in self.placed.items()}
         self.joined = {s: buffer(batch * len(at), len(weights.keys_values[s].weight)) for s, at in self.placed.items()}
         self.shape = (2, head.heads, head.head_dim)

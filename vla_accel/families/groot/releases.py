@@ -184,19 +184,17 @@ def prefix_of(names: Iterable[str]) -> str | None:
     return next((prefix for prefix in ("", LEROBOT) if prefix + _SIGN in known), None)
 
 
-def release_of(content: Mapping[str, Any], shapes: Mapping[str, object]) -> Release | None:
-    """Return the release of a checkpoint, by its tensors, else by its config.json; None if it is no known one's."""
-    kind, prefix = model_type(content), prefix_of(shapes)
-    for release in RELEASES:
-        start = (prefix or "") + release.language
-        if prefix is not None and any(name.startswith(start) for name in shapes):
+def release_of(names: Iterable[str], content: Mapping[str, Any] | None = None) -> Release | None:
+    """Return the release of a checkpoint, by its tensors' names, else by the base in lerobot's config.json; None if
+    neither shows it."""
+    known = list(names)
+    prefix = prefix_of(known)
+    for release in RELEASES if prefix is not None else ():
+        if any(name.startswith(f"{prefix}{release.language}") for name in known):
             return release
-    if kind:
-        return next((release for release in RELEASES if kind in release.kinds), None)
-    for key in ("base_model_path", "model_name"):
-        if match := re.search(r"gr00t.n1[._d]?([5-7])(?!\d)", str(content.get(key)).lower()):
-            return next(release for release in RELEASES if release.name == f"N1.{match[1]}")
-    return None
+    base = str((content or {}).get("base_model_path")).lower()
+    match = re.search(r"gr00t.n1[._d]?([5-7])(?!\d)", base)
+    return next((release for release in RELEASES if match and release.name == f"N1.{match[1]}"), None)
 
 
 def model_type(content: Mapping[str, Any]) -> str:

@@ -38,9 +38,9 @@ _TRAINING = neutral(
 CONFIG = (
     read(
         "model_type select_layer action_horizon num_inference_timesteps num_timestep_buckets "
-        "attend_text_every_n_blocks use_alternate_vl_dit rtc_ramp_rate max_state_dim max_action_dim hidden_size input_embedding_dim "
-        "backbone_embedding_dim max_seq_len max_num_embodiments diffusion_model_cfg vl_self_attention_cfg "
-        "use_vl_self_attention"
+        "attend_text_every_n_blocks use_alternate_vl_dit rtc_ramp_rate max_state_dim max_action_dim hidden_size "
+        "input_embedding_dim backbone_embedding_dim max_seq_len max_num_embodiments diffusion_model_cfg "
+        "vl_self_attention_cfg use_vl_self_attention"
     ),
     _TRANSFORMERS_OWN,
     neutral(

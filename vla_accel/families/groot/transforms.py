@@ -16,9 +16,9 @@ from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.modalities import Groups
 from vla_accel.families.groot.releases import Prompt
 from vla_accel.nn.qwen_language import Arrangement
-from vla_accel.transforms.images import to_uint8
+from vla_accel.transforms.images import frames
 from vla_accel.transforms.observations import Observed, real_numbers
-from vla_accel.transforms.processing import Inputs, RobotTransforms
+from vla_accel.transforms.processing import Inputs, PromptTransforms
 from vla_accel.transforms.tokenizer import checked_length
 
 EMPTY_PROMPT = "Perform the task."
@@ -26,7 +26,7 @@ EMPTY_PROMPT = "Perform the task."
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrootProcessor(RobotTransforms):
+class GrootProcessor(PromptTransforms):
     """One embodiment's transforms. A missing view is left out.
 
     Attributes:
@@ -71,7 +71,7 @@ class GrootProcessor(RobotTransforms):
 
     def observe(self, observation: Mapping[str, Any]) -> Observed:
         seen = self._reader.read(observation)
-        views = [self._history(image, key) for key, image in seen.views.items()]
+        views = [frames(image, key, self.frames) for key, image in seen.views.items()]
         # All views of a moment, then those of the next one.
         images = tuple(self.cropping(view[frame]) for frame in range(self.frames) for view in views)
         sizes = {image.shape[:2] for image in images}
@@ -110,16 +110,6 @@ class GrootProcessor(RobotTransforms):
         if self.gripper:
             robot[:, -1] = (1.0 - np.sign(robot[:, -1])) / 2.0
         return self.actions.before_scaling(robot, self.state.split(inputs.raw_state))
-
-    def _history(self, image: Any, key: str) -> list[np.ndarray]:
-        """Return a view's images, oldest first, `frames` of them."""
-        if np.ndim(image) != 4:
-            return [to_uint8(image, key)] * self.frames
-        if not 1 <= len(image) <= self.frames:
-            some = "one image" if self.frames == 1 else f"1 to {self.frames} images"
-            raise ObservationError(f"{key}: expected {some}, got {len(image)}")
-        found = [to_uint8(one, key) for one in image]
-        return [found[0]] * (self.frames - len(found)) + found
 
     def _tokenized(self, prompt: str, images: int) -> np.ndarray:
         key, text = self.preset.prompt, prompt or EMPTY_PROMPT

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vla_accel.errors import DependencyError
 from vla_accel.families.bench import BenchCard, Infer, libero, libero_observation
-from vla_accel.families.qwen_bench import IMAGE, PieceTokenizer, qwen_ids, qwen_patches
+from vla_accel.families.qwen_bench import IMAGE, QueryTokenizer, qwen_ids, qwen_patches
 from vla_accel.families.vla_jepa.family import VLA_JEPA
 from vla_accel.families.vla_jepa.network import VlaJepaConfig, vla_jepa
 from vla_accel.families.vla_jepa.transforms import VlaJepaProcessor
@@ -35,17 +35,6 @@ _TEMPLATE = (
 )
 _TEXT = 40
 """Words of the prompt with an instruction such as the dummy's."""
-
-
-class _Tokenizer(PieceTokenizer):
-    """Gives the token whose outputs are read a number that no other has, 0."""
-
-    def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        found: list[int] = []
-        for index, part in enumerate(text.split(_EMBODIED)):
-            found += [0] * (index > 0)
-            found += [max(1, token) for token in super().encode(part, add_bos=add_bos)]
-        return found
 
 
 class VlaJepaBench(BenchCard[VlaJepaConfig, Inputs]):
@@ -67,7 +56,7 @@ class VlaJepaBench(BenchCard[VlaJepaConfig, Inputs]):
         return vla_jepa() if horizon is None else vla_jepa(action_horizon=horizon)
 
     def dummy(self, config: VlaJepaConfig, views: int) -> VlaJepaProcessor:
-        tokenizer = _Tokenizer(config.language.vocab_size)
+        tokenizer = QueryTokenizer(config.language.vocab_size, _EMBODIED)
         template = _TEMPLATE.replace("{actions}", _ACTIONS).replace("{e_actions}", _EMBODIED * config.condition)
         return VlaJepaProcessor(
             tokenizer=tokenizer, state=Normaliser.identity(LIBERO.state_dim),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,102 @@ from vla_accel.families.qwen import TOKENIZER
 from vla_accel.families.vla_jepa.network import Size, VlaJepa, VlaJepaConfig
 from vla_accel.families.vla_jepa.transforms import Gripper, VlaJepaProcessor
 from vla_accel.nn.dit import DitConfig
+from vla_accel.nn.qwen_language import QwenConfig
+from vla_accel.nn.qwen_vision import QwenVisionConfig
 from vla_accel.transforms.tokenizer import LineTokenizer, Tokenizer, load_line_tokenizer
 
-_QWEN = "model.qwen.model."
-_VISION, _LANGUAGE = _QWEN + "model.visual.", _QWEN + "model.language_model."
-_HEAD, _TRANSFORMER = "model.action_model.", "model.action_model.model."
-SIGNS = (_HEAD + "future_tokens.weight", _VISION + "pos_embed.weight")
+
+@dataclass(frozen=True)
+class StoredNames:
+    """Tensor names of Qwen3-VL and of the transformer, by their prefixes."""
+
+    qwen: str
+    action: str
+
+    @property
+    def vision(self) -> str:
+        return self.qwen + "model.visual."
+
+    @property
+    def language(self) -> str:
+        return self.qwen + "model.language_model."
+
+    @property
+    def tables(self) -> tuple[str, str]:
+        """The token table under two names; files have one or both."""
+        return self.language + "embed_tokens.weight", self.qwen + "lm_head.weight"
+
+    @property
+    def dead(self) -> tuple[str, ...]:
+        """Tensors that nothing reads: the transformer reads the input of the last norm."""
+        return (*self.tables, self.language + "norm.weight")
+
+    def table(self, shapes: Mapping[str, object]) -> str:
+        """The name of the token table in a file."""
+        return next((name for name in self.tables if name in shapes), self.tables[0])
+
+    def pieces(self, name: str, config: VlaJepaConfig) -> tuple[Piece, ...]:
+        """Return the stored tensors that make up one canonical tensor, in order along its first axis."""
+        part, _, rest = name.partition(".")
+        if part == "embed":
+            return (Piece(self.tables[0]),)
+        if part == "vision":
+            return vision_pieces(rest, self.vision)
+        if part == "language":
+            return language_pieces(rest, self.language, config.language)
+        if rest.startswith("layers."):
+            return transformer_pieces(rest, self.action + "model.", config.head.width)
+        if rest in _TABLES:
+            return (Piece(f"{self.action}{_TABLES[rest]}.weight"),)
+        module, _, leaf = rest.partition(".")
+        stored = _PROJECTIONS.get(module) or f"model.{TRANSFORMER[module]}"
+        return (Piece(f"{self.action}{stored}.{leaf}"),)
+
+    def backbone(self, shapes: Shapes, path: Path) -> tuple[QwenVisionConfig, QwenConfig]:
+        """Return the sizes of Qwen3-VL. Raises CheckpointError."""
+        shape = shapes_by_name(shapes, "", str(path.parent))
+        layers = self._depth(shapes, self.language + "layers.")
+        try:
+            vision = vision_config(shape, lambda start: self._depth(shapes, start), self.vision)
+            return vision, language_config(shape, self.language, self.table(shapes), depth=layers)
+        except ConfigError as error:
+            raise CheckpointError(f"checkpoint {path.parent}: {error}") from error
+
+    def head(self, shapes: Shapes, head_dim: int, buckets: int, path: Path, *, state: bool = True) -> DitConfig:
+        """Return the sizes of the transformer. Raises CheckpointError."""
+        shape, inside = shapes_by_name(shapes, "", str(path.parent)), self.action + "model."
+        first, width = inside + "transformer_blocks.0.", shape(inside + "proj_out_1.weight", 2)[1]
+        try:
+            return DitConfig(
+                vl_width=shape(first + "attn1.to_k.weight", 2)[1], width=width,
+                depth=self._depth(shapes, inside + "transformer_blocks."), heads=width // head_dim, head_dim=head_dim,
+                mlp_dim=shape(first + "ff.net.0.proj.weight", 2)[0],
+                hidden=shape(inside + "proj_out_2.weight", 2)[0], text_every=0, state=state,
+                future=shape(self.action + "future_tokens.weight", 2)[0],
+                longest_chunk=shape(self.action + "position_embedding.weight", 2)[0], buckets=buckets,
+            )  # fmt: skip
+        except ConfigError as error:
+            raise CheckpointError(f"checkpoint {path.parent}: {error}") from error
+
+    def action_dim(self, shapes: Shapes, path: Path) -> int:
+        """Return the numbers of an action."""
+        return shapes_by_name(shapes, "", str(path.parent))(self.action + "action_encoder.layer1.weight", 2)[1]
+
+    @staticmethod
+    def _depth(shapes: Shapes, start: str) -> int:
+        return 1 + max((layer_of(name, start) for name in shapes), default=-1)
+
+
+NAMES = StoredNames("model.qwen.model.", "model.action_model.")
+SIGNS = (NAMES.action + "future_tokens.weight", NAMES.vision + "pos_embed.weight")
 """Two tensors that no other model has."""
-# One table under two names; files have one or both.
-_EMBEDDINGS = (_LANGUAGE + "embed_tokens.weight", _QWEN + "lm_head.weight")
 _WORLD_MODEL = ("model.video_encoder.", "model.video_predictor.")
 _PROJECTIONS = {
     "state_in": "state_encoder.layer1", "state_out": "state_encoder.layer2", "action_in": "action_encoder.layer1",
     "action_mix": "action_encoder.layer2", "action_out": "action_encoder.layer3", "decode_in": "action_decoder.layer1",
     "decode_out": "action_decoder.layer2",
 }  # fmt: skip
+_TABLES = {"action_positions": "position_embedding", "future": "future_tokens"}
 _HEADS = {"DiT-B": 64, "DiT-L": 48, "DiT-test": 8}
 """Width of the transformer's heads, by lerobot's `action_model_type`."""
 
@@ -73,30 +155,10 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[VlaJepa, VlaJepaP
         binarize=_gripper(saved, BINARIZE, path),
     )
     model = VlaJepa.empty(config)
-    recipe = {name: pieces(name, config) for name in model.state_dict()}
-    table = next((e for e in _EMBEDDINGS if e in weights.shapes), _EMBEDDINGS[0])
-    recipe["embed.weight"] = (Piece(table),)
-    dead = [*_EMBEDDINGS, _LANGUAGE + "norm.weight", *(n for n in weights.shapes if n.startswith(_WORLD_MODEL))]
+    recipe = {name: NAMES.pieces(name, config) for name in model.state_dict()}
+    recipe["embed.weight"] = (Piece(NAMES.table(weights.shapes)),)
+    dead = [*NAMES.dead, *(n for n in weights.shapes if n.startswith(_WORLD_MODEL))]
     return fitted(model, weights, recipe, str(folder), "VLA-JEPA", dead), processor
-
-
-def pieces(name: str, config: VlaJepaConfig) -> tuple[Piece, ...]:
-    """Return lerobot's tensors that make up one canonical tensor, in order along its first axis."""
-    part, _, rest = name.partition(".")
-    if part == "embed":
-        return (Piece(_EMBEDDINGS[0]),)
-    if part == "vision":
-        return vision_pieces(rest, _VISION)
-    if part == "language":
-        return language_pieces(rest, _LANGUAGE, config.language)
-    if rest.startswith("layers."):
-        return transformer_pieces(rest, _TRANSFORMER, config.head.width)
-    if rest in ("action_positions", "future"):
-        return (Piece(_HEAD + {"action_positions": "position_embedding", "future": "future_tokens"}[rest] + ".weight"),)
-    module, _, leaf = rest.partition(".")
-    if module in _PROJECTIONS:
-        return (Piece(f"{_HEAD}{_PROJECTIONS[module]}.{leaf}"),)
-    return (Piece(f"{_TRANSFORMER}{TRANSFORMER[module]}.{leaf}"),)
 
 
 def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> VlaJepaConfig:
@@ -107,42 +169,21 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> VlaJep
     """
     where = str(path.parent)
     shape = shapes_by_name(shapes, "", where)
-
-    def depth(start: str) -> int:
-        return 1 + max((layer_of(name, start) for name in shapes), default=-1)
-
     kind, steps = content.get("action_model_type"), size_of(content, "num_inference_timesteps", path, 4)
     if kind not in _HEADS or steps > MOST_STEPS:
         expected = f"action_model_type {' or '.join(_HEADS)} and at most {MOST_STEPS} num_inference_timesteps"
         raise CheckpointError(f"{path}: expected {expected}, got {kind!r:.60} and {steps}")
-    width, table = (
-        shape(_TRANSFORMER + "proj_out_1.weight", 2)[1],
-        next((e for e in _EMBEDDINGS if e in shapes), _EMBEDDINGS[0]),
-    )
     head_dim = size_of(content, "action_attention_head_dim", path, _HEADS[kind])
-    first = _TRANSFORMER + "transformer_blocks.0."
+    vision, language = NAMES.backbone(shapes, path)
     try:
-        language = language_config(shape, _LANGUAGE, table, depth=depth(_LANGUAGE + "layers."))
         config = VlaJepaConfig(
-            vision=vision_config(shape, depth, _VISION),
+            vision=vision,
             language=language,
-            head=DitConfig(
-                vl_width=shape(first + "attn1.to_k.weight", 2)[1],
-                width=width,
-                depth=depth(_TRANSFORMER + "transformer_blocks."),
-                heads=width // head_dim,
-                head_dim=head_dim,
-                mlp_dim=shape(first + "ff.net.0.proj.weight", 2)[0],
-                hidden=shape(_TRANSFORMER + "proj_out_2.weight", 2)[0],
-                text_every=0,
-                future=shape(SIGNS[0], 2)[0],
-                longest_chunk=shape(_HEAD + "position_embedding.weight", 2)[0],
-                buckets=size_of(content, "action_num_timestep_buckets", path, 1000),
-            ),
+            head=NAMES.head(shapes, head_dim, size_of(content, "action_num_timestep_buckets", path, 1000), path),
             condition=size_of(content, "num_embodied_action_tokens_per_instruction", path),
             resize=_image_size(content, path),
-            action_dim=shape(_HEAD + "action_encoder.layer1.weight", 2)[1],
-            state_dim=shape(_HEAD + "state_encoder.layer1.weight", 2)[1],
+            action_dim=NAMES.action_dim(shapes, path),
+            state_dim=shape(NAMES.action + "state_encoder.layer1.weight", 2)[1],
             action_horizon=size_of(content, "chunk_size", path),
             num_steps=steps,
         )

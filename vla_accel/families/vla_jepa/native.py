@@ -58,15 +58,18 @@ class NativeReader:
         stack, config = self.language.stack, weights.config
         self.detail = f"fused ops, {stack.kind}, {stack.detail}"
         self.first = torch.arange(batch, device=stack.x.device)[:, None] * layout.tokens
-        self.joined = stack.x.new_empty(batch * config.condition, len(weights.keys_values.weight))
+        self.count = config.condition or layout.tokens
+        self.joined = stack.x.new_empty(batch * self.count, len(weights.keys_values.weight))
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         config, language = self.weights.config, self.language
         with language.chain:
-            language.run(inputs)
-        rows = condition_rows(config.condition, language.places, self.batch, inputs["lengths"]) + self.first
-        gemm(language.x[rows.flatten()], self.weights.keys_values, self.joined)
-        split = self.joined.view(self.batch, config.condition, -1, 2, config.head.heads, config.head.head_dim)
+            hidden = language.run(inputs)
+        if config.condition:
+            rows = condition_rows(config.condition, language.places, self.batch, inputs["lengths"]) + self.first
+            hidden = hidden[rows.flatten()]
+        gemm(hidden, self.weights.keys_values, self.joined)
+        split = self.joined.view(self.batch, self.count, -1, 2, config.head.heads, config.head.head_dim)
         keys, values = split.permute(3, 2, 0, 1, 4, 5)
         outputs["all_keys"].copy_(keys)
         outputs["all_values"].copy_(values)

@@ -1,5 +1,5 @@
 """VLA-JEPA at any size: Qwen3-VL, whose outputs at the last tokens of the prompt are all that a diffusion transformer
-reads.
+reads. starVLA's QwenGR00T is the same network, which reads the outputs at all tokens.
 
 Same mathematics as lerobot 0.6.1's, with the exact savings applied: the prompt ends with those tokens, as no token sees
 a later one; missing views are left out; the world model, which is for training, is not there.
@@ -8,6 +8,7 @@ a later one; missing views are left out; the world model, which is for training,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,9 @@ Size = tuple[int, int]
 class VlaJepaConfig:
     """Architecture and sizes.
 
-    `condition`: tokens at the end of a prompt whose outputs the transformer reads; `resize`: the size that images get
-    before they are resized to whole tokens, None for their own; `num_steps`: denoising steps that the checkpoint asks
-    for; `max_token_len`: the longest prompt in tokens, those of images left out.
+    `condition`: tokens at the end of a prompt whose outputs the transformer reads, 0 for all; `resize`: the size that
+    images get by `filter` before they are resized to whole tokens, None for their own; `num_steps`: denoising steps
+    that the checkpoint asks for; `max_token_len`: the longest prompt in tokens, those of images left out.
     """
 
     vision: QwenVisionConfig = field(default_factory=QwenVisionConfig)
@@ -40,6 +41,7 @@ class VlaJepaConfig:
     )
     condition: int = 32
     resize: tuple[int, int] | None = (224, 224)
+    filter: Literal["area", "bicubic"] = "area"
     action_dim: int = 7
     state_dim: int = 8
     action_horizon: int = 7
@@ -86,6 +88,8 @@ class VlaJepa(DitNetwork):
         text = self.embed(tokens).to(image_tokens.dtype)
         x = torch.cat((image_tokens, text), 1)[:, places.order]
         hidden = self.language(x, places.positions, places.order, deepstack)
+        if not self.config.condition:
+            return self.head.cache(all=hidden)
         rows = condition_rows(self.config.condition, places, len(tokens), lengths)
         return self.head.cache(all=hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[2])))
 

@@ -18,7 +18,7 @@ from vla_accel.pictures import Cameras, Resampling
 from vla_accel.transforms.images import resample, to_uint8
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.observations import Observed, real_numbers
-from vla_accel.transforms.processing import Inputs, RobotTransforms
+from vla_accel.transforms.processing import Inputs, PromptTransforms
 from vla_accel.transforms.tokenizer import checked_length
 
 
@@ -31,13 +31,13 @@ class Gripper:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VlaJepaProcessor(RobotTransforms):
+class VlaJepaProcessor(PromptTransforms):
     """lerobot's transforms. A missing view is left out.
 
     Attributes:
         config: The network's sizes.
         template: The prompt, with `{instruction}`.
-        condition: The token whose outputs the network reads.
+        condition: The token whose outputs the network reads; None for all.
         clipped: Whether normalized actions are clipped to [-1, 1].
         snap: The gripper's normalized action becomes 1 from its threshold on and 0 below.
         binarize: The gripper's action becomes -1 above its threshold and 1 up to it.
@@ -47,7 +47,7 @@ class VlaJepaProcessor(RobotTransforms):
     actions: Normaliser
     config: VlaJepaConfig
     template: str
-    condition: int
+    condition: int | None
     clipped: bool = True
     snap: Gripper | None = None
     binarize: Gripper | None = None
@@ -74,7 +74,8 @@ class VlaJepaProcessor(RobotTransforms):
         wanted = {self.config.image_size(size) for size in sizes}
         if len(wanted) > 1:
             raise ObservationError(f"{', '.join(seen.views)}: expected images of one shape, got {sorted({*sizes})}")
-        method = Resampling(self.config.resize, *wanted)
+        (size,) = wanted
+        method = Resampling(self.config.resize, size, self.config.filter)
         kept = all(method.keeps(*size) for size in set(sizes))
         return replace(seen, images=images, cameras=None if kept else Cameras(sizes, method))
 
@@ -120,6 +121,8 @@ class VlaJepaProcessor(RobotTransforms):
         if not prompt.strip():
             raise ObservationError(f"{key}: expected an instruction, got {prompt!r:.60}")
         ids = user_turn(self.tokenizer, images, self.template.replace("{instruction}", prompt))
+        if self.condition is None:
+            return checked_length(ids, prompt, self.max_token_len, key)
         found = [place for place, token in enumerate(ids) if token == self.condition]
         if len(found) != self.config.condition:
             raise ObservationError(f"{key}: expected no special tokens, got {prompt!r:.60}")

@@ -105,15 +105,16 @@ def patch_product(rows: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def library_product(x: Tensor, weights: Linear, out: Tensor, activation: Activation = Activation.NONE) -> None:
-    """The product by cuBLAS, on a GPU. `activation`: NONE, or GELU for weights with a bias."""
+    """The product by cuBLAS, on a GPU. `activation`: NONE, or GELU or RELU for weights with a bias."""
     if weights.weight_scale is not None and weights.input_scale is not None:
         torch._scaled_mm(
             x, weights.weight.t(), scale_a=weights.input_scale, scale_b=weights.weight_scale, bias=weights.bias,
             out_dtype=out.dtype, use_fast_accum=True, out=out,
         )  # fmt: skip
-    elif activation is Activation.GELU:
+    elif activation is not Activation.NONE:
         # cuBLASLt's GELU epilogue is the tanh form.
-        torch._addmm_activation(weights.bias, x, weights.weight.t(), use_gelu=True, out=out)  # type: ignore[call-overload]
+        gelu = activation is Activation.GELU
+        torch._addmm_activation(weights.bias, x, weights.weight.t(), use_gelu=gelu, out=out)  # type: ignore[call-overload]
     elif weights.bias is not None:
         torch.addmm(weights.bias, x, weights.weight.t(), out=out)
     else:
@@ -128,13 +129,14 @@ def by_library(
     # cuBLAS is on a GPU only; a test may run kernels on a CPU.
     product = product or (library_product if x.is_cuda else _reference_product)
     activation, plain = epilogue.activation, weights.weight_scale is None and epilogue.quantize is None
-    if activation is Activation.NONE or (activation is Activation.GELU and plain):
+    if activation is Activation.NONE or (activation in (Activation.GELU, Activation.RELU) and plain):
         return product(x, weights, out, activation)
     assert workspace is not None
     product(x, weights, workspace[0])
     if activation.gated:
         geglu(workspace[0], out, inverse_scale=epilogue.quantize, paired=weights.paired, activation=activation)
     else:
+        assert activation is Activation.GELU
         gelu(workspace[0], out, inverse_scale=epilogue.quantize)
 
 

@@ -68,10 +68,21 @@ def _half(x: Tensor | Sum) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16)
 
 
+@op(_TRITON)
+def normalise_pixels(images: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Write level * scale[0] + scale[1] of images uint8 (B, H, W, 3), then zeros, to `out` (B, H, W, lanes).
+
+    scale (2, 3) float32; an image of `out` is contiguous, and there are at least three lanes, a power of two.
+    """
+    wide = torch.promote_types(torch.float32, out.dtype)
+    factor, shift = scale.to(wide)
+    out.copy_(F.pad(images.to(wide) * factor + shift, (0, out.shape[3] - 3)))
+
+
 @op(_TRITON, _half)
-def add_up(x: Sum, *, pad: bool = False) -> Tensor:
-    """Return the sum (B, H, W, C). `pad`: with a row and a column of zeros at the far edges."""
-    total = _total(x).to(x.dtype)
+def add_up(x: Sum, *, pad: bool = False, activation: Activation = Activation.NONE) -> Tensor:
+    """Return the activation of the sum (B, H, W, C). `pad`: with a row and a column of zeros at the far edges."""
+    total = reference.activate(_total(x), activation).to(x.dtype)
     return F.pad(total, (0, 0, 0, 1, 0, 1)) if pad else total
 
 

@@ -55,6 +55,27 @@ class GroupShape(NamedTuple):
 
 
 @triton.jit
+def _normalise_pixels(image_ptr, scale_ptr, out_ptr, pixels, out_stride, LANES: constexpr, BLOCK: constexpr):
+    batch = tl.program_id(1).to(tl.int64)
+    pixel, lane = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None], tl.arange(0, LANES)[None, :]
+    inside, colour = pixel < pixels, lane < 3
+    level = tl.load(image_ptr + (batch * pixels + pixel) * 3 + lane, mask=inside & colour, other=0).to(tl.float32)
+    factor, shift = (
+        tl.load(scale_ptr + lane, mask=colour, other=0.0),
+        tl.load(scale_ptr + 3 + lane, mask=colour, other=0.0),
+    )
+    value = level * factor + shift
+    tl.store(out_ptr + batch * out_stride + pixel * LANES + lane, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def normalise_pixels(images: Tensor, scale: Tensor, out: Tensor) -> None:
+    batch, height, width, lanes = out.shape
+    pixels, block = height * width, TILE.value // 4 // lanes
+    grid = (triton.cdiv(pixels, block), batch)
+    _normalise_pixels[grid](images, scale, out, pixels, out.stride(0), lanes, block, num_warps=4)
+
+
+@triton.jit
 def _summed(source, row, column, keep, real, size, X: constexpr):
     # `row` counts pixels over the batch (int64), `column` counts channels, valid where `real`; the two broadcast.
     x_ptr, residual_ptr, shift_ptr = source
@@ -100,6 +121,8 @@ def _rows(source, gamma_ptr, targets, rows, size, X: constexpr, ACTIVATION: cons
     total = _summed(source, row[:, None], column[None, :], inside, (column < C)[None, :], size, X)
     if PAD:
         total = tl.where(inside, total, 0.0)
+    if gamma_ptr is None:
+        total = activated(total, ACTIVATION)
     place = target[:, None] * C + column[None, :]
     if sum_ptr is not None:
         tl.store(sum_ptr + place, total.to(sum_ptr.dtype.element_ty), mask=keep)
@@ -112,8 +135,10 @@ def _rows(source, gamma_ptr, targets, rows, size, X: constexpr, ACTIVATION: cons
         tl.store(out_ptr + place, normed.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def add_up(x: Sum, *, pad: bool) -> Tensor:
-    return x.value if x.plain and not pad else _launch_rows(x, None, Activation.NONE, keep=True, pad=pad)[0]
+def add_up(x: Sum, *, pad: bool, activation: Activation) -> Tensor:
+    if x.plain and not pad and activation is Activation.NONE:
+        return x.value
+    return _launch_rows(x, None, activation, keep=True, pad=pad)[0]
 
 
 def rms_act(x: Sum, gamma: Tensor, *, activation: Activation, keep: bool) -> tuple[Tensor, Tensor]:

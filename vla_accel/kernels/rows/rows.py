@@ -105,6 +105,19 @@ def add_norm(
 
 
 @op(_TRITON)
+def post_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, eps: float) -> None:
+    """out = LayerNorm(x + y) * weight + bias, of transformers whose norms follow the residuals.
+
+    Args:
+        x, out: (R, W). Their rows may lie apart, and those of x may be one row; `out` may be x.
+        y: (R, W), contiguous.
+        weight, bias: (W,) float32.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out.copy_(normed(x.to(wide) + y.to(wide), True, eps) * weight.to(wide) + bias.to(wide))
+
+
+@op(_TRITON)
 def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
     """Add y (B, I, W) to the rows `places` (I,) int64, all different, of every S rows of x (B * S, W)."""
     x.view(len(y), -1, x.shape[1]).index_add_(1, places, y.to(x.dtype))

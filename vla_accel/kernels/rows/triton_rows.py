@@ -110,6 +110,29 @@ def add_norm(
 
 
 @triton.jit
+def _post_norm(tensors, x_stride, out_stride, eps, WIDTH: constexpr, PDL: constexpr):
+    x_ptr, y_ptr, weight_ptr, bias_ptr, out_ptr = tensors
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))
+    keep = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=keep, other=0.0)
+    bias = tl.load(bias_ptr + column, mask=keep, other=0.0)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * x_stride + column, mask=keep, other=0.0).to(tl.float32)
+    x += tl.load(y_ptr + row * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+    centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
+    h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps) * weight + bias
+    tl.store(out_ptr + row * out_stride + column, h.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def post_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, eps: float) -> None:
+    rows, width = y.shape
+    tensors = (x, y, weight, bias, out)
+    launch(_post_norm, (rows,), tensors, x.stride(0), out.stride(0), eps, width, num_warps=4 if width <= 2048 else 8)
+
+
+@triton.jit
 def _embed_norm(sources, x_ptr, h_ptr, scales, IMAGES: constexpr, LENGTH: constexpr, WIDTH: constexpr):
     row = tl.program_id(0)
     image_ptr, token_ptr, table_ptr, state_ptr, length_ptr = sources

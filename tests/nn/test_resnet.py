@@ -1,0 +1,102 @@
+"""ResNets against their formulas with torch's own norms, in torch and in fused operations."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.agreement import rms
+from vla_accel.errors import ConfigError
+from vla_accel.nn.network import Network
+from vla_accel.nn.resnet import ResNet, ResNetConfig, ResNetWeights, feature_size
+
+PARTS = ("running_mean", "running_var", "weight", "bias")
+
+
+class Backbone(Network):
+    """A ResNet as the part `vision` of a network."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.config, self.vision = config, ResNet(config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.vision.conv1.weight.dtype
+
+    @staticmethod
+    def kept_wide(name: str) -> bool:
+        return ResNet.kept_wide(name)
+
+
+def backbone(config: ResNetConfig) -> Backbone:
+    """Random weights; norms far from the identity."""
+    model, generator = Backbone(config).requires_grad_(False).eval(), torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "running_var" in name or (ResNet.kept_wide(name) and name.endswith("weight")):
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        elif ResNet.kept_wide(name):
+            parameter.normal_(0, 0.1, generator=generator)
+        else:
+            parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+    return model
+
+
+def expected(weights: dict[str, Tensor], config: ResNetConfig, x: Tensor) -> Tensor:
+    def normed(name: str, norm: str, x: Tensor, stride: int, padding: int) -> Tensor:
+        y = F.conv2d(x, weights[f"{name}.weight"], None, stride, padding)
+        if config.norm == "group":
+            return F.group_norm(y, y.shape[1] // 16, weights[f"{norm}.weight"], weights[f"{norm}.bias"])
+        mean, variance, weight, bias = (weights[f"{norm}.{part}"] for part in PARTS)
+        return F.batch_norm(y, mean, variance, weight, bias)
+
+    x = F.max_pool2d(normed("conv1", "bn1", x, 2, 3).relu(), 3, 2, 1)
+    kernels = (1, 3, 1) if config.name == "resnet50" else (3, 3)
+    widest = 1 if config.name == "resnet50" else 0
+    for stage, count in enumerate({"resnet18": (2, 2, 2, 2)}.get(config.name, (3, 4, 6, 3)), 1):
+        for block in range(count):
+            start, stride = f"layer{stage}.{block}", 2 if stage > 1 and block == 0 else 1
+            y = x
+            for i, kernel in enumerate(kernels):
+                step = stride if i == widest else 1
+                y = normed(f"{start}.conv{i + 1}", f"{start}.bn{i + 1}", y, step, kernel // 2)
+                y = y.relu() if i + 1 < len(kernels) else y
+            down = f"{start}.downsample"
+            x = (y + (normed(f"{down}.0", f"{down}.1", x, stride, 0) if f"{down}.0.weight" in weights else x)).relu()
+    return x
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
+def test_a_resnet_is_its_formula_in_torch_and_in_fused_operations(name: str, norm: Literal["batch", "group"]) -> None:
+    config = ResNetConfig(name, norm)
+    model, images = backbone(config), torch.randn(2, 3, 33, 70, generator=torch.Generator().manual_seed(1))
+    want = expected({k: v.double() for k, v in model.vision.state_dict().items()}, config, images.double()).float()
+    assert want.shape[1:] == (config.channels, *feature_size(33, 70))
+    folded = ResNetWeights.of(model, "vision", config, torch.float32)
+    pixels = F.pad(images.permute(0, 2, 3, 1), (0, folded.lanes - 3)).contiguous()
+    size = want.abs().max().item()
+    torch.testing.assert_close(model.vision(images), want, rtol=0, atol=1e-5 * size)
+    torch.testing.assert_close(folded(pixels).permute(0, 3, 1, 2), want, rtol=0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_bf16_rounds_products_and_keeps_the_norms(norm: Literal["batch", "group"]) -> None:
+    config = ResNetConfig("resnet18", norm)
+    images = torch.randn(1, 3, 32, 64, generator=torch.Generator().manual_seed(1))
+    want = backbone(config).vision(images)
+    low = backbone(config).to_compute_dtype(torch.bfloat16)
+    folded = ResNetWeights.of(low, "vision", config, torch.bfloat16)
+    pixels = F.pad(images.permute(0, 2, 3, 1), (0, folded.lanes - 3)).bfloat16().contiguous()
+    for got in (low.vision(images.bfloat16()), folded(pixels).permute(0, 3, 1, 2)):
+        assert got.dtype == torch.bfloat16
+        assert 1e-4 < rms(got.float() - want) / rms(want) < 0.03
+
+
+def test_an_unknown_backbone_lists_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"vision_backbone: expected one of resnet18, resnet34, resnet50, got 'vgg'"):
+        ResNetConfig("vgg")

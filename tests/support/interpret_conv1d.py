@@ -1,0 +1,103 @@
+"""The kernels of `kernels/conv1d` in Triton's interpreter, compared with their torch references, and the whole
+denoising program of a small Diffusion Policy (`interpreter`, test_conv1d). `main` prints for each case the largest difference,
+relative to the largest value, and its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tests.support.runtimes import steered
+from tests.support.tiny_diffusion_policy import tiny_config, tiny_model
+from vla_accel.config import EngineSpec
+from vla_accel.families.diffusion_policy.native import DiffusionPolicyStore
+from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
+from vla_accel.kernels.conv1d import ops
+from vla_accel.kernels.conv1d.ops import Film, StepSizes, Target
+from vla_accel.kernels.image.ops import GroupNorm
+
+Case = Callable[[], list[Tensor]]
+"""Runs an op, and returns what it wrote."""
+
+
+def cases() -> dict[str, Case]:
+    """By name. Sequences and groups that are no powers of two."""
+    generator = torch.Generator().manual_seed(0)
+
+    def wide(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    batch, length, channels = 2, 6, 40
+    x, residual = wide(batch * length, channels), wide(batch * length, channels)
+    norm = GroupNorm(8, 1 + wide(channels), wide(channels), 1e-5)
+    table, own = wide(3, 2 * channels + 9), wide(batch, 2 * channels + 9)
+    films = {
+        "": None, " shifted": Film(table[1, 4 : 4 + channels], own[:, 4 : 4 + channels]),
+        " scaled": Film(table[2, 4 : 4 + 2 * channels], own[:, 4 : 4 + 2 * channels]),
+    }  # fmt: skip
+
+    def targets() -> list[Target]:
+        """Taps of a convolution behind other channels, of one that halves the length, of one that doubles it, plain."""
+
+        def rows(of: int, columns: int) -> Tensor:
+            return torch.zeros(batch * of, columns)
+
+        return [
+            Target(rows(length, 5 * 64), 64, 5, pad=2, offset=24), Target(rows(length // 2, 3 * 48), 48, 3, 2, 1),
+            Target(rows(length, 3 * channels), channels, 3, pad=1), Target(rows(length, channels), channels),
+        ]  # fmt: skip
+
+    def normed(norm: GroupNorm | None, film: Film | None, residual: Tensor | None) -> list[Tensor]:
+        written = targets()
+        ops.normed(x, length, written, norm, film, residual)
+        return [target.rows for target in written]
+
+    chunk, output, z = wide(batch, 3, length, 7), wide(batch * length, 16), wide(batch, 3, length, 7)
+    sizes = StepSizes(2.0, -1.5, 0.3, 0.5, 0.25, 0.1, 1.0)
+
+    def stepped(output: Tensor | None, noise: Tensor | None) -> list[Tensor]:
+        after, written = torch.zeros(batch, length, 7), [replace(one, offset=0) for one in targets()]
+        ops.scheduler_step(chunk[:, 1], output, noise, after, sizes, written)
+        return [after, *(target.rows for target in written)]
+
+    found: dict[str, Case] = {
+        f"normed{name}{' residual' * (r is not None)}": lambda f=film, r=r: normed(norm, f, r)
+        for name, film in films.items() for r in (None, residual)
+    }  # fmt: skip
+    found |= {
+        "placed": lambda: normed(None, None, None),
+        "first step": lambda: stepped(None, None),
+        "step": lambda: stepped(output, None),
+        "step with noise": lambda: stepped(output, z[:, 2]),
+    }
+    for kind in ("DDPM", "DDIM"):
+        found[f"program {kind}"] = lambda kind=kind: program(NoiseScheduler(kind))
+    return found
+
+
+def program(scheduler: NoiseScheduler, batch: int = 2, steps: int = 2) -> list[Tensor]:
+    """The actions of the denoising program of a small model."""
+    config = tiny_config(scheduler=scheduler)
+    generator = torch.Generator().manual_seed(1)
+    views, chunk = config.history * len(config.cameras), (config.action_horizon, config.action_dim)
+    inputs = {
+        "noise": torch.randn(batch, *((steps,) if scheduler.draws(steps) > 1 else ()), *chunk, generator=generator),
+        "features": torch.randn(batch, views, 2 * config.keypoints, generator=generator),
+        "state": torch.randn(batch, config.history, config.state_dim, generator=generator),
+    }
+    run = DiffusionPolicyStore(tiny_model(config)).denoise(batch, steps, EngineSpec("native"))
+    actions = torch.zeros(batch, *chunk)
+    run(inputs, {"actions": actions})
+    return [actions]
+
+
+def main() -> None:
+    for name, run in cases().items():
+        want = run()
+        with steered("triton"):
+            got = run()
+        worst = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(want, got, strict=True))
+        print(f"{worst:.3e} {name}", flush=True)

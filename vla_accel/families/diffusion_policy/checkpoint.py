@@ -1,0 +1,188 @@
+"""lerobot's folders of Diffusion Policy: the network's sizes, its weights, and the robot's transforms.
+
+Sizes are config.json's own: releases have other defaults. No weight shows the crop, the groups or the scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vla_accel.checkpoints.checkpoint import fitted
+from vla_accel.checkpoints.lerobot import buffers, features, length_of, read_processors, read_settings, required
+from vla_accel.checkpoints.lerobot_statistics import ACTION, STATE
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
+from vla_accel.config import PolicyConfig
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.act.network import Camera
+from vla_accel.families.diffusion_policy.network import DiffusionPolicy, DiffusionPolicyConfig, Size
+from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
+from vla_accel.families.overrides import robot_of
+from vla_accel.nn.resnet import ResNetConfig, feature_size
+from vla_accel.transforms.frames import FrameProcessor
+from vla_accel.transforms.robots import Preset
+
+_ROOT = "diffusion."
+_COMPILED = "_orig_mod."
+"""In the names of a policy that lerobot compiled (compile_model)."""
+_STORED = (
+    (r"^encoders\.(\d+)\.backbone\.conv1\.", r"rgb_encoder.\1.backbone.0."),
+    (r"^encoders\.(\d+)\.backbone\.bn1\.", r"rgb_encoder.\1.backbone.1."),
+    (r"^encoders\.(\d+)\.backbone\.layer(\d)\.", lambda m: f"rgb_encoder.{m[1]}.backbone.{int(m[2]) + 3}."),
+    (r"^encoders\.(\d+)\.keypoints\.", r"rgb_encoder.\1.pool.nets."),
+    (r"^encoders\.(\d+)\.", r"rgb_encoder.\1."),
+    (r"^unet\.time_in\.", "unet.diffusion_step_encoder.1."),
+    (r"^unet\.time_out\.", "unet.diffusion_step_encoder.3."),
+    (r"^unet\.last\.", "unet.final_conv.0.block.0."),
+    (r"^unet\.last_norm\.", "unet.final_conv.0.block.1."),
+    (r"^unet\.out\.", "unet.final_conv.1."),
+    (r"^unet\.(down|mid|up)\.", r"unet.\1_modules."),
+    (r"(unet\..*)\.conv(\d)\.", r"\1.conv\2.block.0."),
+    (r"(unet\..*)\.norm(\d)\.", r"\1.conv\2.block.1."),
+    (r"(unet\..*)\.film\.", r"\1.cond_encoder.1."),
+    (r"(unet\..*)\.residual\.", r"\1.residual_conv."),
+)
+"""What is replaced in a canonical name to get the stored one."""
+
+
+def load_folder(folder: Path, settings: PolicyConfig) -> tuple[DiffusionPolicy, FrameProcessor]:
+    """Return the network and the robot's transforms (`Family.load`)."""
+    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    content = read_settings(path, ("diffusion",))
+    config = read_sizes(content, path)
+    saved = read_processors(folder, content, Preset.resize, weights)
+    processor = FrameProcessor(
+        state=saved.state,
+        actions=saved.actions,
+        action_dim=config.action_dim,
+        preset=robot_of(saved.preset, settings),
+        frame_shapes=(config.frame,) * len(config.cameras),
+        cameras=saved.cameras,
+        history=config.history,
+        first=config.history - 1,
+    )
+    if len(saved.cameras) != len(config.cameras) or len(saved.state.low) != config.state_dim:
+        raise CheckpointError(
+            f"{path}: expected statistics of {len(config.cameras)} cameras and {config.state_dim} numbers of {STATE}, "
+            f"got those of {len(saved.cameras)} and {len(saved.state.low)}"
+        )
+    scaled = zip(config.cameras, processor.pixel_scales.astype(float).tolist(), strict=True)
+    cameras = tuple(
+        dataclasses.replace(c, mean=tuple(mean), deviation=tuple(deviation)) for c, (mean, deviation) in scaled
+    )
+    config = dataclasses.replace(config, cameras=cameras)
+    model = DiffusionPolicy.empty(config)
+    compiled = any(name.startswith(f"{_ROOT}unet.{_COMPILED}") for name in weights.shapes)
+    recipe = {name: (Piece(stored_name(name, config, compiled=compiled)),) for name in model.state_dict()}
+    counters = [name for name in weights.shapes if name.endswith(".num_batches_tracked")]
+    dead = (*counters, *_places(weights, config, folder), *buffers(weights.shapes))
+    return fitted(model, weights, recipe, str(folder), "its config.json", dead), processor
+
+
+def stored_name(name: str, config: DiffusionPolicyConfig, *, compiled: bool = False) -> str:
+    """Return lerobot's name of a canonical tensor. `compiled`: as a policy with a compiled U-Net saves it."""
+    for ours, theirs in _STORED:
+        name = re.sub(ours, theirs, name)
+    if config.shared_encoder:
+        name = name.replace("rgb_encoder.0.", "rgb_encoder.")
+    return _ROOT + (name.replace("unet.", f"unet.{_COMPILED}", 1) if compiled else name)
+
+
+def _places(weights: Weights, config: DiffusionPolicyConfig, folder: Path) -> list[str]:
+    """Return the stored places of the pixels, which are computed here. Raises CheckpointError if they are of images of
+    another size."""
+    found = [name for name in weights.shapes if name.startswith(_ROOT) and name.endswith(".pool.pos_grid")]
+    height, width = feature_size(*config.seen)
+    for name in found:
+        if weights.shapes[name] != (height * width, 2):
+            raise CheckpointError(
+                f"checkpoint {folder}: {name}: expected {(height * width, 2)}, for images of {config.seen}, got "
+                f"{weights.shapes[name]}"
+            )
+    return found
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+
+def read_sizes(content: Mapping[str, Any], path: Path) -> DiffusionPolicyConfig:
+    """Return the sizes in a config.json. Raises CheckpointError."""
+    inputs, outputs = features(content, path)
+    others = [key for key, feature in inputs.items() if feature.get("type") != "VISUAL" and key != STATE]
+    if others:
+        raise CheckpointError(
+            f"{path}: input_features: expected cameras and {STATE}, got {', '.join(others)}: not supported"
+        )
+    frames = {key: _frame(f.get("shape"), path, key) for key, f in inputs.items() if f.get("type") == "VISUAL"}
+    resize = _size(content.get("resize_shape"), path, "resize_shape")
+    train_steps = size_of(content, "num_train_timesteps", path)
+    try:
+        return DiffusionPolicyConfig(
+            backbone=ResNetConfig(
+                required(content, "vision_backbone", str, path),
+                "group" if required(content, "use_group_norm", bool, path) else "batch",
+            ),
+            cameras=tuple(Camera(height, width) for height, width in frames.values()),
+            resize=resize,
+            crop=_crop(content, resize, path),
+            shared_encoder=not required(content, "use_separate_rgb_encoder_per_camera", bool, path),
+            keypoints=size_of(content, "spatial_softmax_num_keypoints", path),
+            state_dim=length_of(inputs, STATE, path),
+            action_dim=length_of(outputs, ACTION, path),
+            history=size_of(content, "n_obs_steps", path),
+            action_horizon=size_of(content, "horizon", path),
+            widths=tuple(
+                size_of({"down_dims": w}, "down_dims", path) for w in required(content, "down_dims", list, path)
+            ),
+            kernel=size_of(content, "kernel_size", path),
+            groups=size_of(content, "n_groups", path),
+            time_dim=size_of(content, "diffusion_step_embed_dim", path),
+            scaled=required(content, "use_film_scale_modulation", bool, path),
+            scheduler=_scheduler(content, train_steps, path),
+            num_steps=size_of(content, "num_inference_steps", path, train_steps),
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _scheduler(content: Mapping[str, Any], train_steps: int, path: Path) -> NoiseScheduler:
+    texts = [
+        required(content, name, str, path) for name in ("noise_scheduler_type", "beta_schedule", "prediction_type")
+    ]
+    start, end, bound = (
+        required(content, name, float, path) for name in ("beta_start", "beta_end", "clip_sample_range")
+    )  # fmt: skip
+    kind, betas, prediction = texts
+    clip = bound if required(content, "clip_sample", bool, path) else None
+    return NoiseScheduler(kind, train_steps, betas, start, end, prediction, clip)  # type: ignore[arg-type]
+
+
+def _crop(content: Mapping[str, Any], resize: Size | None, path: Path) -> Size | None:
+    """Return the size of the centre that the ResNet sees. Where images are resized, lerobot takes `crop_ratio`."""
+    if resize is None:
+        return _size(content.get("crop_shape"), path, "crop_shape")
+    ratio = content.get("crop_ratio", 1.0)
+    if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+        raise CheckpointError(f"{path}: crop_ratio: expected a number above 0, at most 1, got {ratio!r:.60}")
+    return None if ratio == 1 else (int(resize[0] * ratio), int(resize[1] * ratio))
+
+
+def _size(value: Any, path: Path, name: str) -> Size | None:
+    """Return (height, width), None for null."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise CheckpointError(f"{path}: {name}: expected (height, width), got {value!r:.60}")
+    height, width = (size_of({name: size}, name, path) for size in value)
+    return height, width
+
+
+def _frame(shape: Any, path: Path, key: str) -> Size:
+    """Return the height and width of a camera's feature."""
+    size = _size(shape[1:], path, key) if isinstance(shape, list) and shape[:1] == [3] else None
+    if size is None:
+        raise CheckpointError(f"{path}: {key}: expected the shape (3, height, width), got {shape!r:.60}")
+    return size

@@ -1,0 +1,124 @@
+"""Diffusion Policy: vision → features → denoise → actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vla_accel.checkpoints.lerobot import is_lerobot_config
+from vla_accel.component import Component, TensorSpec
+from vla_accel.config import EngineSpec, PolicyConfig
+from vla_accel.families.diffusion_policy.checkpoint import load_folder
+from vla_accel.families.diffusion_policy.native import QUANTISED, DiffusionPolicyStore
+from vla_accel.families.diffusion_policy.network import DiffusionPolicy, DiffusionPolicyConfig
+from vla_accel.families.family import IMAGES, Capabilities, Family, Rows, Shape
+from vla_accel.nn.flow import Schedule
+from vla_accel.transforms.frames import FrameInputs
+
+
+class Vision(nn.Module):
+    """images (B, V, H, W, 3) uint8 to features (B, V, n) float32."""
+
+    def __init__(self, model: DiffusionPolicy) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model.see(images)
+
+
+class Denoise(nn.Module):
+    """noise, features (B, V, n) and state (B, history, state_dim) float32 to normalised actions (B, T, action_dim)
+    float32. What depends on the step alone is computed when the weights are fetched."""
+
+    def __init__(self, model: DiffusionPolicy, num_steps: int) -> None:
+        super().__init__()
+        self.model, self.num_steps, self._names = model, num_steps, list[str]()
+        if model.origin is None:
+            self.fetch()
+
+    def extra_repr(self) -> str:
+        """What a graph of `forward` has as constants; keys of built engines contain it."""
+        return f"steps={self.num_steps}, scheduler={self.model.config.scheduler}"
+
+    def fetch(self) -> list[Tensor]:
+        """Read the weights, and compute the tables of the steps."""
+        weights = self.model.fetch("unet")
+        if not self._names:
+            times = [step.time for step in self.model.config.scheduler.steps(self.num_steps)]
+            with torch.inference_mode():
+                for index, table in enumerate(self.model.time_tables(times)):
+                    self._names.append(f"table{index}")
+                    self.register_buffer(self._names[-1], table, persistent=False)
+        return weights
+
+    def forward(self, noise: Tensor, features: Tensor, state: Tensor) -> Tensor:
+        tables = [getattr(self, name) for name in self._names]
+        return self.model.sample(noise, self.model.condition(features, state), tables, self.num_steps)
+
+
+class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Shape]):
+    """lerobot's Diffusion Policy."""
+
+    name = "diffusion_policy"
+    parts = ("vision", "denoise")
+    network_class, store_class = DiffusionPolicy, DiffusionPolicyStore
+    capabilities = Capabilities(quantised=QUANTISED, prompt=False)
+
+    def components(
+        self, model: DiffusionPolicy, shape: Shape, *, store: DiffusionPolicyStore | None = None, scales: Any = None,
+        rtc: Any = None,
+    ) -> Sequence[Component]:  # fmt: skip
+        c, batch, wide = model.config, shape.batch, torch.float32
+        views = c.history * len(c.cameras)
+        images = TensorSpec(IMAGES, (batch, views, *c.frame, 3), torch.uint8)
+        features = TensorSpec("features", (batch, views, 2 * c.keypoints), wide)
+        noise = TensorSpec("noise", (batch, *self.noise_shape(c, shape.steps)), wide)
+        state = TensorSpec("state", (batch, c.history, c.state_dim), wide)
+        actions = TensorSpec("actions", (batch, c.action_horizon, c.action_dim), wide)
+        denoise = Denoise(model, shape.steps)
+        return (
+            Component(
+                "vision", Vision(model), (images,), (features,),
+                None if store is None else partial(store.vision, batch),
+                fetch=partial(model.fetch, "encoders"), products=model.dtype,
+            ),
+            Component(
+                "denoise", denoise, (noise, features, state), (actions,),
+                None if store is None else partial(store.denoise, batch, shape.steps),
+                quantised=QUANTISED["denoise"], fetch=denoise.fetch, products=model.dtype,
+            ),
+        )  # fmt: skip
+
+    def schedule(self, config: DiffusionPolicyConfig, settings: PolicyConfig) -> Schedule:
+        schedule = super().schedule(config, settings)
+        config.scheduler.steps(schedule.steps)  # refuses more steps than those of the training
+        return schedule
+
+    def noise_shape(self, config: DiffusionPolicyConfig, num_steps: int) -> tuple[int, ...]:
+        draws, chunk = config.scheduler.draws(num_steps), (config.action_horizon, config.action_dim)
+        return chunk if draws == 1 else (draws, *chunk)
+
+    def shape(
+        self, config: DiffusionPolicyConfig, inputs: Sequence[FrameInputs], schedule: Schedule,
+        specs: Mapping[str, EngineSpec],
+    ) -> Shape:  # fmt: skip
+        return Shape(len(inputs), schedule)
+
+    def image_feed(self, config: DiffusionPolicyConfig, seen: Sequence[FrameInputs]) -> Mapping[str, Rows]:
+        return {IMAGES: [image for one in seen for image in one.images]}
+
+    def feed(self, config: DiffusionPolicyConfig, inputs: Sequence[FrameInputs]) -> Mapping[str, Rows]:
+        return {**self.image_feed(config, inputs), "state": [one.state for one in inputs]}
+
+    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        return is_lerobot_config(content) and content["type"] == "diffusion"
+
+    load = staticmethod(load_folder)
+
+
+DIFFUSION_POLICY = DiffusionPolicyFamily()

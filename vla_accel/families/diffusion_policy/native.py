@@ -1,0 +1,402 @@
+"""Diffusion Policy in fused operations: frames to features, and all denoising steps in one program.
+
+Exact savings: what depends on the step alone is a table; the observation's part of all conditions is one product of a
+call; the maps that the way up needs again are written where it reads them. A convolution is a product of gathered rows,
+which the pass before it writes, so that a step streams the weights and does little else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vla_accel.component import Program
+from vla_accel.config import EngineSpec
+from vla_accel.families.diffusion_policy.network import (
+    EPS,
+    LAST_GROUPS,
+    DiffusionPolicy,
+    DiffusionPolicyConfig,
+    centre,
+    grid,
+)
+from vla_accel.families.diffusion_policy.scheduler import Step
+from vla_accel.fp8 import Products
+from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.conv1d.ops import Film, StepSizes, Target, normed, scheduler_step
+from vla_accel.kernels.gemm.config import gemm_sizes
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.ops import gemm, patch_product
+from vla_accel.kernels.gemm.weights import Linear, make_linear
+from vla_accel.kernels.image.ops import GroupNorm
+from vla_accel.nn.kernel_choices import KernelChoices
+from vla_accel.nn.resnet import ResNetWeights
+from vla_accel.nn.store import NativeStore
+from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
+from vla_accel.numeric import round_up
+from vla_accel.runtime import current
+
+QUANTISED = {"denoise": {"native": Products(("conv1", "conv2", "residual"), activations=False)}}
+"""By component, then engine. All other products are computed in the policy's precision."""
+_ALIGNED = 16
+"""Columns to which the rows of a product are filled up with zeros."""
+_NO_CLIP = 3e38
+Operation = Callable[[int], None]
+"""An operation of a step, by the step's index."""
+
+
+class DiffusionPolicyStore(NativeStore[DiffusionPolicy]):
+    """Prepared weights of one Diffusion Policy."""
+
+    def vision(self, batch: int, spec: EngineSpec) -> Program:
+        """The program of the frames."""
+        precision = self.precision("vision", spec)
+        weights = self.weights(("vision", precision), lambda: EncoderWeights.of(self.model, compute_dtype(precision)))
+        return NativeEncoder(weights, self.model.config, batch)
+
+    def denoise(self, batch: int, num_steps: int, spec: EngineSpec) -> Program:
+        """The program of all steps. Its FP8 and INT8 are of weights alone and need no scales."""
+        precision, config = self.precision("denoise", spec, QUANTISED["denoise"]["native"]), self.model.config
+        weights = self.weights(("denoise", precision), lambda: UnetWeights.of(self.model, precision))
+        steps = config.scheduler.steps(num_steps)
+
+        def tables() -> Tensor:
+            with self.model.present("unet"):
+                return torch.cat(self.model.time_tables([step.time for step in steps]), 1).float()
+
+        # They depend on the step alone, whatever the precision.
+        return NativeUnet(weights, self.weights(("denoise", "times", num_steps), tables), steps, config, batch)
+
+
+# -- frames -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EncoderWeights:
+    """A ResNet and the weights of its two products for each encoder; `scales` (cameras, 2, 3) float32: factor and shift
+    of each camera's levels."""
+
+    resnets: tuple[ResNetWeights, ...]
+    heads: tuple[tuple[Tensor, ...], ...]
+    scales: Tensor
+
+    @classmethod
+    def of(cls, model: DiffusionPolicy, dtype: torch.dtype) -> EncoderWeights:
+        """Prepare the weights of a model."""
+        config, names = model.config, [f"encoders.{index}" for index in range(len(model.encoders))]
+        heads = tuple(
+            tuple(model.weight(f"{name}.{part}").float() for part in
+                  ("keypoints.weight", "keypoints.bias", "out.weight", "out.bias"))
+            for name in names
+        )  # fmt: skip
+        mean, deviation = (
+            torch.tensor([getattr(c, name) for c in config.cameras], dtype=torch.float64)
+            for name in ("mean", "deviation")
+        )
+        scales = torch.stack((1.0 / (255.0 * deviation), -mean / deviation), 1).float().to(heads[0][0].device)
+        resnets = tuple(ResNetWeights.of(model, f"{name}.backbone", config.backbone, dtype) for name in names)
+        return cls(resnets, heads, scales)
+
+
+class NativeEncoder:
+    """`images` (B, V, H, W, 3) uint8 to `features` (B, V, n) float32."""
+
+    def __init__(self, weights: EncoderWeights, config: DiffusionPolicyConfig, batch: int) -> None:
+        self.weights, self.config = weights, config
+        dtype, device = weights.resnets[0].stem.weight.dtype, weights.scales.device
+        lanes = weights.resnets[0].lanes
+        moments = (batch, config.history, len(config.cameras))
+        self.pixels = torch.zeros(*moments, *config.seen, lanes, dtype=dtype, device=device)
+        factor, shift = weights.scales.repeat(config.history, 1, 1)[:, :, None, None].unbind(1)
+        self.factor, self.shift = factor, shift
+        self.detail = f"fused ops, {dtype}, library convolutions"
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        config, images = self.config, inputs["images"]
+        if config.resize is None:  # the rest of the frames is never read
+            images = centre(images.permute(0, 1, 4, 2, 3), config.seen).permute(0, 1, 3, 4, 2)
+        frames = torch.addcmul(self.shift, images.float(), self.factor)
+        if config.resize is not None:
+            small = frames.flatten(0, 1).permute(0, 3, 1, 2)
+            small = F.interpolate(small, config.resize, mode="bilinear", antialias=True, align_corners=False)
+            frames = centre(small, config.seen).permute(0, 2, 3, 1)
+        self.pixels[..., :3] = frames.view(*self.pixels.shape[:-1], 3)
+        out = outputs["features"].view(*self.pixels.shape[:3], -1)
+        if config.shared_encoder:
+            out.view(-1, out.shape[-1]).copy_(self._encode(0, self.pixels.flatten(0, 2)))
+            return
+        for index in range(len(config.cameras)):
+            found = self._encode(index, self.pixels[:, :, index].flatten(0, 1))
+            out[:, :, index] = found.view(*out.shape[:2], -1)
+
+    def _encode(self, index: int, pixels: Tensor) -> Tensor:
+        maps = self.weights.resnets[index](pixels)
+        keypoints, bias, out, shift = self.weights.heads[index]
+        logits = F.linear(maps.flatten(1, 2).float(), keypoints.flatten(1), bias)
+        places = grid(maps.shape[1], maps.shape[2], logits)
+        found = logits.softmax(1).transpose(1, 2) @ places
+        return F.relu(F.linear(found.flatten(1), out, shift))
+
+
+# -- denoising ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution as a product of gathered rows; `bias` (N,) float32."""
+
+    product: Linear
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class FilmBlockWeights:
+    """The products and the norms of a block."""
+
+    conv1: Convolution
+    norm1: GroupNorm
+    conv2: Convolution
+    norm2: GroupNorm
+    residual: Convolution | None
+
+
+@dataclass(frozen=True)
+class UnetWeights:
+    """Prepared weights.
+
+    Attributes:
+        blocks: By name.
+        changes: What halves ("down.0") or doubles ("up.0") the length, by level.
+        last: The last convolution.
+        last_norm: The norm after it.
+        out: The product of the output.
+        films: (n, condition_dim), the observation's part of the conditions of all blocks. Like the rows of all
+            products, filled up with zeros.
+        precision: Of the blocks' products.
+    """
+
+    blocks: Mapping[str, FilmBlockWeights]
+    changes: Mapping[str, Convolution]
+    last: Convolution
+    last_norm: GroupNorm
+    out: Convolution
+    films: Tensor
+    precision: str
+
+    @classmethod
+    def of(cls, model: DiffusionPolicy, precision: str) -> UnetWeights:
+        """Prepare the weights of a model. `precision`: fp32, bf16, or for the blocks fp8 or int8."""
+        config, dtype = model.config, compute_dtype(precision)
+
+        def read(name: str) -> Tensor:
+            return model.weight(f"unet.{name}")
+
+        def convolution(name: str, *, low: bool = False) -> Convolution:
+            weight = read(f"{name}.weight").transpose(1, 2)  # each tap's channels next to each other
+            product = _filled(weight).flatten(1)
+            linear = plain_input(precision, product) if low else make_linear(product, None, dtype)
+            return Convolution(linear, read(f"{name}.bias").float())
+
+        def norm(name: str, groups: int) -> GroupNorm:
+            return GroupNorm(groups, read(f"{name}.weight").float(), read(f"{name}.bias").float(), EPS)
+
+        blocks = {
+            name: FilmBlockWeights(
+                convolution(f"{name}.conv1", low=True), norm(f"{name}.norm1", config.groups),
+                convolution(f"{name}.conv2", low=True), norm(f"{name}.norm2", config.groups),
+                convolution(f"{name}.residual", low=True) if channels != width else None,
+            )
+            for name, channels, width in config.blocks
+        }  # fmt: skip
+        changes = {}
+        for level in range(len(config.widths) - 1):
+            changes[f"down.{level}"] = convolution(f"down.{level}.2")
+            product = make_linear(doubling(read(f"up.{level}.2.weight")), None, dtype)
+            changes[f"up.{level}"] = Convolution(product, read(f"up.{level}.2.bias").float().repeat(2))
+        first = config.time_dim
+        films = torch.cat([read(f"{name}.film.weight")[:, first:] for name in model.unet.names])
+        return cls(
+            blocks, changes, convolution("last"), norm("last_norm", LAST_GROUPS), convolution("out"),
+            _filled(films).to(dtype).contiguous(), precision,
+        )  # fmt: skip
+
+
+def doubling(weight: Tensor) -> Tensor:
+    """Return a transposed convolution's weight (C, N, 4), of stride 2 and padding 1, as a product (2 N, 3 C) of rows
+    m - 1, m and m + 1, which makes rows 2 m and 2 m + 1."""
+    first, second, third, fourth = _filled(weight.permute(2, 1, 0))
+    nothing = torch.zeros_like(first)
+    even, odd = (fourth, second, nothing), (nothing, third, first)
+    return torch.cat([torch.cat(taps, 1) for taps in (even, odd)])
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Fill up the last axis with zeros to a multiple of `_ALIGNED`."""
+    return F.pad(rows, (0, -rows.shape[-1] % _ALIGNED))
+
+
+def _aligned(columns: int) -> int:
+    return round_up(columns, _ALIGNED)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A convolution and its buffers: gathered rows, and sums (R, N) float32."""
+
+    weights: Convolution
+    rows: Tensor
+    sums: Tensor
+
+    @property
+    def kind(self) -> str:
+        """A name for products of the same sizes."""
+        n, k = self.weights.product.weight.shape
+        return f"{len(self.rows)}x{n}x{k}"
+
+
+@dataclass(frozen=True)
+class _BlockInput:
+    """Where the input of a block goes: gathered for its first convolution, and plain for its residual."""
+
+    gathered: Target
+    plain: Target
+
+    def at(self, offset: int) -> list[Target]:
+        """The places of channels from `offset` on."""
+        return [replace(target, offset=offset) for target in (self.gathered, self.plain)]
+
+
+class NativeUnet:
+    """`noise`, `features` (B, V, n) and `state` (B, history, state_dim) to `actions` (B, T, A) float32.
+
+    The constructor lays out the operations of a step once, each over static buffers.
+    """
+
+    def __init__(
+        self, weights: UnetWeights, tables: Tensor, steps: Sequence[Step], config: DiffusionPolicyConfig, batch: int
+    ) -> None:
+        """`tables` (steps, n) float32: the time's part of the conditions of all blocks."""
+        self.weights, self.tables, self.config, self.batch = weights, tables, config, batch
+        self.dtype, self.device = weights.films.dtype, weights.films.device
+        clip = _NO_CLIP if config.scheduler.clip is None else config.scheduler.clip
+        self.sizes = [StepSizes(*step[1:], clip) for step in steps]
+        self.condition = torch.zeros(batch, weights.films.shape[1], dtype=self.dtype, device=self.device)
+        self.own = torch.zeros(batch, len(weights.films), device=self.device)
+        self.products: list[_Product] = []
+        self.operations: list[Operation] = []
+        self.chain = Chain(current(self.device).gpu)
+        self.choices = KernelChoices(self.device, self.chain)
+        self.first, self.output = self._lay_out()
+        alike: dict[str, list[_Product]] = {}
+        for product in self.products:
+            alike.setdefault(product.kind, []).append(product)
+        for kind, products in alike.items():
+            sizes = gemm_sizes(products[0].rows, products[0].weights.product)
+            self.choices.product(kind, sizes, partial(self._multiply_all, products))
+        launches = len(self.operations) + 1
+        self.detail = f"fused ops, {weights_in(weights.precision)}, {launches} launches a step{self.choices.detail}"
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        noise, actions, config = inputs["noise"], outputs["actions"], self.config
+        draws = noise[:, None] if noise.dim() == 3 else noise
+        features = inputs["features"].unflatten(1, (config.history, -1)).flatten(2)
+        condition = torch.cat((inputs["state"].to(features.dtype), features), 2).flatten(1)
+        self.condition[:, : condition.shape[1]] = F.mish(condition)
+        patch_product(self.condition, self.weights.films, self.own)
+        with self.chain:
+            scheduler_step(draws[:, 0], None, None, actions, self.sizes[0], self.first)
+            for index, sizes in enumerate(self.sizes):
+                for operation in self.operations:
+                    operation(index)
+                more, ends = index + 1 < draws.shape[1], index + 1 == len(self.sizes)
+                z = draws[:, index + 1] if more else None
+                scheduler_step(actions, self.output, z, actions, sizes, [] if ends else self.first)
+
+    # -- the operations of a step, laid out in their order --------------------------------------------------------
+
+    def _lay_out(self) -> tuple[list[Target], Tensor]:
+        """Return the places of the noisy chunk, and the buffer of the network's output."""
+        config, weights = self.config, self.weights
+        levels, length = len(config.widths), config.action_horizon
+        lengths = {f"down.{i}": length >> i for i in range(levels)} | {"mid": length >> (levels - 1)}
+        lengths |= {f"up.{i}": length >> (levels - 1 - i) for i in range(levels - 1)}
+        inputs: dict[str, _BlockInput] = {}
+        for name, channels, _ in config.blocks:
+            plain = channels if weights.blocks[name].residual is None else _aligned(channels)
+            its = lengths[name.rpartition(".")[0]]
+            gathered = self._gathered(its, channels, config.kernel)
+            inputs[name] = _BlockInput(gathered, Target(self._rows(its, plain), plain))
+        last = self._gathered(length, config.widths[0], config.kernel)
+        at = 0
+        for index, (name, _, width) in enumerate(config.blocks):
+            level, _, number = name.rpartition(".")
+            its, after = lengths[level], config.blocks[index + 1][0] if index + 1 < len(config.blocks) else ""
+            following = inputs[after].at(0) if after else [last]
+            change, targets = weights.changes.get(level) if number == "1" else None, following
+            if change is not None:
+                targets = [self._gathered(its, width, 3, stride=2 if level.startswith("down") else 1)]
+            if number == "1" and level.startswith("down") and level != "down.0":
+                # The way up reads this map again, behind the one that it doubles.
+                targets = [*targets, *inputs[f"up.{levels - 1 - int(level[5:])}.0"].at(width)]
+            at = self._block(name, its, inputs[name], targets, at)
+            if change is not None:
+                sums = self._multiplied(change, targets[0].rows)
+                halves = its // 2 if level.startswith("down") else 2 * its
+                self._then(sums.view(-1, width), halves, following)
+        sums, plain = self._multiplied(weights.last, last.rows), self._rows(length, _aligned(config.widths[0]))
+        self._then(sums, length, [Target(plain, plain.shape[1])], weights.last_norm)
+        return inputs["down.0.0"].at(0), self._multiplied(weights.out, plain)
+
+    def _block(self, name: str, length: int, into: _BlockInput, targets: list[Target], at: int) -> int:
+        """A residual block, whose conditions begin in column `at`; returns the column after them."""
+        weights, width = self.weights.blocks[name], self.weights.blocks[name].norm1.weight.numel()
+        end = at + (1 + self.config.scaled) * width
+        between = self._gathered(length, width, self.config.kernel)
+        sums = self._multiplied(weights.conv1, into.gathered.rows)
+        self._then(sums, length, [between], weights.norm1, slice(at, end))
+        residual = into.plain.rows
+        if weights.residual is not None:
+            residual = self._multiplied(weights.residual, residual)
+        self._then(self._multiplied(weights.conv2, between.rows), length, targets, weights.norm2, None, residual)
+        return end
+
+    def _multiplied(self, weights: Convolution, rows: Tensor) -> Tensor:
+        """Add a product; return its sums."""
+        sums = torch.zeros(len(rows), len(weights.product.weight), device=self.device)
+        product = _Product(weights, rows, sums)
+        self.products.append(product)
+        self.operations.append(lambda step: self._multiply(product))
+        return sums
+
+    def _then(
+        self, sums: Tensor, length: int, targets: Sequence[Target], norm: GroupNorm | None = None,
+        films: slice | None = None, residual: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Add the pass after a product. `films`: columns of the conditions."""
+
+        def run(step: int) -> None:
+            film = None if films is None else Film(self.tables[step, films], self.own[:, films])
+            normed(sums, length, targets, norm, film, residual)
+
+        self.operations.append(run)
+
+    def _multiply(self, product: _Product) -> None:
+        epilogue = Epilogue(shift=product.weights.bias)
+        gemm(product.rows, product.weights.product, product.sums, epilogue, **self.choices[product.kind].options)
+
+    def _multiply_all(self, products: Sequence[_Product]) -> None:
+        for product in products:
+            self._multiply(product)
+
+    def _rows(self, length: int, columns: int) -> Tensor:
+        return torch.zeros(self.batch * length, columns, dtype=self.dtype, device=self.device)
+
+    def _gathered(self, length: int, channels: int, taps: int, stride: int = 1) -> Target:
+        """The rows of a convolution over a map of `length` rows."""
+        wide = _aligned(channels)
+        return Target(self._rows(length // stride, taps * wide), wide, taps, stride, taps // 2)

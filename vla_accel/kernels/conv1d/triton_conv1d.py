@@ -1,0 +1,165 @@
+"""The kernels of `vla_accel.kernels.conv1d.ops`: a program computes one group of channels of one sequence, which stays
+in registers between its sums and its places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.chain import launch
+from vla_accel.kernels.conv1d.ops import MOST_TARGETS, Film, StepSizes, Target, check
+from vla_accel.kernels.image.ops import GroupNorm
+from vla_accel.kernels.triton_common import activated, wait_for_previous
+from vla_accel.numeric import power_of_two
+
+MISH = constexpr(Activation.MISH.code)
+_LANES = 64
+"""Channels of a program without a norm."""
+
+
+class Place(NamedTuple):
+    """Constants of a `Target` in a kernel: its rows for each sequence, and its other fields; no taps: there is none."""
+
+    length: int = 0
+    channels: int = 0
+    taps: int = 0
+    stride: int = 1
+    pad: int = 0
+    offset: int = 0
+
+
+class MapShape(NamedTuple):
+    """Constants of a map in a kernel: rows of a sequence, channels, channels of a program, and its tile; whether there
+    is a norm; the conditions of a channel."""
+
+    length: int
+    channels: int
+    taken: int
+    rows: int
+    lanes: int
+    normed: bool
+    films: int
+
+
+@triton.jit
+def _put(out_ptr, y, batch, row, column, keep, P: constexpr):
+    """Store the map's values y, of rows (T, 1) and columns (1, C), in the places of one target."""
+    if P.taps > 0:
+        for tap in tl.static_range(P.taps):
+            at = row + (P.pad - tap)
+            target = at // P.stride
+            inside = keep & (at >= 0) & (target < P.length) & (at % P.stride == 0)
+            place = (batch * P.length + target) * (P.taps * P.channels) + (tap * P.channels + P.offset) + column
+            tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _put_all(targets, y, batch, row, column, keep, PLACES: constexpr):
+    _put(targets[0], y, batch, row, column, keep, PLACES[0])
+    _put(targets[1], y, batch, row, column, keep, PLACES[1])
+    _put(targets[2], y, batch, row, column, keep, PLACES[2])
+    _put(targets[3], y, batch, row, column, keep, PLACES[3])
+
+
+@triton.jit
+def _normed(x_ptr, affine, film, residual_ptr, targets, M: constexpr, PLACES: constexpr, PDL: constexpr):
+    weight_ptr, bias_ptr, eps = affine
+    step_ptr, own_ptr, own_pitch = film
+    group, batch = tl.program_id(0), tl.program_id(1)
+    row, lane = tl.arange(0, M.rows)[:, None], tl.arange(0, M.lanes)[None, :]
+    column = group * M.taken + lane
+    real = (lane < M.taken) & (column < M.channels)
+    keep = (row < M.length) & real
+    # Constants, before the wait.
+    if M.normed:
+        weight = tl.load(weight_ptr + column, mask=real, other=0.0)
+        bias = tl.load(bias_ptr + column, mask=real, other=0.0)
+    if M.films > 0:
+        shift = tl.load(step_ptr + (M.films - 1) * M.channels + column, mask=real, other=0.0)
+    if M.films > 1:
+        scale = tl.load(step_ptr + column, mask=real, other=0.0)
+    wait_for_previous(PDL)
+    place = (batch * M.length + row) * M.channels + column
+    y = tl.load(x_ptr + place, mask=keep, other=0.0).to(tl.float32)
+    if M.normed:
+        count: constexpr = M.length * M.taken
+        mean = tl.sum(tl.sum(y, 1), 0) / count
+        centred = tl.where(keep, y - mean, 0.0)
+        variance = tl.sum(tl.sum(centred * centred, 1), 0) / count
+        y = activated(centred * tl.rsqrt(variance + eps) * weight + bias, MISH)
+    own = own_ptr + batch * own_pitch + column
+    if M.films > 1:
+        y *= scale + tl.load(own, mask=real, other=0.0)
+    if M.films > 0:
+        y += shift + tl.load(own + (M.films - 1) * M.channels, mask=real, other=0.0)
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + place, mask=keep, other=0.0).to(tl.float32)
+    _put_all(targets, y, batch, row, column, keep, PLACES)
+
+
+def normed(
+    x: Tensor, length: int, targets: Sequence[Target], norm: GroupNorm | None, film: Film | None,
+    residual: Tensor | None,
+) -> None:  # fmt: skip
+    batch, channels = x.shape[0] // length, x.shape[1]
+    taken = min(_LANES, channels) if norm is None else channels // norm.groups
+    films = 0 if film is None else film.step.numel() // channels
+    shape = MapShape(length, channels, taken, power_of_two(length), power_of_two(taken), norm is not None, films)
+    affine = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+    # A pointer that is never read, where there is no film.
+    condition = (x, x, 0) if film is None else (film.step, film.own, film.own.stride(0))
+    places, rows = _places(targets, batch, x)
+    warps = max(1, min(8, shape.rows * shape.lanes // 512))
+    grid = (triton.cdiv(channels, taken), batch)
+    launch(_normed, grid, x, affine, condition, residual, rows, shape, places, num_warps=warps)
+
+
+@triton.jit
+def _scheduler_step(
+    pointers, sizes, targets, strides, T: constexpr, A: constexpr, ROWS: constexpr, LANES: constexpr,
+    PLACES: constexpr, PDL: constexpr,
+):  # fmt: skip
+    output_ptr, before_ptr, noise_ptr, after_ptr = pointers
+    x_of, out_of, clean, keep_x, out_e, noise, clip = sizes
+    of_output, of_before, of_noise = strides
+    batch = tl.program_id(0)
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
+    keep = (row < T) & (column < A)
+    inside = row * A + column
+    wait_for_previous(PDL)
+    x = tl.load(before_ptr + batch * of_before + inside, mask=keep, other=0.0)
+    if output_ptr is not None:
+        e = tl.load(output_ptr + (batch * T + row) * of_output + column, mask=keep, other=0.0)
+        bounded = tl.minimum(tl.maximum(x_of * x + out_of * e, -clip), clip)
+        x = clean * bounded + keep_x * x + out_e * e
+        if noise_ptr is not None:
+            x += noise * tl.load(noise_ptr + batch * of_noise + inside, mask=keep, other=0.0)
+    tl.store(after_ptr + batch * (T * A) + inside, x, mask=keep)
+    _put_all(targets, x, batch, row, column, keep, PLACES)
+
+
+def scheduler_step(
+    before: Tensor, output: Tensor | None, noise: Tensor | None, after: Tensor, sizes: StepSizes,
+    targets: Sequence[Target],
+) -> None:  # fmt: skip
+    batch, length, actions = before.shape
+    places, rows = _places(targets, batch, after)
+    numbers = (sizes.x_of, sizes.out_of, sizes.clean, sizes.keep, sizes.out, sizes.noise, sizes.clip)
+    strides = (0 if output is None else output.stride(0), before.stride(0), 0 if noise is None else noise.stride(0))
+    constants = (length, actions, power_of_two(length), power_of_two(actions))
+    pointers = (output, before, noise, after)
+    launch(_scheduler_step, (batch,), pointers, numbers, rows, strides, *constants, places, num_warps=4)
+
+
+def _places(targets: Sequence[Target], batch: int, spare: Tensor) -> tuple[tuple[Place, ...], tuple[Tensor, ...]]:
+    """Return the constants and the buffers of `MOST_TARGETS` targets; those that are missing have no taps."""
+    check(targets)
+    missing = MOST_TARGETS - len(targets)
+    places = [Place(len(t.rows) // batch, t.channels, t.taps, t.stride, t.pad, t.offset) for t in targets]
+    return (*places, *(Place(),) * missing), (*(t.rows for t in targets), *(spare,) * missing)

@@ -1,0 +1,107 @@
+"""Observations to the inputs of models that read camera frames of one size, the state and no instruction, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.transforms.images import frames
+from vla_accel.transforms.normalisation import Normaliser
+from vla_accel.transforms.observations import Reader
+from vla_accel.transforms.processing import ScalingTransforms
+
+
+@dataclass(frozen=True)
+class FrameInputs:
+    """One observation, ready for the model.
+
+    Attributes:
+        images: uint8 (H, W, 3) each: all cameras of the oldest moment, then those of the next one. An image that needed
+            no conversion is the observation's own array or a view of it: copy it to keep it.
+        state: float32 (history, state_dim), normalised, oldest first.
+        raw_state: float64 (state_dim,), the newest, in the robot's units.
+    """
+
+    images: tuple[np.ndarray, ...]
+    state: np.ndarray
+    raw_state: np.ndarray
+    cameras: None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameProcessor(ScalingTransforms):
+    """Transforms of camera frames, which keep their size, and of the state. A camera may not be missing.
+
+    Attributes:
+        frame_shapes: Height and width of each camera's frames, as the policy was trained.
+        cameras: How the images of each camera, in [0, 1], are normalised by channel, in the order of the preset.
+        history: Moments that the model reads. Images (k, H, W, 3) and a state (k, state_dim) are the last k of them,
+            oldest first; of fewer than `history`, the oldest is repeated.
+        first: First row of the model's actions that the robot gets.
+    """
+
+    frame_shapes: tuple[tuple[int, int], ...]
+    cameras: tuple[Normaliser, ...]
+    history: int = 1
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cameras, expected = len(self.preset.images), len(self.cameras)
+        if cameras != expected:
+            raise ConfigError(f"preset: expected {expected} cameras, as the checkpoint was trained, got {cameras}")
+        for key, camera in zip(self.preset.images, self.cameras, strict=True):
+            if len(camera.low) != 3:
+                raise CheckpointError(f"{key}: expected statistics of 3 channels, got {len(camera.low)}")
+
+    def _make_reader(self) -> Reader:
+        # A camera that the model reads is never masked.
+        return Reader(replace(self.preset, optional_images=()), prompted=False, history=self.history)
+
+    @property
+    def image_shapes(self) -> tuple[tuple[int, int], ...]:
+        return self.frame_shapes
+
+    @property
+    def image_size(self) -> int | None:
+        """Side of the images if all cameras have the same square ones, else None."""
+        (height, width), *others = {*self.frame_shapes}
+        return height if not others and height == width else None
+
+    @property
+    def pixel_scales(self) -> np.ndarray:
+        """float32 (cameras, 2, 3): the mean of each channel and what the rest is divided by, of pixels in [0, 1]."""
+        # Minimum and maximum become -1 and 1, mean and deviation 0 and 1.
+        scales = [(c.low + c.span / 2, c.span / 2) if c.kind == "quantile" else (c.low, c.span) for c in self.cameras]
+        return np.asarray(scales, np.float32)
+
+    def observe(self, observation: Mapping[str, Any]) -> FrameInputs:
+        seen = self._reader.read(observation)
+        views = {key: frames(image, key, self.history) for key, image in seen.views.items()}
+        for key, shape in zip(self.preset.images, self.frame_shapes, strict=True):
+            images, expected = views[key], (*shape, 3)
+            if wrong := [image.shape for image in images if image.shape != expected]:
+                raise ObservationError(f"{key}: expected shape {expected}, as the policy was trained, got {wrong[0]}")
+        given = {key: len(image) if np.ndim(image) == 4 else 1 for key, image in seen.views.items()}
+        given |= {" and ".join(self.preset.state): len(np.atleast_2d(seen.state))}
+        if len(set(given.values())) > 1:
+            found = ", ".join(f"{count} of {key}" for key, count in given.items())
+            raise ObservationError(f"observation: expected as many moments of each, got {found}")
+        states = np.atleast_2d(seen.state)
+        states = np.concatenate([states[:1]] * (self.history - len(states)) + [states])
+        normalised = self.state.normalise(self._model_state(states))
+        return FrameInputs(
+            tuple(images[moment] for moment in range(self.history) for images in views.values()),
+            self._padded_state(normalised, states.shape[1], states),
+            states[-1],
+        )
+
+    def encode(self, seen: FrameInputs) -> FrameInputs:
+        return seen
+
+    def unnormalize_actions(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
+        return super().unnormalize_actions(actions[self.first :], inputs)
