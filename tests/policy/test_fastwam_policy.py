@@ -174,7 +174,7 @@ def test_untrained_and_pickled_weights_are_refused(tmp_path: Path) -> None:
     bare, empty = write(tmp_path / "bare"), tmp_path / "empty"
     shutil.rmtree(bare / "vae")
     empty.mkdir()
-    with pytest.raises(CheckpointError, match="expected vae/config.json in .*checkpoint.wan"):
+    with pytest.raises(CheckpointError, match=r"expected vae/config\.json in .*checkpoint\.wan"):
         policy_of(bare, checkpoint=CheckpointSpec(text_encoder=True, wan=str(empty)))
 
 
@@ -199,8 +199,8 @@ def test_bad_input_is_one_error(plain: OptimizedPolicy, folder: Path) -> None:
 
 
 def test_work_of_the_published_size() -> None:
-    """As counted apart from this code, for a tenth of the 30 blocks (counting all takes long): 1.64 GB and 0.052 TFLOP a
-    step, 0.163 TFLOP of an image; 6.02 B parameters, and 0.05 B of an encoder of one frame."""
+    """As counted apart from this code, for a tenth of the 30 blocks (counting all takes long): 1.64 GB and 0.052 TFLOP
+    a step, 0.163 TFLOP of an image; 6.02 B parameters, and 0.05 B of an encoder of one frame."""
     card, sizes = bench_card(family_named("fastwam")), fastwam()
     few = card.shallow(sizes, 3)
     transforms = card.dummy(few, 2)

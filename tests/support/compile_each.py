@@ -3,9 +3,9 @@
     python -m tests.support.compile_each KIND [VERSION] [--count]
 
 for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam` and `decode`, what the programs
-of GR00T and FastWAM and π0-FAST's decode launch; `int8`, products by every tile that a build would measure; `each`, once
-each kernel and type of operands that compile_kernels.py does not compile for every capability. Prints its rows; with
-`--count` the number of launches, of Triton's kernels alone.
+of GR00T and FastWAM and π0-FAST's decode launch; `int8`, products by every tile that a build would measure; `each`,
+once each kernel and type of operands that compile_kernels.py does not compile for every capability. Prints its rows;
+with `--count` the number of launches, of Triton's kernels alone.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def write(
     folder: Path, variant: str = "plain", change: Callable[[dict[str, Any]], object] = lambda files: None,
     stored: dict[str, Tensor] | None = None,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint with Wan's folders inside. `change` may edit its JSON files, by name, before; `stored`: instead
-    of `tensors()`."""
+    """Write a checkpoint with Wan's folders inside. `change` may edit its JSON files, by name, before; `stored`:
+    instead of `tensors()`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = copy.deepcopy(REFERENCE["variants"][variant]["files"])
     change(files)
@@ -72,7 +72,7 @@ def write(
 def given(variant: str = "plain") -> list[dict[str, Any]]:
     """The three observations that the script gave lerobot."""
     size = (96, 80) if variant == "resized" else (64, 64)
-    images = {c: np.uint8((128 + 60 * draw(f"wam.{c}", 3, *size, 3)).clip(0, 255)) for c in CAMERAS}
+    images = {c: (128 + 60 * draw(f"wam.{c}", 3, *size, 3)).clip(0, 255).astype(np.uint8) for c in CAMERAS}
     state = draw("wam.state", 3, 8)
     return [
         {**{f"observation.images.{c}": images[c][i] for c in CAMERAS}, "observation.state": state[i], "task": task}

@@ -116,7 +116,7 @@ def _measured(rows: int, width: int, scaled: bool) -> Callable:
     return call
 
 
-def _wide_norm(batch: int, tokens: int, heads: int, head_dim: int, what: str, layers: int = 1) -> Callable:
+def _wide_norm(batch: int, tokens: int, heads: int, head_dim: int, what: str, layers: int) -> Callable:
     """`what`: letters of q, k and v that rows have, and r for a rotation."""
 
     def call(draw: Draw) -> Call:
@@ -163,8 +163,10 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"add_at {shape}", _add_at(shape[0], shape[1] + shape[2], shape[1], shape[3])
     for shape in ((2, 5, 3, 1, 12, True), (1, 33, 2, 2, 16, False), (1, 7, 4, 2, 6, True)):
         yield f"rotate {shape}", _norm_rope(*shape)
-    for shape in ((2, 5, 3, 24, "qkvr"), (1, 7, 4, 6, "q"), (3, 2, 2, 16, "kv", 3), (2, 3, 1, 128, "kvr")):
-        yield f"norm_heads {shape}", _wide_norm(*shape)
+    for shape, what, layers in (
+        ((2, 5, 3, 24), "qkvr", 1), ((1, 7, 4, 6), "q", 1), ((3, 2, 2, 16), "kv", 3), ((2, 3, 1, 128), "kvr", 1),
+    ):  # fmt: skip
+        yield f"norm_heads {shape} {what}", _wide_norm(*shape, what, layers)
     for shape in ((2, 33, 4, 2, 16), (1, 1, 2, 1, 6), (1, 130, 2, 1, 12), (3, 150, 4, 2, 16, (0, 5, 149))):
         yield f"causal_attention {shape}", _causal(*shape)
     for shape in ((3, 20), (1, 6)):

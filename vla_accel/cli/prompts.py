@@ -1,4 +1,4 @@
-"""`vla-accel prompts CHECKPOINT INSTRUCTION …`: encode the instructions that a robot uses, once, next to its weights."""
+"""`vla-accel prompts CHECKPOINT INSTRUCTION …`: encode the instructions of a robot, once, next to its weights."""
 
 from __future__ import annotations
 

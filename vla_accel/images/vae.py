@@ -42,7 +42,7 @@ class AcceleratedVae:
         specs: Mapping[Side, EngineSpec] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """Read an `AutoencoderKL`, `AutoencoderKLQwenImage` or `AutoencoderKLWan`; `specs` replace the configuration's engines."""
+        """Read an autoencoder of `AUTOENCODERS`; `specs` replace the configuration's engines."""
         self.vae, self.config = vae, load_vae_config(config or VaeConfig())
         own = EngineSpec(engine=self.config.vae_type, precision=self.config.precision)
         self.specs: dict[Side, EngineSpec] = {"encoder": own, "decoder": own, **(specs or {})}

@@ -21,13 +21,12 @@ from vla_accel.kernels.attention.suffix import Prefix, suffix_attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm
-from vla_accel.kernels.gemm.moments import Moments, measure
+from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm
-from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop.tables import LayerTables
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance, flow_step
 from vla_accel.kernels.rows.rows import NormedHeads, norm_heads
-from vla_accel.nn.flow import Schedule
 from vla_accel.nn.kernel_choices import KernelChoices
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
 from vla_accel.nn.network import Network
@@ -69,9 +68,9 @@ class WanWeights:
         last = None
         if modulations is not None:
             start, shift, scale = f"{stack}.layers.{full}.", *modulations[full, :2]
-            weight, bias = fold(*_stored(model, start + "qkv_proj"), 1.0 + scale.double(), shift)
+            weight, bias = _modulated(_stored(model, start + "qkv_proj"), scale, shift)
             rows = slice(config.attended, None)
-            linear = _with_sums(plain_input(precision, weight[rows], None if bias is None else bias[rows]))
+            linear = _with_sums(plain_input(precision, weight[rows], bias[rows]))
             last = linear, _norm(model, start + "k_norm")
         return cls(tuple(layers), precision, last)
 
@@ -93,14 +92,9 @@ class TextWeights:
         both = [_stored(model, f"{stack}.layers.{i}.text_kv") for i in range(depth)]
         weight, bias = (torch.cat([pair[part].to(dtype) for pair in both]) for part in range(2))
         del both
-        ends = (plain_input(str_of(dtype), *_stored(model, f"{stack}.{name}")) for name in ("text_in", "text_mix"))
+        into, mix = (make_linear(*_stored(model, f"{stack}.{name}"), dtype) for name in ("text_in", "text_mix"))
         norms = torch.stack([_norm(model, f"{stack}.layers.{i}.text_k_norm") for i in range(depth)])
-        return cls(*ends, plain_input(precision, weight, bias), norms)
-
-
-def str_of(dtype: torch.dtype) -> str:
-    """The precision of plain products in a dtype."""
-    return "fp32" if dtype == torch.float32 else "bf16"
+        return cls(into, mix, plain_input(precision, weight, bias), norms)
 
 
 def _block(model: Network, start: str, precision: str, modulation: Tensor | None) -> WanBlockWeights:
@@ -112,17 +106,24 @@ def _block(model: Network, start: str, precision: str, modulation: Tensor | None
     qkv, out, up, down = (product(name) for name in ("qkv_proj", "out_proj", "fc1", "fc2"))
     if modulation is not None:
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation
-        qkv, up = fold(*qkv, 1.0 + scale.double(), shift), fold(*up, 1.0 + mlp_scale.double(), mlp_shift)
+        qkv, up = _modulated(qkv, scale, shift), _modulated(up, mlp_scale, mlp_shift)
         out, down = ((w.float() * g[:, None], b.float() * g) for (w, b), g in ((out, gate), (down, mlp_gate)))
     factor, shift = (model.weight(f"{start}text_norm.{part}") for part in ("weight", "bias"))
-    text_q = fold(*product("text_q"), factor.double(), shift)
-    prepared = [_with_sums(plain_input(precision, *qkv)), plain_input(precision, *out)]
-    prepared += [_with_sums(plain_input(precision, *up)), plain_input(precision, *down)]
+    text_q = _modulated(product("text_q"), factor.double() - 1.0, shift)
     return WanBlockWeights(
-        *prepared, _norm(model, start + "q_norm"), _norm(model, start + "k_norm"),
+        _with_sums(plain_input(precision, *qkv)), plain_input(precision, *out),
+        _with_sums(plain_input(precision, *up)), plain_input(precision, *down),
+        _norm(model, start + "q_norm"), _norm(model, start + "k_norm"),
         text_q=_with_sums(plain_input(precision, *text_q)), text_out=plain_input(precision, *product("text_out")),
         text_q_norm=_norm(model, start + "text_q_norm"),
     )  # fmt: skip
+
+
+def _modulated(product: tuple[Tensor, Tensor], scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a product of x (1 + scale) + shift."""
+    weight, bias = fold(*product, 1.0 + scale.double(), shift)
+    assert bias is not None
+    return weight, bias
 
 
 def _stored(model: Network, name: str) -> tuple[Tensor, Tensor]:
@@ -316,8 +317,8 @@ class VideoLoop(WanLoop):
 
 @dataclass(frozen=True)
 class StepTables:
-    """The constants of the steps, float32: for each step and layer the gates of attention and MLP, and the norm with the
-    shift of "qkv" and "up"; the sizes of the Euler steps (negative); rotary tables."""
+    """The constants of the steps, float32: for each step and layer the gates of attention and MLP, and the norm with
+    the shift of "qkv" and "up"; the sizes of the Euler steps (negative); rotary tables."""
 
     gates: tuple[tuple[LayerTables, ...], ...]
     norms: Mapping[str, tuple[tuple[tuple[Norm, Tensor], ...], ...]]
@@ -327,8 +328,8 @@ class StepTables:
 
 @torch.inference_mode()
 def step_tables(
-    weights: WanWeights, biases: Mapping[str, list[Tensor]], config: WanConfig, modulations: Tensor, dts: tuple[float, ...],
-    rope: tuple[Tensor, Tensor],
+    weights: WanWeights, biases: Mapping[str, list[Tensor]], config: WanConfig, modulations: Tensor,
+    dts: tuple[float, ...], rope: tuple[Tensor, Tensor],
 ) -> StepTables:  # fmt: skip
     """Compute the constants of the steps, with the weights of the products as stored. `modulations` (n, depth, 6, W);
     `biases` of "qkv" and "up" by layer."""
@@ -363,8 +364,8 @@ class ActionLoop(WanLoop):
         self, weights: WanWeights, tables: StepTables, ends: tuple[tuple[Tensor, Tensor], Linear], config: WanConfig,
         noise: tuple[int, int, int], prefix_tokens: int,
     ) -> None:  # fmt: skip
-        """`ends`: weight (A, W) and bias float32 of what actions become, and the product that becomes velocities; `noise`:
-        its shape."""
+        """`ends`: weight (A, W) and bias float32 of what actions become, and the product that becomes velocities;
+        `noise`: its shape."""
         batch, horizon, actions = noise
         self.tables, self.ends, self.tokens = tables, ends, horizon
         device = ends[0][0].device

@@ -1,7 +1,7 @@
-"""The transformer blocks of Wan 2.2 as FastWAM has them: a prefix of video rows, and an expert of actions that reads it.
+"""The transformer blocks of Wan 2.2 as FastWAM has them: rows of video are a prefix, which an expert of actions reads.
 
-Heads rotate pairs of halves (`kernels.reference.apply_rope`): checkpoints store interleaved pairs, and the rows of their
-query and key products are put in order when they are read (`checkpoints.weights.Piece.pairs`), which changes no sum.
+Heads rotate pairs of halves (`kernels.reference.apply_rope`): checkpoints store interleaved pairs, and the rows of
+their query and key products are put in order when they are read (`checkpoints.weights.Piece.pairs`). No sum changes.
 Source of the mathematics: lerobot 0.6.1 (Apache-2.0), from Wan 2.2 (Apache-2.0).
 """
 

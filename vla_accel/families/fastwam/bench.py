@@ -1,5 +1,5 @@
-"""How FastWAM is measured, and against what: lerobot's own code (`lerobot` 0.6.1 and `diffusers` from the package index,
-on Python 3.12; see CONTRIBUTING)."""
+"""How FastWAM is measured, and against what: lerobot's own code (`lerobot` 0.6.1 and `diffusers` from the package
+index, on Python 3.12; see CONTRIBUTING)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DrawnWam(Drawn):
 
     def _normal(self, name: str) -> tuple[float, float]:
         config: Any = self.config
-        if "norm" in name and name.endswith(("weight", "gamma")) or name == "latent_std":
+        if ("norm" in name and name.endswith(("weight", "gamma"))) or name == "latent_std":
             return 1.0, 0.1
         if name.endswith("bias") or name == "latent_mean":
             return 0.0, 0.02
@@ -107,7 +107,7 @@ def _lerobot(horizon: int, device: str) -> _Lerobot:
 
 
 class _Lerobot:
-    """lerobot's `FastWAMPolicy` with random weights in BF16, its prompt encoded ahead, as a robot with a cache has it."""
+    """lerobot's `FastWAMPolicy` with random weights in BF16. Its prompt is encoded ahead."""
 
     def __init__(self, horizon: int, device: str) -> None:
         try:

@@ -53,8 +53,8 @@ _ENCODER_FILE = "diffusion_pytorch_model.safetensors"
 _TRAINED = (SIGNS[1], _MIX + "action.head.weight", "model.proprio_encoder.weight")
 _OLD = re.compile(r"model\.mot\.mixtures\.(video|action)\.blocks\.(\d+)\.(.+)")
 _SMALL = {
-    "patch": _MIX + "video.patch_embedding", "state": "model.proprio_encoder", "action_in": _MIX + "action.action_encoder",
-    "action_out": _MIX + "action.head",
+    "patch": _MIX + "video.patch_embedding", "state": "model.proprio_encoder",
+    "action_in": _MIX + "action.action_encoder", "action_out": _MIX + "action.head",
 }  # fmt: skip
 _EMBEDDINGS = {
     "text_in": "text_embedding.0", "text_mix": "text_embedding.2", "time_in": "time_embedding.0",
@@ -75,8 +75,9 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[FastWam, FastWamP
     content = read_settings(path, ("fastwam",))
     if missing := [name for name in _TRAINED if name not in weights.shapes]:
         raise CheckpointError(
-            f"checkpoint {folder}: expected a trained policy, got one without {', '.join(missing)}; lerobot/fastwam_base "
-            "is only where training starts: pass a fine-tuned folder, such as lerobot/fastwam_libero_uncond_2cam224"
+            f"checkpoint {folder}: expected a trained policy, got one without {', '.join(missing)}; "
+            "lerobot/fastwam_base is only where training starts: pass a fine-tuned folder, such as "
+            "lerobot/fastwam_libero_uncond_2cam224"
         )
     saved = _processors(folder, content, weights)
     vae = _part(folder, settings, "vae", ("config.json", _ENCODER_FILE))
@@ -99,7 +100,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[FastWam, FastWamP
     model, stored = FastWam.empty(config), joined.shapes
     recipe = {name: pieces(name, config, stored) for name in model.state_dict()}
     # What imagines video, and what joins several frames.
-    dead = [n for n in stored if n.startswith(_IMAGINES) or n.startswith(_VAE) and ".time_conv." in n]
+    dead = [n for n in stored if n.startswith(_IMAGINES) or (n.startswith(_VAE) and ".time_conv." in n)]
     return fitted(model, joined, recipe, str(folder), "FastWAM", dead), processor
 
 

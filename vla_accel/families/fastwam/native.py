@@ -49,6 +49,7 @@ class EncoderWeights:
             half = copy.deepcopy(model.vae)
             std, mean = model.latent_std.double(), model.latent_mean.double()
             weight = model.patch.weight.double() / std[:, None, None]
+            assert model.patch.bias is not None
             bias = model.patch.bias.double() - (weight * mean[:, None, None]).sum((1, 2, 3))
         patch = make_linear(weight.flatten(1), bias, model.dtype)
         return cls(NativeHalf(half), tuple(half.parameters()), patch)

@@ -65,9 +65,9 @@ class Prompts:
         if self.encoder is None:
             some = ", ".join(f"{name!r:.60}" for name in list(self.rows)[:3])
             raise ObservationError(
-                f"{key}: expected one of the {len(self.rows)} instructions in {FILE} ({some}), got {instruction!r:.80}; "
-                f"add it with `vla-accel prompts CHECKPOINT {instruction!r:.80}`, or load the 11 GB text encoder with "
-                "`checkpoint: {text_encoder: true}`"
+                f"{key}: expected one of the {len(self.rows)} instructions in {FILE} ({some}), got "
+                f"{instruction!r:.80}; add it with `vla-accel prompts CHECKPOINT {instruction!r:.80}`, or load the "
+                "text encoder, 11 GB, with `checkpoint: {text_encoder: true}`"
             )
         rows = self.encoder(self.template.replace("{task}", instruction))
         if len(rows) > self.most:
@@ -117,7 +117,10 @@ def load_encoder(folder: Path) -> Umt5Encoder:
     model = Umt5Encoder.empty(Umt5Config(**{ours: size_of(content, theirs, path) for ours, theirs in names.items()}))
     # One table under two names; files have one or both.
     table = next((name for name in _TABLES if name in weights.shapes), _TABLES[0])
-    recipe = {"embed.weight": (Piece(table),), "final_norm.weight": (Piece("encoder.final_layer_norm.weight"),)}
+    recipe: dict[str, tuple[Piece, ...]] = {
+        "embed.weight": (Piece(table),),
+        "final_norm.weight": (Piece("encoder.final_layer_norm.weight"),),
+    }
     attended, hidden = model.config.heads * model.config.head_dim, model.config.mlp_dim
     for index in range(model.config.depth):
         for ours, theirs in _NAMES.items():

@@ -17,7 +17,7 @@ from vla_accel.families.fastwam.text import Prompts
 from vla_accel.transforms.images import to_uint8
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.observations import Observed, real_numbers
-from vla_accel.transforms.processing import Inputs, RobotTransforms
+from vla_accel.transforms.processing import Inputs, PromptTransforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class FastWamInputs(Inputs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FastWamProcessor(RobotTransforms):
+class FastWamProcessor(PromptTransforms):
     """lerobot's transforms. The network resizes images, in fractions of a level.
 
     Attributes:

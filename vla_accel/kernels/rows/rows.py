@@ -189,8 +189,8 @@ def rotate(
 
 @dataclass(frozen=True)
 class NormedHeads:
-    """Where queries, keys and values go, those that rows have, contiguous and R * heads * d values each; and the weights
-    (layers, heads * d) float32 of the RMSNorms of queries and keys."""
+    """Where queries, keys and values go, those that rows have, contiguous and R * heads * d values each; and the
+    weights (layers, heads * d) float32 of the RMSNorms of queries and keys."""
 
     q: Tensor | None = None
     k: Tensor | None = None
