@@ -99,7 +99,7 @@ def vae() -> AutoencoderKLWan:
 def text_encoder() -> Any:
     config = transformers.UMT5Config(
         vocab_size=64, d_model=40, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=32,
-        relative_attention_max_distance=128, is_encoder_decoder=False, tie_word_embeddings=False,
+        relative_attention_max_distance=128, is_encoder_decoder=False, **{"tie_word_embeddings": False},
     )  # fmt: skip
     return draw_weights(transformers.UMT5EncoderModel(config))
 
@@ -191,7 +191,8 @@ def write(variant: str, out: Path, seed: int) -> None:
     }
     image = fastwam._input_image_from_batch(pixels, policy.config)
     answers["latent"] = policy.model._encode_input_image_latents_tensor(image)[0, :, 0].detach().numpy()
-    np.savez(out / "answers.npz", tasks=np.array(TASKS), **given, **answers)
+    saved: dict[str, Any] = {"tasks": np.array(TASKS), **given, **answers}
+    np.savez(out / "answers.npz", **saved)
     path = out.parent / "kept.json"
     kept = json.loads(path.read_text()) if path.is_file() else {"variants": {}}
     kept["shapes"] = {
