@@ -184,7 +184,7 @@ JOBS: tuple[Job, ...] = (
     bench("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-compile --views 2 "
           "--steps 10,3 --calls 40 --profile", "lerobot"),
     *(bench(model, f"--model {model} --systems native-bf16,eager --views 2 --calls 50 --profile")
-      for model in ("starvla_groot", "starvla_oft")),
+      for model in ("starvla_groot", "starvla_pi", "starvla_oft")),
     bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "
           "--calls 20"),
     bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import groot_folders, tiny_smolvla
+from tests.support import groot_folders, starvla_folders, tiny_smolvla, vla_jepa_folders
 from tests.support.cuda_emulator import compiler
 from tests.support.rounding import round_otherwise
 from tests.support.tiny import write_tiny_checkpoint
@@ -48,8 +48,11 @@ def flow_folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     write_tiny_checkpoint(made["pi0"], "pi0")
     write_tiny_checkpoint(made["pi05"], "pi05")
     tiny_smolvla.write_lerobot(made["smolvla"], libero=False)
-    older = {"groot_n16": groot_folders.write_n16, "groot_n15": groot_folders.write_n15}
-    made |= {name: write(tmp_path_factory.mktemp(name)) for name, write in older.items()}
+    others: dict[str, Callable[[Path], Path]] = {
+        "groot_n16": groot_folders.write_n16, "groot_n15": groot_folders.write_n15, "vla_jepa": vla_jepa_folders.write,
+        "starvla_groot": starvla_folders.write,
+    }  # fmt: skip
+    made |= {name: write(tmp_path_factory.mktemp(name)) for name, write in others.items()}
     return {**made, "groot": groot_folder}
 
 

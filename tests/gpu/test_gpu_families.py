@@ -21,7 +21,7 @@ from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.native_decode import TURN
 from vla_accel.families.smolvla.family import SMOLVLA
-from vla_accel.families.starvla.family import STARVLA_GROOT, STARVLA_OFT
+from vla_accel.families.starvla.family import STARVLA_GROOT, STARVLA_OFT, STARVLA_PI
 from vla_accel.families.vla_jepa.family import VLA_JEPA
 from vla_accel.measure.parity import LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
@@ -56,8 +56,8 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (SMOLVLA, {"denoise": "int8"}), (GROOT, {}), (GROOT, {"denoise": "fp8"}), (GROOT, {"denoise": "int8"}),
         (GROOT_N16, {}), (GROOT_N16, {"denoise": "fp8"}), (GROOT_N15, {}), (GROOT_N15, {"denoise": "fp8"}),
         (VLA_JEPA, {}), (VLA_JEPA, {"denoise": "fp8"}), (VLA_JEPA, {"denoise": "int8"}), (ACT, {}),
-        (STARVLA_GROOT, {}), (STARVLA_OFT, {}), (FASTWAM, {}),
-        (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
+        (STARVLA_GROOT, {}), (STARVLA_PI, {}), (STARVLA_OFT, {}),
+        (FASTWAM, {}), (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -72,7 +72,7 @@ def test_published_size(family: Any, low: dict[str, str]) -> None:
     if family is SMOLVLA:
         streamed = torch.cuda.get_device_capability() == (9, 0) and "denoise" not in low
         assert policy.ledger.entries["denoise"].detail.startswith("streamed CUDA kernels" if streamed else "fused ops")
-    if low or family in (*GROOTS, VLA_JEPA, STARVLA_GROOT, STARVLA_OFT, FASTWAM):
+    if low or family in (*GROOTS, VLA_JEPA, STARVLA_GROOT, STARVLA_PI, STARVLA_OFT, FASTWAM):
         assert report.passed, report.reasons
         return
     plain, _ = random_policy(family, settings(family, "bf16", "eager"))

@@ -13,20 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import groot_folders, tiny_pi0_fast, tiny_smolvla
+from tests.support import groot_folders, starvla_folders, tiny_pi0_fast, tiny_smolvla, vla_jepa_folders
 from tests.support.tiny import tiny_observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.engines.tensorrt_plan import content_key
 from vla_accel.errors import ConfigError
 from vla_accel.families.loading import load as load_checkpoint
+from vla_accel.nn.dit import DitNetwork
 from vla_accel.nn.flow import Schedule
 from vla_accel.policy import ahead_of_time
 
 TIMES = (1.0, 0.3, 0.01, 0.0)
-FAMILIES = ("pi0", "pi05", "smolvla", "groot", "groot_n16", "groot_n15")
+FAMILIES = ("pi0", "pi05", "smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot")
 OBSERVATIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
     "smolvla": tiny_smolvla.observation,
+    "vla_jepa": vla_jepa_folders.observation,
+    "starvla_groot": starvla_folders.observation,
     **groot_folders.OBSERVATIONS,
 }
 
@@ -59,12 +62,13 @@ def plain_euler(policy: OptimizedPolicy, times: Tensor, dts: Sequence[float], st
     pipeline, model = policy.pipelines.newest, policy.model
     inputs, schedule = pipeline.engine("denoise").inputs, pipeline.shape.schedule
     x = inputs["noise"] if start is None else start
-    if policy.family.name.startswith("groot"):
+    if isinstance(model, DitNetwork):
         assert model.head.times(schedule) == [int(1000 * (1 - time) + 1e-3) for time in times.tolist()]
-        constants, token = model.constants(schedule), model.head.state_token(inputs["state"])
+        constants, lengths = model.constants(schedule), inputs.get("lengths")
+        token = model.head.state_token(inputs.get("state"))
         cache = {s: (inputs[f"{s}_keys"], inputs[f"{s}_values"]) for s in model.config.head.sources}
         for step, dt in enumerate(dts):
-            x = x + -dt * model.head.velocity(x, constants, step, token, cache, None)
+            x = x + -dt * model.head.velocity(x, constants, step, token, cache, lengths)
         return x
     embeddings, rows = model.conditioning(times)
     for step, dt in enumerate(dts):

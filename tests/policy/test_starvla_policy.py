@@ -19,7 +19,7 @@ from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
 from vla_accel.measure.random_policy import random_policy
 
-VARIANTS = ("groot", "state", "oft")
+VARIANTS = ("groot", "state", "pi", "oft")
 
 
 def policy_of(folder: Path, engine: str = "eager", **settings: Any) -> OptimizedPolicy:
@@ -109,7 +109,7 @@ def action(name: str, value: Any) -> Change:
         (
             "oft",
             lambda c: c["framework"].update(name="QwenFAST"),
-            "expected starVLA's QwenGR00T or QwenOFT, got QwenFAST",
+            "QwenOFT or QwenPI, got QwenFAST",
         ),
     ],
 )
@@ -136,7 +136,9 @@ def test_bad_input_is_one_error(folders: dict[str, Path]) -> None:
         policy_of(folders["oft"], schedule="cubic")
 
 
-@pytest.mark.parametrize(("name", "variant"), [("starvla_groot", "groot"), ("starvla_oft", "oft")])
+@pytest.mark.parametrize(
+    ("name", "variant"), [("starvla_groot", "groot"), ("starvla_pi", "pi"), ("starvla_oft", "oft")]
+)
 def test_random_weights_of_any_size(folders: dict[str, Path], name: str, variant: str) -> None:
     card, model = bench_card(family_named(name)), policy_of(folders[variant]).model
     policy, _ = random_policy(name, PolicyConfig(device="cpu"), model=model)

@@ -13,9 +13,9 @@ For each variant it writes ``DIR/VARIANT/``:
 actions, normalized: ``batch`` (3, H, 7) of one call with prompts of different lengths, and ``alone`` (H, 7), which
 tests/nn/starvla_reference.json holds. Weights and observations are drawn by name.
 
-Variants: `groot` (QwenGR00T without a state), `state` (with one), `oft` (QwenOFT). Everything is float32 on the CPU.
-Qwen3-VL's hidden states are those of transformers 4.57, with which starVLA is trained: the last one is taken before the
-final norm.
+Variants: `groot` (QwenGR00T without a state), `state` (with one), `pi` (QwenPI), `oft` (QwenOFT). Everything is float32
+on the CPU. Qwen3-VL's hidden states are those of transformers 4.57, with which starVLA is trained: the last one is
+taken before the final norm.
 """
 
 from __future__ import annotations
@@ -37,15 +37,20 @@ from make_vla_jepa_reference import TASKS, backbone
 from make_vla_jepa_reference import processor as qwen_processor
 from omegaconf import OmegaConf
 from PIL import Image
-from starVLA.model.framework.VLM4A import QwenGR00T, QwenOFT
+from starVLA.model.framework.VLM4A import QwenGR00T, QwenOFT, QwenPI
 from starVLA.model.modules.action_model import GR00T_ActionHeader
 from starVLA.model.modules.vlm import QWen3
 
 COT = "Your task is {instruction}. produce the actions"
 SIZE = (256, 256)
 """Of the cameras: that of whole tokens, and that which `obs_image_size` names."""
-HORIZON = {"groot": 5, "state": 5, "oft": 4}
-FRAMEWORKS = {"groot": QwenGR00T.Qwen_GR00T, "state": QwenGR00T.Qwen_GR00T, "oft": QwenOFT.Qwenvl_OFT}
+HORIZON = {"groot": 5, "state": 5, "pi": 6, "oft": 4}
+FRAMEWORKS = {
+    "groot": QwenGR00T.Qwen_GR00T,
+    "state": QwenGR00T.Qwen_GR00T,
+    "pi": QwenPI.Qwen_PI,
+    "oft": QwenOFT.Qwenvl_OFT,
+}
 TRANSFORMER = {
     "dropout": 0.2, "final_dropout": True, "interleave_self_attention": True, "norm_type": "ada_norm", "num_layers": 4,
     "output_dim": 56, "positional_embeddings": None,
@@ -58,9 +63,10 @@ def settings(variant: str) -> dict[str, Any]:
     if variant == "oft":
         action |= {"action_model_type": "MLP"}
     else:
-        action |= {"action_model_type": "DiT-B", "hidden_size": 56, "state_dim": 8, "num_target_vision_tokens": 5,
+        kind = "LayerwiseFM" if variant == "pi" else "DiT-B"
+        action |= {"action_model_type": kind, "hidden_size": 56, "state_dim": 8, "num_target_vision_tokens": 5,
                    "max_seq_len": 24, "num_inference_timesteps": 4, "diffusion_model_cfg": TRANSFORMER}  # fmt: skip
-    name = "QwenOFT" if variant == "oft" else "QwenGR00T"
+    name = {"oft": "QwenOFT", "pi": "QwenPI"}.get(variant, "QwenGR00T")
     data = {
         "data_mix": "libero_all",
         "CoT_prompt": COT,

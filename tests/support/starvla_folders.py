@@ -41,7 +41,7 @@ def write_run(folder: Path, variant: str, change: Change = lambda config: None, 
     return path
 
 
-def write(folder: Path, variant: str, change: Change = lambda config: None, stored: Any = None) -> Path:
+def write(folder: Path, variant: str = "groot", change: Change = lambda config: None, stored: Any = None) -> Path:
     """Write a converted folder."""
     convert(write_run(folder / "run", variant, change, stored), folder / "converted")
     (folder / "converted" / "tokenizer.json").write_text(json.dumps(REFERENCE[variant]["tokenizer"]))
@@ -59,6 +59,11 @@ def given(variant: str) -> list[dict[str, Any]]:
         {**{k: v[i] for k, v in images.items()}, "observation/state": state[i], "prompt": task}
         for i, task in enumerate(TASKS)
     ]
+
+
+def observation(seed: int = 0) -> dict[str, Any]:
+    """One of them, of a checkpoint without a state."""
+    return given("groot")[seed % 3]
 
 
 def noise(variant: str) -> np.ndarray | None:

@@ -34,6 +34,7 @@ FAMILIES: dict[str, str] = {
     "vla_jepa": "vla_accel.families.vla_jepa.family:VLA_JEPA",
     "fastwam": "vla_accel.families.fastwam.family:FASTWAM",
     "starvla_groot": "vla_accel.families.starvla.family:STARVLA_GROOT",
+    "starvla_pi": "vla_accel.families.starvla.family:STARVLA_PI",
     "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
     "act": "vla_accel.families.act.family:ACT",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -44,8 +44,9 @@ class DitConfig:
 
     `vl_width`: of the tokens of vision and language; `hidden`: of the state's projection, of the transformer's output
     and of what decodes it; `text_every`: of so many blocks that look outside, one looks at text and the others at
-    images, 0: each looks at both; `state`: whether the first row is the state; `future`: learned rows before the
-    actions; `longest_chunk`: the number of position embeddings; `buckets` of the flow's time.
+    images, 0: each looks at both; `state`: whether the first row is the state; `final`: whether a norm and a product
+    come before what decodes the rows; `future`: learned rows before the actions; `longest_chunk`: the number of
+    position embeddings; `buckets` of the flow's time.
     """
 
     vl_width: int = 2048
@@ -57,6 +58,7 @@ class DitConfig:
     hidden: int = 1024
     text_every: int = 2
     state: bool = True
+    final: bool = True
     future: int = 0
     longest_chunk: int = 1024
     buckets: int = 1000
@@ -110,8 +112,8 @@ class StepConstants:
     time: Tensor
     scales: Tensor
     shifts: Tensor
-    final_scale: Tensor
-    final_shift: Tensor
+    final_scale: Tensor | None
+    final_shift: Tensor | None
 
 
 class DitLayer(TransformerBlock):
@@ -167,18 +169,21 @@ class DitHead(nn.Module):
         self.future = nn.Parameter(torch.zeros(config.future, width)) if config.future else None
         self.time_in, self.time_out = nn.Linear(256, width), nn.Linear(width, width)
         self.layers = nn.ModuleList(DitLayer(config, config.source(i)) for i in range(config.depth))
-        self.final_modulation = nn.Linear(width, 2 * width)
-        self.out_proj = nn.Linear(width, hidden)
-        self.decode_in, self.decode_out = nn.Linear(hidden, hidden), nn.Linear(hidden, action_dim)
+        if config.final:
+            self.final_modulation, self.out_proj = nn.Linear(width, 2 * width), nn.Linear(width, hidden)
+        self.decode_in = nn.Linear(hidden if config.final else width, hidden)
+        self.decode_out = nn.Linear(hidden, action_dim)
 
     # -- once an observation --------------------------------------------------------------------------------------
 
-    def cache(self, **features: Tensor) -> Cache:
-        """Keys and values of the features (B, tokens, vl_width) of each source."""
+    def cache(self, **features: Tensor | Sequence[Tensor]) -> Cache:
+        """Keys and values of the features (B, tokens, vl_width) of each source, or of those of each of its blocks."""
         found: dict[Source, tuple[Tensor, Tensor]] = {}
         for source in self.config.sources:
             blocks = self.config.blocks(source)
-            keys, values = torch.stack([self._layer(i).keys_values(features[source]) for i in blocks], 1)
+            its = features[source]
+            each = [its] * len(blocks) if isinstance(its, Tensor) else its
+            keys, values = torch.stack([self._layer(i).keys_values(x) for i, x in zip(blocks, each, strict=True)], 1)
             found[source] = keys, values
         return found
 
@@ -208,7 +213,10 @@ class DitHead(nn.Module):
         active = F.silu(embedded)
         rows = [m(active.to(m.weight.dtype)) for m in (layer.modulation for layer in self._layers())]
         scales, shifts = torch.stack(rows, 1).chunk(2, -1)
-        final_shift, final_scale = self.final_modulation(active.to(self.final_modulation.weight.dtype)).chunk(2, -1)
+        final_shift = final_scale = None
+        if config.final:
+            modulation = self.final_modulation
+            final_shift, final_scale = modulation(active.to(modulation.weight.dtype)).chunk(2, -1)
         half = config.width // 2
         angles = _angles(times, half, half)
         tau = torch.cat((angles.sin(), angles.cos()), -1).to(self.action_mix.weight.dtype)
@@ -242,11 +250,10 @@ class DitHead(nn.Module):
             mask = padded if source == first else None
             x = layer(x, constants.scales[step, index], constants.shifts[step, index], outside, mask)
         x = x[:, -noisy.shape[1] :]
-        x = reference.adaptive_layer_norm(
-            x, constants.final_scale[step], constants.final_shift[step], self.config.final_eps
-        )  # fmt: skip
-        x = self.out_proj(x).to(self.decode_in.weight.dtype)
-        return self.decode_out(F.relu(self.decode_in(x)))
+        if constants.final_scale is not None and constants.final_shift is not None:
+            scale, shift = constants.final_scale[step], constants.final_shift[step]
+            x = self.out_proj(reference.adaptive_layer_norm(x, scale, shift, self.config.final_eps))
+        return self.decode_out(F.relu(self.decode_in(x.to(self.decode_in.weight.dtype))))
 
     def _layers(self) -> list[DitLayer]:
         return list(self.layers)  # type: ignore[arg-type]
@@ -266,7 +273,7 @@ class DitNetwork(Network):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the large products; small projections may be wider."""
-        return self.head.out_proj.weight.dtype
+        return self.get_parameter("head.layers.0.fc1.weight").dtype
 
     @staticmethod
     def kept_wide(name: str) -> bool:
@@ -276,7 +283,8 @@ class DitNetwork(Network):
     def constants(self, schedule: Schedule) -> StepConstants:
         """Compute what depends on the times of the steps alone. Weights that were not here are let go again."""
         norms = [f"head.layers.{i}.modulation" for i in range(self.config.head.depth)]
-        small = ("head.time_in", "head.time_out", "head.final_modulation", "head.action_mix")
+        small = ["head.time_in", "head.time_out", "head.action_mix"]
+        small += ["head.final_modulation"] if self.config.head.final else []
         with self.present(*small, *norms):
             return self.head.constants(schedule)
 

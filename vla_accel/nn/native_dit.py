@@ -35,7 +35,8 @@ class TransformerWeights:
     Args:
         layers: products without the biases of `qkv` and `up`, which are in `biases` (float32), one pair a layer.
         sources: what each layer attends to.
-        ends: the output product of the transformer and the two that decode it, each with its bias in float32.
+        ends: the output product of the transformer, if it has one, and the two that decode it, each with its bias in
+            float32.
         w_in, b_mix: (A, W) and (W,) float32, from actions to the second action product.
         state: the two products of the state; empty without one.
         positions: (H, W).
@@ -73,14 +74,15 @@ class TransformerWeights:
                 biases.append((first.bias.float().clone(), fc1.bias.float().clone()))
             layers.append(BlockWeights(*products))
             sources.append(layer.source)
-        small = [f"head.{n}" for n in ("out_proj", "decode_in", "decode_out", "action_in", "action_mix", "action_out",
+        small = [f"head.{n}" for n in ("decode_in", "decode_out", "action_in", "action_mix", "action_out",
                                        "action_positions")]  # fmt: skip
+        small += ["head.out_proj"] if model.config.head.final else []
         small += ["head.state_in", "head.state_out"] if model.config.head.state else []
         small += ["head.future"] if head.future is not None else []
         with model.present(*small):
             ends = tuple(
                 (make_linear(p.weight, None, dtype), p.bias.float().clone())
-                for p in (head.out_proj, head.decode_in, head.decode_out)
+                for p in (*((head.out_proj,) if model.config.head.final else ()), head.decode_in, head.decode_out)
             )
             learned = head.action_positions[:0] if head.future is None else head.future
             projections = (head.state_in, head.state_out) if model.config.head.state else ()
@@ -124,13 +126,14 @@ class TransformerTables:
 def step_tables(model: DitNetwork, weights: TransformerWeights, schedule: Schedule) -> TransformerTables:
     """Compute the constants of the steps, with the weights of the products as stored."""
     constants, head, steps = model.constants(schedule), model.config.head, schedule.steps
-    last, last_bias = weights.ends[0]
     layers = list(zip(weights.layers, weights.biases, strict=True))
     normed = [
         (layer.qkv.true_weight(torch.float32), bias, constants.scales[:, i], constants.shifts[:, i], head.eps)
         for i, (layer, (bias, _)) in enumerate(layers)
     ]
-    normed.append((last.weight.float(), last_bias, constants.final_scale, constants.final_shift, head.final_eps))
+    if constants.final_scale is not None and constants.final_shift is not None:
+        last, bias = weights.ends[0]
+        normed.append((last.weight.float(), bias, constants.final_scale, constants.final_shift, head.final_eps))
     norms: list[list[Norm]] = [[] for _ in range(steps)]
     moved: list[list[Tensor]] = [[] for _ in range(steps)]
     for weight, bias, scales, shifts, eps in normed:
@@ -149,12 +152,12 @@ def step_tables(model: DitNetwork, weights: TransformerWeights, schedule: Schedu
 class NativeTransformer(LayerLoop):
     """The denoise program. Inputs as `nn.dit_components.Denoise`; output `actions` (B, H, A) float32."""
 
-    final_norm_reads_moments = True
     weights: TransformerWeights
 
     def __init__(self, weights: TransformerWeights, tables: TransformerTables, config: Any, batch: int) -> None:
         head, horizon = config.head, config.action_horizon
         self.tables, self.config, self.batch = tables, config, batch
+        self.final_norm_reads_moments = head.final
         self.tokens = int(head.state) + head.future + horizon
         rows, dtype = batch * self.tokens, compute_dtype(weights.precision)
         x = torch.zeros(rows, head.width, dtype=dtype, device=weights.w_in.device)
@@ -213,11 +216,13 @@ class NativeTransformer(LayerLoop):
 
     def _decode(self, step: int) -> None:
         """The output of the transformer: `x` to `velocity`."""
-        (last, _), (decode_in, b_in), (decode_out, b_out) = self.weights.ends
-        row = self.tables.rows[step]
-        norm = replace(row.norms[-1], moments=self.choices["down"].moments)
-        gemm(self.x, last, self.out, Epilogue(row.shifts[-1]), norm)
-        gemm(self.out, decode_in, self.decoded, Epilogue(b_in, Activation.RELU))
+        *last, (decode_in, b_in), (decode_out, b_out) = self.weights.ends
+        row, x = self.tables.rows[step], self.x
+        for product, _ in last:
+            norm = replace(row.norms[-1], moments=self.choices["down"].moments)
+            gemm(x, product, self.out, Epilogue(row.shifts[-1]), norm)
+            x = self.out
+        gemm(x, decode_in, self.decoded, Epilogue(b_in, Activation.RELU))
         gemm(self.decoded, decode_out, self.velocity, Epilogue(b_out))
 
     def _attend(self, step: int, index: int, inputs: Inputs) -> None:

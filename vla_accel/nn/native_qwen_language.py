@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,12 +48,17 @@ class NativeLanguage:
         self.stack = StackPlan(weights.stack, rows, attention, (cos, sin), outside)
         self.chain, self.x = self.stack.chain, self.stack.x
 
-    def run(self, inputs: Mapping[str, Tensor], padding: Tensor | None = None) -> Tensor:
+    def run(
+        self, inputs: Mapping[str, Tensor], padding: Tensor | None = None,
+        each: Callable[[int], None] = lambda index: None,
+    ) -> Tensor:  # fmt: skip
         """Enqueue the model and return its output. Open `chain` around it. `padding` (B,) int32: tokens in front of
-        each prompt that are none."""
+        each prompt that are none; `each`: called with every layer when the rows hold its output, before image features
+        are added to it."""
         stack, deepstack = self.stack, inputs.get("deepstack")
 
         def after(index: int) -> None:
+            each(index)
             if deepstack is not None and index < len(deepstack):
                 add_at(deepstack[index], self.places.image, stack.x)
                 stack.enter(stack.x)

@@ -6,6 +6,7 @@ deepstack left is added at image tokens after the first layers. Source of the ma
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -201,6 +202,13 @@ class QwenLanguage(nn.Module):
             real: (B, S) bool, the tokens that are no padding, if padding comes first. Padding at the end changes
                 nothing before it and needs no mask.
         """
+        *_, x = self.outputs(x, positions, order, deepstack, real)
+        return x if self.norm is None else self.norm(x)
+
+    def outputs(
+        self, x: Tensor, positions: Tensor, order: Tensor, deepstack: Tensor | None = None, real: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the output of each layer, before image features are added to it, and last the rows after all."""
         rope = language_rope(self.config, positions, x.dtype)
         tokens = x.shape[1]
         seen = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril().expand(len(x), -1, -1)
@@ -209,7 +217,8 @@ class QwenLanguage(nn.Module):
             seen = seen & (real[:, None] | torch.eye(tokens, dtype=torch.bool, device=x.device))
         for index, layer in enumerate(self.layers):
             x = layer(x, rope, seen)
+            yield x
             if deepstack is not None and index < len(deepstack):
                 # Gathered, not scattered: TensorRT-RTX scatters nothing.
                 x = x + F.pad(deepstack[index], (0, 0, 0, tokens - deepstack.shape[2]))[:, order]
-        return x if self.norm is None else self.norm(x)
+        yield x

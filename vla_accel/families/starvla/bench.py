@@ -12,8 +12,8 @@ from torch import Tensor
 from vla_accel.families.bench import BenchCard, libero, libero_observation
 from vla_accel.families.qwen_bench import QueryTokenizer
 from vla_accel.families.starvla.checkpoint import END, QUERY, oft_suffix
-from vla_accel.families.starvla.family import STARVLA_GROOT, STARVLA_OFT, StarVlaFamily
-from vla_accel.families.starvla.network import starvla_groot, starvla_oft
+from vla_accel.families.starvla.family import STARVLA_GROOT, STARVLA_OFT, STARVLA_PI, StarVlaFamily
+from vla_accel.families.starvla.network import starvla_groot, starvla_oft, starvla_pi
 from vla_accel.families.vla_jepa.network import VlaJepaConfig
 from vla_accel.families.vla_jepa.transforms import VlaJepaProcessor
 from vla_accel.nn.random_weights import DrawnDit
@@ -73,5 +73,6 @@ class StarVlaBench(BenchCard[VlaJepaConfig, Inputs]):
 
 CARDS = {
     "starvla_groot": StarVlaBench(STARVLA_GROOT, starvla_groot),
+    "starvla_pi": StarVlaBench(STARVLA_PI, starvla_pi),
     "starvla_oft": StarVlaBench(STARVLA_OFT, starvla_oft),
 }

@@ -8,6 +8,7 @@ names, and `dataset_statistics.json`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
 from vla_accel.checkpoints.lerobot import MOST_STEPS
+from vla_accel.checkpoints.qwen import layer_of
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
 from vla_accel.config import PolicyConfig
@@ -41,7 +43,7 @@ END = "<|im_end|>\n<|im_start|>assistant\n"
 QUERY = "🔍"
 """QwenOFT's token of an action."""
 _HEADS = {"DiT-B": 64, "DiT-L": 48}
-FRAMEWORKS = ("QwenGR00T", "QwenOFT")
+FRAMEWORKS = ("QwenGR00T", "QwenOFT", "QwenPI")
 
 
 def framework_of(content: Mapping[str, Any]) -> str | None:
@@ -69,7 +71,8 @@ def load_folder(framework: str, folder: Path, settings: PolicyConfig) -> tuple[V
     content = read_json(path)
     robot, statistics = _robot(folder, content, settings.checkpoint.embodiment)
     oft = framework == "QwenOFT"
-    config = resized((_oft if oft else _groot)(weights.shapes, content, path), settings)
+    read = {"QwenOFT": _oft, "QwenGR00T": _groot, "QwenPI": _pi}[framework]
+    config = resized(read(weights.shapes, content, path), settings)
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)
     template, condition = _prompt(tokenizer, config, content, path)
@@ -95,6 +98,10 @@ def load_folder(framework: str, folder: Path, settings: PolicyConfig) -> tuple[V
     model = (QwenOft if oft else VlaJepa).empty(config)
     recipe = {name: _pieces(name, config, weights.shapes) for name in model.state_dict()}
     dead = list(NAMES.dead)
+    if config.layerwise:
+        # The rows are decoded as they are, and no block reads the last language layer.
+        start, unread = NAMES.language + "layers.", ("action_model.model.proj_out_1.", "action_model.model.proj_out_2.")
+        dead += [n for n in weights.shapes if n.startswith(unread) or layer_of(n, start) >= config.language.depth]
     if not config.head.state:
         dead += [name for name in weights.shapes if name.startswith("action_model.state_encoder.")]
     return fitted(model, weights, recipe, str(folder), f"starVLA's {framework}", dead), processor
@@ -110,14 +117,19 @@ def _pieces(name: str, config: VlaJepaConfig, shapes: Shapes) -> tuple[Piece, ..
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
-def _groot(shapes: Shapes, content: Mapping[str, Any], path: Path) -> VlaJepaConfig:
+def _pi(shapes: Shapes, content: Mapping[str, Any], path: Path) -> VlaJepaConfig:
+    return _groot(shapes, content, path, layerwise=True)
+
+
+def _groot(shapes: Shapes, content: Mapping[str, Any], path: Path, *, layerwise: bool = False) -> VlaJepaConfig:
     action = _section(content, "framework.action_model", path)
     transformer = action.get("diffusion_model_cfg") or {}
     steps = size_of(action, "num_inference_timesteps", path, 4)
-    kind = action.get("action_model_type", "DiT-B")
-    if kind not in _HEADS or steps > MOST_STEPS:
+    heads = {"LayerwiseFM": size_of(transformer, "attention_head_dim", path, 64)} if layerwise else _HEADS
+    kind = action.get("action_model_type", next(iter(heads)))
+    if kind not in heads or steps > MOST_STEPS:
         raise CheckpointError(
-            f"{path}: expected action_model_type {' or '.join(_HEADS)} and at most {MOST_STEPS} "
+            f"{path}: expected action_model_type {' or '.join(heads)} and at most {MOST_STEPS} "
             f"num_inference_timesteps, got {kind!r:.60} and {steps}"
         )
     for name, section, only in (
@@ -128,19 +140,21 @@ def _groot(shapes: Shapes, content: Mapping[str, Any], path: Path) -> VlaJepaCon
         if section.get(name, only) != only:
             raise CheckpointError(f"{path}: {name}: expected {only}, got {section[name]!r:.60}")
     state = bool(_section(content, "datasets.vla_data", path).get("include_state", False))
-    head = NAMES.head(shapes, _HEADS[kind], size_of(action, "num_timestep_buckets", path, 1000), path, state=state)
+    buckets = size_of(action, "num_timestep_buckets", path, 1000)
+    head = NAMES.head(shapes, heads[kind], buckets, path, state=state, final=not layerwise)
     state_dim = shapes.get("action_model.state_encoder.layer1.weight", (0, 1))[1]
     found = {
         "action_dim": NAMES.action_dim(shapes, path),
-        "hidden_size": head.hidden,
+        "hidden_size": None if layerwise else head.hidden,
         "max_seq_len": head.longest_chunk,
     }
     found |= {"num_target_vision_tokens": head.future, **({"state_dim": state_dim} if state else {})}
-    compare_sizes([(name, action.get(name), size) for name, size in found.items()], str(path.parent))
-    compare_sizes([("num_layers", transformer.get("num_layers"), head.depth)], str(path.parent))
+    compare_sizes([(n, action.get(n), size) for n, size in found.items() if size is not None], str(path.parent))
+    if not layerwise:  # There, starVLA makes as many blocks as the language model has layers, whatever the file says.
+        compare_sizes([("num_layers", transformer.get("num_layers"), head.depth)], str(path.parent))
     return _sized(
-        VlaJepaConfig, shapes, content, path, head=head, condition=0, state_dim=state_dim, num_steps=steps,
-        action_dim=found["action_dim"],
+        VlaJepaConfig, shapes, content, path, head=head, condition=0, layerwise=layerwise, state_dim=state_dim,
+        num_steps=steps, action_dim=found["action_dim"],
     )  # fmt: skip
 
 
@@ -161,6 +175,8 @@ def _oft(shapes: Shapes, content: Mapping[str, Any], path: Path) -> OftConfig:
 def _sized(kind: Any, shapes: Shapes, content: Mapping[str, Any], path: Path, **sizes: Any) -> Any:
     horizon = _horizon(_section(content, "framework.action_model", path), path)
     vision, language = NAMES.backbone(shapes, path)
+    if sizes.get("layerwise"):
+        language = replace(language, depth=sizes["head"].blocks("all")[-1] + 1)
     try:
         return kind(
             vision=vision, language=language, resize=_image_size(content, path), filter="bicubic",

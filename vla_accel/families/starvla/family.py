@@ -1,4 +1,4 @@
-"""starVLA's QwenGR00T (vision → kv_cache → denoise → actions) and QwenOFT (vision → decode → actions)."""
+"""starVLA's QwenGR00T and QwenPI (vision → kv_cache → denoise → actions) and QwenOFT (vision → decode → actions)."""
 
 from __future__ import annotations
 
@@ -78,4 +78,5 @@ class OftFamily(StarVlaFamily):
 
 
 STARVLA_GROOT = StarVlaFamily("starvla_groot", "QwenGR00T")
+STARVLA_PI = StarVlaFamily("starvla_pi", "QwenPI")
 STARVLA_OFT = OftFamily("starvla_oft", "QwenOFT")

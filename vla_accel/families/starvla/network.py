@@ -1,13 +1,14 @@
 """starVLA's frameworks with Qwen3-VL, at any size.
 
 QwenGR00T is VLA-JEPA's network (`vla_accel.families.vla_jepa.network`), whose transformer reads the outputs at all
-tokens. QwenOFT has no flow: a small MLP makes each action of the output at one token of the prompt's end. Same
-mathematics as starVLA's code (MIT), with the same exact savings as VLA-JEPA.
+tokens. QwenPI is the same, but each of its blocks reads another layer's outputs. QwenOFT has no flow: a small MLP makes
+each action of the output at one token of the prompt's end. Same mathematics as starVLA's code (MIT), with the same
+exact savings as VLA-JEPA.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,16 @@ def starvla_groot(**changes: object) -> VlaJepaConfig:
         "action_horizon": 8,
     }  # fmt: skip
     return VlaJepaConfig(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def starvla_pi(**changes: object) -> VlaJepaConfig:
+    """QwenPI on Qwen3-VL-4B at the published size, without a state. No block reads the last language layer."""
+    head = DitConfig(
+        vl_width=2560, width=2560, depth=36, heads=40, head_dim=64, mlp_dim=10240, text_every=0, state=False,
+        final=False, future=32,
+    )  # fmt: skip
+    sizes = {"head": head, "language": replace(_LANGUAGE, depth=35), "layerwise": True, "action_horizon": 8}
+    return starvla_groot(**{**sizes, **changes})
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ class StoredNames:
         except ConfigError as error:
             raise CheckpointError(f"checkpoint {path.parent}: {error}") from error
 
-    def head(self, shapes: Shapes, head_dim: int, buckets: int, path: Path, *, state: bool = True) -> DitConfig:
+    def head(
+        self, shapes: Shapes, head_dim: int, buckets: int, path: Path, *, state: bool = True, final: bool = True
+    ) -> DitConfig:
         """Return the sizes of the transformer. Raises CheckpointError."""
         shape, inside = shapes_by_name(shapes, "", str(path.parent)), self.action + "model."
         first, width = inside + "transformer_blocks.0.", shape(inside + "proj_out_1.weight", 2)[1]
@@ -98,7 +100,8 @@ class StoredNames:
                 vl_width=shape(first + "attn1.to_k.weight", 2)[1], width=width,
                 depth=self._depth(shapes, inside + "transformer_blocks."), heads=width // head_dim, head_dim=head_dim,
                 mlp_dim=shape(first + "ff.net.0.proj.weight", 2)[0],
-                hidden=shape(inside + "proj_out_2.weight", 2)[0], text_every=0, state=state,
+                hidden=shape(self.action + "action_decoder.layer1.weight", 2)[0], text_every=0, state=state,
+                final=final,
                 future=shape(self.action + "future_tokens.weight", 2)[0],
                 longest_chunk=shape(self.action + "position_embedding.weight", 2)[0], buckets=buckets,
             )  # fmt: skip

@@ -5,7 +5,7 @@ Exact saving besides those of the parts: the keys and values of all blocks are o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +28,10 @@ from vla_accel.nn.weights import Precision
 
 @dataclass(frozen=True)
 class ReaderWeights:
-    """The weights of the prefix. `keys_values`: one product of all blocks."""
+    """The weights of the prefix. `keys_values`: one product of all blocks, or one of each if they read other layers."""
 
     language: LanguageWeights
-    keys_values: Linear
+    keys_values: tuple[Linear, ...]
     config: VlaJepaConfig
 
     @classmethod
@@ -39,11 +39,13 @@ class ReaderWeights:
         """Prepare the weights of a model. `precision`: fp32 or bf16."""
         stored, config = Precision(precision), model.config
 
-        def joined(part: str) -> Tensor:
-            names = (f"head.layers.{i}.kv_proj.{part}" for i in config.head.blocks("all"))
-            return torch.cat([model.weight(name).to(stored.dtype) for name in names])
+        def joined(blocks: Sequence[int], part: str) -> Tensor:
+            return torch.cat([model.weight(f"head.layers.{i}.kv_proj.{part}").to(stored.dtype) for i in blocks])
 
-        return cls(LanguageWeights.of(model, stored), Linear(joined("weight"), joined("bias")), config)
+        every = config.head.blocks("all")
+        groups = [[block] for block in every] if config.layerwise else [every]
+        products = tuple(Linear(joined(blocks, "weight"), joined(blocks, "bias")) for blocks in groups)
+        return cls(LanguageWeights.of(model, stored), products, config)
 
 
 class NativeReader:
@@ -59,20 +61,32 @@ class NativeReader:
         self.detail = f"fused ops, {stack.kind}, {stack.detail}"
         self.first = torch.arange(batch, device=stack.x.device)[:, None] * layout.tokens
         self.count = config.condition or layout.tokens
-        self.joined = stack.x.new_empty(batch * self.count, len(weights.keys_values.weight))
+        self.joined = stack.x.new_empty(batch * self.count, len(weights.keys_values[0].weight))
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         config, language = self.weights.config, self.language
+        blocks = config.head.blocks("all")
+
+        def each(index: int) -> None:
+            if config.layerwise and index in blocks:
+                block = blocks.index(index)
+                self._keys_values(language.stack.x, block, outputs, slice(block, block + 1))
+
         with language.chain:
-            hidden = language.run(inputs)
+            hidden = language.run(inputs, each=each)
         if config.condition:
             rows = condition_rows(config.condition, language.places, self.batch, inputs["lengths"]) + self.first
             hidden = hidden[rows.flatten()]
-        gemm(hidden, self.weights.keys_values, self.joined)
-        split = self.joined.view(self.batch, self.count, -1, 2, config.head.heads, config.head.head_dim)
+        if not config.layerwise:
+            self._keys_values(hidden, 0, outputs, slice(None))
+
+    def _keys_values(self, rows: Tensor, product: int, outputs: Mapping[str, Tensor], blocks: slice) -> None:
+        head = self.weights.config.head
+        gemm(rows, self.weights.keys_values[product], self.joined)
+        split = self.joined.view(self.batch, self.count, -1, 2, head.heads, head.head_dim)
         keys, values = split.permute(3, 2, 0, 1, 4, 5)
-        outputs["all_keys"].copy_(keys)
-        outputs["all_values"].copy_(values)
+        outputs["all_keys"][blocks].copy_(keys)
+        outputs["all_values"][blocks].copy_(values)
 
 
 class VlaJepaStore(NativeStore[VlaJepa]):

@@ -27,9 +27,10 @@ Size = tuple[int, int]
 class VlaJepaConfig:
     """Architecture and sizes.
 
-    `condition`: tokens at the end of a prompt whose outputs the transformer reads, 0 for all; `resize`: the size that
-    images get by `filter` before they are resized to whole tokens, None for their own; `num_steps`: denoising steps
-    that the checkpoint asks for; `max_token_len`: the longest prompt in tokens, those of images left out.
+    `condition`: tokens at the end of a prompt whose outputs the transformer reads, 0 for all; `layerwise`: each block
+    reads the output of the language layer of its own number, not of the last one; `resize`: the size that images get
+    by `filter` before they are resized to whole tokens, None for their own; `num_steps`: denoising steps that the
+    checkpoint asks for; `max_token_len`: the longest prompt in tokens, those of images left out.
     """
 
     vision: QwenVisionConfig = field(default_factory=QwenVisionConfig)
@@ -40,6 +41,7 @@ class VlaJepaConfig:
         )
     )
     condition: int = 32
+    layerwise: bool = False
     resize: tuple[int, int] | None = (224, 224)
     filter: Literal["area", "bicubic"] = "area"
     action_dim: int = 7
@@ -54,6 +56,8 @@ class VlaJepaConfig:
                 f"vision.out_width {self.vision.out_width}, language.width {self.language.width} and head.vl_width "
                 f"{self.head.vl_width} must be equal"
             )
+        if self.layerwise and (self.condition or self.language.depth <= self.head.blocks("all")[-1]):
+            raise ConfigError(f"layerwise: expected a language layer for each block, got {self.language.depth}")
         if self.action_horizon > self.head.longest_chunk:
             raise ConfigError(f"action_horizon: expected at most {self.head.longest_chunk}, got {self.action_horizon}")
 
@@ -87,6 +91,9 @@ class VlaJepa(DitNetwork):
         the first `lengths` (B,) of each row are real; None: all."""
         text = self.embed(tokens).to(image_tokens.dtype)
         x = torch.cat((image_tokens, text), 1)[:, places.order]
+        if self.config.layerwise:
+            layers = [*self.language.outputs(x, places.positions, places.order, deepstack)]
+            return self.head.cache(all=[layers[index] for index in self.config.head.blocks("all")])
         hidden = self.language(x, places.positions, places.order, deepstack)
         if not self.config.condition:
             return self.head.cache(all=hidden)
