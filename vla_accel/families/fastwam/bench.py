@@ -21,6 +21,7 @@ from vla_accel.families.fastwam.network import FastWamConfig, fastwam
 from vla_accel.families.fastwam.text import Prompts
 from vla_accel.families.fastwam.transforms import FastWamInputs, FastWamProcessor
 from vla_accel.nn.random_weights import Drawn
+from vla_accel.nn.wan import WanConfig
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import LIBERO
 
@@ -85,7 +86,7 @@ class FastWamBench(BenchCard[FastWamConfig, FastWamInputs]):
         )  # fmt: skip
 
     def random_observation(self, transforms: FastWamProcessor, rng: np.random.Generator) -> dict[str, Any]:
-        return libero_observation(transforms, transforms.image_shape, rng)
+        return libero_observation(transforms, transforms.image_shape, rng, transforms.ordinary_prompt())
 
     def internals(
         self, config: FastWamConfig, outputs: Mapping[str, Tensor], inputs: FastWamInputs
@@ -103,32 +104,43 @@ class FastWamBench(BenchCard[FastWamConfig, FastWamInputs]):
 
 @functools.lru_cache(maxsize=1)
 def _lerobot(horizon: int, device: str) -> _Lerobot:
-    return _Lerobot(horizon, device)
+    return _Lerobot(fastwam(action_horizon=horizon), device)
 
 
 class _Lerobot:
     """lerobot's `FastWAMPolicy` with random weights in BF16. Its prompt is encoded ahead."""
 
-    def __init__(self, horizon: int, device: str) -> None:
+    def __init__(self, ours: FastWamConfig, device: str) -> None:
         try:
             from diffusers import AutoencoderKLWan
             from lerobot.configs.types import FeatureType, PolicyFeature
             from lerobot.policies.fastwam import modeling_fastwam
-            from lerobot.policies.fastwam.configuration_fastwam import FastWAMConfig
+            from lerobot.policies.fastwam.configuration_fastwam import (
+                FastWAMConfig,
+                default_action_dit_config,
+                default_video_dit_config,
+            )
             from lerobot.policies.fastwam.wan.adapters import WanVideoVAE38
         except ImportError as error:
             raise DependencyError(
                 f"lerobot's FastWAM is not installed: pip install lerobot==0.6.1 ({error})"
             ) from error
-        self.device, ours = torch.device(device), fastwam()
-        height, width = ours.image_size
+        self.device = torch.device(device)
+        # On a CPU lerobot has no autocast, which its BF16 needs.
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        (height, width), horizon = ours.image_size, ours.action_horizon
+        dits = {
+            f"{name}_dit_config": {**defaults(ours.action_dim), **_sizes(getattr(ours, name))}
+            for name, defaults in (("video", default_video_dit_config), ("action", default_action_dit_config))
+        }
         features = {
             f"observation.images.{i}": PolicyFeature(FeatureType.VISUAL, (3, height, width // 2)) for i in range(2)
         }
         features["observation.state"] = PolicyFeature(FeatureType.STATE, (ours.state_dim,))
         config = FastWAMConfig(
             device=device, base_model_id=None, load_text_encoder=False, input_features=features,
-            action_horizon=horizon, n_action_steps=horizon,
+            image_size=ours.image_size, action_horizon=horizon, n_action_steps=horizon,
+            torch_dtype=str(dtype).removeprefix("torch."), **dits,
         )  # fmt: skip
 
         def vae(torch_dtype: Any, device: Any) -> Any:
@@ -140,7 +152,7 @@ class _Lerobot:
 
         replaced: dict[str, Any] = {"load_pretrained_wan_vae": vae, "build_wan_tokenizer": lambda **_: None}
         before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)  # in float32 its weights would take 24 GB while they are drawn
+        torch.set_default_dtype(dtype)  # in float32 its weights would take 24 GB while they are drawn
         try:
             with patch.multiple(modeling_fastwam, **replaced), self.device:
                 self.policy: Any = modeling_fastwam.FastWAMPolicy(config).eval()
@@ -169,6 +181,14 @@ class _Lerobot:
             return {"actions": self.policy.predict_action_chunk(batch).float().cpu().numpy()[0]}
 
         return infer
+
+
+def _sizes(stack: WanConfig) -> dict[str, int]:
+    """A stack's sizes as lerobot names them."""
+    return {
+        "hidden_dim": stack.width, "ffn_dim": stack.mlp_dim, "num_heads": stack.heads,
+        "attn_head_dim": stack.head_dim, "num_layers": stack.depth, "text_dim": stack.text_dim,
+    }  # fmt: skip
 
 
 CARDS = {"fastwam": FastWamBench()}
