@@ -191,8 +191,13 @@ def test_bad_input_is_one_error(plain: OptimizedPolicy, folder: Path) -> None:
         with pytest.raises(ObservationError) as caught:
             plain.infer(changed)
         assert message in str(caught.value)
-    with pytest.raises(ConfigError, match="rtc"):
-        policy_of(folder, rtc={"execution_horizon": 3})
+    for settings, message in (
+        ({"rtc": {"execution_horizon": 3}}, "rtc"),
+        ({"checkpoint": CheckpointSpec(text_encoder=True, max_token_len=20)}, "max_token_len: expected none"),
+        ({"schedule": "cubic", "num_steps": 2, "checkpoint": CheckpointSpec(embodiment="x")}, "embodiment"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            policy_of(folder, **settings)
 
 
 # -- measurements ---------------------------------------------------------------------------------------------------

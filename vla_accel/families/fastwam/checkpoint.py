@@ -79,7 +79,16 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[FastWam, FastWamP
             "lerobot/fastwam_base is only where training starts: pass a fine-tuned folder, such as "
             "lerobot/fastwam_libero_uncond_2cam224"
         )
+    if (most := settings.checkpoint.max_token_len) is not None:
+        raise ConfigError(
+            f"checkpoint.max_token_len: expected none, got {most}: FastWAM attends to the padding of its prompts, whose "
+            "length is a part of its training"
+        )
     saved = _processors(folder, content, weights)
+    preset = robot_of(saved.preset, settings)
+    if len(preset.images) != len(saved.preset.images):
+        expected, got = len(saved.preset.images), len(preset.images)
+        raise ConfigError(f"preset: expected {expected} cameras, which fill the checkpoint's image, got {got}")
     vae = _part(folder, settings, "vae", ("config.json", _ENCODER_FILE))
     latents = read_json(vae / "config.json")
     config = resized(read_sizes(weights.shapes, content, path, _vae_sizes(latents, vae / "config.json")), settings)
@@ -89,7 +98,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[FastWam, FastWamP
         action_dim=config.action_dim,
         max_token_len=config.max_token_len,
         default_prompt=settings.default_prompt,
-        preset=robot_of(saved.preset, settings),
+        preset=preset,
         config=config,
         prompts=_prompts(folder, content, config, settings),
         toggled=_toggled(saved, config, path),
