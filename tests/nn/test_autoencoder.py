@@ -164,7 +164,9 @@ def test_the_quickest_program_is_measured_once_a_size(vae: Any, monkeypatch: pyt
 
 
 def test_unknown_autoencoders_and_blocks_are_named() -> None:
-    with pytest.raises(CheckpointError, match="expected one of AutoencoderKLQwenImage, AutoencoderKLWan, AutoencoderKL, got Linear"):
+    with pytest.raises(
+        CheckpointError, match="expected one of AutoencoderKLQwenImage, AutoencoderKLWan, AutoencoderKL, got Linear"
+    ):
         split_autoencoder(nn.Linear(2, 2))
     vae = random_model("tiny-sd-vae", dtype=torch.float32, device=CPU)
     vae.encoder.mid_block.attentions[0].heads = 2

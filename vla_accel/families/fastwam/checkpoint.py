@@ -81,8 +81,8 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[FastWam, FastWamP
         )
     if (most := settings.checkpoint.max_token_len) is not None:
         raise ConfigError(
-            f"checkpoint.max_token_len: expected none, got {most}: FastWAM attends to the padding of its prompts, whose "
-            "length is a part of its training"
+            f"checkpoint.max_token_len: expected none, got {most}: FastWAM attends to the padding of its prompts, "
+            "whose length is a part of its training"
         )
     saved = _processors(folder, content, weights)
     preset = robot_of(saved.preset, settings)
