@@ -177,6 +177,8 @@ JOBS: tuple[Job, ...] = (
           "--profile", "lerobot"),
     bench("act", "--model act --systems native-bf16,eager,lerobot-eager,lerobot-compile --steps 1 --batch 1,2,4,8 "
           "--calls 100 --profile", "lerobot"),
+    bench("diffusion_policy", "--model diffusion_policy --systems native-bf16,native-int8-denoise,eager,lerobot-eager,"
+          "lerobot-compile --steps 100,10 --batch 1,2,4,8 --calls 50 --profile", "lerobot"),
     *(bench(model, f"--model {model} --systems native-bf16,native-fp8,eager --views 2 --steps 4 --calls 50 --profile")
       for model in ("groot_n16", "groot_n15")),
     bench("vla_jepa", "--model vla_jepa --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 "
@@ -277,6 +279,7 @@ EXCEPTIONS = {
     "lerobot_parity_cpu": "it also needs lerobot's interpreter; see tests/parity/compare_with_lerobot.py",
     "loop_copies_h100": "the kernels of its variants are not kept",
     "loop_order_h200": "the kernels of its variants are not kept",
+    "loop_rows_h100": "the kernels of its variants are not kept",
     "openpi_parity_h200": "it needs openpi's packages; see tests/parity/compare_with_openpi.py",
     "persistent_loop_h200": "variants of a kernel's source, timed once; benchmarks.time_loops times the kernel itself",
     "tensorrt_rtx_full_width_cpu": "engines of random weights, built once; no command makes such a checkpoint",

@@ -53,5 +53,8 @@ def matmul_precision(name: str | None = None) -> Iterator[None]:
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
     """Disable torch.autocast: it would override the configured precision, also in graphs captured within the block."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        yield  # Entering both takes 8 µs of a call.
+        return
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield

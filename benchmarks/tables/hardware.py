@@ -228,6 +228,30 @@ def loop_copies(results: Sequence[Row]) -> str:
     )
 
 
+MANY_ROWS = {
+    "groot": "GR00T N1.7, 41 rows", "smolvla": "SmolVLA, 50", "pi05_50": "π0.5, 50", "pi0_50": "π0, 51",
+    "pi05_10": "π0.5, 10",
+}  # fmt: skip
+
+
+def loop_rows(result: Row) -> str:
+    """Layers of denoise loops of many rows, as before and with changes."""
+    rows = [{**row, "loop": MANY_ROWS[row["case"]]} for row in result["rows"]]
+    return table(
+        {
+            "loop": "{loop}",
+            "variant": "{variant}",
+            "µs a layer": "{us_a_layer:.1f}",
+            "change": "{change_percent:+.1f} % ({least_percent:+.1f} to {most_percent:+.1f})",
+            "difference": "{error_to_first:.1e}",
+        },
+        rows,
+        f"Medians of at least {min(row['replays'] for row in rows)} replays, the variants in turns; random weights. In "
+        "brackets: the smallest and the largest change of a turn, from the loop before in the same run. Difference: of "
+        f"the actions from that loop's, relative, root mean square. {result['hardware']['gpu']}.",
+    )
+
+
 # -- episodes an hour ---------------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "fp8_sums": (agreement.fp8_sums, "fp8_accumulation_h200"),
     "attention": (hardware.attention, "attention_h200"),
     "loop_copies": (hardware.loop_copies, ("loop_copies_h100", "loop_order_h200")),
+    "loop_rows": (hardware.loop_rows, "loop_rows_h100"),
     "denoise_loops": (hardware.denoise_loops, "persistent_loop_h200"),
     "gpus": (hardware.gpus, ("memory_counted", "*")),
     "memory": (hardware.memory, "memory_counted"),

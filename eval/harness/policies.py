@@ -248,7 +248,7 @@ def check_chunks(
     """Raise `ConfigError` if a local policy with this metadata predicts fewer actions than are to be executed, or too
     few to have some left when they arrive, or if it cannot use a previous chunk as `source.chunking` says."""
     if source.kind == "local":
-        horizon, _ = chunk_shape(metadata)
+        horizon = metadata.get("returned_actions") or chunk_shape(metadata)[0]
         most = f"expected at most the policy's {horizon} predicted actions"
         if protocol.replan_steps > horizon:
             raise ConfigError(f"replan: {most}, got {protocol.replan_steps}")

@@ -16,7 +16,7 @@ from eval.harness import command
 from eval.harness.benchmark import Suite
 from eval.libero.benchmark import LIBERO
 from eval.libero.suites import LiberoTask
-from tests.support import groot_folders, tiny_act, tiny_smolvla
+from tests.support import groot_folders, tiny_act, tiny_diffusion_policy, tiny_smolvla
 from tests.support.eval_support import FakeEnv
 from tests.support.server_support import serve_command
 from vla_accel import OptimizedPolicy
@@ -43,19 +43,26 @@ def act(folder: Path) -> Path:
     return tiny_act.write_lerobot(folder, libero=True)
 
 
-STEPS = {"smolvla": 2, "groot": 2, "act": 1}
+def diffusion_policy(folder: Path) -> Path:
+    """As LIBERO's robot; it has no prompt, and reads two observations."""
+    return tiny_diffusion_policy.write_libero(folder)
+
+
+STEPS = {"smolvla": 2, "groot": 2, "act": 1, "diffusion_policy": 2}
 
 
 def seen(folder: Path, count: int = 3) -> list[dict[str, Any]]:
     """Observations of a folder's robot."""
     if folder.name == "act":
         return [tiny_act.observation(seed, libero=True) for seed in range(count)]
+    if folder.name == "diffusion_policy":
+        return [tiny_diffusion_policy.libero_observation(seed) for seed in range(count)]
     if folder.name == "groot":
         return [groot_folders.observation(seed) for seed in range(count)]
     return [tiny_smolvla.observation(seed, libero=True) for seed in range(count)]
 
 
-FAMILIES = pytest.mark.parametrize("write", [smolvla, groot, act])
+FAMILIES = pytest.mark.parametrize("write", [smolvla, groot, act, diffusion_policy])
 
 
 def test_smolvla_is_calibrated_for_native_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,12 +58,14 @@ EVAL_IMPORTS = {
     "harness": set(),
     "libero": {"harness"},
     "demo": {"harness", "libero"},
+    "lerobot": {"libero"},
     "benchmarks": {"harness"},
 }
 EVAL_ALLOWED = {
     "scripts": {"checkpoints", "cli", "latency", "measure", "progress", "report"},
     "harness": {"cli", "client", "latency", "machine", "measure", "policy", "progress", "remote", "report", "tune"},
     "libero": {"cli"},
+    "lerobot": {"cli", "server"},
     "demo": {
         *("checkpoints", "cli", "engines", "families", "fp8", "kernels", "machine", "measure", "nn", "policy"),
         "transforms",

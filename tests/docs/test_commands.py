@@ -72,6 +72,9 @@ LOOKED_UP: dict[str, str] = {
     "python -m benchmarks.measure ": f"{MINUTES}; tests/benchmarks/test_measure.py parses its jobs",
     "python -m benchmarks.pictures": "it writes into this repository; tests/benchmarks/test_tables.py draws them",
     "python -m eval.demo.states ": f"{MINUTES}; tests/eval/test_demo.py samples a few",
+    "python -m eval.lerobot.record ": f"{MINUTES}, with a simulator that renders",
+    "python -m eval.lerobot.train ": "it needs lerobot; tests/eval/test_lerobot_training.py reads its demonstrations",
+    "python -m eval.lerobot.serve ": "it needs lerobot",
     "python -m eval.demo.observations ": f"{MINUTES}; tests/eval/test_demo.py records of a toy's tasks",
 }
 """Beginnings of commands that are not run, and why."""

@@ -128,8 +128,7 @@ def products_of(products: Sequence[Product], layers: Sequence[BlockWeights]) -> 
     return {p.name: [getattr(layer, name) for layer in layers] for p, name in zip(products, names, strict=True)}
 
 
-def vision(views: int, fp8: bool, by_view: bool = False) -> Chain:
-    """`by_view`: each view in a branch of the graph, all with the same tilings."""
+def vision(views: int, fp8: bool) -> Chain:
     amax = (lambda value: value) if fp8 else (lambda value: None)
     layers = tuple(
         BlockWeights(
@@ -142,24 +141,10 @@ def vision(views: int, fp8: bool, by_view: bool = False) -> Chain:
         normal(WIDTH, 2 * 592, scale=0.001), normal(TOKENS, WIDTH).float(),
         StackWeights(SiglipConfig().block, layers, DTYPE), layer_of(PREFIX_WIDTH, WIDTH, True, None), 224, 14, 1,
     )  # fmt: skip
-    each = 1 if by_view else views
-    programs = [NativeVision(weights, 1, each) for _ in range(views // each)]
-    images = torch.randint(0, 256, (len(programs), 1, each, 224, 224, 3), dtype=torch.uint8, device=DEVICE)
-    out = torch.empty(len(programs), 1, each * TOKENS, PREFIX_WIDTH, dtype=DTYPE, device=DEVICE)
-    streams = [torch.cuda.Stream() for _ in programs]
-
-    def run() -> None:
-        if not by_view:
-            return programs[0]({"images": images[0]}, {"image_tokens": out[0]})
-        here = torch.cuda.current_stream()
-        for program, given, made, stream in zip(programs, images, out, streams, strict=True):
-            stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                program({"images": given}, {"image_tokens": made})
-        for stream in streams:
-            here.wait_stream(stream)
-
-    rows, kind, inside = each * TOKENS, FP8 if fp8 else DTYPE, programs[0].stack.mlp_norm_inside
+    program = NativeVision(weights, 1, views)
+    images = torch.randint(0, 256, (1, views, 224, 224, 3), dtype=torch.uint8, device=DEVICE)
+    out = torch.empty(1, views * TOKENS, PREFIX_WIDTH, dtype=DTYPE, device=DEVICE)
+    rows, kind, inside = views * TOKENS, FP8 if fp8 else DTYPE, program.stack.mlp_norm_inside
     norm = "layer" if inside else "none"
     products = [
         Product("qkv", kind, Activation.NONE, rows, 3 * WIDTH, WIDTH, norm=norm),
@@ -168,8 +153,10 @@ def vision(views: int, fp8: bool, by_view: bool = False) -> Chain:
         Product("fc2", kind, Activation.NONE, rows, WIDTH, MLP, residual=inside),
     ]
     of = products_of(products, layers)
-    name = f"vision {'fp8' if fp8 else 'bf16'}{' by view' if by_view else ''}"
-    return Chain(name, run, out, products, of, DEPTHS["vision"], LAYERS["vision"], programs[0])
+    return Chain(
+        f"vision {'fp8' if fp8 else 'bf16'}", lambda: program({"images": images}, {"image_tokens": out}), out, products,
+        of, DEPTHS["vision"], LAYERS["vision"], program,
+    )  # fmt: skip
 
 
 def prefix(views: int, fp8: bool) -> Chain:
@@ -210,6 +197,4 @@ def prefix(views: int, fp8: bool) -> Chain:
 CHAINS: dict[str, Callable[[int], Chain]] = {
     "vision bf16": lambda views: vision(views, False), "vision fp8": lambda views: vision(views, True),
     "prefix bf16": lambda views: prefix(views, False), "prefix fp8": lambda views: prefix(views, True),
-    "vision bf16 by view": lambda views: vision(views, False, True),
-    "vision fp8 by view": lambda views: vision(views, True, True),
 }  # fmt: skip

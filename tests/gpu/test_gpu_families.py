@@ -1,5 +1,5 @@
-"""SmolVLA, GR00T, π0-FAST and ACT on a GPU: native next to eager, small and at the published size with random
-weights."""
+"""SmolVLA, GR00T, π0-FAST, ACT and Diffusion Policy on a GPU: native next to eager, small and at the published size
+with random weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import groot_folders, tiny_act, tiny_pi0_fast, tiny_smolvla
+from tests.support import groot_folders, tiny_act, tiny_diffusion_policy, tiny_pi0_fast, tiny_smolvla
 from tests.support.agreement import assert_as_near
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.families.act.family import ACT
+from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
 from vla_accel.families.fastwam.family import FASTWAM
 from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16
 from vla_accel.families.pi0_fast.family import PI0_FAST
@@ -57,12 +58,13 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (GROOT_N16, {}), (GROOT_N16, {"denoise": "fp8"}), (GROOT_N15, {}), (GROOT_N15, {"denoise": "fp8"}),
         (VLA_JEPA, {}), (VLA_JEPA, {"denoise": "fp8"}), (VLA_JEPA, {"denoise": "int8"}), (ACT, {}),
         (STARVLA_GROOT, {}), (STARVLA_PI, {}), (STARVLA_OFT, {}),
+        (DIFFUSION_POLICY, {}), (DIFFUSION_POLICY, {"denoise": "int8"}),
         (FASTWAM, {}), (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
 )  # fmt: skip
 def test_published_size(family: Any, low: dict[str, str]) -> None:
-    """Random weights, in one graph, within the limits of `parity`; SmolVLA and ACT in BF16 as near to FP32 as eager
+    """Random weights, in one graph, within the limits of `parity`; in BF16, GR00T excepted, as near to FP32 as eager
     is."""
     policy, exact = random_policy(family, settings(family, "bf16", "native", **low), with_reference=True)
     assert exact is not None
@@ -116,6 +118,22 @@ def test_act_is_as_near_as_eager(batch: int, libero: bool, tmp_path: Path) -> No
     for precision, engine in (("bf16", "native"), ("bf16", "eager"), ("fp32", "eager")):
         policy = OptimizedPolicy.from_pretrained(tmp_path, settings(ACT, precision, engine))
         first, again = (np.stack([r["actions"] for r in policy.infer_batch(given)]) for _ in range(2))
+        np.testing.assert_array_equal(first, again)
+        answers.append(torch.from_numpy(first))
+        assert used(policy) == {engine, "cuda_graph"}
+    assert_as_near(*answers)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_diffusion_policy_is_as_near_as_eager(batch: int, tmp_path: Path) -> None:
+    """Frames of two cameras and two moments, and new noise at each step."""
+    tiny_diffusion_policy.write_lerobot(tmp_path)
+    given = [tiny_diffusion_policy.observation(seed, 2) for seed in range(batch)]
+    answers = []
+    for precision, engine in (("bf16", "native"), ("bf16", "eager"), ("fp32", "eager")):
+        policy = OptimizedPolicy.from_pretrained(tmp_path, settings(DIFFUSION_POLICY, precision, engine))
+        noise = np.random.default_rng(0).standard_normal((batch, *policy.noise_shape))
+        first, again = (np.stack([r["actions"] for r in policy.infer_batch(given, noise=noise)]) for _ in range(2))
         np.testing.assert_array_equal(first, again)
         answers.append(torch.from_numpy(first))
         assert used(policy) == {engine, "cuda_graph"}

@@ -18,7 +18,7 @@ from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import hopper as kernels
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.hopper import TABLES, HopperTile
-from vla_accel.kernels.gemm.hopper.config import HopperSizes, Use
+from vla_accel.kernels.gemm.hopper.config import HopperSizes, Use, few_rows
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
 from vla_accel.kernels.gpu import Gpu
@@ -157,6 +157,23 @@ def test_gated_products_take_an_rms_norm_in(activation: Activation) -> None:
         if runs(tiling, torch.bfloat16, 1152):
             for rows in (1, 177, 531):
                 check_norms_inside(tiling, torch.bfloat16, rows, 640, 1152, activation)
+
+
+@pytest.mark.parametrize(("n", "activation"), [(6144, Activation.GELU), (4608, Activation.NONE)])
+def test_few_rows_take_a_modulated_layer_norm_in(n: int, activation: Activation) -> None:
+    """GR00T's denoise loop: its shift is a constant of the step."""
+    rows, k, gpu = 41, 1536, Gpu.of(DEVICE)
+    draw = torch.Generator(device=DEVICE).manual_seed(n)
+    x = (torch.randn(rows, k, device=DEVICE, generator=draw) + 1).bfloat16()
+    weight = (torch.randn(n, k, device=DEVICE, generator=draw) * k**-0.5).bfloat16()
+    scale, shift = torch.randn(k, device=DEVICE, generator=draw) / 4, torch.randn(n, device=DEVICE, generator=draw)
+    norm = Norm(1e-5, moments_of(x, scale, 64), scale, (1.0 + scale) @ weight.float().T)
+    want = (F.layer_norm(x.float(), (k,), eps=1e-5) * (1.0 + scale)) @ weight.float().T + shift
+    want = F.gelu(want, approximate="tanh") if activation is Activation.GELU else want
+    for tile in few_rows(gpu, rows, n, k):
+        out = torch.full((rows, n), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+        times(x, Linear(weight), out, tile, norm, shift=shift, activation=activation)
+        assert (out.float() - want).norm() / want.norm() < 0.006, str(tile)
 
 
 SEARCHED = (

@@ -229,6 +229,21 @@ def modulated(rows: int, k: int, kind: torch.dtype) -> tuple[Tensor, Norm]:
     return x, Norm(EPS, moments_of(x, scale, 32), scale)
 
 
+@pytest.mark.parametrize(("rows", "tile"), few(6144, 1536))
+def test_a_modulated_layer_norm_before_an_activation(rows: int, tile: HopperTile, multiply: Multiply) -> None:
+    """GR00T's products: the rows come scaled, and the shift is a constant of the step."""
+    n, k = 3 * tile.weight_rows, width_for(tile)
+    x, scale = (drawn(rows, k) + 1).bfloat16(), drawn(k, seed=1) / 4
+    weights = Linear((drawn(n, k, seed=2) * k**-0.5).bfloat16())
+    norm = Norm(EPS, moments_of(x, scale, 64), scale, (1.0 + scale) @ weights.weight.float().T)
+    epilogue = Epilogue(drawn(n, seed=3), Activation.GELU)
+    (out, whole), want = buffer(rows, n, BF16), torch.empty(rows, n)
+    gemm(x, weights, want, epilogue, norm)
+    multiply(x, weights, out, tile, epilogue, norm)
+    is_close(out, want, BF16)
+    assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
 @pytest.mark.parametrize(("rows", "tile"), few(8192, 1024, 8192))
 def test_gate_and_up_of_normed_rows(rows: int, tile: HopperTile, multiply: Multiply) -> None:
     half, k = 3 * tile.weight_rows // 2, width_for(tile)

@@ -80,7 +80,7 @@ def test_an_activation_that_the_epilogue_lacks_is_refused(activation: Activation
     x, weights = torch.zeros(16, 64, dtype=torch.bfloat16), Linear(torch.zeros(32, 64, dtype=torch.bfloat16), None)
     out = torch.zeros(16, 16 if activation.gated else 32, dtype=torch.bfloat16)
     reason = why_not_product(H200, x, weights, out, Epilogue(activation=activation))
-    refused = activation in (Activation.SILU, Activation.RELU)
+    refused = activation in (Activation.SILU, Activation.RELU, Activation.MISH)
     assert (reason is not None and f"activation is {activation};" in reason) == refused, reason
     assert refused or reason is None
 
@@ -367,6 +367,7 @@ def test_operands_and_epilogues_that_do_not_fit_are_refused(recorder: Recorder) 
         ((misaligned(x), weights, out), {}, "multiples of 16 bytes"),
         ((x, weights, out), {"tile": HopperTile(1, 1, 1, 60, 4)}, "multiple of 8"),
         ((x, biased, half), {"activation": GEGLU}, "no bias"),
+        ((x, paired, half), {"activation": GEGLU, "shift": torch.zeros(128)}, "no shift"),
         ((x, weights, half), {"activation": GEGLU, "norm": of_x, "tile": wide_pairs}, "shares what it fetches"),
         ((x, weights, out), {**onto, "moments": Moments.like(x)}, r"moments of 128 columns .* got .* \(3, 100\)"),
         ((x, weights, out), {**onto, "moments": replace(of_out, sums=of_out.sums.double())}, "got torch.float64"),

@@ -19,7 +19,7 @@ from vla_accel.kernels import config as configs
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import Fastest
 from vla_accel.kernels.gemm import choice, hopper, ops
-from vla_accel.kernels.gemm.choice import can_be_inside, has_hopper_gemm, products_by, trial, tune
+from vla_accel.kernels.gemm.choice import has_hopper_gemm, is_inside, norm_trial, products_by, trial, tune
 from vla_accel.kernels.gemm.config import Library, known
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.hopper import HopperTile
@@ -175,24 +175,50 @@ def test_the_hopper_gemm_gets_the_epilogue(on_h200: list[Any], monkeypatch: pyte
 
 def test_norms_go_inside_where_every_product_is_the_hopper_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     products = [(make_linear(torch.zeros(n, 64), None, BF16), NONE) for n in (64, 128)]
-    assert not can_be_inside(8, 64, *products)
+    assert not is_inside(8, *products)
     for sizes in ((64,), (64, 128)):
         monkeypatch.setattr(hopper, "planned", lambda *s, sizes=sizes: TILES[0] if s[4] in sizes else None)
         with steered("cuda"):
-            assert can_be_inside(8, 64, *products) == (len(sizes) == 2)
+            assert is_inside(8, *products) == (len(sizes) == 2)
 
 
 def test_unpaired_or_quantised_gates_take_no_norm_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "planned", lambda *_: TILES[0])
     whole, quantised = make_linear(draw(64, 64), None, BF16), pair(make_linear(draw(64, 64), None, BF16, 4.0))
+    out, odd = (whole, NONE), (make_linear(draw(80, 64), None, BF16), NONE)
     with steered("cuda"):
-        assert can_be_inside(8, 64, (pair(whole), SWIGLU))
-        assert not can_be_inside(8, 64, (whole, SWIGLU))
-        assert not can_be_inside(8, 64, (quantised, SWIGLU))
-        assert not can_be_inside(8, 80, (pair(whole), SWIGLU)), "moments are of 64 columns"
+        assert is_inside(8, out, (pair(whole), SWIGLU))
+        assert not is_inside(8, out, (whole, SWIGLU))
+        assert not is_inside(8, out, (quantised, SWIGLU))
+        assert not is_inside(8, odd, (pair(whole), SWIGLU)), "moments are of 64 columns"
         monkeypatch.setattr(hopper, "planned", lambda *_: HopperTile(2, 1, 2, 136, 3, persistent=True))
         assert has_hopper_gemm(8, pair(whole), SWIGLU)
-        assert not can_be_inside(8, 64, (pair(whole), SWIGLU)), "a block has the norms of one tile"
+        assert not is_inside(8, out, (pair(whole), SWIGLU)), "a block has the norms of one tile"
+
+
+def test_a_norm_without_configs_of_a_table_is_inside_where_that_is_faster(
+    on_h200: list[Any], asked: Callable[[int], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "trial", lambda *_: lambda _: None)
+    monkeypatch.setattr(choice, "norm_trial", lambda *_: lambda _: None)
+    products = [(plain(), NONE), (plain(2560), NONE)]
+    with steered("cuda", META):
+        for index, rows in enumerate((600, 608)):
+            seen = asked(index)
+            assert is_inside(rows, *products) == (index == 0)
+            assert seen[-1][1:] == ["inside", "apart"] and "cuBLAS" not in seen[-5][1:], "both can, the norm is extra"
+        count = len(seen)
+        assert is_inside(544, *products) and len(seen) == count, "the table's were timed in chains"
+
+
+@pytest.mark.parametrize(("activation", "layer"), [(NONE, False), (NONE, True), (GELU, True), (GEGLU, False)])
+def test_a_norm_is_measured_with_what_surrounds_it(activation: Activation, layer: bool) -> None:
+    """Inside and apart compute the same."""
+    first, second = (make_linear(draw(n, 64), draw(n), BF16) for n in (64, 128))
+    second = with_sums(second) if layer else second
+    second = pair(make_linear(draw(128, 64), None, BF16)) if activation.gated else second
+    found = [norm_trial(6, (first, NONE), (second, activation))(way).float() for way in ("inside", "apart")]
+    assert float((found[0] - found[1]).abs().max()) < 0.02 * float(found[0].abs().max()) > 0
 
 
 def test_a_product_is_measured_once_while_a_program_is_built(

@@ -38,6 +38,7 @@ class Stub:
         self.num_steps, self.schedule, self.specs = 4, Schedule.uniform(4), {"all": EngineSpec()}
         self.ledger = Ledger()
         self.noises: list[np.ndarray] = []
+        self.noise_shape = self.action_shape
 
     def infer_with_internals(self, observation: Any, *, noise: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
         self.noises.append(noise)

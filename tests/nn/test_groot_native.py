@@ -69,7 +69,7 @@ def test_norms_inside_the_products_agree_with_eager(
     groot_folder: Path, eager: OptimizedPolicy, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU does where all products are own kernels; images are added between the first blocks."""
-    monkeypatch.setattr(plan, "can_be_inside", lambda *_: True)
+    monkeypatch.setattr(plan, "is_inside", lambda *_: True)
     mixed = policy_of(groot_folder, "fp32", **{part: EngineSpec("native")})
     for seed in (1, 2):  # twice: what a call leaves behind must not matter to the next
         want, got = (p.infer(observation(seed), noise=noise(seed)) for p in (eager, mixed))

@@ -74,7 +74,7 @@ def test_norms_inside_the_products_agree_with_eager(
     write_tiny_checkpoint(
         tmp_path, "pi05", vision=vision, prefix=prefix, expert=replace(tiny_config("pi05").expert, depth=4)
     )
-    monkeypatch.setattr(plan, "can_be_inside", lambda *_: True)
+    monkeypatch.setattr(plan, "is_inside", lambda *_: True)
     eager, native = (OptimizedPolicy.from_pretrained(tmp_path, c) for c in (EAGER, NATIVE))
     observations = [tiny_observation(seed, PROMPTS[seed % 2]) for seed in range(batch)]
     start = noise(eager, batch)

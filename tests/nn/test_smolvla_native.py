@@ -106,7 +106,7 @@ def test_fp8_is_what_the_ledger_says(part: str) -> None:
 
 def test_norms_inside_the_products_agree_with_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does where all products are own kernels, deep enough that every product follows every other."""
-    monkeypatch.setattr(plan, "can_be_inside", lambda *_: True)
+    monkeypatch.setattr(plan, "is_inside", lambda *_: True)
     prefix = SmolLmConfig(width=128, mlp_dim=40, depth=4, heads=4, kv_heads=2)
     config = tiny_config()
     config = replace(config, prefix=prefix, expert=replace(config.expert, depth=4))

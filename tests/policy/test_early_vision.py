@@ -35,7 +35,7 @@ class Graphs:
 
     def start(self) -> None:
         self.log.append("vision")
-        self.pipeline._upload_images()
+        self.pipeline._resize_images()
         self.pipeline.engines[0][1].run()
 
     def replay(self) -> None:

@@ -222,7 +222,8 @@ def main() -> None:
         answers = {name: np.stack([one[name] for one in found]) for name in found[0]}
         if variant == "episode":
             answers |= play(policy, processors, rng)
-        np.savez(out / variant / "answers.npz", images=images, state=state, **answers)
+        answers |= {"images": images, "state": state}
+        np.savez(out / variant / "answers.npz", **answers)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

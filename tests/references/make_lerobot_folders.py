@@ -21,7 +21,7 @@ import numpy as np
 SAVED = Path(__file__).parents[1] / "support" / "lerobot_saved.json"
 CLASSES = {
     "pi0": "PI0Config", "pi05": "PI05Config", "pi0_fast": "PI0FastConfig", "smolvla": "SmolVLAConfig",
-    "act": "ACTConfig",
+    "act": "ACTConfig", "diffusion": "DiffusionConfig",
 }  # fmt: skip
 FILES = ("config", "policy_preprocessor", "policy_postprocessor")
 

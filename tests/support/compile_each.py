@@ -39,6 +39,7 @@ from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
 from vla_accel.fp8 import INT8
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm import int8, triton_library
+from vla_accel.kernels.gemm.config import OneRow, candidates, gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.weights import Linear, make_linear
@@ -46,6 +47,7 @@ from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import triton_image as image
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.kernel_choices import Choice
 
 EVERYWHERE = ("pi05", "pi05 fp8", "pi05 int8", "pi0", "pi0 int8")
 """Models that compile_kernels.py compiles for every capability."""
@@ -104,13 +106,20 @@ def wam(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
 
 
 def decode(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
-    """A token's, behind two views and a prompt of the first bucket but two."""
+    """A token's, behind two views and a prompt of the first bucket but two; of one row also as a build tries them."""
     model = empty_model(Pi0Fast, pi0_fast())
     with steered("triton", META):
         spec = EngineSpec("native", precision=precision)  # type: ignore[arg-type]
         program = Pi0FastStore(model).decode(batch, model.config.prefix_tokens(2, 96), 64, spec)
         assert isinstance(program, NativeDecode)
-        return {"token": recorded(program.decode_next)}
+        found = {"token": recorded(program.decode_next)}
+        if batch == 1:
+            sizes = {name: product.sizes for name, product in program.products().items()}
+            for name, product in {**sizes, "head": gemm_sizes(program.h, program.weights.head)}.items():
+                config = next(config for config in candidates(gpu, product) if isinstance(config, OneRow))
+                program.choices.chosen[name] = Choice(config)
+            found["one row"] = recorded(program.decode_next)
+        return found
 
 
 def integers(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:

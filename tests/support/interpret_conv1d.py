@@ -1,6 +1,6 @@
-"""The kernels of `kernels/conv1d` in Triton's interpreter, compared with their torch references, and the whole
-denoising program of a small Diffusion Policy (`interpreter`, test_conv1d). `main` prints for each case the largest
-difference, relative to the largest value, and its name."""
+"""The kernels of `kernels/conv1d` in Triton's interpreter, compared with their torch references, and the denoising
+program of a small Diffusion Policy (`interpreter`, test_conv1d). `main` prints for each case the largest difference,
+relative to the largest value, and its name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.support.runtimes import steered
-from tests.support.tiny_diffusion_policy import tiny_config, tiny_model
+from tests.support.tiny_diffusion_policy import config_of, tiny_model
 from vla_accel.config import EngineSpec
 from vla_accel.families.diffusion_policy.native import DiffusionPolicyStore
-from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
 from vla_accel.kernels.conv1d import ops
 from vla_accel.kernels.conv1d.ops import Film, StepSizes, Target
 from vla_accel.kernels.image.ops import GroupNorm
@@ -72,23 +71,22 @@ def cases() -> dict[str, Case]:
         "first step": lambda: stepped(None, None),
         "step": lambda: stepped(output, None),
         "step with noise": lambda: stepped(output, z[:, 2]),
+        "program": program,
     }
-    for kind in ("DDPM", "DDIM"):
-        found[f"program {kind}"] = lambda kind=kind: program(NoiseScheduler(kind))
     return found
 
 
-def program(scheduler: NoiseScheduler, batch: int = 2, steps: int = 2) -> list[Tensor]:
-    """The actions of the denoising program of a small model."""
-    config = tiny_config(scheduler=scheduler)
+def program(batch: int = 2) -> list[Tensor]:
+    """The actions of the denoising program of a small model: a step takes the interpreter seconds."""
+    config = config_of(widths=(16, 24), action_horizon=4)
     generator = torch.Generator().manual_seed(1)
     views, chunk = config.history * len(config.cameras), (config.action_horizon, config.action_dim)
     inputs = {
-        "noise": torch.randn(batch, *((steps,) if scheduler.draws(steps) > 1 else ()), *chunk, generator=generator),
+        "noise": torch.randn(batch, *chunk, generator=generator),
         "features": torch.randn(batch, views, 2 * config.keypoints, generator=generator),
         "state": torch.randn(batch, config.history, config.state_dim, generator=generator),
     }
-    run = DiffusionPolicyStore(tiny_model(config)).denoise(batch, steps, EngineSpec("native"))
+    run = DiffusionPolicyStore(tiny_model(config)).denoise(batch, 1, EngineSpec("native"))
     actions = torch.zeros(batch, *chunk)
     run(inputs, {"actions": actions})
     return [actions]

@@ -22,7 +22,16 @@ from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, 
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import CrossTile, FlashTile, KeySplit, SuffixShape, key_splits
 from vla_accel.kernels.attention.suffix import Prefix
-from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library, Pipelined, Skinny, default, moments_columns
+from vla_accel.kernels.gemm.config import (
+    GemmConfig,
+    GemmSizes,
+    Library,
+    OneRow,
+    Pipelined,
+    Skinny,
+    default,
+    moments_columns,
+)
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Rotation
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.moments import write as write_moments
@@ -299,7 +308,7 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, config: GemmConf
         tile, outputs, moments = config, ["out"], None
         next_scale = draw.wide(n, scale=0.3) if "n" in what else None
         if "m" in what:
-            assert tile is not None and not isinstance(tile, Skinny)
+            assert tile is not None and not isinstance(tile, (OneRow, Skinny))
             columns = moments_columns(sizes, tile)
             sums, squares = (Empty((-(-n // columns), rows), torch.float32) for _ in range(2))
             scaled = Empty((rows, n), draw.dtype) if "n" in what else None
@@ -440,6 +449,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     yield from _smolvla_cases()
     yield from _library_cases()
     yield from _pinned_cases()
+    yield from _one_row_cases()
 
 
 def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
@@ -481,6 +491,16 @@ def _pinned_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     yield "project of parts pinned", _project(33, 24, 320, 1, "gp", Pipelined(16, 16, 64, split=2))
     for what in ("fp", "np", "lnp", "fsp2", "sp2"):
         yield f"step pinned {what}", _step(2, 6, 5, 72, 7, what)
+
+
+def _one_row_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
+    """π0-FAST's token: products without tensor cores, by programs that take one tile of columns, or several of which
+    the last is not full."""
+    for weights, config in (("", OneRow(4, 1)), ("fp8", OneRow(2, 3)), ("int8", OneRow(8, 2))):
+        said = f"{weights} {config}"
+        yield f"qkv_rope {said}", _qkv_rope(1, 1, 1152, 2, 1, 64, True, weights, config)
+        yield f"gate_up_geglu {said}", _gate_up(1, 1152, 100, False, weights, config)
+        yield f"project {said}", _project(1, 60, 4304, 1, "gr" + {"": "b", "fp8": "8", "int8": "i"}[weights], config)
 
 
 CASES: dict[str, Callable[[Draw], Call]] = dict(_cases())

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from tests.support.lerobot_saved import Change, saved, write_saved
 from vla_accel.families.act.bench import DrawnAct
-from vla_accel.families.act.network import Act, ActConfig, Camera
+from vla_accel.families.act.network import Act, ActConfig
 from vla_accel.nn.random_weights import drawn_model
+from vla_accel.nn.resnet import Camera
 
 CAMERAS = {"observation.images.front": (40, 70), "observation.images.wrist": (64, 33)}
 LIBERO_CAMERAS = {"observation.images.image": (224, 224), "observation.images.image2": (224, 224)}

@@ -169,7 +169,12 @@ class PolicyClient:
             request[wire.PREV_CHUNK] = np.asarray(prev_chunk)
             if inference_delay is not None:
                 request[wire.INFERENCE_DELAY] = inference_delay
-        result = self._ask(request, wire.unpack_map)
+        try:
+            result = self._ask(request, wire.unpack_map)
+        except ServerError:
+            if self._history is not None:
+                self._history.undo()
+            raise
         if "actions" not in result:
             raise ServerError(f"{self}: expected actions in its answer, got {sorted(result)}")
         return result

@@ -310,10 +310,9 @@ class PolicyConfig(Checked):
         twice = sorted(given.keys() & self.engines.keys())
         if twice:
             raise ConfigError(f"engines.{twice[0]}: configured twice, as field and in engines")
+        # Shipped configurations fit every model: a component that it lacks may have the engine of one that it has.
         kept = {name: spec for name, spec in given.items() if name in parts or name in _INSTEAD.values()}
-        if kept and len(set(given.values())) == 1:
-            # One engine for all components, as in shipped configurations, fits every model that has some of them.
-            given = kept
+        given = {name: spec for name, spec in given.items() if name in kept or spec not in kept.values()}
         given |= self.engines
         for part, other in _INSTEAD.items():
             # Shipped configurations name `denoise` and must fit every model.

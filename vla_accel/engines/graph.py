@@ -1,6 +1,6 @@
-"""CUDA graphs for a whole call: upload, every engine and the download, with timing events between the engines.
+"""CUDA graphs for a whole call: every engine and the download, with timing events between the engines.
 
-The upload and the first engine may have a graph of their own, so that they run while the host prepares the other
+The first engine and the work before it may have a graph of their own, so that they run while the host prepares the other
 inputs. A last engine whose work may end early (`engines.base.Turns`) adds a graph for one turn and one for the rest.
 """
 
@@ -52,7 +52,7 @@ class Turning:
 class Captured:
     """The graphs of a call and the events before the first engine and after each.
 
-    `first`: the upload and the first engine, if they have a graph of their own; `turning`: the last engine's turns.
+    `first`: the first engine and the work before it, if they have a graph of their own; `turning`: the last engine's turns.
     """
 
     graph: Graph
@@ -62,7 +62,7 @@ class Captured:
     turning: Turning | None = None
 
     def start(self) -> None:
-        """Enqueue the upload and the first engine on the current stream, if they have a graph of their own."""
+        """Enqueue the first engine and the work before it on the current stream, if they have a graph of their own."""
         if self.first is not None:
             self.first.replay()
 
@@ -138,6 +138,26 @@ def recording(
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The one stream on which all graphs of a device are recorded: cuBLAS keeps a workspace for every stream."""
     return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _uploads(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of work that runs while the first engine does."""
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def concurrent(device: torch.device) -> Iterator[None]:
+    """Enqueue work that does not wait for the current stream; what is enqueued there afterwards waits for this work."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _uploads(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def warmed_up(device: torch.device, work: Callable[[], object]) -> torch.cuda.Stream:

@@ -18,7 +18,7 @@ from vla_accel.kernels.attention.suffix import suffix_workspace
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.config import measure
 from vla_accel.kernels.gemm import config as gemm_config
-from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Skinny
+from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, OneRow, Skinny
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm_workspace
 from vla_accel.runtime import current
@@ -74,7 +74,7 @@ class KernelChoices:
             choices = []
             for config in configs:
                 written = None
-                if moments is not None and not isinstance(config, Skinny):
+                if moments is not None and not isinstance(config, (OneRow, Skinny)):
                     written = moments(gemm_config.moments_columns(sizes, config))
                 choices.append(Choice(config, gemm_workspace(sizes, self.device, config), written))
             return self._choose(kind, what, choices, run, 1)

@@ -181,13 +181,13 @@ class LayerLoop(ABC):
             "down": LayerProduct(gemm_sizes(self.active, layer.down), self._down, every),
         }
 
-    def choose_products(self, inputs: Inputs, *, every_backend: bool) -> None:
-        """Choose the kernels of the products. `every_backend`: as of `KernelChoices.product`."""
+    def choose_products(self, inputs: Inputs) -> None:
+        """Choose the kernels of the products. Only Triton's support pinned rows."""
         for name, product in self.products().items():
             scaled = None if self.pinned is not None else self.next_scaled.get(name)
             moments = None if scaled is None else partial(Moments.like, self.x, scaled=scaled)
             run = partial(product.run, inputs)
-            self.choices.product(name, product.sizes, run, moments=moments, every_backend=every_backend)
+            self.choices.product(name, product.sizes, run, moments=moments, every_backend=self.pinned is None)
 
 
 class CachedLoop(LayerLoop):
@@ -232,7 +232,7 @@ class CachedLoop(LayerLoop):
         lengths = torch.zeros(sizes.batch, dtype=torch.int32, device=self.x.device)
         empty = {"keys": cache, "values": cache, "lengths": lengths}
         full = {**empty, "lengths": lengths + sizes.prefix_tokens}
-        self.choose_products(empty, every_backend=self.pinned is None)
+        self.choose_products(empty)
         if whole:
             self.choices.attention("attention", sizes, lambda: self._attention(0, whole[0], full))
         if crosses:

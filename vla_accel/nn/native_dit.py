@@ -168,7 +168,7 @@ class NativeTransformer(LayerLoop):
         self.velocity = torch.zeros(rows, config.action_dim, device=x.device)
         self.unguided = torch.zeros(batch, horizon, device=x.device)
         self.flow = [torch.zeros(batch, horizon, config.action_dim, device=x.device) for _ in range(2)]
-        self.choose_products({}, every_backend=False)
+        self.choose_products({})
         kind, launches = weights_in(weights.precision), 4 + 5 * head.depth + 3
         self.detail = f"fused ops, {kind}, {launches} launches a step{self.choices.detail}"
 

@@ -20,7 +20,7 @@ from vla_accel.kernels.attention.choice import Choice, choose
 from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.attention.ops import attend, causal_attention
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.gemm.choice import can_be_inside, products_by
+from vla_accel.kernels.gemm.choice import Product, is_inside, products_by
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm
@@ -30,7 +30,6 @@ from vla_accel.nn.block import Attention
 from vla_accel.nn.weights import BlockWeights, StackWeights
 from vla_accel.runtime import current
 
-Product = tuple[Linear, Activation]
 Pair = tuple[Tensor, Tensor]
 """cos and sin (tokens, head_dim / 2) float32, or keys and values (B, tokens, kv_heads, d)."""
 
@@ -57,8 +56,8 @@ def why_norm_apart(weights: StackWeights, rows: int, before: Product, after: Pro
         return "the rows of gate and up do not alternate"
     if weights.block.layer_norm and any(p.weight_scale is not None for p in weights.products):
         return "rows are quantised after their LayerNorm"
-    if not can_be_inside(rows, weights.block.width, before, after):
-        return "no kernel takes both products"
+    if not is_inside(rows, before, after):
+        return "no kernel takes both products, or they are slower"
     return None
 
 

@@ -19,11 +19,14 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.nn.network import Network
+from vla_accel.runtime import current
 
 REDUCTION = 32
 """Pixels along a side of the image for one pixel of the last feature map."""
 _STAGES = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3)}
 _EPS = 1e-5
+_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Channels = tuple[float, float, float]
 _GROUP = 16  # channels of a group, as in lerobot's Diffusion Policy
 _NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
 _LANES = 8  # channels that a library's convolution reads at a time; the three colours are padded to as many
@@ -70,6 +73,21 @@ class ResNetConfig:
 def feature_size(height: int, width: int) -> tuple[int, int]:
     """Return the size of the last feature map of an image."""
     return -(-height // REDUCTION), -(-width // REDUCTION)
+
+
+@dataclass(frozen=True)
+class Camera:
+    """Size of a camera's images, and the mean and the divisor of each channel of their pixels in [0, 1]."""
+
+    height: int
+    width: int
+    mean: Channels = _IMAGENET[0]
+    deviation: Channels = _IMAGENET[1]
+
+    @property
+    def feature_size(self) -> tuple[int, int]:
+        """Height and width of its last feature map."""
+        return feature_size(self.height, self.width)
 
 
 # -- in torch -----------------------------------------------------------------------------------------------------
@@ -235,9 +253,12 @@ class ResNetWeights(NamedTuple):
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Normalised pixels (B, H, W, `lanes`) to the feature map (B, h, w, channels)."""
-        x = F.max_pool2d(self.stem(pixels).permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1).contiguous()
-        for block in self.blocks:
-            x = block(x)
+        fixed = current(pixels).deterministic
+        # The library measures its convolutions on a shape's first call, unless calls are to repeat bit for bit.
+        with torch.backends.cudnn.flags(enabled=True, benchmark=not fixed, deterministic=fixed, allow_tf32=True):
+            x = F.max_pool2d(self.stem(pixels).permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1).contiguous()
+            for block in self.blocks:
+                x = block(x)
         return x
 
 

@@ -189,17 +189,24 @@ class OptimizedPolicy:
         output is no chunk of actions.
         """
         with self._lock:
-            return self.infer_batch(
-                [observation if self._history is None else self._history.add(observation)],
-                noise=None if noise is None else real_numbers(noise, "noise")[None],
-                prev_chunks=[prev_chunk],
-                inference_delays=[inference_delay],
-            )[0]
+            try:
+                return self.infer_batch(
+                    [observation if self._history is None else self._history.add(observation)],
+                    noise=None if noise is None else real_numbers(noise, "noise")[None],
+                    prev_chunks=[prev_chunk],
+                    inference_delays=[inference_delay],
+                )[0]
+            except ObservationError:
+                if self._history is not None:
+                    self._history.undo()
+                raise
 
     def observe(self, observation: Mapping[str, Any]) -> None:
-        """Keep the observation of a control step without a call, for a policy that reads several of them."""
+        """Keep the observation of a control step without a call, for a policy that reads several of them. Raises
+        ObservationError for bad input."""
         with self._lock:
             if self._history is not None:
+                self.processor.observe(observation)
                 self._history.add(observation)
 
     @without_autocast()
@@ -272,8 +279,10 @@ class OptimizedPolicy:
         self, observation: Mapping[str, Any], *, noise: np.ndarray
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return the result of `infer`, and float32 arrays to compare engines by: the normalised `actions` (H, A) and
-        the outputs in `BenchCard.internals`. Copies a lot, so do not time it."""
+        the outputs in `BenchCard.internals`. Begins an episode. Copies a lot, so do not time it."""
         with self._lock:
+            if self._history is not None:
+                self._history.clear()
             result = self.infer(observation, noise=noise)
             pipeline, inputs = self.pipelines.newest, self.processor.prepare(observation)
             raw = pipeline.result[:1].cpu().numpy()
@@ -358,7 +367,8 @@ class OptimizedPolicy:
     def metadata(self) -> dict[str, Any]:
         """What was loaded and which engines run, as plain data; the server sends it to clients on connect.
 
-        `action_horizon` and `action_dim` are the model's: a robot may get fewer actions of fewer numbers. `max_delay`:
+        `action_horizon` and `action_dim` are the model's: a robot may get fewer actions (`returned_actions`, if so) of
+        fewer numbers. `max_delay`:
         the largest `inference_delay`, None if any is accepted. `warm_start`: as in `PolicyConfig`, if set.
         """
         preset = getattr(self.processor, "preset", None)
@@ -369,6 +379,7 @@ class OptimizedPolicy:
             "action_dim": self.action_shape[1],
             "noise_shape": list(self.noise_shape),
             **({} if self._history is None else {HISTORY: self._history.count}),
+            **self._returned(),
             "image_size": getattr(self.processor, "image_size", None),
             "robot": None if preset is None else preset.described(),
             "max_delay": self.config.rtc.longest_delay(self.action_shape[0]),
@@ -404,6 +415,12 @@ class OptimizedPolicy:
         parameters = sum(p.numel() for p in self.model.parameters())
         sizes = dict(zip(("action_horizon", "action_dim"), self.action_shape, strict=True))
         return {"kind": self.family.name, "parameters": parameters, **sizes}
+
+    def _returned(self) -> dict[str, int]:
+        """The actions of a chunk that the robot gets, if they are fewer than the model's."""
+        horizon = self.action_shape[0]
+        rows = self.processor.returned(horizon) if hasattr(self.processor, "returned") else horizon
+        return {} if rows == horizon else {"returned_actions": rows}
 
     def _observe(self, observations: Sequence[Mapping[str, Any]]) -> list[Any]:
         seen = []

@@ -24,7 +24,7 @@ from torch import Tensor
 from vla_accel.config import PolicyConfig
 from vla_accel.engines import Engine, build
 from vla_accel.engines.auto import Choice
-from vla_accel.engines.graph import Captured, capture
+from vla_accel.engines.graph import Captured, capture, concurrent
 from vla_accel.errors import EngineError
 from vla_accel.families.family import IMAGES, Family, Rows, Shape, Store
 from vla_accel.fp8 import Scales
@@ -114,7 +114,7 @@ class Pipeline:
             self._fill_with_examples()
             self._upload_rest()
             self.captured = capture(
-                self.engines, self._download, plan.ledger, before=self._upload_images, split_first=True
+                self.engines, self._download, plan.ledger, before=self._resize_images, split_first=True
             )  # fmt: skip
 
     @property
@@ -209,8 +209,10 @@ class Pipeline:
             self._noise.zero_()
 
     def _upload_images(self) -> None:
-        """Upload the first engine's inputs and resize images: the first work of the first CUDA graph."""
+        """Upload the first engine's inputs. In front of the CUDA graphs: the copy runs while the host launches them."""
         self._device_buffer[: self._split].copy_(self._host_buffer[: self._split], non_blocking=True)
+
+    def _resize_images(self) -> None:
         for image, how, out in self._resizes:
             resize.fit(image, how, out)
 
@@ -245,19 +247,24 @@ class Pipeline:
                 self._host[name].fill(0)
             else:
                 _fill(name, self._slots[name], feed.guidance[name])
-        self._upload_rest()
-        if self._noise is not None and self._host_noise is not None:
-            if feed.noise is None:
-                self._noise.normal_(generator=generator)
-            else:
-                self._host_noise.numpy()[:] = feed.noise
-                self._noise.copy_(self._host_noise, non_blocking=True)
-            if self._warm:
-                self._noise.lerp_(self._inputs[PREVIOUS], 1.0 - self.shape.schedule.start)
+        with concurrent(self.device):
+            self._upload_rest()
+            self._write_noise(feed.noise, generator)
         result, times = self._run()
         if not np.isfinite(result).all():
             raise EngineError(f"{self.result_name}: non-finite values; compare engines with the eager one")
         return result, times
+
+    def _write_noise(self, noise: np.ndarray | None, generator: torch.Generator) -> None:
+        if self._noise is None or self._host_noise is None:
+            return
+        if noise is None:
+            self._noise.normal_(generator=generator)
+        else:
+            self._host_noise.numpy()[:] = noise
+            self._noise.copy_(self._host_noise, non_blocking=True)
+        if self._warm:
+            self._noise.lerp_(self._inputs[PREVIOUS], 1.0 - self.shape.schedule.start)
 
     def rehearse(self) -> None:
         """Run once, so that the first call finds every kernel compiled."""
@@ -267,9 +274,10 @@ class Pipeline:
         self._run()
 
     def _launch_first(self) -> None:
+        self._upload_images()
         if self.captured is None:
             with on(self.device), self.runtime.open():
-                self._upload_images()
+                self._resize_images()
         else:
             self.captured.start()
         self.launched = time.perf_counter()

@@ -16,12 +16,10 @@ import logging
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vla_accel.errors import ConfigError
-from vla_accel.remote import wire
 from vla_accel.server.connection import SPARE_SOCKETS, connection_class, websockets_server
 from vla_accel.server.dispatch import Dispatcher
 from vla_accel.server.fairness import RateLimit
@@ -33,7 +31,6 @@ from vla_accel.server.pages import HEADERS, page
 from vla_accel.server.ray_replica import RayReplicas
 from vla_accel.server.replica import ProcessReplica, Replica, Replicas, ThreadReplica
 from vla_accel.server.requests import Answer, Call, ClientGone
-from vla_accel.transforms.history import History
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -216,17 +213,13 @@ class PolicyServer:
             frames, name = self.dispatcher.metadata_frames, _path(client.request)
             name = name if name in frames else ""  # a single policy answers on every path
             await self._send(client, frames[name])
-            # A policy that reads several observations gets the last ones of the connection.
-            histories = (History.of(wire.unpack_map(frame)) for frame in frames.values())
-            moments = max((history.count for history in histories if history is not None), default=1)
-            earlier: deque[bytes] = deque(maxlen=moments - 1)
             while not self._stop.is_set():
                 frame = await client.recv()
                 client.busy = True
                 began = time.monotonic()
                 self.metrics.count("received_bytes", "", len(frame))
                 await self._wait_for_rate(client, timing)
-                call = self.dispatcher.submit(Call(frame, name, timing, _turn_of(client), earlier=tuple(earlier)))
+                call = self.dispatcher.submit(Call(frame, name, timing, _turn_of(client)))
                 client.on_gone = functools.partial(self.dispatcher.abandon, call)
                 answer = await call.outcome  # type: ignore[misc]
                 self._rates.spend(call.client, max(len(call.results), 1) - 1)
@@ -241,8 +234,6 @@ class PolicyServer:
                 if answer.outcome != "ok":
                     await client.close(INTERNAL_ERROR, "the error is in the previous frame")
                     return
-                if moments > 1:
-                    earlier.append(bytes(frame))
                 client.busy = False
             await client.close(GOING_AWAY, "the server is stopping")
         except ClientGone:

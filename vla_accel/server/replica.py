@@ -175,7 +175,6 @@ class ProcessReplica:
         calls, small = [], self._sending.done()
         for call in batch.calls:
             frame, stop = call.frame, position + len(call.frame)
-            small = small and not call.earlier
             if isinstance(frame, bytes) and stop <= end:
                 self._frames[position:stop] = frame
                 frame, position = slice(position, stop), stop

@@ -62,7 +62,6 @@ class Call:
     total: int = 0  # observations in the message if it holds a list; 0 for a single observation
     done: int = 0  # observations that earlier turns have answered
     results: list[bytes] = field(default_factory=list)
-    earlier: tuple[bytes, ...] = ()  # the client's last frames, oldest first, for a policy that reads several
     deaths: int = 0  # replicas that died while they worked on this call
 
     @property

@@ -19,7 +19,6 @@ from vla_accel.remote import wire
 from vla_accel.remote.metadata import batches_prev_chunks, history_of, starts_warm, supports_prev_chunk
 from vla_accel.server.limits import BatchLimits
 from vla_accel.server.requests import OPTIONS, Answer, Answers, Call, Request, parse, split_options
-from vla_accel.transforms.history import History
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -35,7 +34,21 @@ class LoadedPolicy:
         self.batches = hasattr(policy, "infer_batch")
         self.mixed = batches_prev_chunks(policy)
         self.warm_start = starts_warm(policy)
-        self.history = history_of(policy)
+        self._history, self._warned = history_of(policy), False
+
+    def with_history(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """Return an observation with a history: without one of its own, as the first of an episode. The server cannot
+        know which observation came before: clients call it between many control steps, and for several episodes."""
+        if self._history is None or self._history.has(observation):
+            return observation
+        if not self._warned:
+            logger.warning(
+                "a client sends one observation to a policy that reads %d: it is repeated, as at the start of an "
+                "episode; PolicyClient sends the last ones", self._history.count,
+            )  # fmt: skip
+        self._warned = True
+        self._history.clear()
+        return dict(self._history.add(observation))
 
     def metadata_frame(self, names: list[str]) -> bytes:
         """The first frame of a connection. Raises WireError for metadata that cannot be sent."""
@@ -168,8 +181,6 @@ class Runner:
         call.total = len(observations) if several else 0
         policy = self._registry.get(name or call.policy)
         end = call.done + 1 + (spare if policy.batches else 0)
-        if policy.history is not None and not several:
-            observations = [self._with_history(policy.history, call, name, observations[0])]
         requests = []
         for place, observation in enumerate(observations[call.done : end], call.done):
             try:
@@ -178,19 +189,8 @@ class Runner:
                 )
             except ObservationError as error:
                 raise _with_index(error, call, place) from None
-            requests.append(Request(observation, options, policy, index, place))
+            requests.append(Request(policy.with_history(observation), options, policy, index, place))
         return requests
-
-    def _with_history(self, history: History, call: Call, name: str, observation: dict[str, Any]) -> dict[str, Any]:
-        """The observation with the last ones of its connection, unless it has its own history."""
-        history.clear()
-        for frame in () if history.has(observation) else call.earlier:
-            other, observations, several = parse(
-                frame, named=bool(self._registry.names), max_observations=self._limits.max_observations
-            )
-            if other == name and not several:
-                history.add(observations[0])
-        return dict(history.add(observation))
 
 
 def _answer(call: Call, requests: list[Request]) -> Answer:

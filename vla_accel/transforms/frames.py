@@ -50,6 +50,8 @@ class FrameProcessor(ScalingTransforms):
     first: int = 0
 
     def __post_init__(self) -> None:
+        # A camera that the model reads is never masked.
+        object.__setattr__(self, "preset", replace(self.preset, optional_images=()))
         super().__post_init__()
         cameras, expected = len(self.preset.images), len(self.cameras)
         if cameras != expected:
@@ -59,8 +61,7 @@ class FrameProcessor(ScalingTransforms):
                 raise CheckpointError(f"{key}: expected statistics of 3 channels, got {len(camera.low)}")
 
     def _make_reader(self) -> Reader:
-        # A camera that the model reads is never masked.
-        return Reader(replace(self.preset, optional_images=()), prompted=False, history=self.history)
+        return Reader(self.preset, prompted=False, history=self.history)
 
     @property
     def image_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -102,6 +103,9 @@ class FrameProcessor(ScalingTransforms):
 
     def encode(self, seen: FrameInputs) -> FrameInputs:
         return seen
+
+    def returned(self, horizon: int) -> int:
+        return horizon - self.first
 
     def unnormalize_actions(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
         return super().unnormalize_actions(actions[self.first :], inputs)

@@ -26,6 +26,7 @@ class History:
         """`count`: observations to keep; `keys`: of images and state."""
         self.count, self.keys = count, tuple(keys)
         self._kept: deque[dict[str, np.ndarray]] = deque(maxlen=count)
+        self._before: list[dict[str, np.ndarray]] = []
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> History | None:
@@ -42,12 +43,16 @@ class History:
     def add(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
         """Keep a copy of an observation, and return it with its history.
 
-        One that has a history is returned as it is, and so is one that cannot be stacked, which the policy then
-        refuses. An observation of other keys, shapes or types than the last one begins a new history.
+        One that has a history is returned as it is, and so is one that no policy accepts, which is not kept either. An
+        observation of other keys, shapes or types than the last one begins a new history.
         """
+        self._before = list(self._kept)
         if not isinstance(observation, Mapping) or self.has(observation):
             return observation
         found = {key: value for key in self.keys if (value := find(observation, key)) is not ABSENT}
+        # An array would no longer show what is refused: a mask, other colours than RGB.
+        if any(np.ma.is_masked(value) or getattr(value, "mode", "RGB") != "RGB" for value in found.values()):
+            return observation
         try:
             new = {key: np.array(value) for key, value in found.items()}
         except (TypeError, ValueError):
@@ -56,6 +61,10 @@ class History:
             self._kept.clear()
         self._kept.append(new)
         return {**observation, **{key: np.stack([one[key] for one in self._kept]) for key in new}}
+
+    def undo(self) -> None:
+        """Forget what the last `add` has kept: the policy did not accept it."""
+        self._kept = deque(self._before, self.count)
 
     def has(self, observation: Mapping[str, Any]) -> bool:
         """Return whether an observation has a history of its own: images (k, H, W, 3)."""

@@ -111,6 +111,10 @@ class RobotTransforms:
         with np.errstate(over="ignore", invalid="ignore"):
             return _padded(self.actions.invert(robot), self.action_dim, name, "actions", robot)
 
+    def returned(self, horizon: int) -> int:
+        """Return how many of a chunk's actions the robot gets."""
+        return horizon
+
     @property
     def ranges(self) -> dict[str, Range]:
         """The ranges that the checkpoint's statistics give to the numbers of `before_scaling`, by name."""

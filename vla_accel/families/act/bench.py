@@ -12,10 +12,10 @@ from torch import Tensor
 
 from vla_accel.errors import ConfigError, DependencyError
 from vla_accel.families.act.family import ACT
-from vla_accel.families.act.network import ActConfig, Camera, act
+from vla_accel.families.act.network import ActConfig, act
 from vla_accel.families.bench import BenchCard, Infer, libero
 from vla_accel.nn.random_weights import Drawn
-from vla_accel.nn.resnet import ResNet
+from vla_accel.nn.resnet import Camera, ResNet
 from vla_accel.numeric import matmul_precision
 from vla_accel.transforms.frames import FrameInputs, FrameProcessor
 from vla_accel.transforms.normalisation import Normaliser

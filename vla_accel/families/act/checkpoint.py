@@ -14,9 +14,9 @@ from vla_accel.checkpoints.stacks import Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.act.network import Act, ActConfig, Camera
+from vla_accel.families.act.network import Act, ActConfig
 from vla_accel.families.overrides import robot_of
-from vla_accel.nn.resnet import ResNetConfig
+from vla_accel.nn.resnet import Camera, ResNetConfig
 from vla_accel.transforms.frames import FrameProcessor
 
 _ROOT, _DEAD = "model.", "model.vae_encoder"

@@ -7,6 +7,7 @@ self-attention is a constant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,8 +86,8 @@ class NativeVision:
         self.weights, self.batch, self.width = weights, batch, config.width
         sizes = [(camera.height, camera.width) for camera in config.cameras]
         self.groups = [[index for index, its in enumerate(sizes) if its == size] for size in dict.fromkeys(sizes)]
-        ends = torch.tensor([camera.tokens for camera in config.cameras]).cumsum(0).tolist()
-        self.slices = [slice(end - camera.tokens, end) for end, camera in zip(ends, config.cameras, strict=True)]
+        counts = [*map(math.prod, config.feature_sizes)]
+        self.slices = [slice(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts))]
         dtype, device = weights.projection.weight.dtype, weights.scales.device
         self.pixels = [
             torch.empty(batch, len(cameras), *sizes[cameras[0]], weights.resnet.lanes, dtype=dtype, device=device)

@@ -18,26 +18,9 @@ from torch.nn import functional as F
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
 from vla_accel.nn.network import Network
-from vla_accel.nn.resnet import ResNet, ResNetConfig, feature_size
+from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig
 
 _TEMPERATURE = 10_000.0
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-Channels = tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class Camera:
-    """Size of a camera's images, and the mean and the divisor of each channel of their pixels in [0, 1]."""
-
-    height: int
-    width: int
-    mean: Channels = _IMAGENET[0]
-    deviation: Channels = _IMAGENET[1]
-
-    @property
-    def tokens(self) -> int:
-        """Pixels of its feature map."""
-        return math.prod(feature_size(self.height, self.width))
 
 
 @dataclass(frozen=True)
@@ -79,9 +62,14 @@ class ActConfig:
         return self.state_dim + self.environment_dim
 
     @property
+    def feature_sizes(self) -> list[tuple[int, int]]:
+        """Height and width of each camera's feature map."""
+        return [camera.feature_size for camera in self.cameras]
+
+    @property
     def image_tokens(self) -> int:
         """Tokens of all cameras."""
-        return sum(camera.tokens for camera in self.cameras)
+        return sum(map(math.prod, self.feature_sizes))
 
     @property
     def tokens(self) -> int:
@@ -94,13 +82,14 @@ def act(**changes: object) -> ActConfig:
     return ActConfig(**changes)  # type: ignore[arg-type]
 
 
-def pixel_positions(height: int, width: int, dim: int) -> Tensor:
+def pixel_positions(height: int, width: int, dim: int, device: torch.device | None = None) -> Tensor:
     """Return the sinusoidal positions (height * width, dim) float32 of a feature map, row by row."""
     half = dim // 2
-    frequency = _TEMPERATURE ** (2 * (torch.arange(half, dtype=torch.float32) // 2) / half)
+    frequency = _TEMPERATURE ** (2 * (torch.arange(half, dtype=torch.float32, device=device) // 2) / half)
 
     def waves(count: int) -> Tensor:
-        at = torch.arange(1, count + 1, dtype=torch.float32) / (count + 1e-6) * (2 * math.pi)
+        numbers = torch.arange(1, count + 1, dtype=torch.float32, device=device)
+        at = numbers / (count + 1e-6) * (2 * math.pi)
         angles = at[:, None] / frequency
         return torch.stack((angles[:, 0::2].sin(), angles[:, 1::2].cos()), -1).flatten(1)
 
@@ -197,16 +186,19 @@ class Act(Network):
     def positions(self) -> Tensor:
         """Return the positions of the encoder's tokens (tokens, W), in the dtype of the learned ones."""
         learned = self.weight("encoder_1d_feature_pos_embed.weight")
-        maps = (feature_size(camera.height, camera.width) for camera in self.config.cameras)
-        return torch.cat([learned, *(pixel_positions(*size, self.config.width).to(learned) for size in maps)])
+        config = self.config
+        maps = (pixel_positions(*size, config.width, learned.device).to(learned.dtype) for size in config.feature_sizes)
+        return torch.cat([learned, *maps])
 
     def embed_images(self, *images: Tensor) -> Tensor:
         """Return the tokens (B, image_tokens, W) of each camera's images, uint8 (B, height, width, 3)."""
         made = []
         for camera, image in zip(self.config.cameras, images, strict=True):
+            # By numbers and not by tensors of them: a CUDA graph can copy none from ordinary host memory.
+            scales = zip(image.unbind(3), camera.mean, camera.deviation, strict=True)
             wide = self.get_parameter("backbone.bn1.weight").dtype
-            mean, deviation = torch.tensor((camera.mean, camera.deviation), dtype=wide, device=image.device)
-            pixels = ((image.to(wide) / 255.0 - mean) / deviation).permute(0, 3, 1, 2).to(self.dtype)
+            channels = [(channel.to(wide) / 255.0 - mean) / deviation for channel, mean, deviation in scales]
+            pixels = torch.stack(channels, 1).to(self.dtype)
             made.append(self.encoder_img_feat_input_proj(self.backbone(pixels)).flatten(2).transpose(1, 2))
         return torch.cat(made, 1)
 

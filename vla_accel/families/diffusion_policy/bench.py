@@ -59,7 +59,7 @@ class DiffusionPolicyBench(BenchCard[DiffusionPolicyConfig, FrameInputs]):
     family = DIFFUSION_POLICY
     sizes: ClassVar = {"diffusion_policy": ddpm, "diffusion_policy_ddim": ddim}
     drawn = DrawnDiffusionPolicy
-    sweep = (100,)
+    sweep = (100, 10)
     views = 1
     baselines = tuple(LEROBOT_MODES)
     bound_by_reading = ("denoise",)

@@ -17,11 +17,10 @@ from vla_accel.checkpoints.lerobot_statistics import ACTION, STATE
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.act.network import Camera
 from vla_accel.families.diffusion_policy.network import DiffusionPolicy, DiffusionPolicyConfig, Size
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
 from vla_accel.families.overrides import robot_of
-from vla_accel.nn.resnet import ResNetConfig, feature_size
+from vla_accel.nn.resnet import Camera, ResNetConfig, feature_size
 from vla_accel.transforms.frames import FrameProcessor
 from vla_accel.transforms.robots import Preset
 

@@ -20,45 +20,62 @@ from vla_accel.nn.flow import Schedule
 from vla_accel.transforms.frames import FrameInputs
 
 
-class Vision(nn.Module):
+class _Part(nn.Module):
+    """A part of the network, and constants that are computed once, when its weights are fetched."""
+
+    def __init__(self, model: DiffusionPolicy, part: str) -> None:
+        super().__init__()
+        self.model, self.part, self._names = model, part, list[str]()
+        if model.origin is None:
+            self.fetch()
+
+    def constants(self) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+    def fetch(self) -> list[Tensor]:
+        """Read the weights, and compute the constants."""
+        weights = self.model.fetch(self.part)
+        if not self._names:
+            with torch.inference_mode():
+                for index, value in enumerate(self.constants()):
+                    self._names.append(f"constant{index}")
+                    self.register_buffer(self._names[-1], value, persistent=False)
+        return weights
+
+    def kept(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self._names]
+
+
+class Vision(_Part):
     """images (B, V, H, W, 3) uint8 to features (B, V, n) float32."""
 
     def __init__(self, model: DiffusionPolicy) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model, "encoders")
+
+    def constants(self) -> Sequence[Tensor]:
+        return self.model.pixel_constants()
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model.see(images)
+        return self.model.see(images, *self.kept())
 
 
-class Denoise(nn.Module):
+class Denoise(_Part):
     """noise, features (B, V, n) and state (B, history, state_dim) float32 to normalised actions (B, T, action_dim)
-    float32. What depends on the step alone is computed when the weights are fetched."""
+    float32."""
 
     def __init__(self, model: DiffusionPolicy, num_steps: int) -> None:
-        super().__init__()
-        self.model, self.num_steps, self._names = model, num_steps, list[str]()
-        if model.origin is None:
-            self.fetch()
+        self.num_steps = num_steps
+        super().__init__(model, "unet")
 
     def extra_repr(self) -> str:
         """What a graph of `forward` has as constants; keys of built engines contain it."""
         return f"steps={self.num_steps}, scheduler={self.model.config.scheduler}"
 
-    def fetch(self) -> list[Tensor]:
-        """Read the weights, and compute the tables of the steps."""
-        weights = self.model.fetch("unet")
-        if not self._names:
-            times = [step.time for step in self.model.config.scheduler.steps(self.num_steps)]
-            with torch.inference_mode():
-                for index, table in enumerate(self.model.time_tables(times)):
-                    self._names.append(f"table{index}")
-                    self.register_buffer(self._names[-1], table, persistent=False)
-        return weights
+    def constants(self) -> Sequence[Tensor]:
+        return self.model.time_tables([step.time for step in self.model.config.scheduler.steps(self.num_steps)])
 
     def forward(self, noise: Tensor, features: Tensor, state: Tensor) -> Tensor:
-        tables = [getattr(self, name) for name in self._names]
-        return self.model.sample(noise, self.model.condition(features, state), tables, self.num_steps)
+        return self.model.sample(noise, self.model.condition(features, state), self.kept(), self.num_steps)
 
 
 class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Shape]):
@@ -80,12 +97,12 @@ class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Shape]):
         noise = TensorSpec("noise", (batch, *self.noise_shape(c, shape.steps)), wide)
         state = TensorSpec("state", (batch, c.history, c.state_dim), wide)
         actions = TensorSpec("actions", (batch, c.action_horizon, c.action_dim), wide)
-        denoise = Denoise(model, shape.steps)
+        vision, denoise = Vision(model), Denoise(model, shape.steps)
         return (
             Component(
-                "vision", Vision(model), (images,), (features,),
+                "vision", vision, (images,), (features,),
                 None if store is None else partial(store.vision, batch),
-                fetch=partial(model.fetch, "encoders"), products=model.dtype,
+                fetch=vision.fetch, products=model.dtype,
             ),
             Component(
                 "denoise", denoise, (noise, features, state), (actions,),

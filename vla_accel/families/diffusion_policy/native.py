@@ -23,18 +23,17 @@ from vla_accel.families.diffusion_policy.network import (
     DiffusionPolicy,
     DiffusionPolicyConfig,
     centre,
-    grid,
 )
 from vla_accel.families.diffusion_policy.scheduler import Step
 from vla_accel.fp8 import Products
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.conv1d.ops import Film, StepSizes, Target, normed, scheduler_step
-from vla_accel.kernels.gemm.config import gemm_sizes
+from vla_accel.kernels.gemm.config import default, gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue
-from vla_accel.kernels.gemm.ops import gemm, patch_product
+from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.image.ops import GroupNorm
-from vla_accel.nn.kernel_choices import KernelChoices
+from vla_accel.nn.kernel_choices import Choice, KernelChoices
 from vla_accel.nn.resnet import ResNetWeights
 from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
@@ -46,6 +45,8 @@ QUANTISED = {"denoise": {"native": Products(("conv1", "conv2", "residual"), acti
 _ALIGNED = 16
 """Columns to which the rows of a product are filled up with zeros."""
 _NO_CLIP = 3e38
+_MEASURED = 1 << 20
+"""Weights of a product from which it is measured: each tile config is a kernel to compile at the first start."""
 Operation = Callable[[int], None]
 """An operation of a step, by the step's index."""
 
@@ -66,7 +67,8 @@ class DiffusionPolicyStore(NativeStore[DiffusionPolicy]):
         steps = config.scheduler.steps(num_steps)
 
         def tables() -> Tensor:
-            with self.model.present("unet"):
+            names = [f"{name}.film" for name in self.model.unet.names]
+            with self.model.present(*(f"unet.{name}" for name in ("time_in", "time_out", *names))):
                 return torch.cat(self.model.time_tables([step.time for step in steps]), 1).float()
 
         # They depend on the step alone, whatever the precision.
@@ -78,12 +80,14 @@ class DiffusionPolicyStore(NativeStore[DiffusionPolicy]):
 
 @dataclass(frozen=True)
 class EncoderWeights:
-    """A ResNet and the weights of its two products for each encoder; `scales` (cameras, 2, 3) float32: factor and shift
-    of each camera's levels."""
+    """A ResNet and the weights of its two products for each encoder; `factor` and `shift` (V, 1, 1, 3) float32 of each
+    frame's levels; `places` as of `DiffusionPolicy.see`."""
 
     resnets: tuple[ResNetWeights, ...]
     heads: tuple[tuple[Tensor, ...], ...]
-    scales: Tensor
+    factor: Tensor
+    shift: Tensor
+    places: Tensor
 
     @classmethod
     def of(cls, model: DiffusionPolicy, dtype: torch.dtype) -> EncoderWeights:
@@ -94,13 +98,12 @@ class EncoderWeights:
                   ("keypoints.weight", "keypoints.bias", "out.weight", "out.bias"))
             for name in names
         )  # fmt: skip
-        mean, deviation = (
-            torch.tensor([getattr(c, name) for c in config.cameras], dtype=torch.float64)
-            for name in ("mean", "deviation")
-        )
-        scales = torch.stack((1.0 / (255.0 * deviation), -mean / deviation), 1).float().to(heads[0][0].device)
+        with model.present("encoders.0.out"):
+            mean, deviation, places = (part.double() for part in model.pixel_constants())
+        levels = (1.0 / (255.0 * deviation), -mean / deviation)
+        factor, shift = (part.permute(0, 2, 3, 1).float().contiguous() for part in levels)
         resnets = tuple(ResNetWeights.of(model, f"{name}.backbone", config.backbone, dtype) for name in names)
-        return cls(resnets, heads, scales)
+        return cls(resnets, heads, factor, shift, places.float())
 
 
 class NativeEncoder:
@@ -108,19 +111,17 @@ class NativeEncoder:
 
     def __init__(self, weights: EncoderWeights, config: DiffusionPolicyConfig, batch: int) -> None:
         self.weights, self.config = weights, config
-        dtype, device = weights.resnets[0].stem.weight.dtype, weights.scales.device
+        dtype, device = weights.resnets[0].stem.weight.dtype, weights.places.device
         lanes = weights.resnets[0].lanes
         moments = (batch, config.history, len(config.cameras))
         self.pixels = torch.zeros(*moments, *config.seen, lanes, dtype=dtype, device=device)
-        factor, shift = weights.scales.repeat(config.history, 1, 1)[:, :, None, None].unbind(1)
-        self.factor, self.shift = factor, shift
         self.detail = f"fused ops, {dtype}, library convolutions"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         config, images = self.config, inputs["images"]
         if config.resize is None:  # the rest of the frames is never read
             images = centre(images.permute(0, 1, 4, 2, 3), config.seen).permute(0, 1, 3, 4, 2)
-        frames = torch.addcmul(self.shift, images.float(), self.factor)
+        frames = torch.addcmul(self.weights.shift, images.float(), self.weights.factor)
         if config.resize is not None:
             small = frames.flatten(0, 1).permute(0, 3, 1, 2)
             small = F.interpolate(small, config.resize, mode="bilinear", antialias=True, align_corners=False)
@@ -138,8 +139,7 @@ class NativeEncoder:
         maps = self.weights.resnets[index](pixels)
         keypoints, bias, out, shift = self.weights.heads[index]
         logits = F.linear(maps.flatten(1, 2).float(), keypoints.flatten(1), bias)
-        places = grid(maps.shape[1], maps.shape[2], logits)
-        found = logits.softmax(1).transpose(1, 2) @ places
+        found = logits.softmax(1).transpose(1, 2) @ self.weights.places
         return F.relu(F.linear(found.flatten(1), out, shift))
 
 
@@ -255,8 +255,9 @@ class _Product:
     @property
     def kind(self) -> str:
         """A name for products of the same sizes."""
-        n, k = self.weights.product.weight.shape
-        return f"{len(self.rows)}x{n}x{k}"
+        weight = self.weights.product.weight
+        low = "" if weight.dtype == self.rows.dtype else " of 8-bit weights"
+        return f"{len(self.rows)}x{weight.shape[0]}x{weight.shape[1]}{low}"
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,10 @@ class NativeUnet:
             alike.setdefault(product.kind, []).append(product)
         for kind, products in alike.items():
             sizes = gemm_sizes(products[0].rows, products[0].weights.product)
-            self.choices.product(kind, sizes, partial(self._multiply_all, products))
+            if sizes.n * sizes.k < _MEASURED:
+                self.choices.chosen[kind] = Choice(default(current(self.device).gpu, sizes))
+            else:
+                self.choices.product(kind, sizes, partial(self._multiply_all, products))
         launches = len(self.operations) + 1
         self.detail = f"fused ops, {weights_in(weights.precision)}, {launches} launches a step{self.choices.detail}"
 
@@ -307,7 +311,7 @@ class NativeUnet:
         features = inputs["features"].unflatten(1, (config.history, -1)).flatten(2)
         condition = torch.cat((inputs["state"].to(features.dtype), features), 2).flatten(1)
         self.condition[:, : condition.shape[1]] = F.mish(condition)
-        patch_product(self.condition, self.weights.films, self.own)
+        self.own.copy_(F.linear(self.condition, self.weights.films))
         with self.chain:
             scheduler_step(draws[:, 0], None, None, actions, self.sizes[0], self.first)
             for index, sizes in enumerate(self.sizes):

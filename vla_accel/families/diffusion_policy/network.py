@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.act.network import Camera
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
 from vla_accel.nn.network import Network
-from vla_accel.nn.resnet import ResNet, ResNetConfig
+from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig, feature_size
 
 EPS = 1e-5
 LAST_GROUPS = 8
@@ -128,20 +128,10 @@ class Encoder(nn.Module):
         self.keypoints = nn.Conv2d(config.backbone.channels, config.keypoints, 1)
         self.out = nn.Linear(2 * config.keypoints, 2 * config.keypoints)
 
-    def forward(self, frames: Tensor) -> Tensor:
+    def forward(self, frames: Tensor, places: Tensor) -> Tensor:
+        """`places` (pixels of the last map, 2): each one's x and y."""
         maps = self.keypoints(self.backbone(frames).to(self.keypoints.weight.dtype))
-        return self.read(maps.flatten(2), grid(maps.shape[2], maps.shape[3], maps))
-
-    def read(self, maps: Tensor, places: Tensor) -> Tensor:
-        """Features of maps (N, keypoints, h · w): the place, (h · w, 2), where each one is large."""
-        return F.relu(self.out((maps.softmax(-1) @ places).flatten(1)))
-
-
-def grid(height: int, width: int, like: Tensor) -> Tensor:
-    """Return (height · width, 2), the x and y of each pixel from -1 to 1."""
-    y, x = (torch.linspace(-1, 1, n, dtype=torch.float64) for n in (height, width))
-    places = torch.stack((x.repeat(height), y.repeat_interleave(width)), 1)
-    return places.to(like)
+        return F.relu(self.out((maps.flatten(2).softmax(-1) @ places).flatten(1)))
 
 
 def mish(x: Tensor) -> Tensor:
@@ -209,18 +199,26 @@ class Unet(nn.Module):
         self.last_norm = _Norm(LAST_GROUPS, widths[0])
         self.out = nn.Conv1d(widths[0], config.action_dim, 1)
 
+    @property
+    def films(self) -> list[nn.Linear]:
+        """What makes the condition of each block, in the order of their computation."""
+        blocks: list[Any] = [self.get_submodule(name) for name in self.names]
+        return [block.film for block in blocks]
+
     def forward(self, x: Tensor, conditions: Sequence[Tensor]) -> Tensor:
         """x (B, T, action_dim) float32 and the condition of each block to the output of a step, same shape and
         dtype."""
-        rows, kept = iter(conditions), []
+        rows, kept = iter(conditions), list[Tensor]()
+        down: Any = self.down
+        up: Any = self.up
         y = x.transpose(1, 2).to(self.last.weight.dtype)
-        for level in self.down:
+        for level in down:
             y = level[1](level[0](y, next(rows)), next(rows))
             kept.append(y)
             y = level[2](y) if len(level) > 2 else y
         for block in self.mid:
             y = block(y, next(rows))
-        for level in self.up:
+        for level in up:
             y = torch.cat((y, kept.pop()), 1)
             y = level[2](level[1](level[0](y, next(rows)), next(rows)))
         y = self.last_norm(self.last(y))
@@ -250,25 +248,33 @@ class DiffusionPolicy(Network):
         ends = (".keypoints.", ".out.", ".time_in.", ".time_out.")
         return "norm" in name or any(end in name for end in ends) or name.endswith(".film.bias")
 
-    def see(self, images: Tensor) -> Tensor:
+    def pixel_constants(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the constants of `see`: mean and deviation of each frame (V, 3, 1, 1), and the x and y from -1 to 1 of
+        each pixel of the last map (h · w, 2)."""
+        config, like = self.config, self.get_parameter("encoders.0.out.weight")
+        mean, deviation = (
+            torch.tensor([getattr(c, name) for c in config.cameras] * config.history, dtype=torch.float64)
+            for name in ("mean", "deviation")
+        )
+        height, width = feature_size(*config.seen)
+        y, x = (torch.linspace(-1, 1, n, dtype=torch.float64) for n in (height, width))
+        places = torch.stack((x.repeat(height), y.repeat_interleave(width)), 1)
+        return mean[..., None, None].to(like), deviation[..., None, None].to(like), places.to(like)
+
+    def see(self, images: Tensor, mean: Tensor, deviation: Tensor, places: Tensor) -> Tensor:
         """Return the features (B, V, 2 · keypoints) of uint8 frames (B, V, H, W, 3), all cameras of a moment before the
         next."""
         config, (batch, views) = self.config, images.shape[:2]
-        wide = self.encoders[0].out.weight.dtype
-        mean, deviation = (
-            torch.tensor([getattr(c, name) for c in config.cameras], dtype=wide, device=images.device).repeat(
-                config.history, 1
-            )[..., None, None]
-            for name in ("mean", "deviation")
-        )
-        frames = ((images.permute(0, 1, 4, 2, 3).to(wide) / 255 - mean) / deviation).flatten(0, 1)
+        frames = ((images.permute(0, 1, 4, 2, 3).to(mean.dtype) / 255 - mean) / deviation).flatten(0, 1)
         if config.resize is not None:
             frames = F.interpolate(frames, config.resize, mode="bilinear", antialias=True, align_corners=False)
         frames = centre(frames, config.seen).to(self.dtype).unflatten(0, (batch, views))
         if config.shared_encoder:
-            return self.encoders[0](frames.flatten(0, 1)).unflatten(0, (batch, views))
+            return self.encoders[0](frames.flatten(0, 1), places).unflatten(0, (batch, views))
         each = [
-            encoder(frames[:, camera :: len(config.cameras)].flatten(0, 1)).unflatten(0, (batch, config.history))
+            encoder(frames[:, camera :: len(config.cameras)].flatten(0, 1), places).unflatten(
+                0, (batch, config.history)
+            )
             for camera, encoder in enumerate(self.encoders)
         ]
         return torch.stack(each, 2).flatten(1, 2)
@@ -281,7 +287,7 @@ class DiffusionPolicy(Network):
     def films(self, condition: Tensor) -> list[Tensor]:
         """Return the observation's part of each block's condition, (B, n) float32."""
         active, first = mish(condition), self.config.time_dim
-        weights = (self.unet.get_submodule(name).film.weight for name in self.unet.names)
+        weights = (film.weight for film in self.unet.films)
         return [F.linear(active.to(weight.dtype), weight[:, first:]).to(active.dtype) for weight in weights]
 
     def time_tables(self, times: Sequence[int]) -> list[Tensor]:
@@ -292,8 +298,7 @@ class DiffusionPolicy(Network):
         angle = torch.tensor(times, device=device)[:, None] * frequency
         embedding = torch.cat((angle.sin(), angle.cos()), -1).to(wide)
         active = mish(unet.time_out(mish(unet.time_in(embedding))))
-        films = (unet.get_submodule(name).film for name in unet.names)
-        return [F.linear(active, f.weight[:, : active.shape[1]].to(wide), f.bias.to(wide)) for f in films]
+        return [F.linear(active, f.weight[:, : active.shape[1]].to(wide), f.bias.to(wide)) for f in unet.films]
 
     def sample(self, noise: Tensor, condition: Tensor, tables: Sequence[Tensor], num_steps: int) -> Tensor:
         """Return normalised actions (B, T, action_dim) float32.

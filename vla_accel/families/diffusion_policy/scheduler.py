@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,7 +111,7 @@ class NoiseScheduler:
             direction = (0.0, 1.0) if predicts_noise else (noise**-0.5, -((signal / noise) ** 0.5))
             keep, out = (rest**0.5 * part for part in direction)
             return Step(time, x_of, out_of, after**0.5, keep, out, 0.0)
-        ratio = signal / after
+        ratio = float(np.float32(signal / after))  # diffusers rounds it, and one minus it loses most digits
         variance = rest / noise * (1.0 - ratio)
         clean, keep = after**0.5 * (1.0 - ratio) / noise, ratio**0.5 * rest / noise
         return Step(time, x_of, out_of, clean, keep, 0.0, variance**0.5 if time else 0.0)

@@ -87,6 +87,9 @@ class GrootProcessor(PromptTransforms):
         tokens = self._cached((prompt, images), lambda: self._tokenized(prompt, images))
         return Inputs(seen.images, tokens, self._padded_state(normalised, self.state_dim, seen.state), seen.state)
 
+    def returned(self, horizon: int) -> int:
+        return min(horizon, self.rows)
+
     def unnormalize_actions(self, actions: np.ndarray, inputs: Inputs) -> np.ndarray:
         """Convert the model's actions (H, action_dim) to the robot's, float64 (rows, robot's)."""
         robot = self.actions.restore(actions[: self.rows], self.state.split(inputs.raw_state))

@@ -94,9 +94,8 @@ class NativeDecode(CachedLoop):
         self.keys = x.new_zeros(stack.depth, batch, capacity, stack.kv_heads, stack.head_dim)
         self.values = torch.zeros_like(self.keys)
         self.logits = torch.zeros(batch, config.vocab_size, device=x.device)
-        self.token, self.places, self.step = (
-            torch.zeros(n, dtype=torch.int64, device=x.device) for n in (batch, batch, 1)
-        )
+        self.token, self.counts = (torch.zeros(n, dtype=torch.int64, device=x.device) for n in (batch, batch + 1))
+        self.places, self.step = self.counts[:batch], self.counts[batch:]
         self.positions = torch.zeros(batch, dtype=torch.int32, device=x.device)
         self.written = torch.zeros(batch, self.turns * TURN, dtype=torch.int64, device=x.device)
         self.done, self.finished = (torch.zeros(n, dtype=torch.bool, device=x.device) for n in (batch, 1))
@@ -142,21 +141,20 @@ class NativeDecode(CachedLoop):
         w = self.weights
         if step == 0:
             self.positions.copy_(self.places)
-            self.x.copy_(w.table[self.token] * math.sqrt(w.table.shape[1]))
+            torch.mul(w.table[self.token], math.sqrt(w.table.shape[1]), out=self.x)
             return
         self.keys[:, self.rows, self.places] = self.k[:, :, 0]
         self.values[:, self.rows, self.places] = self.v[:, :, 0]
         self.chain.restart()
         add_norm(self.x, None, self.x, self.normed, layer=False, eps=self.config.prefix.eps, inverse_scale=None)
-        self.h.copy_(self.normed * w.norm)
+        torch.mul(self.normed, w.norm, out=self.h)
         self.chain.restart()
         self._head()
-        self.token.copy_(self.logits.argmax(-1))
+        torch.argmax(self.logits, -1, out=self.token)
         actions.index_copy_(1, self.step, self.token[:, None])
         if self.config.stop_token is not None:
             self.done |= self.token == self.config.stop_token
-        self.places += 1
-        self.step += 1
+        self.counts += 1
 
     def _head(self) -> None:
         gemm(self.h, self.weights.head, self.logits, **self.choices["head"].options)

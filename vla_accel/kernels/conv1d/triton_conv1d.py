@@ -48,27 +48,32 @@ class MapShape(NamedTuple):
 
 
 @triton.jit
-def _put(out_ptr, y, batch, row, column, keep, P: constexpr):
-    """Store the map's values y, of rows (T, 1) and columns (1, C), in the places of one target."""
-    if P.taps > 0:
-        for tap in tl.static_range(P.taps):
-            at = row + (P.pad - tap)
-            target = at // P.stride
-            inside = keep & (at >= 0) & (target < P.length) & (at % P.stride == 0)
+def _put(out_ptr, y, at, keep, P: constexpr):
+    """Store a sequence's values y in the places of one target. `at`: the sequence, rows (T, 1) and columns (1, C)."""
+    batch, row, column = at
+    TAPS: constexpr = P.taps
+    if TAPS > 0:
+        for tap in tl.static_range(TAPS):
+            shifted = row + (P.pad - tap)
+            target = shifted // P.stride
+            inside = keep & (shifted >= 0) & (target < P.length) & (shifted % P.stride == 0)
             place = (batch * P.length + target) * (P.taps * P.channels) + (tap * P.channels + P.offset) + column
             tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _put_all(targets, y, batch, row, column, keep, PLACES: constexpr):
-    _put(targets[0], y, batch, row, column, keep, PLACES[0])
-    _put(targets[1], y, batch, row, column, keep, PLACES[1])
-    _put(targets[2], y, batch, row, column, keep, PLACES[2])
-    _put(targets[3], y, batch, row, column, keep, PLACES[3])
+def _put_all(targets, y, at, keep, A: constexpr, B: constexpr, C: constexpr, D: constexpr):
+    _put(targets[0], y, at, keep, A)
+    _put(targets[1], y, at, keep, B)
+    _put(targets[2], y, at, keep, C)
+    _put(targets[3], y, at, keep, D)
 
 
 @triton.jit
-def _normed(x_ptr, affine, film, residual_ptr, targets, M: constexpr, PLACES: constexpr, PDL: constexpr):
+def _normed(
+    x_ptr, affine, film, residual_ptr, targets, M: constexpr, A: constexpr, B: constexpr, C: constexpr, D: constexpr,
+    PDL: constexpr,
+):  # fmt: skip
     weight_ptr, bias_ptr, eps = affine
     step_ptr, own_ptr, own_pitch = film
     group, batch = tl.program_id(0), tl.program_id(1)
@@ -100,7 +105,7 @@ def _normed(x_ptr, affine, film, residual_ptr, targets, M: constexpr, PLACES: co
         y += shift + tl.load(own + (M.films - 1) * M.channels, mask=real, other=0.0)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + place, mask=keep, other=0.0).to(tl.float32)
-    _put_all(targets, y, batch, row, column, keep, PLACES)
+    _put_all(targets, y, (batch, row, column), keep, A, B, C, D)
 
 
 def normed(
@@ -117,31 +122,31 @@ def normed(
     places, rows = _places(targets, batch, x)
     warps = max(1, min(8, shape.rows * shape.lanes // 512))
     grid = (triton.cdiv(channels, taken), batch)
-    launch(_normed, grid, x, affine, condition, residual, rows, shape, places, num_warps=warps)
+    launch(_normed, grid, x, affine, condition, residual, rows, shape, *places, num_warps=warps)
 
 
 @triton.jit
 def _scheduler_step(
-    pointers, sizes, targets, strides, T: constexpr, A: constexpr, ROWS: constexpr, LANES: constexpr,
-    PLACES: constexpr, PDL: constexpr,
+    pointers, sizes, targets, strides, M: constexpr, A: constexpr, B: constexpr, C: constexpr, D: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     output_ptr, before_ptr, noise_ptr, after_ptr = pointers
     x_of, out_of, clean, keep_x, out_e, noise, clip = sizes
     of_output, of_before, of_noise = strides
     batch = tl.program_id(0)
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
-    keep = (row < T) & (column < A)
-    inside = row * A + column
+    row, column = tl.arange(0, M.rows)[:, None], tl.arange(0, M.lanes)[None, :]
+    keep = (row < M.length) & (column < M.channels)
+    inside = row * M.channels + column
     wait_for_previous(PDL)
     x = tl.load(before_ptr + batch * of_before + inside, mask=keep, other=0.0)
     if output_ptr is not None:
-        e = tl.load(output_ptr + (batch * T + row) * of_output + column, mask=keep, other=0.0)
+        e = tl.load(output_ptr + (batch * M.length + row) * of_output + column, mask=keep, other=0.0)
         bounded = tl.minimum(tl.maximum(x_of * x + out_of * e, -clip), clip)
         x = clean * bounded + keep_x * x + out_e * e
         if noise_ptr is not None:
             x += noise * tl.load(noise_ptr + batch * of_noise + inside, mask=keep, other=0.0)
-    tl.store(after_ptr + batch * (T * A) + inside, x, mask=keep)
-    _put_all(targets, x, batch, row, column, keep, PLACES)
+    tl.store(after_ptr + batch * (M.length * M.channels) + inside, x, mask=keep)
+    _put_all(targets, x, (batch, row, column), keep, A, B, C, D)
 
 
 def scheduler_step(
@@ -152,9 +157,9 @@ def scheduler_step(
     places, rows = _places(targets, batch, after)
     numbers = (sizes.x_of, sizes.out_of, sizes.clean, sizes.keep, sizes.out, sizes.noise, sizes.clip)
     strides = (0 if output is None else output.stride(0), before.stride(0), 0 if noise is None else noise.stride(0))
-    constants = (length, actions, power_of_two(length), power_of_two(actions))
+    shape = MapShape(length, actions, actions, power_of_two(length), power_of_two(actions), normed=False, films=0)
     pointers = (output, before, noise, after)
-    launch(_scheduler_step, (batch,), pointers, numbers, rows, strides, *constants, places, num_warps=4)
+    launch(_scheduler_step, (batch,), pointers, numbers, rows, strides, shape, *places, num_warps=4)
 
 
 def _places(targets: Sequence[Target], batch: int, spare: Tensor) -> tuple[tuple[Place, ...], tuple[Tensor, ...]]:

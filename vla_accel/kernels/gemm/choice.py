@@ -1,9 +1,10 @@
 """Which kernel runs a product of many rows: the Hopper GEMM or cuBLAS, measured while a program is built.
 
 Candidates are cuBLAS and the config of the table, or, without one, those of the search. Nothing is measured during
-graph capture or in a deterministic runtime; then, and for products that no program has measured, the table decides. It
-also decides for a product that norms its input or adds to the residual: cuBLAS cannot do this, and the configs of the
-table were timed in such chains.
+graph capture or in a deterministic runtime; then, and for products that no program has measured, the table decides.
+
+cuBLAS cannot norm its input or add to the residual. Whether a norm runs inside the products around it is decided by
+both together, because it saves a kernel between them. The table's configs were timed in such chains.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.config import measure, measured
 from vla_accel.kernels.gemm import hopper, int8
 from vla_accel.kernels.gemm.config import Library, known, measurement
-from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gemm.hopper.config import HopperSizes, Use
-from vla_accel.kernels.gemm.ops import by_library
+from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.ops import by_library, gemm
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.reference import MOMENTS_OF
+from vla_accel.kernels.rows.rows import add_norm
 from vla_accel.runtime import current
 
+Product = tuple[Linear, Activation]
 CALLS = 10
 """Calls in a row that are measured together."""
+_EPS = 1e-6
 HOPPER = "in CUDA C++"
 """The ledger's name of the Hopper GEMM."""
 
@@ -37,7 +42,7 @@ def tune(weights: Linear, activation: Activation, rows: int, *, inside: bool = F
     """Measure the Hopper GEMM and cuBLAS on a product, if that is necessary and possible. Arguments as `known`."""
     (n, k), kind, device = weights.weight.shape, weights.weight.dtype, weights.weight.device
     runtime = current(device)
-    gpu, name = runtime.gpu, measurement(kind, activation, rows, n, k)
+    gpu, name = runtime.gpu, measurement(kind, activation, rows, n, k, inside=inside)
     table = hopper.planned(gpu, kind, activation, rows, n, k)
     decided = (
         measured(name, weights.weight.device) is not None or runtime.deterministic or (inside and table is not None)
@@ -45,8 +50,12 @@ def tune(weights: Linear, activation: Activation, rows: int, *, inside: bool = F
     if gpu is None or decided or torch.cuda.is_current_stream_capturing():
         return
     tiles = hopper.searched(gpu, kind, activation, rows, n, k) if table is None else [table]
+    if inside and activation.gated:
+        sizes = HopperSizes(rows, n, k, kind.itemsize, (Use(gated=True, normed=True),))
+        tiles = [tile for tile in tiles if tile.why_not(gpu, sizes) is None]
     if tiles:
-        measure(name, [Library(), *tiles], trial(weights, activation, rows, gpu), device, CALLS)
+        configs = tiles if inside else [Library(), *tiles]
+        measure(name, configs, trial(weights, activation, rows, gpu), device, CALLS)
 
 
 def trial(weights: Linear, activation: Activation, rows: int, gpu: Gpu) -> Callable[[Library | HopperTile], Tensor]:
@@ -111,18 +120,55 @@ def why_no_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, in
     return hopper.why_not_searched(gpu, rows, n, k) or "no tile config is known for this size"
 
 
-def can_be_inside(rows: int, width: int, *products: tuple[Linear, Activation]) -> bool:
-    """Return whether these products can norm their input and add to the residual on this GPU.
-
-    Args:
-        rows, width: shape of the rows that are normed.
-        products: each with its activation.
+def is_inside(rows: int, before: Product, after: Product) -> bool:
+    """Return whether a norm runs inside the products before and after it: both have a kernel that can, and together
+    these are the fastest. The product before the norm adds to the residual.
     """
+    width = len(before[0].weight)
     # The rows of a quantised product are quantised after their norm.
-    quantised = any(kind.gated and weights.weight_scale is not None for weights, kind in products)
-    if quantised or width % MOMENTS_OF:
+    if (after[1].gated and after[0].weight_scale is not None) or width % MOMENTS_OF:
         return False
-    return all(has_hopper_gemm(rows, weights, kind, inside=True) for weights, kind in products)
+    products = (before, after)
+    if not all(has_hopper_gemm(rows, weights, kind, inside=True) for weights, kind in products):
+        return False
+    gpu = current(before[0].weight).gpu
+    if all(hopper.planned(gpu, w.weight.dtype, kind, rows, *w.weight.shape) for w, kind in products):
+        return True
+    for weights, kind in products:
+        tune(weights, kind, rows)
+    names = " and ".join(f"{'x'.join(map(str, w.weight.shape))} {w.weight.dtype} {kind}" for w, kind in products)
+    what = f"{'RMSNorm' if after[0].sums is None else 'LayerNorm'} of {rows} rows between {names}"
+    ways = ("inside", "apart")
+    return measure(what, ways, norm_trial(rows, before, after), before[0].weight.device, CALLS).config == ways[0]
+
+
+def norm_trial(rows: int, before: Product, after: Product) -> Callable[[str], Tensor]:
+    """Return a call of two products of random rows with the norm between them "inside" or "apart", which returns the
+    output."""
+    (first, _), (second, activation) = before, after
+    (width, k), n, device = first.weight.shape, len(second.weight), first.weight.device
+    draw = torch.Generator(device).manual_seed(0)
+    kind = torch.bfloat16 if second.weight_scale is not None else second.weight.dtype
+    x = torch.randn(rows, k, generator=draw, device=device).to(first.weight.dtype)
+    stream = torch.randn(rows, width, generator=draw, device=device).to(kind)
+    y, normed, sums = torch.empty_like(stream), torch.empty_like(stream), stream.new_empty(rows, n)
+    normed = normed.to(second.weight.dtype)
+    out, moments = (stream.new_empty(rows, n // 2) if activation.gated else sums), Moments.like(stream)
+    epilogue, layer = Epilogue(activation=activation), second.sums is not None
+    chain = Chain(current(device).gpu)
+
+    def call(way: str) -> Tensor:
+        with chain.resumed():
+            if way == "inside":
+                gemm(x, first, stream, Epilogue(residual=True, moments=moments))
+                gemm(stream, second, out, epilogue, Norm(_EPS, moments, sums=second.sums))
+            else:
+                gemm(x, first, y)
+                add_norm(stream, y, stream, normed, layer=layer, eps=_EPS, inverse_scale=second.inverse_scale)
+                gemm(normed, second, out, epilogue, workspace=(sums,))
+        return out
+
+    return call
 
 
 def products_by(
@@ -133,7 +179,7 @@ def products_by(
     Args:
         rows: rows of every product.
         products: each product by name, with its activation.
-        inside: names of the products that norm their input or add to the residual (`can_be_inside`).
+        inside: names of the products that norm their input or add to the residual (`is_inside`).
 
     Returns:
         The text for the program's ledger entry, with the reasons for cuBLAS, empty without a GPU; and whether dependent

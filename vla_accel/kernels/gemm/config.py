@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -131,6 +132,34 @@ def skinny(sizes: GemmSizes, gpu: Gpu | None) -> Skinny:
 
 
 @dataclass(frozen=True)
+class OneRow:
+    """One row, without tensor cores (`triton_row`): output columns of a tile, and tiles of a program."""
+
+    columns: int
+    tiles: int
+
+    rows: ClassVar[int] = 1
+    warps: ClassVar[int] = 8
+
+    def __str__(self) -> str:
+        return f"one row by {self.tiles} x {self.columns}"
+
+    def shared(self, sizes: GemmSizes) -> int:
+        """Return the bytes of shared memory, at most: those of the row, and of each warp's sums."""
+        return power_of_two(sizes.k) * 4 + 64 * self.warps * self.columns * sizes.sides
+
+    def why_not(self, gpu: Gpu | None, sizes: GemmSizes) -> str | None:
+        if sizes.rows > 1 or sizes.layer_norm:
+            return f"{self} takes a single row, and norms it for pairs alone"
+        if sizes.k * sizes.weight_bytes % 4:
+            return f"{self} takes weight rows of whole words"
+        return too_large(self, self.shared(sizes), gpu)
+
+    def cost(self, gpu: Gpu | None, sizes: GemmSizes) -> tuple[float, ...]:
+        return (0.0,)
+
+
+@dataclass(frozen=True)
 class Pipelined:
     """K passes through shared memory in `stages` (`triton_pipelined`).
 
@@ -196,13 +225,13 @@ class Library:
         return "cuBLAS"
 
 
-TritonConfig = Skinny | Pipelined
+TritonConfig = Skinny | OneRow | Pipelined
 GemmConfig = TritonConfig | Library | HopperTile
 
 
 def candidates(gpu: Gpu | None, sizes: GemmSizes) -> list[TritonConfig]:
     """Return the Triton configs worth measuring, the one to use unmeasured first."""
-    return [*_skinny(gpu, sizes), *_pipelined(gpu, sizes, (1, 2, 4, 8))[:MOST_MEASURED]]
+    return [*_skinny(gpu, sizes), *_one_row(gpu, sizes), *_pipelined(gpu, sizes, (1, 2, 4, 8))[:MOST_MEASURED]]
 
 
 def default(gpu: Gpu | None, sizes: GemmSizes) -> TritonConfig:
@@ -217,7 +246,7 @@ def variants(gpu: Gpu | None, sizes: GemmSizes, config: TritonConfig) -> list[Tr
     stage, with prefetched weights where kernels can start early, with tiles by TMA, and with weights as the first
     operand where that is multiplied by 64 rows at a time.
     """
-    if isinstance(config, Skinny):
+    if isinstance(config, (Skinny, OneRow)):
         return [config]
     found = [config]
     half = NO_LIMIT if gpu is None else gpu.shared_per_multiprocessor // 2 - 1024
@@ -245,7 +274,9 @@ def without_triton(gpu: Gpu | None, sizes: GemmSizes) -> list[Library | HopperTi
     if sizes.rows < LIBRARY_ROWS or sizes.weight_bytes != sizes.row_bytes:
         return []
     own = few_rows(gpu, sizes.rows, sizes.n, sizes.k, 2 * sizes.columns if sizes.pairs else 0)
-    return [Library(), *(own if sizes.row_bytes == 2 else ())]
+    # The kernel after cuBLAS norms pairs alone.
+    library = [] if sizes.layer_norm else [Library()]
+    return [*library, *(own if sizes.row_bytes == 2 else ())]
 
 
 def moments_columns(sizes: GemmSizes, config: Pipelined | Library | HopperTile) -> int:
@@ -258,6 +289,18 @@ def moments_columns(sizes: GemmSizes, config: Pipelined | Library | HopperTile) 
 def _skinny(gpu: Gpu | None, sizes: GemmSizes) -> list[Skinny]:
     config = skinny(sizes, gpu)
     return [] if config.why_not(gpu, sizes) else [config]
+
+
+def _one_row(gpu: Gpu | None, sizes: GemmSizes) -> list[OneRow]:
+    """Return configs with tiles of 8, 16 and 32 KB, and as many programs as run at once."""
+    if sizes.rows > 1:
+        return []
+    at_once = (128 if gpu is None else gpu.multiprocessors) * (32 // OneRow.warps)
+    column, found = power_of_two(sizes.k) * sizes.weight_bytes * sizes.sides, []
+    for kilobytes in (8, 16, 32):
+        columns = min(power_of_two(sizes.columns), max(1, kilobytes * 1024 // column))
+        found.append(OneRow(columns, -(-sizes.groups * -(-sizes.columns // columns) // at_once)))
+    return [config for config in dict.fromkeys(found) if config.why_not(gpu, sizes) is None]
 
 
 def _pipelined(gpu: Gpu | None, sizes: GemmSizes, splits: tuple[int, ...]) -> list[Pipelined]:
@@ -296,12 +339,14 @@ def known(
     """
     runtime = current(device)
     table = hopper.planned(runtime.gpu, kind, activation, rows, n, k)
-    found = measured(measurement(kind, activation, rows, n, k), device)
+    found = measured(measurement(kind, activation, rows, n, k, inside=inside), device)
     if found is None or (inside and table is not None):
         return table
     return None if isinstance(found, Library) else found
 
 
-def measurement(kind: torch.dtype, activation: Activation, rows: int, n: int, k: int) -> str:
+def measurement(
+    kind: torch.dtype, activation: Activation, rows: int, n: int, k: int, *, inside: bool = False
+) -> str:  # fmt: skip
     """Return the name under which a product of many rows is measured (`choice.tune`)."""
-    return f"GEMM {kind} {activation} {rows}x{n}x{k}"
+    return f"GEMM {kind} {activation} {rows}x{n}x{k}" + (", norm inside" if inside else "")

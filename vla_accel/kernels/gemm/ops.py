@@ -21,6 +21,7 @@ from vla_accel.kernels.gemm.config import (
     GemmConfig,
     GemmSizes,
     Library,
+    OneRow,
     Skinny,
     default,
     gemm_sizes,
@@ -50,7 +51,7 @@ def gemm(
             leaves the product before the activation; may be `out`.
 
     Raises:
-        EngineError: no kernel runs this product. Plan a norm or a residual with `choice.can_be_inside`.
+        EngineError: no kernel runs this product. Plan a norm or a residual with `choice.is_inside`.
     """
     if path(x) == "reference":
         return _reference(x, weights, out, epilogue, norm, workspace)
@@ -74,6 +75,8 @@ def gemm(
         assert workspace is not None and epilogue.pinned is None
         library_product(x if norm is None else norm.rows(x), weights, workspace[0])
         kernels("gemm.triton_library").finish(workspace[0], weights, out, epilogue, norm)
+    elif isinstance(config, OneRow):
+        kernels("gemm.triton_row").product(x, weights, out, epilogue, norm, config)
     elif isinstance(config, Skinny):
         kernels("gemm.triton_skinny").product(x, weights, out, epilogue, norm, config)
     else:
@@ -85,7 +88,7 @@ def gemm_workspace(sizes: GemmSizes, device: torch.device, config: GemmConfig) -
 
     None if it needs nothing. The counters start as zero, and each call resets them.
     """
-    if isinstance(config, (Skinny, HopperTile)) or path(device) == "reference":
+    if isinstance(config, (Skinny, OneRow, HopperTile)) or path(device) == "reference":
         return None
     if isinstance(config, Library):
         dtype = torch.bfloat16 if sizes.row_bytes == 2 else torch.float32

@@ -14,7 +14,7 @@ __device__ __forceinline__ void prefetch_attention(const Model& m, const Call& c
   prefetch(layer_weights(m, layer), m.o_at);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, !MANY_ROWS || BATCHED_ROWS ? 2 : 1)
+extern "C" __global__ void __maxnreg__(GATE_UP_REGISTERS)
     gate_up(const __grid_constant__ Model m, const __grid_constant__ Call c, float eps, int step, int layer) {
   const u64 at = (u64)step * DEPTH + layer;
   normed_pairs<GATE_UP_UNITS, GATE_UP_BYTES, BATCHED_ROWS>(
@@ -60,13 +60,13 @@ __device__ __forceinline__ void into_stream(const Call& c, const u16* rows, cons
       });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __maxnreg__(SPLIT_REGISTERS)
     output(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
   into_stream<HEADS * HEAD_DIM, OUTPUT_SPLIT, OUTPUT_PACKED, OUTPUT_BYTES>(
       c, c.context, layer_weights(m, layer) + m.o_at, m.in_gate + ((u64)step * DEPTH + layer) * WIDTH, [] {});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __maxnreg__(SPLIT_REGISTERS)
     down(const __grid_constant__ Model m, const __grid_constant__ Call c, int step, int layer) {
   into_stream<MLP_DIM, DOWN_SPLIT, DOWN_PACKED, DOWN_BYTES>(
       c, c.active, layer_weights(m, layer) + m.down_at, m.post_gate + ((u64)step * DEPTH + layer) * WIDTH,
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
 #if !ADAPTIVE
 // The row of a state token is already in the stream.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __maxnreg__(SPLIT_REGISTERS)
     mix(const __grid_constant__ Model m, const __grid_constant__ Call c) {
   split_product<WIDTH, MIX_SPLIT, MIX_PACKED, MIX_BYTES>(
       c.hidden, m.weights, [] {}, [&](int column) { return __ldg(m.mix_bias + column); }, [](int, int) { return 0.f; },

@@ -16,10 +16,13 @@
 #define ROUNDS(K) (((K) / 32 + K_WARPS - 1) / K_WARPS)
 // Whether every warp has a block of 32 in round i: a constant, so that no test remains at run time.
 #define WHOLE(i, K) (K_WARPS * ((i) + 1) <= (K) / 32)
-// A warp of a split product holds so many rounds of rows at once that registers are left for a second block on the
-// multiprocessor: clusters of many rows need both.
-#define HELD_ROUNDS (ROW_TILES == 2 ? 4 : 8)
-#define BATCHED(K) (ROUNDS(K) < HELD_ROUNDS ? ROUNDS(K) : HELD_ROUNDS)
+// A thread of gate and up, and one of a split product, so that a block of either fits next to one of the other.
+#define GATE_UP_REGISTERS (MANY_ROWS ? 160 : 128)
+#define SPLIT_REGISTERS (256 - GATE_UP_REGISTERS)
+// A warp of a split product holds at most so many rounds of rows at once, in equal batches.
+#define HELD_ROUNDS (MANY_ROWS ? 5 : ROW_TILES == 2 ? 4 : 8)
+#define DIVIDE_UP(x, n) (((x) + (n)-1) / (n))
+#define BATCHED(K) DIVIDE_UP(ROUNDS(K), DIVIDE_UP(ROUNDS(K), HELD_ROUNDS))
 #define EACH_OF(TILES) (((TILES) * ROW_TILES * 128 + THREADS - 1) / THREADS)
 
 // The rows of a warp in a block of 32 columns.
@@ -170,11 +173,11 @@ struct Units {
 };
 
 // The rows of a product of COUNT units after a norm. A warp holds all its rows, or, IN_BATCHES, IN_FLIGHT batches of
-// AT_ONCE rounds, and multiplies each as it comes; the factors are then in shared memory. The block so takes half of a
-// multiprocessor's registers, and leaves the other half to another block.
+// AT_ONCE rounds, and multiplies each as it comes; the factors are then in shared memory. The block so leaves registers
+// to another block.
 template <int COUNT, bool IN_BATCHES>
 struct NormedRows {
-  static constexpr int AT_ONCE = 2, IN_FLIGHT = 3, BATCHES = ROUNDS(WIDTH) / AT_ONCE;
+  static constexpr int AT_ONCE = 2, IN_FLIGHT = 5, BATCHES = ROUNDS(WIDTH) / AT_ONCE;
   static constexpr int LOADED = IN_BATCHES ? IN_FLIGHT * AT_ONCE : ROUNDS(WIDTH);
   static constexpr int TOGETHER = COUNT < PAIRS ? COUNT : PAIRS, N = TOGETHER * 2 * HELD_TILES * 4;
   static_assert(!IN_BATCHES || (MANY_ROWS && COUNT == TOGETHER && BATCHES >= IN_FLIGHT &&

@@ -241,7 +241,7 @@ class Schedule:
         tokens, rows, attended = spec.tokens, batch * spec.tokens, spec.heads * spec.head_dim
         tiling, pairs = Tiling(divide(rows, 16)), spec.mlp_dim // 8
         # As many units a block as let all blocks of gate and up run at once: two blocks a multiprocessor if rows are
-        # few, one if they take its registers.
+        # few, one if many rows take most of its registers.
         units = min(4 if tiling.many else 3, divide(pairs, 128))
         # Two warps share K, and a batch has two blocks of 32 of it each. Measured with 1024 columns; SmolVLA's 768 are
         # faster with all registers.

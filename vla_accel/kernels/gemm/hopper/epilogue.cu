@@ -88,6 +88,7 @@ __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
     const int at = column + first + (lane >> 2) + 8 * i;
     if (at >= c.columns) continue;
     if (!GATED && c.bias) rows.bias[i] = widen(__ldg(c.bias + at));
+    if (!GATED && !PAIRS && c.shift) rows.bias[i] = __ldg(c.shift + at);
     if (ADAPTIVE && c.gate) rows.gate[i] = __ldg(c.gate + at);
     if (NORM == 2) rows.sum[i] = __ldg(c.weight_sums + at);
   }

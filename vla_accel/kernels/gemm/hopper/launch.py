@@ -182,6 +182,8 @@ def _why_no_epilogue(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue
     e = epilogue
     if e.pinned is not None or e.skip_every:
         return "it has no rows with constants of their own"
+    if e.shift is not None and weights.paired:
+        return "a paired weight has no shift"
     if not e.residual and (e.moments is not None or e.gate is not None):
         return "a gate and moments come with a residual"
     if e.residual and (e.activation is not Activation.NONE or out.dtype == _FP8 or norm is not None):

@@ -1,0 +1,245 @@
+"""Train ACT or Diffusion Policy with lerobot 0.6.1's own trainer on recorded demonstrations.
+
+    python -m eval.lerobot.train --episodes runs/lerobot/episodes --policy act --output runs/lerobot/act --steps 20000
+
+Network, loss, optimizer, loop and the saved folder (`checkpoints/<step>/pretrained_model`) are lerobot's. The data set
+is in memory instead of parquet files, so that lerobot needs neither datasets, pandas, pyarrow nor av: empty modules
+take their place where they are not installed.
+
+ACT's ResNet has batch norms with fixed statistics. Without weights of ImageNet they are the identity, and activations
+grow from block to block, so that training starts from statistics of the demonstrations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from eval.script import run_script
+from vla_accel.cli.options import Count, Seed, Within, Written
+from vla_accel.errors import ConfigError
+
+CAMERAS = ("observation.images.image", "observation.images.image2")
+OPTIONAL = ("datasets", "pandas", "pyarrow", "av", "cv2", "jsonlines")
+"""Packages of lerobot's data sets on disk."""
+LEAST_DEVIATION = 0.02
+"""Of an action's number, so that one which hardly ever moves is not scaled up."""
+CALIBRATED = 8
+"""Batches of 32 pictures for the statistics of the batch norms."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train a policy of lerobot on the episodes of `eval.lerobot.record`."""
+
+    episodes: Path
+    """Folder of episodes."""
+    output: Annotated[Path, Written(folder=True)]
+    """Folder of the run, which must be new."""
+    policy: Literal["act", "diffusion"] = "act"
+    """Kind of policy."""
+    steps: Count = 20000
+    """Updates."""
+    batch: Count = 64
+    """Observations of an update."""
+    lr: Annotated[float, Within(0, above=True)] = 1e-4
+    """Learning rate."""
+    save_every: Count = 5000
+    """Updates from one saved folder to the next."""
+    workers: Annotated[int, Within(0)] = 8
+    """Processes that load data."""
+    device: str = "cuda"
+    """Where to train."""
+    seed: Seed = 1000
+    """Of weights and order."""
+    dim: Count = 512
+    """Width of ACT, and of the first level of the UNet; smaller ones are for trials."""
+
+
+class Demonstrations(torch.utils.data.Dataset):
+    """Episodes in memory, with the attributes of a LeRobotDataset that the trainer reads."""
+
+    episodes = absolute_to_relative_idx = None
+
+    def __init__(self, folder: Path) -> None:
+        files = sorted(folder.glob("episode_*.npz"))
+        if not files:
+            raise ConfigError(f"episodes: expected episode_*.npz, found none in {folder}")
+        loaded = [dict(np.load(file)) for file in files]
+        self.images, self.states, self.actions = (
+            torch.from_numpy(np.concatenate([one[name] for one in loaded])) for name in ("images", "states", "actions")
+        )
+        self.states, self.actions = self.states.float(), self.actions.float()
+        ends = np.cumsum([len(one["states"]) for one in loaded])
+        self.first = torch.from_numpy(np.repeat(ends - np.diff(ends, prepend=0), np.diff(ends, prepend=0)))
+        self.last = torch.from_numpy(np.repeat(ends - 1, np.diff(ends, prepend=0)))
+        self.num_frames, self.num_episodes = len(self.states), len(files)
+        self.seen, self.done = [0], [0]
+        size = (*self.images.shape[2:4], 3)
+        names = ["height", "width", "channel"]
+        features: dict[str, Any] = {key: {"dtype": "image", "shape": size, "names": names} for key in CAMERAS}
+        for key, values in (("observation.state", self.states), ("action", self.actions)):
+            features[key] = {"dtype": "float32", "shape": (values.shape[1],), "names": None}
+        bounds = {"dataset_from_index": (ends - np.diff(ends, prepend=0)).tolist(), "dataset_to_index": ends.tolist()}
+        self.meta = types.SimpleNamespace(
+            stats=self._statistics(), episodes=bounds, features=features, camera_keys=list(CAMERAS),
+            has_language_columns=False, fps=20,
+        )  # fmt: skip
+
+    def read(self, config: Any) -> None:
+        """Take the steps of observations and actions that a policy reads."""
+        self.seen = config.observation_delta_indices or [0]
+        self.done = config.action_delta_indices
+
+    def __len__(self) -> int:
+        return self.num_frames
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        seen, done = torch.tensor(self.seen) + index, torch.tensor(self.done) + index
+        seen, inside = seen.clamp(min=int(self.first[index])), done.clamp(int(self.first[index]), int(self.last[index]))
+        seen = seen if len(seen) > 1 else seen[0]
+        images = self.images[seen].movedim(-1, -3).unbind(-4)
+        found = dict(zip(CAMERAS, images, strict=True)) | {"observation.state": self.states[seen]}
+        return found | {"action": self.actions[inside], "action_is_pad": done != inside}
+
+    def _statistics(self) -> dict[str, dict[str, Tensor]]:
+        some = self.images[:: max(1, self.num_frames // 500)].double() / 255
+        tables = {key: some[:, camera].flatten(0, 2) for camera, key in enumerate(CAMERAS)}
+        tables |= {"observation.state": self.states.double(), "action": self.actions.double()}
+        found = {}
+        for key, rows in tables.items():
+            its = {"mean": rows.mean(0), "std": rows.std(0), "min": rows.amin(0), "max": rows.amax(0)}
+            its["std"] = its["std"].clamp(min=LEAST_DEVIATION)
+            shape = (3, 1, 1) if key in CAMERAS else (-1,)
+            found[key] = {name: value.float().reshape(shape) for name, value in its.items()}
+        return found
+
+
+class _Anything(types.ModuleType):
+    """A module with every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return mock.MagicMock(name=name)
+
+
+class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Empty modules for packages of `OPTIONAL` that are not installed."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name.split(".")[0] in OPTIONAL:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def lerobot_without_datasets() -> Iterator[Any]:
+    """lerobot's module of the trainer, imported without the packages of data sets on disk."""
+    sys.meta_path.append(_Empty())
+    from lerobot.utils import import_utils
+
+    with mock.patch.object(import_utils, "require_package", lambda *_, **__: None):
+        from lerobot.scripts import lerobot_train
+
+        yield lerobot_train
+
+
+def new_config(chosen: Arguments, size: tuple[int, int]) -> Any:
+    """Return lerobot's config of the policy: ACT's defaults with short chunks, or Diffusion Policy's published ones."""
+    from lerobot.configs.types import FeatureType, PolicyFeature
+
+    inputs = {key: PolicyFeature(FeatureType.VISUAL, (3, *size)) for key in CAMERAS}
+    inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (8,))
+    shared: dict[str, Any] = {
+        "input_features": inputs, "output_features": {"action": PolicyFeature(FeatureType.ACTION, (7,))},
+        "pretrained_backbone_weights": None, "device": chosen.device, "push_to_hub": False, "optimizer_lr": chosen.lr,
+    }  # fmt: skip
+    if chosen.policy == "act":
+        from lerobot.policies.act.configuration_act import ACTConfig
+
+        return ACTConfig(
+            **shared, chunk_size=20, n_action_steps=10, dim_model=chosen.dim, optimizer_lr_backbone=chosen.lr
+        )  # fmt: skip
+    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+
+    return DiffusionConfig(
+        **shared, horizon=16, n_action_steps=8, use_group_norm=True, use_separate_rgb_encoder_per_camera=False,
+        down_dims=(chosen.dim, 2 * chosen.dim, 4 * chosen.dim), noise_scheduler_type="DDIM", num_inference_steps=10,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def calibrate(policy: Any, data: Demonstrations) -> None:
+    """Set the fixed statistics of ACT's ResNet to those of normalized pictures."""
+    import torchvision
+
+    frozen = policy.model.backbone
+    free = torchvision.models.resnet18(weights=None)
+    free.load_state_dict(frozen.state_dict(), strict=False)
+    for module in free.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None  # the mean of all batches
+    free.train()
+    for _ in range(CALIBRATED):
+        rows = torch.randint(data.num_frames, (32,))
+        for camera, key in enumerate(CAMERAS):
+            stats, pixels = data.meta.stats[key], data.images[rows, camera].movedim(-1, -3) / 255
+            free((pixels - stats["mean"]) / stats["std"])
+    kept = frozen.state_dict().keys()
+    frozen.load_state_dict({name: value for name, value in free.state_dict().items() if name in kept})
+
+
+def run(chosen: Arguments) -> None:
+    """Train, and leave lerobot's folders in the output."""
+    torch.manual_seed(chosen.seed)
+    data = Demonstrations(chosen.episodes)
+    with (
+        lerobot_without_datasets() as lerobot_train,
+        mock.patch.object(lerobot_train, "make_train_eval_datasets", lambda config: (data, None)),
+    ):
+        from lerobot.configs.default import DatasetConfig
+        from lerobot.configs.train import TrainPipelineConfig
+        from lerobot.policies import factory
+
+        config = new_config(chosen, (data.images.shape[2], data.images.shape[3]))
+        data.read(config)
+        if chosen.policy == "act":
+            policy = factory.get_policy_class("act")(config)
+            calibrate(policy, data)
+            start = chosen.output.with_name(f"{chosen.output.name}_start")
+            policy.save_pretrained(start)
+            for part in factory.make_pre_post_processors(config, dataset_stats=data.meta.stats):
+                part.save_pretrained(start)
+            config.pretrained_path = start
+        lerobot_train.train(
+            TrainPipelineConfig(
+                dataset=DatasetConfig(repo_id="local/expert"), policy=config, output_dir=chosen.output,
+                steps=chosen.steps, batch_size=chosen.batch, num_workers=chosen.workers, save_freq=chosen.save_every,
+                log_freq=min(200, chosen.steps), seed=chosen.seed, env_eval_freq=0,
+                dataloader_multiprocessing_context="fork" if chosen.workers else None,
+            )
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(run_script("eval.lerobot.train", Arguments, run, None))
