@@ -281,7 +281,7 @@ class VideoLoop(WanLoop):
         super().__init__(weights, config, 1, x, batch, rope, scaled=False)
         assert weights.last is not None
         (self.last_kv, self.last_norm), self.kv = weights.last, x.new_empty(len(x), 2 * config.attended)
-        self.choose_products({}, every_backend=True)
+        self.choose_products({})
 
     def products(self) -> dict[str, LayerProduct]:
         sizes = gemm_sizes(self.x, self.last_kv, layer_norm=True)
@@ -379,7 +379,7 @@ class ActionLoop(WanLoop):
         sizes = SuffixShape(
             batch, horizon, prefix_tokens, config.heads, config.heads, config.head_dim, x.element_size()
         )
-        self.choose_products({}, every_backend=False)
+        self.choose_products({})
         empty = x.new_zeros(1, batch, prefix_tokens, *self.q.shape[2:]).expand(self.depth, *[-1] * 4)
         self.choices.attention("attention", sizes, lambda: self.look(0, {"keys": empty, "values": empty}))
         kind = weights_in(weights.precision)
