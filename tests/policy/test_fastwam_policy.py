@@ -191,11 +191,12 @@ def test_bad_input_is_one_error(plain: OptimizedPolicy, folder: Path) -> None:
         with pytest.raises(ObservationError) as caught:
             plain.infer(changed)
         assert message in str(caught.value)
-    for settings, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"rtc": {"execution_horizon": 3}}, "rtc"),
         ({"checkpoint": CheckpointSpec(text_encoder=True, max_token_len=20)}, "max_token_len: expected none"),
         ({"schedule": "cubic", "num_steps": 2, "checkpoint": CheckpointSpec(embodiment="x")}, "embodiment"),
-    ):
+    ]
+    for settings, message in refused:
         with pytest.raises(ConfigError, match=message):
             policy_of(folder, **settings)
 
