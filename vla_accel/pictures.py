@@ -5,7 +5,7 @@ Level p is the pixel `p / 127.5 - 1`: 0 is black, 255 is white, -255 is the pixe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -94,16 +94,29 @@ def area_weights(count: int, out: int) -> np.ndarray:
 
 def bicubic_weights(count: int, out: int) -> np.ndarray:
     """Return the weights float64 (out, count) of one axis of torch's antialiased bicubic resizing."""
+
+    def cubic(x: np.ndarray) -> np.ndarray:
+        near = (1.5 * x - 2.5) * x * x + 1.0
+        far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
+        return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
+
+    return _filtered(count, out, 2, cubic)
+
+
+def bilinear_weights(count: int, out: int) -> np.ndarray:
+    """Return the weights float64 (out, count) of one axis of torch's antialiased bilinear resizing."""
+    return _filtered(count, out, 1, lambda x: np.maximum(1.0 - x, 0.0))
+
+
+def _filtered(count: int, out: int, reach: int, weigh: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """The weights of a filter by distance in samples, which is zero from `reach` on."""
     step = count / out
     wide = max(step, 1.0)
     centre = (np.arange(out) + 0.5) * step
-    low = np.maximum((centre - 2 * wide + 0.5).astype(np.int64), 0)
-    high = np.minimum((centre + 2 * wide + 0.5).astype(np.int64), count)
+    low = np.maximum((centre - reach * wide + 0.5).astype(np.int64), 0)
+    high = np.minimum((centre + reach * wide + 0.5).astype(np.int64), count)
     place = np.arange(count)
-    x = np.abs((place + 0.5 - centre[:, None]) / wide)
-    near = (1.5 * x - 2.5) * x * x + 1.0
-    far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
-    weights = np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
+    weights = weigh(np.abs((place + 0.5 - centre[:, None]) / wide))
     weights *= (place >= low[:, None]) & (place < high[:, None])
     return weights / weights.sum(1, keepdims=True)
 

@@ -17,6 +17,7 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.families.act.family import ACT
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
+from vla_accel.families.fastwam.family import FASTWAM
 from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.native_decode import TURN
@@ -56,8 +57,9 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (SMOLVLA, {"denoise": "int8"}), (GROOT, {}), (GROOT, {"denoise": "fp8"}), (GROOT, {"denoise": "int8"}),
         (GROOT_N16, {}), (GROOT_N16, {"denoise": "fp8"}), (GROOT_N15, {}), (GROOT_N15, {"denoise": "fp8"}),
         (VLA_JEPA, {}), (VLA_JEPA, {"denoise": "fp8"}), (VLA_JEPA, {"denoise": "int8"}), (ACT, {}),
-        (STARVLA_GROOT, {}), (STARVLA_PI, {}), (STARVLA_OFT, {}), (DIFFUSION_POLICY, {}),
-        (DIFFUSION_POLICY, {"denoise": "int8"}),
+        (STARVLA_GROOT, {}), (STARVLA_PI, {}), (STARVLA_OFT, {}),
+        (DIFFUSION_POLICY, {}), (DIFFUSION_POLICY, {"denoise": "int8"}),
+        (FASTWAM, {}), (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -72,7 +74,7 @@ def test_published_size(family: Any, low: dict[str, str]) -> None:
     if family is SMOLVLA:
         streamed = torch.cuda.get_device_capability() == (9, 0) and "denoise" not in low
         assert policy.ledger.entries["denoise"].detail.startswith("streamed CUDA kernels" if streamed else "fused ops")
-    if low or family in (*GROOTS, VLA_JEPA, STARVLA_GROOT, STARVLA_PI, STARVLA_OFT):
+    if low or family in (*GROOTS, VLA_JEPA, STARVLA_GROOT, STARVLA_PI, STARVLA_OFT, FASTWAM):
         assert report.passed, report.reasons
         return
     plain, _ = random_policy(family, settings(family, "bf16", "eager"))

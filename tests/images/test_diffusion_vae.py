@@ -339,7 +339,7 @@ def test_models_load_from_a_folder_of_safetensors(vae: Any, tmp_path: Path) -> N
     for source, message in (
         (folder, r"model .*vae: .*safetensors"),
         (tmp_path / "nothing", r"expected a config\.json, found none"),
-        ("sd-va", r"qwen-vae, sd-vae, tiny-.*, two, or .*, got neither: did you mean sd-vae"),
+        ("sd-va", r"qwen-vae, sd-vae, wan-vae, .*tiny-.*, two, or .*, got neither: did you mean sd-vae"),
         ("sd-unet", r"model sd-unet: .* got the class UNet2DConditionModel"),
     ):
         with pytest.raises(CheckpointError, match=message):

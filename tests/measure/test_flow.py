@@ -118,7 +118,7 @@ def rows(report: FlowReport) -> dict[str, Any]:
 
 def test_where_the_velocity_bends_near_the_actions_few_searched_steps_beat_ten_uniform_ones() -> None:
     flow = KnownFlow(bent)
-    report = judge(flow, 10, steps=(4, 3, 1))
+    report = judge(flow, Schedule.uniform(10), steps=(4, 3, 1))
     found = rows(report)
     true = np.linspace(-1, 1, 32)[:, None, None] + WIDTH * flow.noise.numpy()
     np.testing.assert_allclose(Exact.of(flow).actions, true, atol=1e-4)
@@ -132,7 +132,7 @@ def test_where_the_velocity_bends_near_the_actions_few_searched_steps_beat_ten_u
 
 
 def test_where_it_bends_elsewhere_nothing_with_fewer_steps_passes() -> None:
-    report = judge(KnownFlow(late), 10, steps=(5, 2))
+    report = judge(KnownFlow(late), Schedule.uniform(10), steps=(5, 2))
     found = rows(report)
     assert found["5 cubic"].error.value > found["5 uniform"].error.value > report.default.error.value
     assert report.chosen is report.default
@@ -141,14 +141,21 @@ def test_where_it_bends_elsewhere_nothing_with_fewer_steps_passes() -> None:
 
 def test_the_configured_schedule_is_judged_too() -> None:
     times = (1.0, 0.2, 0.0)
-    report = judge(KnownFlow(bent), 4, steps=(2,), configured=Schedule(times))
+    report = judge(KnownFlow(bent), Schedule.uniform(4), steps=(2,), configured=Schedule(times))
     assert rows(report)["2 configured"].setting == times
-    again = judge(KnownFlow(bent), 4, steps=(2,), configured=Schedule.uniform(4))
+    again = judge(KnownFlow(bent), Schedule.uniform(4), steps=(2,), configured=Schedule.uniform(4))
     assert "4 configured" not in rows(again)
 
 
+def test_a_checkpoint_with_a_schedule_of_its_own_is_the_measure() -> None:
+    own = Schedule((1.0, 0.9, 0.7, 0.3, 0.0))
+    report = judge(KnownFlow(bent), own, steps=(2,))
+    assert report.default.name == "4 own" and report.default.setting == own.times
+    assert rows(report)["4 uniform"].error.value != report.default.error.value
+
+
 def test_a_checkpoint_of_one_step_has_a_report_without_other_schedules() -> None:
-    report = judge(KnownFlow(bent), 1, steps=(1,))
+    report = judge(KnownFlow(bent), Schedule.uniform(1), steps=(1,))
     assert report.rows == (report.default,)
     assert "Keep the checkpoint's own, 1 uniform" in summary(report.as_dict())[0]
 
@@ -165,7 +172,7 @@ def test_the_searched_times_come_from_one_half_and_the_figures_from_the_other() 
     flow = KnownFlow(halves, 8)
     exact = Exact.of(flow)
     units = Units.of(exact.actions)
-    report = judge(flow, 10, steps=(2,))
+    report = judge(flow, Schedule.uniform(10), steps=(2,))
 
     def best(part: np.ndarray) -> tuple[float, ...]:
         (found,) = search(lambda s: float(units.errors(flow.integrate(s), exact.actions)[part].share.mean()), (2,))

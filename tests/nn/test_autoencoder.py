@@ -22,17 +22,18 @@ from vla_accel.kernels.autotune import Fastest  # noqa: E402
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["tiny-qwen-vae", "tiny-sd-vae"])
+@pytest.fixture(scope="module", params=["tiny-qwen-vae", "tiny-sd-vae", "tiny-wan-vae", "tiny-wan22-vae"])
 def vae(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param, dtype=torch.float32, device=CPU, seed=3)
 
 
-def inputs(vae: Any, batch: int = 2, height: int = 48, width: int = 80) -> tuple[Tensor, Tensor]:
+def inputs(vae: Any, batch: int = 2, height: int = 48, width: int = 96) -> tuple[Tensor, Tensor]:
     """An image and latents of some size, with a frame axis where the model has one."""
     frames = (1,) if autoencoder_kind(vae) == "qwen" else ()
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(batch, 3, *frames, height, width, generator=generator) * 2 - 1
-    return image, torch.randn(batch, 4, *frames, height // 8, width // 8, generator=generator)
+    scale = split_autoencoder(vae)[0].scale
+    return image, torch.randn(batch, 4, *frames, height // scale, width // scale, generator=generator)
 
 
 def diffusers_results(vae: Any, image: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +88,13 @@ def test_narrow_dtypes_stay_in_range_and_close(vae: Any, dtype: torch.dtype) -> 
     image, latents = inputs(vae, batch=1)
     wants = diffusers_results(vae, image, latents)
     narrow = random_model(
-        next(n for n, (kind, c) in CONFIGS.items() if n.startswith("tiny") and kind == type(vae).__name__),
+        next(
+            n
+            for n, (kind, c) in CONFIGS.items()
+            if n.startswith("tiny")
+            and kind == type(vae).__name__
+            and c.get("patch_size") == vae.config.get("patch_size")
+        ),
         dtype=dtype,
         device=CPU,
         seed=3,
@@ -157,7 +164,9 @@ def test_the_quickest_program_is_measured_once_a_size(vae: Any, monkeypatch: pyt
 
 
 def test_unknown_autoencoders_and_blocks_are_named() -> None:
-    with pytest.raises(CheckpointError, match="expected one of AutoencoderKLQwenImage, AutoencoderKL, got Linear"):
+    with pytest.raises(
+        CheckpointError, match="expected one of AutoencoderKLQwenImage, AutoencoderKLWan, AutoencoderKL, got Linear"
+    ):
         split_autoencoder(nn.Linear(2, 2))
     vae = random_model("tiny-sd-vae", dtype=torch.float32, device=CPU)
     vae.encoder.mid_block.attentions[0].heads = 2

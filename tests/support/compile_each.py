@@ -2,10 +2,10 @@
 
     python -m tests.support.compile_each KIND [VERSION] [--count]
 
-for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15` and `decode`, what GR00T's programs and
-π0-FAST's decode launch; `int8`, products by every tile that a build would measure; `each`, once each kernel and type of
-operands that compile_kernels.py does not compile for every capability. Prints its rows; with `--count` the number of
-launches, of Triton's kernels alone.
+for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam` and `decode`, what the programs
+of GR00T and FastWAM and π0-FAST's decode launch; `int8`, products by every tile that a build would measure; `each`,
+once each kernel and type of operands that compile_kernels.py does not compile for every capability. Prints its rows;
+with `--count` the number of launches, of Triton's kernels alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,10 @@ from tests.support.compile_kernels import META, MODELS, Launch, compile_on, prin
 from tests.support.gpus import ARCHITECTURES
 from tests.support.runtimes import steered
 from vla_accel.config import EngineSpec
+from vla_accel.families.fastwam.components import FastWamShape
+from vla_accel.families.fastwam.components import components as wam_components
+from vla_accel.families.fastwam.native import FastWamStore
+from vla_accel.families.fastwam.network import FastWam, fastwam
 from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
@@ -75,6 +80,26 @@ def groot(
             for part in (program, getattr(program, "stack", None)):
                 if hasattr(part, "chain"):
                     part.chain.early = gpu.dependent_launch  # type: ignore[union-attr]
+            tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
+            found[component.name] = recorded(partial(program, tensors, tensors))
+    return found
+
+
+def wam(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A call's, by component, of FastWAM with three blocks of the published size, two steps and two views; without the
+    image encoder, which is Qwen-Image's."""
+    sizes = fastwam()
+    model = empty_model(
+        FastWam, replace(sizes, video=replace(sizes.video, depth=3), action=replace(sizes.action, depth=3))
+    )
+    found, low = {}, EngineSpec("native", precision=precision)  # type: ignore[arg-type]
+    with steered("triton", META):
+        shape = FastWamShape(batch, Schedule.uniform(2), 2, sizes.image_size)
+        for component in wam_components(model, shape, FastWamStore(model))[1:]:
+            assert component.native is not None
+            program: Any = component.native(low)
+            loop = getattr(program, "video", program)
+            loop.chain.early = gpu.dependent_launch
             tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
             found[component.name] = recorded(partial(program, tensors, tensors))
     return found
@@ -141,7 +166,7 @@ def others(gpu: Gpu) -> Iterator[Launch]:
     for name in MODELS:
         yield from of_model(gpu, name)
     for precision in ("auto", "int8", *(["fp8"] if gpu.fp8 else [])):
-        for launches in (groot, decode, integers):
+        for launches in (groot, wam, decode, integers):
             yield from itertools.chain(*launches(gpu, precision, 1).values())
     for call in (*around_products(), *images()):
         yield from recorded(call)
@@ -185,7 +210,7 @@ def images() -> Iterator[Callable[[], Any]]:
 
 KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
     "groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252), "decode": decode, "int8": integers,
-    "groot_n15": partial(groot, size=groot_n15, side=224), "each": each,
+    "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "each": each,
 }  # fmt: skip
 
 

@@ -37,9 +37,12 @@ def main() -> None:
     with steered("triton"):
         NativeUnet(Unet(narrow))(half, {"noise": out})
     found["tiny-sd-unet"] = relative_error(out, Unet(narrow)(*half.values()), want)
-    for name, frames in (("tiny-qwen-vae", (1,)), ("tiny-sd-vae", ())):
+    for name, frames in (("tiny-qwen-vae", (1,)), ("tiny-wan22-vae", (1,)), ("tiny-sd-vae", ())):
         pairs = [split_autoencoder(random_model(name, dtype=d, device=CPU)) for d in (torch.float16, torch.float32)]
-        sources = (torch.rand(1, 3, *frames, 32, 48) * 2 - 1, torch.randn(1, 4, *frames, 4, 6))
+        sources = (
+            torch.rand(1, 3, *frames, 32, 48) * 2 - 1,
+            torch.randn(1, 4, *frames, *(2, 3) if "wan22" in name else (4, 6)),
+        )
         for side, half_module, wide_module, x in zip(("encoder", "decoder"), *pairs, sources, strict=True):
             want = wide_module(x)
             out = torch.empty_like(want, dtype=torch.float16)

@@ -13,7 +13,7 @@ from vla_accel.kernels.gemm.config import Pipelined
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance
-from vla_accel.kernels.rows.rows import HeadNorms
+from vla_accel.kernels.rows.rows import HeadNorms, NormedHeads, rope_tables
 
 
 def _patchify(images: int, rows: int, columns: int, patch: int, merge: int, stride: int) -> Callable:
@@ -116,8 +116,25 @@ def _measured(rows: int, width: int, scaled: bool) -> Callable:
     return call
 
 
+def _wide_norm(batch: int, tokens: int, heads: int, head_dim: int, what: str, layers: int) -> Callable:
+    """`what`: letters of q, k and v that rows have, and r for a rotation."""
+
+    def call(draw: Draw) -> Call:
+        rows, width, parts = batch * tokens * layers, heads * head_dim, [part for part in "qkv" if part in what]
+        norms = {f"{part}_norm": 1.0 + draw.wide(layers, width, scale=0.3) for part in parts if part != "v"}
+        into = NormedHeads(**{part: Empty((rows, width), draw.dtype) for part in parts}, **norms)  # type: ignore[arg-type]
+        arguments = {
+            "x": draw(rows, len(parts) * width), "into": into,
+            "rope": rope_tables(tokens, head_dim, torch.device("cpu")) if "r" in what else None, "heads": heads,
+            "eps": EPS, "layers": layers,
+        }  # fmt: skip
+        return Call("norm_heads", arguments, tuple(f"into.{part}" for part in parts))
+
+    return call
+
+
 def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what: str) -> Callable:
-    """`what`: letters of first, last."""
+    """`what`: letters of first, last, and plain for no activation."""
 
     def call(draw: Draw) -> Call:
         shape, last = (batch, horizon, actions), "l" in what
@@ -126,7 +143,10 @@ def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
         arguments = {
             "velocity": draw.wide(batch * tokens, actions), "before": draw.wide(*shape),
             "guidance": Guidance(draw.wide(*shape), weights),
-            "into": ActionInput(draw.wide(actions, width, scale=actions**-0.5), draw.wide(width)),
+            "into": ActionInput(
+                draw.wide(actions, width, scale=actions**-0.5), draw.wide(width),
+                Activation.NONE if "p" in what else Activation.SILU,
+            ),
             "after": Empty(shape, torch.float32), "hidden": hidden,
             "at": EulerStep(0.25, first="f" in what, last=last), "tokens": tokens,
         }  # fmt: skip
@@ -143,6 +163,10 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"add_at {shape}", _add_at(shape[0], shape[1] + shape[2], shape[1], shape[3])
     for shape in ((2, 5, 3, 1, 12, True), (1, 33, 2, 2, 16, False), (1, 7, 4, 2, 6, True)):
         yield f"rotate {shape}", _norm_rope(*shape)
+    for shape, what, layers in (
+        ((2, 5, 3, 24), "qkvr", 1), ((1, 7, 4, 6), "q", 1), ((3, 2, 2, 16), "kv", 3), ((2, 3, 1, 128), "kvr", 1),
+    ):  # fmt: skip
+        yield f"norm_heads {shape} {what}", _wide_norm(*shape, what, layers)
     for shape in ((2, 33, 4, 2, 16), (1, 1, 2, 1, 6), (1, 130, 2, 1, 12), (3, 150, 4, 2, 16, (0, 5, 149))):
         yield f"causal_attention {shape}", _causal(*shape)
     for shape in ((3, 20), (1, 6)):
@@ -160,7 +184,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"product 41x72x132 {what} {first}", _product(41, 132, 72, what, first)
     for rows, width, scaled in ((5, 33, False), (41, 48, True)):
         yield f"measure {rows}x{width} scaled={scaled}", _measured(rows, width, scaled)
-    for what in ("f", "", "l"):
+    for what in ("f", "", "l", "p"):
         yield f"flow_step {what}", _flow(2, 6, 5, 40, 9, what)
 
 

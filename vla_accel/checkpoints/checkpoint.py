@@ -59,7 +59,8 @@ class Stored:
             elif dtype is None:
                 # Pieces of one matrix with different dtypes: the wider dtype represents both exactly.
                 value = value.to(torch.promote_types(value.dtype, source.dtype))
-            _upload(source, value[row : row + len(source)] if len(self.recipe[name]) > 1 else value)
+            place = value[row : row + len(source)] if len(self.recipe[name]) > 1 else value
+            _upload(source.reshape(place.shape), place)
             row += len(source) if source.ndim else 0
             del source  # releases the mapped pages before the next tensor is read
             self._advance(self.weights.sizes[piece.name])

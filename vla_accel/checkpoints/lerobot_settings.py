@@ -247,6 +247,29 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
             "training",
         ),
     ),
+    "fastwam": _since(
+        "0.6.1",
+        *_BASE,
+        _SCALING,
+        fixed("n_obs_steps", "a policy that reads several observations is not supported", 1),
+        read("action_horizon", "actions of a chunk"),
+        neutral("n_action_steps", "actions that lerobot executes; here the caller decides"),
+        read("action_dim proprio_dim video_dit_config action_dit_config", "sizes, checked against the weights"),
+        read("image_size", "height and width of the cameras' images in a row"),
+        read("prompt_template tokenizer_max_len", "the prompt, and the rows of text that are attended to"),
+        read("num_inference_steps sigma_shift action_scheduler", "denoising steps"),
+        read("inference_seed", "noise that every call starts from"),
+        fixed("rand_device", "noise of a GPU's generator is not the same on another GPU", "cpu"),
+        fixed("tiled", "lerobot does not run it either", False),
+        neutral("text_cfg_scale negative_prompt", "not read for actions by lerobot"),
+        neutral("toggle_action_dimensions", _COPIED),
+        neutral("context_len num_video_frames action_video_freq_ratio video_scheduler loss", "training"),
+        neutral("use_gradient_checkpointing mot_checkpoint_mixed_attn freeze_video_expert", "training"),
+        neutral("base_model_id model_id", "where training took its first weights from"),
+        neutral("tokenizer_model_id text_encoder_model_id load_text_encoder", "here: checkpoint.wan and .tokenizer"),
+        neutral("torch_dtype fp32_attention", "precision in which lerobot ran"),
+        neutral("optimizer_lr optimizer_weight_decay", "training"),
+    ),
 }
 """Settings of config.json by policy class, as `type` names it."""
 
@@ -261,6 +284,7 @@ _PI05_STATE = "pi05_prepare_state_tokenizer_processor_step"
 _FAST_STATE = "pi0_fast_prepare_state_tokenizer_processor_step"
 CLIP, SNAP = "vla_jepa_clip_actions", "vla_jepa_pre_snap_gripper"
 BINARIZE = "vla_jepa_binarize_gripper"
+TOGGLE = "fastwam_action_toggle_processor"
 ALIASES = {"delta_actions_processor": RELATIVE}
 """Names of lerobot 0.5.1 that later releases changed."""
 NEUTRAL = (BATCH, DEVICE, ACTION_TOKENS)
@@ -315,13 +339,14 @@ STEPS: dict[str, tuple[Setting, ...]] = {
     CLIP: (),
     SNAP: (read("gripper_dim threshold", "the gripper's action becomes 0 or 1 before it is scaled"),),
     BINARIZE: (read("gripper_dim threshold", "the gripper's action becomes -1 or 1"),),
+    TOGGLE: (read("toggle_dimensions", "actions that become -1 or 1"),),
 }
 """Settings of every known step, by the step's name in lerobot's registry."""
 
 
 Orders = tuple[tuple[str, ...], ...]
 """The steps of a pipeline: sequences of steps, of which each must precede the next."""
-OPTIONAL = (RENAME, RELATIVE, ABSOLUTE, ACTION_TOKENS, CLIP, SNAP, BINARIZE)
+OPTIONAL = (RENAME, RELATIVE, ABSOLUTE, ACTION_TOKENS, CLIP, SNAP, BINARIZE, TOGGLE)
 """Steps that lerobot does not always save."""
 _SCALED = (RENAME, RELATIVE, NORMALIZE)
 PREPROCESSORS: dict[str, Orders] = {
@@ -332,7 +357,11 @@ PREPROCESSORS: dict[str, Orders] = {
     "act": (_SCALED,),
     "diffusion": (_SCALED,),
     "vla_jepa": ((RENAME, NORMALIZE),),
+    "fastwam": ((RENAME, NORMALIZE),),
 }
 POSTPROCESSOR: Orders = ((UNNORMALIZE, ABSOLUTE),)
-POSTPROCESSORS: dict[str, Orders] = {"vla_jepa": ((CLIP, SNAP, UNNORMALIZE, BINARIZE),)}
+POSTPROCESSORS: dict[str, Orders] = {
+    "vla_jepa": ((CLIP, SNAP, UNNORMALIZE, BINARIZE),),
+    "fastwam": ((UNNORMALIZE, TOGGLE),),
+}
 """Of policy classes with other steps than `POSTPROCESSOR`."""

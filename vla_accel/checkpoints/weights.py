@@ -38,11 +38,16 @@ class Piece:
         rows: Its number of rows; None: the whole canonical tensor.
         entry: Index into a stored tensor that stacks those of several models. Its matrices are (in, out), the transpose
             of a canonical one.
+        frame: It is a convolution of frames, of which one frame needs the last slice in time, or has axes of one value.
+        pairs: Numbers of a head, whose rotated pairs are stored next to each other; canonical heads have their first
+            numbers in one half, and their second ones in the other.
     """
 
     name: str
     rows: int | None = None
     entry: int | None = None
+    frame: bool = False
+    pairs: int | None = None
 
     def why_not(self, stored: tuple[int, ...], whole: tuple[int, ...]) -> str | None:
         """Return why a stored shape cannot be this piece of a canonical tensor of shape `whole`; None if it can."""
@@ -51,10 +56,20 @@ class Piece:
             if stored[1:] == expected[::-1] and self.entry < stored[0]:
                 return None
             expected = (max(self.entry + 1, stored[0] if stored else 0), *expected[::-1])
+        if self.frame:
+            one = stored[:2] + stored[3:] if len(stored) == 5 else stored
+            if [side for side in one if side > 1] == [side for side in expected if side > 1]:
+                return None
+        if self.pairs is not None and expected[0] % self.pairs:
+            return f"expected heads of {self.pairs}, got {stored}"
         return None if stored == expected else f"expected {expected}, got {stored}"
 
     def taken(self, stored: Tensor) -> Tensor:
-        """Return the piece of the stored tensor, in canonical order."""
+        """Return the piece of the stored tensor, in canonical order. Of a `frame`, axes of one value may differ."""
+        if self.frame and stored.ndim == 5:
+            stored = stored[:, :, -1]
+        if self.pairs is not None:
+            return stored.unflatten(0, (-1, self.pairs // 2, 2)).transpose(1, 2).flatten(0, 2)
         return stored if self.entry is None else stored[self.entry].T if stored.ndim > 2 else stored[self.entry]
 
 
@@ -68,6 +83,35 @@ class Weights(Protocol):
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU in its stored dtype. Free it before reading the next one to save memory."""
         ...
+
+
+class JoinedWeights:
+    """The tensors of several sources, each with a prefix before their names."""
+
+    def __init__(self, sources: Mapping[str, Weights]) -> None:
+        self._places = {start + name: (source, name) for start, source in sources.items() for name in source.shapes}
+        self.shapes = {key: source.shapes[name] for key, (source, name) in self._places.items()}
+        self.sizes = {key: source.sizes[name] for key, (source, name) in self._places.items()}
+        self.integers = {
+            key: source.integers[name] for key, (source, name) in self._places.items() if name in source.integers
+        }
+
+    def read(self, name: str) -> Tensor:
+        source, own = self._places[name]
+        return source.read(own)
+
+
+class SmallWeights:
+    """Tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        self.sizes = {name: value.nbytes for name, value in tensors.items()}
+        self.integers: dict[str, str] = {}
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
 
 
 class SafetensorsWeights:

@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cache": ("cache", "cache.Cache", "list, verify or clear the built engines; clear compiled kernels, too"),
     "inspect": ("inspect", "inspect.Inspect", "show layers, precisions, profiles and size of a built engine"),
     "convert": ("convert", "convert.Convert", "turn an openpi JAX checkpoint into safetensors"),
+    "prompts": ("prompts", "prompts.Prompts", "encode the instructions of a FastWAM, so that it needs no text encoder"),
     "serve": ("serve", "serve.Serve", "serve a policy to openpi's clients"),
     "bench-server": ("bench_server", "bench_server.BenchServer", "time calls over a server: what it adds, and where"),
     "build-vae": ("build_images", "image_options.BuildVae", "build TensorRT engine files of an autoencoder"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from vla_accel.cli.common import PARITY_COLUMNS, finish, parity_cells, print_table, report, say
 from vla_accel.cli.image_options import BenchVae
 from vla_accel.errors import ConfigError
-from vla_accel.images.autoencoder import AUTOENCODERS, SCALE, split_autoencoder
+from vla_accel.images.autoencoder import AUTOENCODERS, split_autoencoder
 from vla_accel.images.measure import Bench, parity
 from vla_accel.images.models import CONFIGS, load_model
 from vla_accel.images.picture import AMPLIFIED, compared, scene
@@ -96,7 +96,7 @@ class _VaeBench(Bench):
         key, frames = size_key(size), (1,) if self.half.frames else ()
         generator = torch.Generator(self.device).manual_seed(1)
         image = torch.rand(1, 3, *frames, *size, generator=generator, device=self.device) * 2 - 1
-        shape = (1, self.half.channels[0], *frames, size[0] // SCALE, size[1] // SCALE)
+        shape = (1, self.half.channels[0], *frames, size[0] // self.half.scale, size[1] // self.half.scale)
         latents = torch.randn(shape, generator=generator, device=self.device)
         image, latents = image.to(self.dtype), latents.to(self.dtype)
         late = () if size in map(parse_size, self.options.compile_sizes) else _COMPILED

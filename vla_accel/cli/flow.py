@@ -69,7 +69,7 @@ def main(options: Flow, words: list[str]) -> int:
     configured = exact.family.schedule(exact.model.config, settings)
     with named(options.observations):
         flow = PolicyFlow(exact, recorded, seed=options.seed, progress=say)
-        found = judge(flow, exact.num_steps, steps=options.steps, configured=configured, seed=options.seed,
+        found = judge(flow, exact.schedule, steps=options.steps, configured=configured, seed=options.seed,
                       progress=say)  # fmt: skip
     del exact, flow
     free()

@@ -49,7 +49,7 @@ class BuildVae(BuildOptions):
     and vae_decoder.trt, OUTPUT/9_16/…"""
 
     vae: str
-    """A folder, or qwen-vae / sd-vae / tiny-… with random weights."""
+    """A folder, or qwen-vae / wan-vae / wan22-vae / sd-vae / tiny-… with random weights."""
     output_dir: Annotated[Path, Written(folder=True)]
     """Where the files go, with vae_config.json, which the pipelines read."""
     static: bool = False
@@ -91,7 +91,7 @@ class BenchVae(BenchOptions):
     """
 
     vae: str = "qwen-vae"
-    """A folder, or qwen-vae / sd-vae / tiny-qwen-vae / tiny-sd-vae with random weights."""
+    """A folder, or qwen-vae / wan-vae / wan22-vae / sd-vae / tiny-… with random weights."""
     sizes: tuple[str, ...] = ("1024x1024",)
     """WIDTHxHEIGHT or a ratio's name; "static" is the five ratios, "profiles" the nine of the multi-profile engine."""
     systems: tuple[
@@ -236,8 +236,8 @@ class Precision:
     """
 
     model: Annotated[str, Argument("MODEL", positional=True)]
-    """A diffusers folder, or a configuration with random weights: qwen-vae, sd-vae, sd-unet, qwen-text-encoder, or
-    tiny- and one of these."""
+    """A diffusers folder, or a configuration with random weights: qwen-vae, wan22-vae, sd-vae, sd-unet,
+    qwen-text-encoder or tiny- and one of these."""
     dtype: Literal["bf16", "fp16"] = "bf16"
     """What float32 is compared with."""
     keep_fp32: tuple[str, ...] = ()

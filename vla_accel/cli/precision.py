@@ -115,7 +115,7 @@ def _model(options: Precision, device: torch.device) -> tuple[nn.Module, Callabl
         sample = draw(2, model.config.in_channels, side // SCALE, side // SCALE)
         states, timestep = draw(2, 77, model.config.cross_attention_dim), torch.tensor(481, device=device)
         return model, lambda m, d: lambda: m(sample.to(d), timestep, states.to(d), return_dict=False)[0].float()
-    frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
+    frames = () if kind == "AutoencoderKL" else (1,)
     image = draw(1, 3, *frames, side, side).clamp(-1, 1)
     # An image to latents and back, to run both halves.
     return model, lambda m, d: lambda: m.decode(m.encode(image.to(d)).latent_dist.mode()).sample.float()

@@ -181,6 +181,8 @@ class CheckpointSpec(Checked):
         lora: folder or hub name of an adapter, which is merged into the weights.
         action_tokenizer: folder or hub name of π0-FAST's action tokenizer (FAST).
         relaxed_actions: pad or truncate π0-FAST's output to a chunk, as lerobot does, instead of raising an error.
+        wan: folder or hub name of Wan 2.2 in diffusers' layout, with FastWAM's image and text encoders.
+        text_encoder: load FastWAM's text encoder (11 GB in BF16), so that instructions need not be encoded ahead.
     """
 
     where = "checkpoint."
@@ -194,6 +196,8 @@ class CheckpointSpec(Checked):
     lora: str | None = None
     action_tokenizer: str | None = None
     relaxed_actions: bool = False
+    wan: str | None = None
+    text_encoder: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ FAMILIES: dict[str, str] = {
     "groot_n16": "vla_accel.families.groot.family:GROOT_N16",
     "groot_n15": "vla_accel.families.groot.family:GROOT_N15",
     "vla_jepa": "vla_accel.families.vla_jepa.family:VLA_JEPA",
+    "fastwam": "vla_accel.families.fastwam.family:FASTWAM",
     "starvla_groot": "vla_accel.families.starvla.family:STARVLA_GROOT",
     "starvla_pi": "vla_accel.families.starvla.family:STARVLA_PI",
     "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
@@ -248,6 +249,10 @@ class Family(ABC, Generic[C, X, S]):
         """Return the shape of a row of the input `noise`."""
         return config.action_horizon, config.action_dim
 
+    def noise(self, config: C) -> np.ndarray | None:
+        """Return the noise float32 (H, A) that every call starts from; None: it is drawn anew."""
+        return None
+
     def image_feed(self, config: C, seen: Sequence[Any]) -> Mapping[str, Rows]:
         """Return the host inputs of the first component, as in `feed`, if images are all that it reads; else nothing.
 
@@ -277,6 +282,11 @@ class Family(ABC, Generic[C, X, S]):
     def hint(self, folder: Path) -> str | None:
         """Return what to do about a folder that no family recognises but that resembles one of this family's."""
         return None
+
+    def prompts(self, folder: Path, settings: PolicyConfig) -> Any:
+        """Return the encoded prompts of a checkpoint, with the encoder (`families.fastwam.text.Prompts`). Raises
+        ConfigError for a family that reads prompts in each call."""
+        raise ConfigError(f"prompts: {self.name} reads its prompts in each call, and encodes none ahead")
 
     @staticmethod
     @abstractmethod

@@ -34,7 +34,21 @@ _SD_SCHEDULER = {
     "skip_prk_steps": True,
     "steps_offset": 1,
 }
+_LATENTS = ("latents_mean", "latents_std")
 _TINY_QWEN = {"base_dim": 8, "z_dim": 4, "latents_mean": [0.1] * 4, "latents_std": [0.9] * 4}
+_WAN22_VAE = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+    "latents_mean": [0.0] * 48,
+    "latents_std": [1.0] * 48,
+}
+_TINY_WAN22 = {**_WAN22_VAE, "base_dim": 8, "decoder_base_dim": 8, "z_dim": 4, **dict.fromkeys(_LATENTS, [0.5] * 4)}
 _TINY_UNET = {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
@@ -48,11 +62,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen-vae": ("AutoencoderKLQwenImage", {}),
     "sd-vae": ("AutoencoderKL", _SD_VAE),
     "sd-unet": ("UNet2DConditionModel", {**_SD_UNET, "block_out_channels": (320, 640, 1280, 1280)}),
+    "wan-vae": ("AutoencoderKLWan", {}),
+    "wan22-vae": ("AutoencoderKLWan", _WAN22_VAE),
     "tiny-qwen-vae": ("AutoencoderKLQwenImage", _TINY_QWEN),
     "tiny-sd-vae": ("AutoencoderKL", {**_SD_VAE, "block_out_channels": (8, 8, 16, 16), "norm_num_groups": 4}),
+    "tiny-wan-vae": ("AutoencoderKLWan", _TINY_QWEN),
+    "tiny-wan22-vae": ("AutoencoderKLWan", _TINY_WAN22),
     "tiny-sd-unet": ("UNet2DConditionModel", _TINY_UNET),
 }
-"""Name to (diffusers class, configuration). The first three are the published ones."""
+"""Name to (diffusers class, configuration). Names without "tiny" are the published ones."""
 
 
 def diffusers_module() -> Any:

@@ -18,7 +18,16 @@ from torch.nn import functional as F
 from vla_accel.component import Program
 from vla_accel.errors import EngineError
 from vla_accel.images import native
-from vla_accel.images.autoencoder import Downsample, Half, ResBlock, SpatialAttention, Upsample
+from vla_accel.images.autoencoder import (
+    Downsample,
+    Half,
+    ResBlock,
+    SpatialAttention,
+    Stage,
+    Upsample,
+    from_patches,
+    patches,
+)
 from vla_accel.images.native import NormAct, bias_of, laid_out, padded
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
@@ -73,13 +82,20 @@ class NativeHalf:
             source, target = source[:, :, 0], target[:, :, 0]
         with native.fast_convolutions():
             y = self._run(source.to(self.dtype))
-        native.write(y, self.bias_out, target)
+        if self.half.patch > 1 and self.half.decodes:
+            inside = y.new_empty(len(y), len(self.bias_out), *y.shape[1:3])
+            native.write(y, self.bias_out, inside)
+            target.copy_(from_patches(inside, self.half.patch))
+        else:
+            native.write(y, self.bias_out, target)
         if self.half.clamp:
             target.clamp_(-1.0, 1.0)
         self.detail = self._describe()
 
     def _run(self, x: Tensor) -> Tensor:
         first = self.half.first
+        if self.half.patch > 1 and not self.half.decodes:
+            x = patches(x, self.half.patch)
         if first is not None:
             x = F.linear(x.permute(0, 2, 3, 1), first.weight.flatten(1), first.bias).permute(0, 3, 1, 2)
         x = native.channels_last(x, self.conv_in.shape[1])
@@ -92,6 +108,10 @@ class NativeHalf:
     def _layer(self, block: nn.Module) -> Layer:
         if isinstance(block, SpatialAttention):
             return _Attention(block, self.choices)
+        if isinstance(block, Stage):
+            return _Stage(block, [self._layer(inner) for inner in block.blocks])
+        if isinstance(block, nn.Sequential):
+            return _Chain([self._layer(inner) for inner in block])
         kinds: dict[type, Callable[[Any], Layer]] = {ResBlock: _Res, Downsample: _Down, Upsample: _Up}
         if type(block) not in kinds:
             raise EngineError(f"native autoencoder: unknown block {type(block).__name__}")
@@ -165,6 +185,28 @@ class _Down:
 
     def __call__(self, x: Sum) -> Sum:
         return Sum(ops.conv(ops.add_up(x, pad=True), self.weight, stride=2), shift=self.shift)
+
+
+class _Chain:
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = layers
+
+    def __call__(self, x: Sum) -> Sum:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Stage(_Chain):
+    def __init__(self, stage: Stage, layers: list[Layer]) -> None:
+        super().__init__(layers)
+        self.stage = stage
+
+    def __call__(self, x: Sum) -> Sum:
+        first = ops.add_up(x)
+        y = ops.add_up(super().__call__(Sum(first)))
+        around = self.stage.shortcut(first.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return Sum(y, around.contiguous())
 
 
 class _Up:

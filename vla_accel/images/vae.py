@@ -15,7 +15,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.engines.eager import EagerEngine
 from vla_accel.engines.tensorrt_session import Scratch
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.images.autoencoder import SCALE, Half, autoencoder_kind, split_autoencoder
+from vla_accel.images.autoencoder import Half, autoencoder_kind, split_autoencoder
 from vla_accel.images.cache import Cache
 from vla_accel.images.config import VaeConfig, check_spec, engine_file, load_vae_config, why_no_engine
 from vla_accel.images.memory import check_fits
@@ -42,7 +42,7 @@ class AcceleratedVae:
         specs: Mapping[Side, EngineSpec] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """Read an `AutoencoderKL` or `AutoencoderKLQwenImage`; `specs` replace the configuration's engines."""
+        """Read an autoencoder of `AUTOENCODERS`; `specs` replace the configuration's engines."""
         self.vae, self.config = vae, load_vae_config(config or VaeConfig())
         own = EngineSpec(engine=self.config.vae_type, precision=self.config.precision)
         self.specs: dict[Side, EngineSpec] = {"encoder": own, "decoder": own, **(specs or {})}
@@ -61,16 +61,17 @@ class AcceleratedVae:
         return next(self.vae.parameters()).device
 
     def encode(self, image: Tensor) -> Tensor:
-        """Image (B, 3[, 1], H, W) in -1..1 to moments (B, 2 z[, 1], H // 8, W // 8): mean, then log variance."""
+        """Image (B, 3[, 1], H, W) in -1..1 to moments (B, 2 z[, 1], H // 8, W // 8): mean, then log variance. Wan
+        2.2 has 16 instead of 8."""
         return self.run("encoder", image)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents (B, z[, 1], h, w) to an image (B, 3[, 1], 8 h, 8 w) in -1..1."""
+        """Latents (B, z[, 1], h, w) to an image (B, 3[, 1], 8 h, 8 w) in -1..1; Wan 2.2: 16 h, 16 w."""
         image = self.run("decoder", latents)
         return image.clamp_(-1.0, 1.0) if self._clamp else image
 
     def run(self, side: Side, value: Tensor) -> Tensor:
-        """Run one side. Unlike `decode`, this does not clamp Qwen-Image's picture to -1..1.
+        """Run one side. Unlike `decode`, this does not clamp Qwen-Image's and Wan's picture to -1..1.
 
         Raises EngineError for an input of another shape, dtype or device, a result that is not finite, and whatever
         the engines would ignore: gradients, torch.autocast, switches of the autoencoder.
@@ -81,7 +82,7 @@ class AcceleratedVae:
         with self.cache.on(value.device), torch.no_grad():
             self._follow()
             self._check(side, value)
-            unit = 1 if side == "encoder" else SCALE
+            unit = 1 if side == "encoder" else self._half(side).scale
             with torch.inference_mode():
                 stage = self._stage(side, (value.shape[-2] * unit, value.shape[-1] * unit), value.shape[0])
                 (source,) = stage.component.inputs

@@ -73,8 +73,11 @@ def vae_component(
         dynamic: height and width range over every size of an engine file; `size` is then the example.
         program: the native program of another size, whose weights all sizes share.
     """
-    if min(size) < SCALE:
-        raise ConfigError(f"image size: expected at least {SCALE} pixels a side, got {size_text(size)}")
+    scale = half.scale
+    if min(size) < scale:
+        raise ConfigError(f"image size: expected at least {scale} pixels a side, got {size_text(size)}")
+    if half.patch > 1 and any(side % scale for side in size):
+        raise ConfigError(f"image size: expected multiples of {scale} pixels a side, got {size_text(size)}")
     inside, outside = half.channels
     frames = (1,) if half.frames else ()
     first = 2 + len(frames)
@@ -85,9 +88,9 @@ def vae_component(
         return TensorSpec(name, shape, half.dtype, ranges)
 
     if side == "encoder":
-        source, target = spec("image", inside, 1), spec("moments", outside, SCALE)
+        source, target = spec("image", inside, 1), spec("moments", outside, scale)
     else:
-        source, target = spec("latents", inside, SCALE), spec("image", outside, 1)
+        source, target = spec("latents", inside, scale), spec("image", outside, 1)
     return Component(f"vae_{side}", half, (source,), (target,), lambda _: program or NativeHalf(half))
 
 

@@ -163,14 +163,14 @@ def check_count(count: int) -> None:
 
 
 def judge(
-    flow: Flow, num_steps: int, *, steps: Sequence[int], configured: Schedule | None = None, seed: int = 0,
+    flow: Flow, own: Schedule, *, steps: Sequence[int], configured: Schedule | None = None, seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> FlowReport:  # fmt: skip
     """Judge uniform, cubic and searched times of these numbers of steps against the exact flow.
 
     Args:
         flow: The flow of at least `FEWEST` observations.
-        num_steps: Steps of the checkpoint's default schedule, which is uniform.
+        own: The checkpoint's default schedule.
         steps: Other numbers of steps to try.
         configured: A further schedule to judge.
         seed: Seed of the split into halves.
@@ -193,13 +193,15 @@ def judge(
 
     searched = search(lambda schedule: float(errors(schedule)[searching].share.mean()), steps, progress)
     candidates: list[tuple[str, Schedule, NamedSchedule | tuple[float, ...]]] = []
-    for n in (num_steps, *sorted({*steps} - {num_steps}, reverse=True)):
+    if not own.is_uniform:
+        candidates.append((f"{own.steps} own", own, own.times))
+    for n in (own.steps, *sorted({*steps} - {own.steps}, reverse=True)):
         candidates.append((f"{n} uniform", Schedule.uniform(n), "uniform"))
         candidates.append((f"{n} cubic", Schedule.cubic(n), "cubic"))
         candidates += [(f"{n} searched", found, found.times) for found in searched if found.steps == n]
     if configured is not None:
         candidates.append((f"{configured.steps} configured", configured, configured.times))
-    base = errors(Schedule.uniform(num_steps))[judging]
+    base = errors(own)[judging]
     rows: dict[Schedule, Row] = {}
     for name, schedule, setting in candidates:
         if schedule not in rows:  # one cubic step is a uniform one

@@ -457,5 +457,7 @@ class OptimizedPolicy:
     ) -> tuple[Pipeline, Feed]:  # fmt: skip
         if noise is not None:
             noise = checked_noise(noise, (len(inputs), *self.noise_shape))
+        elif (fixed := self.family.noise(self.model.config)) is not None:
+            noise = np.repeat(fixed[None], len(inputs), 0)
         pipeline = self._pipeline(self._shape(inputs, schedule))
         return pipeline, Feed(self.family.feed(self.model.config, inputs), noise, guidance)

@@ -65,7 +65,7 @@ class PolicyBench:
         """Judge denoising schedules by their distance from the exact flow (`measure.schedules.judge`)."""
         self.release()
         exact = exact_policy(self.checkpoint, self.reference.config)
-        found = judge(PolicyFlow(exact, self.observations, seed=self.seed, progress=progress), exact.num_steps,
+        found = judge(PolicyFlow(exact, self.observations, seed=self.seed, progress=progress), exact.schedule,
                       steps=steps, seed=self.seed, progress=progress)  # fmt: skip
         return found.as_dict()
 

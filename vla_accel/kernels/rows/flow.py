@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vla_accel.kernels import reference
 from vla_accel.kernels.activation import Activation
@@ -111,7 +110,7 @@ def flow_step(
         velocity: (B * T, A) float32, T = `tokens`; its last H rows of every T are read, none if `at.first`.
         before, after: (B, H, A) float32: after = before + dt (1 - weights) velocity. If `at.first`, after = target
             where a weight is above zero, and before elsewhere.
-        into: with one bias and SILU.
+        into: with one bias.
         hidden: (B * T, W); its last H rows of every T receive the next input, unless `at.last`.
     """
     batch, horizon, _ = before.shape
@@ -121,5 +120,5 @@ def flow_step(
         moved = velocity.view(batch, tokens, -1)[:, tokens - horizon :]
         after.copy_(before + at.dt * (1.0 - guidance.weights[..., None]) * moved)
     if not at.last:
-        embedded = F.silu(after.to(into.weight.dtype) @ into.weight + into.bias)
+        embedded = reference.activate(after.to(into.weight.dtype) @ into.weight + into.bias, into.activation)
         hidden.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(hidden.dtype)

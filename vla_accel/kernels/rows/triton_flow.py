@@ -130,7 +130,8 @@ def _flow_step(velocity_ptr, actions, guidance, into, hidden_ptr, dt, sizes, S: 
         )
         embedded = tl.dot(moved, w_in, input_precision="ieee")
         embedded += tl.load(b_in_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
-        embedded = embedded / (1.0 + tl.exp(-embedded))
+        if S.activation == SILU:
+            embedded = embedded / (1.0 + tl.exp(-embedded))
         out = hidden_ptr + token[:, None] * WIDTH + column[None, :]
         tl.store(out, embedded.to(hidden_ptr.dtype.element_ty), mask=real[:, None] & (column < WIDTH)[None, :])
 
@@ -142,7 +143,7 @@ def flow_step(
     """See `vla_accel.kernels.rows.flow.flow_step`."""
     batch, horizon, actions = before.shape
     rows, width = batch * horizon, into.weight.shape[1]
-    shape = StepShape(width, 32, actions, max(16, power_of_two(actions)), at.first, at.last)
+    shape = StepShape(width, 32, actions, max(16, power_of_two(actions)), at.first, at.last, into.activation.code)
     grid = (1 if at.last else triton.cdiv(width, 32), triton.cdiv(rows, 16))
     guided, first, sizes = (guidance.target, guidance.weights), (into.weight, into.bias), (rows, horizon, tokens)
     arguments = (velocity, (before, after), guided, first, hidden, at.dt, sizes, shape)

@@ -10,7 +10,7 @@ from triton.language import constexpr
 from vla_accel import pictures
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.rows.rows import HeadNorms
+from vla_accel.kernels.rows.rows import HeadNorms, NormedHeads
 from vla_accel.kernels.triton_common import (
     activated,
     gelu_erf,
@@ -269,6 +269,55 @@ def rotate(
     weights = (None, None, None) if norms is None else (norms.q, norms.k, norms.eps)
     sizes = (tokens, heads, kv_heads, half)
     launch(_rotate, (len(qkv),), qkv, weights, (cos, sin), (keys, values), *sizes, num_warps=4)
+
+
+@triton.jit
+def _norm_heads(
+    x_ptr, outs, norms, rope, eps, rows, TOKENS: constexpr, HEADS: constexpr, HALF: constexpr, PARTS: constexpr,
+    LAYERS: constexpr, PDL: constexpr,
+):  # fmt: skip
+    cos_ptr, sin_ptr = rope
+    WIDTH: constexpr = HEADS * 2 * HALF
+    let_next_start(PDL)
+    row = tl.program_id(0)
+    head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    i = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    real = (i < HALF) & (head < HEADS)
+    place = head * (2 * HALF) + i
+    layer = row % LAYERS
+    target = (layer * (rows // LAYERS) + row // LAYERS).to(tl.int64) * WIDTH + place
+    wait_for_previous(PDL)
+    for part in tl.static_range(PARTS):
+        out_ptr, norm_ptr = outs[part], norms[part]
+        source = x_ptr + row.to(tl.int64) * (PARTS * WIDTH) + part * WIDTH + place
+        a = tl.load(source, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
+        if norm_ptr is not None:
+            rstd = tl.rsqrt(tl.sum(tl.sum(a * a + b * b, 1), 0) / WIDTH + eps)
+            factors = norm_ptr + layer * WIDTH + place
+            a *= rstd * tl.load(factors, mask=real, other=0.0)
+            b *= rstd * tl.load(factors + HALF, mask=real, other=0.0)
+            if cos_ptr is not None:
+                angle = (row % TOKENS) * HALF + i
+                cos = tl.load(cos_ptr + angle, mask=i < HALF, other=0.0)
+                sin = tl.load(sin_ptr + angle, mask=i < HALF, other=0.0)
+                low = a * cos - b * sin
+                b = b * cos + a * sin
+                a = low
+        kind = out_ptr.dtype.element_ty
+        tl.store(out_ptr + target, a.to(kind), mask=real)
+        tl.store(out_ptr + target + HALF, b.to(kind), mask=real)
+
+
+def norm_heads(
+    x: Tensor, into: NormedHeads, rope: tuple[Tensor, Tensor] | None, *, heads: int, eps: float, layers: int
+) -> None:
+    parts = into.parts
+    outs, norms = (tuple(part[i] for part in parts) for i in range(2))
+    half = x.shape[1] // (len(parts) * heads * 2)
+    tokens = 1 if rope is None else len(rope[0])
+    sizes = (tokens, heads, half, len(parts), layers)
+    launch(_norm_heads, (len(x),), x, outs, norms, rope or (None, None), eps, len(x), *sizes, num_warps=4)
 
 
 @triton.jit

@@ -1,0 +1,133 @@
+"""FastWAM's components: images → image_tokens → keys and values of video and text → actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla_accel.component import Component, TensorSpec
+from vla_accel.families.family import IMAGES, Shape
+from vla_accel.families.fastwam.network import Cache, FastWam, FastWamConfig, StepConstants, VideoConstants
+from vla_accel.fp8 import Products
+from vla_accel.nn.fixed import Fixed
+from vla_accel.nn.flow import Schedule
+from vla_accel.pictures import bilinear_weights
+
+_PRODUCTS = Products(("qkv_proj", "out_proj", "text_q", "text_kv", "text_out", "fc1", "fc2"), activations=False)
+QUANTISED = {"kv_cache": {"native": _PRODUCTS}, "denoise": {"native": _PRODUCTS}}
+"""By component, then engine. All other products are computed in the policy's precision."""
+
+
+@dataclass(frozen=True)
+class FastWamShape(Shape):
+    """`views`: cameras; `size`: height and width of each camera's image."""
+
+    views: int
+    size: tuple[int, int]
+
+    @property
+    def title(self) -> str:
+        return f"{self.views} views of {self.size[0]} x {self.size[1]}"
+
+
+@dataclass(frozen=True)
+class Resized:
+    """Weights float32 of rows (h, H) and of columns (w, W): rows · image · columnsᵀ is a camera's part of the canvas.
+    Empty if images have its size."""
+
+    rows: Tensor
+    columns: Tensor
+
+    @classmethod
+    def of(cls, config: FastWamConfig, shape: FastWamShape, device: torch.device) -> Resized:
+        height, width = config.image_size
+        sides = zip(shape.size, (height, width // shape.views), strict=True)
+        if shape.size == (height, width // shape.views):
+            return cls(*(torch.empty(0, device=device) for _ in range(2)))
+        return cls(*(torch.from_numpy(bilinear_weights(*side)).float().to(device) for side in sides))
+
+
+def canvas(images: Tensor, resized: Resized) -> Tensor:
+    """Camera images uint8 (B, V, H, W, 3), each resized, in a row: (B, 3, h, V w) float32 in 0..1."""
+    x = images.permute(0, 4, 1, 2, 3).float() / 255.0
+    if resized.rows.numel():
+        x = resized.rows @ x @ resized.columns.T
+    return x.transpose(2, 3).flatten(3)
+
+
+class Vision(Fixed[FastWam]):
+    """`images` uint8 (B, V, H, W, 3) to `image_tokens` (B, I, W)."""
+
+    def __init__(self, model: FastWam, shape: FastWamShape) -> None:
+        parts = model.names("vae", "latent_mean", "latent_std", "patch")
+        super().__init__(model, lambda: Resized.of(model.config, shape, model.device), parts)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model.image_tokens(canvas(images, Resized(*self.kept())))
+
+
+class KvCache(Fixed[FastWam]):
+    """`image_tokens`, `text` (B, L, text_dim) and `state` (B, state_dim) to the fields of `Cache`."""
+
+    def __init__(self, model: FastWam) -> None:
+        blocks = model.names("video.layers")
+        texts = [n for n in model.names("action.layers") if ".text_k" in n]
+        embeddings = [f"{stack}.{part}" for stack in ("video", "action") for part in ("text_in", "text_mix")]
+        read = [n for n in (*blocks, *texts) if not n.endswith("modulation")]
+        super().__init__(model, model.video_constants, [*read, *model.names("state", *embeddings)])
+
+    def forward(self, image_tokens: Tensor, text: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        cache = self.model.read(image_tokens, text, state, VideoConstants(*self.kept()))
+        return cache.keys, cache.values, cache.text_keys, cache.text_values
+
+
+class Denoise(Fixed[FastWam]):
+    """`noise` (B, H, A) float32 and the fields of `Cache` to normalised `actions` (B, H, A) float32."""
+
+    def __init__(self, model: FastWam, schedule: Schedule) -> None:
+        blocks = [n for n in model.names("action.layers") if ".text_k" not in n and not n.endswith("modulation")]
+        parts = [*blocks, *model.names("action_in", "action_out")]
+        super().__init__(model, lambda: model.step_constants(schedule), parts)
+        self.schedule = schedule
+
+    def extra_repr(self) -> str:
+        """What a graph of `forward` has as constants; keys of built engines contain it."""
+        return f"times={self.schedule.times}"
+
+    def forward(self, noise: Tensor, *cache: Tensor) -> Tensor:
+        return self.model.integrate(noise, StepConstants(*self.kept()), Cache(*cache), schedule=self.schedule)
+
+
+def components(model: FastWam, shape: FastWamShape, store: Any) -> tuple[Component, ...]:
+    """The components of a shape, with native programs if there is a `store`."""
+    config, batch, dtype = model.config, shape.batch, model.dtype
+    video, tokens = config.video, config.grid[0] * config.grid[1]
+
+    def made(name: str, module: Fixed[FastWam], inputs: tuple[TensorSpec, ...], outputs: Any, *sizes: Any) -> Component:
+        native: Callable[..., Any] | None = None if store is None else partial(getattr(store, name), batch, *sizes)
+        return Component(
+            name, module, inputs, outputs, native, quantised=QUANTISED.get(name, {}), fetch=module.fetch, products=dtype
+        )  # fmt: skip
+
+    images = TensorSpec(IMAGES, (batch, shape.views, *shape.size, 3), torch.uint8)
+    seen = TensorSpec("image_tokens", (batch, tokens, video.width), dtype)
+    text = TensorSpec("text", (batch, config.text_rows, video.text_dim), torch.float32)
+    state = TensorSpec("state", (batch, config.state_dim), torch.float32)
+    sizes = {"keys": tokens, "values": tokens, "text_keys": config.text_rows + 1, "text_values": config.text_rows + 1}
+    cache = tuple(
+        TensorSpec(name, (video.depth, batch, rows, video.heads, video.head_dim), dtype) for name, rows in sizes.items()
+    )
+    noise, actions = (
+        TensorSpec(name, (batch, config.action_horizon, config.action_dim), torch.float32)
+        for name in ("noise", "actions")
+    )
+    return (
+        made("vision", Vision(model, shape), (images,), (seen,), shape),
+        made("kv_cache", KvCache(model), (seen, text, state), cache),
+        made("denoise", Denoise(model, shape.schedule), (noise, *cache), (actions,), shape.schedule),
+    )
