@@ -145,7 +145,7 @@ PLANNED = {
 
 def planned(words: str) -> Any:
     """The systems that would be timed."""
-    chosen = read(Bench, shlex.split(words), "vla-accel bench")
+    chosen: Any = read(Bench, shlex.split(words), "vla-accel bench")
     factory = bench.make_factory(chosen, "cpu", None)
     told = {name: getattr(factory, name, None) for name in ("views", "horizon", "checkout", "baselines", "tokens")}
     return type(factory), factory.family.name, told, systems.choose_systems(factory, chosen.systems, fitted=True)

@@ -123,7 +123,8 @@ def write(variant: str, out: Path, seed: int) -> None:
         actions = after(policy.predict_action_chunk(before(batch)))
         before.save_pretrained(folder)
         after.save_pretrained(folder)
-    np.savez(out / "answers.npz", **given, actions=actions.detach().numpy())
+    answers: dict[str, Any] = {**given, "actions": actions.detach().numpy()}
+    np.savez(out / "answers.npz", **answers)
 
 
 if __name__ == "__main__":

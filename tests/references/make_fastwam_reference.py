@@ -97,9 +97,10 @@ def vae() -> AutoencoderKLWan:
 
 
 def text_encoder() -> Any:
+    untied: dict[str, Any] = {"tie_word_embeddings": False}
     config = transformers.UMT5Config(
         vocab_size=64, d_model=40, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=32,
-        relative_attention_max_distance=128, is_encoder_decoder=False, **{"tie_word_embeddings": False},
+        relative_attention_max_distance=128, is_encoder_decoder=False, **untied,
     )  # fmt: skip
     return draw_weights(transformers.UMT5EncoderModel(config))
 

@@ -59,17 +59,21 @@ FULL: dict[str, Any] = {
 class Backbone(nn.Module):
     """Eagle 3 with Isaac-GR00T's names."""
 
+    vision_model: Any
+    language_model: Any
+
     def __init__(self, sizes: dict[str, Any]) -> None:
         super().__init__()
-        vision = transformers.Siglip2VisionConfig(**sizes["vision"], attn_implementation="sdpa")
-        tower = transformers.Siglip2VisionModel(vision)
+        attention: dict[str, Any] = {"attn_implementation": "sdpa"}
+        vision = transformers.Siglip2VisionConfig(**sizes["vision"], **attention)
+        tower: Any = transformers.Siglip2VisionModel(vision)
         if not hasattr(tower, "vision_model"):  # as in later releases of transformers
             tower = nn.ModuleDict({"vision_model": tower})
         tower.vision_model.use_head = False
         del tower.vision_model.head
         language = transformers.Qwen3Config(
             **sizes["language"], rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True,
-            attn_implementation="sdpa",
+            **attention,
         )  # fmt: skip
         width, joined = sizes["language"]["hidden_size"], 4 * sizes["vision"]["hidden_size"]
         self.vision_model, self.language_model = tower, transformers.Qwen3ForCausalLM(language)
@@ -87,6 +91,8 @@ class Backbone(nn.Module):
 
 
 class Model(nn.Module):
+    backbone: Any
+
     def __init__(self, sizes: dict[str, Any]) -> None:
         super().__init__()
         transformer = {

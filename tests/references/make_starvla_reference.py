@@ -133,7 +133,9 @@ def write(variant: str, out: Path, seed: int) -> None:
     statistics = {"franka": {"action": {k: np.float32(v).tolist() for k, v in table.items()}}}
     (run / "dataset_statistics.json").write_text(json.dumps(statistics))
     torch.save(policy.state_dict(), run / "checkpoints" / "steps_1_pytorch_model.pt")
-    images = {k: np.uint8((128 + 60 * draw(f"starvla.{k}", 3, *SIZE, 3)).clip(0, 255)) for k in ("image", "wrist")}
+    images: dict[str, Any] = {
+        k: np.uint8((128 + 60 * draw(f"starvla.{k}", 3, *SIZE, 3)).clip(0, 255)) for k in ("image", "wrist")
+    }
     state, noise = draw("starvla.state", 3, 8), draw("starvla.noise", 3, horizon, 7)
     examples = []
     for i, task in enumerate(TASKS):

@@ -153,7 +153,8 @@ def write(variant: str, out: Path, seed: int) -> None:
     answers["alone"] = chunk(policy, processors, first, [TASKS[0]])[0]
     policy.config.input_features.pop("observation.images.wrist")
     answers["missing"] = chunk(policy, processors, {k: v for k, v in first.items() if k != "wrist"}, [TASKS[0]])[0]
-    np.savez(out / "answers.npz", tasks=np.array(TASKS), **given, **answers)
+    saved: dict[str, Any] = {"tasks": np.array(TASKS), **given, **answers}
+    np.savez(out / "answers.npz", **saved)
     path = out.parent / "kept.json"
     kept = json.loads(path.read_text()) if path.is_file() else {"variants": {}}
     kept["shapes"] = {k: list(v.shape) for k, v in policy.state_dict().items()}

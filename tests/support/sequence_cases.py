@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -167,7 +168,13 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         ((2, 5, 3, 24), "qkvr", 1), ((1, 7, 4, 6), "q", 1), ((3, 2, 2, 16), "kv", 3), ((2, 3, 1, 128), "kvr", 1),
     ):  # fmt: skip
         yield f"norm_heads {shape} {what}", _wide_norm(*shape, what, layers)
-    for shape in ((2, 33, 4, 2, 16), (1, 1, 2, 1, 6), (1, 130, 2, 1, 12), (3, 150, 4, 2, 16, (0, 5, 149))):
+    causal: list[tuple[Any, ...]] = [
+        (2, 33, 4, 2, 16),
+        (1, 1, 2, 1, 6),
+        (1, 130, 2, 1, 12),
+        (3, 150, 4, 2, 16, (0, 5, 149)),
+    ]
+    for shape in causal:
         yield f"causal_attention {shape}", _causal(*shape)
     for shape in ((3, 20), (1, 6)):
         yield f"gelu, exact {shape}", _gelu(*shape)
