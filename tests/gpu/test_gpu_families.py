@@ -74,7 +74,11 @@ def test_published_size(family: Any, low: dict[str, str]) -> None:
     if family is SMOLVLA:
         streamed = torch.cuda.get_device_capability() == (9, 0) and "denoise" not in low
         assert policy.ledger.entries["denoise"].detail.startswith("streamed CUDA kernels" if streamed else "fused ops")
-    if low or family in (*GROOTS, VLA_JEPA, STARVLA_GROOT, STARVLA_PI, STARVLA_OFT, FASTWAM):
+    if low and family in (VLA_JEPA, FASTWAM):
+        # Random weights hardly look at the observation, to whose effect the other limit of `parity` is relative.
+        assert report.actions.cosine >= report.threshold
+        return
+    if low or family in GROOTS:
         assert report.passed, report.reasons
         return
     plain, _ = random_policy(family, settings(family, "bf16", "eager"))
