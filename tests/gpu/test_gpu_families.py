@@ -173,13 +173,11 @@ def test_groot_is_as_near_as_eager(flow_folders: dict[str, Path], family: Any, b
         assert cosine(rows[0].numpy(), rows[2].numpy()) >= LIMITS[denoise].cosine
 
 
-@pytest.mark.parametrize("family", GROOTS, ids=lambda family: family.name)
-def test_guided_and_plain_calls_of_groot_share_a_graph(flow_folders: dict[str, Path], family: Any) -> None:
+def test_guided_and_plain_calls_of_groot_share_a_graph(groot_folder: Path) -> None:
     native, eager = (
-        OptimizedPolicy.from_pretrained(flow_folders[family.name], settings(family, "bf16", e))
-        for e in ("native", "eager")
+        OptimizedPolicy.from_pretrained(groot_folder, settings(GROOT, "bf16", e)) for e in ("native", "eager")
     )
-    observation = groot_folders.OBSERVATIONS[family.name]
+    observation = groot_folders.observation
     noise, one, other = groot_noise(native, 1)[0], observation(), observation(1)
     plain = native.infer(one, noise=noise)["actions"]
     chunk = plain[2:]

@@ -82,14 +82,6 @@ def test_actions_are_the_originals(model: Groot, case: str) -> None:
         torch.testing.assert_close(found[..., ::stride, :4], kept, rtol=0, atol=2e-5)
 
 
-def test_n16_follows_a_previous_chunk_as_n17_does() -> None:
-    model = small("groot_n16")
-    previous = torch.from_numpy(draw("n16.rtc.previous", 1, 5, model.config.action_dim)).clamp(-1, 1)
-    found = ask_groot(model, {**inputs(model, "batch1"), "rtc.previous": previous}, "rtc", 4)
-    kept = torch.tensor(REFERENCES["groot_n16"]["answers"]["rtc.steps4"])
-    torch.testing.assert_close(found[..., ::3, :4], kept, rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize(
     ("size", "parts"),
     [
@@ -169,12 +161,16 @@ def test_rows_of_a_batch_are_what_they_are_alone(eager: OptimizedPolicy, native:
             np.testing.assert_allclose(found["actions"], want, atol=1e-5)
 
 
-def test_guidance_placed_steps_and_a_missing_camera(eager: OptimizedPolicy, native: OptimizedPolicy) -> None:
+def test_a_previous_chunk_is_refused(eager: OptimizedPolicy, native: OptimizedPolicy) -> None:
+    for policy in (eager, native):
+        assert not policy.supports_prev_chunk
+        assert not {"target", "weights"} & set(policy.pipelines.newest.engine("denoise").inputs)
+        with pytest.raises(ConfigError, match=r"^prev_chunk: this family has no real-time chunking"):
+            policy.infer(observed(policy, 1), prev_chunk=np.zeros((2, 7)), inference_delay=1)
+
+
+def test_placed_steps_and_a_missing_camera(eager: OptimizedPolicy, native: OptimizedPolicy) -> None:
     given, start = observed(eager, 1), noise(eager, 2)[0]
-    chunk = eager.infer(given, noise=start)["actions"][2:]
-    guided = [p.infer(given, noise=start, prev_chunk=chunk, inference_delay=2)["actions"] for p in (eager, native)]
-    np.testing.assert_allclose(guided[1], guided[0], atol=1e-5)
-    np.testing.assert_allclose(guided[0][:2, :6], chunk[:2, :6], atol=1e-5)
     placed = [p.with_steps(3, "cubic").infer(given, noise=start)["actions"] for p in (eager, native)]
     np.testing.assert_allclose(placed[1], placed[0], atol=1e-5)
     if eager.processor.preset.optional_images:
@@ -187,7 +183,7 @@ def test_guidance_placed_steps_and_a_missing_camera(eager: OptimizedPolicy, nati
 def test_norms_inside_the_products_agree_with_eager(
     folder: Path, eager: OptimizedPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "can_be_inside", lambda *_: True)
+    monkeypatch.setattr(plan, "is_inside", lambda *_: True)
     fused, given, start = policy_of(folder, "native"), observed(eager, 1), noise(eager, 2)[0]
     want, got = (policy.infer(given, noise=start) for policy in (eager, fused))
     np.testing.assert_allclose(got["actions"], want["actions"], atol=1e-5)

@@ -8,7 +8,7 @@ lerobot has no N1.6, and Isaac-GR00T is no package: this joins the parts as Isaa
 names of its tensors. With random weights at a small size it writes:
 
 - ``DIR/model.safetensors``: ``{case}.{pixels,tokens,state,noise}`` (text tokens alone) and ``{case}.steps{n}``, the
-  answers, float32 (B, 50, 128), normalised. ``rtc.*``: a call with a previous chunk.
+  answers, float32 (B, 50, 128), normalised.
 - ``DIR/isaac/``: config.json and the weights in BF16.
 - ``DIR/kept.json``: names and shapes of the tensors and some numbers of the answers, which
   tests/nn/groot_n16_reference.json holds.
@@ -108,9 +108,7 @@ class Model(nn.Module):
         self.settings = {**sizes["head"], "diffusion_model_cfg": transformer}
 
     @torch.no_grad()
-    def answer(
-        self, case: dict[str, torch.Tensor], row: int, steps: int, rtc: dict[str, Any] | None = None
-    ) -> torch.Tensor:
+    def answer(self, case: dict[str, torch.Tensor], row: int, steps: int) -> torch.Tensor:
         """One row. The instruction comes before the images; seven tokens between two of them, three behind the last."""
         model, pixels, text = self.backbone.model, case["pixels"][row], case["tokens"][row, : int(case["lengths"][row])]
         seen, table = model.see(pixels), model.language_model.get_input_embeddings()
@@ -129,10 +127,8 @@ class Model(nn.Module):
         }  # fmt: skip
         self.action_head.num_inference_timesteps = steps
         given: dict[str, Any] = {"state": case["state"][row : row + 1, None], "embodiment_id": torch.tensor([2])}
-        extra = [] if rtc is None else [rtc["options"]]
-        given |= {} if rtc is None else {"action": rtc["previous"]}
         with mock.patch.object(torch, "randn", lambda *a, **k: case["noise"][row : row + 1].clone()):
-            return self.action_head.get_action(BatchFeature(features), BatchFeature(given), *extra)["action_pred"]
+            return self.action_head.get_action(BatchFeature(features), BatchFeature(given))["action_pred"]
 
 
 def build(sizes: dict[str, Any]) -> Model:
@@ -164,12 +160,6 @@ def model_cases(model: Model, sizes: dict[str, Any], side: int, counts: tuple[in
         for steps in counts:
             case[f"steps{steps}"] = torch.cat([model.answer(case, row, steps) for row in range(batch)])
         tensors |= {f"{name}.{k}": v.contiguous() for k, v in case.items()}
-    if len(counts) > 1:
-        case = {k.removeprefix("batch1."): v for k, v in tensors.items() if k.startswith("batch1.")}
-        previous = torch.from_numpy(draw("n16.rtc.previous", 1, 5, head["max_action_dim"])).clamp(-1, 1)
-        options = {"action_horizon": 5, "rtc_overlap_steps": 5, "rtc_frozen_steps": 2, "rtc_ramp_rate": 6.0}
-        found = model.answer(case, 0, 4, {"previous": previous, "options": options})
-        tensors |= {"rtc.previous": previous, "rtc.steps4": found.contiguous()}
     return tensors
 
 

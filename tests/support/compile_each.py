@@ -73,7 +73,8 @@ def groot(
     model, found = empty_model(Groot, size()), {}
     layout = model.layout(2, model.config.vision.grid(side, side), 32)
     with steered("triton", META):
-        for component in groot_components(model, layout, batch, Schedule.uniform(4), True, GrootStore(model)):
+        guided, schedule = size is groot_n17, Schedule.uniform(4)
+        for component in groot_components(model, layout, batch, schedule, True, GrootStore(model), guided=guided):
             assert component.native is not None
             precise = precision if component.name == "denoise" else "auto"
             program = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]

@@ -41,9 +41,17 @@ class KvCache(Fixed[Groot]):
 
 
 def groot_components(
-    model: Groot, layout: Layout, batch: int, schedule: Schedule, padded: bool, store: GrootStore | None
+    model: Groot,
+    layout: Layout,
+    batch: int,
+    schedule: Schedule,
+    padded: bool,
+    store: GrootStore | None,
+    *,
+    guided: bool,
 ) -> tuple[Component, Component, Component]:
-    """The three components of a shape. `padded`: rows may have fewer text tokens than the layout."""
+    """The three components of a shape. `padded`: rows may have fewer text tokens than the layout; `guided`: calls may
+    have a previous chunk."""
     lengths = (TensorSpec("lengths", (batch,), torch.int32),) if padded else ()
     counts = {"text": layout.text, "image": layout.images, "all": layout.tokens}
     cache = cache_specs(model.config.head, batch, counts, model.dtype)  # type: ignore[arg-type]
@@ -59,5 +67,5 @@ def groot_components(
             "kv_cache", module, (*image_specs(model, batch, layout), tokens, *lengths), cache, native("kv_cache"),
             fetch=module.fetch, products=model.dtype,
         ),
-        denoise_component(model, schedule, cache, guided=True, padded=padded, native=native("denoise", schedule)),
+        denoise_component(model, schedule, cache, guided=guided, padded=padded, native=native("denoise", schedule)),
     )  # fmt: skip

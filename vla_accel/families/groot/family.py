@@ -35,7 +35,7 @@ class GrootShape(LayoutShape):
 
 
 class GrootChunking(Chunking[GrootConfig]):
-    """GR00T's own: the first actions start at the previous chunk's and move by less of the velocity."""
+    """GR00T N1.7's own: the first actions start at the previous chunk's and move by less of the velocity."""
 
     inputs = ("target", "weights")
     settings = ("execution_horizon",)
@@ -53,16 +53,18 @@ class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
     network_class, store_class = Groot, GrootStore
     parts = ("vision", "kv_cache", "denoise")
     capabilities = Capabilities(lora=True, quantised=QUANTISED, settings=("embodiment",))
-    chunking = GrootChunking()
     flow = True
 
     def __init__(self, release: Release) -> None:
         self.release, self.name = release, release.family
+        # Neither NVIDIA's nor lerobot's code of the older releases has it.
+        self.chunking = GrootChunking() if release is N17 else Chunking()
 
     def components(
         self, model: Groot, shape: GrootShape, *, store: Any = None, scales: Any = None, rtc: Any = None
     ) -> Sequence[Component]:
-        return groot_components(model, shape.layout, shape.batch, shape.schedule, shape.padded, store)
+        guided = bool(self.chunking.inputs)
+        return groot_components(model, shape.layout, shape.batch, shape.schedule, shape.padded, store, guided=guided)
 
     def shape(
         self, config: GrootConfig, inputs: Sequence[Inputs], schedule: Schedule, specs: Mapping[str, EngineSpec]
