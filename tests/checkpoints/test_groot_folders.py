@@ -150,6 +150,17 @@ def test_lerobots_names_of_the_robot_count(tmp_path: Path) -> None:
     assert preset.images[1] != "observation.images.hand" and preset.state == ("observation.joints",)
 
 
+@pytest.mark.parametrize("names", [["observation.image"], ["observation.image", "observation.images.front"]])
+def test_one_camera_of_lerobot_without_a_name(tmp_path: Path, names: list[str]) -> None:
+    """Named cameras count, where there are some."""
+    features = {key: {"type": "VISUAL", "shape": [3, 64, 64]} for key in (*names, "observation.state")}
+    change = put("config.json", "input_features", features)
+    _, processor, _ = loaded(written.write_n15_lerobot(tmp_path, change=change))
+    given = {names[-1]: written.observation()["observation/image"], "observation.state": np.zeros(8), "task": "go"}
+    assert processor.preset.images == (names[-1],) and len(processor.prepare(given).images) == 1
+    assert not any(group.bounded for group in processor.actions.groups), "N1.5 clips no action"
+
+
 def test_a_missing_extra_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The extra that has OpenCV brings tokenizers, too.
     write_isaac(tmp_path, settings={**written.SETTINGS, "use_albumentations": True})

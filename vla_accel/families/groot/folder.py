@@ -106,7 +106,7 @@ def _preset(robot: Robot, features: Collection[str], renamed: Mapping[str, str])
     sizes = robot.transforms["state"].size, robot.transforms["actions"].size
     if robot.tag in LIBERO_TAGS and len(robot.cameras) == 2 and sizes == (LIBERO.state_dim, LIBERO.action_dim):
         return LIBERO
-    names = [f"observation.images.{camera}" for camera in robot.cameras]
+    names = [camera if camera == _ONE_IMAGE else _IMAGES + camera for camera in robot.cameras]
     wrist, second = "observation.images.wrist_image", "observation.images.image2"
     if wrist not in features and second in features:
         names = [second if name == wrist else name for name in names]
@@ -130,14 +130,14 @@ def _isaac(release: Release, folder: Path, wanted: str | None) -> Robot:
     if own and tag not in own:
         _log.warning("%s: lacks %s: using Isaac-GR00T's own number, %d", ids_path, tag, ids[tag])
     modality = modalities[tag]
-    robot = read_robot(tag, ids[tag], modality, statistics[tag], settings, path)
+    robot = read_robot(release, tag, ids[tag], modality, statistics[tag], settings, path)
     exclude = bool(settings.get("exclude_state") or mapping(modality, "state", path).get("exclude_state"))
     robot.transforms.update(cropping=isaac_cropping(settings, path), exclude_state=exclude)
     return robot
 
 
-_N15_SETTINGS = {"use_percentiles": False, "clip_outliers": False, "clip_actions": False, "formalize_language": False}
-"""N1.5 scales by minimum and maximum and clips nothing."""
+_N15_SETTINGS = {"use_percentiles": False, "clip_outliers": False, "formalize_language": False}
+"""N1.5 scales by minimum and maximum."""
 
 
 def _isaac_n15(release: Release, folder: Path, wanted: str | None) -> Robot:
@@ -168,7 +168,9 @@ def _isaac_n15(release: Release, folder: Path, wanted: str | None) -> Robot:
             "file's order, scaled by minimum and maximum, and the middle 95 %% of an image; %s can say otherwise",
             where, ", ".join(mapping(parts, "video", where)), own.name,
         )  # fmt: skip
-    robot = read_robot(tag, release.embodiments[tag], modality, statistics, {**_N15_SETTINGS, **settings}, path)
+    robot = read_robot(
+        release, tag, release.embodiments[tag], modality, statistics, {**_N15_SETTINGS, **settings}, path
+    )
     crop = settings.get("crop_fraction", 0.95)
     if isinstance(crop, bool) or not isinstance(crop, (int, float)) or not 0 < crop <= 1:
         raise CheckpointError(f"{own}: crop_fraction: expected more than 0 and at most 1, got {crop!r:.60}")
@@ -192,6 +194,8 @@ def _processor_folder(folder: Path) -> Path:
 
 # -- lerobot ------------------------------------------------------------------------------------------------------
 
+_IMAGES, _ONE_IMAGE = "observation.images.", "observation.image"
+"""lerobot's names of cameras, and of one that is alone."""
 _SHARED = {RENAME, BATCH, DEVICE}
 _KNOWN = {N17: {PACK, ENCODE, DECODE, UNPACK}, N15: {N15_PACK, N15_ENCODE, N15_COLLATE, N15_UNPACK}}
 
@@ -226,7 +230,7 @@ def _lerobot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> _S
         modality, statistics = _one_group(rows), _flat_statistics(folder, pack, PACK)
         merged, horizon = {**merged, "use_percentiles": False}, 40
     modality = {**modality, "video": _video(modality, pack, content, path)}
-    robot = read_robot(tag, number, modality, statistics, merged, path)
+    robot = read_robot(N17, tag, number, modality, statistics, merged, path)
     _check_actions(robot, decode, folder)
     gripper = decode.get("action_decode_transform") == "libero" or bool(decode.get("libero_gripper_action"))
     robot.transforms.update(cropping=lerobot_cropping(images, path), gripper=gripper)
@@ -249,7 +253,7 @@ def _lerobot_n15(folder: Path, content: Mapping[str, Any], wanted: str | None) -
     }
     modality = _one_group(size_of(pack, "action_horizon", path, 16))
     modality = {**modality, "video": _video(modality, pack, content, path)}
-    robot = read_robot(tag, number, modality, statistics, _N15_SETTINGS, path)
+    robot = read_robot(N15, tag, number, modality, statistics, _N15_SETTINGS, path)
     _check_actions(robot, decode, folder)
     robot.transforms.update(cropping=Cropping("bicubic", 224, 1.0, (224, 224)))
     named = encode.get("tokenizer_assets_repo") or content.get("tokenizer_assets_repo")
@@ -285,11 +289,12 @@ def _video(
     video = modality.get("video")
     if isinstance(video, Mapping) and video.get("modality_keys"):
         return video
+    features = content.get("input_features") or ()
     names = pack.get("video_modality_keys") or sorted(
-        key.removeprefix("observation.images.")
-        for key in content.get("input_features") or ()
-        if key.startswith("observation.images.")
+        key.removeprefix(_IMAGES) for key in features if key.startswith(_IMAGES)
     )
+    if not names and _ONE_IMAGE in features:
+        names = [_ONE_IMAGE]
     return {"modality_keys": names, "delta_indices": [0] * size_of(pack, "video_horizon", path, 1)}
 
 

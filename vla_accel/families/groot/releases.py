@@ -70,6 +70,7 @@ class Release:
         tokenizer: The name of its tokenizer on the hub.
         embodiments: Isaac-GR00T's own numbers, for folders without embodiment_id.json and for tags that it lacks.
         pixels: Least and most pixels of an image; None for Qwen3-VL's.
+        bounded: Whether normalised actions are clipped to [-1, 1].
     """
 
     name: str
@@ -83,6 +84,7 @@ class Release:
     tokenizer: str
     embodiments: Mapping[str, int] = field(default_factory=dict)
     pixels: tuple[int, int] | None = None
+    bounded: bool = True
 
     @property
     def title(self) -> str:
@@ -170,6 +172,7 @@ N15 = Release(
         "new_embodiment": 31,
     },
     (1, 4096 * 28 * 28),
+    bounded=False,
 )  # fmt: skip
 RELEASES = (N17, N16, N15)
 LEROBOT = "_groot_model."

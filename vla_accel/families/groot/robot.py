@@ -13,7 +13,7 @@ from vla_accel.checkpoints.weights import size_of
 from vla_accel.errors import CheckpointError
 from vla_accel.families.groot.images import Cropping
 from vla_accel.families.groot.modalities import Group, Groups, Relative, Scaling, check_references
-from vla_accel.families.groot.releases import LIBERO_TAGS
+from vla_accel.families.groot.releases import LIBERO_TAGS, Release
 from vla_accel.families.groot.settings import check_modality
 
 D = TypeVar("D")
@@ -56,7 +56,7 @@ def chosen_embodiment(tables: Mapping[str, Collection[str]], wanted: str | None,
 
 
 def read_robot(
-    tag: str, embodiment: Any, modality: Any, statistics: Any, settings: Mapping[str, Any], path: Path
+    release: Release, tag: str, embodiment: Any, modality: Any, statistics: Any, settings: Mapping[str, Any], path: Path
 ) -> Robot:
     """Return one embodiment. Raises CheckpointError for settings that are missing or refused."""
     where = f"{path}: {tag}"
@@ -68,7 +68,9 @@ def read_robot(
     cameras = tuple(map(str, video.get("modality_keys") or ()))
     if not rows or not cameras:
         raise CheckpointError(f"{where}: expected video.modality_keys and action.delta_indices, got none")
-    state, actions = (_groups(kind, modality, statistics, settings, where) for kind in ("state", "action"))
+    state, actions = (
+        _groups(kind, modality, statistics, settings, where, release.bounded) for kind in ("state", "action")
+    )
     check_references(actions, state.groups, where)
     transforms = {
         "state": state,
@@ -80,7 +82,9 @@ def read_robot(
     return Robot(tag, embodiment, cameras, rows, transforms)
 
 
-def _groups(kind: str, modality: Any, statistics: Any, settings: Mapping[str, Any], where: str) -> Groups:
+def _groups(
+    kind: str, modality: Any, statistics: Any, settings: Mapping[str, Any], where: str, bounded: bool
+) -> Groups:
     config = mapping(modality, kind, where)
     table = mapping(statistics, kind, where)
     names = [str(n) for n in config.get("modality_keys") or ()]
@@ -107,7 +111,7 @@ def _groups(kind: str, modality: Any, statistics: Any, settings: Mapping[str, An
             low,
             high,
             clipped=settings.get("clip_outliers", True) is not False,
-            bounded=settings.get("clip_actions", True),
+            bounded=bounded,
             relative=_relation(form, f"{where}: action {name}") if relative else "no",
             reference=form.get("state_key"),
         )
