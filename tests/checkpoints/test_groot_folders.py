@@ -93,7 +93,8 @@ def test_another_embodiment(isaac: Path) -> None:
     _, processor, _ = loaded(write_other(isaac), embodiment="new_embodiment")
     assert processor.preset.images == ("observation.images.front", "observation.images.wrist")
     assert processor.preset.optional_images == processor.preset.images and processor.preset.prompt == "task"
-    assert (processor.frames, processor.gripper, processor.state.size, processor.state.width) == (2, False, 13, 14)
+    assert (processor.moments, processor.history, processor.gripper) == ((-15, 0), 16, False)
+    assert (processor.state.size, processor.state.width) == (13, 14)
     arm, pose, gripper = processor.actions.groups
     assert (arm.relative, pose.relative, gripper.relative) == ("difference", "pose", "no")
     assert arm.low is not None and arm.low.shape == (6, 3) and gripper.low is not None and gripper.low.ndim == 1
@@ -148,6 +149,14 @@ def test_lerobots_names_of_the_robot_count(tmp_path: Path) -> None:
     preset = loaded(write_lerobot(tmp_path, embodiment_tag="new_embodiment", change=change))[1].preset
     assert preset.images[0] == preset.optional_images[0] == "observation.images.hand"
     assert preset.images[1] != "observation.images.hand" and preset.state == ("observation.joints",)
+
+
+def test_lerobot_repeats_the_present_image(tmp_path: Path) -> None:
+    change = put(
+        "policy_preprocessor.json", "steps", 2, "config", "modality_config", "video", "delta_indices", [-15, 0]
+    )  # fmt: skip
+    _, processor, _ = loaded(write_lerobot(tmp_path, video_horizon=2, change=change))
+    assert processor.moments == (0, 0) and len(processor.prepare(written.observation()).images) == 4
 
 
 @pytest.mark.parametrize("names", [["observation.image"], ["observation.image", "observation.images.front"]])

@@ -107,6 +107,7 @@ ISAAC: list[tuple[Change, str]] = [
         ("use_tactile", True), ("model_type", "eagle"), ("a_later_setting", 3), ("statistics_override", {"a": 1}))),
     *((modality(kind, name, value), rf"{TAG}: .*{kind}\.{name}\b") for kind, name, value in (
         ("state", "delta_indices", [-2, -1, 0]), ("state", "delta_indices", [-1]), ("video", "a_later_setting", 1),
+        *(("video", "delta_indices", indices) for indices in ([0, -1], [-2, -1], [-1000, 0], ["now"])),
         ("action", "a_later_setting", "x"), ("state", "noise", 0.1))),
     (modality("force", {"modality_keys": ["wrist"]}), rf"{TAG}: .*got force "),
     (relation(type="EEF", format="XYZ_ROTVEC"), "expected NON_EEF, or EEF as XYZ_ROT6D"),

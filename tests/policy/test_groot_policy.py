@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.groot_folders import observation
+from tests.support.groot_folders import LIBERO, TAG, observation, write_isaac
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.errors import ObservationError
@@ -54,6 +54,27 @@ def test_a_chunk_begins_as_the_last_one_goes_on(policy: OptimizedPolicy) -> None
     np.testing.assert_array_equal(plain, free)
     with pytest.raises(ObservationError, match="prev_chunk: expected shape"):
         policy.infer(observation(), prev_chunk=np.zeros((7, 7)), inference_delay=1)
+
+
+def test_images_of_earlier_control_steps_are_kept(small_images: None, tmp_path: Path) -> None:
+    """The model sees the present images and those of two steps earlier; a client is told how many to keep."""
+    video = {**LIBERO["video"], "delta_indices": [-2, 0]}
+    folder = write_isaac(tmp_path, modalities={TAG: {**LIBERO, "video": video}})
+    policy = OptimizedPolicy.from_pretrained(folder, device="cpu")
+    assert policy.metadata["history"] == 3
+    given = [observation(seed) for seed in range(4)]
+    kept = [policy.infer(one, noise=noise())["actions"] for one in given]
+    keys = (*policy.processor.preset.images, *policy.processor.preset.state)
+    for last, first in ((0, 0), (1, 0), (3, 1)):
+        steps = given[first : last + 1]
+        own = {**given[last], **{key: np.stack([one[key] for one in steps]) for key in keys}}
+        np.testing.assert_array_equal(policy.infer(own, noise=noise())["actions"], kept[last])
+        (alone,) = policy.infer_batch([own], noise=noise()[None])
+        np.testing.assert_array_equal(alone["actions"], kept[last])
+    policy.reset()
+    assert np.abs(policy.infer(given[3], noise=noise())["actions"] - kept[3]).max() > 1e-3
+    with pytest.raises(ObservationError, match=r"expected 1 to 3 images of each camera, .* a batch keeps no history"):
+        policy.infer_batch(given[:2])
 
 
 def test_parity_with_itself(groot_folder: Path, policy: OptimizedPolicy) -> None:

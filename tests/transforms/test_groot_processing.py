@@ -165,16 +165,30 @@ def test_a_missing_camera_is_left_out(processor: GrootProcessor) -> None:
         robot.prepare({k: v for k, v in given.items() if "images" not in k})
 
 
-def test_frames_of_a_view(processor: GrootProcessor) -> None:
-    two = dataclasses.replace(processor, frames=2)
-    old, new = (np.full((256, 256, 3), n, np.uint8) for n in (1, 2))
-    moving = observation(**{"observation/image": np.stack((old, new))})
-    assert [i.max() for i in two.prepare(moving).images] == [1, 0, 2, 0]
-    assert [i.max() for i in two.prepare(observation(**{"observation/image": new})).images] == [2, 0, 2, 0]
+def test_images_of_earlier_control_steps(processor: GrootProcessor) -> None:
+    """All views of a moment, then those of the next one; of a short history, the oldest image is repeated."""
+    four = [np.full((256, 256, 3), n, np.uint8) for n in range(1, 5)]
+
+    def given(count: int, **more: Any) -> dict[str, Any]:
+        """The last `count` of four moments."""
+        views = {"observation/image": np.stack(four[-count:]), "observation/wrist_image": np.stack(four[-count:]) + 10}
+        return observation(
+            **{**views, "observation/state": np.stack([np.full(8, n / 10) for n in range(count)]), **more}
+        )
+
+    spaced = dataclasses.replace(processor, moments=(-3, -1, 0))
+    for count, wanted in ((4, [1, 11, 3, 13, 4, 14]), (3, [2, 12, 3, 13, 4, 14]), (1, [4, 14, 4, 14, 4, 14])):
+        inputs = spaced.prepare(given(count))
+        assert [image.max() for image in inputs.images] == wanted
+        np.testing.assert_array_equal(inputs.raw_state, np.full(8, (count - 1) / 10))
+    with pytest.raises(ObservationError, match="observation/image: expected 1 to 4 images, got 5"):
+        spaced.prepare(observation(**{k: np.zeros((5, 256, 256, 3), np.uint8) for k in processor.preset.images}))
+    with pytest.raises(ObservationError, match=r"wrist_image: expected as many images of each, got \[3, 4\]"):
+        spaced.prepare(given(4, **{"observation/image": np.stack(four[1:])}))
+    repeated = dataclasses.replace(processor, moments=(0, 0))
+    assert repeated.history == 1 and len(repeated.prepare(observation()).images) == 4
     with pytest.raises(ObservationError, match="observation/image: expected one image, got 2"):
-        processor.prepare(observation(**{"observation/image": np.stack((old, new))}))
-    with pytest.raises(ObservationError, match="observation/image: expected 1 to 2 images, got 3"):
-        two.prepare(observation(**{"observation/image": np.stack((old, old, new))}))
+        processor.prepare(observation(**{k: np.zeros((2, 256, 256, 3), np.uint8) for k in processor.preset.images}))
 
 
 def test_actions_and_back(processor: GrootProcessor) -> None:

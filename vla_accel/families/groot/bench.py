@@ -76,7 +76,11 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
         )
 
     def random_observation(self, transforms: GrootProcessor, rng: np.random.Generator) -> dict[str, Any]:
-        return libero_observation(transforms, transforms.cropping.target, rng)
+        """An observation, with its whole history if the model reads one."""
+        size, moments = transforms.cropping.target, range(transforms.history)
+        *earlier, last = (libero_observation(transforms, size, rng) for _ in moments)
+        kept = (*transforms.preset.images, *transforms.preset.state) if earlier else ()
+        return {**last, **{key: np.stack([one[key] for one in (*earlier, last)]) for key in kept}}
 
     def internals(
         self, config: GrootConfig, outputs: Mapping[str, Tensor], inputs: Inputs

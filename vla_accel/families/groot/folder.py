@@ -285,17 +285,19 @@ def _renamed(steps: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def _video(
     modality: Mapping[str, Any], pack: Mapping[str, Any], content: Mapping[str, Any], path: Path
 ) -> Mapping[str, Any]:
-    """Return the cameras: in the checkpoint's own order, else the features sorted by name, as lerobot does."""
+    """Return the cameras: in the checkpoint's own order, else the features sorted by name, as lerobot does. It repeats
+    the present image where the checkpoint reads several."""
     video = modality.get("video")
+    repeated = {"delta_indices": [0] * size_of(pack, "video_horizon", path, 1)}
     if isinstance(video, Mapping) and video.get("modality_keys"):
-        return video
+        return {**video, **repeated}
     features = content.get("input_features") or ()
     names = pack.get("video_modality_keys") or sorted(
         key.removeprefix(_IMAGES) for key in features if key.startswith(_IMAGES)
     )
     if not names and _ONE_IMAGE in features:
         names = [_ONE_IMAGE]
-    return {"modality_keys": names, "delta_indices": [0] * size_of(pack, "video_horizon", path, 1)}
+    return {"modality_keys": names, **repeated}
 
 
 def _one_group(rows: int) -> Mapping[str, Any]:

@@ -17,6 +17,8 @@ from vla_accel.families.groot.releases import LIBERO_TAGS, Release
 from vla_accel.families.groot.settings import check_modality
 
 D = TypeVar("D")
+_LONGEST = 255
+"""Control steps that images may lie back: a policy keeps them all."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,19 @@ def read_robot(
     transforms = {
         "state": state,
         "actions": actions,
-        "frames": max(1, len(video.get("delta_indices") or ())),
+        "moments": _moments(video.get("delta_indices") or [0], where),
         "formal": settings.get("formalize_language", True) is not False,
         "gripper": tag in LIBERO_TAGS,
     }
     return Robot(tag, embodiment, cameras, rows, transforms)
+
+
+def _moments(indices: Any, where: str) -> tuple[int, ...]:
+    whole = isinstance(indices, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in indices)
+    if not whole or sorted(indices) != indices or indices[-1] != 0 or indices[0] < -_LONGEST:
+        expected = f"ascending control steps from {-_LONGEST} or later to 0"
+        raise CheckpointError(f"{where}: video.delta_indices: expected {expected}, got {indices!r:.60}")
+    return tuple(indices)
 
 
 def _groups(

@@ -17,7 +17,7 @@ from vla_accel.families.groot.modalities import Groups
 from vla_accel.families.groot.releases import Prompt
 from vla_accel.nn.qwen_language import Arrangement
 from vla_accel.transforms.images import frames
-from vla_accel.transforms.observations import Observed, real_numbers
+from vla_accel.transforms.observations import Observed, Reader, real_numbers
 from vla_accel.transforms.processing import Inputs, PromptTransforms
 from vla_accel.transforms.tokenizer import checked_length
 
@@ -35,7 +35,8 @@ class GrootProcessor(PromptTransforms):
         arrangement: Where the model expects the images in a prompt.
         state_dim: Numbers of the model's state.
         rows: Actions of a chunk that the robot gets.
-        frames: Images of each view, oldest first; of fewer, the oldest is repeated.
+        moments: Control steps of the images of each view, ascending; 0 is the present one. Of a shorter history, the
+            oldest image is repeated.
         formal: Whether prompts lose capitals and punctuation.
         gripper: Whether the last action is a gripper's opening in [0, 1]; LIBERO's is -1 for open, 1 for closed.
         exclude_state: Whether the model's state is zero. Relative actions still refer to the robot's.
@@ -48,7 +49,7 @@ class GrootProcessor(PromptTransforms):
     arrangement: Arrangement
     state_dim: int
     rows: int
-    frames: int = 1
+    moments: tuple[int, ...] = (0,)
     formal: bool = True
     gripper: bool = False
     exclude_state: bool = False
@@ -66,18 +67,29 @@ class GrootProcessor(PromptTransforms):
                 raise ConfigError(f"preset.{name}: expected none in addition to a GR00T checkpoint's own, got {[*own]}")
 
     @property
+    def history(self) -> int:
+        """The control steps that the images come from."""
+        return 1 - self.moments[0]
+
+    def _make_reader(self) -> Reader:
+        return Reader(self.preset, self.default_prompt, history=self.history)
+
+    @property
     def image_shape(self) -> tuple[int, int]:
         return self.cropping.target
 
     def observe(self, observation: Mapping[str, Any]) -> Observed:
         seen = self._reader.read(observation)
-        views = [frames(image, key, self.frames) for key, image in seen.views.items()]
+        counts = {key: len(image) if np.ndim(image) == 4 else 1 for key, image in seen.views.items()}
+        if len(set(counts.values())) > 1:
+            raise ObservationError(f"{', '.join(counts)}: expected as many images of each, got {[*counts.values()]}")
+        views = [frames(image, key, self.history) for key, image in seen.views.items()]
         # All views of a moment, then those of the next one.
-        images = tuple(self.cropping(view[frame]) for frame in range(self.frames) for view in views)
+        images = tuple(self.cropping(view[moment - 1]) for moment in self.moments for view in views)
         sizes = {image.shape[:2] for image in images}
         if len(sizes) > 1:
             raise ObservationError(f"{', '.join(seen.views)}: expected images of one shape, got {sorted(sizes)}")
-        return replace(seen, images=images)
+        return replace(seen, images=images, state=np.atleast_2d(seen.state)[-1])
 
     def encode(self, seen: Observed) -> Inputs:
         normalised = np.zeros(0) if self.exclude_state else self.state.normalise(seen.state)
