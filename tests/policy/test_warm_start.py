@@ -110,6 +110,7 @@ def test_a_warm_batch_answers_each_row_as_alone(flow_folders: dict[str, Path], f
     policy = load(flow_folders[family], engine, num_steps=2, warm_start=START)
     delays = [None, 1 if policy.supports_prev_chunk else None]
     pair, noise, chunks = observed(policy, 0, 1), noise_of(policy, 2), rests(policy, 2, 3)
+    delays = (None, 1 if policy.supports_prev_chunk else None)
     alone = [policy.infer(o, noise=n, prev_chunk=c, inference_delay=d)["actions"]
              for o, n, c, d in zip(pair, noise, chunks, delays, strict=True)]  # fmt: skip
     found = policy.infer_batch(pair, noise=noise, prev_chunks=chunks, inference_delays=delays)
