@@ -108,7 +108,6 @@ def test_with_a_delay_a_warm_start_is_also_guided(flow_folders: dict[str, Path],
 def test_a_warm_batch_answers_each_row_as_alone(flow_folders: dict[str, Path], family: str, engine: str) -> None:
     """With a delay where the family has real-time chunking."""
     policy = load(flow_folders[family], engine, num_steps=2, warm_start=START)
-    delays = [None, 1 if policy.supports_prev_chunk else None]
     pair, noise, chunks = observed(policy, 0, 1), noise_of(policy, 2), rests(policy, 2, 3)
     delays = (None, 1 if policy.supports_prev_chunk else None)
     alone = [policy.infer(o, noise=n, prev_chunk=c, inference_delay=d)["actions"]
