@@ -91,7 +91,8 @@ def load_folder(framework: str, folder: Path, settings: PolicyConfig) -> tuple[V
         config=config,
         template=template,
         condition=condition,
-        clipped=False,
+        clip_state=1.0 if robot.state == "q99" and config.head.state else None,
+        binary_state=robot.preset.state_dim - 1 if robot.binary else None,
         snap=gripper if robot.binary else None,
         binarize=None if robot.binary else gripper,
     )
@@ -139,7 +140,7 @@ def _groot(shapes: Shapes, content: Mapping[str, Any], path: Path, *, layerwise:
     ):  # fmt: skip
         if section.get(name, only) != only:
             raise CheckpointError(f"{path}: {name}: expected {only}, got {section[name]!r:.60}")
-    state = bool(_section(content, "datasets.vla_data", path).get("include_state", False))
+    state = _include_state(content, path)
     buckets = size_of(action, "num_timestep_buckets", path, 1000)
     head = NAMES.head(shapes, heads[kind], buckets, path, state=state, final=not layerwise)
     state_dim = shapes.get("action_model.state_encoder.layer1.weight", (0, 1))[1]
@@ -164,7 +165,7 @@ def _oft(shapes: Shapes, content: Mapping[str, Any], path: Path) -> OftConfig:
     action_dim = shape("action_model.model.fc2.weight", 2)[0]
     action = _section(content, "framework.action_model", path)
     compare_sizes([("action_dim", action.get("action_dim"), action_dim)], str(path.parent))
-    if _section(content, "datasets.vla_data", path).get("include_state"):
+    if _include_state(content, path):
         raise CheckpointError(
             f"{path}: include_state: expected false for QwenOFT: a state in the prompt is not supported"
         )
@@ -190,6 +191,15 @@ def _horizon(action: Mapping[str, Any], path: Path) -> int:
     if action.get("action_horizon") is None and action.get("future_action_window_size") is not None:
         return 1 + size_of(action, "future_action_window_size", path)
     return size_of(action, "action_horizon", path)
+
+
+def _include_state(content: Mapping[str, Any], path: Path) -> bool:
+    """Whether the state is an input. starVLA's own files have it as text, too."""
+    value = _section(content, "datasets.vla_data", path).get("include_state")
+    known = {"True": True, "False": False, "None": False}
+    if str(value) not in known:
+        raise CheckpointError(f"{path}: include_state: expected true or false, got {value!r:.60}")
+    return known[str(value)]
 
 
 def _image_size(content: Mapping[str, Any], path: Path) -> Size:
@@ -236,8 +246,13 @@ def _scaling(statistics: Mapping[str, Any], kind: str, scaling: Scaling, count: 
     low, high = (finite_array(table.get(name), f"{where}: {name}") for name in names)
     if low is None or high is None or low.shape != (count,) or high.shape != (count,):
         raise CheckpointError(f"{where}: expected {' and '.join(names)} of {count} numbers")
-    gripper = np.arange(count) == count - 1
-    return Normaliser("quantile", np.where(gripper, -1.0, low), np.where(gripper, 2.0, high - low))
+    mask = table.get("mask") if kind == "action" else None
+    if mask not in (None, scaled := [True] * (count - 1) + [False]):
+        raise CheckpointError(f"{where}: mask: expected {scaled}, got {mask!r:.120}")
+    same = np.arange(count) == count - 1
+    if kind == "state":  # A number that never changes stays as it is.
+        same |= low == high
+    return Normaliser("quantile", np.where(same, -1.0, low), np.where(same, 2.0, high - low))
 
 
 def _prompt(
