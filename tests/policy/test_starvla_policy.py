@@ -26,6 +26,10 @@ def data(name: str, value: Any) -> Change:
     return lambda config: config["datasets"]["vla_data"].update({name: value})
 
 
+def action(name: str, value: Any) -> Change:
+    return lambda config: config["framework"]["action_model"].update({name: value})
+
+
 def policy_of(folder: Path, engine: str = "eager", **settings: Any) -> OptimizedPolicy:
     config = PolicyConfig(device="cpu", **{"precision": "fp32", **settings})
     parts = ("vision", "decode") if "oft" in str(folder) else ("vision", "kv_cache", "denoise")
@@ -113,6 +117,14 @@ def test_a_text_says_whether_the_state_counts(tmp_path: Path, value: str | None,
     assert policy.model.config.head.state == counts  # type: ignore[union-attr]
 
 
+def test_a_longer_state_than_the_models_is_refused(tmp_path: Path) -> None:
+    stored, name = tensors("state"), "action_model.state_encoder.layer1.weight"
+    stored[name] = stored[name][:, :7].contiguous()
+    folder = write(tmp_path / "state", "state", action("state_dim", 7), stored)
+    with pytest.raises(ConfigError, match="state: expected at most the model's 7 numbers, got 8"):
+        policy_of(folder)
+
+
 class Other:
     """An object that a pickle of tensors must not make."""
 
@@ -125,10 +137,6 @@ def test_a_pickle_of_other_objects_is_refused(tmp_path: Path, content: Any, caps
     assert main(["convert", str(checkpoint), str(tmp_path / "out")]) == 1
     assert "expected a pickle of tensors" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def action(name: str, value: Any) -> Change:
-    return lambda config: config["framework"]["action_model"].update({name: value})
 
 
 def mask(gripper: bool) -> Change:
