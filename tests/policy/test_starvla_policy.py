@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 from tests.support.starvla_folders import REFERENCE, Change, answers, given, noise, tensors, write, write_run
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
@@ -72,10 +73,17 @@ def test_the_state_counts_where_it_was_trained(folders: dict[str, Path]) -> None
         assert (np.abs(first - second).max() > 1e-4) == counts
 
 
-def test_a_conversion_keeps_every_tensor_once(tmp_path: Path) -> None:
-    checkpoint, output = write_run(tmp_path / "run", "groot"), tmp_path / "out"
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_conversion_keeps_every_tensor_once(tmp_path: Path, suffix: str) -> None:
+    checkpoint, output, kept = write_run(tmp_path / "run", "groot"), tmp_path / "out", tensors("groot")
+    if suffix != checkpoint.suffix:
+        checkpoint.unlink()
+        checkpoint = checkpoint.with_suffix(suffix)
+        save_file({name: kept[name] for name in kept if "lm_head" not in name}, str(checkpoint))
+    with pytest.raises(CheckpointError, match=f"type vla-accel convert {checkpoint}"):
+        policy_of(tmp_path / "run")
     assert main(["convert", str(checkpoint), str(output)]) == 0
-    stored, kept = SafetensorsWeights(output).shapes, tensors("groot")
+    stored = SafetensorsWeights(output).shapes
     assert len(stored) == len(kept) - 1, "the head of the language model is its table"
     assert sorted(path.name for path in output.iterdir()) == [
         "config.json", "dataset_statistics.json", "model.safetensors",
@@ -156,6 +164,16 @@ def mask(gripper: bool) -> Change:
         ("groot", data("include_state", "yes"), "include_state: expected true or false, got 'yes'"),
         ("groot", mask(True), "action: mask: expected"),
         (
+            "groot",
+            lambda c: c["framework"].update(obs_image_size=[224, 224]),
+            "obs_image_size: expected [256",
+        ),
+        (
+            "oft",
+            lambda c: c.update(statistics={"franka": {"delta": {}}}),
+            "statistics of abs actions, got delta",
+        ),
+        (
             "oft",
             lambda c: c["framework"].update(name="QwenFAST"),
             "QwenOFT or QwenPI, got QwenFAST",
@@ -171,10 +189,14 @@ def test_folders_that_are_not_understood_are_refused(
     assert message in str(caught.value)
 
 
-def test_a_run_that_is_not_converted_says_what_to_type(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", "oft", stored={}).parent.parent
-    with pytest.raises(CheckpointError, match="type vla-accel convert"):
-        policy_of(run)
+def test_statistics_of_several_kinds_of_actions(tmp_path: Path, folders: dict[str, Path]) -> None:
+    (robot,) = REFERENCE["oft"]["statistics"].values()
+    nested = {"franka": {"abs": robot, "delta": {"action": {}}}}
+    plain, found = (
+        policy_of(folder).infer(given("oft")[0])["actions"]
+        for folder in (folders["oft"], write(tmp_path / "oft", "oft", lambda c: c.update(statistics=nested)))
+    )
+    np.testing.assert_array_equal(plain, found)
 
 
 def test_bad_input_is_one_error(folders: dict[str, Path]) -> None:

@@ -107,7 +107,7 @@ def config(**changes: Any) -> Callable[[dict[str, Any]], object]:
             "expected observation.images.front.mean",
         ),
     ],
-    ids=["chunk", "resize", "kind", "condition", "no condition", "template", "setting", "gripper", "threshold", "visual"],
+    ids=["chunk", "size", "kind", "condition", "no condition", "template", "setting", "gripper", "threshold", "visual"],
 )
 def test_folders_of_other_networks_are_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str

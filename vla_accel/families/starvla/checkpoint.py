@@ -33,6 +33,8 @@ from vla_accel.transforms.normalisation import Normaliser, finite_array
 from vla_accel.transforms.tokenizer import Tokenizer, load_line_tokenizer
 
 TYPE = "starvla"
+SUFFIXES = (".pt", ".safetensors")
+"""Of the checkpoints in a run's folder."""
 STATISTICS = "dataset_statistics.json"
 NAMES = StoredNames("qwen_vl_interface.model.", "action_model.")
 _MLP = {
@@ -58,9 +60,10 @@ def unconverted(folder: Path) -> str | None:
     if path.is_file() and (name := framework_of(read_json(path))) is not None:
         return f"expected starVLA's {' or '.join(FRAMEWORKS)}, got {name}"
     if (folder / STATISTICS).is_file() and (folder / "config.yaml").is_file():
+        found = sorted(p for p in folder.glob("checkpoints/*") if p.suffix in SUFFIXES)
         return (
             "expected a converted checkpoint, got the folder of a starVLA run; type vla-accel convert "
-            f"{folder}/checkpoints/NAME.pt OUTPUT"
+            f"{found[-1] if found else folder / 'checkpoints' / 'NAME.pt'} OUTPUT"
         )
     return None
 
@@ -207,6 +210,11 @@ def _image_size(content: Mapping[str, Any], path: Path) -> Size:
     data = _section(content, "datasets.vla_data", path)
     value = data.get("obs_image_size") or data.get("image_size") or (data.get("default_image_resolution") or [])[-2:]
     width, height = value or (224, 224)
+    other = _section(content, "framework", path).get("obs_image_size")
+    if other not in (None, [width, height]):
+        raise CheckpointError(
+            f"{path}: framework.obs_image_size: expected {[width, height]}, as in datasets.vla_data, got {other!r:.60}"
+        )
     return size_of({"obs_image_size": height}, "obs_image_size", path), size_of({"width": width}, "width", path)
 
 
@@ -234,7 +242,17 @@ def _robot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tupl
         raise CheckpointError(f"{folder / STATISTICS}: expected statistics of {', '.join(names)}; {got}")
     if len(robots) > 1 and name not in robots:
         raise CheckpointError(f"{folder / STATISTICS}: expected {' or '.join(robots)}, got {name!r}")
-    return robots.get(name, next(iter(robots.values()))), statistics[name]
+    return robots.get(name, next(iter(robots.values()))), _absolute(statistics[name], folder / STATISTICS)
+
+
+def _absolute(statistics: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The statistics of absolute actions, where a file has those of several kinds of actions."""
+    if "action" in statistics or not statistics.keys() & {"abs", "delta", "rel"}:
+        return statistics
+    found = statistics.get("abs")
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path}: expected statistics of abs actions, got {', '.join(sorted(statistics))}")
+    return found if "action" in found else {"action": found}
 
 
 def _scaling(statistics: Mapping[str, Any], kind: str, scaling: Scaling, count: int, folder: Path) -> Normaliser:
