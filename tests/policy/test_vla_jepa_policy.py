@@ -73,6 +73,19 @@ def test_the_world_model_is_not_read(tmp_path: Path, folder: Path) -> None:
     np.testing.assert_array_equal(want, found)
 
 
+def test_a_base_may_have_been_another_robots(tmp_path: Path, folder: Path) -> None:
+    """A policy that was trained from a base keeps the base's features in config.json."""
+
+    def features(files: dict[str, Any]) -> None:
+        files["config.json"]["output_features"]["action"]["shape"] = [14]
+
+    want, found = (
+        p.infer(given()[0], noise=noise()[0])["actions"]
+        for p in (policy_of(folder), policy_of(write(tmp_path, change=features)))
+    )
+    np.testing.assert_array_equal(want, found)
+
+
 def config(**changes: Any) -> Callable[[dict[str, Any]], object]:
     return lambda files: files["config.json"].update(changes)
 
@@ -87,12 +100,14 @@ def config(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (config(prompt_template="Do {instruction}"), "expected {instruction} and {e_actions}"),
         (config(prompt_template="Do {what} {e_actions}"), "prompt_template: expected a template of lerobot's"),
         (config(new_setting=1), "expected settings of lerobot"),
+        (config(gripper_dim=13), "gripper_dim: expected 6, got 13"),
+        (config(gripper_threshold=0.1), "gripper_threshold: expected 0.5, got 0.1"),
         (
             lambda files: files["policy_preprocessor.json"]["steps"][3]["config"]["norm_map"].update(VISUAL="MEAN_STD"),
             "expected observation.images.front.mean",
         ),
     ],
-    ids=["chunk", "resize", "kind", "condition", "no condition", "template", "setting", "visual"],
+    ids=["chunk", "size", "kind", "condition", "no condition", "template", "setting", "gripper", "threshold", "visual"],
 )
 def test_folders_of_other_networks_are_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str

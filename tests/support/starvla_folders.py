@@ -30,10 +30,12 @@ def tensors(variant: str) -> dict[str, Tensor]:
 
 
 def write_run(folder: Path, variant: str, change: Change = lambda config: None, stored: Any = None) -> Path:
-    """Write a run's folder and return its checkpoint. `change` edits config.yaml before; `stored`: other weights."""
+    """Write a run's folder and return its checkpoint. `change` edits config.yaml before, whose `statistics`, if it adds
+    them, become the run's; `stored`: other weights."""
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     kept = copy.deepcopy(REFERENCE[variant])
     change(kept["config"])
+    kept["statistics"] = kept["config"].pop("statistics", kept["statistics"])
     (folder / "config.yaml").write_text(yaml.safe_dump(kept["config"], allow_unicode=True))
     (folder / "dataset_statistics.json").write_text(json.dumps(kept["statistics"]))
     path = folder / "checkpoints" / "steps_1_pytorch_model.pt"

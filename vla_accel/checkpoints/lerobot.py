@@ -141,6 +141,9 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     has_environment = not prompted and ENVIRONMENT in inputs
     states = [key for key in (STATE, ENVIRONMENT) if key in inputs] if has_environment else [STATE]
     state_dims, action_dim = [length_of(inputs, key, path) for key in states], length_of(outputs, ACTION, path)
+    if config["type"] == "vla_jepa":
+        # As for the state below: `output_features` may be the base's, but this number is the robot's.
+        action_dim = size_of(config, "action_dim", path, action_dim)
     if not is_migrated(folder) and buffers(weights.shapes):
         modes = required(config, "normalization_mapping", dict, path)
         of_inputs = of_outputs = buffer_statistics(weights, inputs | outputs, modes, folder / "model.safetensors")

@@ -31,6 +31,7 @@ def _since(release: str, *settings: Setting) -> tuple[Setting, ...]:
 # -- config.json --------------------------------------------------------------------------------------------------
 
 _COPIED = "the saved steps have their own copy, which counts"
+_UNSAVED = "lerobot's saved steps do not keep it, and it loads this one"
 _BASE = (
     read("type", "policy class"),
     read("input_features output_features", "names and sizes of cameras, state and action"),
@@ -234,10 +235,9 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         ),
         neutral("tokenizer_padding_side", "padding, which the model masks"),
         neutral("num_target_vision_tokens action_max_seq_len", "not read by lerobot"),
-        neutral(
-            "binarize_gripper_action pre_snap_gripper_action clip_normalized_actions gripper_dim gripper_threshold",
-            _COPIED,
-        ),
+        neutral("binarize_gripper_action pre_snap_gripper_action clip_normalized_actions", _COPIED),
+        fixed("gripper_dim", _UNSAVED, 6),
+        fixed("gripper_threshold", _UNSAVED, 0.5),
         neutral("torch_dtype", "precision in which lerobot ran"),
         neutral(
             "freeze_qwen reinit_modules action_dropout action_noise_beta_alpha action_noise_beta_beta action_noise_s "

@@ -17,8 +17,13 @@ from vla_accel.nn.qwen_vision import QwenVisionConfig
 
 Depth = Callable[[str], int]
 """The number of layers whose names begin with a prefix."""
-VISION_HEAD = 64
-"""Width of the heads of Qwen3-VL's vision tower, which no shape shows."""
+_TOWERS: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
+    (1024, 24): (64, (5, 11, 17)),  # Qwen3-VL-2B and 4B
+    (1152, 27): (72, (8, 16, 24)),  # Qwen3-VL-8B and 32B
+    (128, 4): (64, (0, 1, 2)),  # a small one, for tests
+}
+"""What no shape of a vision tower shows, by its width and depth: the width of its heads, and the blocks with a
+deepstack output."""
 _MERGER = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
 _PRE_NORM = {
     "layer_norm1": ("norm1",), "qkv_proj": ("attn.qkv",), "out_proj": ("attn.proj",), "layer_norm2": ("norm2",),
@@ -91,14 +96,16 @@ def vision_config(shape: ShapeOf, depth: Depth, start: str) -> QwenVisionConfig:
     positions, _ = shape(start + "pos_embed.weight", 2)
     blocks, levels = depth(start + "blocks."), depth(start + "deepstack_merger_list.")
     out_width, joined = shape(start + "merger.linear_fc2.weight", 2)
-    if width % VISION_HEAD:
-        raise ConfigError(f"vision.width {width}: expected heads of {VISION_HEAD}, as Qwen3-VL's are")
+    head_dim, deepstack = _TOWERS.get((width, blocks), (0, ()))
+    if levels != len(deepstack) or not head_dim:
+        known = " or ".join(f"{depth} blocks of width {width}" for width, depth in _TOWERS)
+        raise ConfigError(
+            f"vision: expected {known} with 3 deepstack outputs, as Qwen3-VL's, got {blocks} of {width} with {levels}"
+        )
     return QwenVisionConfig(
         width=width, depth=blocks, mlp_dim=shape(start + "blocks.0.mlp.linear_fc1.weight", 2)[0],
-        heads=width // VISION_HEAD, patch_size=patch, frames=frames, merge=round((joined / width) ** 0.5),
-        # Blocks with a deepstack output are equally spaced: 5, 11 and 17 of 24.
-        positions=positions, deepstack=tuple(blocks * (j + 1) // (levels + 1) - 1 for j in range(levels)),
-        out_width=out_width,
+        heads=width // head_dim, patch_size=patch, frames=frames, merge=round((joined / width) ** 0.5),
+        positions=positions, deepstack=deepstack, out_width=out_width,
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 """`vla-accel convert`: an openpi JAX checkpoint to safetensors that this package and openpi's PyTorch code load, or a
-pickle of starVLA to a folder that this package loads."""
+checkpoint of starVLA to a folder that this package loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Convert:
     """Convert an openpi JAX checkpoint (orbax) to a folder with model.safetensors, config.json and the statistics, on
     the CPU; needs pip install 'vla_accel[jax]'. conversion.json in the output lists every parameter.
 
-    Or convert a starVLA checkpoint, RUN/checkpoints/NAME.pt, to a folder with its weights, settings and statistics."""
+    Or convert a starVLA checkpoint, RUN/checkpoints/NAME.pt or NAME.safetensors, to a folder with its weights, settings
+    and statistics."""
 
     checkpoint: Annotated[Path, Argument("CHECKPOINT", positional=True)]
     """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself; or starVLA's file."""
@@ -45,7 +46,7 @@ class Convert:
 
 def main(options: Convert, words: list[str]) -> int:
     """Convert and report; the exit status."""
-    if options.checkpoint.suffix == ".pt":
+    if options.checkpoint.suffix in (".pt", ".safetensors"):
         return _starvla(options)
     from vla_accel.families.pi0.convert import convert
 

@@ -33,6 +33,8 @@ from vla_accel.transforms.normalisation import Normaliser, finite_array
 from vla_accel.transforms.tokenizer import Tokenizer, load_line_tokenizer
 
 TYPE = "starvla"
+SUFFIXES = (".pt", ".safetensors")
+"""Of the checkpoints in a run's folder."""
 STATISTICS = "dataset_statistics.json"
 NAMES = StoredNames("qwen_vl_interface.model.", "action_model.")
 _MLP = {
@@ -58,9 +60,10 @@ def unconverted(folder: Path) -> str | None:
     if path.is_file() and (name := framework_of(read_json(path))) is not None:
         return f"expected starVLA's {' or '.join(FRAMEWORKS)}, got {name}"
     if (folder / STATISTICS).is_file() and (folder / "config.yaml").is_file():
+        found = sorted(p for p in folder.glob("checkpoints/*") if p.suffix in SUFFIXES)
         return (
             "expected a converted checkpoint, got the folder of a starVLA run; type vla-accel convert "
-            f"{folder}/checkpoints/NAME.pt OUTPUT"
+            f"{found[-1] if found else folder / 'checkpoints' / 'NAME.pt'} OUTPUT"
         )
     return None
 
@@ -91,7 +94,8 @@ def load_folder(framework: str, folder: Path, settings: PolicyConfig) -> tuple[V
         config=config,
         template=template,
         condition=condition,
-        clipped=False,
+        clip_state=1.0 if robot.state == "q99" and config.head.state else None,
+        binary_state=robot.preset.state_dim - 1 if robot.binary else None,
         snap=gripper if robot.binary else None,
         binarize=None if robot.binary else gripper,
     )
@@ -139,7 +143,7 @@ def _groot(shapes: Shapes, content: Mapping[str, Any], path: Path, *, layerwise:
     ):  # fmt: skip
         if section.get(name, only) != only:
             raise CheckpointError(f"{path}: {name}: expected {only}, got {section[name]!r:.60}")
-    state = bool(_section(content, "datasets.vla_data", path).get("include_state", False))
+    state = _include_state(content, path)
     buckets = size_of(action, "num_timestep_buckets", path, 1000)
     head = NAMES.head(shapes, heads[kind], buckets, path, state=state, final=not layerwise)
     state_dim = shapes.get("action_model.state_encoder.layer1.weight", (0, 1))[1]
@@ -164,7 +168,7 @@ def _oft(shapes: Shapes, content: Mapping[str, Any], path: Path) -> OftConfig:
     action_dim = shape("action_model.model.fc2.weight", 2)[0]
     action = _section(content, "framework.action_model", path)
     compare_sizes([("action_dim", action.get("action_dim"), action_dim)], str(path.parent))
-    if _section(content, "datasets.vla_data", path).get("include_state"):
+    if _include_state(content, path):
         raise CheckpointError(
             f"{path}: include_state: expected false for QwenOFT: a state in the prompt is not supported"
         )
@@ -192,11 +196,25 @@ def _horizon(action: Mapping[str, Any], path: Path) -> int:
     return size_of(action, "action_horizon", path)
 
 
+def _include_state(content: Mapping[str, Any], path: Path) -> bool:
+    """Whether the state is an input. starVLA's own files have it as text, too."""
+    value = _section(content, "datasets.vla_data", path).get("include_state")
+    known = {"True": True, "False": False, "None": False}
+    if str(value) not in known:
+        raise CheckpointError(f"{path}: include_state: expected true or false, got {value!r:.60}")
+    return known[str(value)]
+
+
 def _image_size(content: Mapping[str, Any], path: Path) -> Size:
     """The size that the training data have: starVLA's loader makes them 224 x 224 if nothing is said."""
     data = _section(content, "datasets.vla_data", path)
     value = data.get("obs_image_size") or data.get("image_size") or (data.get("default_image_resolution") or [])[-2:]
     width, height = value or (224, 224)
+    other = _section(content, "framework", path).get("obs_image_size")
+    if other not in (None, [width, height]):
+        raise CheckpointError(
+            f"{path}: framework.obs_image_size: expected {[width, height]}, as in datasets.vla_data, got {other!r:.60}"
+        )
     return size_of({"obs_image_size": height}, "obs_image_size", path), size_of({"width": width}, "width", path)
 
 
@@ -224,7 +242,17 @@ def _robot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tupl
         raise CheckpointError(f"{folder / STATISTICS}: expected statistics of {', '.join(names)}; {got}")
     if len(robots) > 1 and name not in robots:
         raise CheckpointError(f"{folder / STATISTICS}: expected {' or '.join(robots)}, got {name!r}")
-    return robots.get(name, next(iter(robots.values()))), statistics[name]
+    return robots.get(name, next(iter(robots.values()))), _absolute(statistics[name], folder / STATISTICS)
+
+
+def _absolute(statistics: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The statistics of absolute actions, where a file has those of several kinds of actions."""
+    if "action" in statistics or not statistics.keys() & {"abs", "delta", "rel"}:
+        return statistics
+    found = statistics.get("abs")
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path}: expected statistics of abs actions, got {', '.join(sorted(statistics))}")
+    return found if "action" in found else {"action": found}
 
 
 def _scaling(statistics: Mapping[str, Any], kind: str, scaling: Scaling, count: int, folder: Path) -> Normaliser:
@@ -236,8 +264,13 @@ def _scaling(statistics: Mapping[str, Any], kind: str, scaling: Scaling, count: 
     low, high = (finite_array(table.get(name), f"{where}: {name}") for name in names)
     if low is None or high is None or low.shape != (count,) or high.shape != (count,):
         raise CheckpointError(f"{where}: expected {' and '.join(names)} of {count} numbers")
-    gripper = np.arange(count) == count - 1
-    return Normaliser("quantile", np.where(gripper, -1.0, low), np.where(gripper, 2.0, high - low))
+    mask = table.get("mask") if kind == "action" else None
+    if mask not in (None, scaled := [True] * (count - 1) + [False]):
+        raise CheckpointError(f"{where}: mask: expected {scaled}, got {mask!r:.120}")
+    same = np.arange(count) == count - 1
+    if kind == "state":  # A number that never changes stays as it is.
+        same |= low == high
+    return Normaliser("quantile", np.where(same, -1.0, low), np.where(same, 2.0, high - low))
 
 
 def _prompt(

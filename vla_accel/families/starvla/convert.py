@@ -1,4 +1,4 @@
-"""A checkpoint of starVLA, a pickle of tensors, as a folder that loads without opening one."""
+"""A checkpoint of starVLA, a pickle of tensors or a safetensors file, as a folder that loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.weights import listing, read_json
+from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json
 from vla_accel.checkpoints.writer import save_weights
 from vla_accel.config.mapping import read_mapping
 from vla_accel.errors import CheckpointError
@@ -22,7 +22,8 @@ def convert(checkpoint: Path, output: Path) -> dict[str, Any]:
     torch opens the pickle with `weights_only=True`, which makes tensors and plain containers and nothing else.
 
     Args:
-        checkpoint: `RUN/checkpoints/NAME.pt`, whose run has config.yaml and dataset_statistics.json.
+        checkpoint: `RUN/checkpoints/NAME.pt` or `NAME.safetensors`, whose run has config.yaml and
+            dataset_statistics.json.
         output: The folder to write; made as needed.
 
     Raises:
@@ -33,7 +34,7 @@ def convert(checkpoint: Path, output: Path) -> dict[str, Any]:
         if not (run / name).is_file():
             raise CheckpointError(f"checkpoint {checkpoint}: expected {name} in {run}, found {listing(run)}")
     settings, statistics = read_mapping(run / "config.yaml"), read_json(run / STATISTICS)
-    tensors = _tensors(checkpoint)
+    tensors = _tensors(checkpoint) if checkpoint.suffix == ".pt" else _floating(SafetensorsWeights(checkpoint))
     output.mkdir(parents=True, exist_ok=True)
     save_weights(tensors, output / "model.safetensors")
     write_json(output / "config.json", {**settings, "type": TYPE})
@@ -41,6 +42,10 @@ def convert(checkpoint: Path, output: Path) -> dict[str, Any]:
     parameters = sum(tensor.numel() for tensor in tensors.values())
     return {"schema": "vla_accel.conversion/1", "output": str(output), "kind": TYPE, "parameters": parameters,
             "tensors": len(tensors)}  # fmt: skip
+
+
+def _floating(weights: SafetensorsWeights) -> dict[str, Tensor]:
+    return {name: weights.read(name) for name in weights.shapes if name not in weights.integers}
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

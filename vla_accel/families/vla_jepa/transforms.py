@@ -39,6 +39,8 @@ class VlaJepaProcessor(PromptTransforms):
         template: The prompt, with `{instruction}`.
         condition: The token whose outputs the network reads; None for all.
         clipped: Whether normalized actions are clipped to [-1, 1].
+        clip_state: The largest number of a normalized state, by magnitude; None for no limit.
+        binary_state: The number of the state that becomes 1 above 0.5 and 0 up to it; None for none.
         snap: The gripper's normalized action becomes 1 from its threshold on and 0 below.
         binarize: The gripper's action becomes -1 above its threshold and 1 up to it.
     """
@@ -49,6 +51,8 @@ class VlaJepaProcessor(PromptTransforms):
     template: str
     condition: int | None
     clipped: bool = True
+    clip_state: float | None = None
+    binary_state: int | None = None
     snap: Gripper | None = None
     binarize: Gripper | None = None
 
@@ -59,9 +63,13 @@ class VlaJepaProcessor(PromptTransforms):
             ("actions", self.preset.action_dim, self.action_dim),
         ):
             object.__setattr__(self, name, getattr(self, name).cut(count, most, name))
+        if self.config.head.state and self.preset.state_dim > self.config.state_dim:
+            raise ConfigError(
+                f"state: expected at most the model's {self.config.state_dim} numbers, got {self.preset.state_dim}"
+            )
         for name in ("delta_actions", "flipped", "gripper_dims"):
             if own := getattr(self.preset, name):
-                raise ConfigError(f"preset.{name}: expected none for VLA-JEPA, got {[*own]}")
+                raise ConfigError(f"preset.{name}: expected none for this model, got {[*own]}")
 
     @property
     def image_shape(self) -> Size:
@@ -90,8 +98,16 @@ class VlaJepaProcessor(PromptTransforms):
         if not isinstance(prompt, str):
             raise ObservationError(f"{self.preset.prompt}: expected a str, got {type(prompt).__name__}")
         tokens = self._cached((prompt, images), lambda: self._tokenized(prompt, images))
-        state = self._padded_state(self.state.normalise(seen.state), self.config.state_dim, seen.state)
+        state = self._padded_state(self._normalized_state(seen.state), self.config.state_dim, seen.state)
         return Inputs(seen.images, tokens, state, seen.state, seen.cameras)
+
+    def _normalized_state(self, state: np.ndarray) -> np.ndarray:
+        found = self.state.normalise(state)
+        if self.clip_state is not None:
+            found = found.clip(-self.clip_state, self.clip_state)
+        if self.binary_state is not None:
+            found[..., self.binary_state] = state[..., self.binary_state] > 0.5
+        return found
 
     def unnormalize_actions(self, actions: np.ndarray, inputs: Inputs) -> np.ndarray:
         """Convert the model's actions (H, action_dim) to the robot's, float64."""
