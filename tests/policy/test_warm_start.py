@@ -159,6 +159,23 @@ def test_the_server_answers_warm_and_cold_calls_in_separate_batches(flow_folders
         assert len(policy.latency.samples) == before + 1, "one batch"
 
 
+def test_a_family_without_guidance_starts_warm_through_the_server(flow_folders: dict[str, Path]) -> None:
+    from tests.support.server_support import served
+    from vla_accel.errors import ServerError
+
+    policy = load(flow_folders["vla_jepa"], num_steps=1, warm_start=START)
+    (observation,), (rest,) = observed(policy, 0), rests(policy, 3)
+    policy.reset()
+    want = policy.infer(observation, prev_chunk=rest)["actions"]
+    policy.reset()
+    with served(policy) as (_, client):
+        np.testing.assert_array_equal(client.infer(observation, prev_chunk=rest)["actions"], want)
+        with pytest.raises(ConfigError, match="does not support real-time chunking"):
+            client.infer(observation, prev_chunk=rest, inference_delay=1)
+        with pytest.raises(ServerError, match="does not support real-time chunking"):
+            client.infer({**observation, "rtc/prev_chunk": rest, "rtc/inference_delay": 1})
+
+
 @pytest.mark.parametrize("guided", [True, False])
 def test_a_runner_passes_the_rest_of_the_chunk(flow_folders: dict[str, Path], guided: bool) -> None:
     policy, passed = load(flow_folders["pi05"], num_steps=1, warm_start=START), []

@@ -164,7 +164,7 @@ class PolicyClient:
         if prev_chunk is not None or inference_delay is not None:
             if prev_chunk is None or (inference_delay is None and not starts_warm(self)):
                 raise ConfigError("real-time chunking: expected prev_chunk and inference_delay together, got only one")
-            if not self.supports_prev_chunk:
+            if not self.supports_prev_chunk and (inference_delay is not None or not starts_warm(self)):
                 raise ConfigError(f"{self} does not support real-time chunking")
             request[wire.PREV_CHUNK] = np.asarray(prev_chunk)
             if inference_delay is not None:

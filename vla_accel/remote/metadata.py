@@ -47,8 +47,8 @@ def history_of(policy: Any) -> History | None:
 
 
 def starts_warm(policy: Any) -> bool:
-    """Whether the policy starts from previous chunks (`WARM_START`)."""
-    return supports_prev_chunk(policy) and _metadata(policy).get(WARM_START) is not None
+    """Whether the policy starts from previous chunks (`WARM_START`), also where it has no real-time chunking."""
+    return _metadata(policy).get(WARM_START) is not None
 
 
 def motion_dims(policy: Any) -> tuple[int, ...] | None:

@@ -135,7 +135,7 @@ def split_options(observation: dict[str, Any], *, real_time_chunking: bool, warm
     present = [key for key in OPTIONS.values() if key in observation]
     if not present:
         return {}
-    if not real_time_chunking:
+    if not real_time_chunking and (wire.INFERENCE_DELAY in present or not warm_start):
         raise ObservationError(f"{present[0]}: this policy does not support real-time chunking")
     if present == [wire.INFERENCE_DELAY] or (present == [wire.PREV_CHUNK] and not warm_start):
         raise ObservationError(f"expected {' and '.join(OPTIONS.values())} together, got only {present[0]}")
