@@ -187,7 +187,7 @@ def test_guidance_placed_steps_and_a_missing_camera(eager: OptimizedPolicy, nati
 def test_norms_inside_the_products_agree_with_eager(
     folder: Path, eager: OptimizedPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "can_be_inside", lambda *_: True)
+    monkeypatch.setattr(plan, "is_inside", lambda *_: True)
     fused, given, start = policy_of(folder, "native"), observed(eager, 1), noise(eager, 2)[0]
     want, got = (policy.infer(given, noise=start) for policy in (eager, fused))
     np.testing.assert_allclose(got["actions"], want["actions"], atol=1e-5)

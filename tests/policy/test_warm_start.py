@@ -108,9 +108,10 @@ def test_with_a_delay_a_warm_start_is_also_guided(flow_folders: dict[str, Path],
 def test_a_warm_batch_answers_each_row_as_alone(flow_folders: dict[str, Path], family: str, engine: str) -> None:
     policy = load(flow_folders[family], engine, num_steps=2, warm_start=START)
     pair, noise, chunks = observed(policy, 0, 1), noise_of(policy, 2), rests(policy, 2, 3)
+    delays = (None, 1 if policy.supports_prev_chunk else None)
     alone = [policy.infer(o, noise=n, prev_chunk=c, inference_delay=d)["actions"]
-             for o, n, c, d in zip(pair, noise, chunks, (None, 1), strict=True)]  # fmt: skip
-    found = policy.infer_batch(pair, noise=noise, prev_chunks=chunks, inference_delays=[None, 1])
+             for o, n, c, d in zip(pair, noise, chunks, delays, strict=True)]  # fmt: skip
+    found = policy.infer_batch(pair, noise=noise, prev_chunks=chunks, inference_delays=delays)
     np.testing.assert_allclose([one["actions"] for one in found], alone, rtol=0, atol=2e-4)
     with pytest.raises(ObservationError, match=r"prev_chunks: expected one for every observation or .*, got 1 for 2"):
         policy.infer_batch(pair, prev_chunks=[None, chunks[0]])
