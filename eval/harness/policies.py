@@ -21,12 +21,13 @@ from eval.harness.stress import disturb
 from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import content_hash
-from vla_accel.remote.metadata import WARM_START, history_of, max_delay
+from vla_accel.remote.ensemble import TEMPORAL_ENSEMBLE, TemporalEnsemble
+from vla_accel.remote.metadata import WARM_START, ensemble_of, history_of, max_delay
 
 log = logging.getLogger("vla_accel")
 
 Chunking = Literal["plain", "rtc", "warm"]
-REMOTE_IDENTITY = ("policy", "model", "num_steps", "schedule", WARM_START, "dtype")
+REMOTE_IDENTITY = ("policy", "model", "num_steps", "schedule", WARM_START, TEMPORAL_ENSEMBLE, "dtype")
 WARM_UP_CALLS = 2
 ANSWER_TIMEOUT_S = 300.0  # a server may compile at its first request
 
@@ -109,6 +110,7 @@ class PolicyActor:
 
     looks = True
     history = 1
+    ensemble: TemporalEnsemble | None = None
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class PolicyActor:
         self._key, self._instruction, self._call = key, instruction, 0
         self._policy = self._policies(key.steps)
         self._policy.reset()
-        self._seen = history_of(self._policy)
+        self._seen, self.ensemble = history_of(self._policy), ensemble_of(self._policy)
         self.history = 1 if self._seen is None else self._seen.count
 
     def observe(self, env: Any) -> None:
@@ -205,6 +207,7 @@ class ExpertActor:
 
     looks = False
     history = 1
+    ensemble: TemporalEnsemble | None = None
 
     def __init__(self, expert: Expert) -> None:
         self._expert = expert
@@ -264,6 +267,11 @@ def check_chunks(
         raise ConfigError("chunking: warm: expected a policy whose configuration has warm_start, got one without")
     if source.chunking == "plain" and metadata.get(WARM_START) is not None:
         log.warning("chunking: plain: every chunk starts from noise; chunking: warm uses the policy's warm_start")
+    if metadata.get(TEMPORAL_ENSEMBLE) is not None and protocol.replan_steps > 1:
+        log.warning(
+            "replan: %d: the policy's temporal ensembling averages fewer predictions of a step than with replan 1, as "
+            "lerobot runs it", protocol.replan_steps,
+        )  # fmt: skip
 
 
 def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from eval.harness.benchmark import Environment, Task
 from eval.harness.protocol import EpisodeKey
 from eval.harness.protocol import Protocol as EvaluationProtocol
+from vla_accel.remote.ensemble import TemporalEnsemble
 
 
 class Actor(Protocol):
@@ -25,11 +26,13 @@ class Actor(Protocol):
     Attributes:
         looks: whether `actions` reads `env.observation()`, so that the step before it must render.
         history: the observations that it reads, one a tick.
+        ensemble: how the predictions of a tick are averaged; None: the newest one counts.
         timings: milliseconds of every call in this episode, by component.
     """
 
     looks: bool
     history: int
+    ensemble: TemporalEnsemble | None
     timings: dict[str, list[float]]
 
     def warm_up(self, instruction: str) -> None:
@@ -60,10 +63,11 @@ class Chunks:
     Args:
         latency: ticks from an observation to the arrival of its chunk, fewer than a chunk has actions.
         replan: actions of a chunk before the next is requested; fewer if it would arrive too late.
+        ensemble: averages a chunk with earlier predictions of its ticks.
     """
 
-    def __init__(self, latency: int, replan: int) -> None:
-        self._latency, self._replan = latency, replan
+    def __init__(self, latency: int, replan: int, ensemble: TemporalEnsemble | None = None) -> None:
+        self._latency, self._replan, self._ensemble = latency, replan, ensemble
         self._used: np.ndarray | None = None
         self._first = 0
         """Tick of the first row in use."""
@@ -87,8 +91,9 @@ class Chunks:
 
     def put(self, actions: Sequence[np.ndarray], tick: int) -> None:
         """Add the policy's answer (n, action_dim) to the observation of this tick."""
-        arrival = tick + self._latency
-        self._coming = np.stack(list(actions)), arrival if self._used is None else tick, arrival
+        arrival, rows = tick + self._latency, np.stack(list(actions))
+        first = arrival if self._used is None else tick
+        self._coming = rows if self._ensemble is None else self._ensemble.add(first, rows), first, arrival
         self._arrive(tick)
 
     def left(self, tick: int) -> np.ndarray | None:
@@ -184,7 +189,8 @@ def run_episode(
         env.reset_to(task.start_states[key.trial], seed=(protocol.seed, key.task_id, key.trial))
         if recorder is not None:
             recorder.add(env.observation())
-        chunks, action, limit = Chunks(protocol.latency, protocol.replan_steps), None, protocol.limit(key)
+        chunks = Chunks(protocol.latency, protocol.replan_steps, actor.ensemble)
+        action, limit = None, protocol.limit(key)
         while env_steps < limit and not success:
             if chunks.due(env_steps):
                 chunks.put(actor.actions(env, chunks.left(env_steps)), env_steps)

@@ -96,6 +96,8 @@ def test_the_environments_state_follows_the_robots_and_is_not_scaled(tmp_path: P
         (configure(n_heads=3), ("width", "3 heads")),
         (configure(dim_feedforward=95), ("dim_feedforward", "95", "96")),
         (configure(horizon=3), ("horizon",)),
+        (configure(temporal_ensemble_coeff=0.01), ("n_action_steps", "1", "7")),
+        (configure(temporal_ensemble_coeff="0.01", n_action_steps=1), ("temporal_ensemble_coeff", "number", "'0.01'")),
         (edit("normalizer_processor", norm_map={"VISUAL": "NONE"}), (FRONT, "MEAN_STD", "'NONE'")),
         (lambda f: f["config"]["input_features"][FRONT].update(shape=[40, 70, 3]), (FRONT, "[3, height, width]")),
     ],
@@ -104,6 +106,27 @@ def test_the_environments_state_follows_the_robots_and_is_not_scaled(tmp_path: P
 def test_what_a_folder_may_not_say(change: Change, words: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         load(write_lerobot(tmp_path, change))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_temporal_ensembling_is_in_the_metadata(tmp_path: Path, policy: OptimizedPolicy) -> None:
+    folder = write_lerobot(tmp_path, configure(temporal_ensemble_coeff=0.01, n_action_steps=1))
+    found = OptimizedPolicy.from_pretrained(folder, "eager_fp32", device="cpu").metadata
+    assert found["temporal_ensemble"] == 0.01 and "temporal_ensemble" not in policy.metadata
+
+
+@pytest.mark.parametrize("features", ["input_features", "input_shapes"])
+def test_a_folder_without_a_type_says_what_is_missing(features: str, tmp_path: Path) -> None:
+    """`input_shapes`: of 2024."""
+
+    def change(files: dict[str, Any]) -> None:
+        config = files["config"]
+        del config["type"]
+        config[features] = config.pop("input_features")
+
+    with pytest.raises(CheckpointError) as error:
+        load(write_lerobot(tmp_path, change, release="0.4.4", buffers=True))
+    words = ("config.json", "expected type, input_features", f"found {features} without type")
     assert all(word in str(error.value) for word in words), error.value
 
 

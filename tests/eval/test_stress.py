@@ -159,17 +159,29 @@ class Watching(FakePolicy):
 
 
 def episode(
-    stress: dict[str, float], *, chunking: Chunking = "plain", succeed_after: int | None = None,
-    max_delay: int | None = None,
+    stress: dict[str, float], *, chunking: Chunking = "plain", succeed_after: int | None = None, **metadata: Any
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     protocol = Protocol("libero_spatial", tasks=(4,), trials=2, steps=(3,), max_steps=16, stress=stress)
     policy, env, films = Watching(), FakeEnv(succeed_after), []
-    policy.metadata = {**policy.metadata, "max_delay": max_delay}
+    policy.metadata |= metadata
     actor = PolicyActor(PolicyBySteps(policy), LIBERO, protocol, chunking=chunking)
     recorder: Any = SimpleNamespace(every=2, add=films.append)
     result = run_episode(env, TASK, actor, EpisodeKey(3, 4, 1), protocol, recorder=recorder, idle=stand_still)
     assert result.error is None and all(film is OBSERVATION for film in films)
     return result, policy, env
+
+
+@pytest.mark.parametrize("latency", [0, 2])
+def test_a_checkpoints_temporal_ensembling_averages_the_predictions_of_a_tick(latency: int) -> None:
+    """Chunk k is of the ticks from 5 k on (the first one from its arrival), and holds 100 k + 0, 1, ..., 9."""
+    _, _, env = episode({"latency": latency} if latency else {}, temporal_ensemble=0.0)
+    executed = [action[0] for action, _ in env.steps]
+    first, second = (np.asarray(chunk) for chunk in (range(10), range(100, 110)))
+    assert executed[latency : latency + 5] == [0, 1, 2, 3, 4]
+    # The second chunk is of the observation at `latency + 5`, and arrives `latency` ticks later.
+    assert executed[5 + 2 * latency : 10 + latency] == [*((first[5:] + second[:5]) / 2)[latency:]]
+    _, _, plain = episode({"latency": latency} if latency else {})
+    assert [action[0] for action, _ in plain.steps][5 + 2 * latency : 10 + latency] == [*second[latency:5]]
 
 
 def test_late_actions_reach_the_simulator_at_their_tick_and_the_gripper_holds_meanwhile() -> None:
@@ -282,9 +294,13 @@ def test_a_policy_must_have_actions_left_when_they_arrive(caplog: pytest.LogCapt
         check_chunks({**metadata, "warm_start": None}, warm, protocol, supports_prev_chunk=True)
     with pytest.raises(ConfigError, match=r"replan: expected .* 10 predicted actions less one, .*, got 10"):
         check_chunks({**metadata, "warm_start": 0.5}, warm, all_executed, supports_prev_chunk=True)
+    ensemble = {**metadata, "temporal_ensemble": 0.01}
+    check_chunks(ensemble, source, replace(protocol, replan_steps=1), supports_prev_chunk=False)
     assert not caplog.messages
     check_chunks({**metadata, "warm_start": 0.5}, source, protocol, supports_prev_chunk=True)
     assert "every chunk starts from noise" in caplog.text
+    check_chunks(ensemble, source, protocol, supports_prev_chunk=False)
+    assert "replan: 5: the policy's temporal ensembling averages fewer predictions" in caplog.text
 
 
 # -- the record ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ from lerobot_policy_vla_accel.observations import camera_name, observations
 from safetensors.torch import save_file
 
 from tests.plugins.folders import write_arm, write_pusht
+from tests.support import tiny_act
+from tests.support.lerobot_saved import configure
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from tests.support.tiny_smolvla import observation
 from vla_accel import OptimizedPolicy
@@ -132,6 +134,23 @@ def test_a_checkpoint_of_lerobot_says_how_many_actions_are_executed(tmp_path: Pa
     for left in (1, 0, 1):
         assert policy.select_action(batch).shape == (1, 2)
         assert len(policy._queue) == left
+
+
+def test_a_checkpoints_temporal_ensembling_is_lerobots(tmp_path: Path) -> None:
+    """Equal observations have equal chunks: at coefficient 0, the action of step t is the mean of their rows 0 to t."""
+    saved = configure(temporal_ensemble_coeff=0.0, n_action_steps=1)
+    folder = str(tiny_act.write_lerobot(tmp_path / "act", saved))
+    policy = VlaAccelPolicy(VlaAccelConfig(checkpoint=folder, config="eager_fp32", device="cpu"))
+    rng = np.random.default_rng(0)
+    batch = {key: torch.from_numpy(rng.random((2, 3, *size), np.float32)) for key, size in tiny_act.CAMERAS.items()}
+    batch["observation.state"] = torch.from_numpy(rng.normal(size=(2, tiny_act.STATE)).astype(np.float32))
+    chunk = policy.predict_action_chunk(batch)
+    for _ in range(2):
+        policy.reset()
+        for step in range(3):
+            torch.testing.assert_close(policy.select_action(batch), chunk[:, : step + 1].mean(1))
+    with pytest.raises(ConfigError, match=r"n_action_steps: expected 1 with .*temporal_ensemble_coeff, got 2"):
+        VlaAccelPolicy(VlaAccelConfig(checkpoint=folder, n_action_steps=2, device="cpu"))
 
 
 def test_a_warm_start_is_refused_for_actions_one_by_one(arm: Path, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from vla_eval_vla_accel import VlaAccelModelServer
 from vla_eval_vla_accel.model_server import camera_names, observation
 
 from tests.plugins.programs import free_port, process, reachable, replaced, run, until
+from tests.support import tiny_act
+from tests.support.lerobot_saved import configure
 from tests.support.pages import ROOT, blocks, commands
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
@@ -167,6 +169,13 @@ def test_a_camera_that_is_not_named_is_no_missing_one() -> None:
 def test_a_setting_that_cannot_be_done_is_refused(tiny: Path, setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         VlaAccelModelServer(str(tiny), device="cpu", num_steps=1, **setting)
+
+
+def test_a_checkpoint_with_temporal_ensembling_is_refused(tmp_path: Path) -> None:
+    saved = configure(temporal_ensemble_coeff=0.01, n_action_steps=1)
+    folder = tiny_act.write_lerobot(tmp_path, saved, libero=True)
+    with pytest.raises(ConfigError, match=r"checkpoint: expected no temporal_ensemble_coeff, .*, got 0\.01"):
+        VlaAccelModelServer(str(folder), device="cpu")
 
 
 @pytest.mark.slow

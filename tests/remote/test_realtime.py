@@ -12,7 +12,7 @@ import time
 import types
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -58,6 +58,10 @@ class Plain:
 
 class Guided(Plain):
     supports_prev_chunk = True
+
+
+class Ensembled(Plain):
+    metadata: ClassVar = {"temporal_ensemble": 0.0}
 
 
 class Loop:
@@ -173,6 +177,19 @@ def test_ensembling_averages_the_predictions_of_a_tick(loops: type[Loop]) -> Non
     assert [*loop.steps(3), loop.step(done=True)] == [(1, 0), (1, 1), (1, 2), (1.5, 3)]
     loop.start(100)  # an episode forgets the one before
     assert loop.step() == (3, 100)
+
+
+def test_a_checkpoints_ensembling_is_the_default_and_predicts_every_tick(loops: type[Loop]) -> None:
+    """Chunk 1 begins at tick 0 and chunk 2 at tick 1."""
+    loop = loops(Ensembled())
+    loop.start()
+    assert [*loop.steps(2), loop.step(done=True)] == [(1, 0), (1, 1), (1.5, 2)]
+    plain = loops(Ensembled(), replan_ticks=1, temporal_ensemble=False)
+    plain.start()
+    assert [*plain.steps(2), plain.step(done=True)] == [(1, 0), (1, 1), (2, 2)]
+    own = loops(Ensembled(), temporal_ensemble=-99.0)
+    own.start()
+    assert [*own.steps(2), own.step(done=True)] == [(1, 0), (1, 1), (2, 2)], "the newest one counts"
 
 
 def test_an_underrun_holds_the_last_action_and_warns_once(loops: type[Loop], caplog: pytest.LogCaptureFixture) -> None:

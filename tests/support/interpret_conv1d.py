@@ -76,7 +76,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def program(batch: int = 2) -> list[Tensor]:
+def program(batch: int = 1) -> list[Tensor]:
     """The actions of the denoising program of a small model: a step takes the interpreter seconds."""
     config = config_of(widths=(16, 24), action_horizon=4)
     generator = torch.Generator().manual_seed(1)

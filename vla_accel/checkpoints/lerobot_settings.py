@@ -176,7 +176,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
             "sizes, checked against the weights",
         ),
         read("n_heads feedforward_activation", "what no weight shows"),
-        read("temporal_ensemble_coeff", "lerobot's ensembling, which is an option of the runner here"),
+        read("temporal_ensemble_coeff", "temporal ensembling of `AsyncRunner`, the evaluation and lerobot's plugin"),
         neutral("use_vae n_vae_encoder_layers", "the encoder of actions is for training alone"),
         neutral(
             "pretrained_backbone_weights dropout kl_weight optimizer_lr optimizer_weight_decay optimizer_lr_backbone",

@@ -248,6 +248,11 @@ def family_of(folder: Path) -> Family[Any, Any, Any]:
     for family in families:
         if hint := family.hint(folder):
             raise CheckpointError(f"checkpoint {folder}: {hint}")
+    if "type" not in content and (found := [n for n in ("input_features", "input_shapes") if n in content]):
+        raise CheckpointError(
+            f"{path}: expected type, input_features, output_features and normalization_mapping, as lerobot saves them "
+            f"since 2025, found {found[0]} without type; fetch the checkpoint's newest revision, or write them there"
+        )
     for word, what in (("type", "policy"), ("family", "family"), ("kind", "kind")):
         if word in content:
             raise CheckpointError(f"{path}: expected a {what} of type {known}, got {content[word]!r}")

@@ -41,6 +41,7 @@ from vla_accel.policy.checks import (
 )
 from vla_accel.policy.footprint import explained_if_too_large, memory_of
 from vla_accel.policy.pipeline import Feed, Pipeline, Pipelines, Plan
+from vla_accel.remote.ensemble import TEMPORAL_ENSEMBLE
 from vla_accel.runtime import Runtime
 from vla_accel.transforms.history import HISTORY, History
 from vla_accel.transforms.observations import real_numbers
@@ -368,10 +369,12 @@ class OptimizedPolicy:
         """What was loaded and which engines run, as plain data; the server sends it to clients on connect.
 
         `action_horizon` and `action_dim` are the model's: a robot may get fewer actions (`returned_actions`, if so) of
-        fewer numbers. `max_delay`:
-        the largest `inference_delay`, None if any is accepted. `warm_start`: as in `PolicyConfig`, if set.
+        fewer numbers. `max_delay`: the largest `inference_delay`, None if any is accepted. `warm_start`: as in
+        `PolicyConfig`, if set. `temporal_ensemble`: c of the temporal ensembling with which the checkpoint's episodes
+        run, if they do.
         """
         preset = getattr(self.processor, "preset", None)
+        ensemble = getattr(self.processor, TEMPORAL_ENSEMBLE, None)
         return {
             "policy": self.name,
             "model": self._described(),
@@ -379,6 +382,7 @@ class OptimizedPolicy:
             "action_dim": self.action_shape[1],
             "noise_shape": list(self.noise_shape),
             **({} if self._history is None else {HISTORY: self._history.count}),
+            **({} if ensemble is None else {TEMPORAL_ENSEMBLE: ensemble}),
             **self._returned(),
             "image_size": getattr(self.processor, "image_size", None),
             "robot": None if preset is None else preset.described(),

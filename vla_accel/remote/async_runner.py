@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from vla_accel.errors import ConfigError, EngineError
 from vla_accel.remote.delay import DelayEstimate
 from vla_accel.remote.ensemble import TemporalEnsemble
 from vla_accel.remote.inference import Inference, Job, copied
-from vla_accel.remote.metadata import history_of, max_delay, motion_dims, starts_warm, supports_prev_chunk
+from vla_accel.remote.metadata import ensemble_of, history_of, max_delay, motion_dims, starts_warm, supports_prev_chunk
 from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 from vla_accel.remote.underrun import Choice, Underrun
 
@@ -75,7 +75,7 @@ class AsyncRunner:
             policy if its `infer` takes `prev_chunk` and `inference_delay`.
         hz: control rate, one `step` per period.
         replan_ticks: executed actions of a chunk after which the next inference starts (earlier if the measured delay
-            requires it). None: half a chunk.
+            requires it). None: half a chunk, or 1 with temporal ensembling.
         margin_ticks: ticks beyond the expected delay that an inference may take.
         max_wait_s: how long `step` may wait if no action is left. None: half a control period.
         underrun: what `step` returns if there is still no action. "hold" or a `remote.underrun.Hold` repeats the last
@@ -84,8 +84,8 @@ class AsyncRunner:
         real_time_chunking: None uses it if the policy supports it; True requires it; False disables it. A policy with
             `warm_start` gets the rest of the chunk in any case.
         temporal_ensemble: c of ACT's ensembling (`remote.ensemble.TemporalEnsemble`); a new chunk then does not replace
-            earlier predictions of its moments, but is averaged with them. `replan_ticks=1` predicts each moment most
-            often. None: off.
+            earlier predictions of its moments, but is averaged with them. None: as the policy's checkpoint says;
+            False: off.
 
     Raises:
         ConfigError: an argument out of its range, `real_time_chunking=True` for a policy that does not support it, or
@@ -102,7 +102,7 @@ class AsyncRunner:
         max_wait_s: float | None = None,
         underrun: Choice = "hold",
         real_time_chunking: bool | None = None,
-        temporal_ensemble: float | None = None,
+        temporal_ensemble: float | Literal[False] | None = None,
     ) -> None:
         kind = type(policy).__name__
         if not callable(getattr(policy, "infer", None)):
@@ -116,9 +116,13 @@ class AsyncRunner:
         if real_time_chunking and not supported:
             raise ConfigError(f"real_time_chunking: expected a policy with supports_prev_chunk = True, got a {kind}")
         self.real_time_chunking = supported if real_time_chunking is None else real_time_chunking
-        self._ensemble = None if temporal_ensemble is None else TemporalEnsemble(temporal_ensemble)
-        if self._ensemble is not None and self.real_time_chunking:
-            raise ConfigError("temporal_ensemble: expected real_time_chunking=False with it, got both")
+        self._ensemble = ensemble_of(policy) if temporal_ensemble is None else None
+        if temporal_ensemble is not None and temporal_ensemble is not False:
+            self._ensemble = TemporalEnsemble(temporal_ensemble)
+        if self._ensemble is not None:
+            self._replan = self._replan or 1
+            if self.real_time_chunking:
+                raise ConfigError("temporal_ensemble: expected real_time_chunking=False with it, got both")
         self._warm = starts_warm(policy)
         self._delay = DelayEstimate(self._hz, max_delay(policy))
         self._inference = Inference(policy)

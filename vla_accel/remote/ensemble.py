@@ -9,6 +9,9 @@ import numpy as np
 
 from vla_accel.remote.numbers import finite
 
+TEMPORAL_ENSEMBLE = "temporal_ensemble"
+"""Metadata key: c of the temporal ensembling with which the checkpoint's episodes run; absent if they run without."""
+
 
 class TemporalEnsemble:
     """The chunks of an episode that still hold actions.
@@ -21,7 +24,7 @@ class TemporalEnsemble:
     """
 
     def __init__(self, coefficient: float) -> None:
-        self.coefficient = finite(coefficient, "temporal_ensemble")
+        self.coefficient = finite(coefficient, TEMPORAL_ENSEMBLE)
         self._chunks: list[tuple[int, np.ndarray]] = []
 
     def clear(self) -> None:

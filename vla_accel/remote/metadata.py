@@ -11,6 +11,7 @@ from typing import Any
 
 from vla_accel.errors import ConfigError
 from vla_accel.remote import wire
+from vla_accel.remote.ensemble import TEMPORAL_ENSEMBLE, TemporalEnsemble
 from vla_accel.transforms.history import HISTORY, History
 
 MAX_DELAY = "max_delay"
@@ -46,6 +47,13 @@ def history_of(policy: Any) -> History | None:
     return History.of(_metadata(policy))
 
 
+def ensemble_of(policy: Any) -> TemporalEnsemble | None:
+    """The temporal ensembling of the policy's checkpoint; None if it has none. Raises ConfigError for a coefficient
+    that is no number."""
+    coefficient = _metadata(policy).get(TEMPORAL_ENSEMBLE)
+    return None if coefficient is None else TemporalEnsemble(coefficient)
+
+
 def starts_warm(policy: Any) -> bool:
     """Whether the policy starts from previous chunks (`WARM_START`), also where it has no real-time chunking."""
     return _metadata(policy).get(WARM_START) is not None
@@ -71,7 +79,8 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
 
 
 def _identity(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("policy", "action_dim", "action_horizon", MAX_DELAY, WARM_START, HISTORY, wire.REAL_TIME_CHUNKING)
+    sizes, episodes = ("policy", "action_dim", "action_horizon"), (MAX_DELAY, WARM_START, HISTORY, TEMPORAL_ENSEMBLE)
+    keys = (*sizes, *episodes, wire.REAL_TIME_CHUNKING)
     robot = metadata.get(ROBOT)
     parts = {f"{ROBOT}.{key}": one for key, one in robot.items()} if isinstance(robot, Mapping) else {}
     return {key: metadata.get(key) for key in keys} | parts

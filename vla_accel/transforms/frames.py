@@ -42,12 +42,14 @@ class FrameProcessor(ScalingTransforms):
         history: Moments that the model reads. Images (k, H, W, 3) and a state (k, state_dim) are the last k of them,
             oldest first; of fewer than `history`, the oldest is repeated.
         first: First row of the model's actions that the robot gets.
+        temporal_ensemble: c of the temporal ensembling with which episodes run (`remote.ensemble`); None: without.
     """
 
     frame_shapes: tuple[tuple[int, int], ...]
     cameras: tuple[Normaliser, ...]
     history: int = 1
     first: int = 0
+    temporal_ensemble: float | None = None
 
     def __post_init__(self) -> None:
         # A camera that the model reads is never masked.
@@ -87,10 +89,10 @@ class FrameProcessor(ScalingTransforms):
             images, expected = views[key], (*shape, 3)
             if wrong := [image.shape for image in images if image.shape != expected]:
                 raise ObservationError(f"{key}: expected shape {expected}, as the policy was trained, got {wrong[0]}")
-        given = {key: len(image) if np.ndim(image) == 4 else 1 for key, image in seen.views.items()}
-        given |= {" and ".join(self.preset.state): len(np.atleast_2d(seen.state))}
-        if len(set(given.values())) > 1:
-            found = ", ".join(f"{count} of {key}" for key, count in given.items())
+        counts = {key: len(image) if np.ndim(image) == 4 else 1 for key, image in seen.views.items()}
+        counts |= {" and ".join(self.preset.state): len(np.atleast_2d(seen.state))}
+        if len(set(counts.values())) > 1:
+            found = ", ".join(f"{count} of {key}" for key, count in counts.items())
             raise ObservationError(f"observation: expected as many moments of each, got {found}")
         states = np.atleast_2d(seen.state)
         states = np.concatenate([states[:1]] * (self.history - len(states)) + [states])

@@ -24,6 +24,8 @@ from vla_accel.config import RtcConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.loading import Checkpoint
 from vla_accel.policy import OptimizedPolicy
+from vla_accel.remote.ensemble import TEMPORAL_ENSEMBLE
+from vla_accel.remote.metadata import ensemble_of
 from vla_accel.transforms.history import HISTORY, History
 
 _log = logging.getLogger("vla_accel.lerobot")
@@ -129,7 +131,8 @@ class VlaAccelPolicy(PreTrainedPolicy):
         return torch.from_numpy(chunk).to(self.engine.device)
 
     def select_action(self, batch: dict[str, Tensor], *, noise: Tensor | None = None) -> Tensor:
-        """Return the next action (B, n): of the chunk that is being executed, or the first of a new one.
+        """Return the next action (B, n): of the chunk that is being executed, or the first of a new one, which is
+        averaged with earlier chunks if the checkpoint has `temporal_ensemble_coeff`.
 
         Raises ConfigError with `rtc_config` or `warm_start`: only `lerobot-rollout --inference.type=rtc` passes
         previous chunks.
@@ -146,14 +149,19 @@ class VlaAccelPolicy(PreTrainedPolicy):
             )
         rows = self._rows(batch)  # also of the steps without a call
         if not self._queue:
-            chunk = self._predict(rows, noise)
-            self._queue.extend(chunk.transpose(0, 1)[: self._executed])
+            chunk = self._predict(rows, noise).transpose(0, 1)
+            if self._ensemble is not None:
+                mean = self._ensemble.add(self._tick, chunk.flatten(1).cpu().numpy())
+                chunk = torch.from_numpy(mean).to(chunk).view_as(chunk)
+            self._queue.extend(chunk[: self._executed])
+        self._tick += 1
         return self._queue.popleft()
 
     def reset(self) -> None:
         """Start an episode: no action and no observation is left over, and the noise begins anew."""
         self._queue: deque[Tensor] = deque()
         self._histories: list[History] = []
+        self._ensemble, self._tick = ensemble_of(self.engine), 0
         self.engine.reset()
 
     # -- real-time chunking ---------------------------------------------------------------------------------------
@@ -218,12 +226,17 @@ def describe(processor: Any) -> dict[str, PolicyFeature]:
 
 
 def check_action_steps(asked: int | None, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError for more actions than a chunk of the checkpoint has, as lerobot's policies do."""
+    """Raise ConfigError for more actions than a chunk of the checkpoint has, and for several of them with temporal
+    ensembling, as lerobot's policies do."""
     horizon = checkpoint.model.config.action_horizon
     # GR00T: a robot may get fewer actions than the model computes.
     most = min(horizon, getattr(checkpoint.processor, "rows", horizon))
     if asked is not None and asked > most:
         raise ConfigError(f"policy.n_action_steps: expected at most {most}, a chunk of {checkpoint.name}, got {asked}")
+    if asked not in (None, 1) and getattr(checkpoint.processor, TEMPORAL_ENSEMBLE, None) is not None:
+        raise ConfigError(
+            f"policy.n_action_steps: expected 1 with the checkpoint's temporal_ensemble_coeff, got {asked}"
+        )
 
 
 def _guidance(requested: RTCConfig, engine: OptimizedPolicy) -> RtcConfig:

@@ -23,6 +23,7 @@ from vla_eval.types import Action, Observation
 
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.policy import OptimizedPolicy
+from vla_accel.remote.ensemble import TEMPORAL_ENSEMBLE
 from vla_accel.transforms.robots import LIBERO, Preset
 
 LIBERO_CAMERAS = {"agentview": LIBERO.images[0], "wrist": LIBERO.images[1]}
@@ -61,6 +62,11 @@ class VlaAccelModelServer(PredictModelServer):
         self.policy = OptimizedPolicy.from_pretrained(checkpoint, config, device=device, num_steps=num_steps, lora=lora)
         if (start := self.policy.config.warm_start) is not None:
             raise ConfigError(f"config: expected no warm_start, since vla-eval keeps no previous chunk, got {start}")
+        if (coefficient := self.policy.metadata.get(TEMPORAL_ENSEMBLE)) is not None:
+            raise ConfigError(
+                "checkpoint: expected no temporal_ensemble_coeff, since vla-eval executes each chunk as it is, got "
+                f"{coefficient}; null in its config.json runs it without"
+            )
         self.preset: Preset = self.policy.processor.preset
         self.cameras = camera_names(self.preset, cameras)
         horizon = self.policy.metadata["action_horizon"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Act, FrameProcess
     preset = robot_of(saved.preset, settings)
     processor = FrameProcessor(
         preset=preset, state=saved.state, actions=saved.actions, action_dim=preset.action_dim,
-        frame_shapes=tuple(shapes.values()), cameras=saved.cameras,
+        frame_shapes=tuple(shapes.values()), cameras=saved.cameras, temporal_ensemble=read_ensemble(content, path),
     )  # fmt: skip
     scales = processor.pixel_scales.astype(float).tolist()
     cameras = tuple(
@@ -45,14 +46,28 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Act, FrameProcess
     )
     dims = {key: inputs[key]["shape"][0] if key in inputs else 0 for key in (STATE, ENVIRONMENT)}
     config = read_sizes(weights.shapes, content, cameras, (dims[STATE], dims[ENVIRONMENT], preset.action_dim), path)
-    if content.get("temporal_ensemble_coeff") is not None:
-        coefficient = content["temporal_ensemble_coeff"]
-        _log.warning("%s: lerobot runs this policy with temporal ensembling, coefficient %s; here it is off unless the "
-                     "runner is told temporal_ensemble=%s", folder, coefficient, coefficient)  # fmt: skip
+    if processor.temporal_ensemble is not None:
+        _log.warning(
+            "%s: temporal_ensemble_coeff %g: AsyncRunner, the evaluation and lerobot's plugin average the chunks of an "
+            "episode; `infer` returns each chunk as it is", folder, processor.temporal_ensemble,
+        )  # fmt: skip
     model = Act.empty(config)
     recipe = {name: (Piece(_ROOT + name),) for name in model.state_dict()}
     dead = [*buffers(weights.shapes), *(name for name in weights.shapes if name.startswith(_DEAD))]
     return fitted(model, weights, recipe, str(folder), "ACT", dead), processor
+
+
+def read_ensemble(content: Mapping[str, Any], path: Path) -> float | None:
+    """Return the coefficient of temporal ensembling, None without. Raises CheckpointError for one that lerobot refuses
+    as well."""
+    coefficient, steps = content.get("temporal_ensemble_coeff"), content.get("n_action_steps")
+    if coefficient is None:
+        return None
+    if type(coefficient) not in (int, float) or not math.isfinite(coefficient):
+        raise CheckpointError(f"{path}: temporal_ensemble_coeff: expected a number or null, got {coefficient!r:.60}")
+    if steps != 1:
+        raise CheckpointError(f"{path}: n_action_steps: expected 1 with temporal_ensemble_coeff, got {steps!r:.60}")
+    return float(coefficient)
 
 
 def image_shape(key: str, feature: Mapping[str, Any], path: Path) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class Transformer(nn.Module):
         self.model = model
 
     def forward(self, vectors: Tensor, image_tokens: Tensor) -> Tensor:
-        return self.model.act(vectors, image_tokens)
+        return self.model.predict(vectors, image_tokens)
 
 
 class ActFamily(Family[ActConfig, FrameInputs, Shape]):

@@ -42,6 +42,8 @@ class ActConfig:
     latent_dim: int = 32
 
     def __post_init__(self) -> None:
+        if not self.vectors:
+            raise ConfigError("state_dim, environment_dim: expected one above 0, got 0 and 0")
         if self.width % (4 * self.heads):
             raise ConfigError(f"width: expected a multiple of 4 times the {self.heads} heads, got {self.width}")
 
@@ -209,7 +211,7 @@ class Act(Network):
         parts = zip(names, vectors.to(latent.dtype).split(sizes, 1), strict=True)
         return torch.stack([latent, *(self.get_submodule(name)(x) for name, x in parts)], 1).to(self.dtype)
 
-    def act(self, vectors: Tensor, image_tokens: Tensor) -> Tensor:
+    def predict(self, vectors: Tensor, image_tokens: Tensor) -> Tensor:
         """Return normalized actions (B, H, A) float32 of state and environment and of the images' tokens."""
         x = torch.cat((self.embed_vectors(vectors), image_tokens), 1)
         positions, queries = self.positions().to(x.dtype), self.decoder_pos_embed.weight.to(x.dtype)
