@@ -176,7 +176,7 @@ def test_a_batch_has_the_history_of_each_row(policy: OptimizedPolicy, noise: np.
 
 
 class Spy:
-    """A policy that reads two observations, and remembers what it was asked."""
+    """A policy that reads two observations, and records its inputs."""
 
     supports_prev_chunk = False
 

@@ -57,7 +57,7 @@ def test_a_chunk_begins_as_the_last_one_goes_on(policy: OptimizedPolicy) -> None
 
 
 def test_images_of_earlier_control_steps_are_kept(small_images: None, tmp_path: Path) -> None:
-    """The model sees the present images and those of two steps earlier; a client is told how many to keep."""
+    """The model sees the present images and those of two steps earlier; the metadata says how many a client keeps."""
     video = {**LIBERO["video"], "delta_indices": [-2, 0]}
     folder = write_isaac(tmp_path, modalities={TAG: {**LIBERO, "video": video}})
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu")

@@ -3,7 +3,6 @@ tests/nn/fastwam_reference.json (tests/references/make_fastwam_reference.py)."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import re
@@ -22,6 +21,8 @@ REFERENCES = Path(__file__).parents[1] / "references"
 sys.path.insert(0, str(REFERENCES))
 from fastwam_weights import weight  # noqa: E402
 from groot_weights import draw  # noqa: E402
+
+from tests.support.lerobot_saved import write_reference  # noqa: E402
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "nn" / "fastwam_reference.json").read_text())
 CAMERAS = ("front", "wrist")
@@ -51,17 +52,7 @@ def write(
 ) -> Path:  # fmt: skip
     """Write a checkpoint with Wan's folders inside. `change` may edit its JSON files, by name, before; `stored`:
     instead of `tensors()`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = copy.deepcopy(REFERENCE["variants"][variant]["files"])
-    change(files)
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
-    save_file(tensors() if stored is None else stored, str(folder / "model.safetensors"))
-    statistics = {n: torch.tensor(v) for n, v in REFERENCE["statistics"].items()}
-    for pipeline in ("policy_preprocessor", "policy_postprocessor"):
-        for step in files[f"{pipeline}.json"]["steps"]:
-            if "state_file" in step:
-                save_file(statistics, str(folder / step["state_file"]))
+    write_reference(folder, REFERENCE, variant, change, tensors() if stored is None else stored)
     for part, name in {"vae": "diffusion_pytorch_model", "text_encoder": "model"}.items():
         (folder / part).mkdir(exist_ok=True)
         (folder / part / "config.json").write_text(json.dumps(REFERENCE["wan"][part]))

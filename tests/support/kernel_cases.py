@@ -58,7 +58,7 @@ def _add_norm(rows: int, width: int, y: int | None, layer: bool, scale: float | 
 
 
 def _post_norm(rows: int, width: int, alias: bool, one: bool = False) -> Callable:
-    """`one`: one row of x for all of y. Rows of x lie apart, as in a buffer that has their positions beside them."""
+    """`one`: one row of x for all of y. Rows of x lie apart, as in a buffer that also has their positions."""
 
     def call(draw: Draw) -> Call:
         x = draw(1 if one else rows, 2 * width)[:, :width].expand(rows, width)

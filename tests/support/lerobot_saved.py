@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 from torch import Tensor
 
 STATE_FILES = ("policy_preprocessor", "policy_postprocessor")
@@ -75,6 +77,36 @@ def write_saved(
         if content is not None:
             (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "tokenizer").mkdir(exist_ok=True)  # of lerobot's main branch
+
+
+def buffer_tensors(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Statistics (by feature, then name) as tensors between the weights, as lerobot stored them before 0.4."""
+    found = {}
+    for key, table in statistics.items():
+        layers = ("normalize_targets", "unnormalize_outputs") if key == "action" else ("normalize_inputs",)
+        found |= {
+            f"{layer}.buffer_{key.replace('.', '_')}.{name}": torch.as_tensor(np.asarray(value, np.float32))
+            for layer in layers
+            for name, value in table.items()
+        }
+    return found
+
+
+def write_reference(
+    folder: Path, reference: Mapping[str, Any], variant: str, change: Change, stored: dict[str, torch.Tensor]
+) -> None:
+    """Write the tensors `stored` and the files that lerobot left in a reference, which `change` may edit before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = copy.deepcopy(reference["variants"][variant]["files"])
+    change(files)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    save_torch(stored, str(folder / "model.safetensors"))
+    statistics = {n: torch.tensor(v) for n, v in reference["statistics"].items()}
+    for pipeline in ("policy_preprocessor", "policy_postprocessor"):
+        for one in files[f"{pipeline}.json"]["steps"]:
+            if "state_file" in one:
+                save_torch(statistics, str(folder / one["state_file"]))
 
 
 def step(files: Mapping[str, Any], name: str) -> dict[str, Any]:

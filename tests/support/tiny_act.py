@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.support.lerobot_saved import Change, saved, write_saved
+from tests.support.lerobot_saved import Change, buffer_tensors, saved, write_saved
 from vla_accel.families.act.bench import DrawnAct
 from vla_accel.families.act.network import Act, ActConfig
 from vla_accel.nn.random_weights import drawn_model
@@ -83,12 +83,7 @@ def write_lerobot(
         tensors[f"model.{name}"] = torch.zeros(1, 64)
     if buffers:
         files |= dict.fromkeys(("policy_preprocessor", "policy_postprocessor"))
-        for key, its in table.items():
-            layers = ("normalize_targets", "unnormalize_outputs") if key == "action" else ("normalize_inputs",)
-            tensors |= {
-                f"{layer}.buffer_{key.replace('.', '_')}.{name}": torch.as_tensor(np.asarray(value, np.float32))
-                for layer in layers for name, value in its.items()
-            }  # fmt: skip
+        tensors |= buffer_tensors(table)
     write_saved(folder, files, {} if buffers else table, change)
     save_file(tensors, folder / "model.safetensors")
     return folder

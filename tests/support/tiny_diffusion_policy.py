@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.support.lerobot_saved import Change, saved, write_saved
+from tests.support.lerobot_saved import Change, buffer_tensors, saved, write_saved
 from vla_accel.families.diffusion_policy.bench import DrawnDiffusionPolicy
 from vla_accel.families.diffusion_policy.checkpoint import stored_name
 from vla_accel.families.diffusion_policy.network import DiffusionPolicy, DiffusionPolicyConfig
@@ -119,12 +119,7 @@ def write_lerobot(
     tensors["diffusion.rgb_encoder.pool.pos_grid"] = torch.zeros(2 * 2, 2)
     if buffers:
         files |= dict.fromkeys(("policy_preprocessor", "policy_postprocessor"))
-        for key, table in STATISTICS.items():
-            layers = ("normalize_targets", "unnormalize_outputs") if key == "action" else ("normalize_inputs",)
-            tensors |= {
-                f"{layer}.buffer_{key.replace('.', '_')}.{name}": torch.as_tensor(np.asarray(value, np.float32))
-                for layer in layers for name, value in table.items()
-            }  # fmt: skip
+        tensors |= buffer_tensors(STATISTICS)
     write_saved(folder, files, {} if buffers else STATISTICS, change)
     save_file(tensors, folder / "model.safetensors")
     return folder

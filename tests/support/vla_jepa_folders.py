@@ -3,7 +3,6 @@ tests/nn/vla_jepa_reference.json (tests/references/make_vla_jepa_reference.py)."
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 from collections.abc import Callable
@@ -12,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.references.groot_weights import draw, weight
+from tests.support.lerobot_saved import write_reference
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "nn" / "vla_jepa_reference.json").read_text())
 CAMERAS = ("front", "wrist")
@@ -33,17 +32,7 @@ def write(
     stored: dict[str, Tensor] | None = None,
 ) -> Path:  # fmt: skip
     """Write a folder. `change` may edit its JSON files, by name, before; `stored`: instead of `tensors()`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = copy.deepcopy(REFERENCE["variants"][variant]["files"])
-    change(files)
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
-    save_file(tensors() if stored is None else stored, str(folder / "model.safetensors"))
-    statistics = {n: torch.tensor(v) for n, v in REFERENCE["statistics"].items()}
-    for pipeline in ("policy_preprocessor", "policy_postprocessor"):
-        for step in files[f"{pipeline}.json"]["steps"]:
-            if "state_file" in step:
-                save_file(statistics, str(folder / step["state_file"]))
+    write_reference(folder, REFERENCE, variant, change, tensors() if stored is None else stored)
     return folder
 
 

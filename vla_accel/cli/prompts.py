@@ -19,7 +19,7 @@ class Prompts:
     checkpoint: Annotated[str, Argument("CHECKPOINT", positional=True)]
     """A folder, or owner/name[@revision][/folder] on the hub."""
     instructions: Annotated[tuple[str, ...], Argument("INSTRUCTION", positional=True)]
-    """What the robot is told, word for word."""
+    """The robot's instructions, word for word."""
     config: Annotated[str | None, Argument("CONFIG")] = None
     """A YAML or JSON file with what the checkpoint does not say of itself: checkpoint.wan, checkpoint.tokenizer."""
     output: Annotated[Path | None, Written(suffix=".safetensors")] = None

@@ -113,7 +113,7 @@ class DiffusionPolicyConfig:
             channels = width
         found += [(f"mid.{index}", channels, channels) for index in (0, 1)]
         for level, width in enumerate(reversed(self.widths[:-1])):
-            # The way up begins with the kept map of the same length beside it.
+            # Each upward level takes the stored features of the same length as further channels.
             found += [(f"up.{level}.0", 2 * channels, width), (f"up.{level}.1", width, width)]
             channels = width
         return tuple(found)

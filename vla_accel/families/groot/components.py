@@ -57,15 +57,15 @@ def groot_components(
     cache = cache_specs(model.config.head, batch, counts, model.dtype)  # type: ignore[arg-type]
 
     def native(make: str, *sizes: Any) -> Callable[..., Any] | None:
-        return None if store is None or not padded else partial(getattr(store, make), batch, layout, *sizes)
+        return None if store is None or not padded else partial(getattr(store, make), batch, *sizes)
 
     module = KvCache(model, layout)
     tokens = TensorSpec("tokens", (batch, layout.text), torch.int64)
     return (
-        vision_component(model, batch, layout, native("vision")),
+        vision_component(model, batch, layout, native("vision", layout)),
         Component(
-            "kv_cache", module, (*image_specs(model, batch, layout), tokens, *lengths), cache, native("kv_cache"),
-            fetch=module.fetch, products=model.dtype,
+            "kv_cache", module, (*image_specs(model, batch, layout), tokens, *lengths), cache,
+            native("kv_cache", layout), fetch=module.fetch, products=model.dtype,
         ),
         denoise_component(model, schedule, cache, guided=guided, padded=padded, native=native("denoise", schedule)),
     )  # fmt: skip

@@ -14,9 +14,8 @@ from vla_accel.config import EngineSpec
 from vla_accel.families.starvla.network import OftConfig, QwenOft
 from vla_accel.families.vla_jepa.network import condition_rows
 from vla_accel.nn.native_qwen_language import LanguageWeights, NativeLanguage
-from vla_accel.nn.native_qwen_vision import NativeTower, TowerWeights
 from vla_accel.nn.qwen_language import Layout
-from vla_accel.nn.store import NativeStore
+from vla_accel.nn.qwen_store import TowerStore
 from vla_accel.nn.weights import Precision
 
 
@@ -70,14 +69,8 @@ class NativeDecoder:
         return product(x, "norm_out", "fc_out")
 
 
-class OftStore(NativeStore[QwenOft]):
+class OftStore(TowerStore[QwenOft]):
     """Prepared weights of one QwenOFT."""
-
-    def vision(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
-        """The vision program of `batch` observations."""
-        precision = self.precision("vision", spec)
-        weights = self.weights(("vision", precision), lambda: TowerWeights.of(self.model, precision))
-        return NativeTower(weights, batch, layout, spec.attention)
 
     def decode(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
         """The program of language model and head."""

@@ -16,13 +16,9 @@ from vla_accel.config import EngineSpec
 from vla_accel.families.vla_jepa.network import VlaJepa, VlaJepaConfig, condition_rows
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.nn.dit import QUANTISED
-from vla_accel.nn.flow import Schedule
-from vla_accel.nn.native_dit import NativeTransformer, TransformerWeights, step_tables
 from vla_accel.nn.native_qwen_language import LanguageWeights, NativeLanguage
-from vla_accel.nn.native_qwen_vision import NativeTower, TowerWeights
 from vla_accel.nn.qwen_language import Layout
-from vla_accel.nn.store import NativeStore
+from vla_accel.nn.qwen_store import TransformerStore
 from vla_accel.nn.weights import Precision
 
 
@@ -89,25 +85,11 @@ class NativeReader:
         outputs["all_values"][blocks].copy_(values)
 
 
-class VlaJepaStore(NativeStore[VlaJepa]):
+class VlaJepaStore(TransformerStore[VlaJepa]):
     """Prepared weights of one VLA-JEPA."""
-
-    def vision(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
-        """The vision program of `batch` observations."""
-        precision = self.precision("vision", spec)
-        weights = self.weights(("vision", precision), lambda: TowerWeights.of(self.model, precision))
-        return NativeTower(weights, batch, layout, spec.attention)
 
     def kv_cache(self, batch: int, layout: Layout, spec: EngineSpec) -> Program:
         """The program of the language model."""
         precision = self.precision("kv_cache", spec)
         weights = self.weights(("kv_cache", precision), lambda: ReaderWeights.of(self.model, precision))
         return NativeReader(weights, batch, layout, spec.attention)
-
-    def denoise(self, batch: int, schedule: Schedule, spec: EngineSpec) -> Program:
-        """The whole Euler loop. Its FP8 and INT8 are of weights alone and need no scales."""
-        precision = self.precision("denoise", spec, QUANTISED["denoise"]["native"])
-        form = ("denoise", precision)
-        weights = self.weights(form, lambda: TransformerWeights.of(self.model, precision))
-        tables = self.weights((*form, schedule), lambda: step_tables(self.model, weights, schedule))
-        return NativeTransformer(weights, tables, self.model.config, batch)
