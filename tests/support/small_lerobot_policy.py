@@ -29,7 +29,7 @@ class Config:
 
 
 class Policy(nn.Module):
-    """SmolVLA: weights under lerobot's names, and the calls of lerobot's class. `moved` is added to its actions; `calls`
+    """SmolVLA: weights under lerobot's names, and the calls of its class. `moved` is added to its actions; `calls`
     counts how often it computed some."""
 
     moved, calls = 0.0, 0
