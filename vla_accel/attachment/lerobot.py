@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from vla_accel.transforms.tokenizer import SmallTokenizer
 _METHODS = {"smolvla": "_get_action_chunk", "diffusion": "diffusion.generate_actions"}
 """The method that computes a chunk, where it is not `predict_action_chunk`: other methods call it directly, or it gets
 a history that `predict_action_chunk` keeps."""
+_TOKENIZERS = {"pi0_fast": "_paligemma_tokenizer", "vla_jepa": "model.qwen.processor.tokenizer"}
+"""The policy's own tokenizer, where the readers need it: it encodes prompts within the policy, or decodes actions."""
 _TASKS = {"vla_jepa": "Execute the robot action."}
 """The instruction of a batch without one."""
 _TOKENS, _MASK = "observation.language.tokens", "observation.language.attention_mask"
@@ -84,7 +87,9 @@ class LerobotReader:
             self._kind: str = content["type"]
             table = _camera_statistics(policy, content, preprocessor)
             (path / "config.json").write_text(json.dumps(_normalized(content)))
-            SmallTokenizer((), 0, 0).save(path / "tokenizer.json")
+            _write_tokenizers(policy, self._kind, path)
+            if self._kind == "pi0_fast":  # as lerobot decodes tokens that are no whole chunk
+                settings = replace(settings, checkpoint=replace(settings.checkpoint, relaxed_actions=True))
             weights = ModuleWeights(policy, _buffers(table))
             family = _family_of(content, weights)
             model: Any
@@ -102,7 +107,9 @@ class LerobotReader:
         self._preset = processor.preset
         self._tokenized = reads_prompt(self._kind)
         if self._tokenized:
-            processor = TokenTransforms(processor, ())
+            # lerobot's π0-FAST puts a second <bos> behind the prompt.
+            suffix = processor.tokenizer.encode("", add_bos=True) if self._kind == "pi0_fast" else ()
+            processor = TokenTransforms(processor, suffix)
         name = type(policy).__name__
         self.checkpoint = Checkpoint(name, family, model, processor, settings=settings)
         self.settings = self._with_rtc(settings, family, model.config.action_horizon)
@@ -236,6 +243,19 @@ def _normalized(content: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of a policy whose states and actions are the model's own numbers."""
     modes = content.get("normalization_mapping") or {}
     return {**content, "normalization_mapping": {k: m if k == "VISUAL" else "IDENTITY" for k, m in modes.items()}}
+
+
+def _write_tokenizers(policy: Any, kind: str, folder: Path) -> None:
+    """Write what a folder's reader needs; prompts of other policies arrive as tokens, and any tokenizer will do."""
+    if kind not in _TOKENIZERS:
+        SmallTokenizer((), 0, 0).save(folder / "tokenizer.json")
+        return
+    operator.attrgetter(_TOKENIZERS[kind])(policy).save_pretrained(folder)
+    if kind == "pi0_fast":
+        fast, names = policy.action_tokenizer, ("scale", "min_token", "time_horizon", "action_dim")
+        fast.bpe_tokenizer.save_pretrained(folder / "fast")
+        numbers = {name: getattr(fast, name, None) for name in names}
+        (folder / "fast" / "processor_config.json").write_text(json.dumps(numbers))
 
 
 def _visual_mode(content: Mapping[str, Any]) -> str:
