@@ -39,7 +39,7 @@ remote: transforms
 client: remote transforms
 server: config remote transforms
 policy: component config engines families fp8 kernels latency ledger machine nn remote runtime transforms
-attachment: checkpoints config families policy transforms
+attachment: checkpoints config families nn policy transforms
 measure: checkpoints client component config engines families fp8 kernels latency machine nn policy progress remote
     server transforms
 tune: config engines fp8 kernels measure policy

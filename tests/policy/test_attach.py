@@ -14,7 +14,7 @@ from tests.support.small_lerobot_policy import Policy, batch_of
 from vla_accel.errors import ObservationError
 
 CLOSE = 1e-4
-PADDED_LEFT = torch.tensor([[False, True, True, True, True, True, True]])
+HOLE = torch.tensor([[True, False, True, True, True, True, True]])
 
 
 def answer(policy: Policy, count: int = 1, **others: Any) -> torch.Tensor:
@@ -110,11 +110,11 @@ def test_an_object_that_is_no_policy_stays_as_it_is(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize(
     ("entries", "others"),
     [
-        ({"observation.language.attention_mask": PADDED_LEFT}, {}),
+        ({"observation.language.attention_mask": HOLE}, {}),
         ({"observation.images.front_padding_mask": torch.ones(1)}, {}),
         ({}, {"temperature": 2.0}),
     ],
-    ids=["padding before the prompt", "mask of an image", "argument"],
+    ids=["padding within the prompt", "mask of an image", "argument"],
 )
 @pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
 def test_a_call_of_another_kind_detaches_the_policy(

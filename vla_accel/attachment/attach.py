@@ -139,10 +139,11 @@ class Attachment:
             inference_delays=None if chunks is None else [call.delay] * count,
         )
         actions = np.stack([result["actions"] for result in results])
-        if actions.shape[1] < like.shape[1] or actions.shape[2] != like.shape[2]:
-            raise EngineError(f"actions: expected {tuple(like.shape[1:])}, got {actions.shape[1:]}")
-        # The policy may return only the actions that it executes.
-        return torch.from_numpy(actions[:, : like.shape[1]]).to(like.device, like.dtype)
+        _, rows, columns = like.shape
+        if actions.shape[1] < rows or actions.shape[2] < columns:
+            raise EngineError(f"actions: expected {(rows, columns)}, got {actions.shape[1:]}")
+        # The policy may return only the actions that it executes, and the numbers that its robot has.
+        return torch.from_numpy(actions[:, :rows, :columns]).to(like.device, like.dtype)
 
     def _compare(self, ours: Tensor, expected: Tensor, engine: OptimizedPolicy) -> None:
         error, scale = (ours - expected).float(), expected.float()
@@ -207,6 +208,10 @@ def attach(
 
 def _reader_of(policy: Any, settings: PolicyConfig, preprocessor: Any) -> Reader:
     if hasattr(policy, "predict_action_chunk"):
+        if policy.name == "groot":
+            from vla_accel.attachment.groot import GrootReader
+
+            return GrootReader(policy, settings)
         from vla_accel.attachment.lerobot import LerobotReader
 
         return LerobotReader(policy, settings, preprocessor)

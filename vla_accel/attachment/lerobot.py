@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.attachment.calls import Call
+from vla_accel.attachment.prepared import prompt_tokens
 from vla_accel.attachment.weights import ModuleWeights
 from vla_accel.checkpoints.lerobot import is_lerobot_config, reads_prompt
 from vla_accel.checkpoints.lerobot_statistics import ENVIRONMENT, STATE, Statistics
@@ -143,7 +144,7 @@ class LerobotReader:
         masked = [key for key in batch if key.endswith("_padding_mask") and key.startswith("observation.images.")]
         if masked:
             raise ConfigError(f"batch: expected no masks of images, got {', '.join(masked)}")
-        images = {key: _pixels(value, name, self._scales.get(name)) for key, name, value in self._images(batch)}
+        images = {key: pixels(value, name, self._scales.get(name)) for key, name, value in self._images(batch)}
         parts = [batch[key].float().cpu().numpy() for key in self._states]
         state = np.concatenate(parts, axis=-1)
         history = getattr(self.checkpoint.processor, "history", 1) > 1
@@ -172,19 +173,15 @@ class LerobotReader:
 
     def _prompts(self, batch: Mapping[str, Any], count: int) -> Sequence[Any] | None:
         if self._tokenized:
-            tokens, mask = (batch[key].cpu().numpy() for key in (_TOKENS, _MASK))
-            lengths = mask.astype(bool).sum(1)
-            if (mask.astype(bool) != (np.arange(mask.shape[1]) < lengths[:, None])).any():
-                raise ConfigError(f"{_MASK}: expected padding after each prompt, got it between or before tokens")
-            return [row[:length].astype(np.int64) for row, length in zip(tokens, lengths, strict=True)]
+            return prompt_tokens(batch[_TOKENS], batch[_MASK], _MASK)
         if not self.checkpoint.family.capabilities.prompt:
             return None
         tasks = batch.get("task", _TASKS.get(self._kind))
         return [tasks] * count if isinstance(tasks, str) else tasks
 
 
-def _pixels(images: Tensor, name: str, scale: Normaliser | None) -> np.ndarray:
-    """Return uint8 (B, [k,] H, W, 3) of images that lerobot has divided by 255 and, with `scale`, normalized."""
+def pixels(images: Tensor, name: str, scale: Normaliser | None = None) -> np.ndarray:
+    """Return uint8 (..., H, W, 3) of images (..., 3, H, W) in [0, 1] or, with a `scale`, normalized."""
     if images.shape[-3] != 3:
         raise ObservationError(f"{name}: expected shape (..., 3, height, width), got {tuple(images.shape)}")
     if images.dtype != torch.uint8:
