@@ -19,9 +19,12 @@ from vla_accel.config import CheckpointSpec
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
+from vla_accel.families.fastwam.components import FastWamShape
+from vla_accel.families.fastwam.family import text_bias
 from vla_accel.families.fastwam.network import fastwam
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
+from vla_accel.nn.flow import Schedule
 
 PARTS = ("vision", "kv_cache", "denoise")
 ENCODER = CheckpointSpec(text_encoder=True)
@@ -117,6 +120,31 @@ def test_encoded_prompts_replace_the_text_encoder(tmp_path: Path, plain: Optimiz
     shutil.copy(folder / "prompts.safetensors", tmp_path / "prompts.safetensors")
     with pytest.raises(CheckpointError, match="expected prompts of the template"):
         policy_of(write(tmp_path, change=other))
+
+
+def test_padding_is_one_key_that_counts_for_all_its_rows() -> None:
+    bias = text_bias([1, 3], most=3, rows=6)
+    np.testing.assert_allclose(np.exp(bias), [[1, 2, 1, 0, 0, 0], [1, 0, 1, 1, 1, 0]], rtol=1e-6)
+    assert [fastwam().context_rows(tokens) for tokens in (1, 30, 31, 126, 127, 128)] == [32, 32, 64, 128, 130, 130]
+
+
+@pytest.mark.parametrize("engine", ["eager", "native"])
+def test_a_prompt_may_fill_all_rows(folder: Path, engine: str) -> None:
+    policy = policy_of(folder, engine)
+    rows = np.random.default_rng(0).standard_normal((24, 40)).astype(np.float32)
+    policy.processor.prompts.rows.update({"all": rows, "less": rows[:23]})
+    batch = policy.infer_batch([{**given()[0], "task": task} for task in ("all", "less")])
+    for task, found in zip(("all", "less"), batch, strict=True):
+        alone = policy.infer({**given()[0], "task": task})["actions"]
+        np.testing.assert_allclose(found["actions"], alone, atol=1e-4)
+    assert np.abs(batch[0]["actions"] - batch[1]["actions"]).max() > 1e-3
+
+
+def test_shapes_of_all_known_prompts_are_built_early() -> None:
+    transforms = bench_card(family_named("fastwam")).dummy(fastwam(), 2)
+    shape = FastWamShape(1, Schedule.uniform(1), 2, (64, 64), 32)
+    transforms.prompts.rows.update({str(count): np.zeros((count, 4096), np.float32) for count in (1, 40, 60, 128)})
+    assert [one.rows for one in shape.reachable(transforms, {})] == [32, 64, 130]
 
 
 def test_a_policy_needs_prompts_or_the_encoder(tmp_path: Path) -> None:
