@@ -46,7 +46,7 @@ def plain(folder: Path) -> OptimizedPolicy:
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
-@pytest.mark.parametrize("variant", ["plain", "resized", "bare"])
+@pytest.mark.parametrize("variant", ["plain", "resized", "bare", "three"])
 def test_actions_are_lerobots(tmp_path: Path, variant: str, engine: str) -> None:
     policy, expected, three = policy_of(write(tmp_path, variant), engine), answers(variant), given(variant)
     assert {e["used"] for e in policy.ledger.as_list()} == {engine}
@@ -58,7 +58,7 @@ def test_actions_are_lerobots(tmp_path: Path, variant: str, engine: str) -> None
     for case, actions in found.items():
         assert np.abs(actions - expected[case]).max() <= 1e-5 * span, case
     # The toggled gripper is one of two commands, and both views matter.
-    assert (set(np.unique(found["batch"][..., -1])) <= {-1.0, 1.0}) == (variant != "bare")
+    assert (set(np.unique(found["batch"][..., -1])) <= {-1.0, 1.0}) == (variant in ("plain", "resized"))
     names = [f"observation.images.{camera}" for camera in ("front", "wrist")]
     swapped = {**three[0], names[0]: three[0][names[1]], names[1]: three[0][names[0]]}
     assert np.abs(policy.infer(swapped)["actions"] - found["alone"]).max() > 1e-3 * span
@@ -245,6 +245,7 @@ def test_work_of_the_published_size() -> None:
     assert work["vision"].flop / 1e12 == pytest.approx(0.163, rel=0.01)
     parameters = sum(p.numel() for p in card.family.network_class.empty(sizes).parameters())
     assert parameters / 1e9 == pytest.approx(6.07, abs=0.02)
+    assert fastwam(image_size=(384, 320)).grid == (12, 10)  # RoboTwin's 120 rows
 
 
 def test_a_random_policy_of_any_size(plain: OptimizedPolicy) -> None:

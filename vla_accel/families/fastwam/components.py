@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,27 +46,28 @@ class FastWamShape(Shape):
 
 @dataclass(frozen=True)
 class Resized:
-    """Weights float32 of rows (h, H) and of columns (w, W): rows · image · columnsᵀ is a camera's part of the canvas.
-    Empty if images have its size."""
+    """Weights float32 of rows (h, H) and columns (w, V W): rows · images side by side · columnsᵀ is the canvas. Empty
+    if it needs no resizing."""
 
     rows: Tensor
     columns: Tensor
 
     @classmethod
     def of(cls, config: FastWamConfig, shape: FastWamShape, device: torch.device) -> Resized:
-        height, width = config.image_size
-        sides = zip(shape.size, (height, width // shape.views), strict=True)
-        if shape.size == (height, width // shape.views):
+        (height, width), views = config.image_size, shape.views
+        if (shape.size[0], shape.size[1] * views) == (height, width):
             return cls(*(torch.empty(0, device=device) for _ in range(2)))
-        return cls(*(torch.from_numpy(bilinear_weights(*side)).float().to(device) for side in sides))
+        part = width // views
+        each = np.kron(np.eye(views), bilinear_weights(shape.size[1], part))
+        # Cameras that do not divide the width leave columns, over which lerobot stretches the whole canvas.
+        weights = bilinear_weights(shape.size[0], height), bilinear_weights(part * views, width) @ each
+        return cls(*(torch.from_numpy(side).float().to(device) for side in weights))
 
 
 def canvas(images: Tensor, resized: Resized) -> Tensor:
-    """Camera images uint8 (B, V, H, W, 3), each resized, in a row: (B, 3, h, V w) float32 in 0..1."""
-    x = images.permute(0, 4, 1, 2, 3).float() / 255.0
-    if resized.rows.numel():
-        x = resized.rows @ x @ resized.columns.T
-    return x.transpose(2, 3).flatten(3)
+    """Camera images uint8 (B, V, H, W, 3), each resized, in a row: (B, 3, h, w) float32 in 0..1."""
+    x = images.permute(0, 4, 2, 1, 3).flatten(3).float() / 255.0
+    return resized.rows @ x @ resized.columns.T if resized.rows.numel() else x
 
 
 class Vision(Fixed[FastWam]):

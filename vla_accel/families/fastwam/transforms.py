@@ -54,9 +54,6 @@ class FastWamProcessor(PromptTransforms):
         for name in ("delta_actions", "flipped", "gripper_dims"):
             if own := getattr(self.preset, name):
                 raise ConfigError(f"preset.{name}: expected none for FastWAM, got {[*own]}")
-        if self.config.image_size[1] % len(self.preset.images):
-            expected = f"cameras that divide {self.config.image_size[1]} columns"
-            raise ConfigError(f"preset.images: expected {expected}, got {len(self.preset.images)}")
 
     @property
     def image_shape(self) -> tuple[int, int]:
