@@ -112,6 +112,10 @@ def test_encoded_prompts_replace_the_text_encoder(tmp_path: Path, plain: Optimiz
     policy = policy_of(folder, checkpoint=CheckpointSpec())
     for one in given()[:2]:
         np.testing.assert_array_equal(policy.infer(one)["actions"], plain.infer(one)["actions"])
+    loaded, cached = (p.latency_report()["memory"]["weights"] for p in (plain, policy))
+    assert loaded.pop("text_encoder") == sum(
+        t.nbytes for n, t in tensors("text_encoder").items() if n != "shared.weight"
+    ) and [*loaded] == [*cached] == [*PARTS]
     with pytest.raises(ObservationError) as caught:
         policy.infer(given()[2])
     for words in (TASKS[1], "vla-accel prompts", "text_encoder: true", TASKS[2]):
