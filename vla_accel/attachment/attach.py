@@ -208,7 +208,7 @@ def attach(
 
 def _reader_of(policy: Any, settings: PolicyConfig, preprocessor: Any) -> Reader:
     if hasattr(policy, "predict_action_chunk"):
-        if policy.name == "groot":
+        if getattr(policy, "name", None) == "groot":
             from vla_accel.attachment.groot import GrootReader
 
             return GrootReader(policy, settings)
