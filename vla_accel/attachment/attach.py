@@ -7,8 +7,9 @@ and their answer to the same observation and noise is compared with the policy's
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class Attachment:
         self._noise: Sequence[Tensor] = ()
         self._like: Tensor | None = None
         self._devices: dict[nn.Module, torch.device] = {}
+        self._original: Callable[..., Any] = policy.forward
+        self._shadowed: dict[str, Any] = {}
 
     @property
     def active(self) -> bool:
@@ -59,13 +62,16 @@ class Attachment:
         """Restore the policy: its own forward pass, and its weights on their device."""
         reader, self._reader, self.engine = self._reader, None, None
         if reader is not None:
-            vars(reader.owner).pop(reader.method)
+            del vars(reader.owner)[reader.method]
+            vars(reader.owner).update(self._shadowed)
             self._restore()
             self.reason = "detached"
 
     def install(self, reader: Reader) -> None:
         """Replace the policy's method."""
         self._reader, self._original = reader, getattr(reader.owner, reader.method)
+        # A method that the instance itself has, as one wrapped by torch.compile.
+        self._shadowed = {name: value for name, value in vars(reader.owner).items() if name == reader.method}
 
         @functools.wraps(self._original)
         @torch.compiler.disable
@@ -96,15 +102,22 @@ class Attachment:
 
     def _first(self, reader: Reader, *args: Any, **kwargs: Any) -> Any:
         """Answer with the policy itself, build the engines and compare their answer."""
-        family, model = reader.checkpoint.family, reader.checkpoint.model
-        with RecordedNoise((model.config.action_horizon, model.config.action_dim)) as recorded:
-            expected: Tensor = self._original(*args, **kwargs)
-        # A call that fails here has failed before, without engines. Any error after it must leave the policy at work.
+        # An error must leave the policy at work; one that it raises itself passes.
         try:
             call = reader.call(*args, **kwargs)
+            sizes = reader.checkpoint.model.config
+            shape, fixed = (sizes.action_horizon, sizes.action_dim), reader.checkpoint.family.noise(sizes) is not None
+            if reader.takes_noise and call.noise is None:
+                device = next(self.policy.parameters()).device
+                call = replace(call, noise=torch.randn(len(call.observations), *shape, device=device))
+                args, kwargs = _with_noise(self._original, args, kwargs, call.noise)
+        except Exception as error:
+            return self._failed(error, lambda: self._original(*args, **kwargs))
+        with RecordedNoise(shape) as recorded:
+            expected: Tensor = self._original(*args, **kwargs)
+        try:
             drawn = recorded.drawn if call.noise is None else [call.noise]
-            fixed = family.noise(model.config) is not None
-            self._noise, self._like = () if fixed or call.noise is not None else drawn, expected
+            self._noise, self._like = () if fixed else drawn, expected
             self._release()
             engine = self._built(reader)
             if drawn and not fixed and (found := _stacked(drawn).shape[1:]) != engine.noise_shape:
@@ -112,12 +125,15 @@ class Attachment:
             ours = self._answer(engine, call, () if fixed else drawn)
             self._compare(ours, expected, engine)
         except Exception as error:
-            known = isinstance(error, VlaAccelError)
-            _log.debug("the error", exc_info=error)
-            self.fall_back(error if known else f"{type(error).__name__}: {error}")
-            return expected
+            return self._failed(error, lambda: expected)
         self.engine = engine
         return ours
+
+    def _failed(self, error: Exception, answer: Callable[[], Any]) -> Any:
+        """Restore the policy, with one warning, and return its answer."""
+        _log.debug("the error", exc_info=error)
+        self.fall_back(error if isinstance(error, VlaAccelError) else f"{type(error).__name__}: {error}")
+        return answer()
 
     def _built(self, reader: Reader) -> OptimizedPolicy:
         device = next(iter(self._devices.values()))
@@ -176,6 +192,15 @@ def _stacked(drawn: Sequence[Tensor]) -> Tensor:
     return drawn[0] if len(drawn) == 1 else torch.stack(list(drawn), 1)
 
 
+def _with_noise(function: Callable[..., Any], args: Any, kwargs: Any, noise: Tensor) -> tuple[Any, Any]:
+    """Return the arguments of a call with `noise` among them."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    if "noise" not in bound.signature.parameters:
+        return args, {**kwargs, "noise": noise}
+    bound.arguments["noise"] = noise
+    return bound.args, bound.kwargs
+
+
 def attach(
     policy: Any,
     config: PolicyConfig | Mapping[str, Any] | str | Path | None = None,
@@ -183,7 +208,7 @@ def attach(
     preprocessor: Any = None,
     limit: float | None = None,
 ) -> Attachment:
-    """Run a policy of lerobot on this package's engines.
+    """Run a policy of lerobot, or openpi's `PI0Pytorch`, on this package's engines.
 
     The engines are built in the first call. A policy that this package cannot run stays as it is, with one warning.
 
@@ -215,4 +240,8 @@ def _reader_of(policy: Any, settings: PolicyConfig, preprocessor: Any) -> Reader
         from vla_accel.attachment.lerobot import LerobotReader
 
         return LerobotReader(policy, settings, preprocessor)
-    raise ConfigError(f"attach: expected a policy of lerobot, got a {type(policy).__name__}")
+    if type(policy).__name__ == "PI0Pytorch":
+        from vla_accel.attachment.openpi import OpenpiReader
+
+        return OpenpiReader(policy, settings)
+    raise ConfigError(f"attach: expected a policy of lerobot, or openpi's PI0Pytorch, got a {type(policy).__name__}")

@@ -36,12 +36,14 @@ class Reader(Protocol):
         settings: The configuration of the engines.
         owner: The module whose method is replaced.
         method: The name of that method.
+        takes_noise: Whether the method has an argument `noise`. The noise that others draw is recorded.
     """
 
     checkpoint: Checkpoint
     settings: PolicyConfig
     owner: nn.Module
     method: str
+    takes_noise: bool
 
     def call(self, *args: Any, **kwargs: Any) -> Call:
         """Read the arguments of the method. Raises ConfigError for a call that only the policy can answer."""

@@ -30,7 +30,7 @@ _MERGED, _PATCH, _FRAMES = 2, 16, 2
 class GrootReader:
     """A `GrootPolicy` of lerobot (`calls.Reader`). The embodiment is that of the first batch."""
 
-    method = "predict_action_chunk"
+    method, takes_noise = "predict_action_chunk", False
 
     def __init__(self, policy: Any, settings: PolicyConfig) -> None:
         self.owner = policy

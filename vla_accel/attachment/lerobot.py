@@ -35,6 +35,8 @@ from vla_accel.transforms.tokenizer import SmallTokenizer
 _METHODS = {"smolvla": "_get_action_chunk", "diffusion": "diffusion.generate_actions"}
 """The method that computes a chunk, where it is not `predict_action_chunk`: other methods call it directly, or it gets
 a history that `predict_action_chunk` keeps."""
+_TAKE_NOISE = ("pi0", "pi05", "smolvla")
+"""Policies whose method has an argument with all the noise of a call."""
 _TOKENIZERS = {"pi0_fast": "_paligemma_tokenizer", "vla_jepa": "model.qwen.processor.tokenizer"}
 """The policy's own tokenizer, where the readers need it: it encodes prompts within the policy, or decodes actions."""
 _TASKS = {"vla_jepa": "Execute the robot action."}
@@ -116,6 +118,7 @@ class LerobotReader:
         self.settings = self._with_rtc(settings, family, model.config.action_horizon)
         owner, _, self.method = _METHODS.get(self._kind, "predict_action_chunk").rpartition(".")
         self.owner = policy.get_submodule(owner)
+        self.takes_noise = self._kind in _TAKE_NOISE
 
     def _with_rtc(self, settings: PolicyConfig, family: Family[Any, Any, Any], horizon: int) -> PolicyConfig:
         requested = getattr(self._policy.config, "rtc_config", None)
