@@ -84,7 +84,7 @@ def _program(words: list[str]) -> list[str]:
 def _environment(more: dict[str, str]) -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *sorted((ROOT / "plugins").iterdir())))),
         "HF_HUB_OFFLINE": "1",
         "SDL_VIDEODRIVER": "dummy",
         "MUJOCO_GL": os.environ.get("MUJOCO_GL", "osmesa"),

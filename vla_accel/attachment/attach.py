@@ -109,8 +109,9 @@ class Attachment:
             shape, fixed = (sizes.action_horizon, sizes.action_dim), reader.checkpoint.family.noise(sizes) is not None
             if reader.takes_noise and call.noise is None:
                 device = next(self.policy.parameters()).device
-                call = replace(call, noise=torch.randn(len(call.observations), *shape, device=device))
-                args, kwargs = _with_noise(self._original, args, kwargs, call.noise)
+                noise = torch.randn(len(call.observations), *shape, device=device)
+                call = replace(call, noise=noise)
+                args, kwargs = _with_noise(self._original, args, kwargs, noise)
         except Exception as error:
             return self._failed(error, lambda: self._original(*args, **kwargs))
         with RecordedNoise(shape) as recorded:
