@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,34 +77,21 @@ class PackedUnet:
         return cls(convolutions, norms, Conditions.weights(model, torch.bfloat16))
 
 
-class PersistentProgram:
-    """As `NativeUnet`, in one launch.
+def phases_of(weights: PackedUnet, config: DiffusionPolicyConfig) -> list[Phase]:
+    """Return the phases of a step, with buffers of their own."""
+    builder = _Phases(weights, config)
+    builder.lay_out()
+    return builder.found
 
-    Raises:
-        NotResident: the device does not run all blocks at once.
-    """
 
-    def __init__(
-        self, weights: PackedUnet, tables: Tensor, steps: Sequence[Step], config: DiffusionPolicyConfig
-    ) -> None:
-        self.weights, self.config, self.device = weights, config, tables.device
-        self.conditions = Conditions(weights.films, config, 1)
-        gpu = current(self.device).gpu
-        assert gpu is not None
-        self.phases: list[Phase] = []
-        self._lay_out()
-        chunk = (config.action_horizon, config.action_dim)
-        sizes = [step.sizes(config.scheduler.clip) for step in steps]
-        self.unet = PersistentUnet(gpu, self.phases, sizes, tables, self.conditions.own[0], chunk)
-        megabytes = weight_bytes(self.phases) / 2**20
-        self.detail = f"one persistent CUDA kernel, {len(self.phases)} phases and {megabytes:.0f} MiB of weights a step"
+class _Phases:
+    """The phases of a step so far, `found`."""
 
-    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        self.conditions.update(inputs)
-        noise = inputs["noise"]
-        self.unet.run(noise if noise.dim() == 3 else noise[0], outputs["actions"][0])
+    def __init__(self, weights: PackedUnet, config: DiffusionPolicyConfig) -> None:
+        self.weights, self.config, self.device = weights, config, weights.films.device
+        self.found: list[Phase] = []
 
-    def _lay_out(self) -> None:
+    def lay_out(self) -> None:
         """List the phases in their order."""
         config, condition = self.config, 0
         length, films = config.action_horizon, 1 + config.scaled
@@ -115,18 +102,17 @@ class PersistentProgram:
             if level.startswith("up") and number == "0":
                 sources = (*sources, skips.pop())
             sums, residual = self._begin_block(name, length, sources)
-            films_at = (condition, films)
-            between = Source(sums, width, self.weights.norms[f"{name}.norm1"], *films_at)
+            between = Source(sums, width, self.weights.norms[f"{name}.norm1"], condition, films)
             condition += films * width
             sums = self._phase(length, (between,), f"{name}.conv2")
             after = Source(sums, width, self.weights.norms[f"{name}.norm2"], residual=residual)
             sources = (after,)
-            if number == "0" or level == "mid":
+            if number == "0":
                 continue
             if level.startswith("down") and level != "down.0":
                 # The way up reads this map again.
                 kept = self._buffer(length, width)
-                sources = (Source(sums, width, after.norm, residual=residual, kept=kept),)
+                sources = (replace(after, kept=kept),)
                 skips.append(Source(kept, width))
             if f"{level}.2" in self.weights.convolutions:
                 halves = level.startswith("down")
@@ -137,23 +123,21 @@ class PersistentProgram:
         sums = self._phase(length, sources, "last")
         last = Source(sums, config.widths[0], self.weights.norms["last_norm"])
         product = Product(self.weights.convolutions["out"], None, length)
-        self.phases.append(Phase(length, (last,), (product,)))
+        self.found.append(Phase(length, (last,), (product,)))
 
     def _begin_block(self, name: str, length: int, sources: tuple[Source, ...]) -> tuple[Tensor, Tensor]:
         """Add the first convolution of a block, and that of its residual; return the sums of both, or the input as the
         residual."""
         if f"{name}.residual" in self.weights.convolutions:
             sums = [self._product(length, f"{name}.{part}") for part in ("conv1", "residual")]
-            self.phases.append(Phase(length, sources, tuple(sums)))
+            self.found.append(Phase(length, sources, tuple(sums)))
             first, residual = (product.sums for product in sums)
         else:
             (source,) = sources
             residual = source.rows
             if source.norm is not None:
                 residual = source.kept if source.kept is not None else self._buffer(length, source.channels)
-                sources = (
-                    Source(source.rows, source.channels, source.norm, residual=source.residual, kept=residual),
-                )  # fmt: skip
+                sources = (replace(source, kept=residual),)
             first = self._phase(length, sources, f"{name}.conv1")
         assert first is not None and residual is not None
         return first, residual
@@ -163,7 +147,7 @@ class PersistentProgram:
     ) -> Tensor:
         """Add a phase of one product; return its sums."""
         product = self._product(length if outputs is None else outputs, name, stride)
-        self.phases.append(Phase(length, sources, (product,)))
+        self.found.append(Phase(length, sources, (product,)))
         assert product.sums is not None
         return product.sums
 
@@ -173,3 +157,29 @@ class PersistentProgram:
 
     def _buffer(self, length: int, channels: int) -> Tensor:
         return torch.zeros(length, channels, device=self.device)
+
+
+class PersistentProgram:
+    """As `NativeUnet`, in one launch.
+
+    Raises:
+        NotResident: the device does not run all blocks at once.
+    """
+
+    def __init__(
+        self, weights: PackedUnet, tables: Tensor, steps: Sequence[Step], config: DiffusionPolicyConfig
+    ) -> None:
+        self.weights, self.tables, gpu = weights, tables, current(tables).gpu
+        assert gpu is not None
+        self.conditions, self.phases = Conditions(weights.films, config, 1), phases_of(weights, config)
+        chunk = (config.action_horizon, config.action_dim)
+        sizes = [step.sizes(config.scheduler.clip) for step in steps]
+        self.unet = PersistentUnet(gpu, self.phases, sizes, torch.empty_like(tables), chunk)
+        megabytes = weight_bytes(self.phases) / 2**20
+        self.detail = f"one persistent CUDA kernel, {len(self.phases)} phases and {megabytes:.0f} MiB of weights a step"
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        self.conditions.update(inputs)
+        torch.add(self.tables, self.conditions.own, out=self.unet.conditions)
+        noise = inputs["noise"]
+        self.unet.run(noise if noise.dim() == 3 else noise[0], outputs["actions"][0])

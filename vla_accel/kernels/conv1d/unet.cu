@@ -79,9 +79,8 @@ __device__ __forceinline__ void normed_input(const Phase& p, const Source& s, in
       const int at = i * 32 + lane, row = at / across, column = group * width + at % across * 4;
       if (at >= count) continue;
       float4 v = mish_of(held[i], mean, factor, constants(s.weight, column), constants(s.bias, column));
-      if (film && s.films > 1) v = times(v, plus(constants(film, column), constants(s.own, column)));
-      const int shift = (s.films - 1) * s.channels + column;
-      if (film && s.films > 0) v = plus(v, plus(constants(film, shift), constants(s.own, shift)));
+      if (s.films > 1) v = times(v, constants(film, column));
+      if (s.films > 0) v = plus(v, constants(film, (s.films - 1) * s.channels + column));
       finish_input(p, s, first, row, column, v);
     }
   }
@@ -114,7 +113,7 @@ __device__ __forceinline__ void make_input(const Call& c, const Phase& p, int st
     const Source s = i ? p.behind : p.front;
     if (s.channels == 0) continue;
     if (s.groups)
-      normed_input(p, s, first, s.films ? c.tables + (u64)step * c.conditions + s.condition : nullptr);
+      normed_input(p, s, first, c.conditions + (u64)step * c.films + s.condition);
     else if (s.rows)
       plain_input(p, s, first);
     else

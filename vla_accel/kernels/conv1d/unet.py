@@ -38,7 +38,6 @@ SourceBlock = block(
     "Source",
     ("const float*", "rows", "(rows, channels); none: the noisy chunk"),
     ("const float*", "weight bias", "of the group norm, (channels,)"),
-    ("const float*", "own", "the observation's part of the condition, (films * channels,)"),
     ("const float*", "residual", "added at the end, (rows, channels)"),
     ("float*", "kept", "where the result goes for later phases, (rows, channels)"),
     ("int", "channels groups", "no groups: no norm"),
@@ -61,12 +60,12 @@ PhaseBlock = block(
 CallBlock = block(
     "Call",
     ("const Phase*", "phases", "(count + 1,)"),
-    ("const float*", "tables", "(steps, conditions): the step's part of the conditions"),
+    ("const float*", "conditions", "(steps, films), of all channels"),
     ("const float*", "sizes", "(steps, 7): StepSizes"),
     ("const float*", "noise", "(draws, LENGTH, ACTIONS)"),
     ("float*", "actions", "(LENGTH, ACTIONS)"),
     ("u32*", "arrivals", "(1,)"),
-    ("int", "count steps draws conditions", ""),
+    ("int", "count steps draws films", ""),
 )
 
 
@@ -218,12 +217,11 @@ class PersistentUnet:
     """
 
     def __init__(
-        self, gpu: Gpu, phases: Sequence[Phase], sizes: Sequence[StepSizes], tables: Tensor, own: Tensor,
-        chunk: tuple[int, int],
-    ) -> None:  # fmt: skip
-        """`phases`: the last one makes the network's output; `tables` (steps, n) and `own` (n,) float32: the parts of the
-        conditions; `chunk`: rows and numbers of the actions."""
-        device, self.phases, self.blocks, self.own = tables.device, phases, gpu.multiprocessors, own
+        self, gpu: Gpu, phases: Sequence[Phase], sizes: Sequence[StepSizes], conditions: Tensor, chunk: tuple[int, int]
+    ) -> None:
+        """`phases`: the last one makes the network's output; `conditions` (steps, n) float32 of a call; `chunk`: rows
+        and numbers of the actions."""
+        device, self.phases, self.blocks = conditions.device, phases, gpu.multiprocessors
         layout = Layout(phases, *chunk, gpu)
         if layout.stages < LEAST_STAGES:
             raise NotResident(f"its ring needs {LEAST_STAGES} stages, the GPU's shared memory holds {layout.stages}")
@@ -233,47 +231,46 @@ class PersistentUnet:
         held = self.module.blocks_at_once(_NAME, THREADS)
         if held < self.blocks:
             raise NotResident(f"its {self.blocks} blocks must run at once, the device holds {held}")
-        content = (PhaseBlock * len(phases))(*(self._phase(phase) for phase in phases))
+        content = (PhaseBlock * len(phases))(*map(_phase, phases))
         self.table = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
         numbers = [[s.x_of, s.out_of, s.clean, s.keep, s.out, s.noise, s.clip] for s in sizes]
         self.sizes = torch.tensor(numbers, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
-        self.tables = tables
+        self.conditions = conditions
 
     def run(self, noise: Tensor, actions: Tensor) -> None:
         """Enqueue all steps: `noise` (draws, T, A) float32 to `actions` (T, A) float32."""
         call = CallBlock(
-            phases=address("phases", self.table), tables=address("tables", self.tables),
-            sizes=address("sizes", self.sizes, 4), noise=address("noise", noise, 4), actions=address("actions", actions, 4),
-            arrivals=address("arrivals", self.arrivals, 4), count=len(self.phases) - 1, steps=len(self.sizes),
-            draws=len(noise), conditions=self.tables.shape[1],
+            phases=address("phases", self.table), conditions=address("conditions", self.conditions),
+            sizes=address("sizes", self.sizes, 4), noise=address("noise", noise, 4),
+            actions=address("actions", actions, 4), arrivals=address("arrivals", self.arrivals, 4),
+            count=len(self.phases) - 1, steps=len(self.sizes), draws=len(noise), films=self.conditions.shape[1],
         )  # fmt: skip
         self.module.launch(_NAME, self.blocks, THREADS, (call,), cooperative=True)
 
-    def _phase(self, phase: Phase) -> Any:
-        front, behind = (*map(self._source, phase.sources), SourceBlock())[:2]
-        first, second = (*map(_product, phase.products), ProductBlock())[:2]
-        return PhaseBlock(
-            front=front, behind=behind, first=first, second=second, rows=phase.rows, blocks=phase.blocks
-        )  # fmt: skip
 
-    def _source(self, source: Source) -> Any:
-        norm, at = source.norm, source.condition
-        own = self.own[at : at + source.films * source.channels] if source.films else None
-        return SourceBlock(
-            rows=address("rows", source.rows), weight=address("weight", None if norm is None else norm.weight),
-            bias=address("bias", None if norm is None else norm.bias), own=address("own", own),
-            residual=address("residual", source.residual), kept=address("kept", source.kept), channels=source.channels,
-            groups=0 if norm is None else norm.groups, films=source.films, condition=at,
-            eps=0.0 if norm is None else norm.eps,
-        )  # fmt: skip
+def _phase(phase: Phase) -> Any:
+    front, behind = (*map(_source, phase.sources), SourceBlock())[:2]
+    first, second = (*map(_product, phase.products), ProductBlock())[:2]
+    return PhaseBlock(front=front, behind=behind, first=first, second=second, rows=phase.rows, blocks=phase.blocks)
+
+
+def _source(source: Source) -> Any:
+    norm = source.norm
+    return SourceBlock(
+        rows=address("rows", source.rows), weight=address("weight", None if norm is None else norm.weight),
+        bias=address("bias", None if norm is None else norm.bias), residual=address("residual", source.residual),
+        kept=address("kept", source.kept), channels=source.channels, groups=0 if norm is None else norm.groups,
+        films=source.films, condition=source.condition, eps=0.0 if norm is None else norm.eps,
+    )  # fmt: skip
 
 
 def _product(product: Product) -> Any:
     packed = product.convolution
     return ProductBlock(
         weights=address("weights", packed.weights), bias=address("bias", packed.bias),
-        sums=address("sums", product.sums), tiles=len(packed.weights), taps=packed.taps, stride=product.stride, pad=product.pad, outputs=product.outputs,
+        sums=address("sums", product.sums), tiles=len(packed.weights), taps=packed.taps, stride=product.stride,
+        pad=product.pad, outputs=product.outputs,
     )  # fmt: skip
 
 
