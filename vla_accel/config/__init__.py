@@ -86,7 +86,7 @@ class NativeOptions(Checked):
     Attributes:
         kernels: "auto" takes the fastest kernels. "portable" runs what an Ampere or Ada GPU would run: no kernels that
             need Hopper (GEMM and attention in CUDA C++, the streamed denoise loop, dependent launches), and no more
-            shared memory than 99 KB. "triton" runs the same without the persistent denoise kernel: no CUDA C++ of this
+            shared memory than 99 KB. "triton" runs the same without the persistent denoise kernels: no CUDA C++ of this
             package, and no kernel whose blocks wait for each other.
         embeddings: where the table of token embeddings is. With "host" it is in page-locked memory, from which a kernel
             reads the rows of each prompt: the same result with 1 GB less GPU memory for the large models.
