@@ -1,5 +1,5 @@
-"""MolmoAct2's policy against lerobot 0.6.1 and the authors' own call, on folders that lerobot and transformers save just
-now (``--groot-python``)."""
+"""MolmoAct2's policy against lerobot 0.6.1 and the authors' own call, on folders that these save just now
+(``--groot-python``)."""
 
 from __future__ import annotations
 
