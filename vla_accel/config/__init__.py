@@ -177,7 +177,7 @@ class CheckpointSpec(Checked):
         action_horizon: actions of a chunk.
         max_token_len: tokens of a prompt.
         discrete_state_input: whether π0.5 reads the state in its prompt.
-        embodiment: tag of the robot, for a GR00T checkpoint with several.
+        embodiment: tag of the robot, for a checkpoint of GR00T, starVLA or MolmoAct2 with several.
         lora: folder or hub name of an adapter, which is merged into the weights.
         action_tokenizer: folder or hub name of π0-FAST's action tokenizer (FAST).
         relaxed_actions: pad or truncate π0-FAST's output to a chunk, as lerobot does, instead of raising an error.
