@@ -67,7 +67,10 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         return activate(gate, activation.gate) * up
     if activation is Activation.GELU:
         return F.gelu(x, approximate="tanh")
-    plain = {Activation.NONE: lambda y: y, Activation.SILU: F.silu, Activation.RELU: F.relu, Activation.MISH: F.mish}
+    plain = {
+        Activation.NONE: lambda y: y, Activation.SILU: F.silu, Activation.RELU: F.relu, Activation.MISH: F.mish,
+        Activation.GELU_ERF: F.gelu,
+    }  # fmt: skip
     return plain[activation](x)
 
 
