@@ -12,8 +12,10 @@ For each variant it writes ``DIR/VARIANT/``:
   with prompts of different lengths, and the robot's actions after lerobot's postprocessor: ``batch`` (3, H, A) of one
   call, ``alone`` (H, A) of the first observation, and ``missing`` (H, A) without its first camera.
 
-``DIR/kept.json``: the JSON files of every variant, the names and shapes of lerobot's tensors, and its actions, which
-tests/nn/xvla_reference.json holds: weights and observations are drawn by name, so that any interpreter has the same.
+``DIR/kept.json``: the JSON files of every variant, the names and shapes of lerobot's tensors (of each variant those
+that differ from the first one's, None for those that it lacks), and its actions. tests/nn/xvla_reference.json holds
+those of 0.6.1, tests/nn/xvla_old_reference.json those of 0.5.1: weights and observations are drawn by name, so that any
+interpreter has the same.
 
 Variants: `plain`, two cameras of other shapes than the network's square; `libero`, with an empty camera, without the
 step that normalises images, which lerobot's evaluation then does, and with the step that makes axis-angles; `joint`,
@@ -56,7 +58,7 @@ FLORENCE = {
     "text_config": {
         "model_type": "florence2_language", "vocab_size": 40, "d_model": 48, "encoder_layers": 2, "decoder_layers": 1,
         "encoder_ffn_dim": 80, "decoder_ffn_dim": 16, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-        "max_position_embeddings": 64, "activation_function": "gelu", "pad_token_id": 1, "bos_token_id": 0,
+        "max_position_embeddings": 96, "activation_function": "gelu", "pad_token_id": 1, "bos_token_id": 0,
         "eos_token_id": 2,
     },
     "projection_dim": 48, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "vocab_size": 40,
@@ -94,9 +96,7 @@ def tokenizer() -> Any:
 
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
-    )
+    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
     return PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
@@ -170,11 +170,13 @@ def write(variant: str, out: Path, seed: int) -> None:
     saved: dict[str, Any] = {"tasks": np.array(TASKS), **given, **answers}
     np.savez(out / "answers.npz", **saved)
     path = out.parent / "kept.json"
-    kept = json.loads(path.read_text()) if path.is_file() else {"variants": {}}
+    kept = json.loads(path.read_text()) if path.is_file() else {"shapes": {}, "variants": {}}
+    shapes = {k: list(v.shape) for k, v in load_file(folder / "model.safetensors").items()}
+    kept["shapes"] = known = kept["shapes"] or shapes
     statistics = next(folder.glob("*_normalizer*.safetensors"))
     kept["variants"][variant] = {
         "files": {p.name: json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))},
-        "shapes": {k: list(v.shape) for k, v in load_file(folder / "model.safetensors").items()},
+        "shapes": {k: shapes.get(k) for k in {**known, **shapes} if shapes.get(k) != known.get(k)},
         "statistics": {k: v.tolist() for k, v in load_file(statistics).items()},
         "answers": {k: np.round(v, 6).tolist() for k, v in answers.items()},
     }

@@ -15,6 +15,8 @@ _DRAWN = {
 
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """lerobot's tensor of a name, float32: no bias zero, no norm one, positions and domains that matter."""
+    if name.endswith(("shared.weight", "embed_tokens.weight")):  # one table, of which files keep either name
+        name = "shared.weight"
     for end, deviation in _DRAWN.items():
         if name.endswith(end):
             return deviation * draw(name, *shape)

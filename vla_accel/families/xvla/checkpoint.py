@@ -424,7 +424,11 @@ def _text_tokens(content: Mapping[str, Any], saved: Processors | None, path: Pat
 
 
 def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path) -> Size | None:
-    value = (224, 224) if saved is None else content.get("resize_imgs_with_padding")
+    if saved is None:
+        file = path.with_name("preprocessor_config.json")
+        size = required(read_json(file), "size", dict, file) if file.is_file() else {}
+        return size_of(size, "height", file, 224), size_of(size, "width", file, 224)
+    value = content.get("resize_imgs_with_padding")
     if value is None:
         return None
     if len(value) != 2 or any(type(side) is not int or side < 1 for side in value):
