@@ -100,7 +100,7 @@ def wam(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     )
     found, low = {}, EngineSpec("native", precision=precision)  # type: ignore[arg-type]
     with steered("triton", META):
-        shape = FastWamShape(batch, Schedule.uniform(2), 2, sizes.image_size)
+        shape = FastWamShape(batch, Schedule.uniform(2), 2, sizes.image_size, sizes.context_rows(40))
         for component in wam_components(model, shape, FastWamStore(model))[1:]:
             assert component.native is not None
             program: Any = component.native(low)
