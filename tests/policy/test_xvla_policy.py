@@ -35,7 +35,7 @@ from vla_accel.measure.random_policy import random_policy
 from vla_accel.transforms.robots import XVLA_LIBERO
 
 PARTS = ("vision", "kv_cache", "denoise")
-ENGINES = ("eager",)
+ENGINES = ("eager", "native")
 CAMERAS = ("observation.images.front", "observation.images.wrist")
 
 

@@ -96,7 +96,7 @@ class XvlaFamily(Family[XvlaConfig, Inputs, XvlaShape]):
         rows = (batch, len(shape.sizes), config.view_tokens(size), config.encoder.width)
         image_tokens = TensorSpec("image_tokens", rows, dtype)
         tokens = TensorSpec("tokens", (batch, config.max_token_len), torch.int64)
-        context = TensorSpec("context", (batch, config.conmax_token_len(size), config.width), dtype)
+        context = TensorSpec("context", (batch, config.context_tokens(size), config.width), dtype)
         state = TensorSpec("state", (batch, config.state_dim), torch.float32)
         noise, actions = (
             TensorSpec(name, (batch, config.action_horizon, config.action_dim), torch.float32)

@@ -102,14 +102,14 @@ class XvlaConfig:
         height, width = self.vision.sizes(size)[-1]
         return 1 + height * width
 
-    def conmax_token_len(self, size: Size) -> int:
+    def context_tokens(self, size: Size) -> int:
         """Rows that every step reads: the encoder's, of other views, and soft prompts."""
         return self.views * self.view_tokens(size) + self.max_token_len + self.soft_prompts
 
     def check_size(self, size: Size) -> None:
         """Raise ConfigError if images of this size have too few or too many rows."""
         last = self.vision.sizes(size)[-1]
-        rows = self.action_horizon + self.conmax_token_len(size) - self.soft_prompts
+        rows = self.action_horizon + self.context_tokens(size) - self.soft_prompts
         if not 1 <= min(last) <= max(last) <= self.vision.positions or rows > self.positions:
             expected = f"maps of up to {self.vision.positions} a side and up to {self.positions} rows"
             raise ConfigError(f"images: expected {expected}, got {last} and {rows} for {size}")
