@@ -172,7 +172,7 @@ def test_a_fixed_field_is_refused_by_name(kind: str, name: str, setting: Setting
 def test_an_unknown_setting_of_a_step_is_refused(name: str, tmp_path: Path) -> None:
     writers = [
         *(partial(write, kind=kind) for kind in KINDS), vla_jepa_folders.write, fastwam_folders.write,
-        xvla_folders.write, partial(xvla_folders.write, variant="libero"),
+        *(partial(xvla_folders.write, variant=variant) for variant in ("plain", "libero", "agibot")),
     ]  # fmt: skip
     folders = (make(tmp_path / str(number)) for number, make in enumerate(writers))
     folder, files = next((folder, files) for folder in folders if f"'{name}'" in str(files := saved_files(folder)))

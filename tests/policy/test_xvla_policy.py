@@ -29,8 +29,10 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
+from vla_accel.families.loading import load
 from vla_accel.families.xvla.network import xvla
 from vla_accel.families.xvla.transforms import axis_angles
+from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
 from vla_accel.transforms.robots import XVLA_LIBERO
 
@@ -234,6 +236,31 @@ def test_work_of_the_published_size() -> None:
     assert work["denoise"].bytes / 10 / 1e9 == pytest.approx(0.6, abs=0.05)
     parameters = sum(p.numel() for p in card.family.network_class.empty(sizes).parameters())
     assert parameters / 1e9 == pytest.approx(0.87, abs=0.01)
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp8", "int8"])
+def test_lower_precision_is_near(folder: Path, low: str) -> None:
+    exact = policy_of(folder)
+    spec = EngineSpec("native", precision="auto" if low == "bf16" else low)  # type: ignore[arg-type]
+    config = PolicyConfig(device="cpu", precision="bf16").with_specs(
+        {**dict.fromkeys(PARTS, EngineSpec("native")), "denoise": spec}
+    )
+    checkpoint = load(folder, config)
+    prepared = [exact.processor.prepare(observation) for observation in given()]
+    scales = bench_card(exact.family).calibrate(exact.model, prepared[:1], "a test")
+    assert len(scales.amax) == 4 * exact.model.config.depth and scales.why_not(exact.model) is None
+    policy = OptimizedPolicy(replace(checkpoint, calibrated=scales), config)
+    report = compare(policy, exact, given()[:2], name="xvla")
+    assert 0.98 < report.actions.cosine < 1
+    assert list(report.components) == ["image_tokens", "context"]
+
+
+def test_scales_are_of_the_inputs_that_engines_quantise(folder: Path) -> None:
+    """The norm before a product is folded into it, so that its input is a normed row."""
+    policy = policy_of(folder)
+    amax = bench_card(policy.family).calibrate(policy.model, [policy.processor.prepare(given()[0])], "a test").amax
+    width = policy.model.config.width
+    assert all(1.0 < amax[f"layers.{i}.{part}"] < width**0.5 for i in range(3) for part in ("qkv_proj", "fc1"))
 
 
 def test_a_random_policy_of_any_size(folder: Path) -> None:

@@ -19,8 +19,8 @@ interpreter has the same.
 
 Variants: `plain`, two cameras of other shapes than the network's square; `libero`, with an empty camera, without the
 step that normalises images, which lerobot's evaluation then does, and with the step that makes axis-angles; `joint`,
-with statistics and projections of each domain; and the other action spaces, `auto` with maps that are not square, which
-lerobot before 0.6.1 refuses.
+with statistics and projections of each domain; `agibot`, whose images are bytes for a moment; and the other action
+spaces, `auto` with maps that are not square, which lerobot before 0.6.1 refuses.
 
 Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose.
 """
@@ -147,6 +147,8 @@ def write(variant: str, out: Path, seed: int) -> None:
     for one in steps:
         if type(one).__name__ == "XVLAAddDomainIdProcessorStep":
             one.domain_id = DOMAINS.get(variant, 0)
+    if variant == "agibot":
+        steps.insert(3, processor_xvla.XVLAImageScaleProcessorStep())
     before.steps = steps
     if variant == "libero":
         after.steps = [*after.steps, processor_xvla.XVLARotation6DToAxisAngleProcessorStep()]

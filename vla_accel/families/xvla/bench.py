@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from vla_accel.errors import DependencyError
 from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, libero, libero_observation
+from vla_accel.families.xvla.calibration import calibrate
 from vla_accel.families.xvla.family import XVLA
 from vla_accel.families.xvla.network import DEVIATION, MEAN, XvlaConfig, xvla
 from vla_accel.families.xvla.transforms import XvlaProcessor
+from vla_accel.fp8 import Scales
 from vla_accel.nn.random_weights import BRANCH_ENDS, Drawn
 from vla_accel.numeric import matmul_precision
 from vla_accel.transforms.normalisation import Normaliser
@@ -58,6 +60,8 @@ class XvlaBench(BenchCard[XvlaConfig, Inputs]):
 
     family, drawn = XVLA, DrawnXvla
     sizes: ClassVar = {"xvla": xvla}
+    quantised = ("native_fp8",)
+    aliases: ClassVar = {"native_fp8": "native_fp8_denoise"}
     baselines = tuple(LEROBOT_MODES)
 
     def shallow(self, config: XvlaConfig, depth: int) -> XvlaConfig:
@@ -80,6 +84,9 @@ class XvlaBench(BenchCard[XvlaConfig, Inputs]):
     def internals(self, config: XvlaConfig, outputs: Mapping[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
         """`image_tokens` (V, rows, W) and `context` (C, W)."""
         return {name: outputs[name][0] for name in ("image_tokens", "context")}
+
+    def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
+        return calibrate(model, inputs, source)
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         dtype, compiled = LEROBOT_MODES[name]

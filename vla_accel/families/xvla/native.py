@@ -85,7 +85,10 @@ class ContextWeights:
 
         layers = tuple(
             EncoderLayerWeights(
-                *(linear(f"{name}.{part}") for part in ("qkv_proj", "out_proj", "fc1", "fc2")),
+                linear(f"{name}.qkv_proj"),
+                linear(f"{name}.out_proj"),
+                linear(f"{name}.fc1"),
+                linear(f"{name}.fc2"),
                 (norm(f"{name}.norm1"), norm(f"{name}.norm2")),
             )
             for name in (f"encoder.layers.{index}" for index in range(config.encoder.depth))
