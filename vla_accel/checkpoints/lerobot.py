@@ -73,8 +73,7 @@ class Processors:
         prompt_state_dim: The size to which prompts pad the state, as lerobot did before 0.5; None if they do not.
         cameras: Of a policy without a tokenizer step: how the images of each camera, in [0, 1], are normalized by
             channel.
-        before: Settings of the preprocessor's steps, by name.
-        after: Those of the postprocessor's steps.
+        before, after: Settings of the steps of the preprocessor and of the postprocessor, by name.
     """
 
     preset: Preset
@@ -157,8 +156,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         _check_prompt(before, config)
         of_inputs, of_outputs = before.statistics(NORMALIZE), after.statistics(UNNORMALIZE)
         renamed, tokenizer = before.config(RENAME).get("rename_map") or {}, _tokenizer(before) if prompted else {}
-        first, last = ({name: one.config(name) for name in one.steps} for one in (before, after))
-        steps = first, last
+        steps = tuple({name: pipeline.config(name) for name in pipeline.steps} for pipeline in (before, after))
         if "max_length" in tokenizer:
             length = "max_length", tokenizer, before.path
         if _are_relative(config, before, after):

@@ -42,6 +42,7 @@ class Piece:
         pairs: Numbers of a head, whose rotated pairs are stored next to each other; canonical heads have their first
             numbers in one half, and their second ones in the other.
         transposed: Whether it is the transpose of a canonical matrix.
+        start: Its first row in a stored tensor that has more than its `rows`; None: that has these rows alone.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Piece:
     frame: bool = False
     pairs: int | None = None
     transposed: bool = False
+    start: int | None = None
 
     def why_not(self, stored: tuple[int, ...], whole: tuple[int, ...]) -> str | None:
         """Return why a stored shape cannot be this piece of a canonical tensor of shape `whole`; None if it can."""
@@ -66,6 +68,8 @@ class Piece:
                 return None
         if self.pairs is not None and expected[0] % self.pairs:
             return f"expected heads of {self.pairs}, got {stored}"
+        if self.start is not None and stored and stored[0] >= self.start + expected[0]:
+            stored = (expected[0], *stored[1:])
         return None if stored == expected else f"expected {expected}, got {stored}"
 
     def taken(self, stored: Tensor) -> Tensor:
@@ -74,6 +78,8 @@ class Piece:
             stored = stored[:, :, -1]
         if self.transposed:
             return stored.T
+        if self.start is not None and self.rows is not None:
+            return stored[self.start : self.start + self.rows]
         if self.pairs is not None:
             return stored.unflatten(0, (-1, self.pairs // 2, 2)).transpose(1, 2).flatten(0, 2)
         return stored if self.entry is None else stored[self.entry].T if stored.ndim > 2 else stored[self.entry]
