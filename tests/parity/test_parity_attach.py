@@ -1,7 +1,8 @@
-"""lerobot's own policy objects on this package's engines, in lerobot 0.4.4, 0.5.1 and 0.6.1.
+"""Policy objects of lerobot 0.4.4, 0.5.1 and 0.6.1, and openpi's model, on this package's engines.
 
-Needs an interpreter with each release (tests/parity/test_parity_lerobot_releases.py names the options). Both answers
-come from one process, `references/attach_lerobot_policies.py`, in float32 on the CPU.
+Needs an interpreter with each release (tests/parity/test_parity_lerobot_releases.py names the options), and
+`--openpi-python`. Both answers come from one process, `references/attach_lerobot_policies.py` or
+`references/attach_openpi_model.py`, in float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -37,3 +38,10 @@ def test_an_attached_policy_answers_as_lerobot(made: Make, release: str, name: s
         assert moved > 1.0, "the previous chunk hardly changes lerobot's actions"
     print(f"lerobot {release} {name}: {row}")
     assert {"difference", "1", "3"} <= row.keys() and max(row.values()) <= TOLERANCES[name in RESIZED], row
+
+
+@pytest.mark.parametrize("name", ["pi0", "pi05"])
+def test_openpis_model_answers_as_before(made: Make, name: str) -> None:
+    row = json.loads((made("openpi", "attach_openpi_model") / "attached.json").read_text())[name]
+    assert row.pop("reason") is None and row.pop("restored")
+    assert row.keys() == {"difference", "1", "3"} and max(row.values()) <= TOLERANCES[False], row
