@@ -45,13 +45,13 @@ Batch = dict[str, Any]
 
 @dataclass
 class Case:
-    """A policy, its batches by number of rows, the preprocessor that `attach` gets, and whether it has real-time
-    chunking."""
+    """A policy, its batches by number of rows, what `attach` gets with it, and whether it has real-time chunking."""
 
     policy: Any
     batch: Callable[[int], Batch]
     preprocessor: Any = None
     guided: bool = False
+    config: Any = None
 
 
 def draws(seed: int, count: int, sizes: Mapping[str, tuple[int, int]], state: int) -> Batch:
@@ -142,6 +142,20 @@ def vla_jepa() -> Case:
     return Case(policy, lambda count: {**draws(count, count, sizes, 8), "task": list(module.TASKS)[:count]})
 
 
+def fastwam() -> Case:
+    module = importlib.import_module("make_fastwam_reference")
+    policy, _ = module.build("resized")
+    wan = Path(tempfile.mkdtemp())
+    policy.model.vae.vae.save_pretrained(wan / "vae")
+    height, width = module.CAMERAS["resized"]
+    sizes = dict.fromkeys(("observation.images.wrist", "observation.images.front"), (height, width))
+    return Case(
+        policy,
+        lambda count: {**draws(count, count, sizes, 8), "task": list(module.TASKS)[:count]},
+        config={"checkpoint": {"wan": str(wan)}},
+    )
+
+
 def groot() -> Case:
     module = importlib.import_module("make_groot_reference")
     tokenizer = module.small_tokenizer()
@@ -173,6 +187,7 @@ POLICIES: dict[str, Callable[[], Case]] = {
     "diffusion ddpm": lambda: diffusion("ddpm"),
     "diffusion ddim": lambda: diffusion("episode"),
     "vla_jepa": vla_jepa,
+    "fastwam": fastwam,
     "groot": groot,
 }
 
@@ -203,7 +218,7 @@ def compare(case: Case) -> dict[str, Any]:
         camera = list(CAMERAS)[-1]
         calls["missing"] = {name: value for name, value in case.batch(1).items() if name != camera}, {}
     theirs = {name: answer(case, batch, **others) for name, (batch, others) in calls.items()}
-    attached = vla_accel.attach(case.policy, preprocessor=case.preprocessor)
+    attached = vla_accel.attach(case.policy, case.config, preprocessor=case.preprocessor)
     answer(case, calls["1"][0])
     found: dict[str, Any] = {"reason": attached.reason, "difference": attached.difference}
     found |= {name: relative(answer(case, *call[:1], **call[1]), theirs[name]) for name, call in calls.items()}

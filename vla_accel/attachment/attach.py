@@ -120,7 +120,7 @@ class Attachment:
             drawn = recorded.drawn if call.noise is None else [call.noise]
             self._noise, self._like = () if fixed else drawn, expected
             self._release()
-            engine = self._built(reader)
+            engine = self._built(reader, call)
             if drawn and not fixed and (found := _stacked(drawn).shape[1:]) != engine.noise_shape:
                 raise EngineError(f"noise: expected {engine.noise_shape} of each observation, got {tuple(found)}")
             ours = self._answer(engine, call, () if fixed else drawn)
@@ -136,11 +136,14 @@ class Attachment:
         self.fall_back(error if isinstance(error, VlaAccelError) else f"{type(error).__name__}: {error}")
         return answer()
 
-    def _built(self, reader: Reader) -> OptimizedPolicy:
+    def _built(self, reader: Reader, call: Call) -> OptimizedPolicy:
         device = next(iter(self._devices.values()))
         settings = replace(reader.settings, device=str(device))
         with reader.checkpoint.progress():
-            return OptimizedPolicy(reader.checkpoint, settings)
+            engine = OptimizedPolicy(reader.checkpoint, settings)
+            if engine.device.type != "cpu":
+                engine.warm_up(call.observations[0])
+        return engine
 
     def _answer(self, engine: OptimizedPolicy, call: Call, drawn: Sequence[Tensor]) -> Tensor:
         count, like = len(call.observations), self._like

@@ -6,12 +6,14 @@ and nothing else: states, actions and prompts arrive as the model's numbers.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import operator
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from vla_accel.checkpoints.lerobot_statistics import ENVIRONMENT, STATE, Statist
 from vla_accel.config import PolicyConfig, RtcConfig
 from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
 from vla_accel.families.family import FAMILIES, Family, family_named
+from vla_accel.families.fastwam.text import FILE, write_prompts
 from vla_accel.families.loading import Checkpoint
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Inputs
@@ -39,6 +42,11 @@ _TAKE_NOISE = ("pi0", "pi05", "smolvla")
 """Policies whose method has an argument with all the noise of a call."""
 _TOKENIZERS = {"pi0_fast": "_paligemma_tokenizer", "vla_jepa": "model.qwen.processor.tokenizer"}
 """The policy's own tokenizer, where the readers need it: it encodes prompts within the policy, or decodes actions."""
+_UNREAD = {
+    "fastwam": ("prompt", "input_image", "video", "proprio", "context", "context_mask", "negative_prompt", "seed",
+                "text_cfg_scale", "num_inference_steps", "sigma_shift", "rand_device", "tiled"),
+}  # fmt: skip
+"""Further entries of a batch that a policy would read."""
 _TASKS = {"vla_jepa": "Execute the robot action."}
 """The instruction of a batch without one."""
 _TOKENS, _MASK = "observation.language.tokens", "observation.language.attention_mask"
@@ -62,6 +70,12 @@ class TokenTransforms:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    def token_counts(self, tokens: np.ndarray) -> tuple[int, int]:
+        """Return the fewest and the most tokens of a prompt with other states, each number of one to three digits."""
+        margin = 2 * self.inner.preset.state_dim if self.inner.discrete_state else 0
+        count = len(tokens) + len(self.suffix)
+        return max(1, count - margin), count + margin
 
     def encode(self, seen: Any) -> Inputs:
         """Normalize the state and take the tokens as they are. Raises ObservationError if there are too many."""
@@ -91,6 +105,9 @@ class LerobotReader:
             table = _camera_statistics(policy, content, preprocessor)
             (path / "config.json").write_text(json.dumps(_normalized(content)))
             _write_tokenizers(policy, self._kind, path)
+            if self._kind == "fastwam":
+                unread = np.zeros((1, content["video_dit_config"]["text_dim"]), np.float32)
+                write_prompts(path / FILE, content["prompt_template"], {"": unread})
             if self._kind == "pi0_fast":  # as lerobot decodes tokens that are no whole chunk
                 settings = replace(settings, checkpoint=replace(settings.checkpoint, relaxed_actions=True))
             weights = ModuleWeights(policy, _buffers(table))
@@ -104,6 +121,10 @@ class LerobotReader:
                 raise type(error)(str(error).replace(f"{path}/", "").replace(str(path), name)) from error
         inputs = content["input_features"]
         cameras = [key for key, f in inputs.items() if f["type"] == "VISUAL" and "empty_camera" not in key]
+        if self._kind == "fastwam":
+            cameras.sort()  # lerobot joins the images in this order
+            encode = partial(_encode, policy.model)
+            processor = replace(processor, prompts=replace(processor.prompts, rows={}, encoder=encode))
         self._cameras = dict(zip(processor.preset.images, cameras, strict=True))
         self._scales = _scales(table, content, cameras)
         self._states = [key for key in (STATE, ENVIRONMENT) if key in inputs]
@@ -144,9 +165,9 @@ class LerobotReader:
         return Call(self._observations(batch), noise, chunk, inference_delay or 0)
 
     def _observations(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        masked = [key for key in batch if key.endswith("_padding_mask") and key.startswith("observation.images.")]
-        if masked:
-            raise ConfigError(f"batch: expected no masks of images, got {', '.join(masked)}")
+        masks = [key for key in batch if key.endswith("_padding_mask") and key.startswith("observation.images.")]
+        if unread := [*masks, *(key for key in _UNREAD.get(self._kind, ()) if batch.get(key) is not None)]:
+            raise ConfigError(f"batch: expected images, state and prompt, got {', '.join(unread)}")
         images = {key: pixels(value, name, self._scales.get(name)) for key, name, value in self._images(batch)}
         parts = [batch[key].float().cpu().numpy() for key in self._states]
         state = np.concatenate(parts, axis=-1)
@@ -235,6 +256,8 @@ def _family_of(content: Mapping[str, Any], weights: ModuleWeights) -> Family[Any
     families = [family_named(name) for name in FAMILIES]
     for family in families:
         if family.recognises(content, weights.shapes):
+            if "weights" not in inspect.signature(family.load).parameters:
+                raise ConfigError(f"policy: {family.name} cannot be attached: load its folder instead")
             return family
     raise ConfigError(f"policy: expected a policy of type {', '.join(FAMILIES)}, got {content['type']!r}")
 
@@ -256,6 +279,19 @@ def _write_tokenizers(policy: Any, kind: str, folder: Path) -> None:
         fast.bpe_tokenizer.save_pretrained(folder / "fast")
         numbers = {name: getattr(fast, name, None) for name in names}
         (folder / "fast" / "processor_config.json").write_text(json.dumps(numbers))
+
+
+@torch.no_grad()
+def _encode(model: Any, text: str) -> np.ndarray:
+    """Return the rows of a prompt from FastWAM's own text encoder, which goes to the model's device for it."""
+    place = next(model.text_encoder.parameters()).device
+    model.text_encoder.to(model.device)
+    try:
+        rows, _ = model.encode_prompt([text])
+    finally:
+        model.text_encoder.to(place)
+    _, mask = model.tokenizer([text], return_mask=True, add_special_tokens=True)
+    return rows[0, : int(mask.sum())].float().cpu().numpy()
 
 
 def _visual_mode(content: Mapping[str, Any]) -> str:
