@@ -308,8 +308,8 @@ class OptimizedPolicy:
 
         Builds the shapes of `observation`, with its image sizes, and of its prompt with other states, at most
         `MOST_BUILT`. Without one, builds those of an ordinary observation, with images of the model's size, and of the
-        prompts in `PolicyConfig.warm_up`: at most `MOST_BUILT` for all states of each, and with the native engine all prompt
-        lengths if they are no more than `MOST_BUILT`. A warning lists the shapes that are not built.
+        prompts in `PolicyConfig.warm_up`: at most `MOST_BUILT` for all states of each, and with the native engine all
+        prompt lengths if they are no more than `MOST_BUILT`. A warning lists the shapes that are not built.
         """
         if resize.fits_on(self.device):
             resize.rehearse(self.device)
