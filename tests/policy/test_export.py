@@ -26,6 +26,13 @@ from tests.support import (
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel.cli import main
 
+
+def fastwam(folder: Path) -> None:
+    """With its encoded prompts."""
+    fastwam_folders.write(folder)
+    assert main(["prompts", str(folder), fastwam_folders.TASKS[0]]) == 0
+
+
 FOLDERS: dict[str, Callable[[Path], Any]] = {
     "act": tiny_act.write_lerobot,
     "pi0": lambda folder: write_tiny_checkpoint(folder, "pi0"),
@@ -35,11 +42,13 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "groot_n16": groot_folders.write_n16,
     "groot_n15": groot_folders.write_n15,
     "diffusion_policy": tiny_diffusion_policy.write_lerobot,
-    "fastwam": lambda folder: fastwam_folders.write(folder, "plain"),
+    "fastwam": fastwam,
     "starvla": starvla_folders.write,
     "vla_jepa": lambda folder: vla_jepa_folders.write(folder, "plain"),
 }
-SLOW_IN_ONNX = FOLDERS.keys() - {"act"}
+QUICK = {("torch-export", "act"), ("onnx", "act"), ("torch-export", "pi05")}
+# tests/engines/test_onnx_export.py has the graphs of the other families.
+CASES = [*(("torch-export", name) for name in FOLDERS), ("onnx", "act"), ("onnx", "diffusion_policy")]
 
 
 def written(folder: Path, write: Callable[[Path], Any]) -> Path:
@@ -64,9 +73,7 @@ def runner_of(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("form", "family"),
-    [("torch-export", name) for name in FOLDERS]
-    + [pytest.param("onnx", name, marks=[pytest.mark.slow] * (name in SLOW_IN_ONNX)) for name in FOLDERS],
+    ("form", "family"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
 )
 def test_the_files_give_the_policys_actions(
     form: str, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
