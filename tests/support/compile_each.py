@@ -220,7 +220,7 @@ def images() -> Iterator[Callable[[], Any]]:
     norm = GroupNorm(32, wide(320), wide(320), 1e-5)
     rows = half(2, 4096, 320)
     yield lambda: image._launch_rows(added, wide(96), Activation.SILU, keep=True, pad=True)
-    yield lambda: image.group_act(grouped, norm, activation=Activation.SILU, keep=True, skip=None)
+    yield lambda: image.group_act(grouped, norm, activation=Activation.SILU, keep=True, skip=None, after=None)
     yield lambda: image.add_layer_norm(rows, rows, wide(320), wide(320), wide(320), 1e-5)
     yield lambda: image.geglu_erf(half(2, 4096, 2560))
     yield lambda: image.softmax(wide(4096, 4096), torch.bfloat16)
