@@ -249,6 +249,7 @@ def _group_whole(source, affine, after_ptr, out_ptr, size, X: constexpr, G: cons
     # A program reads its group from the cache again for the variance and for the result.
     weight_ptr, bias_ptr, eps = affine
     C: constexpr = X.channels
+    PASSES: constexpr = G.passes
     pixels = size[0] * size[1]
     batch, lane = tl.program_id(1).to(tl.int64), tl.arange(0, G.lanes)[None, :]
     channel, real = tl.program_id(0) * G.channels + lane, lane < G.channels
@@ -256,18 +257,18 @@ def _group_whole(source, affine, after_ptr, out_ptr, size, X: constexpr, G: cons
     bias = tl.load(bias_ptr + channel, mask=real, other=0.0)
     count = pixels * G.channels * 1.0
     mean, variance = 0.0, 0.0
-    for turn in tl.static_range(G.passes):
+    for turn in tl.static_range(PASSES):
         pixel = turn * G.rows + tl.arange(0, G.rows)[:, None]
         keep = (pixel < pixels) & real
         total = tl.where(keep, _summed(source, batch * pixels + pixel, channel, keep, real, size, X), 0.0)
         mean += tl.sum(tl.sum(total, 1), 0) / count
-    for turn in tl.static_range(G.passes):
+    for turn in tl.static_range(PASSES):
         pixel = turn * G.rows + tl.arange(0, G.rows)[:, None]
         keep = (pixel < pixels) & real
         centred = _summed(source, batch * pixels + pixel, channel, keep, real, size, X) - mean
         variance += tl.sum(tl.sum(tl.where(keep, centred * centred, 0.0), 1), 0) / count
     weight *= tl.rsqrt(variance + eps)
-    for turn in tl.static_range(G.passes):
+    for turn in tl.static_range(PASSES):
         pixel = turn * G.rows + tl.arange(0, G.rows)[:, None]
         row, keep = batch * pixels + pixel, (pixel < pixels) & real
         normed = (_summed(source, row, channel, keep, real, size, X) - mean) * weight + bias
