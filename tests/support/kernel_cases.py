@@ -152,9 +152,9 @@ def _beyond(lengths: Tensor, total: int, heads: int, head_dim: int) -> Tensor:
 
 def _attention(
     tokens: int, source: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int] | None,
-    scale: float | None = None, last: bool = False, tile: FlashTile | None = None,
+    scale: float | None = None, last: bool = False, tile: FlashTile | None = None, counted: bool = False,
 ) -> Callable:  # fmt: skip
-    """q is a view of q/k/v; k and v are the cache's."""
+    """q is a view of q/k/v; k and v are the cache's. `counted`: the first key counts for 90, the last of a row not."""
 
     def call(draw: Draw) -> Call:
         batch = 2 if lengths is None else len(lengths)
@@ -165,6 +165,10 @@ def _attention(
         hidden = {} if real is None else dict.fromkeys("kv", _beyond(real, source, kv_heads, head_dim))
         arguments = {"q": q, "k": k, "v": v, "out": out, "lengths": real, "inverse_scale": scale}
         arguments |= ({"last": True} if last else {}) | ({"tile": tile} if tile else {})
+        if counted:
+            bias = torch.zeros(batch, source)
+            bias[:, 0], bias[0, -1] = 4.5, -torch.inf
+            arguments["bias"] = bias
         return Call("attention", arguments, ("out",), hidden)
 
     return call
@@ -181,6 +185,25 @@ def _self_attention(
         out = Empty((images, tokens, heads * head_dim), FP8 if scale else draw.dtype)
         arguments = {**parts, "out": out, "lengths": None, "inverse_scale": scale, **({"tile": tile} if tile else {})}
         return Call("attention", arguments, ("out",))
+
+    return call
+
+
+def _prefix_attention(
+    tokens: int, prefix: int, heads: int, head_dim: int, lengths: list[int], config: KeySplit | None = None
+) -> Callable:
+    def call(draw: Draw) -> Call:
+        batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
+        sizes = SuffixShape(batch, tokens, prefix, heads, heads, head_dim, draw.dtype.itemsize, own=False)
+        taken = config or key_splits(None, sizes)[0]
+        keys, values = (draw(batch, prefix, heads, head_dim) for _ in range(2))
+        arguments = {
+            "q": draw(batch, tokens, heads, head_dim, scale=2.0), "prefix": Prefix(keys, values, real),
+            "out": Empty((batch * tokens, heads * head_dim), draw.dtype), "workspace": Workspace(sizes, taken),
+            "config": taken,
+        }  # fmt: skip
+        beyond = _beyond(real, prefix, heads, head_dim)
+        return Call("prefix_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
 
     return call
 
@@ -409,6 +432,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     ):  # fmt: skip
         yield f"attention {shape}", _attention(*shape)
     yield "attention fp8", _attention(51, 64, 8, 1, 64, [40, 64], 200.0)
+    for shape in ((5, 34, 2, 2, 64, None), (20, 130, 4, 2, 72, None)):
+        yield f"counted attention {shape}", _attention(*shape, counted=True)
     for shape in ((2, 16, 4, 72), (1, 51, 2, 64), (2, 100, 3, 72)):
         yield f"self-attention {shape}", _self_attention(*shape)
     yield "self-attention fp8", _self_attention(1, 64, 2, 72, 200.0)
@@ -421,6 +446,9 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         (17, 40, 8, 1, 64, [7], True), (64, 17, 2, 1, 64, [17, 0], True), (100, 64, 1, 1, 64, [63], False),
     ):  # fmt: skip
         yield f"suffix_attention {shape}", _suffix_attention(*shape)
+    for split in (None, KeySplit(16, 32, 2, 2, 4), KeySplit(64, 32, 8, 1, 8)):
+        yield f"prefix_attention {split}", _prefix_attention(50, 130, 2, 112, [130, 7], split)
+    yield "prefix_attention of one", _prefix_attention(5, 20, 3, 24, [20])
     # Weights of one byte are widened alike at every shape: FP8 and INT8 take turns.
     for shape, weights in zip((
         (1, 1, 1152, 2, 1, 64), (1, 3, 128, 2, 1, 256), (2, 5, 64, 4, 2, 64), (1, 16, 72, 3, 3, 72),
