@@ -45,7 +45,9 @@ def run(name: str) -> tuple[str, float]:
     call = shapes.call_of(name, DTYPE)
     try:
         with steered("triton"):
-            got = calls.outputs_of(call, CPU, kernel=True, repeat=2 if call.op == "suffix_attention" else 1)
+            got = calls.outputs_of(
+                call, CPU, kernel=True, repeat=2 if call.op in ("suffix_attention", "prefix_attention") else 1
+            )
         want = calls.outputs_of(call, CPU, kernel=False)
         calls.check(call, got, WORST, MEAN, FP8_MEAN)
     except Exception as error:
