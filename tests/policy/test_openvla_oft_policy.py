@@ -27,9 +27,13 @@ from tests.support.openvla_oft_folders import (
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.checkpoints.weights import SafetensorsWeights
 from vla_accel.cli import main
+from vla_accel.config import load_config
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.families.bench import bench_card
+from vla_accel.families.family import family_named
 from vla_accel.families.openvla_oft.transforms import CROP
 from vla_accel.kernels.image.resize import fit, fit_of
+from vla_accel.measure.random_policy import random_policy
 from vla_accel.pictures import CentreCrop
 from vla_accel.transforms.images import centre_crop
 
@@ -266,3 +270,29 @@ def test_bad_input_is_one_error(folders: dict[str, Path]) -> None:
         policy.infer({k: v for k, v in good.items() if "wrist" not in k})
     with pytest.raises(ConfigError, match="schedule: expected none for openvla_oft"):
         policy_of(folders["libero"], schedule="cubic")
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp8", "int8"])
+def test_random_weights_of_any_size_in_each_precision(folders: dict[str, Path], precision: str) -> None:
+    """FP8 and INT8 of the language model stay near the same weights in float32."""
+    card, model = bench_card(family_named("openvla_oft")), policy_of(folders["libero"]).model
+    specs = {"vision": EngineSpec("native"), "decode": EngineSpec("native", precision=precision)}  # type: ignore[arg-type]
+    config = PolicyConfig(device="cpu", precision="bf16")
+    policy, _ = random_policy("openvla_oft", config.with_specs(specs), model=model)
+    one = card.random_observation(policy.processor, np.random.default_rng(0))
+    exact, _ = random_policy("openvla_oft", PolicyConfig(device="cpu", precision="fp32"), model=model)
+    found, want = policy.infer(one)["actions"], exact.infer(one)["actions"]
+    assert {e["used"] for e in policy.ledger.as_list()} == {"native"}
+    assert np.abs(found - want).max() < (0.05 if precision == "auto" else 0.3) * want.std()
+
+
+def test_work_of_the_published_size() -> None:
+    """TFLOP at two views and a prompt of 35 tokens, as counted apart from this code: language 8.0, vision 0.8."""
+    card = bench_card(family_named("openvla_oft"))
+    transforms = card.dummy(card.published(), 2)
+    inputs = transforms.prepare(card.random_observation(transforms, np.random.default_rng(0)))
+    for config, precision in (("native", "bf16"), ("native_fp8_denoise", "fp8")):
+        work = card.work(card.published(), inputs, 1, load_config(config).specs(card.family.parts))
+        assert work["vision"].flop / 1e12 == pytest.approx(0.8, abs=0.1)
+        assert work["decode"].flop / 1e12 == pytest.approx(8.0, abs=0.2)
+        assert work["decode"].precision == precision

@@ -142,7 +142,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[OpenVlaOft, OftPr
     processor = OftProcessor(
         tokenizer=tokenizer, state=state, actions=scaling(statistics, "action", robot.ends, config.action_dim, run),
         action_dim=config.action_dim, max_token_len=config.max_token_len, default_prompt=settings.default_prompt,
-        preset=preset, image_size=config.dino.image_size, state_dim=config.state_dim, gripper=robot.gripper,
+        preset=preset, side=config.dino.image_size, state_dim=config.state_dim, gripper=robot.gripper,
     )  # fmt: skip
     model = OpenVlaOft.empty(config)
     recipe = {name: pieces(name, config) for name in model.state_dict()}

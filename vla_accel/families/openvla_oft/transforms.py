@@ -28,12 +28,12 @@ class OftProcessor(ScalingTransforms, PromptTransforms):
     """openvla-oft's transforms. Images of another size than the model's pass through JPEG, as in training.
 
     Attributes:
-        image_size: Side of the model's images, pixels.
+        side: Of the model's images, pixels.
         state_dim: Numbers of the model's state; 0 for a model without one.
         gripper: The number of the action that becomes -1 (open) above a half and 1 (closed) below; None for none.
     """
 
-    image_size: int
+    side: int
     state_dim: int
     gripper: int | None = None
 
@@ -46,11 +46,16 @@ class OftProcessor(ScalingTransforms, PromptTransforms):
                 raise ConfigError(f"preset.{name}: expected none for this model, got {[*own]}")
 
     @property
+    def image_size(self) -> int:
+        """Side of the images that clients send, pixels."""
+        return CAMERA[0]
+
+    @property
     def image_shape(self) -> tuple[int, int]:
         return CAMERA
 
     def observe(self, observation: Mapping[str, Any]) -> Observed:
-        seen, method = self._reader.read(observation), CentreCrop(self.image_size, CROP)
+        seen, method = self._reader.read(observation), CentreCrop(self.side, CROP)
         images = (to_uint8(image, key) for key, image in seen.views.items())
         images = tuple(image if method.keeps(*image.shape[:2]) else jpeg(image) for image in images)
         sizes = tuple((image.shape[0], image.shape[1]) for image in images)
