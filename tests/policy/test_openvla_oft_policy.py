@@ -20,6 +20,7 @@ from tests.support.openvla_oft_folders import (
     answers,
     given,
     image,
+    preset,
     tensors,
     write,
     write_run,
@@ -41,11 +42,8 @@ PARTS = ("vision", "decode")
 
 
 def policy_of(folder: Path, engine: str = "eager", **settings: Any) -> OptimizedPolicy:
-    if "bare" in str(folder):
-        preset = folder / "one_image.yaml"
-        preset.write_text("base: libero\nimages: [observation/image]\n")
-        settings["preset"] = str(preset)
-    config = PolicyConfig(device="cpu", **{"precision": "fp32", **settings})
+    settings = {"precision": "fp32", "preset": preset(folder, folder.name), **settings}
+    config = PolicyConfig(device="cpu", **settings)
     return OptimizedPolicy.from_pretrained(folder, config.with_specs(dict.fromkeys(PARTS, EngineSpec(engine))))  # type: ignore[arg-type]
 
 

@@ -67,6 +67,15 @@ def write(folder: Path, variant: str = "libero", change: Change = lambda files: 
     return folder
 
 
+def preset(folder: Path, variant: str) -> str | None:
+    """The preset that a variant needs: the one for one image is a file, which this writes."""
+    if variant != "bare":
+        return None
+    path = folder / "one_image.yaml"
+    path.write_text("base: libero\nimages: [observation/image]\n")
+    return str(path)
+
+
 def image(name: str, height: int, width: int) -> np.ndarray:
     """The script's image of a name: cells of 8 x 8 pixels with some noise, uint8."""
     cells = draw(f"{name}.cells", -(-height // 8), -(-width // 8), 3).repeat(8, 0).repeat(8, 1)[:height, :width]
