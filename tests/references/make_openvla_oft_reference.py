@@ -31,7 +31,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import tensorflow as tf
 import whole_torchvision  # noqa: F401
 
 # isort: split
@@ -175,19 +174,13 @@ def actions(variant: str, parts: dict[str, Any], index: int, sizes: Any) -> np.n
 
 
 def sampled() -> dict[str, Any]:
-    """Pixels of TensorFlow's images, before and after they are cropped, of each size without and with JPEG."""
+    """Some pixels of TensorFlow's resized and cropped images of each size."""
     found = {}
     for height, width in (*ODD, (224, 224)):
-        given = image("oft.sampled", height, width)
-        plain = given
-        if (height, width) != (224, 224):
-            plain = tf.image.resize(given, (224, 224), method="lanczos3", antialias=True)
-            plain = tf.cast(tf.clip_by_value(tf.round(plain), 0, 255), tf.uint8).numpy()
-        whole = given if plain is given else openvla_utils.resize_image_for_policy(given, 224)
-        cropped = [np.asarray(openvla_utils.center_crop_image(x)) for x in (plain, whole)]
-        found[f"{height}x{width}"] = {
-            name: x[::STEP, ::STEP].tolist() for name, x in zip(("plain", "with_jpeg"), cropped, strict=True)
-        }
+        whole = image("oft.sampled", height, width)
+        if whole.shape[:2] != (224, 224):
+            whole = openvla_utils.resize_image_for_policy(whole, 224)
+        found[f"{height}x{width}"] = np.asarray(openvla_utils.center_crop_image(whole))[::STEP, ::STEP].tolist()
     return found
 
 

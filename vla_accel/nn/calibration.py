@@ -45,20 +45,17 @@ def calibrate(model: PrefixNetwork, inputs: Sequence[Sequence[Any]], source: str
         DependencyError: ModelOpt is missing.
         CheckpointError: there are no observations, or a product saw nothing finite.
     """
-    blocks = model.config.vision.depth + model.config.prefix.depth
-    return measured_scales(_Prefix(model), inputs, source, blocks, calibrated_products(model.config))
+    return measured_scales(_Prefix(model), inputs, source)
 
 
 @torch.no_grad()
-def measured_scales(
-    measuring: Measuring, inputs: Sequence[Sequence[Any]], source: str, blocks: int, names: Sequence[str]
-) -> Scales:
-    """Return the scales of the products `names`, measured in so many `blocks`; other arguments and errors as those of
-    `calibrate`."""
+def measured_scales(measuring: Measuring[Any], inputs: Sequence[Sequence[Any]], source: str) -> Scales:
+    """Return the scales that a pass measures; arguments and errors as those of `calibrate`, with each observation as
+    the pass takes it."""
     _, version = load_modelopt()
     if not inputs:
         raise CheckpointError("FP8 calibration: expected at least one observation, got none")
-    model = measuring.model
+    model, names, blocks = measuring.model, measuring.products(), measuring.blocks()
     given = [[torch.from_numpy(np.array(value)).to(model.device) for value in one] for one in inputs]
     with shown("calibrating") as advance:
         for _ in measuring.run(given):
@@ -76,6 +73,14 @@ class Measuring(ABC, Generic[N]):
     def __init__(self, model: N) -> None:
         self.model = model
         self.amax: dict[str, float] = {}
+
+    @abstractmethod
+    def products(self) -> list[str]:
+        """The products that are measured, by their names in the model."""
+
+    @abstractmethod
+    def blocks(self) -> int:
+        """The number of blocks that `run` measures."""
 
     @abstractmethod
     def run(self, inputs: Sequence[Sequence[Tensor]]) -> Iterator[None]:
@@ -107,6 +112,12 @@ class Measuring(ABC, Generic[N]):
 
 class _Prefix(Measuring[PrefixNetwork]):
     """Vision and prefix."""
+
+    def products(self) -> list[str]:
+        return calibrated_products(self.model.config)
+
+    def blocks(self) -> int:
+        return self.model.config.vision.depth + self.model.config.prefix.depth
 
     def run(self, inputs: Sequence[Sequence[Tensor]]) -> Iterator[None]:
         model, vision, prefix = self.model, self.model.config.vision, self.model.config.prefix

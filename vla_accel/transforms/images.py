@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 
 from vla_accel.errors import DependencyError, ObservationError
+from vla_accel.jpeg import round_trip
 from vla_accel.pictures import CentreCrop, Resampling, Resize, neighbours, placed
 
 
@@ -81,21 +81,12 @@ def resize(image: np.ndarray, size: int, method: Resize, key: str = "image") -> 
     return out
 
 
-def jpeg(image: np.ndarray) -> np.ndarray:
-    """Return uint8 (H, W, 3) encoded as JPEG of quality 95 and decoded again."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DependencyError("JPEG images need Pillow: pip install 'vla_accel[checkpoints]'") from error
-    stream = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(image)).save(stream, "JPEG", quality=95, subsampling="4:2:0")
-    return np.asarray(Image.open(stream))
-
-
 def centre_crop(image: np.ndarray, method: CentreCrop) -> np.ndarray:
     """Return uint8 (H, W, 3) resized and cropped, as TensorFlow does."""
     low, following, part = method.neighbours()
-    levels = resample(image, method).astype(np.float32) * np.float32(1 / 255)
+    if not method.keeps(image.shape[0], image.shape[1]):
+        image = resample(round_trip(image.astype(np.int32)), method)
+    levels = image.astype(np.float32) * np.float32(1 / 255)
     lines = levels[:, low]
     lines += (levels[:, following] - lines) * part[:, None]
     found = lines[low]
@@ -105,7 +96,7 @@ def centre_crop(image: np.ndarray, method: CentreCrop) -> np.ndarray:
 
 
 def resample(image: np.ndarray, method: Resampling | CentreCrop) -> np.ndarray:
-    """Return uint8 (H, W, 3) resized and rounded to whole levels; an image that stays as it is without a copy."""
+    """Return levels (H, W, 3) resized and rounded to uint8; an image that stays as it is without a copy."""
     if method.keeps(image.shape[0], image.shape[1]):
         return image
     rows, columns = method.weights(image.shape[0], image.shape[1])

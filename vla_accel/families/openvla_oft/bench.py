@@ -50,6 +50,13 @@ class DrawnOft(Drawn):
 class OftMeasuring(Measuring[OpenVlaOft]):
     """The language model, whose products FP8 and INT8 quantize."""
 
+    def products(self) -> list[str]:
+        names = OPENVLA_OFT.capabilities.quantised["decode"]["native"].names
+        return [f"language.layers.{index}.{name}" for index in range(self.blocks()) for name in names]
+
+    def blocks(self) -> int:
+        return self.model.config.language.depth
+
     def run(self, inputs: Sequence[Sequence[Tensor]]) -> Iterator[None]:
         model, config = self.model, self.model.config
         parts = ["dino", "siglip", "projector", "embed", *(["state"] if config.state_dim else [])]
@@ -100,10 +107,8 @@ class OftBench(BenchCard[OpenVlaOftConfig, Inputs]):
         return {"image_tokens": outputs["image_tokens"][0]}
 
     def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
-        depth, products = model.config.language.depth, self.family.capabilities.quantised["decode"]["native"].names
-        names = [f"language.layers.{index}.{name}" for index in range(depth) for name in products]
         rows = [(np.stack(i.images), i.tokens, i.state) for i in inputs]
-        return measured_scales(OftMeasuring(model), rows, source, depth, names)
+        return measured_scales(OftMeasuring(model), rows, source)
 
 
 CARDS = {"openvla_oft": OftBench()}

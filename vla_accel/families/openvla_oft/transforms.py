@@ -10,7 +10,7 @@ import numpy as np
 
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.pictures import Cameras, CentreCrop
-from vla_accel.transforms.images import centre_crop, jpeg, to_uint8
+from vla_accel.transforms.images import centre_crop, to_uint8
 from vla_accel.transforms.observations import Observed
 from vla_accel.transforms.processing import Inputs, PromptTransforms, ScalingTransforms
 from vla_accel.transforms.tokenizer import checked_length
@@ -25,7 +25,7 @@ CAMERA = (256, 256)
 
 @dataclass(frozen=True, kw_only=True)
 class OftProcessor(ScalingTransforms, PromptTransforms):
-    """openvla-oft's transforms. Images of another size than the model's pass through JPEG, as in training.
+    """openvla-oft's transforms.
 
     Attributes:
         side: Of the model's images, pixels.
@@ -56,8 +56,7 @@ class OftProcessor(ScalingTransforms, PromptTransforms):
 
     def observe(self, observation: Mapping[str, Any]) -> Observed:
         seen, method = self._reader.read(observation), CentreCrop(self.side, CROP)
-        images = (to_uint8(image, key) for key, image in seen.views.items())
-        images = tuple(image if method.keeps(*image.shape[:2]) else jpeg(image) for image in images)
+        images = tuple(to_uint8(image, key) for key, image in seen.views.items())
         sizes = tuple((image.shape[0], image.shape[1]) for image in images)
         return replace(seen, images=images, cameras=Cameras(sizes, method))
 

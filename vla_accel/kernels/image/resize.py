@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel.jpeg import Tables, round_trip
 from vla_accel.kernels.dispatch import op
 from vla_accel.kernels.nvrtc import on
 from vla_accel.pictures import CentreCrop, Resampling, Resize, neighbours, placed
@@ -52,9 +53,9 @@ class Resampled:
 
 @dataclass(frozen=True)
 class Cropped:
-    """`CentreCrop`: `first` resizes images of another size; `sides` samples the middle along both axes."""
+    """`CentreCrop`: `first` resizes images of another size, after JPEG; `sides` samples the middle along both axes."""
 
-    first: Resampled | None
+    first: tuple[Tables, Resampled] | None
     sides: Sampling
 
 
@@ -91,7 +92,8 @@ def fit_of(
             resampled = Resampled(*(torch.from_numpy(w).float().to(device) for w in method.weights(height, width)))
         if isinstance(method, Resampling):
             return resampled
-        return Cropped(resampled, Sampling(*(torch.from_numpy(x).to(device) for x in method.neighbours())))
+        first = None if resampled is None else (Tables.of(lambda x: torch.from_numpy(x).to(device)), resampled)
+        return Cropped(first, Sampling(*(torch.from_numpy(x).to(device) for x in method.neighbours())))
     inner = placed(height, width, size, method)
     axis = _filter if method == "antialias" else _sampling
     return Fit(size, inner, axis(height, inner[2], device), axis(width, inner[3], device))
@@ -106,7 +108,10 @@ def fit(image: Tensor, how: Fit | Resampled | Cropped | None, out: Tensor) -> No
         out.copy_(_resampled(image, how))
         return
     if isinstance(how, Cropped):
-        _crop(image if how.first is None else _resampled(image, how.first), how.sides, out)
+        if how.first is not None:
+            tables, resampled = how.first
+            image = _resampled(round_trip(image.int(), tables, torch), resampled)
+        _crop(image, how.sides, out)
         return
     if not how.whole:
         out.zero_()
