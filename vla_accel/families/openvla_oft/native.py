@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import patchify, rope_tables
 from vla_accel.nn.mlp_head import NativeMlpHead
 from vla_accel.nn.native_vision import patch_embedding
+from vla_accel.nn.overlap import at_once
 from vla_accel.nn.plan import Rows, StackPlan
 from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import Precision, StackWeights, stack_weights
@@ -111,7 +113,8 @@ class NativeVision:
         self.towers = [NativeTower(tower, images, attention) for tower in weights.towers]
         stacks = [tower.stack for tower in self.towers]
         self.attention = stacks[0].attention
-        self.detail = f"fused ops, {stacks[0].kind}, " + "; ".join(stack.detail for stack in stacks)
+        details = "; ".join(stack.detail for stack in stacks)
+        self.detail = f"fused ops, {stacks[0].kind}, two towers at once, {details}"
         rows, dtype, device = images * weights.towers[0].config.tokens, stacks[0].x.dtype, stacks[0].x.device
         self.widths = [stack.x.shape[1] for stack in stacks]
 
@@ -123,8 +126,10 @@ class NativeVision:
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         images = inputs["images"].flatten(0, 1)
-        for tower, out in zip(self.towers, self.features.split(self.widths, 1), strict=True):
-            tower(images, out)
+        # Neither tower fills a large GPU.
+        (dino, siglip), (first, second) = self.towers, self.features.split(self.widths, 1)
+        with at_once(images.device, partial(dino, images, first)):
+            siglip(images, second)
         rows = self.features
         for product, hidden in zip(self.weights.projector, self.hidden, strict=False):
             gemm(rows, product, hidden, _GELU, workspace=(hidden,))
