@@ -53,7 +53,7 @@ def _resampled(count: int, between: int, out: int, first: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CentreCrop:
-    """Resizes whole images to squares of `size`, after JPEG (`vla_accel.jpeg`), by TensorFlow's antialiased Lanczos
+    """Resizes whole images to squares of `size`, after JPEG (`kernels.image.jpeg`), by TensorFlow's antialiased Lanczos
     filter, and enlarges the middle of them, `part` of each side, to the same size by its `crop_and_resize`."""
 
     size: int

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORE = {"errors", "files", "jpeg", "numeric", "pictures"}
+CORE = {"errors", "files", "numeric", "pictures"}
 # What each part of vla_accel may import of vla_accel, besides itself and `CORE`; a part's line may be continued.
 TABLE = """
 errors:
 files:
-jpeg:
 numeric:
 pictures:
 progress:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.errors import DependencyError, ObservationError
-from vla_accel.jpeg import round_trip
-from vla_accel.pictures import CentreCrop, Resampling, Resize, neighbours, placed
+from vla_accel.pictures import Resampling, Resize, neighbours, placed
 
 
 def to_uint8(image: Any, key: str) -> np.ndarray:
@@ -81,22 +80,8 @@ def resize(image: np.ndarray, size: int, method: Resize, key: str = "image") -> 
     return out
 
 
-def centre_crop(image: np.ndarray, method: CentreCrop) -> np.ndarray:
-    """Return uint8 (H, W, 3) resized and cropped, as TensorFlow does."""
-    low, following, part = method.neighbours()
-    if not method.keeps(image.shape[0], image.shape[1]):
-        image = resample(round_trip(image.astype(np.int32)), method)
-    levels = image.astype(np.float32) * np.float32(1 / 255)
-    lines = levels[:, low]
-    lines += (levels[:, following] - lines) * part[:, None]
-    found = lines[low]
-    found += (lines[following] - found) * part[:, None, None]
-    # TensorFlow's conversion to bytes.
-    return (found.clip(0.0, 1.0) * np.float32(255.5)).astype(np.uint8)
-
-
-def resample(image: np.ndarray, method: Resampling | CentreCrop) -> np.ndarray:
-    """Return levels (H, W, 3) resized and rounded to uint8; an image that stays as it is without a copy."""
+def resample(image: np.ndarray, method: Resampling) -> np.ndarray:
+    """Return uint8 (H, W, 3) resized and rounded to whole levels; an image that stays as it is without a copy."""
     if method.keeps(image.shape[0], image.shape[1]):
         return image
     rows, columns = method.weights(image.shape[0], image.shape[1])

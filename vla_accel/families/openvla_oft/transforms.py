@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from vla_accel.errors import ConfigError, ObservationError
+from vla_accel.kernels.image.resize import fit, fit_of
 from vla_accel.pictures import Cameras, CentreCrop
-from vla_accel.transforms.images import centre_crop, to_uint8
+from vla_accel.transforms.images import to_uint8
 from vla_accel.transforms.observations import Observed
 from vla_accel.transforms.processing import Inputs, PromptTransforms, ScalingTransforms
 from vla_accel.transforms.tokenizer import checked_length
@@ -21,6 +23,13 @@ CROP = float(np.sqrt(np.float32(0.9)))
 """The part of each side that is left of an image: nine tenths of its area."""
 CAMERA = (256, 256)
 """Height and width of LIBERO's images."""
+
+
+def centre_crop(image: np.ndarray, method: CentreCrop) -> np.ndarray:
+    """Return uint8 (H, W, 3) resized and cropped on the host, as the device does it."""
+    out = torch.empty(method.size, method.size, 3, dtype=torch.uint8)
+    fit(torch.tensor(image), fit_of(*image.shape[:2], method.size, method, out.device), out)
+    return out.numpy()
 
 
 @dataclass(frozen=True, kw_only=True)

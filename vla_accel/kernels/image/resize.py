@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.jpeg import Tables, round_trip
 from vla_accel.kernels.dispatch import op
+from vla_accel.kernels.image.jpeg import Tables, round_trip
 from vla_accel.kernels.nvrtc import on
 from vla_accel.pictures import CentreCrop, Resampling, Resize, neighbours, placed
 
@@ -92,7 +92,7 @@ def fit_of(
             resampled = Resampled(*(torch.from_numpy(w).float().to(device) for w in method.weights(height, width)))
         if isinstance(method, Resampling):
             return resampled
-        first = None if resampled is None else (Tables.of(lambda x: torch.from_numpy(x).to(device)), resampled)
+        first = None if resampled is None else (Tables.on(device), resampled)
         return Cropped(first, Sampling(*(torch.from_numpy(x).to(device) for x in method.neighbours())))
     inner = placed(height, width, size, method)
     axis = _filter if method == "antialias" else _sampling
@@ -110,7 +110,7 @@ def fit(image: Tensor, how: Fit | Resampled | Cropped | None, out: Tensor) -> No
     if isinstance(how, Cropped):
         if how.first is not None:
             tables, resampled = how.first
-            image = _resampled(round_trip(image.int(), tables, torch), resampled)
+            image = _resampled(round_trip(image, tables), resampled)
         _crop(image, how.sides, out)
         return
     if not how.whole:
@@ -132,7 +132,7 @@ def _resampled(image: Tensor, by: Resampled) -> Tensor:
 
 
 def _crop(image: Tensor, by: Sampling, out: Tensor) -> None:
-    """As `transforms.images.centre_crop`, with the same bits."""
+    """out = the middle of levels (S, S, 3), rounded as TensorFlow does."""
     levels = image.float() * (1 / 255)
     lines = levels[:, by.low]
     lines = lines + (levels[:, by.next] - lines) * by.part[:, None]

@@ -1,19 +1,17 @@
 """What JPEG of quality 95 does to an image, in the integers of libjpeg as TensorFlow runs it: encoded with the accurate
 transform and chroma of half the size, decoded with the fast one and smooth chroma. Nothing is compressed.
 
-Source of the arithmetic: libjpeg-turbo 2 (IJG and BSD licences). It runs on NumPy and torch alike.
+Source of the arithmetic: libjpeg-turbo 2 (IJG and BSD licences).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-Array = Any
-"""int32 of NumPy or torch, whose operators, slices and methods used here have the same names."""
 _LUMA = (
     16, 11, 10, 16, 24, 40, 51, 61, 12, 12, 14, 19, 26, 58, 60, 55, 14, 13, 16, 24, 40, 57, 69, 56, 14, 17, 22, 29, 51,
     87, 80, 62, 18, 22, 37, 56, 68, 109, 103, 77, 24, 35, 55, 64, 81, 104, 113, 92, 49, 64, 78, 87, 103, 121, 120, 101,
@@ -42,102 +40,97 @@ _COSINES = (
 
 @dataclass(frozen=True)
 class Tables:
-    """Constants, where an image is: of luma and of chroma the divisors and the factors (8, 8) of a block, int32; and
-    `cosines` (8, 8) float64, whose products are exact and which a GPU multiplies."""
+    """Constants on a device: of luma and of chroma the divisors and the factors (8, 8) of a block, int32; and `cosines`
+    (8, 8) float64, whose products of integers are exact and run on a GPU."""
 
-    luma: tuple[Array, Array]
-    chroma: tuple[Array, Array]
-    cosines: Array
+    luma: tuple[Tensor, Tensor]
+    chroma: tuple[Tensor, Tensor]
+    cosines: Tensor
 
     @classmethod
-    def of(cls, array: Callable[[Any], Array]) -> Tables:
-        """Make the tables. `array`: from NumPy's to those of the library and the device."""
-        angles = np.array(_ANGLES)
-        wanted = (np.outer(angles, angles) + (1 << 13)) >> 14
-        found = []
-        for table in (_LUMA, _CHROMA):
+    def on(cls, device: torch.device) -> Tables:
+        """Make the tables."""
+        wanted = (np.outer(_ANGLES, _ANGLES) + (1 << 13)) >> 14
+
+        def block(table: tuple[int, ...]) -> tuple[Tensor, Tensor]:
             steps = ((np.array(table).reshape(8, 8) * _SCALE + 50) // 100).clip(1, 255)
-            factors = (steps * wanted + (1 << 11)) >> 12
-            found.append(tuple(array(x.astype(np.int32)) for x in (8 * steps, factors)))
-        return cls(*found, array(np.array(_COSINES, np.float64).T.copy()))
+            divisors, factors = 8 * steps, (steps * wanted + (1 << 11)) >> 12
+            return torch.from_numpy(divisors).int().to(device), torch.from_numpy(factors).int().to(device)
+
+        return cls(block(_LUMA), block(_CHROMA), torch.tensor(_COSINES, dtype=torch.float64).T.contiguous().to(device))
 
 
-HOST = Tables.of(lambda x: x)
-
-
-def round_trip(image: Array, tables: Tables = HOST, xp: Any = np) -> Array:
-    """Return levels int32 (H, W, 3) that were encoded and decoded. `image`: levels int32; `xp`: numpy or torch."""
-    height, width = image.shape[:2]
+def round_trip(image: Tensor, tables: Tables) -> Tensor:
+    """Return levels int32 (H, W, 3) that were encoded and decoded. `image`: levels uint8 or int32 (H, W, 3)."""
+    image, (height, width) = image.int(), image.shape[:2]
     r, g, b = image[..., 0], image[..., 1], image[..., 2]
     half = 1 << 15
     offset = (128 << 16) + half - 1
     luma = (19595 * r + 38470 * g + 7471 * b + half) >> 16
     blue, red = -11059 * r - 21709 * g + 32768 * b, 32768 * r - 27439 * g - 5329 * b
-    chroma = _halved((xp.stack((blue, red)) + offset) >> 16, xp)
-    luma = _coded(_padded(luma, xp, 8, 8), tables.luma, tables, xp)[:height, :width]
-    blue, red = _enlarged(_coded(chroma, tables.chroma, tables, xp), height, width, xp) - 128
+    chroma = _halved((torch.stack((blue, red)) + offset) >> 16)
+    luma = _coded(_padded(luma, 8, 8), tables.luma, tables)[:height, :width]
+    blue, red = _enlarged(_coded(chroma, tables.chroma, tables), height, width) - 128
     found = (
         luma + ((91881 * red + half) >> 16),
         luma + ((-22554 * blue - 46802 * red + half) >> 16),
         luma + ((116130 * blue + half) >> 16),
     )
-    return xp.stack(found, -1).clip(0, 255)
+    return torch.stack(found, -1).clip(0, 255)
 
 
-def _padded(x: Array, xp: Any, rows: int, columns: int) -> Array:
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     """Repeat the last row and column of (..., H, W) up to multiples of these numbers."""
     height, width = x.shape[-2:]
     if below := -height % rows:
-        x = xp.concatenate((x, *[x[..., -1:, :]] * below), -2)
+        x = torch.cat((x, *[x[..., -1:, :]] * below), -2)
     if right := -width % columns:
-        x = xp.concatenate((x, *[x[..., -1:]] * right), -1)
+        x = torch.cat((x, *[x[..., -1:]] * right), -1)
     return x
 
 
-def _halved(x: Array, xp: Any) -> Array:
+def _halved(x: Tensor) -> Tensor:
     """Means of 2 x 2 levels, rounded down and up by turns."""
-    x = _padded(x, xp, 2, 16)
+    x = _padded(x, 2, 16)
     lines = x[..., ::2, :] + x[..., 1::2, :]
     sums = lines[..., ::2] + lines[..., 1::2]
-    found = xp.stack(((sums[..., ::2] + 1) >> 2, (sums[..., 1::2] + 2) >> 2), -1).reshape(sums.shape)
-    return _padded(found, xp, 8, 8)
+    found = torch.stack(((sums[..., ::2] + 1) >> 2, (sums[..., 1::2] + 2) >> 2), -1).reshape(sums.shape)
+    return _padded(found, 8, 8)
 
 
-def _enlarged(x: Array, height: int, width: int, xp: Any) -> Array:
+def _enlarged(x: Tensor, height: int, width: int) -> Tensor:
     """Twice the size, by weights of 3/4 and 1/4 along each axis."""
     x = x[..., : -(-height // 2), : -(-width // 2)]
-    above = xp.concatenate((x[..., :1, :], x[..., :-1, :]), -2)
-    below = xp.concatenate((x[..., 1:, :], x[..., -1:, :]), -2)
-    lines = xp.stack((3 * x + above, 3 * x + below), -2).reshape(len(x), -1, x.shape[-1])
-    left = xp.concatenate((lines[..., :1], lines[..., :-1]), -1)
-    right = xp.concatenate((lines[..., 1:], lines[..., -1:]), -1)
-    found = xp.stack(((3 * lines + left + 8) >> 4, (3 * lines + right + 7) >> 4), -1)
+    above = torch.cat((x[..., :1, :], x[..., :-1, :]), -2)
+    below = torch.cat((x[..., 1:, :], x[..., -1:, :]), -2)
+    lines = torch.stack((3 * x + above, 3 * x + below), -2).reshape(len(x), -1, x.shape[-1])
+    left = torch.cat((lines[..., :1], lines[..., :-1]), -1)
+    right = torch.cat((lines[..., 1:], lines[..., -1:]), -1)
+    found = torch.stack(((3 * lines + left + 8) >> 4, (3 * lines + right + 7) >> 4), -1)
     return found.reshape(*lines.shape[:-1], -1)[..., :height, :width]
 
 
-def _coded(x: Array, table: tuple[Array, Array], tables: Tables, xp: Any) -> Array:
+def _coded(x: Tensor, table: tuple[Tensor, Tensor], tables: Tables) -> Tensor:
     """Levels (..., H, W), of whole blocks, after transform, rounding and inverse transform."""
     height, width = x.shape[-2:]
     blocks = x.reshape(*x.shape[:-2], height // 8, 8, width // 8, 8).swapaxes(-3, -2) - 128
-    values = _forward(_forward(blocks, 11, tables, xp).swapaxes(-2, -1), 15, tables, xp).swapaxes(-2, -1)
+    values = _forward(_forward(blocks, 11, tables).swapaxes(-2, -1), 15, tables).swapaxes(-2, -1)
     divisors, factors = table
     rounded = (abs(values) + (divisors >> 1)) // divisors
-    values = xp.where(values < 0, -rounded, rounded) * factors
-    values = _inverse(_inverse(values.swapaxes(-2, -1), xp).swapaxes(-2, -1), xp)
+    values = torch.where(values < 0, -rounded, rounded) * factors
+    values = _inverse(_inverse(values.swapaxes(-2, -1)).swapaxes(-2, -1))
     return ((values >> 5) + 128).clip(0, 255).swapaxes(-3, -2).reshape(x.shape)
 
 
-def _forward(x: Array, bits: int, tables: Tables, xp: Any) -> Array:
+def _forward(x: Tensor, bits: int, tables: Tables) -> Tensor:
     """The accurate transform along the last axis, without the last `bits`, rounded."""
-    sums = (x.astype(np.float64) if xp is np else x.double()) @ tables.cosines
-    sums = sums.astype(np.int32) if xp is np else sums.int()
-    return (sums + (1 << (bits - 1))) >> bits
+    return ((x.double() @ tables.cosines).int() + (1 << (bits - 1))) >> bits
 
 
-def _inverse(x: Array, xp: Any) -> Array:
+def _inverse(x: Tensor) -> Tensor:
     """The fast inverse transform along the last axis."""
 
-    def times(value: Array, constant: int) -> Array:
+    def times(value: Tensor, constant: int) -> Tensor:
         return (value * constant) >> 8
 
     x0, x1, x2, x3, x4, x5, x6, x7 = (x[..., i] for i in range(8))
@@ -152,4 +145,4 @@ def _inverse(x: Array, xp: Any) -> Array:
     four = times(z12, 277) - z5 + five
     first = (even[0] + seven, even[1] + six, even[2] + five, even[3] - four)
     last = (even[3] + four, even[2] - five, even[1] - six, even[0] - seven)
-    return xp.stack((*first, *last), -1)
+    return torch.stack((*first, *last), -1)
