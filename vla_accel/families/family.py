@@ -40,6 +40,7 @@ FAMILIES: dict[str, str] = {
     "openvla_oft": "vla_accel.families.openvla_oft.family:OPENVLA_OFT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
     "act": "vla_accel.families.act.family:ACT",
+    "xvla": "vla_accel.families.xvla.family:XVLA",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 
