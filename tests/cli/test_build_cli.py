@@ -148,7 +148,7 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
         (
             CONFIG,
             "--targets sm89 --model pi7",
-            "groot_n17, openvla_oft, pi0, pi05, pi05_demo, pi0_fast, ",
+            "openvla_oft, pi0, pi05, pi05_demo, pi0_fast, ",
         ),
         ("vision: {engine: tensorrt}", "", "no usable TensorRT"),
         ("vision: {engine: tensorrt_rtx, tensorrt: {targets: [x]}}", "", "target: expected a compute capability"),
