@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 from torch import Tensor
 
+from vla_accel.checkpoints.weights import Weights
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig, load_config, shipped_configs
 from vla_accel.errors import ConfigError, unknown
@@ -293,8 +294,10 @@ class Family(ABC, Generic[C, X, S]):
 
     @staticmethod
     @abstractmethod
-    def load(folder: Path, settings: PolicyConfig) -> tuple[Network, Transforms]:
+    def load(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[Network, Transforms]:
         """Return the network, whose weights have an `origin`, and the transforms. Raises CheckpointError, ConfigError.
+
+        `weights`: the tensors, if they are not in the folder.
 
         The family's components fetch what they compute with (`Component.fetch`), and its native programs read
         their weights by name.
