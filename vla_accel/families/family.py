@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 from torch import Tensor
 
+from vla_accel.checkpoints.weights import Weights
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig, load_config, shipped_configs
 from vla_accel.errors import ConfigError, unknown
@@ -33,11 +34,13 @@ FAMILIES: dict[str, str] = {
     "groot_n15": "vla_accel.families.groot.family:GROOT_N15",
     "vla_jepa": "vla_accel.families.vla_jepa.family:VLA_JEPA",
     "fastwam": "vla_accel.families.fastwam.family:FASTWAM",
+    "molmoact2": "vla_accel.families.molmoact2.family:MOLMOACT2",
     "starvla_groot": "vla_accel.families.starvla.family:STARVLA_GROOT",
     "starvla_pi": "vla_accel.families.starvla.family:STARVLA_PI",
     "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
     "act": "vla_accel.families.act.family:ACT",
+    "xvla": "vla_accel.families.xvla.family:XVLA",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 
@@ -290,8 +293,10 @@ class Family(ABC, Generic[C, X, S]):
 
     @staticmethod
     @abstractmethod
-    def load(folder: Path, settings: PolicyConfig) -> tuple[Network, Transforms]:
+    def load(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[Network, Transforms]:
         """Return the network, whose weights have an `origin`, and the transforms. Raises CheckpointError, ConfigError.
+
+        `weights`: the tensors, if they are not in the folder.
 
         The family's components fetch what they compute with (`Component.fetch`), and its native programs read
         their weights by name.
