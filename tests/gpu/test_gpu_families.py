@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import evo1_folders, groot_folders, tiny_act, tiny_diffusion_policy, tiny_pi0_fast, tiny_smolvla
+from tests.support import (
+    evo1_folders,
+    groot_folders,
+    openvla_oft_folders,
+    tiny_act,
+    tiny_diffusion_policy,
+    tiny_pi0_fast,
+    tiny_smolvla,
+)
 from tests.support.agreement import assert_as_near
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
@@ -20,6 +28,7 @@ from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
 from vla_accel.families.evo1.family import EVO1
 from vla_accel.families.fastwam.family import FASTWAM
 from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16
+from vla_accel.families.openvla_oft.family import OPENVLA_OFT
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.native_decode import TURN
 from vla_accel.families.smolvla.family import SMOLVLA
@@ -61,6 +70,7 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (VLA_JEPA, {}), (VLA_JEPA, {"denoise": "fp8"}), (VLA_JEPA, {"denoise": "int8"}), (ACT, {}),
         (EVO1, {}), (EVO1, {"denoise": "fp8"}), (EVO1, {"denoise": "int8"}),
         (STARVLA_GROOT, {}), (STARVLA_PI, {}), (STARVLA_OFT, {}),
+        (OPENVLA_OFT, {}), (OPENVLA_OFT, {"decode": "fp8"}),
         (DIFFUSION_POLICY, {}), (DIFFUSION_POLICY, {"denoise": "int8"}),
         (FASTWAM, {}), (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
         (XVLA, {}), (XVLA, {"denoise": "fp8"}),
@@ -128,6 +138,26 @@ def test_act_is_as_near_as_eager(batch: int, libero: bool, tmp_path: Path) -> No
         first, again = (np.stack([r["actions"] for r in policy.infer_batch(given)]) for _ in range(2))
         np.testing.assert_array_equal(first, again)
         answers.append(torch.from_numpy(first))
+        assert used(policy) - {"cuda_graph"} == {engine}
+    assert_as_near(*answers)
+
+
+@pytest.mark.parametrize("variant", openvla_oft_folders.VARIANTS)
+def test_openvla_oft_is_as_near_as_eager(variant: str, tmp_path: Path) -> None:
+    """Batches of several prompt lengths in one graph, with images that the device resizes and crops; every call again
+    the same."""
+    folder = openvla_oft_folders.write(tmp_path, variant)
+    preset = openvla_oft_folders.preset(tmp_path, variant)
+    sizes = openvla_oft_folders.ODD
+    given = [openvla_oft_folders.given(variant, index, sizes) for index in range(3)]
+    answers = []
+    for precision, engine in (("bf16", "native"), ("bf16", "eager"), ("fp32", "eager")):
+        config = replace(settings(OPENVLA_OFT, precision, engine), preset=preset)
+        policy = OptimizedPolicy.from_pretrained(folder, config)
+        first, again = (np.stack([r["actions"] for r in policy.infer_batch(given)]) for _ in range(2))
+        np.testing.assert_array_equal(first, again)
+        # LIBERO's gripper has three values.
+        answers.append(torch.from_numpy(first if variant == "aloha" else first[..., :6]))
         assert used(policy) - {"cuda_graph"} == {engine}
     assert_as_near(*answers)
 

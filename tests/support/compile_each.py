@@ -25,6 +25,7 @@ from tests.support import compile_kernels
 from tests.support.compile_kernels import META, MODELS, Launch, compile_on, print_row, recorded, source_of, types_of
 from tests.support.gpus import ARCHITECTURES
 from tests.support.runtimes import steered
+from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
 from vla_accel.families.act.family import ACT
 from vla_accel.families.act.network import act
@@ -40,6 +41,9 @@ from vla_accel.families.fastwam.network import FastWam, fastwam
 from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
+from vla_accel.families.openvla_oft.family import OPENVLA_OFT, OftShape
+from vla_accel.families.openvla_oft.native import OftStore
+from vla_accel.families.openvla_oft.network import OpenVlaOft, openvla_oft
 from vla_accel.families.pi0.native import Pi0FastStore
 from vla_accel.families.pi0_fast.native_decode import NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
@@ -115,6 +119,25 @@ def wam(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     return found
 
 
+def oft(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A call's, by component, of OpenVLA-OFT with two blocks of each stack of the published size, two views and a
+    prompt of the first bucket but one."""
+    sizes = openvla_oft()
+    stacks = {name: replace(getattr(sizes, name), depth=2) for name in ("dino", "siglip", "language")}
+    model, found = empty_model(OpenVlaOft, replace(sizes, **stacks)), {}
+    with steered("triton", META):
+        shape, store = OftShape(batch, Schedule.uniform(1), 2, 64, True), OftStore(model, scales_of_any())
+        for component in OPENVLA_OFT.components(model, shape, store=store):
+            assert component.native is not None
+            precise = precision if component.name == "decode" else "auto"
+            program: Any = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
+            for part in getattr(program, "towers", (program,)):
+                part.stack.chain.early = gpu.dependent_launch
+            tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
+            found[component.name] = recorded(partial(program, tensors, tensors))
+    return found
+
+
 def decode(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     """A token's, behind two views and a prompt of the first bucket but two; of one row also as a build tries them."""
     model = empty_model(Pi0Fast, pi0_fast())
@@ -176,7 +199,7 @@ def others(gpu: Gpu) -> Iterator[Launch]:
     for name in MODELS:
         yield from of_model(gpu, name)
     for precision in ("auto", "int8", *(["fp8"] if gpu.fp8 else [])):
-        for launches in (groot, wam, evo, decode, integers):
+        for launches in (groot, wam, evo, oft, decode, integers):
             yield from itertools.chain(*launches(gpu, precision, 1).values())
     for family, config in ((ACT, act()), (DIFFUSION_POLICY, ddpm())):
         yield from itertools.chain(*frames(family, config).values())
@@ -238,7 +261,7 @@ def images() -> Iterator[Callable[[], Any]]:
     norm = GroupNorm(32, wide(320), wide(320), 1e-5)
     rows = half(2, 4096, 320)
     yield lambda: image._launch_rows(added, wide(96), Activation.SILU, keep=True, pad=True)
-    yield lambda: image.group_act(grouped, norm, activation=Activation.SILU, keep=True, skip=None)
+    yield lambda: image.group_act(grouped, norm, activation=Activation.SILU, keep=True, skip=None, after=None)
     yield lambda: image.add_layer_norm(rows, rows, wide(320), wide(320), wide(320), 1e-5)
     yield lambda: image.geglu_erf(half(2, 4096, 2560))
     pixels, layer = half(2, 7, 7, 2048), Depthwise(wide(9, 2048), *(wide(2048) for _ in range(4)))
@@ -251,7 +274,8 @@ def images() -> Iterator[Callable[[], Any]]:
 
 KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
     "groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252), "decode": decode, "int8": integers,
-    "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "evo1": evo, "each": each,
+    "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "evo1": evo, "openvla_oft": oft,
+    "each": each,
 }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ FAMILIES: dict[str, str] = {
     "starvla_groot": "vla_accel.families.starvla.family:STARVLA_GROOT",
     "starvla_pi": "vla_accel.families.starvla.family:STARVLA_PI",
     "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
+    "openvla_oft": "vla_accel.families.openvla_oft.family:OPENVLA_OFT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
     "act": "vla_accel.families.act.family:ACT",
     "evo1": "vla_accel.families.evo1.family:EVO1",
