@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -152,9 +153,10 @@ class Session:
                 control = Control(self._policy, robot, self._clock, rules)
                 self._running = goal, control
                 result.termination_reason = control.run(lambda: self._reason(goal, end))
-            except VlaAccelError as error:
-                self._node.get_logger().error(f"run_policy: {error}")
-                result.message = str(error)
+            except Exception as error:  # a policy may raise anything; rclpy would end the goal without a reason
+                expected = isinstance(error, VlaAccelError)
+                result.message = str(error) if expected else f"{type(error).__name__}: {error}"
+                self._node.get_logger().error(f"run_policy: {error if expected else traceback.format_exc()}")
             finally:
                 self._running = None
             if control is not None:
@@ -216,10 +218,10 @@ class Session:
             self._publishers[command.source.channel.topic].publish(self._message(command))
 
     def _message(self, command: Command) -> Any:
-        joints, fields = command.by_field()
         kind = TYPES[command.source.channel.type]
         if kind is Float64MultiArray:
             return Float64MultiArray(data=command.values.tolist())
+        joints, fields = command.by_field()
         if kind is JointState:
             message = JointState(name=joints, **fields)
             message.header.stamp = self._node.get_clock().now().to_msg()
