@@ -57,6 +57,7 @@ LOOKED_UP: dict[str, str] = {
     "openssl req": "it makes a key; tests/remote/test_security.py serves with one",
     "docker compose": "it needs docker and a network; tests/docs/test_deploy.py reads its files",
     "vla-accel convert": f"{FILES}; tests/checkpoints/test_convert.py runs it",
+    "uv ": "it installs packages; tests/core/test_lock.py and tests/docs/test_example_scripts.py check its files",
     "vla-accel prompts": f"{FILES}; tests/policy/test_fastwam_policy.py runs it",
     "vla-accel inspect": f"{FILES}; tests/engines runs it",
     "vla-accel parity path/to/checkpoint --lora": f"{FILES}; tests/checkpoints/test_lora.py folds adapters",

@@ -19,7 +19,7 @@ BOUND = 1e-5
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
-@pytest.mark.parametrize("variant", ["plain", "resized", "bare"])
+@pytest.mark.parametrize("variant", ["plain", "resized", "bare", "three"])
 def test_the_actions_are_lerobots(made: Make, variant: str, engine: str) -> None:
     folder: Path = made("groot", "make_fastwam_reference") / variant
     theirs = dict(np.load(folder / "answers.npz"))
@@ -30,7 +30,7 @@ def test_the_actions_are_lerobots(made: Make, variant: str, engine: str) -> None
     policy = OptimizedPolicy.from_pretrained(folder / "checkpoint", load_config(settings), device="cpu")
     three = [
         {
-            **{f"observation.images.{c}": theirs[c][i] for c in ("front", "wrist")},
+            **{f"observation.images.{c}": theirs[c][i] for c in theirs.keys() & {"front", "wrist", "left"}},
             "observation.state": theirs["state"][i], "task": str(theirs["tasks"][i]),
         }
         for i in range(3)

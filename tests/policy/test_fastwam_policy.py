@@ -19,9 +19,12 @@ from vla_accel.config import CheckpointSpec
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
+from vla_accel.families.fastwam.components import FastWamShape
+from vla_accel.families.fastwam.family import text_bias
 from vla_accel.families.fastwam.network import fastwam
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
+from vla_accel.nn.flow import Schedule
 
 PARTS = ("vision", "kv_cache", "denoise")
 ENCODER = CheckpointSpec(text_encoder=True)
@@ -43,7 +46,7 @@ def plain(folder: Path) -> OptimizedPolicy:
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
-@pytest.mark.parametrize("variant", ["plain", "resized", "bare"])
+@pytest.mark.parametrize("variant", ["plain", "resized", "bare", "three"])
 def test_actions_are_lerobots(tmp_path: Path, variant: str, engine: str) -> None:
     policy, expected, three = policy_of(write(tmp_path, variant), engine), answers(variant), given(variant)
     assert {e["used"] for e in policy.ledger.as_list()} == {engine}
@@ -55,7 +58,7 @@ def test_actions_are_lerobots(tmp_path: Path, variant: str, engine: str) -> None
     for case, actions in found.items():
         assert np.abs(actions - expected[case]).max() <= 1e-5 * span, case
     # The toggled gripper is one of two commands, and both views matter.
-    assert (set(np.unique(found["batch"][..., -1])) <= {-1.0, 1.0}) == (variant != "bare")
+    assert (set(np.unique(found["batch"][..., -1])) <= {-1.0, 1.0}) == (variant in ("plain", "resized"))
     names = [f"observation.images.{camera}" for camera in ("front", "wrist")]
     swapped = {**three[0], names[0]: three[0][names[1]], names[1]: three[0][names[0]]}
     assert np.abs(policy.infer(swapped)["actions"] - found["alone"]).max() > 1e-3 * span
@@ -109,6 +112,10 @@ def test_encoded_prompts_replace_the_text_encoder(tmp_path: Path, plain: Optimiz
     policy = policy_of(folder, checkpoint=CheckpointSpec())
     for one in given()[:2]:
         np.testing.assert_array_equal(policy.infer(one)["actions"], plain.infer(one)["actions"])
+    loaded, cached = (p.latency_report()["memory"]["weights"] for p in (plain, policy))
+    assert loaded.pop("text_encoder") == sum(
+        t.nbytes for n, t in tensors("text_encoder").items() if n != "shared.weight"
+    ) and [*loaded] == [*cached] == [*PARTS]
     with pytest.raises(ObservationError) as caught:
         policy.infer(given()[2])
     for words in (TASKS[1], "vla-accel prompts", "text_encoder: true", TASKS[2]):
@@ -117,6 +124,31 @@ def test_encoded_prompts_replace_the_text_encoder(tmp_path: Path, plain: Optimiz
     shutil.copy(folder / "prompts.safetensors", tmp_path / "prompts.safetensors")
     with pytest.raises(CheckpointError, match="expected prompts of the template"):
         policy_of(write(tmp_path, change=other))
+
+
+def test_padding_is_one_key_that_counts_for_all_its_rows() -> None:
+    bias = text_bias([1, 3], most=3, rows=6)
+    np.testing.assert_allclose(np.exp(bias), [[1, 2, 1, 0, 0, 0], [1, 0, 1, 1, 1, 0]], rtol=1e-6)
+    assert [fastwam().context_rows(tokens) for tokens in (1, 30, 31, 126, 127, 128)] == [32, 32, 64, 128, 130, 130]
+
+
+@pytest.mark.parametrize("engine", ["eager", "native"])
+def test_a_prompt_may_fill_all_rows(folder: Path, engine: str) -> None:
+    policy = policy_of(folder, engine)
+    rows = np.random.default_rng(0).standard_normal((24, 40)).astype(np.float32)
+    policy.processor.prompts.rows.update({"all": rows, "less": rows[:23]})
+    batch = policy.infer_batch([{**given()[0], "task": task} for task in ("all", "less")])
+    for task, found in zip(("all", "less"), batch, strict=True):
+        alone = policy.infer({**given()[0], "task": task})["actions"]
+        np.testing.assert_allclose(found["actions"], alone, atol=1e-4)
+    assert np.abs(batch[0]["actions"] - batch[1]["actions"]).max() > 1e-3
+
+
+def test_shapes_of_all_known_prompts_are_built_early() -> None:
+    transforms = bench_card(family_named("fastwam")).dummy(fastwam(), 2)
+    shape = FastWamShape(1, Schedule.uniform(1), 2, (64, 64), 32)
+    transforms.prompts.rows.update({str(count): np.zeros((count, 4096), np.float32) for count in (1, 40, 60, 128)})
+    assert [one.rows for one in shape.reachable(transforms, {})] == [32, 64, 130]
 
 
 def test_a_policy_needs_prompts_or_the_encoder(tmp_path: Path) -> None:
@@ -217,6 +249,7 @@ def test_work_of_the_published_size() -> None:
     assert work["vision"].flop / 1e12 == pytest.approx(0.163, rel=0.01)
     parameters = sum(p.numel() for p in card.family.network_class.empty(sizes).parameters())
     assert parameters / 1e9 == pytest.approx(6.07, abs=0.02)
+    assert fastwam(image_size=(384, 320)).grid == (12, 10)  # RoboTwin's 120 rows
 
 
 def test_a_random_policy_of_any_size(plain: OptimizedPolicy) -> None:

@@ -2,14 +2,14 @@
 
 Run it with an interpreter that has lerobot 0.6.1 and diffusers (CONTRIBUTING names the packages)::
 
-    python tests/references/make_fastwam_reference.py --out DIR [--variants plain resized bare]
+    python tests/references/make_fastwam_reference.py --out DIR [--variants plain resized bare three]
 
 For each variant it writes ``DIR/VARIANT/``:
 
 - ``checkpoint/``: what ``policy.save_pretrained`` and the two processors' ``save_pretrained`` write, not edited, and a
   small ``tokenizer.json`` in place of UMT5's.
 - ``wan/``: ``vae`` and ``text_encoder``, as diffusers and transformers save them.
-- ``answers.npz``: three observations (``wrist`` and ``front`` uint8 (3, H, W, 3), ``state`` (3, 8)) with prompts of
+- ``answers.npz``: three observations (``wrist``, ``front`` uint8 (3, H, W, 3), ``state`` (3, 8)) with prompts of
   different lengths, and the robot's actions after lerobot's postprocessor: ``batch`` (3, 16, 7) of one call, and
   ``alone`` (16, 7) of the first observation; ``latent``, the encoded image of the first.
 
@@ -18,7 +18,8 @@ tests/nn/fastwam_reference.json holds: weights and observations are drawn by nam
 same.
 
 Variants: `plain`, images of the model's size, a toggled gripper and a fixed seed; `resized`, images of another size;
-`bare`, scaled to a range, without the toggle, with a seed and a shift of its own.
+`bare`, scaled to a range, without the toggle, with a seed and a shift of its own; `three`, cameras that do not divide
+the width, with unlike means.
 
 Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose.
 """
@@ -64,10 +65,13 @@ WORDS = (
     "robot",
     ":",
 )
-CAMERAS = {"plain": (64, 64), "resized": (96, 80), "bare": (64, 64)}
+CAMERAS = {"plain": (64, 64), "resized": (96, 80), "bare": (64, 64), "three": (72, 56)}
+VIEWS = {"three": {"wrist": 150, "front": 90, "left": 30}}
+"""Cameras with their mean grey level, of variants that do not have `wrist` and `front`."""
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {"toggle_action_dimensions": [-1]},
     "resized": {"toggle_action_dimensions": [-1]},
+    "three": {"image_size": (96, 64)},
     "bare": {
         "inference_seed": 7, "sigma_shift": 3.0, "num_inference_steps": 3,
         "normalization_mapping": {
@@ -130,18 +134,27 @@ class Words:
         return made.input_ids, made.attention_mask
 
 
+def views(variant: str) -> dict[str, int]:
+    """Cameras with their mean grey level."""
+    return VIEWS.get(variant, {"wrist": 128, "front": 128})
+
+
 def build(variant: str) -> tuple[Any, Any]:
     """lerobot's policy with random weights, and its tokenizer."""
     made, video, action = tokenizer(), default_video_dit_config(7), default_action_dit_config(7)
     video.update(SIZES, hidden_dim=96, ffn_dim=192)
     action.update(SIZES, hidden_dim=48, ffn_dim=96)
+    settings = {"num_inference_steps": 4, "image_size": (64, 128), **CHANGES[variant]}
+    (height, width), names = settings["image_size"], list(views(variant))
+    # lerobot wants widths that fill the canvas, though it resizes every camera to the same width.
+    sides = [width * (i + 1) // len(names) - width * i // len(names) for i in range(len(names))]
     features = {
-        f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, 64, 64)) for name in ("wrist", "front")
+        f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, height, side))
+        for name, side in zip(names, sides, strict=True)
     }
-    settings = {"num_inference_steps": 4, **CHANGES[variant]}
     config = FastWAMConfig(
         device="cpu", base_model_id=None, torch_dtype="float32", video_dit_config=video, action_dit_config=action,
-        image_size=(64, 128), action_horizon=16, n_action_steps=16, tokenizer_max_len=24,
+        action_horizon=16, n_action_steps=16, tokenizer_max_len=24,
         prompt_template="A video of a robot : {task}",
         input_features={**features, "observation.state": PolicyFeature(FeatureType.STATE, (8,))}, **settings,
     )  # fmt: skip
@@ -161,9 +174,10 @@ def chunk(policy: Any, processors: tuple[Any, Any], given: dict[str, Any], tasks
     """The robot's actions (B, 16, 7) of one call."""
     before, after = processors
     pixels = {
-        f"observation.images.{k}": torch.from_numpy(given[k]).permute(0, 3, 1, 2).float() / 255
-        for k in ("wrist", "front")
-    }  # fmt: skip
+        f"observation.images.{k}": torch.from_numpy(v).permute(0, 3, 1, 2).float() / 255
+        for k, v in given.items()
+        if k != "state"
+    }
     batch = before({**pixels, "observation.state": torch.from_numpy(given["state"]), "task": tasks})
     return after(policy.predict_action_chunk(batch)).numpy()
 
@@ -179,7 +193,8 @@ def write(variant: str, out: Path, seed: int) -> None:
     policy.model.vae.vae.save_pretrained(out / "wan" / "vae")
     policy.model.text_encoder.model.save_pretrained(out / "wan" / "text_encoder")
     given: dict[str, Any] = {
-        k: np.uint8((128 + 60 * draw(f"wam.{k}", 3, *CAMERAS[variant], 3)).clip(0, 255)) for k in ("wrist", "front")
+        k: np.uint8((grey + 60 * draw(f"wam.{k}", 3, *CAMERAS[variant], 3)).clip(0, 255))
+        for k, grey in views(variant).items()
     }
     given["state"] = draw("wam.state", 3, 8)
     first = {k: v[:1] for k, v in given.items()}

@@ -26,6 +26,11 @@ from tests.support.compile_kernels import META, MODELS, Launch, compile_on, prin
 from tests.support.gpus import ARCHITECTURES
 from tests.support.runtimes import steered
 from vla_accel.config import EngineSpec
+from vla_accel.families.act.family import ACT
+from vla_accel.families.act.network import act
+from vla_accel.families.diffusion_policy.bench import ddpm
+from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
+from vla_accel.families.family import Family, Shape
 from vla_accel.families.fastwam.components import FastWamShape
 from vla_accel.families.fastwam.components import components as wam_components
 from vla_accel.families.fastwam.native import FastWamStore
@@ -95,7 +100,7 @@ def wam(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     )
     found, low = {}, EngineSpec("native", precision=precision)  # type: ignore[arg-type]
     with steered("triton", META):
-        shape = FastWamShape(batch, Schedule.uniform(2), 2, sizes.image_size)
+        shape = FastWamShape(batch, Schedule.uniform(2), 2, sizes.image_size, sizes.context_rows(40))
         for component in wam_components(model, shape, FastWamStore(model))[1:]:
             assert component.native is not None
             program: Any = component.native(low)
@@ -169,6 +174,8 @@ def others(gpu: Gpu) -> Iterator[Launch]:
     for precision in ("auto", "int8", *(["fp8"] if gpu.fp8 else [])):
         for launches in (groot, wam, decode, integers):
             yield from itertools.chain(*launches(gpu, precision, 1).values())
+    for family, config in ((ACT, act()), (DIFFUSION_POLICY, ddpm())):
+        yield from itertools.chain(*frames(family, config).values())
     for call in (*around_products(), *images()):
         yield from recorded(call)
 
@@ -190,6 +197,19 @@ def around_products() -> Iterator[Callable[[], Any]]:
     yield finish(half(rows, hidden), 2 * hidden, norm, shift=wide(2 * hidden), activation=Activation.GEGLU)
     residual = {"gate": wide(width), "residual": True, "moments": norm.moments, "next_scale": wide(width)}
     yield finish(x, width, None, **residual)
+
+
+def frames(family: Family, config: Any, precision: str = "auto") -> dict[str, list[Launch]]:
+    """A call's of a family without prompts, by component, with two denoising steps."""
+    model, found = empty_model(family.network_class, config), {}
+    with steered("triton", META):
+        store = family.store_class(model, None)
+        for component in family.components(model, Shape(1, Schedule.uniform(2)), store=store):
+            assert component.native is not None
+            program = component.native(EngineSpec("native", precision=precision))  # type: ignore[arg-type]
+            tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
+            found[component.name] = recorded(partial(program, tensors, tensors))
+    return found
 
 
 def images() -> Iterator[Callable[[], Any]]:

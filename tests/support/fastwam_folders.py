@@ -25,7 +25,7 @@ from groot_weights import draw  # noqa: E402
 from tests.support.lerobot_saved import write_reference  # noqa: E402
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "nn" / "fastwam_reference.json").read_text())
-CAMERAS = ("front", "wrist")
+GREYS = {"three": {"front": 90, "left": 30, "wrist": 150}}
 TASKS = ("pick up the black bowl", "open it", "put the wine bottle on the rack")
 
 
@@ -62,11 +62,12 @@ def write(
 
 def given(variant: str = "plain") -> list[dict[str, Any]]:
     """The three observations that the script gave lerobot."""
-    size = (96, 80) if variant == "resized" else (64, 64)
-    images = {c: (128 + 60 * draw(f"wam.{c}", 3, *size, 3)).clip(0, 255).astype(np.uint8) for c in CAMERAS}
+    size = {"resized": (96, 80), "three": (72, 56)}.get(variant, (64, 64))
+    greys = GREYS.get(variant, {"front": 128, "wrist": 128})
+    images = {c: (g + 60 * draw(f"wam.{c}", 3, *size, 3)).clip(0, 255).astype(np.uint8) for c, g in greys.items()}
     state = draw("wam.state", 3, 8)
     return [
-        {**{f"observation.images.{c}": images[c][i] for c in CAMERAS}, "observation.state": state[i], "task": task}
+        {**{f"observation.images.{c}": images[c][i] for c in images}, "observation.state": state[i], "task": task}
         for i, task in enumerate(TASKS)
     ]
 

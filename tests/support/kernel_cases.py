@@ -152,9 +152,9 @@ def _beyond(lengths: Tensor, total: int, heads: int, head_dim: int) -> Tensor:
 
 def _attention(
     tokens: int, source: int, heads: int, kv_heads: int, head_dim: int, lengths: list[int] | None,
-    scale: float | None = None, last: bool = False, tile: FlashTile | None = None,
+    scale: float | None = None, last: bool = False, tile: FlashTile | None = None, counted: bool = False,
 ) -> Callable:  # fmt: skip
-    """q is a view of q/k/v; k and v are the cache's."""
+    """q is a view of q/k/v; k and v are the cache's. `counted`: the first key counts for 90, the last of a row not."""
 
     def call(draw: Draw) -> Call:
         batch = 2 if lengths is None else len(lengths)
@@ -165,6 +165,10 @@ def _attention(
         hidden = {} if real is None else dict.fromkeys("kv", _beyond(real, source, kv_heads, head_dim))
         arguments = {"q": q, "k": k, "v": v, "out": out, "lengths": real, "inverse_scale": scale}
         arguments |= ({"last": True} if last else {}) | ({"tile": tile} if tile else {})
+        if counted:
+            bias = torch.zeros(batch, source)
+            bias[:, 0], bias[0, -1] = 4.5, -torch.inf
+            arguments["bias"] = bias
         return Call("attention", arguments, ("out",), hidden)
 
     return call
@@ -409,6 +413,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     ):  # fmt: skip
         yield f"attention {shape}", _attention(*shape)
     yield "attention fp8", _attention(51, 64, 8, 1, 64, [40, 64], 200.0)
+    for shape in ((5, 34, 2, 2, 64, None), (20, 130, 4, 2, 72, None)):
+        yield f"counted attention {shape}", _attention(*shape, counted=True)
     for shape in ((2, 16, 4, 72), (1, 51, 2, 64), (2, 100, 3, 72)):
         yield f"self-attention {shape}", _self_attention(*shape)
     yield "self-attention fp8", _self_attention(1, 64, 2, 72, 200.0)

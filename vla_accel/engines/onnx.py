@@ -199,8 +199,12 @@ def _checked(name: str, want: np.ndarray, got: np.ndarray, least: float) -> floa
 
 def _in_float32(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The module's outputs with every 16-bit weight widened; the module stays unchanged."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    wide = {name: t.float() for name, t in tensors.items() if t.dtype in _NARROW}
+    # Parameters stay parameters, so that `get_parameter` finds them.
+    parameters, buffers = (
+        {name: t.float() for name, t in tensors if t.dtype in _NARROW}
+        for tensors in (module.named_parameters(), module.named_buffers())
+    )
+    wide = buffers | {name: nn.Parameter(t, requires_grad=False) for name, t in parameters.items()}
     with torch.no_grad(), _quiet(), quantisers_as_operators():
         results = torch.func.functional_call(module, wide, tuple(inputs))
     return results if isinstance(results, tuple) else (results,)

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Activation(str, Enum):
-    """The activation after a product. GELU is the tanh form.
+    """The activation after a product. GELU is the tanh form, GELU_ERF the exact one.
 
     GEGLU and SWIGLU are gated: two columns become one, gelu(gate) * up or silu(gate) * up.
     """
@@ -18,6 +18,7 @@ class Activation(str, Enum):
     GEGLU = "geglu"
     SWIGLU = "swiglu"
     MISH = "mish"
+    GELU_ERF = "gelu_erf"
 
     def __str__(self) -> str:
         return self.value

@@ -67,7 +67,10 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         return activate(gate, activation.gate) * up
     if activation is Activation.GELU:
         return F.gelu(x, approximate="tanh")
-    plain = {Activation.NONE: lambda y: y, Activation.SILU: F.silu, Activation.RELU: F.relu, Activation.MISH: F.mish}
+    plain = {
+        Activation.NONE: lambda y: y, Activation.SILU: F.silu, Activation.RELU: F.relu, Activation.MISH: F.mish,
+        Activation.GELU_ERF: F.gelu,
+    }  # fmt: skip
     return plain[activation](x)
 
 
@@ -91,10 +94,14 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Scaled dot-product attention with grouped key/value heads.
 
-    q (B, T, heads, d); k, v (B, S, kv_heads, d), heads a multiple of kv_heads; mask (B, T, S) bool, True = may
-    attend, or None. Returns (B, T, heads, d). Scale is d ** -0.5.
+    q (B, T, heads, d); k, v (B, S, kv_heads, d), heads a multiple of kv_heads; mask (B, T or 1, S): bool, True = may
+    attend; floats, added to the scores, for which q, k and v are widened to their dtype; or None. Returns (B, T, heads,
+    d) in q's dtype. Scale is d ** -0.5.
     """
     batch, tokens, heads, head_dim = q.shape
+    if mask is not None and mask.is_floating_point() and mask.dtype != q.dtype:
+        wide = torch.promote_types(q.dtype, mask.dtype)
+        return attention(q.to(wide), k.to(wide), v.to(wide), mask.to(wide)).to(q.dtype)
     kv_heads = k.shape[2]
     if kv_heads == heads:
         bias = None if mask is None else mask[:, None]
@@ -104,7 +111,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     group = heads // kv_heads
     rows = q.view(batch, tokens, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, tokens * group, head_dim)
-    bias = None if mask is None else mask.repeat_interleave(group, dim=1)[:, None]
+    bias = None if mask is None else mask.expand(-1, tokens, -1).repeat_interleave(group, dim=1)[:, None]
     out = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias)
     out = out.view(batch, kv_heads, tokens, group, head_dim).permute(0, 2, 1, 3, 4)
     return out.reshape(batch, tokens, heads, head_dim)

@@ -65,8 +65,8 @@ def mish(x):
     return tl.where(x > 20.0, x, x * n / (n + 2.0))
 
 
-GELU, SILU, RELU, MISH = (
-    constexpr(a.code) for a in (Activation.GELU, Activation.SILU, Activation.RELU, Activation.MISH)
+GELU, SILU, RELU, MISH, GELU_ERF = (
+    constexpr(a.code) for a in (Activation.GELU, Activation.SILU, Activation.RELU, Activation.MISH, Activation.GELU_ERF)
 )
 
 
@@ -86,6 +86,8 @@ def activated(x, ACTIVATION: constexpr):
         return tl.maximum(x, 0.0)
     elif ACTIVATION == MISH:
         return mish(x)
+    elif ACTIVATION == GELU_ERF:
+        return gelu_erf(x)
     else:
         return x
 

@@ -57,6 +57,8 @@ class Block:
 
     Args:
         bias: whether the products have biases.
+        qkv_bias: whether the first product has one, whatever the others have.
+        layer_scale: whether attention and MLP are multiplied by learned factors before they are added (LayerScale).
         qk_norm: whether the heads of q and k are normed (RMSNorm) before they are rotated.
         rope: whether q and k are rotated.
         wide_rope: whether the reference rotates in at least float32, whatever the dtype of the rows.
@@ -72,6 +74,8 @@ class Block:
     activation: Activation
     attention: Attention = Attention.SELF
     bias: bool = False
+    qkv_bias: bool = False
+    layer_scale: bool = False
     qk_norm: bool = False
     rope: bool = True
     wide_rope: bool = False
@@ -82,6 +86,15 @@ class Block:
         """Outputs of the first product: q, k and v, or q alone if keys and values come from another sequence."""
         others = 0 if self.attention is Attention.CROSS else 2 * self.kv_heads
         return (self.heads + others) * self.head_dim
+
+    @property
+    def first(self) -> str:
+        """The name of the first product."""
+        return "q_proj" if self.attention is Attention.CROSS else self.names.qkv
+
+    def has_bias(self, product: str) -> bool:
+        """Whether a product, by its name in the block, has a bias."""
+        return self.bias or (self.qkv_bias and product == self.first)
 
     @property
     def layer_norm(self) -> bool:

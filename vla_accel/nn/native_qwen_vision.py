@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.rows.rows import add_norm, gelu, patchify
+from vla_accel.kernels.rows.rows import add_norm, patchify
 from vla_accel.nn.native_vision import patch_embedding
 from vla_accel.nn.network import Network
 from vla_accel.nn.plan import Rows, StackPlan
@@ -147,6 +149,5 @@ class NativeTower:
         self._norm(x, normed, merger.eps)
         if merger.fc2 is None:
             return gemm(self.normed, merger.fc1, tokens)
-        gemm(self.normed, merger.fc1, self.hidden)
-        gelu(self.hidden, self.hidden, inverse_scale=None, exact=True)
+        gemm(self.normed, merger.fc1, self.hidden, Epilogue(activation=Activation.GELU_ERF), workspace=(self.hidden,))
         gemm(self.hidden, merger.fc2, tokens)

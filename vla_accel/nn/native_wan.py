@@ -206,10 +206,6 @@ class WanLoop(LayerLoop):
     def look(self, index: int, inputs: Inputs) -> None:
         """Attention of the rows `q`: to `context`."""
 
-    @abstractmethod
-    def text(self, index: int, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, S, heads, d) of text."""
-
     # -- a layer --------------------------------------------------------------------------------------------------
 
     def products(self) -> dict[str, LayerProduct]:
@@ -232,7 +228,9 @@ class WanLoop(LayerLoop):
         """Attention to text, then the first product of the MLP."""
         self._text_q(step, index, inputs)
         self._split(self.text_q, NormedHeads(self.q, q_norm=self.weights.layers[index].text_q_norm), None)
-        attention(self.q, *self.text(index, inputs), self.context.view(self.batch, -1, self.config.attended), None)
+        keys, values = inputs["text_keys"][index], inputs["text_values"][index]
+        out = self.context.view(self.batch, -1, self.config.attended)
+        attention(self.q, keys, values, out, None, bias=inputs["text_bias"])
         self._text_out(step, index, inputs)
         self._mlp_up(step, index, inputs)
 
@@ -270,7 +268,7 @@ class WanLoop(LayerLoop):
 
 class VideoLoop(WanLoop):
     """The video's rows through all blocks, once. Inputs `keys`, `values` (depth, B, T, heads, d), which it writes, and
-    `text_keys`, `text_values` (depth - 1, B, S, heads, d)."""
+    `text_keys`, `text_values` (depth - 1, B, S, heads, d), `text_bias` (B, S) float32."""
 
     final_norm_reads_moments = True
 
@@ -307,9 +305,6 @@ class VideoLoop(WanLoop):
 
     def look(self, index: int, inputs: Inputs) -> None:
         attention(self.q, *self.own(index, inputs), self.context.view(self.batch, -1, self.config.attended), None)
-
-    def text(self, index: int, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return inputs["text_keys"][index], inputs["text_values"][index]
 
     def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:
         """There are no steps."""
@@ -358,7 +353,7 @@ def step_tables(
 
 class ActionLoop(WanLoop):
     """The denoise program. Inputs `noise` (B, H, A) float32, `keys`, `values`, `text_keys`, `text_values` (depth, B, S,
-    heads, d); output `actions` (B, H, A) float32."""
+    heads, d), `text_bias` (B, S) float32; output `actions` (B, H, A) float32."""
 
     def __init__(
         self, weights: WanWeights, tables: StepTables, ends: tuple[tuple[Tensor, Tensor], Linear], config: WanConfig,
@@ -401,9 +396,6 @@ class ActionLoop(WanLoop):
     def look(self, index: int, inputs: Inputs) -> None:
         prefix = Prefix(inputs["keys"][index], inputs["values"][index], self.lengths)
         suffix_attention(self.heads, prefix, self.context, state_first=False, **self.choices["attention"].options)
-
-    def text(self, index: int, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return inputs["text_keys"][index], inputs["text_values"][index]
 
     def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:
         del state_token

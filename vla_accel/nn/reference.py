@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.kernels import reference
-from vla_accel.nn.block import Attention, Block, Norm
+from vla_accel.nn.block import Block, Norm
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin, each (..., tokens, 1, head_dim / 2)."""
@@ -89,8 +89,7 @@ class TransformerBlock(nn.Module):
             self.modulation = nn.Linear(block.width, 2 * block.width)
         else:
             self.add_module(names.norm, make_norm(block))
-        first = "q_proj" if block.attention is Attention.CROSS else names.qkv
-        self.add_module(first, nn.Linear(block.width, block.qkv_dim, bias=block.bias))
+        self.add_module(block.first, nn.Linear(block.width, block.qkv_dim, bias=block.has_bias(block.first)))
         if block.qk_norm:
             self.q_norm = RmsNorm(block.head_dim, block.eps, offset=0.0)
             self.k_norm = RmsNorm(block.head_dim, block.eps, offset=0.0)
@@ -100,6 +99,8 @@ class TransformerBlock(nn.Module):
         hidden = block.mlp_dim * (2 if block.activation.gated else 1)
         self.add_module(names.up, nn.Linear(block.width, hidden, bias=block.bias))
         self.add_module(names.down, nn.Linear(block.mlp_dim, block.width, bias=block.bias))
+        self.layer_scale1 = nn.Parameter(torch.ones(block.width)) if block.layer_scale else None
+        self.layer_scale2 = nn.Parameter(torch.ones(block.width)) if block.layer_scale else None
 
     def part(self, name: str) -> nn.Module:
         """The module of one of `block.names`."""
@@ -124,11 +125,13 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """Output projection, residual, MLP, residual. `attended` (B, T, heads, d)."""
         b = self.block
+        gate = self.layer_scale1 if b.layer_scale else gate
         x = reference.gated_residual(x, self.part(b.names.out)(attended.flatten(2)), gate)
         if b.norm is Norm.ADAPTIVE_LAYER:
             normed, gate = F.layer_norm(x, (b.width,), eps=b.eps), None
         else:
             normed, gate = apply_norm(self.part(b.names.mlp_norm), x, modulation)
+        gate = self.layer_scale2 if b.layer_scale else gate
         return reference.gated_residual(x, self.mlp(normed), gate)
 
     def mlp(self, normed: Tensor) -> Tensor:

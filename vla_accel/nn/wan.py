@@ -19,6 +19,9 @@ from vla_accel.nn.reference import RmsNorm, Rope
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values (B, S, heads, d)."""
+Text = tuple[Tensor, Tensor, Tensor]
+"""Keys and values of text, and float32 (B, S) that is added to the scores of its keys: the logarithm of how many rows
+a key has. -inf: none."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,12 @@ class WanBlock(nn.Module):
         q, k = (reference.apply_rope(self._heads(h), *rope).to(v.dtype) for h in (self.q_norm(q), self.k_norm(k)))
         return q, k, self._heads(v)
 
-    def finish(self, x: Tensor, attended: Tensor, text: Pair, modulation: Tensor) -> Tensor:
+    def finish(self, x: Tensor, attended: Tensor, text: Text, modulation: Tensor) -> Tensor:
         """The block after its attention (B, T, heads, d)."""
         x = reference.gated_residual(x, self.out_proj(attended.flatten(2)), modulation[2])
         q = self._heads(self.text_q_norm(self.text_q(reference.layer_norm(x, self.text_norm))))
-        x = x + self.text_out(reference.attention(q, *text, None).flatten(2))
+        keys, values, bias = text
+        x = x + self.text_out(reference.attention(q, keys, values, bias[:, None]).flatten(2))
         normed = reference.adaptive_layer_norm(x, modulation[4], modulation[3], self.config.eps)
         return reference.gated_residual(x, self.fc2(F.gelu(self.fc1(normed), approximate="tanh")), modulation[5])
 

@@ -116,9 +116,10 @@ def stack_weights(
     last = None
     if keys_values_last:
         part = f"{name}.{full}"
-        weight, _ = product_of(model, f"{part}.{block.names.qkv}", block)
-        weight, _ = with_norm(model, f"{part}.{block.names.norm}", block, weight, None)
-        last = make_linear(weight[block.heads * block.head_dim :], None, precision.dtype)
+        weight, bias = product_of(model, f"{part}.{block.names.qkv}", block)
+        weight, bias = with_norm(model, f"{part}.{block.names.norm}", block, weight, bias)
+        queries = block.heads * block.head_dim
+        last = make_linear(weight[queries:], None if bias is None else bias[queries:], precision.dtype)
     return StackWeights(block, blocks, precision.dtype, last)
 
 
@@ -133,11 +134,16 @@ def block_weights(
     names, gated = block.names, block.activation.gated
     extra = 0 if gated else round_up(block.mlp_dim, 64) - block.mlp_dim
 
-    def product(short: str, part: str, norm: str | None = None, pad_k: int = 0, pad_n: int = 0) -> Linear:
+    def product(
+        short: str, part: str, norm: str | None = None, scale: str | None = None, pad_k: int = 0, pad_n: int = 0
+    ) -> Linear:
         there: Linear | None = None if shared is None else getattr(shared, short)
         if there is not None and there.weight.dtype == precision.stored(part) and not there.paired:
             return there
         weight, bias = product_of(model, f"{name}.{part}", block)
+        if scale is not None and block.layer_scale:
+            factor = model.weight(f"{name}.{scale}").float()
+            weight, bias = weight.float() * factor[:, None], None if bias is None else bias.float() * factor
         if norm is not None:
             weight, bias = with_norm(model, f"{name}.{norm}", block, weight, bias)
         made = precision.linear(f"{name}.{part}", weight, bias, pad_k, pad_n)
@@ -147,14 +153,16 @@ def block_weights(
 
     heads = [model.weight(f"{name}.{n}.weight").float().clone() for n in ("q_norm", "k_norm") if block.qk_norm]
     return BlockWeights(
-        product("qkv", names.qkv, names.norm), product("out", names.out),
-        product("up", names.up, names.mlp_norm, pad_n=extra), product("down", names.down, pad_k=extra), *heads,
+        product("qkv", names.qkv, names.norm), product("out", names.out, scale="layer_scale1"),
+        product("up", names.up, names.mlp_norm, pad_n=extra),
+        product("down", names.down, scale="layer_scale2", pad_k=extra), *heads,
     )  # fmt: skip
 
 
 def product_of(model: Network, name: str, block: Block) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the product `name`."""
-    return model.weight(f"{name}.weight"), model.weight(f"{name}.bias") if block.bias else None
+    biased = block.has_bias(name.rpartition(".")[2])
+    return model.weight(f"{name}.weight"), model.weight(f"{name}.bias") if biased else None
 
 
 def with_norm(

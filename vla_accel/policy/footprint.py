@@ -6,7 +6,7 @@ The engines prepare weights on the meta device, where tensors have sizes and no 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -70,13 +70,15 @@ class _Sizes:
         return nullcontext()
 
 
-def memory_of(pipelines: Pipelines) -> dict[str, Any]:
-    """Return `OptimizedPolicy.memory`."""
+def memory_of(pipelines: Pipelines, encoder: Sequence[Tensor]) -> dict[str, Any]:
+    """Return `OptimizedPolicy.memory`. `encoder`: weights of a text encoder outside the components."""
     plan = pipelines.plan
     counted, on_host = Counted(plan.device.type), Counted("cpu")
     prepared, own = plan.store.tensors(), pipelines.eager_weights()
     by_part = {part: [*prepared.get(part, ()), *own.get(part, ())] for part in plan.family.parts}
     weights = {part: counted.add(tensors) for part, tensors in by_part.items()}
+    if of_text := counted.add(encoder):
+        weights["text_encoder"] = of_text
     unused = counted.add(plan.model.parameters())
     host = on_host.add(chain(*by_part.values())) if plan.device.type == "cuda" else 0
     total = sum(weights.values()) + unused + pipelines.bytes

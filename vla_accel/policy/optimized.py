@@ -397,10 +397,10 @@ class OptimizedPolicy:
         }
 
     def memory(self) -> dict[str, Any]:
-        """Bytes on the policy's device: `weights` by component, each storage counted once; `unused`, weights that no
-        engine reads; `buffers`, inputs, activations and graphs of all shapes (0 on a CPU); `total`, their sum; and
-        `host`, weights that a GPU reads from host memory."""
-        return memory_of(self.pipelines)
+        """Bytes on the policy's device: `weights` by component, and of a loaded `text_encoder`, each storage counted
+        once; `unused`, weights that no engine reads; `buffers`, inputs, activations and graphs of all shapes (0 on a
+        CPU); `total`, their sum; and `host`, weights that a GPU reads from host memory."""
+        return memory_of(self.pipelines, getattr(self.processor, "encoder_weights", ()))
 
     def latency_report(self) -> dict[str, Any]:
         """The breakdown JSON of the calls so far (schema `vla_accel.breakdown/1`)."""

@@ -22,11 +22,11 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.choice import Choice, choose
 from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.attention.ops import attend
-from vla_accel.kernels.gemm.epilogue import PLAIN, Epilogue
+from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.image.ops import normalise_pixels
-from vla_accel.kernels.rows.rows import add_norm, gelu, post_norm
+from vla_accel.kernels.rows.rows import add_norm, post_norm
 from vla_accel.nn.resnet import ResNetWeights
 from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import compute_dtype, fold
@@ -265,10 +265,8 @@ class Rows:
 
     def mlp(self, layer: LayerWeights, out: Tensor) -> None:
         """Enqueue the MLP and its norm, from `x` to `out`."""
-        relu = self.config.activation == "relu"
-        gemm(self.x, layer.up, self.hidden, Epilogue(activation=Activation.RELU) if relu else PLAIN)
-        if not relu:
-            gelu(self.hidden, self.hidden, inverse_scale=None, exact=True)
+        activation = Activation.RELU if self.config.activation == "relu" else Activation.GELU_ERF
+        gemm(self.x, layer.up, self.hidden, Epilogue(activation=activation), workspace=(self.hidden,))
         gemm(self.hidden, layer.down, self.y)
         self.norm(self.x, layer.norms[-1], out)
 

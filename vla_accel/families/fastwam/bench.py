@@ -28,6 +28,7 @@ from vla_accel.transforms.robots import LIBERO
 LEROBOT_MODES: dict[str, str | None] = {"lerobot-eager": None, "lerobot-compile": "default"}
 """Systems of lerobot, with the mode of torch.compile."""
 _ENDS = ("out_proj.weight", "text_out.weight", "fc2.weight")
+_TOKENS = 40
 
 
 class DrawnWam(Drawn):
@@ -53,10 +54,10 @@ class DrawnWam(Drawn):
         return 0  # its queries and keys are normed
 
 
-def _rows(prompt: str, width: int) -> np.ndarray:
-    """Rows of a prompt, normal numbers, one for each word."""
-    words = prompt.split()
-    return np.random.default_rng(zlib.crc32(prompt.encode())).standard_normal((len(words), width)).astype(np.float32)
+def _rows(prompt: str, width: int, most: int) -> np.ndarray:
+    """Rows of a prompt, normal numbers: as many as LIBERO's longer instructions have in lerobot's template."""
+    shape = min(_TOKENS, most), width
+    return np.random.default_rng(zlib.crc32(prompt.encode())).standard_normal(shape).astype(np.float32)
 
 
 class FastWamBench(BenchCard[FastWamConfig, FastWamInputs]):
@@ -78,7 +79,7 @@ class FastWamBench(BenchCard[FastWamConfig, FastWamInputs]):
 
     def dummy(self, config: FastWamConfig, views: int) -> FastWamProcessor:
         width = config.video.text_dim
-        prompts = Prompts("{task}", {}, width, config.text_rows, lambda prompt: _rows(prompt, width))
+        prompts = Prompts("{task}", {}, width, config.text_rows, lambda prompt: _rows(prompt, width, config.text_rows))
         return FastWamProcessor(
             state=Normaliser.identity(LIBERO.state_dim), actions=Normaliser.identity(LIBERO.action_dim),
             action_dim=config.action_dim, max_token_len=config.max_token_len, preset=libero(views), config=config,
@@ -158,7 +159,7 @@ class _Lerobot:
                 self.policy: Any = modeling_fastwam.FastWAMPolicy(config).eval()
         finally:
             torch.set_default_dtype(before)
-        rows = _rows(PROMPT, ours.video.text_dim)
+        rows = _rows(PROMPT, ours.video.text_dim, ours.text_rows)
         self.context = torch.zeros(1, ours.text_rows, ours.video.text_dim, device=self.device)
         self.context[0, : len(rows)] = torch.from_numpy(rows)
         self.mask = torch.ones(1, ours.text_rows, dtype=torch.bool, device=self.device)

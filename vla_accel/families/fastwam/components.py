@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vla_accel.component import Component, TensorSpec
 from vla_accel.families.family import IMAGES, Shape
 from vla_accel.families.fastwam.network import Cache, FastWam, FastWamConfig, StepConstants, VideoConstants
+from vla_accel.families.fastwam.transforms import FastWamProcessor
 from vla_accel.fp8 import Products
 from vla_accel.nn.fixed import Fixed
 from vla_accel.nn.flow import Schedule
@@ -25,39 +27,47 @@ QUANTISED = {"kv_cache": {"native": _PRODUCTS}, "denoise": {"native": _PRODUCTS}
 
 @dataclass(frozen=True)
 class FastWamShape(Shape):
-    """`views`: cameras; `size`: height and width of each camera's image."""
+    """`views`: cameras; `size`: height and width of each camera's image; `rows`: of the prompts, as
+    `FastWamConfig.context_rows` returns them."""
 
     views: int
     size: tuple[int, int]
+    rows: int
 
     @property
     def title(self) -> str:
-        return f"{self.views} views of {self.size[0]} x {self.size[1]}"
+        return f"{self.views} views of {self.size[0]} x {self.size[1]} and {self.rows} rows of text"
+
+    def reachable(self, transforms: FastWamProcessor, observation: Mapping[str, Any]) -> Sequence[FastWamShape]:
+        """All shapes of an observation with the known prompts, this one first."""
+        rows = {transforms.config.context_rows(len(known)) for known in transforms.prompts.rows.values()}
+        return [replace(self, rows=n) for n in (self.rows, *sorted(rows - {self.rows}))]
 
 
 @dataclass(frozen=True)
 class Resized:
-    """Weights float32 of rows (h, H) and of columns (w, W): rows · image · columnsᵀ is a camera's part of the canvas.
-    Empty if images have its size."""
+    """Weights float32 of rows (h, H) and columns (w, V W): rows · images side by side · columnsᵀ is the canvas. Empty
+    if it needs no resizing."""
 
     rows: Tensor
     columns: Tensor
 
     @classmethod
     def of(cls, config: FastWamConfig, shape: FastWamShape, device: torch.device) -> Resized:
-        height, width = config.image_size
-        sides = zip(shape.size, (height, width // shape.views), strict=True)
-        if shape.size == (height, width // shape.views):
+        (height, width), views = config.image_size, shape.views
+        if (shape.size[0], shape.size[1] * views) == (height, width):
             return cls(*(torch.empty(0, device=device) for _ in range(2)))
-        return cls(*(torch.from_numpy(bilinear_weights(*side)).float().to(device) for side in sides))
+        part = width // views
+        each = np.kron(np.eye(views), bilinear_weights(shape.size[1], part))
+        # Cameras that do not divide the width leave columns, over which lerobot stretches the whole canvas.
+        weights = bilinear_weights(shape.size[0], height), bilinear_weights(part * views, width) @ each
+        return cls(*(torch.from_numpy(side).float().to(device) for side in weights))
 
 
 def canvas(images: Tensor, resized: Resized) -> Tensor:
-    """Camera images uint8 (B, V, H, W, 3), each resized, in a row: (B, 3, h, V w) float32 in 0..1."""
-    x = images.permute(0, 4, 1, 2, 3).float() / 255.0
-    if resized.rows.numel():
-        x = resized.rows @ x @ resized.columns.T
-    return x.transpose(2, 3).flatten(3)
+    """Camera images uint8 (B, V, H, W, 3), each resized, in a row: (B, 3, h, w) float32 in 0..1."""
+    x = images.permute(0, 4, 2, 1, 3).flatten(3).float() / 255.0
+    return resized.rows @ x @ resized.columns.T if resized.rows.numel() else x
 
 
 class Vision(Fixed[FastWam]):
@@ -72,7 +82,8 @@ class Vision(Fixed[FastWam]):
 
 
 class KvCache(Fixed[FastWam]):
-    """`image_tokens`, `text` (B, L, text_dim) and `state` (B, state_dim) to the fields of `Cache`."""
+    """`image_tokens`, `text` (B, L, text_dim), `text_bias` (B, L + 2) and `state` (B, state_dim) to the other fields of
+    `Cache`."""
 
     def __init__(self, model: FastWam) -> None:
         blocks = model.names("video.layers")
@@ -81,8 +92,8 @@ class KvCache(Fixed[FastWam]):
         read = [n for n in (*blocks, *texts) if not n.endswith("modulation")]
         super().__init__(model, model.video_constants, [*read, *model.names("state", *embeddings)])
 
-    def forward(self, image_tokens: Tensor, text: Tensor, state: Tensor) -> tuple[Tensor, ...]:
-        cache = self.model.read(image_tokens, text, state, VideoConstants(*self.kept()))
+    def forward(self, image_tokens: Tensor, text: Tensor, text_bias: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        cache = self.model.read(image_tokens, text, text_bias, state, VideoConstants(*self.kept()))
         return cache.keys, cache.values, cache.text_keys, cache.text_values
 
 
@@ -116,9 +127,10 @@ def components(model: FastWam, shape: FastWamShape, store: Any) -> tuple[Compone
 
     images = TensorSpec(IMAGES, (batch, shape.views, *shape.size, 3), torch.uint8)
     seen = TensorSpec("image_tokens", (batch, tokens, video.width), dtype)
-    text = TensorSpec("text", (batch, config.text_rows, video.text_dim), torch.float32)
+    text = TensorSpec("text", (batch, shape.rows - 2, video.text_dim), torch.float32)
+    bias = TensorSpec("text_bias", (batch, shape.rows), torch.float32)
     state = TensorSpec("state", (batch, config.state_dim), torch.float32)
-    sizes = {"keys": tokens, "values": tokens, "text_keys": config.text_rows + 1, "text_values": config.text_rows + 1}
+    sizes = {"keys": tokens, "values": tokens, "text_keys": shape.rows, "text_values": shape.rows}
     cache = tuple(
         TensorSpec(name, (video.depth, batch, rows, video.heads, video.head_dim), dtype) for name, rows in sizes.items()
     )
@@ -128,6 +140,6 @@ def components(model: FastWam, shape: FastWamShape, store: Any) -> tuple[Compone
     )
     return (
         made("vision", Vision(model, shape), (images,), (seen,), shape),
-        made("kv_cache", KvCache(model), (seen, text, state), cache),
-        made("denoise", Denoise(model, shape.schedule), (noise, *cache), (actions,), shape.schedule),
+        made("kv_cache", KvCache(model), (seen, text, bias, state), cache, shape.rows),
+        made("denoise", Denoise(model, shape.schedule), (noise, *cache, bias), (actions,), shape.schedule),
     )

@@ -45,7 +45,7 @@ class FastWamFamily(Family[FastWamConfig, FastWamInputs, FastWamShape]):
         if len(sizes) > 1:
             raise ObservationError(f"batch: expected as many views of each, of one size, got {sorted(sizes)}")
         ((views, size),) = sizes
-        return FastWamShape(len(inputs), schedule, views, size)
+        return FastWamShape(len(inputs), schedule, views, size, config.context_rows(max(len(i.text) for i in inputs)))
 
     def schedule(self, config: FastWamConfig, settings: PolicyConfig) -> Schedule:
         """Without placed times, the checkpoint's shifted steps."""
@@ -63,8 +63,10 @@ class FastWamFamily(Family[FastWamConfig, FastWamInputs, FastWamShape]):
         return {IMAGES: [image for one in seen for image in one.images]}
 
     def feed(self, config: FastWamConfig, inputs: Sequence[FastWamInputs]) -> Mapping[str, Rows]:
+        counts = [len(i.text) for i in inputs]
         return {
-            **self.image_feed(config, inputs), "text": [i.text for i in inputs], "state": [i.state for i in inputs]
+            **self.image_feed(config, inputs), "text": [i.text for i in inputs], "state": [i.state for i in inputs],
+            "text_bias": text_bias(counts, config.text_rows, config.context_rows(max(counts))),
         }  # fmt: skip
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -85,6 +87,16 @@ class FastWamFamily(Family[FastWamConfig, FastWamInputs, FastWamShape]):
         return prompts_of(folder, settings)
 
     load = staticmethod(load_folder)
+
+
+def text_bias(counts: Sequence[int], most: int, rows: int) -> np.ndarray:
+    """What is added to the scores of `rows` keys, (B, rows) float32: one of the state, one of all padding of a prompt
+    of `most` rows, and those of `counts` tokens."""
+    bias = np.full((len(counts), rows), -np.inf, np.float32)
+    for row, count in zip(bias, counts, strict=True):
+        row[: count + 2] = 0.0
+        row[1] = np.log(most - count) if count < most else -np.inf
+    return bias
 
 
 FASTWAM = FastWamFamily()

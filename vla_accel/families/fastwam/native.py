@@ -103,16 +103,17 @@ class ReaderWeights:
 
 
 class NativeReader:
-    """The program of video and text. Inputs `image_tokens`, `text` and `state`; outputs the fields of `Cache`."""
+    """The program of video and text. Inputs `image_tokens`, `text`, `text_bias` and `state`; outputs the other fields
+    of `Cache`. `rows`: of the context."""
 
     attention = None
 
-    def __init__(self, weights: ReaderWeights, config: FastWamConfig, batch: int) -> None:
-        self.weights = weights
-        video, rows = config.video, config.text_rows + 1
+    def __init__(self, weights: ReaderWeights, config: FastWamConfig, batch: int, rows: int) -> None:
+        self.weights, video = weights, config.video
         self.video = VideoLoop(weights.video, video, batch, config.grid[0] * config.grid[1], weights.rope)
         x = self.video.x
-        self.context = x.new_empty(batch, rows, video.text_dim)
+        # State, padding, text: padding stays zero.
+        self.context = x.new_zeros(batch, rows, video.text_dim)
         self.texts = (
             TextProgram(weights.video_text, video, video.depth - 1, batch * rows, self.video.chain),
             TextProgram(weights.action_text, config.action, video.depth, batch * rows, self.video.chain),
@@ -123,13 +124,14 @@ class NativeReader:
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         weight, bias = self.weights.state
-        self.context[:, :-1] = inputs["text"].to(self.context.dtype)
-        self.context[:, -1] = torch.addmm(bias, inputs["state"], weight.T).to(self.context.dtype)
+        self.context[:, 2:] = inputs["text"].to(self.context.dtype)
+        self.context[:, 0] = torch.addmm(bias, inputs["state"], weight.T).to(self.context.dtype)
         context = self.context.flatten(0, 1)
         with self.video.chain:
             self.texts[0](context, self.keys, self.values)
             self.texts[1](context, outputs["text_keys"], outputs["text_values"])
-        self.video(inputs["image_tokens"], {**outputs, "text_keys": self.keys, "text_values": self.values})
+        own = {"text_keys": self.keys, "text_values": self.values, "text_bias": inputs["text_bias"]}
+        self.video(inputs["image_tokens"], {**outputs, **own})
 
 
 class FastWamStore(NativeStore[FastWam]):
@@ -142,11 +144,11 @@ class FastWamStore(NativeStore[FastWam]):
         weights = self.weights(("vision", precision), lambda: EncoderWeights.of(self.model))
         return NativeEncoder(weights, self.model.config, shape)
 
-    def kv_cache(self, batch: int, spec: EngineSpec) -> Program:
+    def kv_cache(self, batch: int, rows: int, spec: EngineSpec) -> Program:
         """The program of video and text. Its FP8 and INT8 are of weights alone and need no scales."""
         precision = self.precision("kv_cache", spec, QUANTISED["kv_cache"]["native"])
         weights = self.weights(("kv_cache", precision), lambda: ReaderWeights.of(self.model, precision))
-        return NativeReader(weights, self.model.config, batch)
+        return NativeReader(weights, self.model.config, batch, rows)
 
     def denoise(self, batch: int, schedule: Schedule, spec: EngineSpec) -> Program:
         """The whole Euler loop. Its FP8 and INT8 are of weights alone and need no scales."""

@@ -3,7 +3,8 @@ its keys and values. No video is imagined.
 
 Same mathematics as lerobot 0.6.1's, with the exact savings applied: the video's time is always 0, so that its
 modulation is a constant; of its last block only keys and values are computed; text and state are projected for all
-steps at once.
+steps at once. A prompt's padding is attended to: all its rows are the same, so that they are one key, which counts as
+often as there are rows.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from vla_accel.images.autoencoder import WanEncoderConfig, wan_encoder
 from vla_accel.kernels import reference
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
+from vla_accel.nn.padding import PROMPT_BUCKET
 from vla_accel.nn.reference import Rope
-from vla_accel.nn.wan import WanConfig, WanStack, grid_positions, rope_tables
+from vla_accel.nn.wan import Text, WanConfig, WanStack, grid_positions, rope_tables
+from vla_accel.numeric import round_up
 
 _WIDE = ("patch.", "latent_", "state.", "action_in.", "action_out.", "video.time_", "action.time_")
 
@@ -59,6 +62,10 @@ class FastWamConfig:
         """The longest prompt in tokens."""
         return self.text_rows
 
+    def context_rows(self, tokens: int) -> int:
+        """Rows that a prompt of `tokens` is padded to, with those of the state and of the padding."""
+        return min(round_up(tokens + 2, PROMPT_BUCKET), self.text_rows + 2)
+
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of the image's tokens."""
@@ -96,12 +103,18 @@ class StepConstants:
 
 @dataclass(frozen=True)
 class Cache:
-    """What every step reads, (depth, B, S, heads, d): keys and values of the video, and those of text and state."""
+    """What every step reads, (depth, B, S, heads, d): keys and values of the video, and those of text and state, with
+    the `text_bias` (B, S) of their scores."""
 
     keys: Tensor
     values: Tensor
     text_keys: Tensor
     text_values: Tensor
+    text_bias: Tensor
+
+    def text(self, index: int) -> Text:
+        """What a block's rows attend to besides the video and each other."""
+        return self.text_keys[index], self.text_values[index], self.text_bias
 
 
 class FastWam(Network):
@@ -150,12 +163,13 @@ class FastWam(Network):
         return VideoConstants(modulations, *tables)
 
     def context(self, text: Tensor, state: Tensor) -> Tensor:
-        """Rows of text (B, L, text_dim), zero where they are padding, and state (B, state_dim) to (B, L + 1,
-        text_dim)."""
-        row = self.state(state.to(self.state.weight.dtype))
-        return torch.cat((text.to(row.dtype), row[:, None]), 1).to(self.dtype)
+        """State (B, state_dim), a prompt's padding and rows of its text (B, L, text_dim) to (B, L + 2, text_dim)."""
+        row = self.state(state.to(self.state.weight.dtype))[:, None]
+        return torch.cat((row, torch.zeros_like(row), text.to(row.dtype)), 1).to(self.dtype)
 
-    def read(self, image_tokens: Tensor, text: Tensor, state: Tensor, constants: VideoConstants) -> Cache:
+    def read(
+        self, image_tokens: Tensor, text: Tensor, text_bias: Tensor, state: Tensor, constants: VideoConstants
+    ) -> Cache:
         """Run the video transformer (`context` has the shapes of `text` and `state`)."""
         context = self.context(text, state)
         of_video, of_action = self.video.embedded(context), self.action.embedded(context)
@@ -168,8 +182,11 @@ class FastWam(Network):
             keys.append(k)
             values.append(v)
             if index < last:
-                x = block.finish(x, reference.attention(q, k, v, None), block.text(of_video), modulation)
-        return Cache(*(torch.stack(parts) for parts in (keys, values, *map(list, zip(*texts, strict=True)))))
+                own = *block.text(of_video), text_bias
+                x = block.finish(x, reference.attention(q, k, v, None), own, modulation)
+        text_keys, text_values = zip(*texts, strict=True)
+        keys, values, text_keys, text_values = map(torch.stack, (keys, values, text_keys, text_values))
+        return Cache(keys, values, text_keys, text_values, text_bias)
 
     # -- once a step ----------------------------------------------------------------------------------------------
 
@@ -188,8 +205,7 @@ class FastWam(Network):
         for index, block in enumerate(self.action.blocks):
             q, k, v = block.qkv(x, rope, modulations[index])
             k, v = torch.cat((cache.keys[index], k), 1), torch.cat((cache.values[index], v), 1)
-            text = cache.text_keys[index], cache.text_values[index]
-            x = block.finish(x, reference.attention(q, k, v, None), text, modulations[index])
+            x = block.finish(x, reference.attention(q, k, v, None), cache.text(index), modulations[index])
         return self.action_out(x.to(self.action_out.weight.dtype))
 
     def integrate(self, noise: Tensor, constants: StepConstants, cache: Cache, *, schedule: Schedule) -> Tensor:

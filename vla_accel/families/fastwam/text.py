@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from vla_accel.checkpoints.checkpoint import fitted
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
@@ -135,6 +136,11 @@ class TextEncoder:
 
     def __init__(self, model: Umt5Encoder, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype) -> None:
         self.model, self.tokenizer = model.placed(device, dtype), tokenizer
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights that are in memory."""
+        return [parameter for parameter in self.model.parameters() if not parameter.is_meta]
 
     @torch.inference_mode()
     def __call__(self, prompt: str) -> np.ndarray:

@@ -5,15 +5,16 @@ Source: lerobot 0.6.1's processors of FastWAM (Apache-2.0).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families.fastwam.network import FastWamConfig
-from vla_accel.families.fastwam.text import Prompts
+from vla_accel.families.fastwam.text import Prompts, TextEncoder
 from vla_accel.transforms.images import to_uint8
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.observations import Observed, real_numbers
@@ -54,14 +55,16 @@ class FastWamProcessor(PromptTransforms):
         for name in ("delta_actions", "flipped", "gripper_dims"):
             if own := getattr(self.preset, name):
                 raise ConfigError(f"preset.{name}: expected none for FastWAM, got {[*own]}")
-        if self.config.image_size[1] % len(self.preset.images):
-            expected = f"cameras that divide {self.config.image_size[1]} columns"
-            raise ConfigError(f"preset.images: expected {expected}, got {len(self.preset.images)}")
 
     @property
     def image_shape(self) -> tuple[int, int]:
         height, width = self.config.image_size
         return height, width // len(self.preset.images)
+
+    @property
+    def encoder_weights(self) -> Sequence[Tensor]:
+        """Weights of the text encoder, none unless it was loaded."""
+        return self.prompts.encoder.weights if isinstance(self.prompts.encoder, TextEncoder) else ()
 
     def observe(self, observation: Mapping[str, Any]) -> Observed:
         seen = self._reader.read(observation)

@@ -28,8 +28,8 @@ ONE_QUERY_ONLY = "it has no mask for a key that one query sees"
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, inverse_scale: float | None = None,
-    last: bool = False, tile: FlashTile | None = None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Tensor | None, *, bias: Tensor | None = None,
+    inverse_scale: float | None = None, last: bool = False, tile: FlashTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of every query to the first `lengths[b]` keys, or to all of them without lengths.
 
@@ -40,11 +40,13 @@ def attention(
         k, v: (B, S, kv_heads, d), of equal strides, contiguous in the last dimension.
         out: (B, T, heads * d), contiguous.
         lengths: (B,) int32, or None.
+        bias: (B, S) float32, added to the scores of every query and head; instead of `lengths`. The first key's is
+            finite.
         last: of the real queries, only the last one, lengths[b] - 1, attends to the last key.
         tile: the tile config of Triton's kernel.
     """
     runtime = current(q)
-    if runtime.backend == "cuda" and not last:
+    if runtime.backend == "cuda" and not last and bias is None:
         from vla_accel.kernels.attention import cuda as hopper
 
         kernel = hopper.kernel_for(runtime.gpu, q, k, v, out, lengths)
@@ -53,8 +55,11 @@ def attention(
         if runtime.gpu is not None and kernel is not None:
             return hopper.shared_keys(q, k, v, out, lengths, inverse_scale, runtime.gpu)
     if runtime.backend != "reference":
-        return kernels("attention.triton_attention").attention((q, k, v, out, lengths), inverse_scale, last, tile)
-    mask = None if lengths is None else _mask(lengths, q.shape[1], k.shape[1], last)
+        tensors = q, k, v, out, lengths
+        return kernels("attention.triton_attention").attention(tensors, bias, inverse_scale, last, tile)
+    mask = None if bias is None else bias[:, None]
+    if lengths is not None:
+        mask = _mask(lengths, q.shape[1], k.shape[1], last)
     store(out, reference.attention(q, k, v, mask).flatten(2), inverse_scale)
 
 

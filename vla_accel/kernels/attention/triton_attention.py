@@ -21,7 +21,7 @@ from vla_accel.kernels.triton_common import softmax_step, store_rounded, wait_fo
 from vla_accel.numeric import power_of_two
 from vla_accel.runtime import current
 
-LOG2E = 1.4426950408889634
+LOG2E = constexpr(1.4426950408889634)
 
 
 class HeadShape(NamedTuple):
@@ -67,7 +67,9 @@ class Splits(NamedTuple):
 
 
 @triton.jit
-def _attention(tensors, tokens, strides, scales, H: constexpr, TILE: constexpr, MASK: constexpr, PDL: constexpr):
+def _attention(
+    tensors, bias_ptr, tokens, strides, scales, H: constexpr, TILE: constexpr, MASK: constexpr, PDL: constexpr
+):
     q_ptr, k_ptr, v_ptr, out_ptr, length_ptr = tensors
     SOURCE: constexpr = MASK.source
     WHOLE: constexpr = SOURCE % TILE.keys == 0 and length_ptr is None  # every tile of keys is full
@@ -118,6 +120,8 @@ def _attention(tensors, tokens, strides, scales, H: constexpr, TILE: constexpr, 
             if MASK.last:
                 seen = seen & ((key[None, :] < length - 1) | (m[:, None] >= length - 1))
             s = tl.where(seen, s, -float("inf"))
+        if bias_ptr is not None:
+            s += LOG2E * tl.load(bias_ptr + batch * SOURCE + key, mask=key < SOURCE, other=0.0)[None, :]
         # A row has at least one key; unless padding comes first, the first block holds it.
         p, shrink, best, total = softmax_step(s, best, total, MASK.causal and length_ptr is not None)
         if UNMASKED:
@@ -131,25 +135,27 @@ def _attention(tensors, tokens, strides, scales, H: constexpr, TILE: constexpr, 
     store_rounded(target, out, keep, inverse_scale)
 
 
-def attention(tensors: Tensors, inverse_scale: float | None, last: bool, tile: FlashTile | None) -> None:
+def attention(
+    tensors: Tensors, bias: Tensor | None, inverse_scale: float | None, last: bool, tile: FlashTile | None
+) -> None:
     """See `vla_accel.kernels.attention.ops.attention`."""
     q, k, *_ = tensors
     tile = tile or FlashTile.default(current(q).gpu, q.shape[1], k.shape[1], q.shape[3])
-    _launch(tensors, inverse_scale, Mask(k.shape[1], last), tile)
+    _launch(tensors, bias, inverse_scale, Mask(k.shape[1], last), tile)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
     """See `vla_accel.kernels.attention.ops.causal_attention`."""
     tile = FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2)
-    _launch((q, k, v, out, starts), None, Mask(k.shape[1], causal=True), tile)
+    _launch((q, k, v, out, starts), None, None, Mask(k.shape[1], causal=True), tile)
 
 
-def _launch(tensors: Tensors, inverse_scale: float | None, mask: Mask, tile: FlashTile) -> None:
+def _launch(tensors: Tensors, bias: Tensor | None, inverse_scale: float | None, mask: Mask, tile: FlashTile) -> None:
     q, k, *_ = tensors
     batch, tokens, heads, head_dim = q.shape
     grid, strides = (triton.cdiv(tokens, tile.queries), heads, batch), (q.stride()[:3], k.stride()[:3])
-    scales, run = (head_dim**-0.5 * LOG2E, inverse_scale), {"num_warps": tile.warps, "num_stages": tile.stages}
-    launch(_attention, grid, tensors, tokens, strides, scales, HeadShape.of(q, k), tile, mask, **run)
+    scales, run = (head_dim**-0.5 * LOG2E.value, inverse_scale), {"num_warps": tile.warps, "num_stages": tile.stages}
+    launch(_attention, grid, tensors, bias, tokens, strides, scales, HeadShape.of(q, k), tile, mask, **run)
 
 
 @triton.jit
@@ -297,7 +303,7 @@ def suffix_attention(
     splits = Splits(tile.prefix_splits(sizes), tile.splits(sizes), tile.row_tiles(sizes), own)
     shared = (splits.all, splits.row_tiles) if tile.tiles == 1 else (splits.row_tiles, splits.all)
     tensors = ((suffix.q, suffix.k, suffix.v, out), (prefix.keys, prefix.values, prefix.lengths), workspace)
-    numbers = (sizes.tokens, sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E)
+    numbers = (sizes.tokens, sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E.value)
     constants = (HeadShape.of(suffix.q, suffix.k), tile, splits, Mask(0, causal=causal, first=state_first))
     grid, run = (*shared, sizes.batch * sizes.kv_heads), {"num_warps": tile.warps, "num_stages": tile.stages}
     launch(_suffix_attention, grid, *tensors, numbers, *constants, **run)

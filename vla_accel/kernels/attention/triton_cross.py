@@ -119,7 +119,7 @@ def cross_attention(
     shape = ProductShape(n, k, moment_tiles(norm), 0, False, half, n // head_dim, kv_heads)
     columns, prefetch = max(16, power_of_two(half)), can_fetch_ahead(weights.weight)
     config = Pipelined(tile.rows, columns, tile.block_k, stages=tile.stages, warps=8, prefetch=prefetch)
-    constants = (shape, config, Keys(source, tile.keys, head_dim**-0.5 * LOG2E))
+    constants = (shape, config, Keys(source, tile.keys, head_dim**-0.5 * LOG2E.value))
     operands, to = (weights.weight, weights.sums_scale), EpilogueArguments((out,), len(x), tokens, *rope)
     arguments = (x, operands, norm_arguments(norm), to, (prefix.keys, prefix.values, prefix.lengths), *constants)
     grid, run = (shape.heads, triton.cdiv(tokens, tile.rows), batch), {"num_warps": 8, "num_stages": tile.stages}

@@ -139,8 +139,8 @@ def by_library(
     if activation.gated:
         geglu(workspace[0], out, inverse_scale=epilogue.quantize, paired=weights.paired, activation=activation)
     else:
-        assert activation is Activation.GELU
-        gelu(workspace[0], out, inverse_scale=epilogue.quantize)
+        assert activation in (Activation.GELU, Activation.GELU_ERF)
+        gelu(workspace[0], out, inverse_scale=epilogue.quantize, exact=activation is Activation.GELU_ERF)
 
 
 def _needs_triton(epilogue: Epilogue, norm: Norm | None) -> bool:
@@ -235,7 +235,5 @@ def _reference_int8(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue)
     y = y if weights.bias is None else y + weights.bias.float()
     if epilogue.activation.gated:
         geglu(y, out, inverse_scale=epilogue.quantize, paired=weights.paired, activation=epilogue.activation)
-    elif epilogue.activation is Activation.GELU:
-        gelu(y, out, inverse_scale=epilogue.quantize)
     else:
-        store(out, y, epilogue.quantize)
+        store(out, reference.activate(y, epilogue.activation), epilogue.quantize)
