@@ -1,3 +1,5 @@
+"""The ament_python package; colcon reads it."""
+
 from glob import glob
 
 from setuptools import setup

