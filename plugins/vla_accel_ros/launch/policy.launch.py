@@ -1,6 +1,7 @@
 """The policy node with its parameters: ros2 launch vla_accel_ros policy.launch.py contract:=so101.yaml."""
 
-from launch import LaunchContext, LaunchDescription
+# Type checkers find this folder.
+from launch import LaunchContext, LaunchDescription  # pyright: ignore[reportAttributeAccessIssue]
 from launch.actions import DeclareLaunchArgument, OpaqueFunction
 from launch.substitutions import LaunchConfiguration, PathJoinSubstitution
 from launch_ros.actions import Node

@@ -11,6 +11,7 @@ from typing import Any
 
 import rclpy
 from rcl_interfaces.msg import ParameterDescriptor, SetParametersResult
+from rclpy.exceptions import InvalidHandle
 from rclpy.executors import MultiThreadedExecutor
 from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
 from rclpy.parameter import Parameter
@@ -142,7 +143,10 @@ def main(args: list[str] | None = None) -> None:
                 if change() != TransitionCallbackReturn.SUCCESS:
                     sys.exit(1)
         while True:
-            executor.spin_once(timeout_sec=0.5)
+            try:
+                executor.spin_once(timeout_sec=0.5)
+            except InvalidHandle:  # cleanup destroyed an entity that the executor was about to wait for
+                continue
     except KeyboardInterrupt:
         pass
     finally:

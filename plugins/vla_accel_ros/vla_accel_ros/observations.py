@@ -29,7 +29,7 @@ class Sample:
 class Observation:
     """Values by key, and the age of the oldest in seconds."""
 
-    values: dict[str, np.ndarray]
+    values: dict[str, Any]
     age_s: float
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -83,9 +83,9 @@ def _read(item: object, where: str, image: bool, action: bool) -> Operator:
 
 
 def _clamp(value: object, where: str) -> Clamp:
-    bounds = [value.get("min"), value.get("max")] if isinstance(value, Mapping) and len(value) == 2 else value
+    bounds: Any = [value.get("min"), value.get("max")] if isinstance(value, Mapping) and len(value) == 2 else value
     if isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(one) in (int, float) for one in bounds):
-        low, high = float(bounds[0]), float(bounds[1])
+        low, high = bounds
         if -math.inf < low <= high < math.inf:
-            return Clamp(low, high)
+            return Clamp(float(low), float(high))
     raise ConfigError(f"{where}: expected clamp: {{min: LOW, max: HIGH}} with LOW <= HIGH, got {value!r}")

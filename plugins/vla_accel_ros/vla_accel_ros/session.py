@@ -27,11 +27,14 @@ from rclpy.time import Time
 from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import Float32MultiArray, Float64MultiArray, MultiArrayDimension, String
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
-from vla_accel_ros_interfaces.action import RunPolicy
-from vla_accel_ros_interfaces.srv import GetActionChunk
+
+# Type checkers find the folder of the .action and .srv files.
+from vla_accel_ros_interfaces.action import RunPolicy  # pyright: ignore[reportAttributeAccessIssue]
+from vla_accel_ros_interfaces.srv import GetActionChunk  # pyright: ignore[reportAttributeAccessIssue]
 
 from vla_accel.errors import VlaAccelError
 from vla_accel.remote.inference import actions_of
+from vla_accel.remote.underrun import Choice
 from vla_accel_ros.commands import Command, Commands
 from vla_accel_ros.contract import Channel, Qos, load_contract
 from vla_accel_ros.control import ERROR, OK, Control, Diagnosis, Rules
@@ -95,7 +98,7 @@ class Session:
         policy = self._policy = open_policy(PolicyOptions(*(read(name) for name in PolicyOptions.__annotations__)))
         stack.callback(getattr(policy, "close", lambda: None))
         self._prompt_key = check_robot(contract, policy.metadata)
-        self._underrun = underrun(read("underrun"), contract, policy)
+        self._underrun: Choice = underrun(read("underrun"), contract, policy)
         self._observations = Observations(contract, read("max_age_s"), read("max_skew_s"))
         self._commands, self._diagnosis = Commands(contract), Diagnosis()
         for stream in self._observations.streams:
