@@ -14,10 +14,11 @@ import numpy as np
 
 from vla_accel.errors import ObservationError
 
-Resize = Literal["antialias", "bilinear", "corner"]
+Resize = Literal["antialias", "bilinear", "corner", "stretched"]
 """How images are resized. "antialias" is Pillow's bilinear filter (openpi); "bilinear" samples four neighbours
 (lerobot) and rounds to whole levels, where lerobot keeps fractions; "corner" is "bilinear" with padding only above and
-on the left (lerobot's SmolVLA)."""
+on the left (lerobot's SmolVLA); "stretched" samples four neighbours, without padding, in another aspect ratio
+(MolmoAct2)."""
 
 TOP, LEFT, BOTTOM, RIGHT, OUTSIDE, LOWEST, HIGHEST, OFFSET, SHIFT, SCALE, MAP_WIDTH = 0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 14
 """Columns of a pixel map and their number. `SHIFT` and `SCALE` are the first of three columns, one a channel."""
@@ -67,6 +68,8 @@ def fitted(height: int, width: int, size: int) -> tuple[int, int, int, int]:
 
 def placed(height: int, width: int, size: int, method: Resize, key: str = "image") -> tuple[int, int, int, int]:
     """As `fitted`, at the position that `method` uses. Raises ObservationError if no pixel would be left."""
+    if method == "stretched":
+        return 0, 0, size, size
     top, left, inner_height, inner_width = fitted(height, width, size)
     if not (inner_height and inner_width):
         raise ObservationError(f"{key}: expected a shape that can be resized to {size}, got {(height, width, 3)}")

@@ -71,7 +71,7 @@ class Processors:
         prompt_state_dim: The size to which prompts pad the state, as lerobot did before 0.5; None if they do not.
         cameras: Of a policy without a tokenizer step: how the images of each camera, in [0, 1], are normalized by
             channel.
-        after: Settings of the postprocessor's steps, by name.
+        before, after: Settings of the steps of the preprocessor and of the postprocessor, by name.
     """
 
     preset: Preset
@@ -82,6 +82,7 @@ class Processors:
     pixels: PixelValues | None = None
     prompt_state_dim: int | None = None
     cameras: tuple[Normaliser, ...] = ()
+    before: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     after: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -137,7 +138,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     path = folder / "config.json"
     inputs, outputs = features(config, path)
     renamed, relative, tokenizer, length = {}, None, {}, ("tokenizer_max_length", config, path)
-    prompted, steps = reads_prompt(config["type"]), {}
+    prompted, steps = reads_prompt(config["type"]), ({}, {})
     has_environment = not prompted and ENVIRONMENT in inputs
     states = [key for key in (STATE, ENVIRONMENT) if key in inputs] if has_environment else [STATE]
     state_dims, action_dim = [length_of(inputs, key, path) for key in states], length_of(outputs, ACTION, path)
@@ -153,7 +154,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         _check_prompt(before, config)
         of_inputs, of_outputs = before.statistics(NORMALIZE), after.statistics(UNNORMALIZE)
         renamed, tokenizer = before.config(RENAME).get("rename_map") or {}, _tokenizer(before) if prompted else {}
-        steps = {name: after.config(name) for name in after.steps}
+        steps = tuple({name: pipeline.config(name) for name in pipeline.steps} for pipeline in (before, after))
         if "max_length" in tokenizer:
             length = "max_length", tokenizer, before.path
         if _are_relative(config, before, after):
@@ -179,7 +180,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         preset = _preset(path, robot, sizes, resize, relative)
         if len(states) > 1:
             preset = replace(preset, state_dims=tuple(state_dims))
-        return Processors(preset, state, actions, cameras=scales, after=steps)
+        return Processors(preset, state, actions, cameras=scales, before=steps[0], after=steps[1])
     smolvla = config["type"] == "smolvla"
     old = not smolvla and _is_of_04(config, path)
     name, place, file = length

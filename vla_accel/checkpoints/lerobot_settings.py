@@ -270,6 +270,42 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("torch_dtype fp32_attention", "precision in which lerobot ran"),
         neutral("optimizer_lr optimizer_weight_decay", "training"),
     ),
+    "molmoact2": _since(
+        "0.6.1",
+        *_BASE,
+        *_CHUNK,
+        _SCALING,
+        read("checkpoint_path", "sizes and tokenizer of the model; its weights are in the folder"),
+        neutral("checkpoint_revision checkpoint_force_download", "download of the model"),
+        fixed("action_mode", "a policy without a flow's actions is not supported", "continuous", "both"),
+        fixed("inference_action_mode", "actions in tokens are not supported", None, "continuous"),
+        neutral("discrete_action_tokenizer discrete_generation_max_steps", "actions in tokens"),
+        neutral(
+            "norm_tag setup_type control_mode image_keys normalize_language add_setup_tokens add_control_tokens "
+            "normalize_gripper num_state_tokens max_sequence_length joint_signs joint_offsets dataset_feature_names",
+            _COPIED,
+        ),
+        fixed("expected_max_action_dim", "lerobot loads no other", 32),
+        fixed("mask_action_dim_padding", "columns of padding are masked", True),
+        read("num_inference_steps", "denoising steps; null: those of the model"),
+        fixed("per_episode_seed", "noise is drawn in each call, or passed by the caller", False),
+        neutral("eval_seed", "noise of lerobot's evaluation"),
+        neutral("rtc_config", "real-time chunking of lerobot's loop; here it is `rtc:` of the configuration"),
+        fixed("enable_lora_vlm", "the weights of an adapter are not supported", False),
+        fixed("enable_lora_action_expert", "the weights of an adapter are not supported", False),
+        neutral("enable_inference_cuda_graph", "speed"),
+        neutral("model_dtype", "precision in which lerobot ran"),
+        neutral(
+            "num_flow_timesteps flow_matching_cutoff flow_matching_time_offset flow_matching_time_scale "
+            "flow_matching_beta_alpha flow_matching_beta_beta lora_rank lora_alpha lora_dropout lora_bias "
+            "enable_knowledge_insulation freeze_embedding train_action_expert_only gradient_checkpointing "
+            "softmax_auxiliary_loss softmax_auxiliary_loss_scale discrete_loss_token_weighting optimizer_lr "
+            "optimizer_vit_lr optimizer_connector_lr optimizer_action_expert_lr optimizer_betas optimizer_eps "
+            "optimizer_weight_decay optimizer_grad_clip_norm scheduler_warmup_steps scheduler_decay_steps "
+            "scheduler_decay_lr",
+            "training",
+        ),
+    ),
 }
 """Settings of config.json by policy class, as `type` names it."""
 
@@ -285,8 +321,14 @@ _FAST_STATE = "pi0_fast_prepare_state_tokenizer_processor_step"
 CLIP, SNAP = "vla_jepa_clip_actions", "vla_jepa_pre_snap_gripper"
 BINARIZE = "vla_jepa_binarize_gripper"
 TOGGLE = "fastwam_action_toggle_processor"
-ALIASES = {"delta_actions_processor": RELATIVE}
-"""Names of lerobot 0.5.1 that later releases changed."""
+STATE_FRAME, ACTION_FRAME = "molmoact2_state_frame_transform", "molmoact2_action_frame_transform"
+CLAMP_STATE, CLAMP_ACTION, PACK = "molmoact2_clamp_normalized", "molmoact2_clamp_action", "molmoact2_pack_inputs"
+ALIASES = {
+    "delta_actions_processor": RELATIVE,
+    "molmoact2_masked_normalizer": NORMALIZE,
+    "molmoact2_masked_unnormalizer": UNNORMALIZE,
+}
+"""Names of lerobot 0.5.1 that later releases changed, and MolmoAct2's own, whose statistics may have masks."""
 NEUTRAL = (BATCH, DEVICE, ACTION_TOKENS)
 """Steps that change no action: those that move data, and the one that tokenizes actions for training."""
 
@@ -340,6 +382,22 @@ STEPS: dict[str, tuple[Setting, ...]] = {
     SNAP: (read("gripper_dim threshold", "the gripper's action becomes 0 or 1 before it is scaled"),),
     BINARIZE: (read("gripper_dim threshold", "the gripper's action becomes -1 or 1"),),
     TOGGLE: (read("toggle_dimensions", "actions that become -1 or 1"),),
+    STATE_FRAME: (read("joint_signs joint_offsets", "sign and zero of the state's first numbers"),),
+    ACTION_FRAME: (read("joint_signs joint_offsets", "sign and zero of an action's first numbers"),),
+    CLAMP_STATE: (),
+    CLAMP_ACTION: (),
+    PACK: (
+        read("checkpoint_path", "the tokenizer and the sizes of images"),
+        neutral("checkpoint_revision checkpoint_force_download", "download of the model"),
+        neutral("action_mode discrete_action_tokenizer", "actions in tokens"),
+        read("image_keys allow_image_key_fallback", "order of the cameras, and whether one may be missing"),
+        read("setup_type control_mode add_setup_tokens add_control_tokens normalize_language", "the prompt"),
+        read("num_state_tokens", "tokens of a number of the state"),
+        read("max_sequence_length", "longest prompt with its images; null: by their number"),
+        read("chunk_size", "must be config.json's"),
+        read("env_action_dim", "columns of an action that are not masked"),
+        fixed("max_action_dim", "lerobot loads no other", 32),
+    ),
 }
 """Settings of every known step, by the step's name in lerobot's registry."""
 
@@ -358,10 +416,12 @@ PREPROCESSORS: dict[str, Orders] = {
     "diffusion": (_SCALED,),
     "vla_jepa": ((RENAME, NORMALIZE),),
     "fastwam": ((RENAME, NORMALIZE),),
+    "molmoact2": ((RENAME, STATE_FRAME, NORMALIZE, CLAMP_STATE, PACK),),
 }
 POSTPROCESSOR: Orders = ((UNNORMALIZE, ABSOLUTE),)
 POSTPROCESSORS: dict[str, Orders] = {
     "vla_jepa": ((CLIP, SNAP, UNNORMALIZE, BINARIZE),),
     "fastwam": ((UNNORMALIZE, TOGGLE),),
+    "molmoact2": ((CLAMP_ACTION, UNNORMALIZE, ACTION_FRAME),),
 }
 """Of policy classes with other steps than `POSTPROCESSOR`."""

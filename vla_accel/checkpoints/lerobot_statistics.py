@@ -71,9 +71,10 @@ class Statistics:
             raise CheckpointError(f"{self.where}: {key}: expected {bound}, got a span of {span.min():g}")
         # lerobot adds eps where it divides, not where it multiplies.
         added = 0.0 if key == ACTION else self.eps
-        if mode == "MEAN_STD":
-            return Normaliser("mean_std", low, span + added, single=True)
-        return Normaliser("quantile", low, span + added if self.added else np.where(span == 0, self.eps, span), True)
+        span = span + added if self.added or mode == "MEAN_STD" else np.where(span == 0, self.eps, span)
+        made = Normaliser("mean_std" if mode == "MEAN_STD" else "quantile", low, span, single=True)
+        mask = self._array(f"{key}.mask")
+        return made if mask is None else made.only(mask != 0)
 
     def camera(self, key: str) -> Normaliser | None:
         """Return how the images of a camera are normalized, by channel; None if they are not, as without statistics."""

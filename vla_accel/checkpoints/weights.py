@@ -41,6 +41,7 @@ class Piece:
         frame: It is a convolution of frames, of which one frame needs the last slice in time, or has axes of one value.
         pairs: Numbers of a head, whose rotated pairs are stored next to each other; canonical heads have their first
             numbers in one half, and their second ones in the other.
+        start: Its first row in a stored tensor that has more than its `rows`; None: that has these rows alone.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Piece:
     entry: int | None = None
     frame: bool = False
     pairs: int | None = None
+    start: int | None = None
 
     def why_not(self, stored: tuple[int, ...], whole: tuple[int, ...]) -> str | None:
         """Return why a stored shape cannot be this piece of a canonical tensor of shape `whole`; None if it can."""
@@ -62,12 +64,16 @@ class Piece:
                 return None
         if self.pairs is not None and expected[0] % self.pairs:
             return f"expected heads of {self.pairs}, got {stored}"
+        if self.start is not None and stored and stored[0] >= self.start + expected[0]:
+            stored = (expected[0], *stored[1:])
         return None if stored == expected else f"expected {expected}, got {stored}"
 
     def taken(self, stored: Tensor) -> Tensor:
         """Return the piece of the stored tensor, in canonical order. Of a `frame`, axes of one value may differ."""
         if self.frame and stored.ndim == 5:
             stored = stored[:, :, -1]
+        if self.start is not None and self.rows is not None:
+            return stored[self.start : self.start + self.rows]
         if self.pairs is not None:
             return stored.unflatten(0, (-1, self.pairs // 2, 2)).transpose(1, 2).flatten(0, 2)
         return stored if self.entry is None else stored[self.entry].T if stored.ndim > 2 else stored[self.entry]

@@ -86,7 +86,7 @@ class NativeOptions(Checked):
     Attributes:
         kernels: "auto" takes the fastest kernels. "portable" runs what an Ampere or Ada GPU would run: no kernels that
             need Hopper (GEMM and attention in CUDA C++, the streamed denoise loop, dependent launches), and no more
-            shared memory than 99 KB. "triton" runs the same without the persistent denoise kernel: no CUDA C++ of this
+            shared memory than 99 KB. "triton" runs the same without the persistent denoise kernels: no CUDA C++ of this
             package, and no kernel whose blocks wait for each other.
         embeddings: where the table of token embeddings is. With "host" it is in page-locked memory, from which a kernel
             reads the rows of each prompt: the same result with 1 GB less GPU memory for the large models.
@@ -177,7 +177,7 @@ class CheckpointSpec(Checked):
         action_horizon: actions of a chunk.
         max_token_len: tokens of a prompt.
         discrete_state_input: whether π0.5 reads the state in its prompt.
-        embodiment: tag of the robot, for a GR00T checkpoint with several.
+        embodiment: tag of the robot, for a checkpoint of GR00T, starVLA or MolmoAct2 with several.
         lora: folder or hub name of an adapter, which is merged into the weights.
         action_tokenizer: folder or hub name of π0-FAST's action tokenizer (FAST).
         relaxed_actions: pad or truncate π0-FAST's output to a chunk, as lerobot does, instead of raising an error.

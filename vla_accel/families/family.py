@@ -33,6 +33,7 @@ FAMILIES: dict[str, str] = {
     "groot_n15": "vla_accel.families.groot.family:GROOT_N15",
     "vla_jepa": "vla_accel.families.vla_jepa.family:VLA_JEPA",
     "fastwam": "vla_accel.families.fastwam.family:FASTWAM",
+    "molmoact2": "vla_accel.families.molmoact2.family:MOLMOACT2",
     "starvla_groot": "vla_accel.families.starvla.family:STARVLA_GROOT",
     "starvla_pi": "vla_accel.families.starvla.family:STARVLA_PI",
     "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",

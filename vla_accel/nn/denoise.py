@@ -129,8 +129,7 @@ def denoise_component(
     rtc = rtc or RtcConfig()
     config = model.config
     actions = (batch, config.action_horizon, config.action_dim)
-    prefix = config.prefix
-    cache = (prefix.depth, batch, prefix_tokens, prefix.kv_heads, prefix.head_dim)
+    cache = (config.prefix.depth, batch, prefix_tokens, *model.cache_heads)
     ranges = {2: (1, max(prefix_tokens, config.prefix_tokens(MOST_VIEWS, longest_prompt(model))))}
     inputs = [
         TensorSpec("noise", actions, torch.float32),

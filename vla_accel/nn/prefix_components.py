@@ -88,7 +88,7 @@ def kv_cache_component(
         inputs.append(TensorSpec("state", (batch, config.state_dim), torch.float32))
     if padded:
         inputs.append(TensorSpec("lengths", (batch,), torch.int32))
-    shape = (prefix.depth, batch, config.prefix_tokens(views, length), prefix.kv_heads, prefix.head_dim)
+    shape = (prefix.depth, batch, config.prefix_tokens(views, length), *model.cache_heads)
     return Component(
         "kv_cache",
         KvCache(model),

@@ -32,6 +32,11 @@ class PrefixNetwork(Network):
         layer = self.prefix.layers[0]
         return layer.qkv_proj.weight.dtype  # type: ignore[union-attr,return-value]
 
+    @property
+    def cache_heads(self) -> tuple[int, int]:
+        """Heads and numbers of a head of the keys and values that leave the prefix."""
+        return self.config.prefix.kv_heads, self.config.prefix.head_dim
+
     @abstractmethod
     def project(self, features: Tensor) -> Tensor:
         """The tower's features (N, patches, width) as image tokens (N, image_tokens, prefix width)."""

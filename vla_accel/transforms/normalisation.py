@@ -111,14 +111,14 @@ class Normaliser:
 
     The order of operations is openpi's: x == q01 must give exactly -1, the edge of the first state bin. For the same
     reason `single` rounds x to float32 first if the statistics are float32 (lerobot). "identity" has low 0 and span 1.
-    The last `unscaled` numbers stay as they are, and nothing is known of their range.
+    The numbers at `unscaled` stay as they are, and nothing is known of their range.
     """
 
     kind: NormKind
     low: np.ndarray
     span: np.ndarray
     single: bool = False
-    unscaled: int = 0
+    unscaled: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, statistics: Statistics, kind: NormKind, name: str) -> Normaliser:
@@ -144,11 +144,22 @@ class Normaliser:
         """Return a scaling that leaves `count` numbers unchanged."""
         return cls("identity", np.zeros(count), np.ones(count))
 
+    @property
+    def _plain(self) -> tuple[float, float]:
+        """`low` and `span` of numbers that stay as they are."""
+        return (-1.0, 2.0) if self.kind == "quantile" else (0.0, 1.0)
+
+    def only(self, scaled: np.ndarray) -> Normaliser:
+        """Return a scaling that leaves numbers unchanged where `scaled` (n,) bool is false."""
+        low, span = (np.where(scaled, own, x) for own, x in zip((self.low, self.span), self._plain, strict=True))
+        return replace(self, low=low, span=span, unscaled=tuple(np.flatnonzero(~scaled).tolist()))
+
     def extended(self, count: int) -> Normaliser:
         """Return the scaling of `count` more numbers, which stay as they are."""
-        low, span = (-1.0, 2.0) if self.kind == "quantile" else (0.0, 1.0)
+        low, span = self._plain
         lows, spans = (np.append(own, np.full(count, x)) for own, x in ((self.low, low), (self.span, span)))
-        return replace(self, low=lows, span=spans, unscaled=self.unscaled + count)
+        added = range(len(self.low), len(self.low) + count)
+        return replace(self, low=lows, span=spans, unscaled=(*self.unscaled, *added))
 
     @property
     def range(self) -> Range:
@@ -157,7 +168,7 @@ class Normaliser:
             return Range(np.full(len(self.low), -np.inf), np.full(len(self.low), np.inf), "no statistics")
         found = Range(self.low, self.low + self.span, "quantiles, or minimum and maximum")
         found = Range.around(self.low, self.span) if self.kind == "mean_std" else found
-        unknown = np.arange(len(self.low)) >= len(self.low) - self.unscaled
+        unknown = np.isin(np.arange(len(self.low)), self.unscaled)
         low, high = np.where(unknown, -np.inf, found.low), np.where(unknown, np.inf, found.high)
         return Range(low, high, found.meaning)
 

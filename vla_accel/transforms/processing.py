@@ -216,7 +216,8 @@ class ScalingTransforms(RobotTransforms):
         deltas, grippers = list(preset.delta_actions), list(preset.gripper_dims)
         if deltas:
             robot[:, deltas] += self._model_state(inputs.raw_state)[deltas]
-        robot[:, list(preset.flipped)] *= -1.0
+        if preset.flipped:
+            robot[:, list(preset.flipped)] *= -1.0
         if preset.gripper == "aloha":
             robot[:, grippers] = _aloha_gripper_command(robot[:, grippers])
         return robot
@@ -230,7 +231,8 @@ class ScalingTransforms(RobotTransforms):
 
     def _model_state(self, raw: np.ndarray) -> np.ndarray:
         state, grippers = raw.copy(), list(self.preset.gripper_dims)
-        state[..., list(self.preset.flipped)] *= -1.0
+        if self.preset.flipped:
+            state[..., list(self.preset.flipped)] *= -1.0
         if self.preset.gripper == "aloha":
             state[..., grippers] = _aloha_gripper_angle(state[..., grippers])
         return state

@@ -1,0 +1,58 @@
+"""MolmoAct2: vision → image_tokens → kv_cache → the expert's keys, values → denoise → actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from vla_accel.checkpoints.checkpoint import is_own
+from vla_accel.checkpoints.lerobot import is_lerobot_config
+from vla_accel.component import Component
+from vla_accel.config import RtcConfig
+from vla_accel.families.family import Capabilities
+from vla_accel.families.molmoact2.checkpoint import MODEL_TYPE, SIGNS, load_folder
+from vla_accel.families.molmoact2.network import MolmoAct2, MolmoAct2Config
+from vla_accel.families.prompted import DenoisingFamily, FlowChunking, PromptShape
+from vla_accel.fp8 import Scales
+from vla_accel.nn.quantised import QUANTISED
+from vla_accel.nn.store import NativeStore
+
+_QUANTISED = {"denoise": {"native": QUANTISED["denoise"]["native"]}}
+
+
+class MolmoChunking(FlowChunking):
+    """Guidance by the previous chunk, as lerobot's; no checkpoint was trained with pinned actions."""
+
+    settings = tuple(name for name in (f.name for f in fields(RtcConfig)) if name not in ("trained", "max_delay"))
+
+
+class MolmoAct2Family(DenoisingFamily[MolmoAct2Config]):
+    """MolmoAct2 of any size."""
+
+    name = "molmoact2"
+    network_class, store_class = MolmoAct2, NativeStore
+    capabilities = Capabilities(quantised=_QUANTISED, settings=("embodiment",))
+    chunking = MolmoChunking()
+
+    def components(
+        self, model: Any, shape: PromptShape, *, store: Any = None, scales: Scales | None = None,
+        rtc: RtcConfig | None = None,
+    ) -> Sequence[Component]:  # fmt: skip
+        found = super().components(model, shape, scales=scales, rtc=rtc)
+        quantised = self.capabilities.quantised
+        made = [replace(one, variants={}, quantised=quantised.get(one.name, {})) for one in found]
+        made[0] = replace(made[0], fetch=lambda: model.fetch("vision", "pooling", "embed"))
+        return made
+
+    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        if is_lerobot_config(content):
+            return content["type"] == self.name
+        if is_own(content):
+            return False
+        return content.get("model_type") == MODEL_TYPE or all(name in shapes for name in SIGNS)
+
+    load = staticmethod(load_folder)
+
+
+MOLMOACT2 = MolmoAct2Family()
