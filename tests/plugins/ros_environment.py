@@ -36,7 +36,8 @@ def make(folder: Path, distro: str) -> None:
     if not (folder / "bin/python").exists():
         venv.create(folder, with_pip=True)
     ros = [f"ros-{distro}-{name}" for name in (*PACKAGES, *BUILD)]
-    run(folder, "python", "-m", "pip", "install", "--quiet", *ros, *COLCON, *OTHERS)
+    pinned = ("--constraint", str(ROOT / "constraints.txt"))
+    run(folder, "python", "-m", "pip", "install", "--quiet", *pinned, *ros, *COLCON, *OTHERS)
     relocate(folder)
     sources = [str(ROOT / "plugins" / name) for name in ("vla_accel_ros", "vla_accel_ros_interfaces")]
     flags = [f"-DCMAKE_{kind}_FLAGS=-O0" for kind in ("C", "CXX")]

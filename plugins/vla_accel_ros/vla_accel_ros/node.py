@@ -10,15 +10,22 @@ import traceback
 from typing import Any
 
 import rclpy
+from diagnostic_msgs.msg import DiagnosticArray
 from rcl_interfaces.msg import ParameterDescriptor, SetParametersResult
+from rclpy.action import ActionServer, CancelResponse, GoalResponse
+from rclpy.callback_groups import MutuallyExclusiveCallbackGroup, ReentrantCallbackGroup
 from rclpy.exceptions import InvalidHandle
 from rclpy.executors import MultiThreadedExecutor
-from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
+from rclpy.lifecycle import LifecycleState, TransitionCallbackReturn
 from rclpy.parameter import Parameter
 from rclpy.signals import SignalHandlerOptions
 
+# Type checkers find the folder of the .action and .srv files.
+from vla_accel_ros_interfaces.action import RunPolicy  # pyright: ignore[reportAttributeAccessIssue]
+from vla_accel_ros_interfaces.srv import GetActionChunk  # pyright: ignore[reportAttributeAccessIssue]
+
 from vla_accel.errors import VlaAccelError
-from vla_accel_ros.session import Session
+from vla_accel_ros.session import Host, Session
 
 PARAMETERS: dict[str, tuple[Any, str]] = {
     "contract": ("", "YAML file that names the topics"),
@@ -42,15 +49,24 @@ CHANGEABLE = ("prompt", "rate", "max_duration_s")
 """Parameters that may change after the node is configured."""
 
 
-class PolicyNode(LifecycleNode):
+class PolicyNode(Host):
     """Runs a policy while it is active; `session` exists from configure to cleanup."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__("vla_accel", **options)
         self.session: Session | None = None
+        self.discarded = []
         for name, (default, description) in PARAMETERS.items():
             self.declare_parameter(name, default, ParameterDescriptor(description=description))
         self.add_on_set_parameters_callback(self.check_parameters)
+        group = ReentrantCallbackGroup()
+        self.create_service(GetActionChunk, "get_action_chunk", self.answer_chunk, callback_group=group)
+        self.run_policy = ActionServer(
+            self, RunPolicy, "run_policy", lambda goal: self.configured().run(goal),
+            goal_callback=self.answer_goal, cancel_callback=lambda _: CancelResponse.ACCEPT, callback_group=group,
+        )  # fmt: skip
+        self.diagnostics = self.create_publisher(DiagnosticArray, "/diagnostics", 10)
+        self.create_timer(1.0, self.publish_diagnostics, callback_group=MutuallyExclusiveCallbackGroup())
         log = logging.getLogger("vla_accel")
         log.addHandler(RosLog(self))
         log.propagate = False
@@ -58,6 +74,10 @@ class PolicyNode(LifecycleNode):
     def read(self, name: str) -> Any:
         """A parameter's value."""
         return self.get_parameter(name).value
+
+    def configured(self) -> Session:
+        assert self.session is not None
+        return self.session
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
         try:
@@ -69,13 +89,11 @@ class PolicyNode(LifecycleNode):
         return super().on_configure(state)
 
     def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
-        assert self.session is not None
-        self.session.activate()
+        self.configured().activate()
         return super().on_activate(state)
 
     def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
-        assert self.session is not None
-        if not self.session.deactivate():
+        if not self.configured().deactivate():
             return TransitionCallbackReturn.FAILURE
         return super().on_deactivate(state)
 
@@ -97,6 +115,30 @@ class PolicyNode(LifecycleNode):
             self.session.deactivate()
             self.session.close()
             self.session = None
+
+    def answer_goal(self, _: Any) -> GoalResponse:
+        """Accept a goal in an active node, one at a time."""
+        session = self.session
+        if reason := "the node is not configured" if session is None else session.refusal():
+            self.get_logger().error(f"run_policy: {reason}")
+        return GoalResponse.REJECT if reason else GoalResponse.ACCEPT
+
+    def answer_chunk(self, request: Any, response: Any) -> Any:
+        """Answer `get_action_chunk`."""
+        if (session := self.session) is not None:
+            return session.chunk(request, response)
+        response.message = "the node is not configured"
+        return response
+
+    def publish_diagnostics(self) -> None:
+        if (session := self.session) is not None:
+            self.diagnostics.publish(session.report())
+
+    def destroy_discarded(self) -> None:
+        """Destroy topics of a closed session. Only the thread that waits for messages may do so: rclpy's executor does
+        not stand the loss of what it waits for."""
+        while self.discarded:
+            self.discarded.pop()()
 
     def check_parameters(self, parameters: list[Parameter]) -> SetParametersResult:
         """Refuse values that the node would not use."""
@@ -145,13 +187,16 @@ def main(args: list[str] | None = None) -> None:
         while True:
             try:
                 executor.spin_once(timeout_sec=0.5)
-            except InvalidHandle:  # cleanup destroyed an entity that the executor was about to wait for
-                continue
+            except InvalidHandle:  # a message of a topic that was destroyed since
+                pass
+            node.destroy_discarded()
     except KeyboardInterrupt:
         pass
     finally:
         node.end()
         executor.shutdown()
+        node.destroy_discarded()
+        node.run_policy.destroy()
         node.destroy_node()
         rclpy.shutdown()
 

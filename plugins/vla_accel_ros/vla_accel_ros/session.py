@@ -1,4 +1,4 @@
-"""What a configured node has: topics, the action `run_policy`, the service `get_action_chunk` and diagnostics."""
+"""What a configured node has: its topics, its policy, and the answers to the action and the service."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
-from rclpy.action import ActionServer, CancelResponse, GoalResponse
-from rclpy.callback_groups import MutuallyExclusiveCallbackGroup, ReentrantCallbackGroup
+from rclpy.callback_groups import ReentrantCallbackGroup
 from rclpy.duration import Duration
 from rclpy.lifecycle import LifecycleNode
 from rclpy.qos import (
@@ -30,7 +30,6 @@ from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 # Type checkers find the folder of the .action and .srv files.
 from vla_accel_ros_interfaces.action import RunPolicy  # pyright: ignore[reportAttributeAccessIssue]
-from vla_accel_ros_interfaces.srv import GetActionChunk  # pyright: ignore[reportAttributeAccessIssue]
 
 from vla_accel.errors import VlaAccelError
 from vla_accel.remote.inference import actions_of
@@ -48,11 +47,17 @@ TYPES = {
 COMMANDS_QOS = Qos(reliability="reliable")
 
 
+class Host(LifecycleNode):
+    """A node with a list of calls for the thread that waits for messages, which must not lose a topic meanwhile."""
+
+    discarded: list[Callable[[], object]]
+
+
 class Session:
     """Runs the policy of a node's parameters while the node is active.
 
     Args:
-        node: the node whose topics these are.
+        node: the node whose topics these are. `discarded` gets the calls that destroy them.
         parameter: reads a parameter by name.
 
     Raises:
@@ -60,9 +65,9 @@ class Session:
         VlaAccelError: the policy could not be opened.
     """
 
-    def __init__(self, node: LifecycleNode, parameter: Callable[[str], Any]) -> None:
+    def __init__(self, node: Host, parameter: Callable[[str], Any]) -> None:
         self._node, self._parameter, self._clock = node, parameter, NodeClock(node)
-        self._messages, self._calls = ReentrantCallbackGroup(), ReentrantCallbackGroup()
+        self._messages = ReentrantCallbackGroup()
         self._busy = threading.Lock()
         self._active, self._ending = False, ""
         self._topic_prompt = ""
@@ -89,7 +94,7 @@ class Session:
         return True
 
     def close(self) -> None:
-        """Destroy topics, action and service, and close the policy."""
+        """Discard the topics, and close the policy."""
         self._stack.close()
 
     def _open(self, stack: ExitStack) -> None:
@@ -111,38 +116,24 @@ class Session:
         for source in contract.actions:
             channel, profile = source.channel, qos_profile(source.channel.qos or COMMANDS_QOS)
             made = node.create_lifecycle_publisher(TYPES[channel.type], channel.topic, profile)
-            stack.callback(node.destroy_lifecycle_publisher, made)
+            stack.callback(node.discarded.append, partial(node.destroy_lifecycle_publisher, made))
             self._publishers[channel.topic] = made
-        service = node.create_service(GetActionChunk, "get_action_chunk", self._chunk, callback_group=self._calls)
-        stack.callback(node.destroy_service, service)
-        server = ActionServer(
-            node, RunPolicy, "run_policy", self._run,
-            goal_callback=self._accept, cancel_callback=lambda _: CancelResponse.ACCEPT, callback_group=self._calls,
-        )  # fmt: skip
-        stack.callback(server.destroy)
-        self._diagnostics = node.create_publisher(DiagnosticArray, "/diagnostics", 10)
-        stack.callback(node.destroy_publisher, self._diagnostics)
-        timer = node.create_timer(1.0, self._report, callback_group=MutuallyExclusiveCallbackGroup())
-        stack.callback(node.destroy_timer, timer)
 
     def _subscribe(self, stack: ExitStack, channel: Channel, receive: Callable[[Any], None]) -> None:
         profile = qos_profile(channel.qos or Qos())
         made = self._node.create_subscription(
             TYPES[channel.type], channel.topic, receive, profile, callback_group=self._messages
         )
-        stack.callback(self._node.destroy_subscription, made)
+        stack.callback(self._node.discarded.append, partial(self._node.destroy_subscription, made))
 
     # -- the action and the service ---------------------------------------------------------------------------------
 
-    def _accept(self, _: Any) -> GoalResponse:
-        if self._active and not self._busy.locked():
-            return GoalResponse.ACCEPT
-        self._node.get_logger().error(
-            "run_policy: " + ("it is running already" if self._active else "the node is not active")
-        )
-        return GoalResponse.REJECT
+    def refusal(self) -> str:
+        """Why no goal is accepted now; empty if one is."""
+        return "run_policy is running" if self.busy else "" if self._active else "the node is not active"
 
-    def _run(self, goal: Any) -> RunPolicy.Result:
+    def run(self, goal: Any) -> RunPolicy.Result:
+        """Run the policy for a goal."""
         result, control = RunPolicy.Result(termination_reason="error"), None
         with self._busy:
             try:
@@ -174,9 +165,10 @@ class Session:
             return "cancelled"
         return self._ending or ("timeout" if end is not None and self._clock.now() >= end else "")
 
-    def _chunk(self, request: Any, response: Any) -> Any:
+    def chunk(self, request: Any, response: Any) -> Any:
+        """Fill the response of `get_action_chunk`."""
         if not self._active or not self._busy.acquire(blocking=False):
-            response.message = "run_policy is running" if self._active else "the node is not active"
+            response.message = self.refusal()
             return response
         try:
             observation, began = self.observe(request.prompt).values, time.monotonic()
@@ -235,8 +227,8 @@ class Session:
 
     # -- diagnostics ----------------------------------------------------------------------------------------------
 
-    def _report(self) -> None:
-        """Publish diagnostics and the goal's feedback."""
+    def report(self) -> DiagnosticArray:
+        """The diagnostics; also publishes the goal's feedback."""
         for stream in self._observations.streams:
             stream.problem = self._problem(stream)
         running = self._running
@@ -248,7 +240,6 @@ class Session:
         name = f"{self._node.get_name()}: policy"
         array = DiagnosticArray(status=[DiagnosticStatus(level=level, name=name, message=message, values=pairs)])
         array.header.stamp = self._node.get_clock().now().to_msg()
-        self._diagnostics.publish(array)
         if running is not None and running[0].is_active:
             goal, control = running
             report = control.report()
@@ -256,6 +247,7 @@ class Session:
                 published_actions=control.published, underruns=report.underruns, latency_ms=report.latency_ms,
                 observation_age_ms=control.age_s * 1e3, problem=control.problem,
             ))  # fmt: skip
+        return array
 
     def _idle(self) -> tuple[bytes, str, Mapping[str, str]]:
         """The diagnosis without a goal: what would stop one."""
