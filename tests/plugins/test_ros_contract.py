@@ -157,6 +157,14 @@ def test_velocities_are_motion(tmp_path: Path, kind: str, select: str, expected:
     assert read(tmp_path, text).motion_dims == expected
 
 
+def test_a_command_has_every_field_for_every_joint(tmp_path: Path) -> None:
+    head, actions = PRESENT.split("actions:")
+    text = actions.replace("std_msgs/msg/Float64MultiArray", "trajectory_msgs/msg/JointTrajectory")
+    text = text.replace("[position.a, position.b]", "[position.a, velocity.b]")
+    with pytest.raises(ConfigError, match=r"actions.action.select: expected positions of every joint, got none of b"):
+        read(tmp_path, f"{head}actions:{text}")
+
+
 def test_an_action_is_split_among_topics_and_each_stops_in_its_own_way(tmp_path: Path) -> None:
     head, _ = PRESENT.split("actions:")
     source = "{{channel: {{topic: /{0}, type: {1}, safety: {2}}}, align: {3}, select: {4}, apply: {5}}}"

@@ -74,11 +74,16 @@ def test_there_is_one_action_per_control_period() -> None:
 
 def test_a_slow_period_is_counted_and_not_made_up_for() -> None:
     clock = Clock()
-    robot = Robot(clock, slow_s=0.15)
+    robot = Robot(clock, slow_s=0.35)
     control = Control(Policy(), robot, clock, Rules(hz=10))
-    control.run(after(clock, 1.5))
-    np.testing.assert_allclose(np.diff(robot.acted), 0.15)
-    assert control.overruns == control.published == 10
+
+    def ending() -> str:
+        robot.slow_s = 0.0 if robot.acted else robot.slow_s
+        return after(clock, 1.0)()
+
+    control.run(ending)
+    np.testing.assert_allclose(np.diff(robot.acted), [0.35] + [0.1] * 6)
+    assert control.overruns == 1 and control.published == 8
 
 
 def test_a_missing_camera_stops_the_robot_until_it_is_back() -> None:

@@ -95,7 +95,8 @@ def test_compressed_pictures_have_the_colours_of_the_camera() -> None:
 @pytest.mark.parametrize(
     ("message", "part"),
     [
-        (SimpleNamespace(format="16UC1; compressedDepth png", data=b""), "depth"),
+        (file(Image.fromarray(RGB), "; compressedDepth png"), "depth"),
+        (file(Image.fromarray(RGB), "16UC1; png compressed "), "depth"),
         (file(Image.fromarray(RGB[..., 0].astype(np.uint16)), "png"), "I;16"),
         (SimpleNamespace(format="jpeg", data=file(Image.fromarray(RGB), "", "JPEG").data[:200]), "200 bytes"),
         (SimpleNamespace(format="webp", data=b"RIFFxxxxWEBP"), "12 bytes of format 'webp'"),

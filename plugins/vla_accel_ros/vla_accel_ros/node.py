@@ -117,9 +117,9 @@ class PolicyNode(Host):
             self.session = None
 
     def answer_goal(self, _: Any) -> GoalResponse:
-        """Accept a goal in an active node, one at a time."""
+        """Accept a goal in an active node, one at a time; `Session.run` follows."""
         session = self.session
-        if reason := "the node is not configured" if session is None else session.refusal():
+        if reason := "the node is not configured" if session is None else session.claim():
             self.get_logger().error(f"run_policy: {reason}")
         return GoalResponse.REJECT if reason else GoalResponse.ACCEPT
 

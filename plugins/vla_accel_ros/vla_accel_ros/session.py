@@ -128,36 +128,33 @@ class Session:
 
     # -- the action and the service ---------------------------------------------------------------------------------
 
-    def refusal(self) -> str:
-        """Why no goal is accepted now; empty if one is."""
-        return "run_policy is running" if self.busy else "" if self._active else "the node is not active"
+    def claim(self) -> str:
+        """Reserve the policy for one goal or call; return why not, or "" if it is reserved."""
+        if not self._active:
+            return "the node is not active"
+        return "" if self._busy.acquire(blocking=False) else "run_policy is running"
 
     def run(self, goal: Any) -> RunPolicy.Result:
-        """Run the policy for a goal."""
+        """Run the policy, which `claim` has reserved, for a goal."""
         result, control = RunPolicy.Result(termination_reason="error"), None
-        with self._busy:
-            try:
-                limit = (
-                    goal.request.max_duration_s or self._parameter("max_duration_s") or self._contract.max_duration_s
-                )
-                end = self._clock.now() + limit if limit else None
-                rules = Rules(self._hz, self._parameter("wait_s"), underrun=self._underrun)
-                self._observations.restart()
-                robot = SessionRobot(self, goal.request.prompt)
-                control = Control(self._policy, robot, self._clock, rules)
-                self._running = goal, control
-                result.termination_reason = control.run(lambda: self._reason(goal, end))
-            except Exception as error:  # a policy may raise anything; rclpy would end the goal without a reason
-                expected = isinstance(error, VlaAccelError)
-                result.message = str(error) if expected else f"{type(error).__name__}: {error}"
-                self._node.get_logger().error(f"run_policy: {error if expected else traceback.format_exc()}")
-            finally:
-                self._running = None
-            if control is not None:
-                report = control.report()
-                result.published_actions, result.underruns = control.published, report.underruns
-                result.latency_ms = report.latency_ms
-            {"timeout": goal.succeed, "cancelled": goal.canceled}.get(result.termination_reason, goal.abort)()
+        try:
+            limit = goal.request.max_duration_s or self._parameter("max_duration_s") or self._contract.max_duration_s
+            end = self._clock.now() + limit if limit else None
+            rules = Rules(self._hz, self._parameter("wait_s"), underrun=self._underrun)
+            self._observations.restart()
+            control = Control(self._policy, SessionRobot(self, goal.request.prompt), self._clock, rules)
+            self._running = goal, control
+            result.termination_reason = control.run(lambda: self._reason(goal, end))
+        except Exception as error:  # a policy may raise anything, and rclpy would end the node
+            result.message = self._described(error)
+        finally:
+            self._running = None
+            self._busy.release()
+        if control is not None:
+            report = control.report()
+            result.published_actions, result.underruns = control.published, report.underruns
+            result.latency_ms = report.latency_ms
+        {"timeout": goal.succeed, "cancelled": goal.canceled}.get(result.termination_reason, goal.abort)()
         return result
 
     def _reason(self, goal: Any, end: float | None) -> str:
@@ -167,8 +164,8 @@ class Session:
 
     def chunk(self, request: Any, response: Any) -> Any:
         """Fill the response of `get_action_chunk`."""
-        if not self._active or not self._busy.acquire(blocking=False):
-            response.message = self.refusal()
+        if reason := self.claim():
+            response.message = reason
             return response
         try:
             observation, began = self.observe(request.prompt).values, time.monotonic()
@@ -182,11 +179,17 @@ class Session:
                 MultiArrayDimension(label=label, size=size, stride=stride)
                 for label, size, stride in zip(("actions", "numbers"), actions.shape, strides, strict=True)
             ]
-        except VlaAccelError as error:
-            response.message = str(error)
+        except Exception as error:
+            response.message = self._described(error)
         finally:
             self._busy.release()
         return response
+
+    def _described(self, error: Exception) -> str:
+        """Log an error, and return it as text."""
+        expected = isinstance(error, VlaAccelError)
+        self._node.get_logger().error(str(error) if expected else traceback.format_exc())
+        return str(error) if expected else f"{type(error).__name__}: {error}"
 
     # -- observations and commands --------------------------------------------------------------------------------
 
