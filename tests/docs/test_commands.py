@@ -49,6 +49,7 @@ LOOKED_UP: dict[str, str] = {
     "../": OTHERS,
     "pip install": INSTALLS,
     "lerobot-": LEROBOT,
+    "export VLA_ACCEL_ATTACH": LEROBOT,
     "python -m lerobot": LEROBOT,
     "vla-eval ": VLA_EVAL,
     "python -m vla_eval": VLA_EVAL,

@@ -1,6 +1,6 @@
-"""Every kernel of `kernels/image/triton_image.py` in Triton's interpreter, compared with its torch reference
-(`interpreter`, test_image_ops). `main` prints for each case (with --few about half of them) the largest difference,
-relative to the largest value, and its name."""
+"""Every kernel of `kernels/image/triton_image.py` and `triton_depthwise.py` in Triton's interpreter, compared with its
+torch reference (`interpreter`, test_image_ops). `main` prints for each case (with --few about half of them) the largest
+difference, relative to the largest value, and its name."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.support.runtimes import steered
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.dispatch import path
 from vla_accel.kernels.image import ops
+from vla_accel.kernels.image.depthwise import Depthwise, depthwise_norm
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -46,6 +47,11 @@ def cases(few: bool) -> dict[str, Case]:
         ops.normalise_pixels(images, scale / 255, out[:, 1])
         return out
 
+    def depthwise(x: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        x_out, h = torch.empty_like(x), torch.empty_like(x)
+        depthwise_norm(x, Depthwise(*parts), x_out, h, eps=1e-5)
+        return x_out, h
+
     pixels = torch.randint(0, 256, (2, 5, 7, 3), generator=generator, dtype=torch.uint8)
     found: dict[str, Case] = {}
     rms, group, silu = ops.rms_act, ops.group_act, Activation.SILU
@@ -68,6 +74,10 @@ def cases(few: bool) -> dict[str, Case]:
                 "rms_act": (partial(rms, activation=Activation.NONE, keep=False), (x, gamma)),
                 "group_act kept": (both, (x, norm)),
                 "group_act": (partial(group, activation=Activation.NONE, keep=False), (x, norm)),
+                "group_act after": (
+                    lambda x, n, r: group(x, n, activation=Activation.RELU, keep=False, after=r),
+                    (x, norm, half(2, height, width, channels)),
+                ),
                 "group_act skip": (lambda x, n, s, op=both: op(x, n, skip=s), (x, norm_of(8, channels + 16), skip)),
             }
             what = f"{channels} residual={residual} shift={shift} phased={phased}"
@@ -82,10 +92,19 @@ def cases(few: bool) -> dict[str, Case]:
         "group_act of one tensor": (
             partial(group, activation=Activation.NONE, keep=True), (Sum(large.value), norm_of(32, 320))
         ),
+        # Of 16 channels: two tiles in one program, and too many tiles for one.
+        "group_act in two tiles": (
+            partial(group, activation=silu, keep=False), (Sum(half(1, 17, 20, 48)), norm_of(3, 48))
+        ),
+        "group_act large, after": (
+            lambda x, n, r: group(x, n, activation=Activation.RELU, keep=False, after=r),
+            (Sum(half(1, 23, 25, 48)), norm_of(3, 48), half(1, 23, 25, 48)),
+        ),
         "add_layer_norm": (ops.add_layer_norm, (rows, residual, *columns, 1e-5)),
         "layer_norm alone": (ops.add_layer_norm, (rows, None, None, *columns[1:], 1e-5)),
         "geglu_erf": (ops.geglu_erf, (rows,)),
         "normalise_pixels": (normalised, (pixels, wide(2, 3))),
+        "depthwise_norm": (depthwise, (half(2, 5, 3, 24), wide(9, 24), *(wide(24) for _ in range(4)))),
         "geglu_erf wide": (ops.geglu_erf, (half(11, 2 * 300),)),
         # Large and very unequal scores: a softmax that forgets to shift overflows here.
         "softmax": (ops.softmax, (100 * wide(6, 5000), torch.float16)),

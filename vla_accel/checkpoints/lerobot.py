@@ -53,6 +53,8 @@ from vla_accel.transforms.robots import LIBERO, Preset
 
 MOST_STEPS = 1000
 """Denoising steps, as in `config.PolicyConfig`."""
+_CHANGED = ("pi0", "pi05", "pi0_fast")
+"""Policy classes whose images and prompts lerobot 0.5 changed."""
 _LIBERO_IMAGES = ("observation.images.image", "observation.images.image2")
 
 
@@ -139,12 +141,14 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     inputs, outputs = features(config, path)
     renamed, relative, tokenizer, length = {}, None, {}, ("tokenizer_max_length", config, path)
     prompted, steps = reads_prompt(config["type"]), ({}, {})
-    has_environment = not prompted and ENVIRONMENT in inputs
+    has_environment = config["type"] in ("act", "diffusion") and ENVIRONMENT in inputs
     states = [key for key in (STATE, ENVIRONMENT) if key in inputs] if has_environment else [STATE]
     state_dims, action_dim = [length_of(inputs, key, path) for key in states], length_of(outputs, ACTION, path)
     if config["type"] == "vla_jepa":
         # As for the state below: `output_features` may be the base's, but this number is the robot's.
         action_dim = size_of(config, "action_dim", path, action_dim)
+    if config["type"] == "evo1":
+        action_dim = size_of(config, "postprocess_action_dim", path, action_dim)
     if not is_migrated(folder) and buffers(weights.shapes):
         modes = required(config, "normalization_mapping", dict, path)
         of_inputs = of_outputs = buffer_statistics(weights, inputs | outputs, modes, folder / "model.safetensors")
@@ -159,6 +163,8 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
             length = "max_length", tokenizer, before.path
         if _are_relative(config, before, after):
             relative = before.config(RELATIVE)
+    if config["type"] == "evo1":
+        of_inputs, of_outputs = of_inputs.unpadded(STATE), of_outputs.unpadded(ACTION, action_dim)
     # A policy that was trained from a base for another robot keeps the base's features in config.json.
     state = of_inputs.scaling(STATE) or Normaliser.identity(state_dims[0])
     if has_environment:
@@ -182,7 +188,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
             preset = replace(preset, state_dims=tuple(state_dims))
         return Processors(preset, state, actions, cameras=scales, before=steps[0], after=steps[1])
     smolvla = config["type"] == "smolvla"
-    old = not smolvla and _is_of_04(config, path)
+    old = config["type"] in _CHANGED and _is_of_04(config, path)
     name, place, file = length
     return Processors(
         _preset(path, robot, sizes, resize, relative),
@@ -192,6 +198,8 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         size_of(place, name, file),
         pixel_values({k: of_inputs.camera(k) for k in cameras}, smolvla=smolvla, old_bars=old, path=path),
         size_of(config, "max_state_dim", path) if old else None,
+        before=steps[0],
+        after=steps[1],
     )
 
 

@@ -183,6 +183,7 @@ class CheckpointSpec(Checked):
         relaxed_actions: pad or truncate π0-FAST's output to a chunk, as lerobot does, instead of raising an error.
         wan: folder or hub name of Wan 2.2 in diffusers' layout, with FastWAM's image and text encoders.
         text_encoder: load FastWAM's text encoder (11 GB in BF16), so that instructions need not be encoded ahead.
+        domain: number of the robot's domain, whose weights of X-VLA are used.
     """
 
     where = "checkpoint."
@@ -198,6 +199,7 @@ class CheckpointSpec(Checked):
     relaxed_actions: bool = False
     wan: str | None = None
     text_encoder: bool = False
+    domain: Annotated[int | None, Within(0, LARGEST)] = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
 from vla_accel.checkpoints.lerobot import (
     Processors,
+    buffers,
     denoising_steps,
     read_processors,
     read_settings,
@@ -28,6 +29,7 @@ from vla_accel.checkpoints.weights import (
     Piece,
     SafetensorsWeights,
     SmallWeights,
+    Weights,
     read_json,
     size_of,
 )
@@ -69,9 +71,11 @@ _BLOCK = {
 _ROTATED = ("self_attn.q", "self_attn.k", "self_attn.norm_q", "self_attn.norm_k")
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[FastWam, FastWamProcessor]:
+def load_folder(
+    folder: Path, settings: PolicyConfig, weights: Weights | None = None
+) -> tuple[FastWam, FastWamProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
-    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
     content = read_settings(path, ("fastwam",))
     if missing := [name for name in _TRAINED if name not in weights.shapes]:
         raise CheckpointError(
@@ -110,6 +114,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[FastWam, FastWamP
     recipe = {name: pieces(name, config, stored) for name in model.state_dict()}
     # What imagines video, and what joins several frames.
     dead = [n for n in stored if n.startswith(_IMAGINES) or (n.startswith(_VAE) and ".time_conv." in n)]
+    dead += buffers(weights.shapes)
     return fitted(model, joined, recipe, str(folder), "FastWAM", dead), processor
 
 
@@ -227,7 +232,7 @@ def _seed(content: Mapping[str, Any], path: Path) -> int | None:
     return seed
 
 
-def _processors(folder: Path, content: Mapping[str, Any], weights: SafetensorsWeights) -> Processors:
+def _processors(folder: Path, content: Mapping[str, Any], weights: Weights) -> Processors:
     """lerobot joins the images in the order of the cameras' names, whatever the order in config.json."""
     features = content.get("input_features")
     ordered = {**content, "input_features": dict(sorted(features.items()))} if isinstance(features, dict) else content
