@@ -209,7 +209,11 @@ class Session:
         self._publish(self._commands.next(action))
 
     def stop(self) -> None:
-        self._publish(self._commands.stop())
+        """Publish the commands that stop the robot, and wait until they arrived: the node may end right after."""
+        commands = self._commands.stop()
+        self._publish(commands)
+        for command in commands:
+            self._publishers[command.source.channel.topic].wait_for_all_acked(Duration(seconds=0.5))
 
     def _publish(self, commands: list[Command]) -> None:
         for command in commands:
