@@ -193,6 +193,16 @@ def test_folders_of_other_networks_are_refused(
     assert message in str(caught.value)
 
 
+def test_a_base_may_have_been_another_robots(tmp_path: Path, folder: Path) -> None:
+    """A policy that was trained from a base keeps the base's features in config.json, not in its statistics."""
+
+    def features(files: dict[str, Any]) -> None:
+        files["config.json"]["input_features"]["observation.state"]["shape"] = [20]
+
+    want, found = (actions_of(policy_of(f), given()[0]) for f in (folder, write(tmp_path, change=features)))
+    np.testing.assert_array_equal(want, found)
+
+
 def test_images_are_normalised_as_imagenets_alone(tmp_path: Path) -> None:
     mapping = {"VISUAL": "MEAN_STD", "STATE": "IDENTITY", "ACTION": "IDENTITY"}
     folder = write(tmp_path, change=step(7, norm_map=mapping))

@@ -76,6 +76,11 @@ class Statistics:
         mask = self._array(f"{key}.mask")
         return made if mask is None else made.only(mask != 0)
 
+    def length(self, key: str) -> int | None:
+        """Return how many numbers a feature had in training, None without statistics."""
+        means = [value.size for name, value in (self.table or {}).items() if name == f"{key}.mean"]
+        return means[0] if means else None
+
     def camera(self, key: str) -> Normaliser | None:
         """Return how the images of a camera are normalized, by channel; None if they are not, as without statistics."""
         return self.scaling(key) if any(name.startswith(f"{key}.") for name in self.table or ()) else None
