@@ -125,6 +125,28 @@ def test_poses_become_axis_angles_for_a_robot_that_takes_them(folder: Path) -> N
         replace(other.dummy(other.published(), 2), preset=XVLA_LIBERO)
 
 
+def test_a_robot_with_other_actions_than_the_mode_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"preset libero: expected 20 numbers of an action of ee6d, got 7; .*xvla_libe"
+    ):
+        policy_of(folder, preset="libero")
+    short = tmp_path / "short.yaml"
+    short.write_text("base: xvla_libero\nstate_dim: 8\n")
+    with pytest.raises(ConfigError, match=r"a state of at least 10 numbers .*, got ee6d and 8"):
+        policy_of(folder, preset=str(short))
+    with pytest.raises(ConfigError, match=r"expected actions of ee6d .* got joint and 20"):
+        policy_of(write(tmp_path / "joint", "joint"), preset="xvla_libero", checkpoint={"domain": 0})
+
+
+def test_only_liberos_preset_implies_its_domain(tmp_path: Path) -> None:
+    original = write_original(tmp_path / "original")
+    assert policy_of(original, preset="xvla_libero", checkpoint={"max_token_len": 12}).processor.preset == XVLA_LIBERO
+    other = tmp_path / "other.yaml"
+    other.write_text("base: xvla_libero\nprompt: task\n")
+    with pytest.raises(ConfigError, match=r"checkpoint\.domain: expected the number"):
+        policy_of(original, preset=str(other))
+
+
 def test_axis_angles_of_columns_of_any_length() -> None:
     rng = np.random.default_rng(0)
     turns = rng.standard_normal((50, 3))

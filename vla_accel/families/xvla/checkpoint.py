@@ -23,7 +23,7 @@ from vla_accel.checkpoints.lerobot import (
 from vla_accel.checkpoints.lerobot_settings import DOMAIN, IMAGENET, TO_AXIS_ANGLE, TOKENIZE
 from vla_accel.checkpoints.lerobot_statistics import ACTION
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import check_vocabulary, resized, warn_of_contradictions
@@ -59,7 +59,8 @@ MODES = {
     "so101_bimanual": Mode(20, 12, (5, 11)),
     "auto": Mode(None, None),
 }
-_AXIS_ANGLE_DIM = 7
+_AXIS_ANGLE_DIM, _POSE_STATE = 7, 10
+"""Numbers of an action in axis-angle, and of a state with a pose."""
 
 # -- names of tensors ---------------------------------------------------------------------------------------------
 
@@ -189,9 +190,9 @@ def _tables(old: bool) -> tuple[str, str]:
 # -- folders ------------------------------------------------------------------------------------------------------
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Xvla, XvlaProcessor]:
+def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[Xvla, XvlaProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
-    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
     content = read_json(path)
     saved = None
     if is_lerobot_config(content):
@@ -205,7 +206,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Xvla, XvlaProcess
     hub = (saved and saved.tokenizer) or content.get("tokenizer_name") or TOKENIZER
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
     check_vocabulary(tokenizer, config.encoder.vocab_size, settings)
-    robot, state, actions = robot_of(saved, settings, content, config, path)
+    robot, state, actions = robot_of(saved, settings, content, path)
     processor = XvlaProcessor(
         tokenizer=tokenizer, state=state, actions=actions, action_dim=config.action_dim,
         max_token_len=config.max_token_len, default_prompt=settings.default_prompt, preset=robot, config=config,
@@ -224,7 +225,7 @@ def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) ->
         return domain
     if own is not None:
         return own
-    if settings.preset is not None and load_preset(settings.preset).state_dim == XVLA_LIBERO.state_dim:
+    if settings.preset is not None and load_preset(settings.preset) == XVLA_LIBERO:
         return LIBERO_DOMAIN
     raise ConfigError(
         f"checkpoint.domain: expected the number of the robot's domain, which {folder} does not name (3 for LIBERO, "
@@ -233,44 +234,47 @@ def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) ->
 
 
 def robot_of(
-    saved: Processors | None, settings: PolicyConfig, content: Mapping[str, Any], config: XvlaConfig, path: Path
+    saved: Processors | None, settings: PolicyConfig, content: Mapping[str, Any], path: Path
 ) -> tuple[Preset, Normaliser, Normaliser]:
     """Return the robot with the scaling of its state and its actions.
 
     Raises:
         CheckpointError: It is unclear what an action is, or images are normalised by other numbers than ImageNet's.
-        ConfigError: The preset does not fit the scaling, or the folder has no robot and the user names none.
+        ConfigError: The preset does not fit the actions or the scaling, or nothing describes the robot.
     """
-    if saved is None:
-        if settings.preset is None:
-            raise ConfigError(f"preset: expected a robot, which {path.parent} does not describe, got none")
-        robot = load_preset(settings.preset)
-        return robot, Normaliser.identity(robot.state_dim), Normaliser.identity(robot.action_dim)
-    if saved.pixels is not None:
+    preset = None if settings.preset is None else load_preset(settings.preset)
+    robot = preset or (saved and saved.preset)
+    if robot is None:
+        raise ConfigError(f"preset: expected a robot, which {path.parent} does not describe, got none")
+    if saved is not None and saved.pixels is not None:
         raise CheckpointError(f"{path}: normalization_mapping: expected IDENTITY for VISUAL, got another one")
-    if IMAGENET not in saved.before:
+    if saved is not None and IMAGENET not in saved.before:
         _log.warning("%s: no step %s: images are normalised as in lerobot's evaluation", path.parent, IMAGENET)
-    robot, state, actions = saved.preset, saved.state, saved.actions
-    posed = TO_AXIS_ANGLE in saved.after
-    if settings.preset is not None:
-        user = load_preset(settings.preset)
-        posed = posed or user.pose == "axis_angle"
-        state, actions = (
-            Normaliser.identity(getattr(user, f"{name}_dim")) if own.kind == "identity" else own
-            for name, own in (("state", state), ("action", actions))
-        )
-        robot = user
-    elif not posed and MODES[_mode(content, path)].robot not in (None, robot.action_dim):
-        expected = f"{MODES[_mode(content, path)].robot} numbers, as {_mode(content, path)} returns"
-        raise CheckpointError(
-            f"{path}: {ACTION}: expected {expected}, or a postprocessor with {TO_AXIS_ANGLE}, got {robot.action_dim}; "
-            "name the robot in the configuration (preset: xvla_libero for LIBERO)"
-        )
-    if posed:
+    if saved is not None and TO_AXIS_ANGLE in saved.after:
         robot = replace(robot, action_dim=_AXIS_ANGLE_DIM, pose="axis_angle", motion_dims=())
-        if actions.kind != "identity":
-            raise CheckpointError(f"{path}: {ACTION}: expected no scaling before {TO_AXIS_ANGLE}, found one")
-        actions = Normaliser.identity(_AXIS_ANGLE_DIM)
+    mode = _mode(content, path)
+    own = MODES[mode].robot or (saved.preset.action_dim if saved else robot.action_dim)
+    posed = robot.pose == "axis_angle"
+    expected = _AXIS_ANGLE_DIM if posed else own
+    if robot.action_dim != expected:
+        what = f"preset {settings.preset}" if preset else f"{path}: {ACTION}"
+        error = ConfigError if preset else CheckpointError
+        raise error(
+            f"{what}: expected {expected} numbers of an action of {'pose axis_angle' if posed else mode}, got "
+            f"{robot.action_dim}; for LIBERO name preset: xvla_libero in the configuration"
+        )
+    if posed and (own != MODES["ee6d"].robot or (preset and robot.state_dim < _POSE_STATE)):
+        raise ConfigError(
+            f"preset.pose axis_angle: expected actions of ee6d and a state of at least {_POSE_STATE} numbers "
+            f"(position, two columns of a rotation, 0), got {mode} and {robot.state_dim}"
+        )
+    scales = (None, None) if saved is None else (saved.state, saved.actions)
+    state, actions = (
+        Normaliser.identity(count) if own is None or own.kind == "identity" else own
+        for own, count in zip(scales, (robot.state_dim, robot.action_dim), strict=True)
+    )
+    if posed and actions.kind != "identity":
+        raise CheckpointError(f"{path}: {ACTION}: expected no scaling of poses that become axis-angles, found one")
     return robot, state, actions
 
 
