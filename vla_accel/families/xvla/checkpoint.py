@@ -22,16 +22,17 @@ from vla_accel.checkpoints.lerobot import (
 )
 from vla_accel.checkpoints.lerobot_settings import DOMAIN, IMAGENET, TO_AXIS_ANGLE, TOKENIZE
 from vla_accel.checkpoints.lerobot_statistics import ACTION
+from vla_accel.checkpoints.settings import check, fixed, neutral, read
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import check_vocabulary, resized, warn_of_contradictions
 from vla_accel.families.xvla.davit import DavitConfig, Size, Stage
-from vla_accel.families.xvla.network import EncoderConfig, Xvla, XvlaConfig
+from vla_accel.families.xvla.network import DEVIATION, MEAN, EncoderConfig, Xvla, XvlaConfig
 from vla_accel.families.xvla.transforms import XvlaProcessor
 from vla_accel.transforms.normalisation import Normaliser
-from vla_accel.transforms.robots import XVLA_LIBERO, Preset, load_preset
+from vla_accel.transforms.robots import LIBERO, XVLA_LIBERO, Preset, load_preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 _log = logging.getLogger("vla_accel")
@@ -61,6 +62,16 @@ MODES = {
 }
 _AXIS_ANGLE_DIM, _POSE_STATE = 7, 10
 """Numbers of an action in axis-angle, and of a state with a pose."""
+_VIEWS, _TEXT_TOKENS = 3, 50
+"""Of X-VLA's own project, whose code has them as constants."""
+_OWN = (
+    read("model_type florence_config action_mode"),
+    read("hidden_size depth mlp_ratio num_domains len_soft_prompts dim_time max_len_seq use_hetero_proj", "sizes"),
+    read("num_heads num_actions", "what no weight shows"),
+    fixed("use_proprio", "a policy without a state is not supported", True),
+    neutral("_name_or_path architectures auto_map dtype torch_dtype transformers_version", "where it comes from"),
+)
+"""The fields of its config.json."""
 
 # -- names of tensors ---------------------------------------------------------------------------------------------
 
@@ -198,6 +209,8 @@ def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = 
     if is_lerobot_config(content):
         content = read_settings(path, ("xvla",))
         saved = read_processors(folder, content, "corner", weights)
+    else:
+        check(content, _OWN, path, "X-VLA's own project")
     names = StoredNames.of(weights.shapes, domain_of(saved, settings, folder))
     config = resized(read_sizes(weights.shapes, names, content, saved, path), settings)
     model = Xvla.empty(config)
@@ -251,6 +264,8 @@ def robot_of(
     if saved is not None and IMAGENET not in saved.before:
         _log.warning("%s: no step %s: images are normalised as in lerobot's evaluation", path.parent, IMAGENET)
     if saved is not None and TO_AXIS_ANGLE in saved.after:
+        if preset is None and robot.images == LIBERO.images:
+            robot = XVLA_LIBERO  # lerobot's environment makes its state, whatever the features say
         robot = replace(robot, action_dim=_AXIS_ANGLE_DIM, pose="axis_angle", motion_dims=())
     mode = _mode(content, path)
     own = MODES[mode].robot or (saved.preset.action_dim if saved else robot.action_dim)
@@ -263,10 +278,11 @@ def robot_of(
             f"{what}: expected {expected} numbers of an action of {'pose axis_angle' if posed else mode}, got "
             f"{robot.action_dim}; for LIBERO name preset: xvla_libero in the configuration"
         )
-    if posed and (own != MODES["ee6d"].robot or (preset and robot.state_dim < _POSE_STATE)):
+    if posed and (not mode.endswith("ee6d") or robot.state_dim < _POSE_STATE):
         raise ConfigError(
             f"preset.pose axis_angle: expected actions of ee6d and a state of at least {_POSE_STATE} numbers "
-            f"(position, two columns of a rotation, 0), got {mode} and {robot.state_dim}"
+            f"(position, two columns of a rotation, 0), got {mode} and {robot.state_dim}; for LIBERO name preset: "
+            "xvla_libero in the configuration"
         )
     scales = (None, None) if saved is None else (saved.state, saved.actions)
     state, actions = (
@@ -420,7 +436,7 @@ def _pad_token(florence: Mapping[str, Any], path: Path) -> int:
 def _text_tokens(content: Mapping[str, Any], saved: Processors | None, path: Path) -> int:
     """The length of prompts; X-VLA's own project has 50 tokens."""
     if saved is None:
-        return size_of(content, "language_max_length", path, 50)
+        return _TEXT_TOKENS
     padding = saved.before.get(TOKENIZE, {}).get("padding", "max_length")
     if padding != "max_length":
         raise CheckpointError(f"{path.parent}: {TOKENIZE}: padding: expected max_length, got {padding!r:.60}")
@@ -430,7 +446,9 @@ def _text_tokens(content: Mapping[str, Any], saved: Processors | None, path: Pat
 def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path) -> Size | None:
     if saved is None:
         file = path.with_name("preprocessor_config.json")
-        size = required(read_json(file), "size", dict, file) if file.is_file() else {}
+        images = read_json(file) if file.is_file() else {}
+        _expect(images, file, "images", image_mean=([*MEAN],), image_std=([*DEVIATION],), do_normalize=(True,))
+        size = required(images, "size", dict, file) if images else {}
         return size_of(size, "height", file, 224), size_of(size, "width", file, 224)
     value = content.get("resize_imgs_with_padding")
     if value is None:
@@ -453,6 +471,6 @@ def _frame_shape(content: Mapping[str, Any], saved: Processors | None, path: Pat
 def _views(content: Mapping[str, Any], saved: Processors | None, path: Path) -> int:
     """The views, as lerobot counts them when it loads a folder: a camera that it saved as empty counts twice."""
     if saved is None:
-        return size_of(content, "num_views", path, 3)
+        return _VIEWS
     cameras = sum(feature.get("type") == "VISUAL" for feature in features(content, path)[0].values())
     return max(size_of(content, "num_image_views", path, 1), cameras + (content.get("empty_cameras") or 0))
