@@ -183,6 +183,8 @@ JOBS: tuple[Job, ...] = (
       for model in ("groot_n16", "groot_n15")),
     bench("vla_jepa", "--model vla_jepa --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 "
           "--calls 50 --profile", "lerobot"),
+    bench("evo1", "--model evo1 --systems native-bf16,native-fp8,native-int8-denoise,eager,lerobot-eager,"
+          "lerobot-compile --views 2 --steps 32,10 --batch 1,2,4 --calls 40 --profile", "lerobot"),
     bench("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-graph --views 2 "
           "--steps 10,3 --calls 40 --profile", "lerobot"),
     bench("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-compile --views 2 "

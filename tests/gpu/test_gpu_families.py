@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support import (
+    evo1_folders,
     groot_folders,
     openvla_oft_folders,
     tiny_act,
@@ -24,6 +25,7 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.families.act.family import ACT
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
+from vla_accel.families.evo1.family import EVO1
 from vla_accel.families.fastwam.family import FASTWAM
 from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16
 from vla_accel.families.openvla_oft.family import OPENVLA_OFT
@@ -66,6 +68,7 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (SMOLVLA, {"denoise": "int8"}), (GROOT, {}), (GROOT, {"denoise": "fp8"}), (GROOT, {"denoise": "int8"}),
         (GROOT_N16, {}), (GROOT_N16, {"denoise": "fp8"}), (GROOT_N15, {}), (GROOT_N15, {"denoise": "fp8"}),
         (VLA_JEPA, {}), (VLA_JEPA, {"denoise": "fp8"}), (VLA_JEPA, {"denoise": "int8"}), (ACT, {}),
+        (EVO1, {}), (EVO1, {"denoise": "fp8"}), (EVO1, {"denoise": "int8"}),
         (STARVLA_GROOT, {}), (STARVLA_PI, {}), (STARVLA_OFT, {}),
         (OPENVLA_OFT, {}), (OPENVLA_OFT, {"decode": "fp8"}),
         (DIFFUSION_POLICY, {}), (DIFFUSION_POLICY, {"denoise": "int8"}),
@@ -216,6 +219,32 @@ def test_guided_and_plain_calls_of_groot_share_a_graph(groot_folder: Path) -> No
     np.testing.assert_allclose(guided[0][:2, :6], chunk[:2, :6], atol=1e-5)
     np.testing.assert_allclose(guided[0][:, :6], guided[1][:, :6], atol=0.1)
     np.testing.assert_array_equal(native.infer(one, noise=noise)["actions"], plain)
+
+
+# -- Evo-1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("denoise", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_evo1_is_as_near_as_eager(flow_folders: dict[str, Path], batch: int, denoise: Any) -> None:
+    """Prompts of three lengths, guided and not, with images that the device resizes."""
+    configs = (
+        settings(EVO1, "bf16", "native", denoise=denoise), settings(EVO1, "bf16", "eager"),
+        settings(EVO1, "fp32", "eager"),
+    )  # fmt: skip
+    given = evo1_folders.given("resized")[:batch]
+    chunk = np.full((4, 7), 0.3)
+    policies = [OptimizedPolicy.from_pretrained(flow_folders["evo1"], config) for config in configs]
+    for guided in ({}, {"prev_chunks": [chunk] * batch, "inference_delays": [2] * batch}):
+        rows = []
+        for policy in policies:
+            policy.infer_batch(given, noise=evo1_folders.noise()[:batch], **guided)
+            rows.append(policy.pipelines.newest.outputs["actions"].cpu().clone())
+        assert policies[0].pipelines.newest.captured is not None, "a whole call in graphs"
+        if denoise == "auto":
+            assert_as_near(*rows)
+        else:
+            assert cosine(rows[0].numpy(), rows[2].numpy()) >= 0.95
 
 
 # -- π0-FAST ----------------------------------------------------------------------------------------------------------

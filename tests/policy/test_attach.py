@@ -48,6 +48,16 @@ def test_noise_follows_torchs_seed() -> None:
     assert torch.equal(first, answer(policy)) and not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_calls_may_be_in_inference_mode_or_not(first: bool) -> None:
+    policy, plain = Policy(), Policy()
+    vla_accel.attach(policy)
+    for inference in (first, not first):
+        with torch.inference_mode(inference):
+            assert (answer(policy) - answer(plain)).abs().max() < CLOSE
+    assert not any(p.is_inference() for p in policy.parameters())
+
+
 def test_detach_restores_the_policy() -> None:
     policy = Policy()
     before, names = answer(policy), set(vars(policy))

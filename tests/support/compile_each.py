@@ -2,10 +2,10 @@
 
     python -m tests.support.compile_each KIND [VERSION] [--count]
 
-for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam` and `decode`, what the programs
-of GR00T and FastWAM and π0-FAST's decode launch; `int8`, products by every tile that a build would measure; `each`,
-once each kernel and type of operands that compile_kernels.py does not compile for every capability. Prints its rows;
-with `--count` the number of launches, of Triton's kernels alone.
+for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam`, `evo1` and `decode`, what the
+programs of GR00T, FastWAM and Evo-1 and π0-FAST's decode launch; `int8`, products by every tile that a build would
+measure; `each`, once each kernel and type of operands that compile_kernels.py does not compile for every capability.
+Prints its rows; with `--count` the number of launches, of Triton's kernels alone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from vla_accel.families.act.family import ACT
 from vla_accel.families.act.network import act
 from vla_accel.families.diffusion_policy.bench import ddpm
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
+from vla_accel.families.evo1.family import EVO1, Evo1Shape
+from vla_accel.families.evo1.network import evo1
 from vla_accel.families.family import Family, Shape
 from vla_accel.families.fastwam.components import FastWamShape
 from vla_accel.families.fastwam.components import components as wam_components
@@ -197,7 +199,7 @@ def others(gpu: Gpu) -> Iterator[Launch]:
     for name in MODELS:
         yield from of_model(gpu, name)
     for precision in ("auto", "int8", *(["fp8"] if gpu.fp8 else [])):
-        for launches in (groot, wam, oft, decode, integers):
+        for launches in (groot, wam, evo, oft, decode, integers):
             yield from itertools.chain(*launches(gpu, precision, 1).values())
     for family, config in ((ACT, act()), (DIFFUSION_POLICY, ddpm())):
         yield from itertools.chain(*frames(family, config).values())
@@ -224,14 +226,28 @@ def around_products() -> Iterator[Callable[[], Any]]:
     yield finish(x, width, None, **residual)
 
 
-def frames(family: Family, config: Any, precision: str = "auto") -> dict[str, list[Launch]]:
-    """A call's of a family without prompts, by component, with two denoising steps."""
+def evo(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A call's, by component, of Evo-1 with two layers of the published size each, two steps and two views."""
+    config = evo1()
+    few = {name: replace(getattr(config, name), depth=2) for name in ("vision", "language", "head")}
+    shape = Evo1Shape(batch, Schedule.uniform(2), 2, 64, True, (16, 16), config.arrangement)
+    return frames(EVO1, replace(config, **few), shape, precision, early=gpu.dependent_launch)
+
+
+def frames(
+    family: Family, config: Any, shape: Shape | None = None, precision: str = "auto", *, early: bool = False
+) -> dict[str, list[Launch]]:
+    """A call's of a family, by component, with two denoising steps. `early`: whether dependent launches start early."""
     model, found = empty_model(family.network_class, config), {}
     with steered("triton", META):
         store = family.store_class(model, None)
-        for component in family.components(model, Shape(1, Schedule.uniform(2)), store=store):
+        for component in family.components(model, shape or Shape(1, Schedule.uniform(2)), store=store):
             assert component.native is not None
-            program = component.native(EngineSpec("native", precision=precision))  # type: ignore[arg-type]
+            precise = precision if component.quantised else "auto"
+            program: Any = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
+            for part in (program, getattr(program, "stack", None), getattr(program, "language", None)):
+                if hasattr(part, "chain"):
+                    part.chain.early = early  # type: ignore[union-attr]
             tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
             found[component.name] = recorded(partial(program, tensors, tensors))
     return found
@@ -245,7 +261,7 @@ def images() -> Iterator[Callable[[], Any]]:
     norm = GroupNorm(32, wide(320), wide(320), 1e-5)
     rows = half(2, 4096, 320)
     yield lambda: image._launch_rows(added, wide(96), Activation.SILU, keep=True, pad=True)
-    yield lambda: image.group_act(grouped, norm, activation=Activation.SILU, keep=True, skip=None)
+    yield lambda: image.group_act(grouped, norm, activation=Activation.SILU, keep=True, skip=None, after=None)
     yield lambda: image.add_layer_norm(rows, rows, wide(320), wide(320), wide(320), 1e-5)
     yield lambda: image.geglu_erf(half(2, 4096, 2560))
     pixels, layer = half(2, 7, 7, 2048), Depthwise(wide(9, 2048), *(wide(2048) for _ in range(4)))
@@ -258,7 +274,7 @@ def images() -> Iterator[Callable[[], Any]]:
 
 KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
     "groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252), "decode": decode, "int8": integers,
-    "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "openvla_oft": oft,
+    "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "evo1": evo, "openvla_oft": oft,
     "each": each,
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ class Attachment:
         self._reader: Reader | None = None
         self._noise: Sequence[Tensor] = ()
         self._like: Tensor | None = None
-        self._devices: dict[nn.Module, torch.device] = {}
+        self._device = torch.device("cpu")
         self._original: Callable[..., Any] = policy.forward
         self._shadowed: dict[str, Any] = {}
 
@@ -64,7 +64,7 @@ class Attachment:
         if reader is not None:
             del vars(reader.owner)[reader.method]
             vars(reader.owner).update(self._shadowed)
-            self._restore()
+            self._move(self._device)
             self.reason = "detached"
 
     def install(self, reader: Reader) -> None:
@@ -137,9 +137,8 @@ class Attachment:
         return answer()
 
     def _built(self, reader: Reader, call: Call) -> OptimizedPolicy:
-        device = next(iter(self._devices.values()))
-        settings = replace(reader.settings, device=str(device))
-        with reader.checkpoint.progress():
+        settings = replace(reader.settings, device=str(self._device))
+        with reader.checkpoint.progress(), torch.inference_mode(False), torch.no_grad():
             engine = OptimizedPolicy(reader.checkpoint, settings)
             if engine.device.type != "cpu":
                 engine.warm_up(call.observations[0])
@@ -178,17 +177,16 @@ class Attachment:
 
     def _release(self) -> None:
         """Move the policy's weights to the host."""
-        device = next(self.policy.parameters()).device
-        self._devices = {self.policy: device}
-        if device.type != "cpu":
-            self.policy.to("cpu")
-            torch.cuda.empty_cache()
+        self._device = next(self.policy.parameters()).device
+        self._move("cpu")
 
-    def _restore(self) -> None:
-        for module, device in self._devices.items():
-            if device.type != "cpu":
-                module.to(device)
-        self._devices = {}
+    def _move(self, device: str | torch.device) -> None:
+        """Move the policy's weights, unless they are on the host alone."""
+        if self._device.type != "cpu":
+            # lerobot's programs call a policy in inference mode, where moved weights could never be trained again.
+            with torch.inference_mode(False):
+                self.policy.to(device)
+            torch.cuda.empty_cache()
 
 
 def _stacked(drawn: Sequence[Tensor]) -> Tensor:

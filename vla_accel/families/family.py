@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vla_accel.checkpoints.weights import Weights
@@ -41,6 +42,7 @@ FAMILIES: dict[str, str] = {
     "openvla_oft": "vla_accel.families.openvla_oft.family:OPENVLA_OFT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
     "act": "vla_accel.families.act.family:ACT",
+    "evo1": "vla_accel.families.evo1.family:EVO1",
     "xvla": "vla_accel.families.xvla.family:XVLA",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
@@ -223,6 +225,8 @@ class Family(ABC, Generic[C, X, S]):
     chunking: Chunking[C] = Chunking()
     flow: bool = False
     """Whether the steps integrate a flow, so that they have times (`PolicyConfig.schedule`)."""
+    uniform_noise: bool = False
+    """Whether noise is uniform in [-1, 1) instead of normal."""
 
     @abstractmethod
     def components(
@@ -252,6 +256,18 @@ class Family(ABC, Generic[C, X, S]):
     def noise_shape(self, config: C, num_steps: int) -> tuple[int, ...]:
         """Return the shape of a row of the input `noise`."""
         return config.action_horizon, config.action_dim
+
+    def draw(self, noise: Tensor, generator: torch.Generator) -> None:
+        """Draw noise on its device, in place."""
+        if self.uniform_noise:
+            noise.uniform_(-1.0, 1.0, generator=generator)
+        else:
+            noise.normal_(generator=generator)
+
+    def drawn(self, rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+        """Return noise float32 of this shape, drawn on the host."""
+        noise = rng.uniform(-1.0, 1.0, shape) if self.uniform_noise else rng.standard_normal(shape)
+        return noise.astype(np.float32)
 
     def noise(self, config: C) -> np.ndarray | None:
         """Return the noise float32 (H, A) that every call starts from; None: it is drawn anew."""
