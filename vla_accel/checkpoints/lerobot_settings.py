@@ -268,6 +268,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("base_model_id model_id", "where training took its first weights from"),
         neutral("tokenizer_model_id text_encoder_model_id load_text_encoder", "here: checkpoint.wan and .tokenizer"),
         neutral("torch_dtype fp32_attention", "precision in which lerobot ran"),
+        neutral("compile_action_infer", "how fast lerobot ran", "main"),
         neutral("optimizer_lr optimizer_weight_decay", "training"),
     ),
     "xvla": (
