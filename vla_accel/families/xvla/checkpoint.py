@@ -315,6 +315,11 @@ def read_sizes(
     action_dim = stored("transformer.action_decoder.bias.weight", 2)[1]
     time_dim = size_of(content, "dim_time", path, 32)
     inputs = stored("transformer.action_encoder.fc.weight", 2)[1] // width
+    if (state_dim := inputs - action_dim - time_dim) < 1:
+        raise CheckpointError(
+            f"{path}: dim_time: expected at most {inputs - action_dim - 1}, as the weights have {inputs} inputs with "
+            f"{action_dim} of an action, got {time_dim}"
+        )
     if names.domain >= domains:
         raise CheckpointError(f"checkpoint {folder}: domain: expected 0 to {domains - 1}, got {names.domain}")
     own = required({"use_hetero_proj": False, **content}, "use_hetero_proj", bool, path)
@@ -325,7 +330,7 @@ def read_sizes(
             mlp_dim=stored("transformer.blocks.0.mlp.fc1.weight", 2)[0], image_size=_image_size(content, saved, path),
             views=_views(content, saved, path), soft_prompts=soft // width,
             positions=stored("transformer.pos_emb", 3)[1], time_dim=time_dim, own_projections=own,
-            grippers=mode.grippers, state_dim=inputs - action_dim - time_dim, action_dim=action_dim,
+            grippers=mode.grippers, state_dim=state_dim, action_dim=action_dim,
             action_horizon=size_of(content, "num_actions" if saved is None else "chunk_size", path, 30),
             num_steps=denoising_steps(content, "num_denoising_steps", path),
             max_token_len=_text_tokens(content, saved, path), pad_token=_pad_token(florence, path),
@@ -453,7 +458,7 @@ def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path
     value = content.get("resize_imgs_with_padding")
     if value is None:
         return None
-    if len(value) != 2 or any(type(side) is not int or side < 1 for side in value):
+    if not isinstance(value, list) or len(value) != 2 or any(type(side) is not int or side < 1 for side in value):
         raise CheckpointError(f"{path}: resize_imgs_with_padding: expected a height and a width, got {value!r:.60}")
     return value[0], value[1]
 
@@ -473,4 +478,7 @@ def _views(content: Mapping[str, Any], saved: Processors | None, path: Path) -> 
     if saved is None:
         return _VIEWS
     cameras = sum(feature.get("type") == "VISUAL" for feature in features(content, path)[0].values())
-    return max(size_of(content, "num_image_views", path, 1), cameras + (content.get("empty_cameras") or 0))
+    empty = content.get("empty_cameras", 0)
+    if type(empty) is not int or empty < 0:
+        raise CheckpointError(f"{path}: empty_cameras: expected a whole number of 0 or more, got {empty!r:.60}")
+    return max(size_of(content, "num_image_views", path, 1), cameras + empty)
