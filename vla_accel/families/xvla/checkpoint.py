@@ -67,9 +67,13 @@ _VIEWS, _TEXT_TOKENS = 3, 50
 _OWN = (
     read("model_type florence_config action_mode"),
     read("hidden_size depth mlp_ratio num_domains len_soft_prompts dim_time max_len_seq use_hetero_proj", "sizes"),
-    read("num_heads num_actions", "what no weight shows"),
+    read("num_heads num_actions real_action_dim", "what no weight shows"),
+    read("max_action_dim", "size of an action of auto, checked against the weights"),
+    neutral("soft_prompt_length", "the project's code reads len_soft_prompts"),
     fixed("use_proprio", "a policy without a state is not supported", True),
     neutral("_name_or_path architectures auto_map dtype torch_dtype transformers_version", "where it comes from"),
+    neutral("bos_token_id eos_token_id pad_token_id is_encoder_decoder tie_word_embeddings", "for decoding tokens"),
+    neutral("id2label label2id return_dict", "transformers' defaults"),
 )
 """The fields of its config.json."""
 
@@ -268,7 +272,7 @@ def robot_of(
             robot = XVLA_LIBERO  # lerobot's environment makes its state, whatever the features say
         robot = replace(robot, action_dim=_AXIS_ANGLE_DIM, pose="axis_angle", motion_dims=())
     mode = _mode(content, path)
-    own = MODES[mode].robot or (saved.preset.action_dim if saved else robot.action_dim)
+    own = MODES[mode].robot or (saved.preset.action_dim if saved else size_of(content, "real_action_dim", path))
     posed = robot.pose == "axis_angle"
     expected = _AXIS_ANGLE_DIM if posed else own
     if robot.action_dim != expected:
