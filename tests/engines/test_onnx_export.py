@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support import groot_folders, starvla_folders, tiny_smolvla, vla_jepa_folders
+from tests.support import groot_folders, molmoact2_folders, starvla_folders, tiny_smolvla, vla_jepa_folders
 from tests.support.agreement import assert_as_near
 from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
@@ -153,7 +153,9 @@ def test_parts_of_a_policy_export(tmp_path: Path, part: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot"])
+@pytest.mark.parametrize(
+    "name", ["smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "molmoact2"]
+)
 def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if name == "smolvla":
         # Where actions only cross, a row without a real token would attend to nothing.
@@ -161,7 +163,8 @@ def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request:
         tiny_smolvla.write_lerobot(folder, libero=True)
     else:
         made = {**groot_folders.OBSERVATIONS, "vla_jepa": vla_jepa_folders.observation}
-        make = {**made, "starvla_groot": starvla_folders.observation}[name]
+        made |= {"starvla_groot": starvla_folders.observation, "molmoact2": lambda: molmoact2_folders.given()[0]}
+        make = made[name]
         folder, observation = request.getfixturevalue("flow_folders")[name], make()
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu")
     family, model = family_named(name), policy.model.whole()

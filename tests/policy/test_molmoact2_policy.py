@@ -22,7 +22,7 @@ from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
 
 PARTS = ("vision", "kv_cache", "denoise")
-ENGINES = ("eager",)
+ENGINES = ("eager", "native")
 LIBERO = CheckpointSpec(embodiment="libero")
 VARIANTS = ("plain", "resized", "robot", "tagged")
 
@@ -82,6 +82,29 @@ def test_what_a_prompt_has_changes_the_actions(folder: Path) -> None:
     base = policy.infer(one, noise=noise()[0])["actions"]
     for changed in (swapped(one), {**one, "task": "open it"}, {**one, "observation.state": -one["observation.state"]}):
         assert np.abs(policy.infer(changed, noise=noise()[0])["actions"] - base).max() > 1e-3
+
+
+def test_lower_precision_is_near(folder: Path) -> None:
+    exact, low = policy_of(folder), policy_of(folder, "native", precision="bf16")
+    report = compare(low, exact, given()[:2], name="molmoact2")
+    assert report.num_steps == 5 and 0.99 < report.actions.cosine < 1
+    assert list(report.components) == ["image_tokens", "keys", "values"]
+
+
+def test_low_precision_weights_are_near(folder: Path) -> None:
+    exact = policy_of(folder)
+    for precision in ("fp8", "int8"):
+        config = PolicyConfig(device="cpu", precision="bf16").with_specs(
+            {"denoise": EngineSpec("native", precision=precision)}  # type: ignore[arg-type]
+        )
+        low = OptimizedPolicy.from_pretrained(folder, config)
+        assert compare(low, exact, given()[:2], name=precision).actions.cosine > 0.99
+
+
+def test_placed_steps_are_another_flow(folder: Path) -> None:
+    plain, placed = policy_of(folder), policy_of(folder, "native", schedule=(1.0, 0.6, 0.0))
+    first, other = (p.infer(given()[0], noise=noise()[0])["actions"] for p in (plain, placed))
+    assert placed.metadata["num_steps"] == 2 and np.abs(first - other).max() > 1e-3
 
 
 def test_instructions_are_cleaned() -> None:

@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import groot_folders, starvla_folders, tiny_pi0_fast, tiny_smolvla, vla_jepa_folders
+from tests.support import (
+    groot_folders,
+    molmoact2_folders,
+    starvla_folders,
+    tiny_pi0_fast,
+    tiny_smolvla,
+    vla_jepa_folders,
+)
 from tests.support.tiny import tiny_observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
@@ -25,11 +32,12 @@ from vla_accel.nn.flow import Schedule
 from vla_accel.policy import ahead_of_time
 
 TIMES = (1.0, 0.3, 0.01, 0.0)
-FAMILIES = ("pi0", "pi05", "smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot")
+FAMILIES = ("pi0", "pi05", "smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "molmoact2")
 OBSERVATIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
     "smolvla": tiny_smolvla.observation,
     "vla_jepa": vla_jepa_folders.observation,
     "starvla_groot": starvla_folders.observation,
+    "molmoact2": lambda seed: molmoact2_folders.given()[seed],
     **groot_folders.OBSERVATIONS,
 }
 
@@ -71,9 +79,12 @@ def plain_euler(policy: OptimizedPolicy, times: Tensor, dts: Sequence[float], st
             x = x + -dt * model.head.velocity(x, constants, step, token, cache, lengths)
         return x
     embeddings, rows = model.conditioning(times)
+    keys, values, lengths, mask = inputs["keys"], inputs["values"], inputs.get("lengths"), None
+    if lengths is not None:
+        mask = torch.arange(keys.shape[2]) < lengths[:, None]
     for step, dt in enumerate(dts):
         row = None if rows is None else rows[step]
-        v = model.velocity(x, embeddings[step], row, inputs.get("state"), inputs["keys"], inputs["values"])
+        v = model.velocity(x, embeddings[step], row, inputs.get("state"), keys, values, mask)
         x = x + dt * v
     return x
 

@@ -74,9 +74,9 @@ class MolmoVisionConfig(SiglipConfig):
 
     def inside(self) -> Tensor:
         """Which patches of each square are in the image, (squares², 4) bool."""
-        found = torch.zeros(self.squares**2 * _POOL**2, dtype=torch.bool)
-        found[self.places()] = True
-        return found.view(-1, _POOL**2)
+        real = torch.arange(_POOL * self.squares) < self.side
+        both = (real[:, None] & real).unflatten(1, (-1, _POOL)).unflatten(0, (-1, _POOL))
+        return both.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -191,22 +191,25 @@ class MolmoAct2Config:
         row = [marks.patch] * squares + ([] if marks.column is None else [marks.column])
         return [marks.start, *row * squares, marks.end]
 
-    def squares(self) -> Tensor:
-        """Where the squares of patches are among the tokens of a view, int64."""
-        return (torch.tensor(self.frame()) == self.markers.patch).nonzero().flatten()
+    def squares(self) -> list[int]:
+        """Where the squares of patches are among the tokens of a view."""
+        return [place for place, token in enumerate(self.frame()) if token == self.markers.patch]
 
-    def image_rows(self, views: int) -> Tensor:
-        """Where the tokens of `views` images are in a prompt, int64."""
-        first = self.edge if views > 1 else 1
-        starts = first + torch.arange(views)[:, None] * (self.image_tokens + self.between)
-        return (starts + torch.arange(self.image_tokens)).flatten()
+    def image_rows(self, views: int) -> list[int]:
+        """Where the tokens of `views` images are in a prompt."""
+        first, each = self.edge if views > 1 else 1, self.image_tokens
+        return [first + view * (each + self.between) + token for view in range(views) for token in range(each)]
+
+    def is_image(self, views: int, tokens: int) -> Tensor:
+        """Which of a prompt's `tokens` are images', (tokens,) bool."""
+        image = set(self.image_rows(views))
+        return torch.tensor([place in image for place in range(tokens)])
 
     def order(self, views: int, text: int) -> Tensor:
         """The prompt out of image tokens and then `text` text tokens, int64 (S,)."""
         image = self.image_rows(views)
-        is_text = torch.ones(len(image) + text, dtype=torch.bool)
-        is_text[image] = False
-        return torch.cat((image, is_text.nonzero().flatten())).argsort()
+        places = [*image, *sorted(set(range(len(image) + text)) - set(image))]
+        return torch.tensor(sorted(range(len(places)), key=places.__getitem__))
 
     def prefix_tokens(self, views: int, tokens: int) -> int:
         """Tokens of a prompt that the expert sees, of so many views and text tokens."""
@@ -391,9 +394,12 @@ class MolmoAct2(FlowNetwork):
     def project(self, features: Tensor) -> Tensor:
         """Features of squares of patches (N, T, 4, features) as the tokens of a view (N, image_tokens, width): its
         markers, to whose embeddings the features are added."""
-        frame = self.embed(torch.tensor(self.config.frame(), device=features.device)).to(features.dtype)
-        tokens = frame.expand(len(features), -1, -1)
-        return tokens.index_add(1, self.config.squares().to(features.device), self.pooling(features))
+        frame, pooled = torch.tensor(self.config.frame(), device=features.device), self.pooling(features)
+        tokens = self.embed(frame).to(features.dtype).expand(len(features), -1, -1)
+        # Without a scatter, which TensorRT-RTX lacks.
+        is_patch = frame == self.config.markers.patch
+        own = pooled[:, (is_patch.cumsum(0) - 1).clamp(min=0)]
+        return torch.where(is_patch[:, None], tokens + own, tokens)
 
     def prefix_rows(self, image_tokens: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `PrefixNetwork.prefix_rows`; the prompt has no `state` but its words."""
@@ -401,8 +407,7 @@ class MolmoAct2(FlowNetwork):
         views = image_tokens.shape[1] // self.config.image_tokens
         order = self.config.order(views, tokens.shape[1]).to(image_tokens.device)
         x = torch.cat((image_tokens, self.embed(tokens).to(image_tokens.dtype)), 1)[:, order]
-        is_image = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device)
-        is_image[self.config.image_rows(views).to(x.device)] = True
+        is_image = self.config.is_image(views, x.shape[1]).to(x.device)
         seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         seen = seen | (is_image[:, None] & is_image)
         return x, torch.arange(x.shape[1], device=x.device).expand(len(x), -1), seen.expand(len(x), -1, -1)
