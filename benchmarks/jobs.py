@@ -187,6 +187,8 @@ JOBS: tuple[Job, ...] = (
           "--steps 10,3 --calls 40 --profile", "lerobot"),
     bench("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-compile --views 2 "
           "--steps 10,3 --calls 40 --profile", "lerobot"),
+    bench("xvla", "--model xvla --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-eager-bf16,"
+          "lerobot-compile-bf16 --views 2 --steps 10,5,3 --batch 1,2,4 --calls 40 --profile", "lerobot"),
     *(bench(model, f"--model {model} --systems native-bf16,eager --views 2 --calls 50 --profile")
       for model in ("starvla_groot", "starvla_pi", "starvla_oft")),
     bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "

@@ -25,6 +25,7 @@ from vla_accel.families.pi0_fast.native_decode import TURN
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.starvla.family import STARVLA_GROOT, STARVLA_OFT, STARVLA_PI
 from vla_accel.families.vla_jepa.family import VLA_JEPA
+from vla_accel.families.xvla.family import XVLA
 from vla_accel.measure.parity import LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.numeric import cosine
@@ -62,6 +63,7 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (DIFFUSION_POLICY, {}), (DIFFUSION_POLICY, {"denoise": "int8"}),
         (MOLMOACT2, {}), (MOLMOACT2, {"denoise": "fp8"}), (MOLMOACT2, {"denoise": "int8"}),
         (FASTWAM, {}), (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
+        (XVLA, {}), (XVLA, {"denoise": "fp8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -76,7 +78,7 @@ def test_published_size(family: Any, low: dict[str, str]) -> None:
     if family is SMOLVLA:
         streamed = torch.cuda.get_device_capability() == (9, 0) and "denoise" not in low
         assert policy.ledger.entries["denoise"].detail.startswith("streamed CUDA kernels" if streamed else "fused ops")
-    if low and family in (VLA_JEPA, FASTWAM, MOLMOACT2):
+    if low and family in (VLA_JEPA, FASTWAM, XVLA, MOLMOACT2):
         # Random weights hardly look at the observation, to whose effect the other limit of `parity` is relative.
         assert report.actions.cosine >= report.threshold
         return

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
-from tests.support.images import ENGINES, VAES, wrong_answers  # noqa: E402
+from tests.support.agreement import assert_as_near  # noqa: E402
+from tests.support.images import ENGINES, VAES, both_sides, vae_inputs, wrong_answers  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.errors import DeviceMemoryError, EngineError  # noqa: E402
 from vla_accel.images import AcceleratedVae, plug_in  # noqa: E402
@@ -36,8 +37,8 @@ def own_stream() -> Any:
 def test_each_thread_gets_its_own_picture(name: str, engine: str) -> None:
     vae = random_model(name, dtype=torch.bfloat16, device=GPU)
     accelerated = AcceleratedVae(vae, {"vae_type": engine})
-    frames = (1,) if name == "tiny-qwen-vae" else ()
-    values = [torch.randn(1, 4, *frames, 32, 32, device=GPU, dtype=torch.bfloat16) for _ in range(4)]
+    like = vae_inputs(name, 256, 256)[1]
+    values = [torch.randn(like.shape, device=GPU, dtype=torch.bfloat16) for _ in range(4)]
     expected = [accelerated.decode(value) for value in values]
     torch.cuda.synchronize()
     assert wrong_answers(lambda i: accelerated.decode(values[i]), expected, 100, own_stream, tolerance=1e-2) == 0
@@ -126,6 +127,23 @@ def replace_weights(module: Any) -> None:
     module.proj_out = nn.Linear(32, 16, device=GPU)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("name", "channels"), [("sd-vae", 4), ("qwen-vae", 16), ("wan-vae", 16), ("wan22-vae", 48)])
+def test_published_autoencoders_are_as_near_to_diffusers_in_float32_as_its_own_bfloat16(
+    name: str, channels: int, engine: str
+) -> None:
+    image, latents = (x.to(GPU) for x in vae_inputs(name, 256, 384, channels=channels))
+    vae = random_model(name, dtype=torch.bfloat16, device=GPU)
+    plain = both_sides(vae, image.bfloat16(), latents.bfloat16())
+    plug_in(vae, AcceleratedVae(vae, {"vae_type": engine}))
+    got = both_sides(vae, image.bfloat16(), latents.bfloat16())
+    wide = random_model(name, dtype=torch.float32, device=GPU)
+    wide.load_state_dict({k: v.float() for k, v in vae.state_dict().items()})
+    want = both_sides(wide, image.bfloat16().float(), latents.bfloat16().float())
+    for one, other, exact in zip(got, plain, want, strict=True):
+        assert_as_near(one, other, exact)
+
+
 def test_odd_sizes_are_those_of_eager() -> None:
     parts = random_stable_diffusion(tiny=True, dtype=torch.float32, device=GPU)
     latents = torch.randn(1, 4, 9, 13, device=GPU)
@@ -150,7 +168,7 @@ def test_odd_sizes_are_those_of_eager() -> None:
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
-@pytest.mark.parametrize("name", ["sd-vae", "qwen-vae"])
+@pytest.mark.parametrize("name", ["sd-vae", "qwen-vae", "wan22-vae"])
 def test_the_estimate_of_memory_is_near_what_is_used(name: str, engine: str) -> None:
     vae = random_model(name, dtype=torch.bfloat16, device=GPU)
     component = vae_component(split_autoencoder(vae)[1], "decoder", (1024, 1024))

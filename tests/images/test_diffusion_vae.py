@@ -82,17 +82,24 @@ def test_a_size_that_no_engine_file_has_is_refused(text: str, message: str) -> N
         sizes.parse_size(text)
 
 
-def test_ranges_and_profiles_of_an_engine_file(vae: Any) -> None:
-    for side, half, text in zip(
-        ("encoder", "decoder"),
-        split_autoencoder(vae),
-        ("image.3=64:480:1920, image.4=64:848:1920", "latents.3=8:60:240, latents.4=8:106:240"),
-        strict=True,
-    ):
-        component = sizes.vae_component(half, side, (512, 768), dynamic=True)
+@pytest.mark.parametrize(
+    ("name", "scale", "of_latents"),
+    [
+        ("tiny-qwen-vae", 8, "latents.3=8:60:240, latents.4=8:106:240"),
+        ("tiny-wan22-vae", 16, "latents.3=4:30:120, latents.4=4:53:120"),
+    ],
+)
+def test_ranges_and_profiles_of_an_engine_file(name: str, scale: int, of_latents: str) -> None:
+    texts = {"encoder": "image.3=64:480:1920, image.4=64:848:1920", "decoder": of_latents}
+    for half, (side, text) in zip(split_autoencoder(make_vae(name)), texts.items(), strict=True):
+        component = sizes.vae_component(half, side, (512, 768), dynamic=True)  # type: ignore[arg-type]
         pixels, latents = (component.inputs[0], component.outputs[0])[:: 1 if side == "encoder" else -1]
-        assert pixels.shape == (1, 3, 1, 512, 768) and latents.shape == (1, 8 if side == "encoder" else 4, 1, 64, 96)
-        assert pixels.ranges == {3: (64, 1920), 4: (64, 1920)} and latents.ranges == {3: (8, 240), 4: (8, 240)}
+        channels = 8 if side == "encoder" else 4
+        assert pixels.shape == (1, 3, 1, 512, 768) and latents.shape == (1, channels, 1, 512 // scale, 768 // scale)
+        fewest, most = 64 // scale, 1920 // scale
+        assert pixels.ranges == {3: (64, 1920), 4: (64, 1920)} and latents.ranges == dict.fromkeys(
+            (3, 4), (fewest, most)
+        )
         assert len(sizes.profile_texts(component)) == 9 and sizes.profile_texts(component)[2] == text
 
 
@@ -190,7 +197,7 @@ SIZES = [(8, 8), (16, 72), (72, 72), (72, 64), (120, 136), (100, 75), (63, 65), 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize("name", (*VAES, "tiny-wan-vae"))
 def test_results_are_diffusers_own_at_every_size(name: str, engine: str) -> None:
     vae = make_vae(name)
     values = [vae_inputs(name, *size, batch=1 + i % 2) for i, size in enumerate(SIZES)]
@@ -201,7 +208,8 @@ def test_results_are_diffusers_own_at_every_size(name: str, engine: str) -> None
     for value, want in zip(values, wanted, strict=True):
         assert_near(both_sides(vae, *value), want)
         assert_near((fast.encode(value[0]), fast.decode(value[1])), want)
-    assert engine_sizes(fast)[:2] == ["encoder 8x8", "decoder 8x8"]
+    side = values[0][0].shape[-1]
+    assert engine_sizes(fast)[:2] == [f"encoder {side}x{side}", f"decoder {side}x{side}"]
     assert {e["used"] for e in ledger.as_list()} == {engine}
     x, z = values[3]
     assert_near((vae.encode(x, return_dict=False)[0].parameters, vae.decode(z, return_dict=False)[0]), wanted[3])
@@ -286,6 +294,14 @@ def test_both_programs_that_inductor_measures_have_the_requested_precision(monke
         result = fast.decode(latents)
         assert result.dtype == torch.float32 and 1e-3 < float((result - exact).abs().max()) < 1.0
     assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_wan22_takes_multiples_of_its_scale(engine: str) -> None:
+    vae = make_vae("tiny-wan22-vae")
+    fast = AcceleratedVae(vae, {"vae_type": engine})
+    with pytest.raises(ConfigError, match="image size: expected multiples of 16 pixels a side, got 40x32"):
+        fast.encode(torch.zeros(1, 3, 1, 32, 40))
 
 
 @pytest.mark.parametrize("name", VAES)

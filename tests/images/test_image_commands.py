@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.tables.images import autoencoder_sizes, autoencoders, qwen_images, unets
 from tests.support.agreement import RATIO
-from tests.support.images import CPU, diffusers, last_json, read_parameters
+from tests.support.images import CPU, VAES, diffusers, last_json, read_parameters
 from vla_accel import cli
 from vla_accel.cli import bench_unet, build_images
 from vla_accel.engines.cache import Entry
@@ -177,19 +177,19 @@ def test_bench_qwen(tmp_path: Path, capsys: Capture) -> None:
     assert lines[-1].startswith("64², 2 steps, 1 transformer layers, FP32")
 
 
-@pytest.mark.parametrize("vae", ["tiny-qwen-vae", "tiny-sd-vae"])
+@pytest.mark.parametrize("vae", [*VAES, "tiny-wan-vae"])
 def test_bench_vae(vae: str, tmp_path: Path, capsys: Capture) -> None:
     picture = tmp_path / "both.png"
-    words = f"bench-vae --vae {vae} --sizes 64x64,72x64 --systems eager,compile,native --compile-sizes 80x80"
+    words = f"bench-vae --vae {vae} --sizes 64x64,80x64 --systems eager,compile,native --compile-sizes 96x96"
     extra = f"--dtype fp32 --rounds 2 --picture {picture} --output {tmp_path / 'a.json'}"
     assert cli.main([*words.split(), *extra.split()]) == 0
     printed = capsys.readouterr()
     report = last_json(printed.out)
     assert printed.err.startswith(f"loading {vae}\n64x64: the systems, and the reference, eager in float32\n")
-    assert "72x64: without compile, which --compile-sizes leaves out" in printed.err
+    assert "80x64: without compile, which --compile-sizes leaves out" in printed.err
     assert report["passed"] and [(r["size"], r["side"], r["system"]) for r in report["results"]] == [
         (size, side, system)
-        for size in ("64x64", "72x64")
+        for size in ("64x64", "80x64")
         for side in ("encoder", "decoder")
         for system in ("eager", "native")
     ]

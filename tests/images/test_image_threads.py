@@ -17,7 +17,7 @@ THREADS, CALLS = 4, 25
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize("name", VAES[:2])
 @pytest.mark.parametrize("side", ["encode", "decode"])
 def test_each_thread_gets_its_own_picture(name: str, engine: str, side: str) -> None:
     run = getattr(AcceleratedVae(make_vae(name), {"vae_type": engine}), side)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.support.scripts import lines_of, needs_triton
 from vla_accel.errors import EngineError
-from vla_accel.families.diffusion_policy.native import doubling
+from vla_accel.families.diffusion_policy.network import doubling
 from vla_accel.kernels.conv1d.ops import MOST_TARGETS, Film, Target, normed
 from vla_accel.kernels.image.ops import GroupNorm
 

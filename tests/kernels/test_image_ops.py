@@ -12,6 +12,7 @@ from tests.support.agreement import RATIO
 from tests.support.scripts import lines_of, needs_triton
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
+from vla_accel.kernels.image.depthwise import Depthwise, depthwise_norm
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 
 
@@ -41,6 +42,16 @@ def test_pixels_are_scaled_by_channel_and_padded_with_zeros() -> None:
     ops.normalise_pixels(images, scale, out)
     torch.testing.assert_close(out[..., :3], images.double() * scale[0] + scale[1])
     assert not out[..., 3:].any()
+
+
+def test_a_depthwise_convolution_adds_to_its_rows_and_norms_the_sum() -> None:
+    x, layer = randn(2, 3, 5, 4), Depthwise(randn(9, 4), *(randn(4, seed=seed) for seed in range(1, 5)))
+    convolved = F.conv2d(nchw(x), layer.weight.T.reshape(4, 1, 3, 3), layer.bias, padding=1, groups=4)
+    want = x + convolved.permute(0, 2, 3, 1)
+    x_out, h = torch.empty_like(x), torch.empty_like(x)
+    depthwise_norm(x, layer, x_out, h, eps=1e-3)
+    torch.testing.assert_close(x_out, want + layer.shift)
+    torch.testing.assert_close(h, F.layer_norm(want, (4,), layer.norm_weight, layer.norm_bias, 1e-3))
 
 
 def test_padding_is_zeros_at_the_far_edges() -> None:
@@ -101,7 +112,7 @@ def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_triton
-@pytest.mark.parametrize(("options", "count"), [(["--few"], 59), pytest.param([], 131, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("options", "count"), [(["--few"], 60), pytest.param([], 132, marks=pytest.mark.slow)])
 def test_kernels_compute_what_the_references_do(options: list[str], count: int) -> None:
     cases = [line.split(" ", 1) for line in lines_of("interpret_image", *options)]
     assert len(cases) == count

@@ -21,8 +21,12 @@ from tests.support.gpus import A100, ARCHITECTURES, B200, H200, RTX_3090, RTX_40
 from tests.support.scripts import lines_of
 from tests.support.streamed_support import EXPERTS, LOOPS, LoopCase, Loops, recorded_loop
 from vla_accel.errors import EngineError
+from vla_accel.families.diffusion_policy.bench import ddpm
+from vla_accel.families.diffusion_policy.network import DiffusionPolicy
+from vla_accel.families.diffusion_policy.persistent import PackedUnet, phases_of
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.conv1d import unet
 from vla_accel.kernels.gemm.config import GemmSizes, Skinny
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm, Rotation
 from vla_accel.kernels.gemm.hopper import HopperTile, launch, searched
@@ -230,6 +234,19 @@ def test_the_persistent_kernel_compiles(gpu: Gpu, nvrtc_library: ctypes.CDLL, mo
         # Registers are allocated for four warps at a time.
         assert max(registers_of(code)) * round_up(persistent.THREADS, 128) <= gpu.registers
         assert max(stack_of(code)) <= SPILLED and plan.shared <= gpu.shared_per_block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [A100, RTX_4090, H200], ids=lambda gpu: gpu.architecture)
+def test_the_persistent_unet_compiles(gpu: Gpu, nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
+    config = ddpm()
+    with torch.device("meta"), torch.inference_mode():
+        phases = phases_of(PackedUnet.of(DiffusionPolicy(config)), config)
+    layout = unet.Layout(phases, config.action_horizon, config.action_dim, gpu)
+    code = nvrtc.compile_source(layout.source, gpu.architecture)
+    assert max(registers_of(code)) * round_up(unet.THREADS, 128) <= gpu.registers and stack_of(code) == {0}
+    assert layout.shared <= gpu.shared_per_block and layout.stages >= unet.LEAST_STAGES
 
 
 @pytest.fixture

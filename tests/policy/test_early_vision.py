@@ -40,6 +40,7 @@ class Graphs:
 
     def replay(self) -> None:
         self.log.append("rest")
+        self.pipeline._upload_rest()
         for _, engine in self.pipeline.engines[1:]:
             engine.run()
         self.pipeline._download()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import fastwam_folders, groot_folders, tiny_pi0_fast, tiny_smolvla
+from tests.support import fastwam_folders, groot_folders, tiny_pi0_fast, tiny_smolvla, xvla_folders
 from tests.support.published_folders import write_lerobot, write_openpi
 from tests.support.tiny import WORDS, tiny_observation, write_robot, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy, PolicyConfig
@@ -70,6 +70,7 @@ CASES: dict[str, Case] = {
     "checkpoint.relaxed_actions": Case(True, checkpoint="pi0_fast"),
     "checkpoint.wan": Case("no/such/folder", checkpoint="fastwam", refused="checkpoint.wan"),
     "checkpoint.text_encoder": Case(True, checkpoint="fastwam"),
+    "checkpoint.domain": Case(1, checkpoint="xvla"),
     "rtc.schedule": Case("exp", prev_chunk=4),
     "rtc.max_guidance_weight": Case(0.25, prev_chunk=4),
     "rtc.execution_horizon": Case(2, prev_chunk=4),
@@ -90,6 +91,7 @@ def folders(small_images: None, groot_folder: Path, tmp_path_factory: pytest.Tem
     write_lerobot(root / "lerobot", "pi05")
     tiny_smolvla.write_lerobot(root / "smolvla")
     fastwam_folders.write(root / "fastwam")
+    xvla_folders.write(root / "xvla")
     tiny_pi0_fast.write_lerobot(root / "pi0_fast", change=_unchecked)
     tiny_pi0_fast.write_fast(root / "FAST", scale=3.0)
     write_robot(root / "ROBOT.yaml").rename(root / "ROBOT")
@@ -106,8 +108,8 @@ def _unchecked(files: dict[str, Any]) -> None:
 
 
 def observation(case: Case) -> dict[str, Any]:
-    if case.checkpoint == "fastwam":
-        return {**fastwam_folders.given()[0], "task": PROMPT}
+    if case.checkpoint in (folders := {"fastwam": fastwam_folders, "xvla": xvla_folders}):
+        return {**folders[case.checkpoint].given()[0], "task": PROMPT}
     make = {"pi0_fast": tiny_pi0_fast.observation, "groot": groot_folders.observation}
     made = make.get(case.checkpoint, tiny_observation)(0, case.prompt or PROMPT)
     return made if case.prompt else {k: v for k, v in made.items() if k != "prompt"}

@@ -24,7 +24,8 @@ from vla_accel.images.picture import PARAMETERS  # noqa: E402
 from vla_accel.images.stable import Engines, Request, StableDiffusion  # noqa: E402
 
 CPU = torch.device("cpu")
-VAES = ("tiny-sd-vae", "tiny-qwen-vae")
+VAES = ("tiny-sd-vae", "tiny-qwen-vae", "tiny-wan22-vae")
+"""One of each network: Wan 2.1's is Qwen-Image's."""
 ENGINES = ("eager", "native")
 
 
@@ -32,12 +33,18 @@ def make_vae(name: str = "tiny-qwen-vae", dtype: torch.dtype = torch.float32) ->
     return random_model(name, dtype=dtype, device=CPU)
 
 
-def vae_inputs(name: str, height: int = 64, width: int = 64, batch: int = 1) -> tuple[Tensor, Tensor]:
-    """An image and latents."""
-    frames = (1,) if name == "tiny-qwen-vae" else ()
+def vae_inputs(
+    name: str, height: int = 64, width: int = 64, batch: int = 1, channels: int = 4
+) -> tuple[Tensor, Tensor]:
+    """An image and latents of `channels`. Wan 2.2, which takes multiples of 16, has an image of twice as many pixels a
+    side for the same latents."""
+    frames = () if "sd" in name else (1,)
+    latents = height // 8, width // 8
+    if "wan22" in name:
+        height, width = (16 * side for side in latents)
     generator = torch.Generator().manual_seed(height)
     image = torch.rand(batch, 3, *frames, height, width, generator=generator) * 2 - 1
-    return image, 2 * torch.randn(batch, 4, *frames, height // 8, width // 8, generator=generator)
+    return image, 2 * torch.randn(batch, channels, *frames, *latents, generator=generator)
 
 
 @torch.no_grad()  # as diffusers' pipelines call: tiles are blended in place

@@ -1,6 +1,6 @@
-"""Every kernel of `kernels/image/triton_image.py` in Triton's interpreter, compared with its torch reference
-(`interpreter`, test_image_ops). `main` prints for each case (with --few about half of them) the largest difference,
-relative to the largest value, and its name."""
+"""Every kernel of `kernels/image/triton_image.py` and `triton_depthwise.py` in Triton's interpreter, compared with its
+torch reference (`interpreter`, test_image_ops). `main` prints for each case (with --few about half of them) the largest
+difference, relative to the largest value, and its name."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.support.runtimes import steered
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.dispatch import path
 from vla_accel.kernels.image import ops
+from vla_accel.kernels.image.depthwise import Depthwise, depthwise_norm
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -45,6 +46,11 @@ def cases(few: bool) -> dict[str, Case]:
         out = torch.full((2, 3, 5, 7, 8), 9.0, dtype=torch.float16, device=images.device)
         ops.normalise_pixels(images, scale / 255, out[:, 1])
         return out
+
+    def depthwise(x: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        x_out, h = torch.empty_like(x), torch.empty_like(x)
+        depthwise_norm(x, Depthwise(*parts), x_out, h, eps=1e-5)
+        return x_out, h
 
     pixels = torch.randint(0, 256, (2, 5, 7, 3), generator=generator, dtype=torch.uint8)
     found: dict[str, Case] = {}
@@ -86,6 +92,7 @@ def cases(few: bool) -> dict[str, Case]:
         "layer_norm alone": (ops.add_layer_norm, (rows, None, None, *columns[1:], 1e-5)),
         "geglu_erf": (ops.geglu_erf, (rows,)),
         "normalise_pixels": (normalised, (pixels, wide(2, 3))),
+        "depthwise_norm": (depthwise, (half(2, 5, 3, 24), wide(9, 24), *(wide(24) for _ in range(4)))),
         "geglu_erf wide": (ops.geglu_erf, (half(11, 2 * 300),)),
         # Large and very unequal scores: a softmax that forgets to shift overflows here.
         "softmax": (ops.softmax, (100 * wide(6, 5000), torch.float16)),

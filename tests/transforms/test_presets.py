@@ -176,7 +176,7 @@ def test_pi0_liberos_actions_are_relative_to_the_state() -> None:
 # -- all of them --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.pose == "model"])
 def test_every_preset_has_an_example(name: str) -> None:
     processor = processor_of(PRESETS[name])
     inputs = processor.prepare(processor.example())

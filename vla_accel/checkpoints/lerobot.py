@@ -53,6 +53,8 @@ from vla_accel.transforms.robots import LIBERO, Preset
 
 MOST_STEPS = 1000
 """Denoising steps, as in `config.PolicyConfig`."""
+_CHANGED = ("pi0", "pi05", "pi0_fast")
+"""Policy classes whose images and prompts lerobot 0.5 changed."""
 _LIBERO_IMAGES = ("observation.images.image", "observation.images.image2")
 
 
@@ -182,7 +184,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
             preset = replace(preset, state_dims=tuple(state_dims))
         return Processors(preset, state, actions, cameras=scales, before=steps[0], after=steps[1])
     smolvla = config["type"] == "smolvla"
-    old = not smolvla and _is_of_04(config, path)
+    old = config["type"] in _CHANGED and _is_of_04(config, path)
     name, place, file = length
     return Processors(
         _preset(path, robot, sizes, resize, relative),
@@ -192,6 +194,8 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         size_of(place, name, file),
         pixel_values({k: of_inputs.camera(k) for k in cameras}, smolvla=smolvla, old_bars=old, path=path),
         size_of(config, "max_state_dim", path) if old else None,
+        before=steps[0],
+        after=steps[1],
     )
 
 

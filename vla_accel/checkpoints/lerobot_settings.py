@@ -270,6 +270,36 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("torch_dtype fp32_attention", "precision in which lerobot ran"),
         neutral("optimizer_lr optimizer_weight_decay", "training"),
     ),
+    "xvla": (
+        *_since("0.4.4", *_BASE, *_CHUNK, _SCALING),
+        *_since(
+            "0.4.4",
+            read("florence_config", "sizes of vision and text encoder, checked against the weights"),
+            read("tokenizer_name tokenizer_max_length", "the prompt, where the saved tokenizer step does not say"),
+            fixed("tokenizer_padding_side", "padding on the left is not supported", "right"),
+            fixed("pad_language_to", "padding is attended to, so that prompts have one length", "max_length"),
+            read(
+                "hidden_size depth mlp_ratio num_domains len_soft_prompts dim_time max_len_seq use_hetero_proj "
+                "max_state_dim max_action_dim",
+                "sizes, checked against the weights",
+            ),
+            read("num_heads", "what no weight shows"),
+            read("action_mode", "numbers of state and actions, and which of them are grippers"),
+            read("num_denoising_steps", "denoising steps"),
+            fixed("use_proprio", "a policy without a state is not supported", True),
+            fixed("domain_feature_key", "here the domain is the saved step's or checkpoint.domain", None),
+            read("resize_imgs_with_padding", "height and width that images are fitted into"),
+            read("num_image_views empty_cameras", "views; missing ones are attended to"),
+            neutral("dtype", "precision in which lerobot ran"),
+            neutral(
+                "freeze_vision_encoder freeze_language_encoder train_policy_transformer train_soft_prompts "
+                "optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay optimizer_grad_clip_norm "
+                "optimizer_soft_prompt_lr_scale optimizer_soft_prompt_warmup_lr_scale scheduler_warmup_steps "
+                "scheduler_decay_steps scheduler_decay_lr",
+                "training",
+            ),
+        ),
+    ),
     "molmoact2": _since(
         "0.6.1",
         *_BASE,
@@ -321,6 +351,8 @@ _FAST_STATE = "pi0_fast_prepare_state_tokenizer_processor_step"
 CLIP, SNAP = "vla_jepa_clip_actions", "vla_jepa_pre_snap_gripper"
 BINARIZE = "vla_jepa_binarize_gripper"
 TOGGLE = "fastwam_action_toggle_processor"
+TO_LEVELS, TO_FLOAT, IMAGENET = "xvla_image_scale", "xvla_image_to_float", "xvla_imagenet_normalize"
+DOMAIN, TO_AXIS_ANGLE = "xvla_add_domain_id", "xvla_rotation_6d_to_axis_angle"
 STATE_FRAME, ACTION_FRAME = "molmoact2_state_frame_transform", "molmoact2_action_frame_transform"
 CLAMP_STATE, CLAMP_ACTION, PACK = "molmoact2_clamp_normalized", "molmoact2_clamp_action", "molmoact2_pack_inputs"
 ALIASES = {
@@ -340,6 +372,7 @@ _NORMALIZER = (
     fixed("stats", "statistics are read from the step's file", None),
 )
 _TASK_KEY = fixed("task_key", "the instruction has the key task", "task")
+_ALL_IMAGES = fixed("image_keys", "the step applies to all images", None)
 
 STEPS: dict[str, tuple[Setting, ...]] = {
     RENAME: (read("rename_map", "the robot's names of features"),),
@@ -382,6 +415,11 @@ STEPS: dict[str, tuple[Setting, ...]] = {
     SNAP: (read("gripper_dim threshold", "the gripper's action becomes 0 or 1 before it is scaled"),),
     BINARIZE: (read("gripper_dim threshold", "the gripper's action becomes -1 or 1"),),
     TOGGLE: (read("toggle_dimensions", "actions that become -1 or 1"),),
+    TO_LEVELS: (_ALL_IMAGES,),
+    TO_FLOAT: (_ALL_IMAGES, neutral("validate_range", "images are checked here")),
+    IMAGENET: (_ALL_IMAGES,),
+    DOMAIN: (read("domain_id", "the domain whose weights are used"),),
+    TO_AXIS_ANGLE: (neutral("expected_action_dim", "not read by lerobot"),),
     STATE_FRAME: (read("joint_signs joint_offsets", "sign and zero of the state's first numbers"),),
     ACTION_FRAME: (read("joint_signs joint_offsets", "sign and zero of an action's first numbers"),),
     CLAMP_STATE: (),
@@ -404,7 +442,10 @@ STEPS: dict[str, tuple[Setting, ...]] = {
 
 Orders = tuple[tuple[str, ...], ...]
 """The steps of a pipeline: sequences of steps, of which each must precede the next."""
-OPTIONAL = (RENAME, RELATIVE, ABSOLUTE, ACTION_TOKENS, CLIP, SNAP, BINARIZE, TOGGLE)
+OPTIONAL = (
+    RENAME, RELATIVE, ABSOLUTE, ACTION_TOKENS, CLIP, SNAP, BINARIZE, TOGGLE, TO_LEVELS, TO_FLOAT, IMAGENET, DOMAIN,
+    TO_AXIS_ANGLE,
+)  # fmt: skip
 """Steps that lerobot does not always save."""
 _SCALED = (RENAME, RELATIVE, NORMALIZE)
 PREPROCESSORS: dict[str, Orders] = {
@@ -416,12 +457,14 @@ PREPROCESSORS: dict[str, Orders] = {
     "diffusion": (_SCALED,),
     "vla_jepa": ((RENAME, NORMALIZE),),
     "fastwam": ((RENAME, NORMALIZE),),
+    "xvla": ((RENAME, NORMALIZE), (TOKENIZE,), (TO_LEVELS, TO_FLOAT, IMAGENET, NORMALIZE), (DOMAIN,)),
     "molmoact2": ((RENAME, STATE_FRAME, NORMALIZE, CLAMP_STATE, PACK),),
 }
 POSTPROCESSOR: Orders = ((UNNORMALIZE, ABSOLUTE),)
 POSTPROCESSORS: dict[str, Orders] = {
     "vla_jepa": ((CLIP, SNAP, UNNORMALIZE, BINARIZE),),
     "fastwam": ((UNNORMALIZE, TOGGLE),),
+    "xvla": ((UNNORMALIZE, TO_AXIS_ANGLE),),
     "molmoact2": ((CLAMP_ACTION, UNNORMALIZE, ACTION_FRAME),),
 }
 """Of policy classes with other steps than `POSTPROCESSOR`."""

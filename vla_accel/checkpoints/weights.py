@@ -41,6 +41,7 @@ class Piece:
         frame: It is a convolution of frames, of which one frame needs the last slice in time, or has axes of one value.
         pairs: Numbers of a head, whose rotated pairs are stored next to each other; canonical heads have their first
             numbers in one half, and their second ones in the other.
+        transposed: Whether it is the transpose of a canonical matrix.
         start: Its first row in a stored tensor that has more than its `rows`; None: that has these rows alone.
     """
 
@@ -49,11 +50,14 @@ class Piece:
     entry: int | None = None
     frame: bool = False
     pairs: int | None = None
+    transposed: bool = False
     start: int | None = None
 
     def why_not(self, stored: tuple[int, ...], whole: tuple[int, ...]) -> str | None:
         """Return why a stored shape cannot be this piece of a canonical tensor of shape `whole`; None if it can."""
         expected = whole if self.rows is None else (self.rows, *whole[1:])
+        if self.transposed:
+            expected = expected[::-1]
         if self.entry is not None:
             if stored[1:] == expected[::-1] and self.entry < stored[0]:
                 return None
@@ -72,6 +76,8 @@ class Piece:
         """Return the piece of the stored tensor, in canonical order. Of a `frame`, axes of one value may differ."""
         if self.frame and stored.ndim == 5:
             stored = stored[:, :, -1]
+        if self.transposed:
+            return stored.T
         if self.start is not None and self.rows is not None:
             return stored[self.start : self.start + self.rows]
         if self.pairs is not None:

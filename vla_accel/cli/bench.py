@@ -34,7 +34,8 @@ class Bench:
     """With a checkpoint: the configurations to time in addition to eager, as names of shipped ones or files."""
     model: str | None = None
     """Random weights of a model family's published size: pi05, pi0, pi0_fast, smolvla, vla_jepa, molmoact2,
-    starvla_groot, starvla_pi, starvla_oft, groot (N1.7), groot_n16, groot_n15, act, diffusion_policy or fastwam."""
+    starvla_groot, starvla_pi, starvla_oft, groot (N1.7), groot_n16, groot_n15, act, diffusion_policy, fastwam
+    or xvla."""
     systems: tuple[str, ...] = ()
     """With random weights: eager; native-bf16, native-fp8 and -int8, each also with -vision; native-int8-denoise,
     native-fp8-int8-denoise (pi0_fast: native-fp8, native-fp8-decode, native-int8-decode); portable- instead of native-

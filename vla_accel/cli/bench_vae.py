@@ -17,7 +17,15 @@ from vla_accel.images.measure import Bench, parity
 from vla_accel.images.models import CONFIGS, load_model
 from vla_accel.images.picture import AMPLIFIED, compared, scene
 from vla_accel.images.vae import AcceleratedVae
-from vla_accel.images.vae_component import PROFILES, Size, parse_size, size_key, size_text, static_sizes
+from vla_accel.images.vae_component import (
+    PROFILES,
+    Size,
+    parse_size,
+    size_key,
+    size_text,
+    static_sizes,
+    vae_component,
+)
 from vla_accel.ledger import Ledger
 from vla_accel.machine import resolve_device
 from vla_accel.numeric import DTYPES
@@ -88,6 +96,8 @@ class _VaeBench(Bench):
         self.reference.load_state_dict({k: v.float() for k, v in self.vae.state_dict().items()})
         self.ledger = Ledger()
         self.half = split_autoencoder(self.vae)[1]
+        for size in _sizes(options.sizes):
+            vae_component(self.half, "decoder", size)  # refuses a size before another one is measured
         self._accelerated: dict[str, AcceleratedVae] = {}
 
     @torch.inference_mode()

@@ -86,7 +86,7 @@ class NativeOptions(Checked):
     Attributes:
         kernels: "auto" takes the fastest kernels. "portable" runs what an Ampere or Ada GPU would run: no kernels that
             need Hopper (GEMM and attention in CUDA C++, the streamed denoise loop, dependent launches), and no more
-            shared memory than 99 KB. "triton" runs the same without the persistent denoise kernel: no CUDA C++ of this
+            shared memory than 99 KB. "triton" runs the same without the persistent denoise kernels: no CUDA C++ of this
             package, and no kernel whose blocks wait for each other.
         embeddings: where the table of token embeddings is. With "host" it is in page-locked memory, from which a kernel
             reads the rows of each prompt: the same result with 1 GB less GPU memory for the large models.
@@ -183,6 +183,7 @@ class CheckpointSpec(Checked):
         relaxed_actions: pad or truncate π0-FAST's output to a chunk, as lerobot does, instead of raising an error.
         wan: folder or hub name of Wan 2.2 in diffusers' layout, with FastWAM's image and text encoders.
         text_encoder: load FastWAM's text encoder (11 GB in BF16), so that instructions need not be encoded ahead.
+        domain: number of the robot's domain, whose weights of X-VLA are used.
     """
 
     where = "checkpoint."
@@ -198,6 +199,7 @@ class CheckpointSpec(Checked):
     relaxed_actions: bool = False
     wan: str | None = None
     text_encoder: bool = False
+    domain: Annotated[int | None, Within(0, LARGEST)] = None
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ def capture(
     ledger: Ledger,
     *,
     before: Callable[[], None] | None = None,
+    between: Callable[[], None] | None = None,
     split_first: bool = False,
 ) -> Captured | None:
     """Capture `before`, the engines in order, and `after`; return None if that is impossible or memory is short.
@@ -92,6 +93,7 @@ def capture(
 
     Args:
         before: Work in front of the first engine; not part of its time.
+        between: Work at the beginning of the graph of the other engines; not part of their time.
         split_first: Whether `before` and the first of several engines get a graph of their own.
     """
     if early := [name for name, engine in engines[:-1] if engine.turns() is not None]:
@@ -103,12 +105,16 @@ def capture(
     detail = f"{names[0]}, then {' → '.join(names[1:])}" if split_first else " → ".join(names)
     try:
         with CAPTURE_LOCK, phase("capture"):
-            captured = _capture(engines, before or (lambda: None), after, split_first)
+            captured = _capture(engines, before or _nothing, between or _nothing, after, split_first)
     except torch.OutOfMemoryError as error:
         ledger.record(LedgerEntry("call", GRAPH, STREAM, f"out of memory during capture: {error}", detail))
         return None
     ledger.record(LedgerEntry("call", GRAPH, GRAPH, "", detail))
     return captured
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextlib.contextmanager
@@ -155,11 +161,12 @@ def warmed_up(device: torch.device, work: Callable[[], object]) -> torch.cuda.St
 
 
 def _capture(
-    engines: Sequence[tuple[str, Engine]], before: Callable[[], None], after: Callable[[], None], split_first: bool
-) -> Captured:
+    engines: Sequence[tuple[str, Engine]], before: Callable[[], None], between: Callable[[], None],
+    after: Callable[[], None], split_first: bool,
+) -> Captured:  # fmt: skip
     device = engines[0][1].device
     with torch.cuda.device(device), torch.inference_mode():
-        side = warmed_up(device, lambda: [before(), *(engine.run() for _, engine in engines), after()])
+        side = warmed_up(device, lambda: [before(), between(), *(engine.run() for _, engine in engines), after()])
         turns = engines[-1][1].turns()
         last = len(engines) if turns is None else len(engines) - 1
         first, graph, turning = Graph() if split_first else None, Graph(), None
@@ -178,6 +185,7 @@ def _capture(
                 with recording(first, side):
                     run(0, 1)
             with recording(graph, side, first):
+                between()
                 run(0 if first is None else 1, last)
                 if turns is None:
                     after()

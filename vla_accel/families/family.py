@@ -39,6 +39,7 @@ FAMILIES: dict[str, str] = {
     "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
     "act": "vla_accel.families.act.family:ACT",
+    "xvla": "vla_accel.families.xvla.family:XVLA",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
 

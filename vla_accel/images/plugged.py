@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vla_accel.errors import EngineError
+from vla_accel.images.autoencoder import from_patches, patches
 from vla_accel.images.vae import AcceleratedVae
 
 _LAYERS = "_vla_accel_layers"
@@ -56,12 +57,16 @@ class _OnEngines:
     def __init__(self, vae: Any, accelerated: AcceleratedVae) -> None:
         self._vae, self._accelerated = vae, accelerated
         self._feat_map = self._enc_feat_map = None
+        self._patch = getattr(vae.config, "patch_size", None) or 1
+
+    # diffusers makes the patches of Wan 2.2 outside its networks; engines make them inside.
 
     def encoder(self, x: Tensor, **_: Any) -> Tensor:
-        return self._accelerated.run("encoder", x)
+        return self._accelerated.run("encoder", x if self._patch == 1 else _one_frame(from_patches, x, self._patch))
 
     def decoder(self, z: Tensor, **_: Any) -> Tensor:
-        return self._accelerated.run("decoder", z)
+        image = self._accelerated.run("decoder", z)
+        return image if self._patch == 1 else _one_frame(patches, image, self._patch)
 
     def quant_conv(self, x: Tensor) -> Tensor:
         return x
@@ -76,6 +81,11 @@ class _OnEngines:
             raise AttributeError(name)
         found = inspect.getattr_static(type(self._vae), name, None)
         return MethodType(found, self) if isinstance(found, FunctionType) else getattr(self._vae, name)
+
+
+def _one_frame(function: Callable[[Tensor, int], Tensor], x: Tensor, side: int) -> Tensor:
+    """`patches` or `from_patches` of (B, C, 1, H, W)."""
+    return function(x[:, :, 0], side)[:, :, None]
 
 
 def exchanged(module: nn.Module, **functions: Callable[..., Any]) -> Callable[[], None]:

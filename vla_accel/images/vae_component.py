@@ -96,8 +96,9 @@ def vae_component(
 
 def profile_texts(component: Component) -> tuple[str, ...]:
     """Return `PROFILES` over the component's whole range, as `TensorrtOptions.profiles`."""
-    (source,) = component.inputs
-    unit = 1 if source.name == "image" else SCALE
+    (source,), half = component.inputs, component.module
+    assert isinstance(half, Half)
+    unit = 1 if source.name == "image" else half.scale
     ranges = sorted(source.ranges.items())
     return tuple(
         ", ".join(f"{source.name}.{d}={a}:{n // unit}:{b}" for (d, (a, b)), n in zip(ranges, size, strict=True))

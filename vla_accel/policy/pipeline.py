@@ -113,9 +113,10 @@ class Pipeline:
         if plan.device.type == "cuda" and plan.config.cuda_graph:
             self._fill_with_examples()
             self._upload_rest()
+            between = None if self._warm else self._upload_rest
             self.captured = capture(
-                self.engines, self._download, plan.ledger, before=self._upload_images, split_first=True
-            )  # fmt: skip
+                self.engines, self._download, plan.ledger, before=self._upload_images, between=between, split_first=True
+            )
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ class Pipeline:
         then the others, so that a call uploads in two copies. An input that several engines share is there once."""
         cameras, first = self.shape.cameras, self.engines[0][1].inputs
         entries: list[tuple[str, tuple[int, ...], torch.dtype, slice]] = []
-        known, end = {NOISE}, 0
+        known, end, split = {NOISE}, 0, 0
 
         def add(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
             nonlocal end
@@ -151,16 +152,19 @@ class Pipeline:
                     add(name, tuple(like.shape), like.dtype)
                 known.add(name)
             known |= engine.outputs.keys()
-            self._split = end if index == 0 else self._split
-        self._device_buffer = torch.zeros(end, dtype=torch.uint8, device=self.device)
-        self._host_buffer = host_buffer(self._device_buffer)
+            split = end if index == 0 else split
+        on_device = torch.zeros(end, dtype=torch.uint8, device=self.device)
+        on_host = host_buffer(on_device)
+        self._first_part, self._rest_part = (
+            (on_device[part], on_host[part]) for part in (slice(split), slice(split, end))
+        )
         self._host: dict[str, np.ndarray] = {}
         self._inputs: dict[str, Tensor] = {}
         self._slots: dict[str, list[np.ndarray]] = {}
         self._resizes: list[tuple[Tensor, resize.Fit | resize.Resampled | None, Tensor]] = []
         """Camera images on the device, how they are resized, and the images of the first engine that they become."""
         for name, shape, dtype, part in entries:
-            tensor, staged = (b[part].view(dtype).view(shape) for b in (self._device_buffer, self._host_buffer))
+            tensor, staged = (b[part].view(dtype).view(shape) for b in (on_device, on_host))
             host = staged.numpy()
             if cameras is not None and name == IMAGES:
                 out = first[name].flatten(0, 1)[len(self._resizes)]
@@ -210,12 +214,12 @@ class Pipeline:
 
     def _upload_images(self) -> None:
         """Upload the first engine's inputs and resize images: the first work of the first CUDA graph."""
-        self._device_buffer[: self._split].copy_(self._host_buffer[: self._split], non_blocking=True)
+        _upload(*self._first_part)
         for image, how, out in self._resizes:
             resize.fit(image, how, out)
 
     def _upload_rest(self) -> None:
-        self._device_buffer[self._split :].copy_(self._host_buffer[self._split :], non_blocking=True)
+        _upload(*self._rest_part)
 
     def _download(self) -> None:
         self._host_result.copy_(self.result, non_blocking=True)
@@ -245,7 +249,8 @@ class Pipeline:
                 self._host[name].fill(0)
             else:
                 _fill(name, self._slots[name], feed.guidance[name])
-        self._upload_rest()
+        if self.captured is None or self._warm:  # otherwise the graph does it
+            self._upload_rest()
         if self._noise is not None and self._host_noise is not None:
             if feed.noise is None:
                 self._noise.normal_(generator=generator)
@@ -307,6 +312,11 @@ class _HostEvent:
 
     def elapsed_time(self, end: _HostEvent) -> float:
         return (end.at - self.at) * 1e3
+
+
+def _upload(on_device: Tensor, on_host: Tensor) -> None:
+    if len(on_device):
+        on_device.copy_(on_host, non_blocking=True)
 
 
 def _mark(on_gpu: bool) -> Any:

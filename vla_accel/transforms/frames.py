@@ -89,19 +89,24 @@ class FrameProcessor(ScalingTransforms):
             images, expected = views[key], (*shape, 3)
             if wrong := [image.shape for image in images if image.shape != expected]:
                 raise ObservationError(f"{key}: expected shape {expected}, as the policy was trained, got {wrong[0]}")
-        counts = {key: len(image) if np.ndim(image) == 4 else 1 for key, image in seen.views.items()}
-        counts |= {" and ".join(self.preset.state): len(np.atleast_2d(seen.state))}
-        if len(set(counts.values())) > 1:
-            found = ", ".join(f"{count} of {key}" for key, count in counts.items())
-            raise ObservationError(f"observation: expected as many moments of each, got {found}")
         states = np.atleast_2d(seen.state)
-        states = np.concatenate([states[:1]] * (self.history - len(states)) + [states])
+        if self.history > 1:
+            states = self._with_history(states, seen.views)
         normalised = self.state.normalise(self._model_state(states))
         return FrameInputs(
             tuple(images[moment] for moment in range(self.history) for images in views.values()),
             self._padded_state(normalised, states.shape[1], states),
             states[-1],
         )
+
+    def _with_history(self, states: np.ndarray, views: Mapping[str, Any]) -> np.ndarray:
+        """Repeat the oldest state until there are `history` of them; refuse other counts of images than of states."""
+        counts = {key: len(image) if np.ndim(image) == 4 else 1 for key, image in views.items()}
+        counts |= {" and ".join(self.preset.state): len(states)}
+        if len(set(counts.values())) > 1:
+            found = ", ".join(f"{count} of {key}" for key, count in counts.items())
+            raise ObservationError(f"observation: expected as many moments of each, got {found}")
+        return np.concatenate([states[:1]] * (self.history - len(states)) + [states])
 
     def encode(self, seen: FrameInputs) -> FrameInputs:
         return seen

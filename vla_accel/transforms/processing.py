@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -17,11 +17,12 @@ from vla_accel.pictures import Cameras, PixelValues, placed
 from vla_accel.transforms.images import resize, to_uint8
 from vla_accel.transforms.normalisation import Normaliser, Range
 from vla_accel.transforms.observations import Observed, Reader, real_numbers
-from vla_accel.transforms.robots import LIBERO, Preset
+from vla_accel.transforms.robots import LIBERO, Pose, Preset
 from vla_accel.transforms.tokenizer import STATE_BINS, Tokenizer, tokenize_fast, tokenize_line, tokenize_prompt
 
 _KEPT_PROMPTS = 1024
-_ORDINARY = ("pick up the black bowl on the stove and place it on the plate", "pick up the bowl", "pick")
+ORDINARY = ("pick up the black bowl on the stove and place it on the plate", "pick up the bowl", "pick")
+"""Instructions of different lengths, the longest first."""
 PromptForm = Literal["cleaned", "line", "fast"]
 _TOKENIZE: dict[PromptForm, Callable[..., np.ndarray]] = {
     "cleaned": tokenize_prompt,
@@ -61,8 +62,10 @@ class RobotTransforms:
         actions: Scales the robot's actions.
         action_dim: Numbers of the model's action.
         preset: The robot's conventions.
+        poses: The forms of `Preset.pose` that the transforms have.
     """
 
+    poses: ClassVar[tuple[Pose, ...]] = ("model",)
     state: Any
     actions: Any
     action_dim: int
@@ -70,6 +73,8 @@ class RobotTransforms:
     _reader: Reader = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.preset.pose not in self.poses:
+            raise ConfigError(f"preset.pose: expected {' or '.join(self.poses)}, got {self.preset.pose}")
         object.__setattr__(self, "_reader", self._make_reader())
 
     def _make_reader(self) -> Reader:
@@ -184,7 +189,7 @@ class PromptTransforms(RobotTransforms):
 
     def ordinary_prompt(self) -> str:
         """Return an instruction for `example`."""
-        return _ORDINARY[0]
+        return ORDINARY[0]
 
     def _cached(self, key: Any, tokenize: Callable[[], np.ndarray]) -> np.ndarray:
         """Tokenize a prompt, or return its tokens of an earlier call."""
@@ -216,7 +221,8 @@ class ScalingTransforms(RobotTransforms):
         deltas, grippers = list(preset.delta_actions), list(preset.gripper_dims)
         if deltas:
             robot[:, deltas] += self._model_state(inputs.raw_state)[deltas]
-        robot[:, list(preset.flipped)] *= -1.0
+        if preset.flipped:
+            robot[:, list(preset.flipped)] *= -1.0
         if preset.gripper == "aloha":
             robot[:, grippers] = _aloha_gripper_command(robot[:, grippers])
         return robot
@@ -230,7 +236,8 @@ class ScalingTransforms(RobotTransforms):
 
     def _model_state(self, raw: np.ndarray) -> np.ndarray:
         state, grippers = raw.copy(), list(self.preset.gripper_dims)
-        state[..., list(self.preset.flipped)] *= -1.0
+        if self.preset.flipped:
+            state[..., list(self.preset.flipped)] *= -1.0
         if self.preset.gripper == "aloha":
             state[..., grippers] = _aloha_gripper_angle(state[..., grippers])
         return state
@@ -318,7 +325,7 @@ class Processor(ScalingTransforms, PromptTransforms):
     def ordinary_prompt(self, *preferred: str) -> str:
         """Return the first of `preferred` and of some ever shorter instructions that fits `max_token_len` with every
         state; the shortest if none does."""
-        prompts = (*preferred, *_ORDINARY)
+        prompts = (*preferred, *ORDINARY)
         return next((p for p in prompts if self.token_counts(p)[1] <= self.max_token_len), prompts[-1])
 
     def token_counts(self, prompt: str) -> tuple[int, int]:

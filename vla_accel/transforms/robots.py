@@ -21,6 +21,7 @@ from vla_accel.files import user_path
 from vla_accel.pictures import Resize
 
 Gripper = Literal["none", "aloha"]
+Pose = Literal["model", "axis_angle"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Preset:
         flipped: Dimensions of state and actions whose sign differs between robot and model.
         gripper: Units of the grippers; "aloha" converts ALOHA's linear positions to the angles π0 was trained on.
         gripper_dims: Dimensions of the grippers.
+        pose: Form of the end effector's pose in actions. "axis_angle": X-VLA's position, six numbers of a rotation and
+            gripper become position, axis-angle and -1 (open) or 1; "model" leaves actions as they are.
         discrete_state_input: Whether π0.5 reads the state in its prompt, if the checkpoint does not say so (openpi's
             folders); None for the model's default (it does).
         resize: How images are resized (`pictures.Resize`). lerobot's checkpoints decide it themselves: the default
@@ -65,6 +68,7 @@ class Preset:
     discrete_state_input: bool | None = None
     resize: Resize = "antialias"
     state_dims: tuple[int, ...] = ()
+    pose: Pose = "model"
 
     def __post_init__(self) -> None:
         for name in ("images", "state"):
@@ -138,8 +142,12 @@ ALOHA = Preset(
     gripper_dims=(6, 13),
 )
 
+# X-VLA reads the position, two columns of the rotation matrix and zeros, and answers with absolute poses.
+XVLA_LIBERO = dataclasses.replace(LIBERO, state_dim=20, motion_dims=(), pose="axis_angle")
+
 PRESETS: dict[str, Preset] = {
     "libero": LIBERO,
+    "xvla_libero": XVLA_LIBERO,
     # openpi's π0 for LIBERO has one more delta transform than its π0.5, on data that are deltas already.
     "pi0_libero": dataclasses.replace(LIBERO, delta_actions=(0, 1, 2, 3, 4, 5)),
     "droid": DROID,

@@ -22,6 +22,8 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.choice import Choice, choose
 from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.attention.ops import attend
+from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.gemm.choice import HOPPER, has_hopper_gemm
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
@@ -286,7 +288,26 @@ class NativeTransformer:
         self.start, self.start_query = weights.start.expand(len(self.query), -1), weights.start_query.repeat(batch, 1)
         self.last = torch.empty_like(self.decoder.y)
         self.normed = torch.empty(self.last.shape, device=self.last.device)
+        own = self._own_products()
+        self.chain = Chain(current(self.last.device).gpu, early=bool(own))
         self.detail = f"fused ops, {self.last.dtype}, {self.attention.detail}"
+        self.detail += f", {HOPPER}: {', '.join(own)}" if own else ""
+
+    def _own_products(self) -> list[str]:
+        """Return the products that the Hopper GEMM runs; those with an activation are the library's."""
+        if self.last.dtype == torch.float32:
+            return []
+        (first, *_), (*_, last), c = self.weights.encoder, self.weights.decoder, self.config
+        rows, queries = self.batch * c.tokens, self.batch * c.action_horizon
+        products = {
+            "qkv": (rows, first.qkv), "out": (rows, first.out), "down": (rows, first.down),
+            "cross keys and values": (rows, last.keys_values), "cross out": (queries, last.cross_out),
+            "last down": (queries, last.down),
+        }  # fmt: skip
+        return [
+            name for name, (count, weights) in products.items()
+            if weights is not None and has_hopper_gemm(count, weights, Activation.NONE)
+        ]  # fmt: skip
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, encoder = self.weights, self.encoder
@@ -294,11 +315,12 @@ class NativeTransformer:
         vectors = torch.addmm(w.vectors_bias, inputs["vectors"], w.vectors.T).view(self.batch, -1, encoder.width)
         rows[:, : vectors.shape[1]] = vectors
         rows[:, vectors.shape[1] :] = inputs["image_tokens"]
-        for layer in w.encoder:
-            encoder.attend_to_itself(layer)
-            encoder.mlp(layer, encoder.x)
-        for index, layer in enumerate(w.decoder):
-            self._decode(layer, first=index == 0, last=index + 1 == len(w.decoder))
+        with self.chain:
+            for layer in w.encoder:
+                encoder.attend_to_itself(layer)
+                encoder.mlp(layer, encoder.x)
+            for index, layer in enumerate(w.decoder):
+                self._decode(layer, first=index == 0, last=index + 1 == len(w.decoder))
         add_norm(self.last, None, self.last, self.normed, layer=True, eps=_EPS, inverse_scale=None)
         torch.addmm(w.head_bias, self.normed, w.head.T, out=outputs["actions"].view(len(self.normed), -1))
 

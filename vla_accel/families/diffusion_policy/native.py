@@ -17,22 +17,28 @@ from torch.nn import functional as F
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
+from vla_accel.families.diffusion_policy.conditions import Conditions
 from vla_accel.families.diffusion_policy.network import (
+    ALIGNED,
     EPS,
     LAST_GROUPS,
     DiffusionPolicy,
     DiffusionPolicyConfig,
     centre,
+    doubling,
+    filled,
 )
+from vla_accel.families.diffusion_policy.persistent import PackedUnet, PersistentProgram, why_not
 from vla_accel.families.diffusion_policy.scheduler import Step
 from vla_accel.fp8 import Products
 from vla_accel.kernels.chain import Chain
-from vla_accel.kernels.conv1d.ops import Film, StepSizes, Target, normed, scheduler_step
+from vla_accel.kernels.conv1d.ops import Film, Target, normed, scheduler_step
 from vla_accel.kernels.gemm.config import default, gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.image.ops import GroupNorm
+from vla_accel.kernels.persistent import NotResident
 from vla_accel.nn.kernel_choices import Choice, KernelChoices
 from vla_accel.nn.resnet import ResNetWeights
 from vla_accel.nn.store import NativeStore
@@ -42,9 +48,6 @@ from vla_accel.runtime import current
 
 QUANTISED = {"denoise": {"native": Products(("conv1", "conv2", "residual"), activations=False)}}
 """By component, then engine. All other products are computed in the policy's precision."""
-_ALIGNED = 16
-"""Columns to which the rows of a product are filled up with zeros."""
-_NO_CLIP = 3e38
 _MEASURED = 1 << 20
 """Weights of a product from which it is measured: each tile config is a kernel to compile at the first start."""
 Operation = Callable[[int], None]
@@ -63,7 +66,6 @@ class DiffusionPolicyStore(NativeStore[DiffusionPolicy]):
     def denoise(self, batch: int, num_steps: int, spec: EngineSpec) -> Program:
         """The program of all steps. Its FP8 and INT8 are of weights alone and need no scales."""
         precision, config = self.precision("denoise", spec, QUANTISED["denoise"]["native"]), self.model.config
-        weights = self.weights(("denoise", precision), lambda: UnetWeights.of(self.model, precision))
         steps = config.scheduler.steps(num_steps)
 
         def tables() -> Tensor:
@@ -72,7 +74,16 @@ class DiffusionPolicyStore(NativeStore[DiffusionPolicy]):
                 return torch.cat(self.model.time_tables([step.time for step in steps]), 1).float()
 
         # They depend on the step alone, whatever the precision.
-        return NativeUnet(weights, self.weights(("denoise", "times", num_steps), tables), steps, config, batch)
+        times = self.weights(("denoise", "times", num_steps), tables)
+        reason = why_not(config, batch, precision, times.device)
+        if reason is None:
+            packed = self.weights(("denoise", "packed"), lambda: PackedUnet.of(self.model))
+            try:
+                return PersistentProgram(packed, times, steps, config)
+            except NotResident as error:
+                reason = str(error)
+        weights = self.weights(("denoise", precision), lambda: UnetWeights.of(self.model, precision))
+        return NativeUnet(weights, times, steps, config, batch, reason)
 
 
 # -- frames -------------------------------------------------------------------------------------------------------
@@ -175,8 +186,7 @@ class UnetWeights:
         last: The last convolution.
         last_norm: The norm after it.
         out: The product of the output.
-        films: (n, condition_dim), the observation's part of the conditions of all blocks. Like the rows of all
-            products, filled up with zeros.
+        films: As of `Conditions`. Like the rows of all products, filled up with zeros.
         precision: Of the blocks' products.
     """
 
@@ -198,7 +208,7 @@ class UnetWeights:
 
         def convolution(name: str, *, low: bool = False) -> Convolution:
             weight = read(f"{name}.weight").transpose(1, 2)  # each tap's channels next to each other
-            product = _filled(weight).flatten(1)
+            product = filled(weight).flatten(1)
             linear = plain_input(precision, product) if low else make_linear(product, None, dtype)
             return Convolution(linear, read(f"{name}.bias").float())
 
@@ -218,30 +228,14 @@ class UnetWeights:
             changes[f"down.{level}"] = convolution(f"down.{level}.2")
             product = make_linear(doubling(read(f"up.{level}.2.weight")), None, dtype)
             changes[f"up.{level}"] = Convolution(product, read(f"up.{level}.2.bias").float().repeat(2))
-        first = config.time_dim
-        films = torch.cat([read(f"{name}.film.weight")[:, first:] for name in model.unet.names])
         return cls(
             blocks, changes, convolution("last"), norm("last_norm", LAST_GROUPS), convolution("out"),
-            _filled(films).to(dtype).contiguous(), precision,
+            Conditions.weights(model, dtype), precision,
         )  # fmt: skip
 
 
-def doubling(weight: Tensor) -> Tensor:
-    """Return a transposed convolution's weight (C, N, 4), of stride 2 and padding 1, as a product (2 N, 3 C) of rows
-    m - 1, m and m + 1, which makes rows 2 m and 2 m + 1."""
-    first, second, third, fourth = _filled(weight.permute(2, 1, 0))
-    nothing = torch.zeros_like(first)
-    even, odd = (fourth, second, nothing), (nothing, third, first)
-    return torch.cat([torch.cat(taps, 1) for taps in (even, odd)])
-
-
-def _filled(rows: Tensor) -> Tensor:
-    """Fill up the last axis with zeros to a multiple of `_ALIGNED`."""
-    return F.pad(rows, (0, -rows.shape[-1] % _ALIGNED))
-
-
 def _aligned(columns: int) -> int:
-    return round_up(columns, _ALIGNED)
+    return round_up(columns, ALIGNED)
 
 
 @dataclass(frozen=True)
@@ -279,15 +273,14 @@ class NativeUnet:
     """
 
     def __init__(
-        self, weights: UnetWeights, tables: Tensor, steps: Sequence[Step], config: DiffusionPolicyConfig, batch: int
-    ) -> None:
+        self, weights: UnetWeights, tables: Tensor, steps: Sequence[Step], config: DiffusionPolicyConfig, batch: int,
+        why_not_persistent: str,
+    ) -> None:  # fmt: skip
         """`tables` (steps, n) float32: the time's part of the conditions of all blocks."""
         self.weights, self.tables, self.config, self.batch = weights, tables, config, batch
         self.dtype, self.device = weights.films.dtype, weights.films.device
-        clip = _NO_CLIP if config.scheduler.clip is None else config.scheduler.clip
-        self.sizes = [StepSizes(*step[1:], clip) for step in steps]
-        self.condition = torch.zeros(batch, weights.films.shape[1], dtype=self.dtype, device=self.device)
-        self.own = torch.zeros(batch, len(weights.films), device=self.device)
+        self.sizes = [step.sizes(config.scheduler.clip) for step in steps]
+        self.conditions = Conditions(weights.films, config, batch)
         self.products: list[_Product] = []
         self.operations: list[Operation] = []
         self.chain = Chain(current(self.device).gpu)
@@ -304,14 +297,12 @@ class NativeUnet:
                 self.choices.product(kind, sizes, partial(self._multiply_all, products))
         launches = len(self.operations) + 1
         self.detail = f"fused ops, {weights_in(weights.precision)}, {launches} launches a step{self.choices.detail}"
+        self.detail += f", no persistent kernel: {why_not_persistent}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        noise, actions, config = inputs["noise"], outputs["actions"], self.config
+        noise, actions = inputs["noise"], outputs["actions"]
         draws = noise[:, None] if noise.dim() == 3 else noise
-        features = inputs["features"].unflatten(1, (config.history, -1)).flatten(2)
-        condition = torch.cat((inputs["state"].to(features.dtype), features), 2).flatten(1)
-        self.condition[:, : condition.shape[1]] = F.mish(condition)
-        self.own.copy_(F.linear(self.condition, self.weights.films))
+        self.conditions.update(inputs)
         with self.chain:
             scheduler_step(draws[:, 0], None, None, actions, self.sizes[0], self.first)
             for index, sizes in enumerate(self.sizes):
@@ -384,7 +375,7 @@ class NativeUnet:
         """Add the pass after a product. `films`: columns of the conditions."""
 
         def run(step: int) -> None:
-            film = None if films is None else Film(self.tables[step, films], self.own[:, films])
+            film = None if films is None else Film(self.tables[step, films], self.conditions.own[:, films])
             normed(sums, length, targets, norm, film, residual)
 
         self.operations.append(run)

@@ -21,6 +21,8 @@ from vla_accel.nn.network import Network
 from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig, feature_size
 
 EPS = 1e-5
+ALIGNED = 16
+"""Columns to which the rows of fused products are filled up with zeros."""
 LAST_GROUPS = 8
 """Groups of the norm before the last convolution, whatever the other norms have."""
 Size = tuple[int, int]
@@ -132,6 +134,20 @@ class Encoder(nn.Module):
         """`places` (pixels of the last map, 2): each one's x and y."""
         maps = self.keypoints(self.backbone(frames).to(self.keypoints.weight.dtype))
         return F.relu(self.out((maps.flatten(2).softmax(-1) @ places).flatten(1)))
+
+
+def filled(rows: Tensor) -> Tensor:
+    """Fill up the last axis with zeros to a multiple of `ALIGNED`."""
+    return F.pad(rows, (0, -rows.shape[-1] % ALIGNED))
+
+
+def doubling(weight: Tensor) -> Tensor:
+    """Return a transposed convolution's weight (C, N, 4), of stride 2 and padding 1, as a product (2 N, 3 C) of rows
+    m - 1, m and m + 1, which makes rows 2 m and 2 m + 1."""
+    first, second, third, fourth = filled(weight.permute(2, 1, 0))
+    nothing = torch.zeros_like(first)
+    even, odd = (fourth, second, nothing), (nothing, third, first)
+    return torch.cat([torch.cat(taps, 1) for taps in (even, odd)])
 
 
 def mish(x: Tensor) -> Tensor:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from vla_accel.errors import ConfigError, unknown
+from vla_accel.kernels.conv1d.ops import StepSizes
 
 KINDS, BETAS, PREDICTIONS = (
     ("DDPM", "DDIM"), ("squaredcos_cap_v2", "linear", "scaled_linear"), ("epsilon", "sample"),
 )  # fmt: skip
 _LARGEST_BETA = 0.999
+_NO_CLIP = 3e38
 
 
 class Step(NamedTuple):
@@ -35,6 +37,10 @@ class Step(NamedTuple):
     keep: float
     out: float
     noise: float
+
+    def sizes(self, clip: float | None) -> StepSizes:
+        """Return the numbers of `scheduler_step`."""
+        return StepSizes(*self[1:], _NO_CLIP if clip is None else clip)
 
     def __call__(self, x: Tensor, e: Tensor, clip: float | None, z: Tensor | None) -> Tensor:
         """Return the chunk after this step; `z` may be None where `noise` is 0."""

@@ -25,8 +25,8 @@ from vla_accel.nn.wan import WanConfig
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import LIBERO
 
-LEROBOT_MODES: dict[str, str | None] = {"lerobot-eager": None, "lerobot-compile": "default"}
-"""Systems of lerobot, with the mode of torch.compile."""
+LEROBOT_MODES: dict[str, bool] = {"lerobot-eager": False, "lerobot-compile": True}
+"""Systems of lerobot, with whether prefill and step are compiled."""
 _ENDS = ("out_proj.weight", "text_out.weight", "fc2.weight")
 _TOKENS = 40
 
@@ -164,15 +164,23 @@ class _Lerobot:
         self.context[0, : len(rows)] = torch.from_numpy(rows)
         self.mask = torch.ones(1, ours.text_rows, dtype=torch.bool, device=self.device)
 
-    def sampler(self, mode: str | None, steps: int) -> Infer:
-        """Return `infer(observation)`, eager or with lerobot's step through torch.compile in `mode`."""
+    def sampler(self, compiled: bool, steps: int) -> Infer:
+        """Return `infer(observation)`, eager or as lerobot's `compile_action_infer`, which came after 0.6.1."""
         model = self.policy.model
-        plain = type(model)._predict_action_noise_with_cache.__get__(model)
-        model._predict_action_noise_with_cache = plain if mode is None else torch.compile(plain, mode=mode)
+        prefill, step = model.mot.prefill_video_cache, model._predict_action_noise_with_cache
+        if compiled:
+            prefill, step = _graphs(prefill, step)
 
-        @torch.inference_mode()
+        @torch.no_grad()
         def infer(observation: Mapping[str, Any]) -> dict[str, Any]:
-            self.policy.config.num_inference_steps = steps
+            with (
+                patch.object(self.policy.config, "num_inference_steps", steps),
+                patch.object(model.mot, "prefill_video_cache", prefill),
+                patch.object(model, "_predict_action_noise_with_cache", step),
+            ):
+                return chunk(observation)
+
+        def chunk(observation: Mapping[str, Any]) -> dict[str, Any]:
             views = [v for k, v in observation.items() if "image" in k]
             # As in lerobot's own server: bytes are copied, and converted to floats on the device.
             pixels = [torch.from_numpy(v).to(self.device).permute(2, 0, 1)[None].float() / 255 for v in views]
@@ -182,6 +190,22 @@ class _Lerobot:
             return {"actions": self.policy.predict_action_chunk(batch).float().cpu().numpy()[0]}
 
         return infer
+
+
+def _graphs(prefill: Any, step: Any) -> tuple[Any, Any]:
+    """Both in CUDA graphs of torch.compile."""
+    graphed = [torch.compile(function, mode="reduce-overhead") for function in (prefill, step)]
+
+    def filled(**named: Any) -> list[dict[str, Tensor]]:
+        torch.compiler.cudagraph_mark_step_begin()
+        # The graph of the step would overwrite the outputs of this one.
+        return [{name: part.clone() for name, part in layer.items()} for layer in graphed[0](**named)]
+
+    def stepped(**named: Any) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return graphed[1](**named)
+
+    return filled, stepped
 
 
 def _sizes(stack: WanConfig) -> dict[str, int]:

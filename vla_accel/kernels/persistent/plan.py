@@ -168,5 +168,5 @@ class Plan:
             "LOADED_CHUNKS": self.tuning.loaded, "HOPS": HOPS, "HOP_STRIDE": HOP_STRIDE, **self.offsets,
         }  # fmt: skip
         generated = Model.cpp + Call.cpp + "".join(p.cpp(self.tuning.stage_units) for p in self.products)
-        names = ("core", "ring", "product", "epilogues", "attention", "kernel")
+        names = ("blocks", "core", "ring", "product", "epilogues", "attention", "kernel")
         return source_of(macros, "tensor_cores", *(f"persistent/{name}" for name in names), generated=generated)

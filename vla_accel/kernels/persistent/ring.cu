@@ -1,71 +1,11 @@
-// The ring of shared memory between the warp that copies and the warps that compute. This file follows core.cu.
-//
-// A unit is a warp instruction's worth of work for each of eight warps: eight rows of 256 columns of a weight, or eight
-// keys or values. A stage has up to STAGE_UNITS units and two barriers: `full`, at which each lane of the copying warp
-// arrives when its copies have landed, and `empty`, at which each computing warp arrives when it has read the stage.
+// What the copying warp brings. A unit has eight rows of 256 columns of a weight, or eight keys or values. This file
+// follows core.cu.
 
-#define LANE_BYTES 16
-#define BLOCK_BYTES 512  // 8 rows x 32 columns
-#define UNIT_BYTES (8 * BLOCK_BYTES)
-#define STAGE_BYTES (STAGE_UNITS * UNIT_BYTES)
 #define STAGE_KEYS (STAGE_UNITS * 8)
 
-struct Stages {
-  u32 memory, barriers;
-  int slot = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ Stages() : memory(smem_of(shared_memory + RING_AT)), barriers(smem_of(shared_memory + BARRIERS_AT)) {}
-  __device__ __forceinline__ u32 full(int at) const { return barriers + at * 8; }
-  __device__ __forceinline__ u32 empty(int at) const { return barriers + (STAGES + at) * 8; }
-  __device__ __forceinline__ void advance(int stages) {
-    slot += stages;
-    if (slot >= STAGES) slot -= STAGES, parity ^= 1;
-  }
-  // One thread calls this, before a barrier of the block.
-  __device__ __forceinline__ void init() const {
-    for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(full(i), 32);
-      mbarrier_init(empty(i), WARPS);
-    }
-  }
-};
-
-// The side that computes.
-struct Ring : Stages {
-  // Waits for the stage that is `ahead` of the next one, and returns its address.
-  __device__ __forceinline__ u32 wait_full(int ahead = 0) const {
-    const bool wraps = slot + ahead >= STAGES;
-    const int at = slot + ahead - (wraps ? STAGES : 0);
-    mbarrier_wait(full(at), parity ^ wraps);
-    return memory + at * STAGE_BYTES;
-  }
-  // This warp has read the next stages.
-  __device__ __forceinline__ void release(int stages) {
-    __syncwarp();
-    const int lane = threadIdx.x & 31, at = slot + lane;
-    if (lane < stages) mbarrier_arrive(empty(at >= STAGES ? at - STAGES : at));
-    advance(stages);
-  }
-};
-
-// The side that copies: one warp. It has at most UNDER_WAY units under way: more would not come sooner, and everything
-// that blocks exchange through L2 would queue behind them.
-struct Producer : Stages {
+struct Producer : Copier {
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;  // A lane copies part t of row g.
   const u64 once = policy_evict_first(), kept = policy_evict_last();
-
-  __device__ __forceinline__ u32 open() const {
-    mbarrier_wait(empty(slot), parity ^ 1);
-    return memory + slot * STAGE_BYTES;
-  }
-  __device__ __forceinline__ void end_unit() const {
-    cp_async_commit();
-    cp_async_wait<UNDER_WAY - 1>();
-  }
-  __device__ __forceinline__ void close() {
-    cp_async_arrive(full(slot));
-    advance(1);
-  }
 
   // Eight rows of a tile, 256 columns: as (column / 32, row, column % 32).
   template <class P>

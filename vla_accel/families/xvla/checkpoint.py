@@ -1,0 +1,454 @@
+"""Folders of X-VLA, lerobot's and those of its own project: the network's sizes, one domain's weights, and the robot's
+transforms."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
+from vla_accel.checkpoints.lerobot import (
+    Processors,
+    denoising_steps,
+    features,
+    is_lerobot_config,
+    read_processors,
+    read_settings,
+    required,
+)
+from vla_accel.checkpoints.lerobot_settings import DOMAIN, IMAGENET, TO_AXIS_ANGLE, TOKENIZE
+from vla_accel.checkpoints.lerobot_statistics import ACTION
+from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
+from vla_accel.config import PolicyConfig
+from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.families.overrides import check_vocabulary, resized, warn_of_contradictions
+from vla_accel.families.xvla.davit import DavitConfig, Size, Stage
+from vla_accel.families.xvla.network import EncoderConfig, Xvla, XvlaConfig
+from vla_accel.families.xvla.transforms import XvlaProcessor
+from vla_accel.transforms.normalisation import Normaliser
+from vla_accel.transforms.robots import XVLA_LIBERO, Preset, load_preset
+from vla_accel.transforms.tokenizer import load_line_tokenizer
+
+_log = logging.getLogger("vla_accel")
+TOKENIZER = "facebook/bart-large"
+SIGN = "transformer.soft_prompt_hub.weight"
+"""A tensor of every X-VLA, without lerobot's prefix."""
+LIBERO_DOMAIN = 3
+
+
+@dataclass(frozen=True)
+class Mode:
+    """An action space: numbers of the network's action and of the robot's (None: the size in config.json), and those
+    of grippers."""
+
+    action_dim: int | None
+    robot: int | None
+    grippers: tuple[int, ...] = ()
+
+
+MODES = {
+    "ee6d": Mode(20, 20, (9, 19)),
+    "joint": Mode(14, 14, (6, 13)),
+    "agibot_ee6d": Mode(20, 20),
+    "franka_joint7": Mode(20, 7),
+    "so101_bimanual": Mode(20, 12, (5, 11)),
+    "auto": Mode(None, None),
+}
+_AXIS_ANGLE_DIM = 7
+
+# -- names of tensors ---------------------------------------------------------------------------------------------
+
+_TOWER, _TEXT = "vlm.vision_tower.", "vlm.language_model."
+_HALVES = (
+    ("spatial_block", "window_attn", "conv1", "norm1"), ("spatial_block", "ffn", "conv2", "norm2"),
+    ("channel_block", "channel_attn", "conv1", "norm1"), ("channel_block", "ffn", "conv2", "norm2"),
+)  # fmt: skip
+_PRODUCTS = {"qkv_proj": "qkv", "out_proj": "proj", "fc1": "fc1", "fc2": "fc2"}
+_BLOCK = {
+    "layer_norm1": "norm1", "qkv_proj": "attn.qkv", "out_proj": "attn.proj", "layer_norm2": "norm2", "fc1": "mlp.fc1",
+    "fc2": "mlp.fc2",
+}  # fmt: skip
+_ENCODER = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "out_proj": ("self_attn.out_proj",),
+    "norm1": ("self_attn_layer_norm",), "norm2": ("final_layer_norm",), "fc1": ("fc1",), "fc2": ("fc2",),
+    "positions": ("embed_positions",), "norm": ("layernorm_embedding",),
+}  # fmt: skip
+_PROJECTOR = {
+    "rows": "image_position_embed.row_embeddings", "columns": "image_position_embed.column_embeddings",
+    "projector_norm": "image_proj_norm",
+}  # fmt: skip
+_DOMAIN_PARTS = {
+    "action_in": "action_encoder", "action_out": "action_decoder", "text_proj": "vlm_proj",
+    "view_proj": "aux_visual_proj",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """Names of stored tensors.
+
+    Attributes:
+        prefix: lerobot's before every name.
+        old: Whether Florence-2 has the names of its first implementation, as up to lerobot 0.6.0.
+        domain: The domain whose weights are read.
+        table: The name of the token table.
+    """
+
+    prefix: str
+    old: bool
+    domain: int
+    table: str
+
+    @classmethod
+    def of(cls, shapes: Shapes, domain: int) -> StoredNames:
+        """Find out how the tensors of a file are named."""
+        prefix = "model." if f"model.{SIGN}" in shapes else ""
+        old = f"{prefix}vlm.image_projection" in shapes
+        tables = [f"{prefix}{name}" for name in _tables(old)]
+        return cls(prefix, old, domain, next((name for name in tables if name in shapes), tables[0]))
+
+    def dead(self, shapes: Shapes) -> list[str]:
+        """Tensors that nothing reads: the text decoder and its head, and the token table's other name."""
+        text = re.escape(f"{self.prefix}{_TEXT}") + r"(model\.)?(decoder\.|lm_head\.|final_logits_bias)"
+        return [n for n in shapes if re.match(text, n) or n in {f"{self.prefix}{table}" for table in _tables(self.old)}]
+
+    def pieces(self, name: str, config: XvlaConfig) -> tuple[Piece, ...]:
+        """Return the stored tensors that make up one canonical tensor, in order along its first axis."""
+        if name == "embed.weight":
+            return (Piece(self.table),)
+        return tuple(replace(piece, name=self.prefix + piece.name) for piece in self._pieces(name, config))
+
+    def _pieces(self, name: str, config: XvlaConfig) -> tuple[Piece, ...]:
+        part, _, rest = name.partition(".")
+        if part == "vision":
+            return (Piece(_TOWER + self._vision(rest)),)
+        if part == "encoder":
+            return self._encoder(rest, config.encoder.width)
+        if part == "layers":
+            index, module, leaf = rest.split(".")
+            return (Piece(f"transformer.blocks.{index}.{_BLOCK[module]}.{leaf}"),)
+        if part == "norm":
+            return (Piece(f"transformer.{name}"),)
+        if part == "position_embedding":
+            return (Piece("transformer.pos_emb", frame=True),)
+        if part == "soft_prompts":
+            return (Piece(SIGN, entry=self.domain),)
+        if part in _DOMAIN_PARTS:
+            stored = f"transformer.{_DOMAIN_PARTS[part]}.{rest}"
+            if part.endswith("_proj") and not config.own_projections:
+                return (Piece(stored),)
+            return (Piece(f"{stored}.weight", entry=self.domain),)
+        return (self._projector(part, rest),)
+
+    def _projector(self, part: str, leaf: str) -> Piece:
+        start = "vlm." if self.old else "vlm.multi_modal_projector."
+        if part == "projector":
+            return Piece(f"{start}image_projection", transposed=True) if self.old else Piece(
+                f"{start}image_projection.weight"
+            )  # fmt: skip
+        if part == "frame":
+            return Piece(f"{start}visual_temporal_embed.pos_idx_to_embed", entry=0)
+        stored = _PROJECTOR[part].replace("position", "pos") if self.old else _PROJECTOR[part]
+        return Piece(f"{start}{stored}.{leaf}")
+
+    def _vision(self, name: str) -> str:
+        _, stage, module, *rest = name.split(".")
+        if module in ("conv", "norm"):
+            stored = "proj" if self.old and module == "conv" else module
+            return f"convs.{stage}.{stored}.{rest[0]}"
+        index, inner, leaf = rest
+        block, branch, conv, norm = _HALVES[int(index) % 4]
+        start = f"blocks.{stage}.{int(index) // 4}.{block}."
+        if inner == "conv":
+            return f"{start}{conv}.fn.dw.{leaf}" if self.old else f"{start}{conv}.{leaf}"
+        if inner == "norm":
+            return f"{start}{branch}.norm.{leaf}" if self.old else f"{start}{norm}.{leaf}"
+        wrapped = ("fn.net." if branch == "ffn" else "fn.") if self.old else ""
+        return f"{start}{branch}.{wrapped}{_PRODUCTS[inner]}.{leaf}"
+
+    def _encoder(self, name: str, width: int) -> tuple[Piece, ...]:
+        start = f"{_TEXT}model.encoder." if self.old else f"{_TEXT}encoder."
+        if not name.startswith("layers."):
+            part, leaf = name.split(".")
+            return (Piece(f"{start}{_ENCODER[part][0]}.{leaf}"),)
+        _, index, module, leaf = name.split(".")
+        names = [f"{start}layers.{index}.{part}.{leaf}" for part in _ENCODER[module]]
+        return tuple(Piece(n, width if len(names) > 1 else None) for n in names)
+
+
+def _tables(old: bool) -> tuple[str, str]:
+    start = f"{_TEXT}model." if old else _TEXT
+    return f"{start}shared.weight", f"{start}encoder.embed_tokens.weight"
+
+
+# -- folders ------------------------------------------------------------------------------------------------------
+
+
+def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Xvla, XvlaProcessor]:
+    """Return the network and the robot's transforms (`Family.load`)."""
+    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    content = read_json(path)
+    saved = None
+    if is_lerobot_config(content):
+        content = read_settings(path, ("xvla",))
+        saved = read_processors(folder, content, "corner", weights)
+    names = StoredNames.of(weights.shapes, domain_of(saved, settings, folder))
+    config = resized(read_sizes(weights.shapes, names, content, saved, path), settings)
+    model = Xvla.empty(config)
+    recipe = {name: names.pieces(name, config) for name in model.state_dict()}
+    fitted(model, weights, recipe, str(folder), "X-VLA", names.dead(weights.shapes))
+    hub = (saved and saved.tokenizer) or content.get("tokenizer_name") or TOKENIZER
+    tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
+    check_vocabulary(tokenizer, config.encoder.vocab_size, settings)
+    robot, state, actions = robot_of(saved, settings, content, config, path)
+    processor = XvlaProcessor(
+        tokenizer=tokenizer, state=state, actions=actions, action_dim=config.action_dim,
+        max_token_len=config.max_token_len, default_prompt=settings.default_prompt, preset=robot, config=config,
+        frame_shape=_frame_shape(content, saved, path), resizes=saved is not None,
+    )  # fmt: skip
+    return model, processor
+
+
+def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) -> int:
+    """Return the domain: the user's, the saved step's, or LIBERO's for its preset. Raises ConfigError without one."""
+    own = None if saved is None or DOMAIN not in saved.before else saved.before[DOMAIN].get("domain_id", 0)
+    if own is not None and (type(own) is not int or own < 0):
+        raise CheckpointError(f"checkpoint {folder}: {DOMAIN}: expected a domain_id of 0 or more, got {own!r:.60}")
+    if (domain := settings.checkpoint.domain) is not None:
+        warn_of_contradictions({"domain": domain}, {"domain": own})
+        return domain
+    if own is not None:
+        return own
+    if settings.preset is not None and load_preset(settings.preset).state_dim == XVLA_LIBERO.state_dim:
+        return LIBERO_DOMAIN
+    raise ConfigError(
+        f"checkpoint.domain: expected the number of the robot's domain, which {folder} does not name (3 for LIBERO, "
+        "others in docs/xvla.md), got none"
+    )
+
+
+def robot_of(
+    saved: Processors | None, settings: PolicyConfig, content: Mapping[str, Any], config: XvlaConfig, path: Path
+) -> tuple[Preset, Normaliser, Normaliser]:
+    """Return the robot with the scaling of its state and its actions.
+
+    Raises:
+        CheckpointError: It is unclear what an action is, or images are normalised by other numbers than ImageNet's.
+        ConfigError: The preset does not fit the scaling, or the folder has no robot and the user names none.
+    """
+    if saved is None:
+        if settings.preset is None:
+            raise ConfigError(f"preset: expected a robot, which {path.parent} does not describe, got none")
+        robot = load_preset(settings.preset)
+        return robot, Normaliser.identity(robot.state_dim), Normaliser.identity(robot.action_dim)
+    if saved.pixels is not None:
+        raise CheckpointError(f"{path}: normalization_mapping: expected IDENTITY for VISUAL, got another one")
+    if IMAGENET not in saved.before:
+        _log.warning("%s: no step %s: images are normalised as in lerobot's evaluation", path.parent, IMAGENET)
+    robot, state, actions = saved.preset, saved.state, saved.actions
+    posed = TO_AXIS_ANGLE in saved.after
+    if settings.preset is not None:
+        user = load_preset(settings.preset)
+        posed = posed or user.pose == "axis_angle"
+        state, actions = (
+            Normaliser.identity(getattr(user, f"{name}_dim")) if own.kind == "identity" else own
+            for name, own in (("state", state), ("action", actions))
+        )
+        robot = user
+    elif not posed and MODES[_mode(content, path)].robot not in (None, robot.action_dim):
+        expected = f"{MODES[_mode(content, path)].robot} numbers, as {_mode(content, path)} returns"
+        raise CheckpointError(
+            f"{path}: {ACTION}: expected {expected}, or a postprocessor with {TO_AXIS_ANGLE}, got {robot.action_dim}; "
+            "name the robot in the configuration (preset: xvla_libero for LIBERO)"
+        )
+    if posed:
+        robot = replace(robot, action_dim=_AXIS_ANGLE_DIM, pose="axis_angle", motion_dims=())
+        if actions.kind != "identity":
+            raise CheckpointError(f"{path}: {ACTION}: expected no scaling before {TO_AXIS_ANGLE}, found one")
+        actions = Normaliser.identity(_AXIS_ANGLE_DIM)
+    return robot, state, actions
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+
+def read_sizes(
+    shapes: Shapes, names: StoredNames, content: Mapping[str, Any], saved: Processors | None, path: Path
+) -> XvlaConfig:
+    """Return the architecture that the shapes show, checked against config.json.
+
+    Raises:
+        CheckpointError: A tensor is missing, a setting is not supported, or weights and config.json contradict each
+            other.
+    """
+    folder = str(path.parent)
+    stored = shapes_by_name(shapes, names.prefix, folder)
+    florence = required(content, "florence_config", dict, path)
+    mode = MODES[_mode(content, path)]
+    width = stored("transformer.norm.weight", 1)[0]
+    domains, soft = stored(SIGN, 2)
+    action_dim = stored("transformer.action_decoder.bias.weight", 2)[1]
+    time_dim = size_of(content, "dim_time", path, 32)
+    inputs = stored("transformer.action_encoder.fc.weight", 2)[1] // width
+    if names.domain >= domains:
+        raise CheckpointError(f"checkpoint {folder}: domain: expected 0 to {domains - 1}, got {names.domain}")
+    own = required({"use_hetero_proj": False, **content}, "use_hetero_proj", bool, path)
+    try:
+        config = XvlaConfig(
+            vision=_vision(shapes, names, florence, path), encoder=_encoder(shapes, names, florence, path), width=width,
+            depth=_depth(shapes, f"{names.prefix}transformer.blocks."), heads=size_of(content, "num_heads", path, 16),
+            mlp_dim=stored("transformer.blocks.0.mlp.fc1.weight", 2)[0], image_size=_image_size(content, saved, path),
+            views=_views(content, saved, path), soft_prompts=soft // width,
+            positions=stored("transformer.pos_emb", 3)[1], time_dim=time_dim, own_projections=own,
+            grippers=mode.grippers, state_dim=inputs - action_dim - time_dim, action_dim=action_dim,
+            action_horizon=size_of(content, "num_actions" if saved is None else "chunk_size", path, 30),
+            num_steps=denoising_steps(content, "num_denoising_steps", path),
+            max_token_len=_text_tokens(content, saved, path), pad_token=_pad_token(florence, path),
+        )  # fmt: skip
+    except ConfigError as error:
+        raise CheckpointError(f"checkpoint {folder}: {error}") from error
+    pairs = [
+        ("hidden_size", content.get("hidden_size"), width), ("depth", content.get("depth"), config.depth),
+        ("num_domains", content.get("num_domains"), domains),
+        ("len_soft_prompts", content.get("len_soft_prompts"), config.soft_prompts),
+        ("max_len_seq", content.get("max_len_seq"), config.positions),
+        ("mlp_ratio", content.get("mlp_ratio"), config.mlp_dim / width),
+        ("action_mode", mode.action_dim or content.get("max_action_dim"), action_dim),
+        ("max_state_dim", content.get("max_state_dim"), config.state_dim),
+    ]  # fmt: skip
+    compare_sizes(pairs, folder)
+    return config
+
+
+def _mode(content: Mapping[str, Any], path: Path) -> str:
+    name = str(content.get("action_mode", "ee6d")).lower()
+    if name not in MODES:
+        raise CheckpointError(f"{path}: action_mode: expected {', '.join(MODES)}, got {name!r:.60}")
+    return name
+
+
+def _depth(shapes: Shapes, start: str) -> int:
+    found = {int(m[1]) for n in shapes if (m := re.match(re.escape(start) + r"(\d+)\.", n))}
+    return 1 + max(found, default=-1)
+
+
+def _vision(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], path: Path) -> DavitConfig:
+    """Heads, strides and windows leave no trace in the weights; without a value Florence-2's count."""
+    content = required(florence, "vision_config", dict, path)
+    _expect(content, path, "vision_config", model_type=("davit", "florence_vision"), activation_function=("gelu",))
+    for name, expected in (("image_pos_embed", "learned_abs_2d"), ("visual_temporal_embedding", "COSINE")):
+        if name in content:
+            _expect(content[name], path, f"vision_config.{name}", type=(expected,))
+    sources = content.get("image_feature_source", _SOURCES)
+    if [*sources] != _SOURCES:
+        raise CheckpointError(f"{path}: image_feature_source: expected {_SOURCES}, got {sources!r:.60}")
+    tower = f"{names.prefix}{_TOWER}"
+    count = _depth(shapes, f"{tower}convs.")
+    found = shapes_by_name(shapes, tower, str(path.parent))
+    convs = [found(f"convs.{i}.{'proj' if names.old else 'conv'}.weight", 4) for i in range(count)]
+    widths = [conv[0] for conv in convs]
+
+    def each(name: str, default: Any) -> list[Any]:
+        value = content.get(name, default)
+        kind = bool if name == "patch_prenorm" else int
+        if not isinstance(value, list) or len(value) != count or any(type(one) is not kind for one in value):
+            raise CheckpointError(
+                f"{path}: vision_config.{name}: expected one for each of {count} stages, got {value!r:.60}"
+            )
+        return value
+
+    stages = [
+        Stage(width, _depth(shapes, f"{tower}blocks.{i}."), heads, groups, conv[2], stride, padding, before)
+        for i, (width, conv, heads, groups, stride, padding, before) in enumerate(zip(
+            widths, convs, each("num_heads", [w // 32 for w in widths]), each("num_groups", [w // 32 for w in widths]),
+            each("patch_stride", [4, *[2] * (count - 1)]), each("patch_padding", [3, *[1] * (count - 1)]),
+            each("patch_prenorm", [False, *[True] * (count - 1)]), strict=True,
+        ))
+    ]  # fmt: skip
+    mlp = _vision_name(names, 0, 1, "fc1")
+    table = shapes_by_name(shapes, "", str(path.parent))(names.prefix + names._projector("rows", "weight").name, 2)
+    return DavitConfig(
+        tuple(stages), size_of(content, "window_size", path, 12), found(mlp, 2)[0] // widths[0], table[0]
+    )  # fmt: skip
+
+
+_SOURCES = ["spatial_avg_pool", "temporal_avg_pool"]
+
+
+def _vision_name(names: StoredNames, stage: int, half: int, module: str) -> str:
+    return names._vision(f"stages.{stage}.halves.{half}.{module}.weight")
+
+
+def _encoder(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], path: Path) -> EncoderConfig:
+    content = required(florence, "text_config", dict, path)
+    _expect(content, path, "text_config", activation_function=("gelu",), scale_embedding=(False,))
+    stored = shapes_by_name(shapes, names.prefix, str(path.parent))
+    (positions,) = names._encoder("positions.weight", 0)
+    (first,) = names._encoder("layers.0.fc1.weight", 0)
+    rows, width = stored(positions.name, 2)
+    table = shapes_by_name(shapes, "", str(path.parent))(names.table, 2)
+    depth = _depth(shapes, names.prefix + first.name.partition("0.fc1")[0])
+    heads = size_of(content, "encoder_attention_heads", path, 16)
+    return EncoderConfig(width, depth, stored(first.name, 2)[0], heads, table[0], rows)
+
+
+def _expect(content: Any, path: Path, where: str, **values: tuple[Any, ...]) -> None:
+    """Raise CheckpointError if a setting, where it is present, has another value."""
+    for name, expected in values.items():
+        if not isinstance(content, Mapping) or content.get(name, expected[0]) not in expected:
+            raise CheckpointError(
+                f"{path}: {where}: expected {name} {' or '.join(map(str, expected))}, got {content!r:.80}"
+            )
+
+
+def _pad_token(florence: Mapping[str, Any], path: Path) -> int:
+    value = florence.get("pad_token_id", florence["text_config"].get("pad_token_id", 1))
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"{path}: pad_token_id: expected a token, got {value!r:.60}")
+    return value
+
+
+def _text_tokens(content: Mapping[str, Any], saved: Processors | None, path: Path) -> int:
+    """The length of prompts; X-VLA's own project has 50 tokens."""
+    if saved is None:
+        return size_of(content, "language_max_length", path, 50)
+    padding = saved.before.get(TOKENIZE, {}).get("padding", "max_length")
+    if padding != "max_length":
+        raise CheckpointError(f"{path.parent}: {TOKENIZE}: padding: expected max_length, got {padding!r:.60}")
+    return saved.max_token_len
+
+
+def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path) -> Size | None:
+    if saved is None:
+        file = path.with_name("preprocessor_config.json")
+        size = required(read_json(file), "size", dict, file) if file.is_file() else {}
+        return size_of(size, "height", file, 224), size_of(size, "width", file, 224)
+    value = content.get("resize_imgs_with_padding")
+    if value is None:
+        return None
+    if len(value) != 2 or any(type(side) is not int or side < 1 for side in value):
+        raise CheckpointError(f"{path}: resize_imgs_with_padding: expected a height and a width, got {value!r:.60}")
+    return value[0], value[1]
+
+
+def _frame_shape(content: Mapping[str, Any], saved: Processors | None, path: Path) -> Size:
+    """The size of the first camera's images."""
+    if saved is None:
+        return 224, 224
+    shapes = [f.get("shape") for f in features(content, path)[0].values() if f.get("type") == "VISUAL"]
+    if not shapes or not isinstance(shapes[0], list) or len(shapes[0]) != 3:
+        raise CheckpointError(f"{path}: input_features: expected a camera of shape [3, height, width], got {shapes}")
+    return shapes[0][1], shapes[0][2]
+
+
+def _views(content: Mapping[str, Any], saved: Processors | None, path: Path) -> int:
+    """The views, as lerobot counts them when it loads a folder: a camera that it saved as empty counts twice."""
+    if saved is None:
+        return size_of(content, "num_views", path, 3)
+    cameras = sum(feature.get("type") == "VISUAL" for feature in features(content, path)[0].values())
+    return max(size_of(content, "num_image_views", path, 1), cameras + (content.get("empty_cameras") or 0))

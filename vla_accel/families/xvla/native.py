@@ -1,0 +1,290 @@
+"""The native programs of X-VLA: its text encoder and its denoising loop in fused operations, and the store of all.
+
+Exact savings besides those of the network: missing views, positions and soft prompts are constants; of an action's
+product, the state's part is computed once a call and the time's part once; norms are folded into products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vla_accel.component import Program
+from vla_accel.config import EngineSpec
+from vla_accel.families.xvla.davit import Size
+from vla_accel.families.xvla.native_vision import Affine, NativeVision, VisionWeights
+from vla_accel.families.xvla.network import EPS, EncoderConfig, Xvla, XvlaConfig
+from vla_accel.fp8 import Products
+from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.attention.choice import choose
+from vla_accel.kernels.attention.config import AttentionShape
+from vla_accel.kernels.attention.ops import attend
+from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.ops import gemm
+from vla_accel.kernels.gemm.weights import Linear, make_linear
+from vla_accel.kernels.rows.rows import post_norm
+from vla_accel.nn.flow import Schedule
+from vla_accel.nn.plan import Rows, StackPlan
+from vla_accel.nn.store import NativeStore
+from vla_accel.nn.weights import Precision, StackWeights, compute_dtype, fold, stack_weights
+from vla_accel.runtime import current
+
+QUANTISED = {"denoise": {"native": Products(("qkv_proj", "out_proj", "fc1", "fc2"))}}
+"""By component, then engine. All other products are computed in the policy's precision."""
+
+
+# -- once an observation ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EncoderLayerWeights:
+    """A layer of the text encoder, with the norms after attention and MLP."""
+
+    qkv: Linear
+    out: Linear
+    up: Linear
+    down: Linear
+    norms: tuple[Affine, Affine]
+
+
+@dataclass(frozen=True)
+class ContextWeights:
+    """The text encoder and the projections of what it reads.
+
+    Attributes:
+        embed: Token table (vocabulary, W).
+        positions: Of the encoder's rows (rows, W).
+        norm: Of its input.
+        text, view: Projections of the encoder's output and of other views, without bias.
+        base: What the rows of the context have without image or text (C, W): positions and biases of the projections,
+            also for missing views, and soft prompts.
+    """
+
+    layers: tuple[EncoderLayerWeights, ...]
+    embed: Tensor
+    positions: Tensor
+    norm: Affine
+    text: Linear
+    view: Linear
+    base: Tensor
+
+    @classmethod
+    def of(cls, model: Xvla, precision: str, rows: int, context: int) -> ContextWeights:
+        """Prepare the weights of a model for `rows` of the encoder, and of a context with soft prompts."""
+        dtype, config, read = compute_dtype(precision), model.config, model.weight
+
+        def linear(name: str) -> Linear:
+            return make_linear(read(f"{name}.weight"), read(f"{name}.bias"), dtype)
+
+        def norm(name: str) -> Affine:
+            return read(f"{name}.weight").float().clone(), read(f"{name}.bias").float().clone()
+
+        layers = tuple(
+            EncoderLayerWeights(
+                linear(f"{name}.qkv_proj"),
+                linear(f"{name}.out_proj"),
+                linear(f"{name}.fc1"),
+                linear(f"{name}.fc2"),
+                (norm(f"{name}.norm1"), norm(f"{name}.norm2")),
+            )
+            for name in (f"encoder.layers.{index}" for index in range(config.encoder.depth))
+        )
+        with model.present("encoder.positions", "text_proj", "view_proj", "position_embedding", "soft_prompts"):
+            text, view = (make_linear(part.weight, None, dtype) for part in (model.text_proj, model.view_proj))
+            start, placed = config.action_horizon, context - config.soft_prompts
+            base = model.position_embedding[start : start + placed].float().clone()
+            base[:rows] += model.text_proj.bias.float()
+            base[rows:] += model.view_proj.bias.float()
+            base = torch.cat((base, model.soft_prompts.view(-1, config.width).float()))
+            positions = model.encoder.table(rows).to(dtype).clone()
+        embed = read("embed.weight").to(dtype)
+        return cls(layers, embed, positions, norm("encoder.norm"), text, view, base.to(dtype))
+
+
+class NativeContext:
+    """The program. Inputs `image_tokens` (B, V, rows, W) and `tokens` (B, T) int64; output `context` (B, C, W)."""
+
+    def __init__(self, weights: ContextWeights, config: EncoderConfig, views: int, batch: int, attention: str) -> None:
+        self.weights, self.config, self.views, self.batch = weights, config, views, batch
+        rows = batch * len(weights.positions)
+
+        def buffer(columns: int) -> Tensor:
+            return weights.embed.new_empty(rows, columns)
+
+        self.x, self.y, self.context = (buffer(config.width) for _ in range(3))
+        self.qkv, self.hidden = buffer(3 * config.width), buffer(config.mlp_dim)
+        self.positions = weights.positions.repeat(batch, 1)
+        count, head_dim = len(weights.positions), config.width // config.heads
+        sizes = AttentionShape(
+            batch, count, count, config.heads, config.heads, head_dim, self.x.dtype, padded=False, quantised=False
+        )
+        self.attention = choose(attention, sizes, current(self.x.device))
+        self.detail = f"fused ops, {self.x.dtype}, {self.attention.detail}"
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        w, seen, tokens = self.weights, inputs["image_tokens"], inputs["tokens"]
+        batch, rows = self.batch, len(w.positions)
+        x = self.x.view(batch, rows, -1)
+        x[:, : seen.shape[2]] = seen[:, 0]
+        x[:, seen.shape[2] :] = F.embedding(tokens, w.embed)
+        self._norm(self.positions, w.norm)
+        for layer in w.layers:
+            self._layer(layer)
+        context, others = outputs["context"], (self.views - 1) * seen.shape[2]
+        made = self.x.new_empty(batch * rows, context.shape[2])
+        gemm(self.x, w.text, made)
+        context.copy_(w.base.expand_as(context))
+        context[:, :rows] += made.view(batch, rows, -1)
+        if others:
+            made = made.new_empty(batch * others, context.shape[2])
+            gemm(seen[:, 1:].reshape(batch * others, -1), w.view, made)
+            context[:, rows : rows + others] += made.view(batch, others, -1)
+
+    def _norm(self, y: Tensor, norm: Affine) -> None:
+        post_norm(self.x, y, *norm, self.x, eps=EPS)
+
+    def _layer(self, layer: EncoderLayerWeights) -> None:
+        gemm(self.x, layer.qkv, self.qkv)
+        q, k, v = self.qkv.view(self.batch, len(self.weights.positions), 3, self.config.heads, -1).unbind(2)
+        context = self.context.view(self.batch, len(self.weights.positions), -1)
+        attend(self.attention.backend, q, k, v, context, None, tile=self.attention.tile)
+        gemm(self.context, layer.out, self.y)
+        self._norm(self.y, layer.norms[0])
+        gemm(self.x, layer.up, self.hidden, Epilogue(activation=Activation.GELU_ERF), workspace=(self.hidden,))
+        gemm(self.hidden, layer.down, self.y)
+        self._norm(self.y, layer.norms[1])
+
+
+# -- once a step --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoopWeights:
+    """The transformer and what surrounds it, float32 but for `stack`.
+
+    Attributes:
+        noisy: Product of noisy actions (A, W), zero for grippers.
+        state: That of the state (S, W), zero for grippers.
+        places: What the rows of actions have without either (H, W).
+        head, head_bias: Of rows without the last norm's weights, (A, W) and (A,).
+    """
+
+    stack: StackWeights
+    noisy: Tensor
+    state: Tensor
+    places: Tensor
+    head: Tensor
+    head_bias: Tensor
+
+    @classmethod
+    def of(cls, model: Xvla, precision: Precision) -> LoopWeights:
+        """Prepare the weights of a model."""
+        config = model.config
+        stack = stack_weights(model, "layers", config.block, config.depth, precision)
+        with model.present("action_in", "action_out", "norm", "position_embedding"):
+            noisy, state = (rows.clone() for rows in _parts(model)[:2])
+            for rows in (noisy, state):
+                for gripper in config.grippers:
+                    rows[gripper] = 0.0
+            places = model.position_embedding[: config.action_horizon].float() + model.action_in.bias.float()
+            head, bias = fold(
+                model.action_out.weight, model.action_out.bias, model.norm.weight.double(), model.norm.bias
+            )
+        assert bias is not None
+        return cls(stack, noisy, state, places, head.T.contiguous(), bias)
+
+
+def _parts(model: Xvla) -> Sequence[Tensor]:
+    """The product of an action's row, in the parts of its actions, the state and the time, float32."""
+    config = model.config
+    return model.action_in.weight.T.float().split((config.action_dim, config.state_dim, config.time_dim))
+
+
+class NativeLoop:
+    """The program of all steps. Inputs `noise` (B, H, A) and `state` (B, S) float32 and `context` (B, C, W); output
+    `actions` (B, H, A) float32."""
+
+    def __init__(
+        self, weights: LoopWeights, times: Sequence[float], steps: Tensor, config: XvlaConfig, rows: Rows,
+        attention: str,
+    ) -> None:  # fmt: skip
+        """`steps` (n, W): what each time adds to the rows of actions."""
+        self.weights, self.times, self.steps, self.config, self.rows = weights, times, steps, config, rows
+        self.stack = StackPlan(weights.stack, rows, attention)
+        self.attention, self.chain = self.stack.attention, self.stack.chain
+        self.detail = f"fused ops, {self.stack.kind}, {self.stack.detail}"
+        count, horizon, device = rows.batch, config.action_horizon, steps.device
+        self.embedded = torch.empty(count, rows.tokens, config.width, dtype=self.stack.x.dtype, device=device)
+        self.zero = torch.zeros(1, config.width, dtype=self.stack.x.dtype, device=device)
+        self.noisy = torch.empty(count, horizon, config.action_dim, device=device)
+        self.actions, self.made = (
+            torch.empty_like(self.noisy),
+            torch.empty(count * horizon, config.width, device=device),
+        )
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        w, stack, horizon = self.weights, self.stack, self.config.action_horizon
+        self.embedded[:, horizon:] = inputs["context"]
+        given = torch.mm(inputs["state"], w.state)[:, None] + w.places
+        self.actions.zero_()
+        for time, step in zip(self.times, self.steps, strict=True):
+            torch.lerp(self.actions, inputs["noise"], time, out=self.noisy)
+            torch.addmm((given + step).flatten(0, 1), self.noisy.flatten(0, 1), w.noisy, out=self.made)
+            self.embedded[:, :horizon] = self.made.view(len(given), horizon, -1)
+            with self.chain:
+                stack.enter(self.embedded.flatten(0, 1), self.zero)
+                stack.run()
+                normed = stack.output()
+            last = normed.view(self.rows.batch, self.rows.tokens, -1)[:, :horizon]
+            torch.addmm(w.head_bias, last.flatten(0, 1).float(), w.head, out=self.actions.flatten(0, 1))
+        outputs["actions"].copy_(self.actions)
+        for gripper in self.config.grippers:
+            outputs["actions"][..., gripper].sigmoid_()
+
+
+# -- the store ----------------------------------------------------------------------------------------------------
+
+
+class XvlaStore(NativeStore[Xvla]):
+    """Prepared weights of one X-VLA."""
+
+    def vision(self, sizes: Sequence[Size], batch: int, spec: EngineSpec) -> Program:
+        """The program of images."""
+        model, config = self.model, self.model.config
+        precision = self.precision("vision", spec)
+        weights = self.weights(("vision", precision), lambda: VisionWeights.of(model, precision))
+        last = config.vision.sizes(config.fitted(sizes[0]))[-1]
+        positions = self.weights(("vision", precision, last), lambda: self._positions(last, compute_dtype(precision)))
+        return NativeVision(weights, positions, config, sizes, batch, spec.attention)
+
+    def _positions(self, size: Size, dtype: torch.dtype) -> Tensor:
+        with self.model.present("rows", "columns", "frame"):
+            return self.model.view_positions(size).to(dtype)
+
+    def kv_cache(self, views: int, size: Size, batch: int, spec: EngineSpec) -> Program:
+        """The program of the text encoder. `size`: of the network's images."""
+        model, config = self.model, self.model.config
+        precision = self.precision("kv_cache", spec)
+        rows, context = config.view_tokens(size) + config.max_token_len, config.context_tokens(size)
+        key = ("kv_cache", precision, rows, context)
+        weights = self.weights(key, lambda: ContextWeights.of(model, precision, rows, context))
+        return NativeContext(weights, config.encoder, views, batch, spec.attention)
+
+    def denoise(self, schedule: Schedule, size: Size, batch: int, spec: EngineSpec) -> Program:
+        """The program of all steps."""
+        model, config, products = self.model, self.model.config, QUANTISED["denoise"]["native"]
+        name = self.precision("denoise", spec, products)
+        precision = Precision(name, products.without(spec.keep), self.scales)
+        weights = self.weights(("denoise", name, tuple(spec.keep)), lambda: LoopWeights.of(model, precision))
+        steps = self.weights(("denoise", schedule), lambda: self._steps(schedule))
+        rows = Rows(batch, config.action_horizon + config.context_tokens(size))
+        return NativeLoop(weights, model.times(schedule).tolist(), steps, config, rows, spec.attention)
+
+    def _steps(self, schedule: Schedule) -> Tensor:
+        with self.model.present("action_in"):
+            times = self.model.time_embedding(self.model.times(schedule)).to(self.model.device)
+            return times @ _parts(self.model)[2]
