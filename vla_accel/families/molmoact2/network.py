@@ -195,21 +195,19 @@ class MolmoAct2Config:
         """Where the squares of patches are among the tokens of a view."""
         return [place for place, token in enumerate(self.frame()) if token == self.markers.patch]
 
-    def image_rows(self, views: int) -> list[int]:
-        """Where the tokens of `views` images are in a prompt."""
-        first, each = self.edge if views > 1 else 1, self.image_tokens
-        return [first + view * (each + self.between) + token for view in range(views) for token in range(each)]
-
     def is_image(self, views: int, tokens: int) -> Tensor:
         """Which of a prompt's `tokens` are images', (tokens,) bool."""
-        image = set(self.image_rows(views))
-        return torch.tensor([place in image for place in range(tokens)])
+        first, each = self.edge if views > 1 else 1, self.image_tokens
+        rows = torch.arange(tokens) - first
+        apart = each + self.between
+        return (rows >= 0) & (rows < views * apart) & (rows % apart < each)
 
     def order(self, views: int, text: int) -> Tensor:
         """The prompt out of image tokens and then `text` text tokens, int64 (S,)."""
-        image = self.image_rows(views)
-        places = [*image, *sorted(set(range(len(image) + text)) - set(image))]
-        return torch.tensor(sorted(range(len(places)), key=places.__getitem__))
+        image = views * self.image_tokens
+        is_image = self.is_image(views, image + text)
+        before = is_image.cumsum(0)
+        return torch.where(is_image, before - 1, image + torch.arange(image + text) - before)
 
     def prefix_tokens(self, views: int, tokens: int) -> int:
         """Tokens of a prompt that the expert sees, of so many views and text tokens."""
@@ -395,7 +393,7 @@ class MolmoAct2(FlowNetwork):
         """Features of squares of patches (N, T, 4, features) as the tokens of a view (N, image_tokens, width): its
         markers, to whose embeddings the features are added."""
         frame, pooled = torch.tensor(self.config.frame(), device=features.device), self.pooling(features)
-        tokens = self.embed(frame).to(features.dtype).expand(len(features), -1, -1)
+        tokens = self.embed(frame).to(features.dtype)
         # Without a scatter, which TensorRT-RTX lacks.
         is_patch = frame == self.config.markers.patch
         own = pooled[:, (is_patch.cumsum(0) - 1).clamp(min=0)]
