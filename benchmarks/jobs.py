@@ -183,6 +183,8 @@ JOBS: tuple[Job, ...] = (
       for model in ("groot_n16", "groot_n15")),
     bench("vla_jepa", "--model vla_jepa --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 "
           "--calls 50 --profile", "lerobot"),
+    bench("evo1", "--model evo1 --systems native-bf16,native-fp8,native-int8-denoise,eager,lerobot-eager,"
+          "lerobot-compile --views 2 --steps 32,10 --batch 1,2,4 --calls 40 --profile", "lerobot"),
     bench("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-graph --views 2 "
           "--steps 10,3 --calls 40 --profile", "lerobot"),
     bench("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-compile --views 2 "
@@ -191,6 +193,9 @@ JOBS: tuple[Job, ...] = (
           "lerobot-compile-bf16 --views 2 --steps 10,5,3 --batch 1,2,4 --calls 40 --profile", "lerobot"),
     *(bench(model, f"--model {model} --systems native-bf16,eager --views 2 --calls 50 --profile")
       for model in ("starvla_groot", "starvla_pi", "starvla_oft")),
+    *(bench(name, "--model openvla_oft --systems native-bf16,native-fp8,native-int8-denoise,eager --batch 1,2 "
+            f"--views {views} --calls 50 --profile")
+      for name, views in (("openvla_oft", 2), ("openvla_oft_one_view", 1))),
     bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "
           "--calls 20"),
     bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla"),

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from vla_accel.attachment import attach
     from vla_accel.config import EngineSpec, PolicyConfig, load_config
     from vla_accel.policy import OptimizedPolicy
 
 _MODULES = {
+    "attach": "vla_accel.attachment",
     "OptimizedPolicy": "vla_accel.policy",
     "PolicyConfig": "vla_accel.config",
     "EngineSpec": "vla_accel.config",
     "load_config": "vla_accel.config",
 }
 
-__all__ = ["EngineSpec", "OptimizedPolicy", "PolicyConfig", "__version__", "load_config"]
+__all__ = ["EngineSpec", "OptimizedPolicy", "PolicyConfig", "__version__", "attach", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -52,11 +52,37 @@ def _resampled(count: int, between: int, out: int, first: str) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class CentreCrop:
+    """Resizes whole images to squares of `size`, after JPEG (`kernels.image.jpeg`), by TensorFlow's antialiased Lanczos
+    filter, and enlarges the middle of them, `part` of each side, to the same size by its `crop_and_resize`."""
+
+    size: int
+    part: float
+
+    def keeps(self, height: int, width: int) -> bool:
+        """Return whether an image has the size already, so that it is only cropped."""
+        return (height, width) == (self.size, self.size)
+
+    def weights(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return float64 (size, height) and (size, width) of the Lanczos filter, as `Resampling.weights`."""
+        return lanczos_weights(height, self.size), lanczos_weights(width, self.size)
+
+    def neighbours(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what `neighbours` returns, of the middle: TensorFlow's float32 positions."""
+        last, part = np.float32(self.size - 1), np.float32(self.part)
+        start = (np.float32(1) - part) / np.float32(2)
+        step = (start + part - start) * last / last
+        place = start * last + np.arange(self.size, dtype=np.float32) * step
+        low = np.floor(place)
+        return low.astype(np.int64), np.ceil(place).astype(np.int64), place - low
+
+
+@dataclass(frozen=True)
 class Cameras:
     """The (height, width) of each view, where the device resizes camera images to the model's size by `method`."""
 
     sizes: tuple[tuple[int, int], ...]
-    method: Resize | Resampling
+    method: Resize | Resampling | CentreCrop
 
 
 def fitted(height: int, width: int, size: int) -> tuple[int, int, int, int]:
@@ -104,6 +130,11 @@ def bicubic_weights(count: int, out: int) -> np.ndarray:
         return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
 
     return _filtered(count, out, 2, cubic)
+
+
+def lanczos_weights(count: int, out: int) -> np.ndarray:
+    """Return the weights float64 (out, count) of one axis of the antialiased Lanczos filter of three lobes."""
+    return _filtered(count, out, 3, lambda x: np.where(x < 3.0, np.sinc(x) * np.sinc(x / 3.0), 0.0))
 
 
 def bilinear_weights(count: int, out: int) -> np.ndarray:

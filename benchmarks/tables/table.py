@@ -13,8 +13,9 @@ from vla_accel.files import without_folders
 MODELS = {
     "pi05": "π0.5", "pi0": "π0", "smolvla": "SmolVLA", "groot": "GR00T N1.7", "groot_n16": "GR00T N1.6",
     "groot_n15": "GR00T N1.5", "pi0_fast": "π0-FAST", "act": "ACT", "diffusion_policy": "Diffusion Policy",
-    "vla_jepa": "VLA-JEPA", "fastwam": "FastWAM", "molmoact2": "MolmoAct2", "xvla": "X-VLA",
+    "vla_jepa": "VLA-JEPA", "evo1": "Evo-1", "fastwam": "FastWAM", "molmoact2": "MolmoAct2", "xvla": "X-VLA",
     "starvla_groot": "starVLA QwenGR00T", "starvla_pi": "starVLA QwenPI", "starvla_oft": "starVLA QwenOFT",
+    "openvla_oft": "OpenVLA-OFT",
 }  # fmt: skip
 """Display names of the model families."""
 Row = Mapping[str, Any]

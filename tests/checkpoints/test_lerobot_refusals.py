@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import fastwam_folders, molmoact2_folders, vla_jepa_folders, xvla_folders
+from tests.support import evo1_folders, fastwam_folders, molmoact2_folders, vla_jepa_folders, xvla_folders
 from tests.support.lerobot_folders import KINDS, made, write
 from tests.support.lerobot_saved import Change, configure, edit, relative, saved_files, step, together, without
 from vla_accel.checkpoints.lerobot_settings import FIELDS, STEPS
@@ -170,7 +170,7 @@ def test_a_fixed_field_is_refused_by_name(kind: str, name: str, setting: Setting
 
 @pytest.mark.parametrize("name", [*STEPS])
 def test_an_unknown_setting_of_a_step_is_refused(name: str, tmp_path: Path) -> None:
-    others = vla_jepa_folders.write, fastwam_folders.write, molmoact2_folders.write
+    others = vla_jepa_folders.write, evo1_folders.write, fastwam_folders.write, molmoact2_folders.write
     own = (partial(xvla_folders.write, variant=variant) for variant in ("plain", "libero", "agibot"))
     writers = [*(partial(write, kind=kind) for kind in KINDS), *others, *own]
     folders = (make(tmp_path / str(number)) for number, make in enumerate(writers))

@@ -145,7 +145,11 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
         (CONFIG, "--targets ada", "target: expected a compute capability like sm89 or 8.9, got 'ada'"),
         (CONFIG, "--targets sm90", "TensorRT-RTX does not run on compute capability 9.0; it runs on 7.5,"),
         (CONFIG, "", "there is no GPU to build for; name the GPUs, as in --targets sm89,sm120"),
-        (CONFIG, "--targets sm89 --model pi7", "groot_n15, groot_n16, groot_n17, pi0, pi05, pi05_demo, pi0_fast, "),
+        (
+            CONFIG,
+            "--targets sm89 --model pi7",
+            "openvla_oft, pi0, pi05, pi05_demo, pi0_fast, ",
+        ),
         ("vision: {engine: tensorrt}", "", "no usable TensorRT"),
         ("vision: {engine: tensorrt_rtx, tensorrt: {targets: [x]}}", "", "target: expected a compute capability"),
         ("vision: {engine: tensorrt_rtx, tensorrt: {refits: true}}", "", "vision.tensorrt.refits: did you mean"),

@@ -39,6 +39,7 @@ remote: transforms
 client: remote transforms
 server: config remote transforms
 policy: component config engines families fp8 kernels latency ledger machine nn remote runtime transforms
+attachment: checkpoints config families nn policy transforms
 measure: checkpoints client component config engines families fp8 kernels latency machine nn policy progress remote
     server transforms
 tune: config engines fp8 kernels measure policy
@@ -135,7 +136,7 @@ def test_the_package_imports_downwards(path: Path) -> None:
     inner = path.relative_to(ROOT / "vla_accel").with_suffix("").parts
     part = inner[0]
     if part == "__init__":
-        assert parts_used(path) <= {"config", "policy"}
+        assert parts_used(path) <= {"attachment", "config", "policy"}
         return
     assert part in ALLOWED, f"vla_accel/{part} is new: give it a row here"
     # The package itself carries the version, which the breakdown and the command line name.
@@ -217,7 +218,7 @@ def test_public_names() -> None:
     import vla_accel
 
     names = {name for name in vla_accel.__all__ if getattr(vla_accel, name) is not None}
-    assert names == {"EngineSpec", "OptimizedPolicy", "PolicyConfig", "load_config", "__version__"}
+    assert names == {"EngineSpec", "OptimizedPolicy", "PolicyConfig", "attach", "load_config", "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'Policy'"):
         _ = vla_accel.Policy
 

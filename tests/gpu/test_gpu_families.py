@@ -11,15 +11,25 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import groot_folders, tiny_act, tiny_diffusion_policy, tiny_pi0_fast, tiny_smolvla
+from tests.support import (
+    evo1_folders,
+    groot_folders,
+    openvla_oft_folders,
+    tiny_act,
+    tiny_diffusion_policy,
+    tiny_pi0_fast,
+    tiny_smolvla,
+)
 from tests.support.agreement import assert_as_near
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.families.act.family import ACT
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
+from vla_accel.families.evo1.family import EVO1
 from vla_accel.families.fastwam.family import FASTWAM
 from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16
 from vla_accel.families.molmoact2.family import MOLMOACT2
+from vla_accel.families.openvla_oft.family import OPENVLA_OFT
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.native_decode import TURN
 from vla_accel.families.smolvla.family import SMOLVLA
@@ -59,7 +69,9 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (SMOLVLA, {"denoise": "int8"}), (GROOT, {}), (GROOT, {"denoise": "fp8"}), (GROOT, {"denoise": "int8"}),
         (GROOT_N16, {}), (GROOT_N16, {"denoise": "fp8"}), (GROOT_N15, {}), (GROOT_N15, {"denoise": "fp8"}),
         (VLA_JEPA, {}), (VLA_JEPA, {"denoise": "fp8"}), (VLA_JEPA, {"denoise": "int8"}), (ACT, {}),
+        (EVO1, {}), (EVO1, {"denoise": "fp8"}), (EVO1, {"denoise": "int8"}),
         (STARVLA_GROOT, {}), (STARVLA_PI, {}), (STARVLA_OFT, {}),
+        (OPENVLA_OFT, {}), (OPENVLA_OFT, {"decode": "fp8"}),
         (DIFFUSION_POLICY, {}), (DIFFUSION_POLICY, {"denoise": "int8"}),
         (MOLMOACT2, {}), (MOLMOACT2, {"denoise": "fp8"}), (MOLMOACT2, {"denoise": "int8"}),
         (FASTWAM, {}), (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
@@ -132,6 +144,26 @@ def test_act_is_as_near_as_eager(batch: int, libero: bool, tmp_path: Path) -> No
     assert_as_near(*answers)
 
 
+@pytest.mark.parametrize("variant", openvla_oft_folders.VARIANTS)
+def test_openvla_oft_is_as_near_as_eager(variant: str, tmp_path: Path) -> None:
+    """Batches of several prompt lengths in one graph, with images that the device resizes and crops; every call again
+    the same."""
+    folder = openvla_oft_folders.write(tmp_path, variant)
+    preset = openvla_oft_folders.preset(tmp_path, variant)
+    sizes = openvla_oft_folders.ODD
+    given = [openvla_oft_folders.given(variant, index, sizes) for index in range(3)]
+    answers = []
+    for precision, engine in (("bf16", "native"), ("bf16", "eager"), ("fp32", "eager")):
+        config = replace(settings(OPENVLA_OFT, precision, engine), preset=preset)
+        policy = OptimizedPolicy.from_pretrained(folder, config)
+        first, again = (np.stack([r["actions"] for r in policy.infer_batch(given)]) for _ in range(2))
+        np.testing.assert_array_equal(first, again)
+        # LIBERO's gripper has three values.
+        answers.append(torch.from_numpy(first if variant == "aloha" else first[..., :6]))
+        assert used(policy) - {"cuda_graph"} == {engine}
+    assert_as_near(*answers)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_diffusion_policy_is_as_near_as_eager(batch: int, tmp_path: Path) -> None:
     """Frames of two cameras and two moments, and new noise at each step."""
@@ -189,6 +221,32 @@ def test_guided_and_plain_calls_of_groot_share_a_graph(groot_folder: Path) -> No
     np.testing.assert_allclose(guided[0][:2, :6], chunk[:2, :6], atol=1e-5)
     np.testing.assert_allclose(guided[0][:, :6], guided[1][:, :6], atol=0.1)
     np.testing.assert_array_equal(native.infer(one, noise=noise)["actions"], plain)
+
+
+# -- Evo-1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("denoise", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_evo1_is_as_near_as_eager(flow_folders: dict[str, Path], batch: int, denoise: Any) -> None:
+    """Prompts of three lengths, guided and not, with images that the device resizes."""
+    configs = (
+        settings(EVO1, "bf16", "native", denoise=denoise), settings(EVO1, "bf16", "eager"),
+        settings(EVO1, "fp32", "eager"),
+    )  # fmt: skip
+    given = evo1_folders.given("resized")[:batch]
+    chunk = np.full((4, 7), 0.3)
+    policies = [OptimizedPolicy.from_pretrained(flow_folders["evo1"], config) for config in configs]
+    for guided in ({}, {"prev_chunks": [chunk] * batch, "inference_delays": [2] * batch}):
+        rows = []
+        for policy in policies:
+            policy.infer_batch(given, noise=evo1_folders.noise()[:batch], **guided)
+            rows.append(policy.pipelines.newest.outputs["actions"].cpu().clone())
+        assert policies[0].pipelines.newest.captured is not None, "a whole call in graphs"
+        if denoise == "auto":
+            assert_as_near(*rows)
+        else:
+            assert cosine(rows[0].numpy(), rows[2].numpy()) >= 0.95
 
 
 # -- π0-FAST ----------------------------------------------------------------------------------------------------------

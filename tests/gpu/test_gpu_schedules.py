@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import groot_folders, tiny_smolvla
+from tests.support import evo1_folders, groot_folders, tiny_smolvla
 from tests.support.agreement import assert_as_near
 from tests.support.gpu_policies import EAGER, NATIVE, load, noise_for
 from tests.support.tiny import tiny_observation
@@ -22,13 +22,14 @@ pytestmark = pytest.mark.gpu
 TIMES = (1.0, 0.3, 0.01, 0.0)
 OBSERVATIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "smolvla": tiny_smolvla.observation,
+    "evo1": evo1_folders.observation,
     **groot_folders.OBSERVATIONS,
 }
 
 
 @pytest.mark.parametrize("start", [None, 0.5])
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
-@pytest.mark.parametrize("family", ["pi05", "pi0", "smolvla", "groot", "groot_n16", "groot_n15"])
+@pytest.mark.parametrize("family", ["pi05", "pi0", "smolvla", "groot", "groot_n16", "groot_n15", "evo1"])
 def test_placed_steps_are_as_near_as_eager(
     family: str, kernels: Literal["auto", "portable"], start: float | None, folders: dict[str, Path],
     flow_folders: dict[str, Path],

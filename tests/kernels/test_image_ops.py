@@ -112,7 +112,7 @@ def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_triton
-@pytest.mark.parametrize(("options", "count"), [(["--few"], 60), pytest.param([], 132, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("options", "count"), [(["--few"], 68), pytest.param([], 149, marks=pytest.mark.slow)])
 def test_kernels_compute_what_the_references_do(options: list[str], count: int) -> None:
     cases = [line.split(" ", 1) for line in lines_of("interpret_image", *options)]
     assert len(cases) == count

@@ -35,3 +35,25 @@ def write_pusht(folder: Path) -> Path:
     for path in folder.glob("policy_*.safetensors"):
         save_file(table, path)
     return folder
+
+
+def write_act(folder: Path, cameras: dict[str, tuple[int, int]], count: int) -> None:
+    """A small ACT with `count` numbers of state and action, as lerobot saves it."""
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.act.configuration_act import ACTConfig
+    from lerobot.policies.act.modeling_act import ACTPolicy
+    from lerobot.policies.factory import make_pre_post_processors
+
+    inputs = {key: PolicyFeature(FeatureType.VISUAL, (3, *size)) for key, size in cameras.items()}
+    inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (count,))
+    config = ACTConfig(
+        input_features=inputs, output_features={"action": PolicyFeature(FeatureType.ACTION, (count,))}, chunk_size=6,
+        n_action_steps=3, dim_model=64, n_heads=4, dim_feedforward=96, n_encoder_layers=1, latent_dim=8,
+        pretrained_backbone_weights=None, device="cpu", push_to_hub=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    table = {key: {"mean": torch.full((3, 1, 1), 0.5), "std": torch.full((3, 1, 1), 0.3)} for key in cameras}
+    for key in ("observation.state", "action"):
+        table[key] = {"mean": torch.linspace(200, 300, count), "std": torch.linspace(100, 80, count)}
+    for part in (ACTPolicy(config), *make_pre_post_processors(config, dataset_stats=table)):
+        part.save_pretrained(folder)

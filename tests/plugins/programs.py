@@ -35,9 +35,9 @@ def run(words: list[str], cwd: Path, **more: str) -> str:
 
 
 @contextmanager
-def process(words: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A program that runs until the block ends; what it wrote is shown if the block fails."""
-    with (cwd / "process.log").open("w+") as log:
+def process(words: list[str], cwd: Path, name: str = "process.log") -> Iterator[subprocess.Popen[str]]:
+    """A program that runs until the block ends; what it wrote, in the file `name`, is shown if the block fails."""
+    with (cwd / name).open("w+") as log:
         started = subprocess.Popen(_program(words), cwd=cwd, env=_environment({}), stdout=log, stderr=log, text=True)
         try:
             yield started
@@ -84,7 +84,7 @@ def _program(words: list[str]) -> list[str]:
 def _environment(more: dict[str, str]) -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *sorted((ROOT / "plugins").iterdir())))),
         "HF_HUB_OFFLINE": "1",
         "SDL_VIDEODRIVER": "dummy",
         "MUJOCO_GL": os.environ.get("MUJOCO_GL", "osmesa"),

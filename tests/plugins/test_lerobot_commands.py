@@ -18,14 +18,15 @@ pytest.importorskip(
 import torch
 import yaml
 
-from tests.plugins.folders import write_arm, write_pusht
+from tests.plugins.folders import write_act, write_arm, write_pusht
 from tests.plugins.programs import free_port, process, reachable, replaced, run, until
 from tests.support.pages import ROOT, commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 SHOWN = [command.line for command in commands(ROOT / "docs/lerobot.md")]
 INSTALL, LIBERO = "pip install '.[checkpoints]' ", "pip install 'lerobot[libero]' "
-BY_TYPE, BY_PATH = "lerobot-eval --policy.type=", "lerobot-eval --policy.path="
+BY_TYPE, BY_PATH = "lerobot-eval --policy.type=", "lerobot-eval --policy.path=accelerated"
+EXPORT, ATTACHED = "export VLA_ACCEL_ATTACH=", "lerobot-eval --policy.path=path/to/policy"
 FOLDER, ROLLOUT = "python -m lerobot_policy_vla_accel ", "lerobot-rollout "
 SERVER, CLIENT = "python -m lerobot_policy_vla_accel.policy_server ", "python -m lerobot.async_inference.robot_client "
 # The client has no option that finds a robot of another package that is not installed.
@@ -84,6 +85,45 @@ def test_lerobot_eval_by_type_and_by_path(pusht: Path) -> None:
     assert first["avg_sum_reward"] == second["avg_sum_reward"]
 
 
+@pytest.fixture(scope="module")
+def act(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workplace with two small ACT policies as lerobot saves them, for PushT and for the toy robot."""
+    folder = tmp_path_factory.mktemp("act")
+    write_act(folder / "policy", {"observation.image": (96, 96)}, 2)
+    write_act(folder / "arm", {f"observation.images.{name}": (48, 64) for name in ("front", "wrist")}, 6)
+    return folder
+
+
+def test_lerobot_eval_runs_lerobots_own_folder_on_the_engines(act: Path) -> None:
+    found = {}
+    (variable,) = [line.removeprefix("export ").partition("=") for line in SHOWN if line.startswith(EXPORT)]
+    for value in ("0", variable[2]):
+        words = shown(
+            ATTACHED, "--policy.path=policy", *PUSHT, *SMALL, "--policy.device=cpu", f"--output_dir=eval{value}"
+        )
+        said = run(words, act, **{variable[0]: value})
+        assert ("ACTPolicy runs on vla_accel" in said) is (value != "0") and "is not accelerated" not in said
+        found[value] = outcome(act / f"eval{value}")["avg_sum_reward"]
+    assert found["0"] == pytest.approx(found["1"], rel=1e-3)
+
+
+def test_the_async_server_attaches_lerobots_own_policy(act: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLA_ACCEL_ATTACH", "1")
+    port, log = free_port(), act / "client.jsonl"
+    client = shown(
+        CLIENT, f"--server_address=127.0.0.1:{port}", "--policy_device=cpu", "--robot.type=toy_arm",
+        "--policy_type=act", "--pretrained_name_or_path=arm", f"--robot.log={log}", "--actions_per_chunk=4",
+        "--robot.height=48", "--robot.width=64",
+    )  # fmt: skip
+    client = ["python", "-c", CLIENT_WITH_TOY, *without(client, "--robot.port", "--robot.cameras")[3:]]
+    with process(shown(SERVER, f"--port={port}"), act, "server.log") as server:
+        until(lambda: reachable(port), server)
+        with process(client, act) as robot:
+            until(lambda: log.is_file() and len(log.read_text().splitlines()) > 8, robot)
+    said = (act / "server.log").read_text()
+    assert "ACTPolicy runs on vla_accel" in said and "is not accelerated" not in said
+
+
 @pytest.mark.parametrize("inference", ["rtc", "sync"])
 def test_lerobot_rollout_drives_a_robot(arm: Path, inference: str) -> None:
     log = arm / f"{inference}.jsonl"
@@ -133,5 +173,5 @@ def test_lerobot_eval_in_libero(tmp_path: Path) -> None:
 
 
 def test_every_command_of_the_page_is_run_here() -> None:
-    starts = (INSTALL, LIBERO, BY_TYPE, BY_PATH, FOLDER, ROLLOUT, SERVER, CLIENT)
+    starts = (INSTALL, LIBERO, EXPORT, ATTACHED, BY_TYPE, BY_PATH, FOLDER, ROLLOUT, SERVER, CLIENT)
     assert [sum(line.startswith(start) for line in SHOWN) for start in starts] == [1] * len(starts) == [1] * len(SHOWN)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support import (
+    evo1_folders,
     groot_folders,
     molmoact2_folders,
     starvla_folders,
@@ -26,17 +27,22 @@ from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
 from vla_accel.engines.tensorrt_plan import content_key
 from vla_accel.errors import ConfigError
+from vla_accel.families.evo1.network import Evo1
 from vla_accel.families.loading import load as load_checkpoint
 from vla_accel.nn.dit import DitNetwork
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.padding import real_tokens
 from vla_accel.policy import ahead_of_time
 
 TIMES = (1.0, 0.3, 0.01, 0.0)
-FAMILIES = ("pi0", "pi05", "smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "molmoact2")
+FAMILIES = (
+    "pi0", "pi05", "smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "evo1", "molmoact2",
+)  # fmt: skip
 OBSERVATIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
     "smolvla": tiny_smolvla.observation,
     "vla_jepa": vla_jepa_folders.observation,
     "starvla_groot": starvla_folders.observation,
+    "evo1": evo1_folders.observation,
     "molmoact2": lambda seed: molmoact2_folders.given()[seed],
     **groot_folders.OBSERVATIONS,
 }
@@ -78,10 +84,17 @@ def plain_euler(policy: OptimizedPolicy, times: Tensor, dts: Sequence[float], st
         for step, dt in enumerate(dts):
             x = x + -dt * model.head.velocity(x, constants, step, token, cache, lengths)
         return x
+    if isinstance(model, Evo1):
+        assert model.moments(schedule) == [int(999 * (1 - time) + 1e-3) for time in times.tolist()]
+        constants, x, keys = model.constants(schedule), model.head.of_robot(x), inputs["keys"]
+        mask = real_tokens(inputs["lengths"], keys.shape[2]) if "lengths" in inputs else None
+        for step, dt in enumerate(dts):
+            time = constants.time[step]
+            x = x + -dt * model.head.velocity(x, time, constants.positions, keys, inputs["values"], mask)
+        return x
     embeddings, rows = model.conditioning(times)
-    keys, values, lengths, mask = inputs["keys"], inputs["values"], inputs.get("lengths"), None
-    if lengths is not None:
-        mask = torch.arange(keys.shape[2]) < lengths[:, None]
+    keys, values = inputs["keys"], inputs["values"]
+    mask = real_tokens(inputs["lengths"], keys.shape[2]) if "lengths" in inputs else None
     for step, dt in enumerate(dts):
         row = None if rows is None else rows[step]
         v = model.velocity(x, embeddings[step], row, inputs.get("state"), keys, values, mask)

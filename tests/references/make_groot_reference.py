@@ -310,8 +310,8 @@ def model_cases(model: Any, full: bool) -> dict[str, torch.Tensor]:
     return {**tensors, "rtc.previous": previous, "rtc.steps4": found.contiguous()}
 
 
-def robot_cases(folder: Path, out: Path, tokenizer: Any) -> dict[str, Any]:
-    """Whole observations through lerobot's own pipelines on the raw checkpoint, which are saved with the policy."""
+def small_processor(tokenizer: Any) -> Any:
+    """Qwen's processor with a small tokenizer."""
     image_processor = transformers.Qwen2VLImageProcessor(
         patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,
         size={"shortest_edge": 65536, "longest_edge": 16777216},
@@ -321,14 +321,24 @@ def robot_cases(folder: Path, out: Path, tokenizer: Any) -> dict[str, Any]:
         chat_template=TEMPLATE,
     )  # fmt: skip
     processor.tokenizer.padding_side = "left"
+    return processor
+
+
+def config_of(folder: Path) -> Any:
+    """The config of lerobot's policy around the checkpoint in Isaac-GR00T's layout."""
     features = {
         f"observation.images.{n}": PolicyFeature(FeatureType.VISUAL, (3, 256, 256)) for n in ("image", "image2")
     }
     features["observation.state"] = PolicyFeature(FeatureType.STATE, (8,))
-    config = GrootConfig(
+    return GrootConfig(
         input_features=features, output_features={"action": PolicyFeature(FeatureType.ACTION, (7,))},
         base_model_path=str(folder), embodiment_tag=TAG, device="cpu", use_bf16=False, chunk_size=8, n_action_steps=6,
     )  # fmt: skip
+
+
+def robot_cases(folder: Path, out: Path, tokenizer: Any) -> dict[str, Any]:
+    """Whole observations through lerobot's own pipelines on the raw checkpoint, which are saved with the policy."""
+    processor, config = small_processor(tokenizer), config_of(folder)
     with (
         mock.patch.object(groot_n1_7, "_cosmos_reason2_qwen3_vl_config", small_backbone),
         mock.patch.object(processor_groot, "_build_n1_7_processor", lambda name: processor),

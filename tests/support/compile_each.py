@@ -2,10 +2,10 @@
 
     python -m tests.support.compile_each KIND [VERSION] [--count]
 
-for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam`, `molmoact2` and `decode`, what
-the programs of GR00T, FastWAM and MolmoAct2 and π0-FAST's decode launch; `int8`, products by every tile that a build
-would measure; `each`, once each kernel and type of operands that compile_kernels.py does not compile for every
-capability. Prints its rows; with `--count` the number of launches, of Triton's kernels alone.
+for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam`, `evo1`, `molmoact2` and
+`decode`, what the programs of GR00T, FastWAM, Evo-1 and MolmoAct2 and π0-FAST's decode launch; `int8`, products by
+every tile that a build would measure; `each`, once each kernel and type of operands that compile_kernels.py does not
+compile for every capability. Prints its rows; with `--count` the number of launches, of Triton's kernels alone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from tests.support import compile_kernels
 from tests.support.compile_kernels import META, MODELS, Launch, compile_on, print_row, recorded, source_of, types_of
 from tests.support.gpus import ARCHITECTURES
 from tests.support.runtimes import steered
+from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
 from vla_accel.families.act.family import ACT
 from vla_accel.families.act.network import act
 from vla_accel.families.diffusion_policy.bench import ddpm
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
+from vla_accel.families.evo1.family import EVO1, Evo1Shape
+from vla_accel.families.evo1.network import evo1
 from vla_accel.families.family import Family, Shape
 from vla_accel.families.fastwam.components import FastWamShape
 from vla_accel.families.fastwam.components import components as wam_components
@@ -40,6 +43,9 @@ from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
 from vla_accel.families.molmoact2.family import MOLMOACT2
 from vla_accel.families.molmoact2.network import molmoact2
+from vla_accel.families.openvla_oft.family import OPENVLA_OFT, OftShape
+from vla_accel.families.openvla_oft.native import OftStore
+from vla_accel.families.openvla_oft.network import OpenVlaOft, openvla_oft
 from vla_accel.families.pi0.native import Pi0FastStore
 from vla_accel.families.pi0_fast.native_decode import NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
@@ -111,6 +117,25 @@ def wam(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
             program: Any = component.native(low)
             loop = getattr(program, "video", program)
             loop.chain.early = gpu.dependent_launch
+            tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
+            found[component.name] = recorded(partial(program, tensors, tensors))
+    return found
+
+
+def oft(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A call's, by component, of OpenVLA-OFT with two blocks of each stack of the published size, two views and a
+    prompt of the first bucket but one."""
+    sizes = openvla_oft()
+    stacks = {name: replace(getattr(sizes, name), depth=2) for name in ("dino", "siglip", "language")}
+    model, found = empty_model(OpenVlaOft, replace(sizes, **stacks)), {}
+    with steered("triton", META):
+        shape, store = OftShape(batch, Schedule.uniform(1), 2, 64, True), OftStore(model, scales_of_any())
+        for component in OPENVLA_OFT.components(model, shape, store=store):
+            assert component.native is not None
+            precise = precision if component.name == "decode" else "auto"
+            program: Any = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
+            for part in getattr(program, "towers", (program,)):
+                part.stack.chain.early = gpu.dependent_launch
             tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
             found[component.name] = recorded(partial(program, tensors, tensors))
     return found
@@ -201,7 +226,7 @@ def others(gpu: Gpu) -> Iterator[Launch]:
     for name in MODELS:
         yield from of_model(gpu, name)
     for precision in ("auto", "int8", *(["fp8"] if gpu.fp8 else [])):
-        for launches in (groot, wam, molmo, decode, integers):
+        for launches in (groot, wam, evo, oft, molmo, decode, integers):
             yield from itertools.chain(*launches(gpu, precision, 1).values())
     for family, config in ((ACT, act()), (DIFFUSION_POLICY, ddpm())):
         yield from itertools.chain(*frames(family, config).values())
@@ -228,14 +253,28 @@ def around_products() -> Iterator[Callable[[], Any]]:
     yield finish(x, width, None, **residual)
 
 
-def frames(family: Family, config: Any, precision: str = "auto") -> dict[str, list[Launch]]:
-    """A call's of a family without prompts, by component, with two denoising steps."""
+def evo(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A call's, by component, of Evo-1 with two layers of the published size each, two steps and two views."""
+    config = evo1()
+    few = {name: replace(getattr(config, name), depth=2) for name in ("vision", "language", "head")}
+    shape = Evo1Shape(batch, Schedule.uniform(2), 2, 64, True, (16, 16), config.arrangement)
+    return frames(EVO1, replace(config, **few), shape, precision, early=gpu.dependent_launch)
+
+
+def frames(
+    family: Family, config: Any, shape: Shape | None = None, precision: str = "auto", *, early: bool = False
+) -> dict[str, list[Launch]]:
+    """A call's of a family, by component, with two denoising steps. `early`: whether dependent launches start early."""
     model, found = empty_model(family.network_class, config), {}
     with steered("triton", META):
         store = family.store_class(model, None)
-        for component in family.components(model, Shape(1, Schedule.uniform(2)), store=store):
+        for component in family.components(model, shape or Shape(1, Schedule.uniform(2)), store=store):
             assert component.native is not None
-            program = component.native(EngineSpec("native", precision=precision))  # type: ignore[arg-type]
+            precise = precision if component.quantised else "auto"
+            program: Any = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
+            for part in (program, getattr(program, "stack", None), getattr(program, "language", None)):
+                if hasattr(part, "chain"):
+                    part.chain.early = early  # type: ignore[union-attr]
             tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
             found[component.name] = recorded(partial(program, tensors, tensors))
     return found
@@ -249,7 +288,7 @@ def images() -> Iterator[Callable[[], Any]]:
     norm = GroupNorm(32, wide(320), wide(320), 1e-5)
     rows = half(2, 4096, 320)
     yield lambda: image._launch_rows(added, wide(96), Activation.SILU, keep=True, pad=True)
-    yield lambda: image.group_act(grouped, norm, activation=Activation.SILU, keep=True, skip=None)
+    yield lambda: image.group_act(grouped, norm, activation=Activation.SILU, keep=True, skip=None, after=None)
     yield lambda: image.add_layer_norm(rows, rows, wide(320), wide(320), wide(320), 1e-5)
     yield lambda: image.geglu_erf(half(2, 4096, 2560))
     pixels, layer = half(2, 7, 7, 2048), Depthwise(wide(9, 2048), *(wide(2048) for _ in range(4)))
@@ -262,7 +301,8 @@ def images() -> Iterator[Callable[[], Any]]:
 
 KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
     "groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252), "decode": decode, "int8": integers,
-    "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "molmoact2": molmo, "each": each,
+    "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "evo1": evo, "openvla_oft": oft,
+    "molmoact2": molmo, "each": each,
 }  # fmt: skip
 
 

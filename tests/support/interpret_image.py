@@ -74,6 +74,10 @@ def cases(few: bool) -> dict[str, Case]:
                 "rms_act": (partial(rms, activation=Activation.NONE, keep=False), (x, gamma)),
                 "group_act kept": (both, (x, norm)),
                 "group_act": (partial(group, activation=Activation.NONE, keep=False), (x, norm)),
+                "group_act after": (
+                    lambda x, n, r: group(x, n, activation=Activation.RELU, keep=False, after=r),
+                    (x, norm, half(2, height, width, channels)),
+                ),
                 "group_act skip": (lambda x, n, s, op=both: op(x, n, skip=s), (x, norm_of(8, channels + 16), skip)),
             }
             what = f"{channels} residual={residual} shift={shift} phased={phased}"
@@ -87,6 +91,14 @@ def cases(few: bool) -> dict[str, Case]:
         ),
         "group_act of one tensor": (
             partial(group, activation=Activation.NONE, keep=True), (Sum(large.value), norm_of(32, 320))
+        ),
+        # Of 16 channels: two tiles in one program, and too many tiles for one.
+        "group_act in two tiles": (
+            partial(group, activation=silu, keep=False), (Sum(half(1, 17, 20, 48)), norm_of(3, 48))
+        ),
+        "group_act large, after": (
+            lambda x, n, r: group(x, n, activation=Activation.RELU, keep=False, after=r),
+            (Sum(half(1, 23, 25, 48)), norm_of(3, 48), half(1, 23, 25, 48)),
         ),
         "add_layer_norm": (ops.add_layer_norm, (rows, residual, *columns, 1e-5)),
         "layer_norm alone": (ops.add_layer_norm, (rows, None, None, *columns[1:], 1e-5)),

@@ -189,6 +189,25 @@ def _self_attention(
     return call
 
 
+def _prefix_attention(
+    tokens: int, prefix: int, heads: int, head_dim: int, lengths: list[int], config: KeySplit | None = None
+) -> Callable:
+    def call(draw: Draw) -> Call:
+        batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
+        sizes = SuffixShape(batch, tokens, prefix, heads, heads, head_dim, draw.dtype.itemsize, own=False)
+        taken = config or key_splits(None, sizes)[0]
+        keys, values = (draw(batch, prefix, heads, head_dim) for _ in range(2))
+        arguments = {
+            "q": draw(batch, tokens, heads, head_dim, scale=2.0), "prefix": Prefix(keys, values, real),
+            "out": Empty((batch * tokens, heads * head_dim), draw.dtype), "workspace": Workspace(sizes, taken),
+            "config": taken,
+        }  # fmt: skip
+        beyond = _beyond(real, prefix, heads, head_dim)
+        return Call("prefix_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
+
+    return call
+
+
 def _suffix_attention(
     tokens: int,
     prefix: int,
@@ -427,6 +446,9 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         (17, 40, 8, 1, 64, [7], True), (64, 17, 2, 1, 64, [17, 0], True), (100, 64, 1, 1, 64, [63], False),
     ):  # fmt: skip
         yield f"suffix_attention {shape}", _suffix_attention(*shape)
+    for split in (None, KeySplit(16, 32, 2, 2, 4), KeySplit(64, 32, 8, 1, 8)):
+        yield f"prefix_attention {split}", _prefix_attention(50, 130, 2, 112, [130, 7], split)
+    yield "prefix_attention of one", _prefix_attention(5, 20, 3, 24, [20])
     # Weights of one byte are widened alike at every shape: FP8 and INT8 take turns.
     for shape, weights in zip((
         (1, 1, 1152, 2, 1, 64), (1, 3, 128, 2, 1, 256), (2, 5, 64, 4, 2, 64), (1, 16, 72, 3, 3, 72),

@@ -140,7 +140,7 @@ def _wide_norm(batch: int, tokens: int, heads: int, head_dim: int, what: str, la
 
 
 def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what: str) -> Callable:
-    """`what`: letters of first, last, and plain for no activation."""
+    """`what`: letters of first, last, plain for no activation, relu with positions, and guided instead of pinned."""
 
     def call(draw: Draw) -> Call:
         shape, last = (batch, horizon, actions), "l" in what
@@ -148,13 +148,14 @@ def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
         hidden = draw(batch * tokens, width)
         arguments = {
             "velocity": draw.wide(batch * tokens, actions), "before": draw.wide(*shape),
-            "guidance": Guidance(draw.wide(*shape), weights),
+            "guidance": Guidance(draw.wide(*shape), weights, pinned="g" not in what),
             "into": ActionInput(
                 draw.wide(actions, width, scale=actions**-0.5), draw.wide(width),
-                Activation.NONE if "p" in what else Activation.SILU,
+                Activation.NONE if "p" in what else Activation.RELU if "r" in what else Activation.SILU,
+                draw.wide(horizon, width) if "r" in what else None,
             ),
             "after": Empty(shape, torch.float32), "hidden": hidden,
-            "at": EulerStep(0.25, first="f" in what, last=last), "tokens": tokens,
+            "at": EulerStep(0.25, 0.75, 0.5, first="f" in what, last=last), "tokens": tokens,
         }  # fmt: skip
         return Call("flow_step", arguments, ("after",) if last else ("after", "hidden"))
 
@@ -198,7 +199,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"product 41x72x132 {what} {first}", _product(41, 132, 72, what, first)
     for rows, width, scaled in ((5, 33, False), (41, 48, True)):
         yield f"measure {rows}x{width} scaled={scaled}", _measured(rows, width, scaled)
-    for what in ("f", "", "l", "p"):
+    for what in ("f", "", "l", "p", "gr", "fgr", "gl"):
         yield f"flow_step {what}", _flow(2, 6, 5, 40, 9, what)
 
 

@@ -141,12 +141,14 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     inputs, outputs = features(config, path)
     renamed, relative, tokenizer, length = {}, None, {}, ("tokenizer_max_length", config, path)
     prompted, steps = reads_prompt(config["type"]), ({}, {})
-    has_environment = not prompted and ENVIRONMENT in inputs
+    has_environment = config["type"] in ("act", "diffusion") and ENVIRONMENT in inputs
     states = [key for key in (STATE, ENVIRONMENT) if key in inputs] if has_environment else [STATE]
     state_dims, action_dim = [length_of(inputs, key, path) for key in states], length_of(outputs, ACTION, path)
     if config["type"] == "vla_jepa":
         # As for the state below: `output_features` may be the base's, but this number is the robot's.
         action_dim = size_of(config, "action_dim", path, action_dim)
+    if config["type"] == "evo1":
+        action_dim = size_of(config, "postprocess_action_dim", path, action_dim)
     if not is_migrated(folder) and buffers(weights.shapes):
         modes = required(config, "normalization_mapping", dict, path)
         of_inputs = of_outputs = buffer_statistics(weights, inputs | outputs, modes, folder / "model.safetensors")
@@ -161,6 +163,8 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
             length = "max_length", tokenizer, before.path
         if _are_relative(config, before, after):
             relative = before.config(RELATIVE)
+    if config["type"] == "evo1":
+        of_inputs, of_outputs = of_inputs.unpadded(STATE), of_outputs.unpadded(ACTION, action_dim)
     # A policy that was trained from a base for another robot keeps the base's features in config.json.
     state = of_inputs.scaling(STATE) or Normaliser.identity(state_dims[0])
     if has_environment:

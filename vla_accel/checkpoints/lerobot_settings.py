@@ -268,6 +268,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("base_model_id model_id", "where training took its first weights from"),
         neutral("tokenizer_model_id text_encoder_model_id load_text_encoder", "here: checkpoint.wan and .tokenizer"),
         neutral("torch_dtype fp32_attention", "precision in which lerobot ran"),
+        neutral("compile_action_infer", "how fast lerobot ran", "main"),
         neutral("optimizer_lr optimizer_weight_decay", "training"),
     ),
     "xvla": (
@@ -336,6 +337,43 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
             "training",
         ),
     ),
+    "evo1": _since(
+        "0.6.1",
+        *_BASE,
+        *_CHUNK,
+        _SCALING,
+        read("image_resolution", "size of the images, checked against the weights"),
+        read(
+            "max_state_dim max_action_dim embed_dim hidden_dim state_hidden_dim num_layers vlm_num_layers",
+            "sizes, checked against the weights",
+        ),
+        read("num_heads", "what no weight shows"),
+        read("max_views", "images that take places in a prompt, present or not"),
+        read("max_text_length", "longest prompt, with the places of images"),
+        read("num_inference_timesteps", "denoising steps"),
+        read("vlm_model_name", "the tokenizer, where the folder has none"),
+        read("num_categories default_embodiment_id", "the embodiment whose projections are read"),
+        read("postprocess_action_dim", "numbers of an action that the robot gets; null: those of the feature"),
+        read(
+            "binarize_gripper gripper_index gripper_threshold gripper_below_threshold_value "
+            "gripper_above_threshold_value",
+            "the gripper's command; the saved step's copy is not read by lerobot",
+        ),
+        fixed("action_head", "another action head is not supported", "flowmatching"),
+        fixed("return_cls_only", "an action head that reads one token is not supported", False),
+        fixed("task_field", "the instruction has the key task", "task"),
+        fixed("embodiment_id_field", "observations cannot choose the embodiment; default_embodiment_id does", None),
+        neutral("empty_cameras", "number of cameras without images, which the model masks"),
+        neutral("rtc_config", "real-time chunking of lerobot's loop; here it is `rtc:` of the configuration"),
+        neutral("vlm_dtype use_flash_attn", "precision and kernels with which lerobot ran"),
+        neutral(
+            "training_stage apply_training_stage_defaults finetune_vlm finetune_language_model finetune_vision_model "
+            "finetune_action_head dropout enable_gradient_checkpointing gradient_checkpointing_use_reentrant "
+            "optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay optimizer_grad_clip_norm "
+            "scheduler_warmup_steps",
+            "training",
+        ),
+    ),
 }
 """Settings of config.json by policy class, as `type` names it."""
 
@@ -351,6 +389,7 @@ _FAST_STATE = "pi0_fast_prepare_state_tokenizer_processor_step"
 CLIP, SNAP = "vla_jepa_clip_actions", "vla_jepa_pre_snap_gripper"
 BINARIZE = "vla_jepa_binarize_gripper"
 TOGGLE = "fastwam_action_toggle_processor"
+PAD_STATE, PAD_ACTION, CROP = "evo1_pad_state_processor", "evo1_pad_action_processor", "evo1_action_processor"
 TO_LEVELS, TO_FLOAT, IMAGENET = "xvla_image_scale", "xvla_image_to_float", "xvla_imagenet_normalize"
 DOMAIN, TO_AXIS_ANGLE = "xvla_add_domain_id", "xvla_rotation_6d_to_axis_angle"
 STATE_FRAME, ACTION_FRAME = "molmoact2_state_frame_transform", "molmoact2_action_frame_transform"
@@ -436,6 +475,15 @@ STEPS: dict[str, tuple[Setting, ...]] = {
         read("env_action_dim", "columns of an action that are not masked"),
         fixed("max_action_dim", "lerobot loads no other", 32),
     ),
+    PAD_STATE: (neutral("max_state_dim", "the weights show it"),),
+    PAD_ACTION: (neutral("max_action_dim", "the weights show it"),),
+    CROP: (
+        neutral(
+            "action_dim binarize_gripper gripper_index gripper_threshold gripper_below_threshold_value "
+            "gripper_above_threshold_value",
+            "lerobot reads config.json instead",
+        ),
+    ),
 }
 """Settings of every known step, by the step's name in lerobot's registry."""
 
@@ -444,7 +492,7 @@ Orders = tuple[tuple[str, ...], ...]
 """The steps of a pipeline: sequences of steps, of which each must precede the next."""
 OPTIONAL = (
     RENAME, RELATIVE, ABSOLUTE, ACTION_TOKENS, CLIP, SNAP, BINARIZE, TOGGLE, TO_LEVELS, TO_FLOAT, IMAGENET, DOMAIN,
-    TO_AXIS_ANGLE,
+    TO_AXIS_ANGLE, CROP,
 )  # fmt: skip
 """Steps that lerobot does not always save."""
 _SCALED = (RENAME, RELATIVE, NORMALIZE)
@@ -457,6 +505,7 @@ PREPROCESSORS: dict[str, Orders] = {
     "diffusion": (_SCALED,),
     "vla_jepa": ((RENAME, NORMALIZE),),
     "fastwam": ((RENAME, NORMALIZE),),
+    "evo1": ((RENAME, PAD_STATE, NORMALIZE), (PAD_ACTION,)),
     "xvla": ((RENAME, NORMALIZE), (TOKENIZE,), (TO_LEVELS, TO_FLOAT, IMAGENET, NORMALIZE), (DOMAIN,)),
     "molmoact2": ((RENAME, STATE_FRAME, NORMALIZE, CLAMP_STATE, PACK),),
 }
@@ -464,6 +513,7 @@ POSTPROCESSOR: Orders = ((UNNORMALIZE, ABSOLUTE),)
 POSTPROCESSORS: dict[str, Orders] = {
     "vla_jepa": ((CLIP, SNAP, UNNORMALIZE, BINARIZE),),
     "fastwam": ((UNNORMALIZE, TOGGLE),),
+    "evo1": ((UNNORMALIZE, CROP),),
     "xvla": ((UNNORMALIZE, TO_AXIS_ANGLE),),
     "molmoact2": ((CLAMP_ACTION, UNNORMALIZE, ACTION_FRAME),),
 }

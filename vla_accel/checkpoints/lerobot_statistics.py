@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ _STATISTICS = {
     "QUANTILE10": ("q10", "q90"),
     "MIN_MAX": ("min", "max"),
 }
+_PADDING = {
+    "mean": 0.0, "std": 1.0, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0, "q10": -1.0, "q90": 1.0,
+}  # fmt: skip
+"""Statistics of numbers that a robot does not have, where lerobot fills state and actions up to the model's (Evo-1)."""
 _BUFFER = re.compile(r"(normalize_inputs|normalize_targets|unnormalize_outputs)\.(?:(.+)_)?buffer_(.+)\.(\w+)")
 _TRAIN = (
     "a base checkpoint to fine-tune; load one that was trained from it, or an adapter that has statistics of its own "
@@ -75,6 +79,16 @@ class Statistics:
         made = Normaliser("mean_std" if mode == "MEAN_STD" else "quantile", low, span, single=True)
         mask = self._array(f"{key}.mask")
         return made if mask is None else made.only(mask != 0)
+
+    def unpadded(self, key: str, count: int | None = None) -> Statistics:
+        """Return these statistics with the first `count` numbers of a feature; None: without its padding at the end."""
+        names = {f"{key}.{name}": pad for name, pad in _PADDING.items() if f"{key}.{name}" in (self.table or {})}
+        table = {**(self.table or {}), **{name: (self.table or {})[name].reshape(-1) for name in names}}
+        if count is None:
+            last = (np.flatnonzero(table[name] != pad).max(initial=-1) for name, pad in names.items())
+            count = 1 + int(max(last, default=-1))
+        cut = {name: table[name][: count or None] for name in names}
+        return replace(self, table=None if self.table is None else {**table, **cut})
 
     def camera(self, key: str) -> Normaliser | None:
         """Return how the images of a camera are normalized, by channel; None if they are not, as without statistics."""

@@ -66,8 +66,8 @@ def vision_pieces(name: str, start: str) -> tuple[Piece, ...]:
     return (Piece(start + name),)
 
 
-def language_pieces(name: str, start: str, config: QwenConfig) -> tuple[Piece, ...]:
-    """As `vision_pieces`, of `QwenLanguage`."""
+def language_pieces(name: str, start: str, config: Any) -> tuple[Piece, ...]:
+    """As `vision_pieces`, of `QwenLanguage`, or another stack of blocks with its names; `config`: its sizes."""
     _, index, module, leaf = name.split(".")
     own = config.kv_heads * config.head_dim
     rows = {"qkv_proj": (config.heads * config.head_dim, own, own), "gate_up_proj": (config.mlp_dim,) * 2}

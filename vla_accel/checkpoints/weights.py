@@ -35,7 +35,7 @@ class Piece:
 
     Attributes:
         name: Its stored name.
-        rows: Its number of rows; None: the whole canonical tensor.
+        rows: Its number of rows; None: those of the whole canonical tensor.
         entry: Index into a stored tensor that stacks those of several models. Its matrices are (in, out), the transpose
             of a canonical one.
         frame: It is a convolution of frames, of which one frame needs the last slice in time, or has axes of one value.

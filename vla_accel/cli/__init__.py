@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "calibrate": ("calibrate", "calibrate.Calibrate", "measure FP8 scales of a checkpoint on recorded observations"),
     "build": ("build", "build.Build", "build the TensorRT engines of a configuration, also for other GPUs"),
     "cache": ("cache", "cache.Cache", "list, verify or clear the built engines; clear compiled kernels, too"),
+    "export": ("export", "export.Export", "write a policy as ONNX graphs or programs of torch.export"),
     "inspect": ("inspect", "inspect.Inspect", "show layers, precisions, profiles and size of a built engine"),
     "convert": ("convert", "convert.Convert", "turn an openpi JAX checkpoint into safetensors"),
     "prompts": ("prompts", "prompts.Prompts", "encode the instructions of a FastWAM, so that it needs no text encoder"),

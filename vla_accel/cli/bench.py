@@ -33,15 +33,15 @@ class Bench:
     config: tuple[str, ...] = (AUTO,)
     """With a checkpoint: the configurations to time in addition to eager, as names of shipped ones or files."""
     model: str | None = None
-    """Random weights of a model family's published size: pi05, pi0, pi0_fast, smolvla, vla_jepa, molmoact2,
-    starvla_groot, starvla_pi, starvla_oft, groot (N1.7), groot_n16, groot_n15, act, diffusion_policy, fastwam
-    or xvla."""
+    """Random weights of a model family's published size: pi05, pi0, pi0_fast, smolvla, vla_jepa, evo1, molmoact2,
+    starvla_groot, starvla_pi, starvla_oft, openvla_oft, groot (N1.7), groot_n16, groot_n15, act, diffusion_policy,
+    fastwam or xvla."""
     systems: tuple[str, ...] = ()
     """With random weights: eager; native-bf16, native-fp8 and -int8, each also with -vision; native-int8-denoise,
     native-fp8-int8-denoise (pi0_fast: native-fp8, native-fp8-decode, native-int8-decode); portable- instead of native-
     runs without Hopper's kernels, triton- also without the persistent denoise kernel; openpi-eager, -compile,
-    -max-autotune; lerobot-eager, -compile (SmolVLA, VLA-JEPA, GR00T, ACT, Diffusion Policy). An unknown name lists the
-    model's own. Default: eager, native without INT8, and the other project's eager code."""
+    -max-autotune; lerobot-eager, -compile (SmolVLA, VLA-JEPA, Evo-1, GR00T, ACT, Diffusion Policy). An unknown name
+    lists the model's own. Default: eager, native without INT8, and the other project's eager code."""
     realtime_vla: Folder = None
     """With random weights: a checkout of realtime-vla, whose code is also timed, at ten steps."""
     prompt_tokens: Number = None

@@ -1,10 +1,11 @@
 """`vla-accel convert`: an openpi JAX checkpoint to safetensors that this package and openpi's PyTorch code load, or a
-checkpoint of starVLA to a folder that this package loads."""
+checkpoint of starVLA or openvla-oft to a folder that this package loads."""
 
 from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,10 +25,11 @@ class Convert:
     the CPU; needs pip install 'vla_accel[jax]'. conversion.json in the output lists every parameter.
 
     Or convert a starVLA checkpoint, RUN/checkpoints/NAME.pt or NAME.safetensors, to a folder with its weights, settings
-    and statistics."""
+    and statistics; or the pickles in the folder of an openvla-oft run, whose OUTPUT may be the folder itself."""
 
     checkpoint: Annotated[Path, Argument("CHECKPOINT", positional=True)]
-    """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself; or starVLA's file."""
+    """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself; or starVLA's file; or
+    openvla-oft's folder."""
     output: Annotated[Path, Argument("OUTPUT", positional=True), Written(folder=True)]
     """Folder to write; made as needed."""
     config: str | None = None
@@ -48,6 +50,10 @@ def main(options: Convert, words: list[str]) -> int:
     """Convert and report; the exit status."""
     if options.checkpoint.suffix in (".pt", ".safetensors"):
         return _starvla(options)
+    from vla_accel.families.openvla_oft import convert as openvla_oft
+
+    if openvla_oft.is_run(options.checkpoint):
+        return _converted("OpenVLA-OFT", options, openvla_oft.convert)
     from vla_accel.families.pi0.convert import convert
 
     if options.config is not None and options.config not in OPENPI_CONFIGS:
@@ -106,14 +112,19 @@ def _starvla(options: Convert) -> int:
     """Convert a checkpoint of starVLA and report; the exit status."""
     from vla_accel.families.starvla.convert import convert
 
-    usual = Convert(options.checkpoint, options.output)
-    if other := [name for name in vars(usual) if getattr(options, name) != getattr(usual, name)]:
-        raise ConfigError(f"{other[0].replace('_', '-')}: expected no such option for a checkpoint of starVLA")
     if not options.checkpoint.is_file():
         raise ConfigError(f"checkpoint: expected a file, got {str(options.checkpoint)!r}")
+    return _converted("starVLA", options, convert)
+
+
+def _converted(name: str, options: Convert, convert: Callable[[Path, Path], dict[str, Any]]) -> int:
+    """Convert a checkpoint of a project whose conversion has no options, and report; the exit status."""
+    usual = Convert(options.checkpoint, options.output)
+    if other := [field for field in vars(usual) if getattr(options, field) != getattr(usual, field)]:
+        raise ConfigError(f"{other[0].replace('_', '-')}: expected no such option for a checkpoint of {name}")
     started = time.perf_counter()
     report = convert(options.checkpoint, options.output)
-    print(f"{options.output}: starVLA, {report['parameters']:,} parameters in {report['tensors']} tensors")
+    print(f"{options.output}: {name}, {report['parameters']:,} parameters in {report['tensors']} tensors")
     print_json({**report, "seconds": round(time.perf_counter() - started, 1)})
     return 0
 

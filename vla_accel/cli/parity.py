@@ -27,8 +27,8 @@ class Parity(StepOptions, PolicySource):
     """Observations that vla_accel.measure.recording.save_observations wrote; random images if not given."""
     model: str | None = None
     """Instead of a checkpoint: random weights of a model family's published size: pi05, pi0, smolvla, vla_jepa,
-    molmoact2, starvla_groot, starvla_pi, starvla_oft, groot (N1.7), groot_n16, groot_n15, act, diffusion_policy,
-    fastwam or xvla."""
+    evo1, molmoact2, starvla_groot, starvla_pi, starvla_oft, openvla_oft, groot (N1.7), groot_n16, groot_n15, act,
+    diffusion_policy, fastwam or xvla."""
     count: Count = 64
     """Observations at most."""
     draws: Count = 1

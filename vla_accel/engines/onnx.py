@@ -85,11 +85,9 @@ def export(component: Component, module: nn.Module, folder: Path, *, verify: boo
     began = time.perf_counter()
     path = folder / f"{component.name}.onnx"
     folder.mkdir(parents=True, exist_ok=True)
-    example = examples(component, largest)
-    hints = _dynamic(component, module)
+    exported = traced(component, module)
     try:
         with torch.no_grad(), _quiet(), quantisers_as_operators():
-            exported = torch.export.export(module, example, dynamic_shapes=hints, strict=False)
             program = torch.onnx.export(
                 exported,
                 dynamo=True,
@@ -101,7 +99,6 @@ def export(component: Component, module: nn.Module, folder: Path, *, verify: boo
             )
     except torch.onnx.OnnxExporterError as error:
         raise EngineError(f"{component.name}: {_export_problem(error)}") from error
-    # A dynamic dimension that the module fixes, or Python code that cannot be traced.
     except (RuntimeError, ValueError, TypeError) as error:
         raise EngineError(f"{component.name}: cannot be exported: {_first_line(error)}") from error
     assert program is not None
@@ -123,6 +120,21 @@ def export(component: Component, module: nn.Module, folder: Path, *, verify: boo
         similarity = compare(component, module, path, least)
         seconds["verify"] = time.perf_counter() - began
     return OnnxFile(path, operators, dtypes, weight_bytes, similarity, seconds)
+
+
+def traced(component: Component, module: nn.Module) -> torch.export.ExportedProgram:
+    """Trace `module` with the component's dynamic dimensions. Raises EngineError for what cannot be traced: Python code
+    that depends on values, or a dynamic dimension that the module fixes."""
+    try:
+        with torch.no_grad(), _quiet(), quantisers_as_operators():
+            return torch.export.export(
+                module, examples(component, largest), dynamic_shapes=_dynamic(component, module), strict=False
+            )
+    except (RuntimeError, ValueError, TypeError) as error:
+        if "data-dependent" in str(error):
+            problem = "what it runs depends on computed values, such as a token that ends a sequence"
+            raise EngineError(f"{component.name}: cannot be exported: {problem}") from error
+        raise EngineError(f"{component.name}: cannot be exported: {_first_line(error)}") from error
 
 
 def _dynamic(component: Component, module: nn.Module) -> tuple[Any, ...]:

@@ -131,7 +131,8 @@ class BenchCard(ABC, Generic[C, X]):
             flop = one.flop + times * (second[name].flop - one.flop)
             read = one.bytes(precision) + times * (second[name].bytes(precision) - one.bytes(precision))
             reads = name == last or name in self.bound_by_reading
-            quantised = name != last and precision in FORMATS
+            products = self.family.capabilities.quantised.get(name, {}).get(specs[name].engine)
+            quantised = precision in FORMATS and products is not None and products.activations
             found[name] = Work(
                 float(flop),
                 float(read + times * one.input_bytes) if reads else 0.0,

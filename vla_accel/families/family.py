@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from vla_accel.checkpoints.weights import Weights
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig, load_config, shipped_configs
 from vla_accel.errors import ConfigError, unknown
@@ -37,8 +39,10 @@ FAMILIES: dict[str, str] = {
     "starvla_groot": "vla_accel.families.starvla.family:STARVLA_GROOT",
     "starvla_pi": "vla_accel.families.starvla.family:STARVLA_PI",
     "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
+    "openvla_oft": "vla_accel.families.openvla_oft.family:OPENVLA_OFT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
     "act": "vla_accel.families.act.family:ACT",
+    "evo1": "vla_accel.families.evo1.family:EVO1",
     "xvla": "vla_accel.families.xvla.family:XVLA",
 }
 """Every family by name, as "module:object", imported when it is requested: none needs another's packages."""
@@ -221,6 +225,8 @@ class Family(ABC, Generic[C, X, S]):
     chunking: Chunking[C] = Chunking()
     flow: bool = False
     """Whether the steps integrate a flow, so that they have times (`PolicyConfig.schedule`)."""
+    uniform_noise: bool = False
+    """Whether noise is uniform in [-1, 1) instead of normal."""
 
     @abstractmethod
     def components(
@@ -250,6 +256,18 @@ class Family(ABC, Generic[C, X, S]):
     def noise_shape(self, config: C, num_steps: int) -> tuple[int, ...]:
         """Return the shape of a row of the input `noise`."""
         return config.action_horizon, config.action_dim
+
+    def draw(self, noise: Tensor, generator: torch.Generator) -> None:
+        """Draw noise on its device, in place."""
+        if self.uniform_noise:
+            noise.uniform_(-1.0, 1.0, generator=generator)
+        else:
+            noise.normal_(generator=generator)
+
+    def drawn(self, rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+        """Return noise float32 of this shape, drawn on the host."""
+        noise = rng.uniform(-1.0, 1.0, shape) if self.uniform_noise else rng.standard_normal(shape)
+        return noise.astype(np.float32)
 
     def noise(self, config: C) -> np.ndarray | None:
         """Return the noise float32 (H, A) that every call starts from; None: it is drawn anew."""
@@ -292,8 +310,10 @@ class Family(ABC, Generic[C, X, S]):
 
     @staticmethod
     @abstractmethod
-    def load(folder: Path, settings: PolicyConfig) -> tuple[Network, Transforms]:
+    def load(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[Network, Transforms]:
         """Return the network, whose weights have an `origin`, and the transforms. Raises CheckpointError, ConfigError.
+
+        `weights`: the tensors, if they are not in the folder.
 
         The family's components fetch what they compute with (`Component.fetch`), and its native programs read
         their weights by name.

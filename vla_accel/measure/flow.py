@@ -71,14 +71,14 @@ class PolicyFlow:
         for index, one in enumerate(observations):
             with of_one(index, len(observations)):
                 self._inputs.append(policy.processor.prepare(one))
-        noise = np.random.default_rng(seed).standard_normal((len(observations), *policy.action_shape))
+        noise = policy.family.drawn(np.random.default_rng(seed), (len(observations), *policy.action_shape))
         shape_of = [policy.family.shape(policy.model.config, [i], policy.schedule, policy.specs) for i in self._inputs]
         self._batches: list[tuple[list[int], Any, dict[str, torch.Tensor]]] = []
         tell, done = counted("observations read", progress), 0
         for shape in dict.fromkeys(shape_of):
             alike = [index for index, other in enumerate(shape_of) if other == shape]
             for rows in (alike[start : start + BATCH] for start in range(0, len(alike), BATCH)):
-                policy.infer_batch([observations[row] for row in rows], noise=noise[rows].astype(np.float32))
+                policy.infer_batch([observations[row] for row in rows], noise=noise[rows])
                 pipeline = policy.pipelines.newest
                 inputs = {name: tensor.clone() for name, tensor in pipeline.engines[-1][1].inputs.items()}
                 self._batches.append((rows, pipeline.shape, inputs))

@@ -145,7 +145,7 @@ def compare(
     count, changed, tell = len(observations), [], counted("calls of each", progress)
     chosen = np.unique(np.linspace(0, count - 1, min(count, COMPARED)).astype(int)) if count > 1 else ()
     for done, (i, draw) in enumerate(itertools.product(range(count), range(draws)), 1):
-        noise = rng.standard_normal(shape).astype(np.float32)
+        noise = policy.family.drawn(rng, shape)
         for side, kept in ((policy, got), (reference, want)):
             result, internals = side.infer_with_internals(observations[i], noise=noise)
             kept.setdefault("robot", []).append(np.asarray(result["actions"]))

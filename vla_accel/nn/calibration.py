@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from vla_accel.nn.reference import TransformerBlock
 from vla_accel.nn.weights import product_of, with_norm
 from vla_accel.progress import shown
 
+N = TypeVar("N", bound=Network)
+
 
 @torch.no_grad()
 def calibrate(model: PrefixNetwork, inputs: Sequence[Sequence[Any]], source: str) -> Scales:
@@ -42,16 +45,21 @@ def calibrate(model: PrefixNetwork, inputs: Sequence[Sequence[Any]], source: str
         DependencyError: ModelOpt is missing.
         CheckpointError: there are no observations, or a product saw nothing finite.
     """
+    return measured_scales(_Prefix(model), inputs, source)
+
+
+@torch.no_grad()
+def measured_scales(measuring: Measuring[Any], inputs: Sequence[Sequence[Any]], source: str) -> Scales:
+    """Return the scales that a pass measures; arguments and errors as those of `calibrate`, with each observation as
+    the pass takes it."""
     _, version = load_modelopt()
     if not inputs:
         raise CheckpointError("FP8 calibration: expected at least one observation, got none")
-    measuring = _Measuring(model)
+    model, names, blocks = measuring.model, measuring.products(), measuring.blocks()
     given = [[torch.from_numpy(np.array(value)).to(model.device) for value in one] for one in inputs]
     with shown("calibrating") as advance:
-        total = model.config.vision.depth + model.config.prefix.depth
         for _ in measuring.run(given):
-            advance(1, total)
-    names = calibrated_products(model.config)
+            advance(1, blocks)
     missing = [name for name in names if not 0 < measuring.amax.get(name, math.nan) < math.inf]
     if missing:
         raise CheckpointError(f"FP8 calibration: no finite input was seen at {', '.join(missing[:8])}")
@@ -59,37 +67,26 @@ def calibrate(model: PrefixNetwork, inputs: Sequence[Sequence[Any]], source: str
     return Scales(amax, len(inputs), source, version, fingerprint(model, names))
 
 
-class _Measuring:
-    """Runs vision and prefix block by block and collects the largest inputs of the products in `amax`."""
+class Measuring(ABC, Generic[N]):
+    """Runs a network block by block and collects the largest inputs of the products in `amax`."""
 
-    def __init__(self, model: PrefixNetwork) -> None:
+    def __init__(self, model: N) -> None:
         self.model = model
         self.amax: dict[str, float] = {}
 
+    @abstractmethod
+    def products(self) -> list[str]:
+        """The products that are measured, by their names in the model."""
+
+    @abstractmethod
+    def blocks(self) -> int:
+        """The number of blocks that `run` measures."""
+
+    @abstractmethod
     def run(self, inputs: Sequence[Sequence[Tensor]]) -> Iterator[None]:
         """Measure; yields after each block."""
-        model, vision, prefix = self.model, self.model.config.vision, self.model.config.prefix
-        with model.present("vision.patch_embedding", "vision.position_embedding"):
-            embed, wide = model.vision.embed, model.vision.patch_embedding.weight.dtype
-            made = (pixels(images, maps[0] if maps else None, wide) for images, _, _, *maps in inputs)
-            rows = [embed(one) for one in made]
-        for index in range(vision.depth):
-            rows = self._through(f"vision.layers.{index}", vision.block, [(x, None, None) for x in rows])
-            yield
-        others = [name for name in ("projector", "embed", "state_proj") if hasattr(model, name)]
-        with model.present("vision.post_layernorm", *others):
-            features = (reference.layer_norm(x, model.vision.post_layernorm) for x in rows)
-            tokens = (model.project(x).flatten(0, 1)[None] for x in features)
-            stacks = [model.prefix_rows(x, t[None], s[None]) for x, (_, t, s, *_) in zip(tokens, inputs, strict=True)]
-        rows, ropes = [x for x, _, _ in stacks], [model.prefix.rope(x, positions) for x, positions, _ in stacks]
-        masks = [mask for _, _, mask in stacks]
-        for index in range(prefix.depth):
-            last = index + 1 == prefix.depth
-            given = list(zip(rows, ropes, masks, strict=True))
-            rows = self._through(f"prefix.layers.{index}", prefix.block(), given, keys_values_only=last)
-            yield
 
-    def _through(
+    def through(
         self, name: str, block: Block, inputs: Sequence[tuple[Any, ...]], *, keys_values_only: bool = False
     ) -> list[Tensor]:
         """Run the block `name` on rows, rotation and mask of each observation, and measure its products."""
@@ -111,6 +108,38 @@ class _Measuring:
             if quantizer is not None and getattr(quantizer, "amax", None) is not None:
                 self.amax[f"{name}.{part}"] = float(quantizer.amax)
         return results
+
+
+class _Prefix(Measuring[PrefixNetwork]):
+    """Vision and prefix."""
+
+    def products(self) -> list[str]:
+        return calibrated_products(self.model.config)
+
+    def blocks(self) -> int:
+        return self.model.config.vision.depth + self.model.config.prefix.depth
+
+    def run(self, inputs: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+        model, vision, prefix = self.model, self.model.config.vision, self.model.config.prefix
+        with model.present("vision.patch_embedding", "vision.position_embedding"):
+            embed, wide = model.vision.embed, model.vision.patch_embedding.weight.dtype
+            made = (pixels(images, maps[0] if maps else None, wide) for images, _, _, *maps in inputs)
+            rows = [embed(one) for one in made]
+        for index in range(vision.depth):
+            rows = self.through(f"vision.layers.{index}", vision.block, [(x, None, None) for x in rows])
+            yield
+        others = [name for name in ("projector", "embed", "state_proj") if hasattr(model, name)]
+        with model.present("vision.post_layernorm", *others):
+            features = (reference.layer_norm(x, model.vision.post_layernorm) for x in rows)
+            tokens = (model.project(x).flatten(0, 1)[None] for x in features)
+            stacks = [model.prefix_rows(x, t[None], s[None]) for x, (_, t, s, *_) in zip(tokens, inputs, strict=True)]
+        rows, ropes = [x for x, _, _ in stacks], [model.prefix.rope(x, positions) for x, positions, _ in stacks]
+        masks = [mask for _, _, mask in stacks]
+        for index in range(prefix.depth):
+            last = index + 1 == prefix.depth
+            given = list(zip(rows, ropes, masks, strict=True))
+            rows = self.through(f"prefix.layers.{index}", prefix.block(), given, keys_values_only=last)
+            yield
 
 
 def folded_block(model: Network, name: str, block: Block, *, keys_values_only: bool = False) -> TransformerBlock:

@@ -43,11 +43,11 @@ class EagleVisionConfig(QwenVisionConfig):
     def rotates(self) -> bool:
         return False
 
-    def patch_weight(self, weight: Tensor) -> Tensor:
+    def patch_product(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         # Eagle 3 takes a patch row by row, and its pixels' channels last.
         if self.joined:
             weight = weight.unflatten(1, (self.patch_size, self.patch_size, 3)).permute(0, 3, 1, 2)
-        return weight.flatten(1)
+        return weight.flatten(1), bias
 
     def place_embedding(self, table: Tensor, grid: Grid) -> Tensor:
         """Bilinear with an antialiased filter, as images are resized."""

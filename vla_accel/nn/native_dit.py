@@ -206,7 +206,7 @@ class NativeTransformer(LayerLoop):
         after = actions if last else self.flow[step % 2]
         b_in = self.tables.rows[min(step, self.steps - 1)].b_in
         target, weights = inputs.get("target", self.flow[0]), inputs.get("weights", self.unguided)
-        guidance, into = Guidance(target, weights), ActionInput(self.weights.w_in, b_in)
+        guidance, into = Guidance(target, weights, pinned=True), ActionInput(self.weights.w_in, b_in)
         at = EulerStep(-self.tables.dts[max(step - 1, 0)], first=first, last=last)
         flow_step(self.velocity, before, guidance, into, after, self.hidden, at, tokens=self.tokens)
         if not last:

@@ -65,7 +65,7 @@ class TowerWeights:
 
     `patch` (W, 2 * stride): the embedding in two halves; `offset` (1, W) float32: its bias; `table` (positions, W)
     float32: position embeddings; `last_norm`: weight and bias (W,) float32 of a tower's last norm that another one
-    follows. The last merger is that of the tower itself.
+    follows; `class_row` (1, W) float32: the class token, if there is one. The last merger is that of the tower itself.
     """
 
     patch: Tensor
@@ -74,6 +74,7 @@ class TowerWeights:
     stack: StackWeights
     mergers: tuple[MergerWeights, ...]
     last_norm: tuple[Tensor, Tensor] | None
+    class_row: Tensor | None
     config: QwenVisionConfig
 
     @classmethod
@@ -81,17 +82,19 @@ class TowerWeights:
         """Prepare the weights of a model. `precision`: fp32 or bf16."""
         stored, config = Precision(precision), model.config.vision
         stack = stack_weights(model, "vision.layers", config.block, config.depth, stored)
-        weight = config.patch_weight(model.weight("vision.patch_embedding.weight").double())
+        parts = (model.weight(f"vision.patch_embedding.{n}").double() for n in ("weight", "bias"))
+        weight, bias = config.patch_product(*parts)
         zero = torch.zeros(1, config.width, device=weight.device)
-        patch, offset = patch_embedding(weight, model.weight("vision.patch_embedding.bias"), zero, precision)
+        patch, offset = patch_embedding(weight, bias, zero, precision)
         table = model.weight("vision.position_embedding").float().clone()
+        first = table[:1] + model.weight("vision.class_embedding").float() if config.class_token else None
         names = [*(f"vision.deepstack.{i}" for i in range(len(config.deepstack))), "vision.merger"]
         mergers = tuple(MergerWeights.of(model, name, stored.dtype) for name in names)
         tower, last = model.get_submodule("vision"), None
         if tower.post_layernorm is not None and tower.merger.norm is not None:  # type: ignore[union-attr]
             weight, bias = (model.weight(f"vision.post_layernorm.{n}").float().clone() for n in ("weight", "bias"))
             last = weight, bias
-        return cls(patch, offset, table, stack, mergers, last, config)
+        return cls(patch, offset, table, stack, mergers, last, first, config)
 
 
 class NativeTower:
@@ -107,13 +110,20 @@ class NativeTower:
         if config.rotates:
             cos, sin = (table[:, 0].contiguous() for table in patch_rope(config, layout.grid, device, torch.float32))
             rope = cos, sin
-        self.stack = StackPlan(weights.stack, Rows(images, patches), attention, rope, normed_outside=(0,))
+        each = patches + config.class_token
+        self.stack = StackPlan(weights.stack, Rows(images, each), attention, rope, normed_outside=(0,))
         self.attention = self.stack.attention
         self.detail = f"fused ops, {self.stack.kind}, {self.stack.detail}"
-        self.place = (weights.offset + config.place_embedding(weights.table, layout.grid)).contiguous()
+        place = weights.offset + config.place_embedding(weights.table, layout.grid)
+        self.place = place.contiguous() if weights.class_row is None else torch.cat((place, weights.class_row))
         rows, joined = images * patches, config.width * config.merge**2
         self.patches = torch.empty(rows, weights.patch.shape[1], dtype=weights.patch.dtype, device=device)
         self.embedded = torch.empty(rows, config.width, dtype=torch.float32, device=device)
+        self.start = self.embedded
+        if config.class_token:
+            self.start = torch.zeros(images * each, config.width, dtype=torch.float32, device=device)
+        self.kept = torch.empty(rows, config.width, dtype=dtype, device=device) if config.class_token else self.stack.x
+        self.shape = (images, each, config.width)
         self.normed = torch.empty(rows // config.merge**2, joined, dtype=dtype, device=device)
         self.hidden = torch.empty(len(self.normed), len(weights.mergers[-1].fc1.weight), dtype=dtype, device=device)
 
@@ -121,6 +131,8 @@ class NativeTower:
         stack, config = self.stack, self.config
         patchify(inputs["images"].flatten(0, 1), self.patches, config.patch_size, config.merge)
         patch_product(self.patches, self.weights.patch, self.embedded)
+        if config.class_token:
+            self._patches(self.start).copy_(self.embedded.view(self.shape[0], -1, config.width))
 
         def after(index: int) -> None:
             if index in config.deepstack:
@@ -128,20 +140,26 @@ class NativeTower:
                 self._merge(self.weights.mergers[level], outputs["deepstack"][level])
 
         with stack.chain:
-            stack.enter(self.embedded, self.place)
+            stack.enter(self.start, self.place)
             stack.enter(stack.x)
             stack.run(after=after)
             if self.weights.last_norm is not None:
                 weight, bias = self.weights.last_norm
                 self._norm(stack.x, stack.x, config.eps)
                 stack.x.copy_(torch.addcmul(bias, stack.x, weight))
+            if config.class_token:
+                self.kept.view(self.shape[0], -1, config.width).copy_(self._patches(stack.x))
             self._merge(self.weights.mergers[-1], outputs["image_tokens"])
+
+    def _patches(self, rows: Tensor) -> Tensor:
+        """The rows of patches of a buffer with class tokens, (images, patches, W)."""
+        return rows.view(self.shape)[:, :-1]
 
     def _norm(self, x: Tensor, out: Tensor, eps: float) -> None:
         add_norm(x, None, x, out, layer=True, eps=eps, inverse_scale=None)
 
     def _merge(self, merger: MergerWeights, out: Tensor) -> None:
-        x, normed, tokens = self.stack.x, self.normed, out.flatten(0, 1)
+        x, normed, tokens = self.kept, self.normed, out.flatten(0, 1)
         if merger.late:
             x = x.view(normed.shape)
         else:

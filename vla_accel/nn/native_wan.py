@@ -407,7 +407,7 @@ class ActionLoop(WanLoop):
             inputs["noise"] if first else self.flow[(step - 1) % 2],
             actions if last else self.flow[step % 2],
         )
-        guidance = Guidance(self.flow[0], self.unguided)
+        guidance = Guidance(self.flow[0], self.unguided, pinned=True)
         at = EulerStep(self.tables.dts[max(step - 1, 0)], first=first, last=last)
         into = ActionInput(w_in, b_in, Activation.NONE)
         flow_step(self.velocity, before, guidance, into, after, self.x, at, tokens=self.tokens)

@@ -1,4 +1,5 @@
-"""Overlap of the loop's first step with the prefix: each layer of the expert needs only its own keys and values."""
+"""Work on a side stream: two parts that do not depend on each other, and the loop's first step next to the prefix, as
+each layer of the expert needs only its own keys and values."""
 
 from __future__ import annotations
 
@@ -33,6 +34,22 @@ class Overlap:
         """Order the following work on this stream after the keys and values of a layer."""
         self.stream.wait_event(self.layers[layer])
         self._complete(layer)
+
+
+@contextlib.contextmanager
+def at_once(device: torch.device, other: Callable[[], None]) -> Iterator[None]:
+    """Enqueue `other` on the side stream, next to the work inside. In a CUDA graph they become two branches. On a CPU,
+    `other` runs first."""
+    if device.type != "cuda":
+        other()
+        yield
+        return
+    side, current = _stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        other()
+    yield
+    current.wait_stream(side)
 
 
 @functools.cache

@@ -22,11 +22,13 @@ class Vision(Fixed[Network]):
     def __init__(self, model: Network, layout: Layout) -> None:
         vision: Any = model.get_submodule("vision")
 
+        fixed = [f"vision.{name}" for name in vision.fixed]
+
         def placed() -> Placed:
-            with model.present("vision.position_embedding"):
+            with model.present(*fixed):
                 return vision.placed(layout.grid)
 
-        super().__init__(model, placed, [n for n in model.names("vision") if n != "vision.position_embedding"])
+        super().__init__(model, placed, [n for n in model.names("vision") if n not in fixed])
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         vision: Any = self.model.get_submodule("vision")

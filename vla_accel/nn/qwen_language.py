@@ -1,4 +1,4 @@
-"""Qwen3's language model, or its first layers: Qwen3-VL's, or the plain one of Eagle.
+"""Qwen's language model, or its first layers: Qwen3-VL's, the plain one of Eagle, or Qwen2.5's.
 
 Knows nothing about images but where their tokens are. Of Qwen3-VL, rotary positions have three axes, and what vision's
 deepstack left is added at image tokens after the first layers. Source of the mathematics: transformers 5.5.4.
@@ -7,7 +7,7 @@ deepstack left is added at image tokens after the first layers. Source of the ma
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ LEAD = 3
 @dataclass(frozen=True)
 class QwenConfig:
     """Sizes of the language model. `sections`: how many rotary frequencies follow time, row and column; `final_norm`:
-    whether the output is normed."""
+    whether the output is normed; `qk_norm`: whether the heads of q and k are normed (Qwen3); `qkv_bias`: whether q, k
+    and v have biases (Qwen2.5)."""
 
     width: int = 2048
     depth: int = 16
@@ -39,6 +40,8 @@ class QwenConfig:
     theta: float = 5e6
     sections: tuple[int, ...] = (24, 20, 20)
     final_norm: bool = False
+    qk_norm: bool = True
+    qkv_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -55,10 +58,10 @@ class QwenConfig:
 
     @property
     def block(self) -> Block:
-        """One block: q and k are normed by head before they are rotated; the MLP is gated by SiLU."""
+        """One block, whose MLP is gated by SiLU."""
         return Block(
             self.width, self.mlp_dim, self.heads, self.kv_heads, self.head_dim, self.eps, Norm.RMS, Activation.SWIGLU,
-            Attention.CAUSAL, qk_norm=True,
+            Attention.CAUSAL, qkv_bias=self.qkv_bias, qk_norm=self.qk_norm,
         )  # fmt: skip
 
 
@@ -71,12 +74,14 @@ class Arrangement:
         between: Text tokens between two images.
         text_first: Whether the instruction comes before the images. Shorter prompts are then padded in front.
         flat: Whether tokens are numbered in order; otherwise image tokens have rows and columns.
+        slots: Images that a prompt's numbers and text are of; those beyond the views have no rows. 0: the views alone.
     """
 
     edge: int = LEAD + 1
     between: int = 2
     text_first: bool = False
     flat: bool = False
+    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,10 @@ class Layout:
         """Time, row and column of each token, int64 (3, tokens). Text counts on in all three; an image that begins at s
         lies at time s, s + row, s + column, and what follows it at s + its longer side."""
         if self.arrangement.flat:
-            return torch.arange(self.tokens).expand(3, -1)
+            whole = replace(self, views=max(self.views, self.arrangement.slots))
+            present = torch.ones(whole.tokens, dtype=torch.bool)
+            present[whole.image_rows()[self.images :]] = False
+            return present.nonzero().flatten().expand(3, -1)
         rows, columns = self.grid
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         image = torch.stack((torch.zeros_like(row), row, column)).flatten(1)

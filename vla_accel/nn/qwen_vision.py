@@ -76,10 +76,16 @@ class QwenVisionConfig:
             raise ConfigError(f"image: expected multiples of {self.unit} pixels a side, got {height} x {width}")
         return height // self.unit, width // self.unit
 
-    def patch_weight(self, weight: Tensor) -> Tensor:
-        """The patch embedding's weight as (width, 3 * patch_size²), in the order channel, row, column."""
+    @property
+    def class_token(self) -> bool:
+        """Whether each image has one more row, after those of its patches, which is no token."""
+        return False
+
+    def patch_product(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """The patch embedding as a product of pixels in [-1, 1]: weight (width, 3 * patch_size²), in the order channel,
+        row, column, and bias (width,)."""
         # The frames of an image are equal, so that their weights add up.
-        return weight.sum(2).flatten(1)
+        return weight.sum(2).flatten(1), bias
 
     def place_embedding(self, table: Tensor, grid: Grid) -> Tensor:
         """The square table (positions, W) for an image of `grid` tokens, (patches, W)."""
@@ -88,8 +94,8 @@ class QwenVisionConfig:
 
 @dataclass(frozen=True)
 class Placed:
-    """What depends on an image's size alone: position `embedding` (patches, width), and, if the tower rotates, cos and
-    sin (patches, 1, head_dim / 2)."""
+    """What depends on an image's size alone: position `embedding` (patches, width), the class token after them, if
+    there is one, and, if the tower rotates, cos and sin (patches, 1, head_dim / 2)."""
 
     embedding: Tensor
     cos: Tensor | None = None
@@ -133,7 +139,10 @@ class PatchMerger(nn.Module):
 
 
 class QwenVision(nn.Module):
-    """The tower. Patches stand in the order (token row, token column, row in it, column in it)."""
+    """The tower. Patches stand in the order (token row, token column, row in it, column in it). `fixed`: parameters
+    that only `placed` reads."""
+
+    fixed: tuple[str, ...] = ("position_embedding",)
 
     def __init__(self, config: QwenVisionConfig) -> None:
         super().__init__()
@@ -162,10 +171,11 @@ class QwenVision(nn.Module):
         return Placed(embedding, *patch_rope(self.config, grid, table.device, weight.dtype))
 
     def embed(self, pixels: Tensor, placed: Placed) -> Tensor:
-        """(N, 3, H, W) in [-1, 1] to (N, patches, width) in the embedding's dtype, before the first block."""
+        """(N, 3, H, W) in [-1, 1] to (N, patches, width), with a class token one row more, in the embedding's dtype,
+        before the first block."""
         weight, bias = self.get_parameter("patch_embedding.weight"), self.get_parameter("patch_embedding.bias")
-        embedded = F.linear(self.patches(pixels.to(weight.dtype)), self.config.patch_weight(weight), bias)
-        return embedded + placed.embedding.to(embedded.dtype)
+        embedded = F.linear(self.patches(pixels.to(weight.dtype)), *self.config.patch_product(weight, bias))
+        return F.pad(embedded, (0, 0, 0, self.config.class_token)) + placed.embedding.to(embedded.dtype)
 
     def forward(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor | None]:
         """(N, 3, H, W) in [-1, 1] to image tokens (N, tokens, out_width), and what the blocks in `deepstack` leave
@@ -181,6 +191,7 @@ class QwenVision(nn.Module):
                 left.append(self.deepstack[config.deepstack.index(index)](x))
         if self.post_layernorm is not None:
             x = reference.layer_norm(x, self.post_layernorm)
+        x = x[:, :-1] if config.class_token else x
         return self.merger(x), torch.stack(left) if left else None
 
     def views(self, pixels: Tensor, placed: Placed | None = None) -> tuple[Tensor, Tensor | None]:

@@ -191,14 +191,18 @@ class Convolution(NamedTuple):
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, relu: bool = True) -> Tensor:
         """x (B, H, W, C) to the activation of the normed convolution plus `residual`."""
-        value = ops.conv(x, self.weight, self.stride, self.weight.shape[2] // 2)
+        return self.normed(self.convolved(x), residual, relu=relu)
+
+    def convolved(self, x: Tensor) -> Tensor:
+        """The convolution alone."""
+        return ops.conv(x, self.weight, self.stride, self.weight.shape[2] // 2)
+
+    def normed(self, value: Tensor, residual: Tensor | None = None, *, relu: bool = True) -> Tensor:
+        """What follows the convolution."""
         activation = Activation.RELU if relu else Activation.NONE
         if self.norm is None:
             return ops.add_up(Sum(value, residual, self.shift), activation=activation)
-        if residual is None:
-            return ops.group_act(Sum(value), self.norm, activation=activation, keep=False)[1]
-        _, normed = ops.group_act(Sum(value), self.norm, activation=Activation.NONE, keep=False)
-        return ops.add_up(Sum(normed, residual), activation=activation)
+        return ops.group_act(Sum(value), self.norm, activation=activation, keep=False, after=residual)[1]
 
 
 class BlockConvolutions(NamedTuple):
@@ -256,10 +260,16 @@ class ResNetWeights(NamedTuple):
         fixed = current(pixels).deterministic
         # The library measures its convolutions on a shape's first call, unless calls are to repeat bit for bit.
         with torch.backends.cudnn.flags(enabled=True, benchmark=not fixed, deterministic=fixed, allow_tf32=True):
-            x = F.max_pool2d(self.stem(pixels).permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1).contiguous()
+            value = self.stem.convolved(pixels)
+            # A shift and ReLU keep the order of values: they may follow the maximum, and see a quarter of the pixels.
+            x = self.stem.normed(_pooled(value)) if self.stem.norm is None else _pooled(self.stem.normed(value))
             for block in self.blocks:
                 x = block(x)
         return x
+
+
+def _pooled(x: Tensor) -> Tensor:
+    return F.max_pool2d(x.permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1).contiguous()
 
 
 def _laid_out(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -156,7 +156,7 @@ def block_weights(
 
     heads = [model.weight(f"{name}.{n}.weight").float().clone() for n in ("q_norm", "k_norm") if block.qk_norm]
     return BlockWeights(
-        product("qkv", names.qkv, names.norm), product("out", names.out, scale="layer_scale1"),
+        product("qkv", block.first, names.norm), product("out", names.out, scale="layer_scale1"),
         product("up", names.up, names.mlp_norm, pad_n=extra),
         product("down", names.down, scale="layer_scale2", pad_k=extra), *heads,
     )  # fmt: skip

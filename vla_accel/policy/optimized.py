@@ -303,15 +303,22 @@ class OptimizedPolicy:
 
     @without_autocast()
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, observation: Mapping[str, Any] | None = None) -> None:
         """Build the engines that calls will need and run them once, so that the ledger is complete and no call is slow.
 
-        Builds the shapes of an ordinary observation, with images of the model's size, and of the prompts in
-        `PolicyConfig.warm_up`: at most `MOST_BUILT` for all states of each, and with the native engine all prompt
-        lengths if they are no more than `MOST_BUILT`. A warning lists the shapes that are not built.
+        Builds the shapes of `observation`, with its image sizes, and of its prompt with other states, at most
+        `MOST_BUILT`. Without one, builds those of an ordinary observation, with images of the model's size, and of the
+        prompts in `PolicyConfig.warm_up`: at most `MOST_BUILT` for all states of each, and with the native engine all
+        prompt lengths if they are no more than `MOST_BUILT`. A warning lists the shapes that are not built.
         """
         if resize.fits_on(self.device):
             resize.rehearse(self.device)
+        if observation is not None:
+            with self._lock:
+                inputs = [self.processor.encode(seen) for seen in self._observe([observation])]
+                for shape in self._shape(inputs).reachable(self.processor, observation)[:MOST_BUILT]:
+                    self._pipeline(shape).rehearse()
+            return
         example = self.processor.example()
         prompts = [self.processor.example(prompt) for prompt in self.config.warm_up]
         with self._lock:

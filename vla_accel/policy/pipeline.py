@@ -253,7 +253,7 @@ class Pipeline:
             self._upload_rest()
         if self._noise is not None and self._host_noise is not None:
             if feed.noise is None:
-                self._noise.normal_(generator=generator)
+                self._family.draw(self._noise, generator)
             else:
                 self._host_noise.numpy()[:] = feed.noise
                 self._noise.copy_(self._host_noise, non_blocking=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs.types import FeatureType, PolicyFeature
 
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig
 from lerobot_policy_vla_accel.modeling_vla_accel import check_action_steps, describe

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -12,23 +11,21 @@ import numpy as np
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.constants import CONFIG_NAME
-from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.policies.rtc.configuration_rtc import RTCConfig
 from torch import Tensor
 
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig, refuse_training
 from lerobot_policy_vla_accel.observations import input_features, observations, stated
+from vla_accel.attachment.lerobot import guidance
 from vla_accel.checkpoints.weights import read_json
-from vla_accel.config import RtcConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.loading import Checkpoint
 from vla_accel.policy import OptimizedPolicy
 from vla_accel.remote.ensemble import TEMPORAL_ENSEMBLE
 from vla_accel.remote.metadata import ensemble_of
 from vla_accel.transforms.history import HISTORY, History
-
-_log = logging.getLogger("vla_accel.lerobot")
 
 
 class VlaAccelPolicy(PreTrainedPolicy):
@@ -183,7 +180,7 @@ class VlaAccelPolicy(PreTrainedPolicy):
             )
         if asked is None or self.engine.config.rtc.trained:
             return
-        rtc = _guidance(asked, self.engine)
+        rtc = guidance(asked, self.engine.family, self.engine.action_shape[0])
         if rtc == self.engine.config.rtc:
             return
         config = replace(self.engine.config, rtc=rtc)
@@ -237,29 +234,6 @@ def check_action_steps(asked: int | None, checkpoint: Checkpoint) -> None:
         raise ConfigError(
             f"policy.n_action_steps: expected 1 with the checkpoint's temporal_ensemble_coeff, got {asked}"
         )
-
-
-def _guidance(requested: RTCConfig, engine: OptimizedPolicy) -> RtcConfig:
-    """lerobot's settings of real-time chunking as this package's, those that the family reads. An execution horizon
-    beyond the chunk, such as lerobot's default of 10 for a chunk of 5, is the whole chunk, as in lerobot. Raises
-    ConfigError for a family without real-time chunking, and for `debug`."""
-    family = engine.family
-    if requested.debug:
-        raise ConfigError("policy.rtc_config.debug: expected false, got true; the engines record no debug data")
-    if not family.chunking.settings:
-        if not requested.enabled:
-            return RtcConfig()
-        raise ConfigError(
-            f"policy.rtc_config: expected none for {family.name}, which has no real-time chunking, got {requested}"
-        )
-    settings: dict[str, Any] = {
-        "schedule": requested.prefix_attention_schedule.value.lower(),
-        "max_guidance_weight": requested.max_guidance_weight,
-        "execution_horizon": min(requested.execution_horizon, engine.action_shape[0]),
-    }
-    if unused := sorted(settings.keys() - set(family.chunking.settings)):
-        _log.warning("%s: policy.rtc_config: %s are ignored", family.name, ", ".join(unused))
-    return RtcConfig(**{name: value for name, value in settings.items() if name not in unused})
 
 
 def _without_padding(actions: np.ndarray) -> np.ndarray:

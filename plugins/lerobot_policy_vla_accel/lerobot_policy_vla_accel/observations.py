@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs.types import FeatureType, PolicyFeature
 from torch import Tensor, bfloat16
 
 from vla_accel.checkpoints.lerobot import is_lerobot

@@ -3,7 +3,7 @@
     python -m lerobot_policy_vla_accel.policy_server --host=127.0.0.1 --port=8080
 
 takes the options of `lerobot.async_inference.policy_server`; its robot client is used unchanged. Policies of other
-types are served as lerobot serves them.
+types are served as lerobot serves them, on vla_accel's engines if the environment variable `VLA_ACCEL_ATTACH` is set.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from lerobot.async_inference import helpers, policy_server
-from lerobot.configs import PolicyFeature
+from lerobot.configs.types import PolicyFeature
 from lerobot.utils.constants import OBS_STATE
 from lerobot.utils.import_utils import register_third_party_plugins
 
+from lerobot_policy_vla_accel import acceleration
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig
 
 _TYPE = VlaAccelConfig.get_choice_name(VlaAccelConfig)
@@ -23,6 +24,13 @@ _TYPE = VlaAccelConfig.get_choice_name(VlaAccelConfig)
 
 class Server(policy_server.PolicyServer):
     """lerobot's server. For a policy of type vla_accel it neither resizes frames nor drops similar observations."""
+
+    def SendPolicyInstructions(self, request: Any, context: Any) -> Any:
+        """Load the policy that a client names."""
+        answer = super().SendPolicyInstructions(request, context)
+        if self.policy is not None and self.policy_type != _TYPE and acceleration.requested() is not None:
+            acceleration.accelerate(self.policy, self.preprocessor)
+        return answer
 
     @property
     def policy_image_features(self) -> dict[str, PolicyFeature] | None:

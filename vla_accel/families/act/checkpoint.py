@@ -12,7 +12,7 @@ from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
 from vla_accel.checkpoints.lerobot import buffers, features, read_processors, read_settings, required
 from vla_accel.checkpoints.lerobot_statistics import ENVIRONMENT, STATE
 from vla_accel.checkpoints.stacks import Shapes, depth_of, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, size_of
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.act.network import Act, ActConfig
@@ -25,9 +25,9 @@ _SIDES = ("height", "width")
 _log = logging.getLogger("vla_accel.checkpoints")
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Act, FrameProcessor]:
+def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[Act, FrameProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
-    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
     content = read_settings(path, ("act",))
     saved = read_processors(folder, content, "antialias", weights)
     inputs, _ = features(content, path)

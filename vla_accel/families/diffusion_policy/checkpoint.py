@@ -48,9 +48,11 @@ _STORED = (
 """What is replaced in a canonical name to get the stored one."""
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[DiffusionPolicy, FrameProcessor]:
+def load_folder(
+    folder: Path, settings: PolicyConfig, weights: Weights | None = None
+) -> tuple[DiffusionPolicy, FrameProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
-    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
     content = read_settings(path, ("diffusion",))
     config = read_sizes(content, weights.shapes, path)
     saved = read_processors(folder, content, Preset.resize, weights)

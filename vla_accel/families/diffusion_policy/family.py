@@ -64,18 +64,18 @@ class Denoise(_Part):
     float32."""
 
     def __init__(self, model: DiffusionPolicy, num_steps: int) -> None:
-        self.num_steps = num_steps
+        self.steps = model.config.scheduler.steps(num_steps)
         super().__init__(model, "unet")
 
     def extra_repr(self) -> str:
         """What a graph of `forward` has as constants; keys of built engines contain it."""
-        return f"steps={self.num_steps}, scheduler={self.model.config.scheduler}"
+        return f"steps={len(self.steps)}, scheduler={self.model.config.scheduler}"
 
     def constants(self) -> Sequence[Tensor]:
-        return self.model.time_tables([step.time for step in self.model.config.scheduler.steps(self.num_steps)])
+        return self.model.time_tables([step.time for step in self.steps])
 
     def forward(self, noise: Tensor, features: Tensor, state: Tensor) -> Tensor:
-        return self.model.sample(noise, self.model.condition(features, state), self.kept(), self.num_steps)
+        return self.model.sample(noise, self.model.condition(features, state), self.kept(), self.steps)
 
 
 class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Shape]):

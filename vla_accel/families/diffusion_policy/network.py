@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
+from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler, Step
 from vla_accel.nn.network import Network
 from vla_accel.nn.resnet import Camera, ResNet, ResNetConfig, feature_size
 
@@ -316,20 +316,20 @@ class DiffusionPolicy(Network):
         active = mish(unet.time_out(mish(unet.time_in(embedding))))
         return [F.linear(active, f.weight[:, : active.shape[1]].to(wide), f.bias.to(wide)) for f in unet.films]
 
-    def sample(self, noise: Tensor, condition: Tensor, tables: Sequence[Tensor], num_steps: int) -> Tensor:
+    def sample(self, noise: Tensor, condition: Tensor, tables: Sequence[Tensor], steps: Sequence[Step]) -> Tensor:
         """Return normalised actions (B, T, action_dim) float32.
 
         Args:
-            noise: (B, T, action_dim) float32; for DDPM (B, num_steps, T, action_dim), the first chunk and then the
+            noise: (B, T, action_dim) float32; for DDPM (B, steps, T, action_dim), the first chunk and then the
                 noise of each step but the last.
             condition: (B, condition_dim).
             tables: `time_tables` of the steps.
-            num_steps: Denoising steps.
+            steps: The scheduler's.
         """
         scheduler, own = self.config.scheduler, self.films(condition)
         draws = noise[:, None] if noise.dim() == 3 else noise
         x = draws[:, 0]
-        for index, step in enumerate(scheduler.steps(num_steps)):
+        for index, step in enumerate(steps):
             e = self.unet(x, [table[index] + film for table, film in zip(tables, own, strict=True)])
             x = step(x, e, scheduler.clip, draws[:, index + 1] if index + 1 < draws.shape[1] else None)
         return x

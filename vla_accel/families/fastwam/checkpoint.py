@@ -15,6 +15,7 @@ import torch
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
 from vla_accel.checkpoints.lerobot import (
     Processors,
+    buffers,
     denoising_steps,
     read_processors,
     read_settings,
@@ -28,6 +29,7 @@ from vla_accel.checkpoints.weights import (
     Piece,
     SafetensorsWeights,
     SmallWeights,
+    Weights,
     read_json,
     size_of,
 )
@@ -50,6 +52,16 @@ SIGNS = (_MIX + "video.patch_embedding.weight", _MIX + "action.action_encoder.we
 _VAE, _NUMBERS = "vae:", "vae.config:"
 _IMAGINES = (_MIX + "video.head.", _VAE + "decoder.", _VAE + "post_quant_conv.")
 _ENCODER_FILE = "diffusion_pytorch_model.safetensors"
+_FIXED: tuple[tuple[str, str, Any, Any], ...] = (
+    ("video_dit_config", "video_attention_mask_mode", "bidirectional", "first_frame_causal"),
+    ("video_dit_config", "seperated_timestep", False, True),
+    ("video_dit_config", "fuse_vae_embedding_in_latents", True, True),
+    ("video_dit_config", "action_conditioned", False, False),
+    ("video_dit_config", "has_image_input", False, False),
+    ("video_dit_config", "patch_size", None, [1, 2, 2]),
+    ("action_scheduler", "num_train_timesteps", 1000, 1000),
+)
+"""Settings inside those of config.json, with lerobot's default and the only supported value."""
 _TRAINED = (SIGNS[1], _MIX + "action.head.weight", "model.proprio_encoder.weight")
 _OLD = re.compile(r"model\.mot\.mixtures\.(video|action)\.blocks\.(\d+)\.(.+)")
 _SMALL = {
@@ -69,10 +81,14 @@ _BLOCK = {
 _ROTATED = ("self_attn.q", "self_attn.k", "self_attn.norm_q", "self_attn.norm_k")
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[FastWam, FastWamProcessor]:
+def load_folder(
+    folder: Path, settings: PolicyConfig, weights: Weights | None = None
+) -> tuple[FastWam, FastWamProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
-    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
     content = read_settings(path, ("fastwam",))
+    if content.get("proprio_dim", 0) is None:
+        raise CheckpointError(f"{path}: proprio_dim: expected a whole number, got null: a state is required")
     if missing := [name for name in _TRAINED if name not in weights.shapes]:
         raise CheckpointError(
             f"checkpoint {folder}: expected a trained policy, got one without {', '.join(missing)}; "
@@ -110,6 +126,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[FastWam, FastWamP
     recipe = {name: pieces(name, config, stored) for name in model.state_dict()}
     # What imagines video, and what joins several frames.
     dead = [n for n in stored if n.startswith(_IMAGINES) or (n.startswith(_VAE) and ".time_conv." in n)]
+    dead += buffers(weights.shapes)
     return fitted(model, joined, recipe, str(folder), "FastWAM", dead), processor
 
 
@@ -189,9 +206,9 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path, vae: WanE
             width=width, mlp_dim=sizes["ffn_dim"], heads=sizes["num_heads"], head_dim=head_dim, depth=depth,
             text_dim=sizes["text_dim"], freq_dim=sizes["freq_dim"], eps=float(own.get("eps", 1e-6)),
         )  # fmt: skip
-    mask = content["video_dit_config"].get("video_attention_mask_mode")
-    if mask != "first_frame_causal":
-        raise CheckpointError(f"{path}: video_attention_mask_mode: expected first_frame_causal, got {mask!r}")
+    for part, name, default, expected in _FIXED:
+        if (got := required(content, part, dict, path).get(name, default)) != expected:
+            raise CheckpointError(f"{path}: {part}.{name}: expected {expected}, got {got!r:.60}")
     size = required(content, "image_size", list, path)
     if len(size) != 2:
         raise CheckpointError(f"{path}: image_size: expected a height and a width, got {size!r:.60}")
@@ -227,7 +244,7 @@ def _seed(content: Mapping[str, Any], path: Path) -> int | None:
     return seed
 
 
-def _processors(folder: Path, content: Mapping[str, Any], weights: SafetensorsWeights) -> Processors:
+def _processors(folder: Path, content: Mapping[str, Any], weights: Weights) -> Processors:
     """lerobot joins the images in the order of the cameras' names, whatever the order in config.json."""
     features = content.get("input_features")
     ordered = {**content, "input_features": dict(sorted(features.items()))} if isinstance(features, dict) else content

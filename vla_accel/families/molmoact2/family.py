@@ -42,6 +42,11 @@ class MolmoAct2Family(DenoisingFamily[MolmoAct2Config]):
         found = super().components(model, shape, store=store, scales=scales, rtc=rtc)
         quantised = self.capabilities.quantised
         made = [replace(one, variants={}, quantised=quantised.get(one.name, {})) for one in found]
+        images, tokens, *rest = made[1].inputs
+        # The words around the images are in every prompt.
+        least = model.config.edge + (shape.views - 1) * model.config.between + 1
+        tokens = replace(tokens, ranges={1: (min(least, tokens.shape[1]), tokens.ranges[1][1])})
+        made[1] = replace(made[1], inputs=(images, tokens, *rest))
         made[0] = replace(made[0], fetch=lambda: model.fetch("vision", "pooling", "embed"))
         return made
 

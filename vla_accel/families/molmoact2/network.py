@@ -434,7 +434,7 @@ class MolmoAct2(FlowNetwork):
 
     def conditioning(self, times: Tensor) -> tuple[Tensor, Tensor | None]:
         """The embedding of each time (n, W), and the rows of every block and of the last norm (n, 9 * depth + 2, W).
-        Weights that were not here are let go again."""
+        Weights that were absent are removed again."""
         half = self.config.expert.time_dim // 2
         frequency = torch.exp(torch.arange(half, device=times.device) * (-math.log(10_000.0) / max(half - 1, 1)))
         angles = (1.0 - times.double()).to(times.dtype)[:, None] * frequency

@@ -62,10 +62,10 @@ _Read = tuple[Pi0Config, Processors, Tokenizer]
 """The content of a folder without its weights."""
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Pi0, Processor]:
+def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[Pi0, Processor]:
     """Return the network and the robot's transforms (`Family.load`)."""
     lora, described = adapter_of(folder, settings)
-    weights = SafetensorsWeights(folder)
+    weights = weights or SafetensorsWeights(folder)
     lerobot = is_lerobot(described)
     read = _lerobot if lerobot else _own if _is_own(folder, weights) else _openpi
     config, saved, tokenizer = read(described, weights, settings)

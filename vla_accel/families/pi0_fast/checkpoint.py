@@ -33,11 +33,11 @@ _OTHERS = {"norm.weight": _PREFIX + DEAD[1], "head.weight": _HEAD}
 """Tensors that π0 does not read: the final norm, and the head."""
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Pi0Fast, FastProcessor]:
+def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[Pi0Fast, FastProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
     lora, described = adapter_of(folder, settings)
     path, overrides = described / "config.json", settings.checkpoint
-    content, weights = read_settings(path, ("pi0_fast",)), SafetensorsWeights(folder)
+    content, weights = read_settings(path, ("pi0_fast",)), weights or SafetensorsWeights(folder)
     saved = read_processors(described, content, "bilinear", weights)
     config = resized(read_sizes(weights, content, saved.max_token_len, path), settings)
     if lora is not None and EMBEDDINGS[1] in lora.changes:

@@ -39,7 +39,7 @@ class SmolVlaBench(DenoisingBench[SmolVlaConfig]):
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         with matmul_precision():
-            policy = _policy(horizon, device, LEROBOT_MODES[name], steps)
+            policy = lerobot_policy(horizon, device, LEROBOT_MODES[name], steps)
             # A compiled policy sets TF32 products, which apply to its own calls only.
             precision = torch.get_float32_matmul_precision()
 
@@ -50,7 +50,7 @@ class SmolVlaBench(DenoisingBench[SmolVlaConfig]):
         return infer
 
 
-def _policy(horizon: int, device: str, compiled: bool, steps: int) -> Any:
+def lerobot_policy(horizon: int, device: str, compiled: bool, steps: int) -> Any:
     """Return lerobot's policy of the published size with random weights, in the dtypes of its loaded checkpoint: BF16
     except for the small projections and those of the prefix's keys and values."""
     try:

@@ -21,7 +21,7 @@ from vla_accel.checkpoints.lerobot import (
 )
 from vla_accel.checkpoints.lora import fold
 from vla_accel.checkpoints.stacks import Names, Shapes, depth_of, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import adapter_of, processor_of, resized, robot_of
@@ -51,10 +51,10 @@ _TEXT_WIDTHS = (256, 576, 960, 2048)  # of the bundled demo, and of SmolLM2's th
 _VISION_HEADS = {256: 4, 768: 12, 1152: 16}  # by width: the bundled demo, SigLIP B and SO400M (arXiv 2504.05299)
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[SmolVla, Processor]:
+def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[SmolVla, Processor]:
     """Return the network and the robot's transforms (`Family.load`)."""
     lora, described = adapter_of(folder, settings)
-    path, weights = described / "config.json", SafetensorsWeights(folder)
+    path, weights = described / "config.json", weights or SafetensorsWeights(folder)
     hub: str | None = None
     if own := is_own(read_json(path)):
         config = resized(read_config(folder, SmolVlaConfig), settings)

@@ -29,6 +29,7 @@ from vla_accel.families.vla_jepa.checkpoint import StoredNames
 from vla_accel.families.vla_jepa.network import Size, VlaJepa, VlaJepaConfig
 from vla_accel.families.vla_jepa.transforms import Gripper, VlaJepaProcessor
 from vla_accel.nn.dit import DitConfig
+from vla_accel.nn.mlp_head import stored_name
 from vla_accel.transforms.normalisation import Normaliser, finite_array
 from vla_accel.transforms.tokenizer import Tokenizer, load_line_tokenizer
 
@@ -37,10 +38,6 @@ SUFFIXES = (".pt", ".safetensors")
 """Of the checkpoints in a run's folder."""
 STATISTICS = "dataset_statistics.json"
 NAMES = StoredNames("qwen_vl_interface.model.", "action_model.")
-_MLP = {
-    "norm_in": "layer_norm1", "fc_in": "fc1", "norm_out": "layer_norm2", "fc_out": "fc2",
-    "norms": "mlp_resnet_blocks.{}.ffn.0", "products": "mlp_resnet_blocks.{}.ffn.1",
-}  # fmt: skip
 END = "<|im_end|>\n<|im_start|>assistant\n"
 QUERY = "🔍"
 """QwenOFT's token of an action."""
@@ -113,8 +110,7 @@ def load_folder(framework: str, folder: Path, settings: PolicyConfig) -> tuple[V
 
 def _pieces(name: str, config: VlaJepaConfig, shapes: Shapes) -> tuple[Piece, ...]:
     if name.startswith("head.") and isinstance(config, OftConfig):
-        module, *index, leaf = name.removeprefix("head.").split(".")
-        return (Piece(f"action_model.model.{_MLP[module].format(*index)}.{leaf}"),)
+        return (Piece(f"action_model.model.{stored_name(name.removeprefix('head.'))}"),)
     return (Piece(NAMES.table(shapes)),) if name == "embed.weight" else NAMES.pieces(name, config)
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.families.starvla.network import OftConfig, QwenOft
 from vla_accel.families.vla_jepa.network import condition_rows
+from vla_accel.nn.mlp_head import NativeMlpHead
 from vla_accel.nn.native_qwen_language import LanguageWeights, NativeLanguage
 from vla_accel.nn.qwen_language import Layout
 from vla_accel.nn.qwen_store import TowerStore
@@ -21,18 +21,17 @@ from vla_accel.nn.weights import Precision
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """The weights of language model and head; `head` by its own names."""
+    """The weights of language model and head."""
 
     language: LanguageWeights
-    head: Mapping[str, Tensor]
+    head: NativeMlpHead
     config: OftConfig
 
     @classmethod
     def of(cls, model: QwenOft, precision: str) -> DecoderWeights:
         """Prepare the weights of a model. `precision`: fp32 or bf16."""
         stored = Precision(precision)
-        head = {name.removeprefix("head."): model.weight(name).to(stored.dtype) for name in model.names("head")}
-        return cls(LanguageWeights.of(model, stored), head, model.config)
+        return cls(LanguageWeights.of(model, stored), NativeMlpHead.of(model, stored.dtype), model.config)
 
 
 class NativeDecoder:
@@ -53,20 +52,8 @@ class NativeDecoder:
         with language.chain:
             hidden = language.run(inputs)
         rows = condition_rows(config.condition, language.places, self.batch, inputs["lengths"]) + self.first
-        actions = self._head(hidden[rows.flatten()])
+        actions = self.weights.head(hidden[rows.flatten()])
         outputs["actions"].copy_(actions.view(outputs["actions"].shape))
-
-    def _head(self, x: Tensor) -> Tensor:
-        head = self.weights.head
-
-        def product(x: Tensor, norm: str, name: str) -> Tensor:
-            x = F.layer_norm(x, x.shape[-1:], head[f"{norm}.weight"], head[f"{norm}.bias"])
-            return F.linear(x, head[f"{name}.weight"], head[f"{name}.bias"])
-
-        x = F.relu(product(x, "norm_in", "fc_in"))
-        for index in range(sum(name.endswith(".weight") for name in head if name.startswith("products."))):
-            x = x + F.relu(product(x, f"norms.{index}", f"products.{index}"))
-        return product(x, "norm_out", "fc_out")
 
 
 class OftStore(TowerStore[QwenOft]):

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.families.vla_jepa.network import VlaJepaConfig, condition_rows
-from vla_accel.kernels import reference
 from vla_accel.nn.dit import DitConfig
+from vla_accel.nn.mlp_head import MlpHead
 from vla_accel.nn.network import Network
 from vla_accel.nn.qwen_language import Places, QwenConfig, QwenLanguage
 from vla_accel.nn.qwen_vision import QwenVision, QwenVisionConfig
@@ -71,25 +70,6 @@ class OftConfig(VlaJepaConfig):
 def starvla_oft(**changes: object) -> OftConfig:
     """QwenOFT on Qwen3-VL-4B at the published size."""
     return OftConfig(**changes)  # type: ignore[arg-type]
-
-
-class MlpHead(nn.Module):
-    """Norm, product and ReLU, residual blocks of the same, norm and product."""
-
-    def __init__(self, width: int, hidden: int, action_dim: int, depth: int = 2) -> None:
-        super().__init__()
-        self.norm_in, self.fc_in = nn.LayerNorm(width), nn.Linear(width, hidden)
-        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(depth))
-        self.products = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
-        self.norm_out, self.fc_out = nn.LayerNorm(hidden), nn.Linear(hidden, action_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to (..., action_dim)."""
-        x = F.relu(self.fc_in(reference.layer_norm(x, self.norm_in)))
-        for norm, product in zip(self.norms, self.products, strict=True):
-            assert isinstance(norm, nn.LayerNorm)
-            x = x + F.relu(product(reference.layer_norm(x, norm)))
-        return self.fc_out(reference.layer_norm(x, self.norm_out))
 
 
 class QwenOft(Network):

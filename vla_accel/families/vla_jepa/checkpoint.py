@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
-from vla_accel.checkpoints.lerobot import MOST_STEPS, Processors, read_processors, read_settings, required
+from vla_accel.checkpoints.lerobot import MOST_STEPS, Processors, buffers, read_processors, read_settings, required
 from vla_accel.checkpoints.lerobot_settings import BINARIZE, CLIP, SNAP
 from vla_accel.checkpoints.qwen import (
     TRANSFORMER,
@@ -20,7 +20,7 @@ from vla_accel.checkpoints.qwen import (
     vision_pieces,
 )
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, size_of
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import check_vocabulary, resized, robot_of
@@ -131,9 +131,11 @@ _HEADS = {"DiT-B": 64, "DiT-L": 48, "DiT-test": 8}
 """Width of the transformer's heads, by lerobot's `action_model_type`."""
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[VlaJepa, VlaJepaProcessor]:
+def load_folder(
+    folder: Path, settings: PolicyConfig, weights: Weights | None = None
+) -> tuple[VlaJepa, VlaJepaProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
-    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
     content = read_settings(path, ("vla_jepa",))
     saved = read_processors(folder, content, "antialias", weights)
     if any(camera.kind != "identity" for camera in saved.cameras):
@@ -160,7 +162,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[VlaJepa, VlaJepaP
     model = VlaJepa.empty(config)
     recipe = {name: NAMES.pieces(name, config) for name in model.state_dict()}
     recipe["embed.weight"] = (Piece(NAMES.table(weights.shapes)),)
-    dead = [*NAMES.dead, *(n for n in weights.shapes if n.startswith(_WORLD_MODEL))]
+    dead = [*NAMES.dead, *(n for n in weights.shapes if n.startswith(_WORLD_MODEL)), *buffers(weights.shapes)]
     return fitted(model, weights, recipe, str(folder), "VLA-JEPA", dead), processor
 
 

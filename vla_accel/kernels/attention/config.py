@@ -83,7 +83,7 @@ def flash_tiles(gpu: Gpu | None, shape: AttentionShape) -> list[FlashTile]:
 
 @dataclass(frozen=True)
 class SuffixShape:
-    """The shape of a suffix's attention. `bytes`: of an element."""
+    """The shape of a suffix's attention. `bytes`: of an element; `own`: whether the suffix has keys of its own."""
 
     batch: int
     tokens: int
@@ -92,6 +92,7 @@ class SuffixShape:
     kv_heads: int
     head_dim: int
     bytes: int = 2
+    own: bool = True
 
     @property
     def rows(self) -> int:
@@ -130,7 +131,7 @@ class KeySplit:
 
     def splits(self, shape: SuffixShape) -> int:
         """Return the number of programs that share all keys."""
-        return self.prefix_splits(shape) + (0 if self.joined else -(-shape.tokens // self.keys))
+        return self.prefix_splits(shape) + (-(-shape.tokens // self.keys) if shape.own and not self.joined else 0)
 
     def row_tiles(self, shape: SuffixShape) -> int:
         """Return the number of tiles of queries of a head of keys."""
@@ -170,7 +171,7 @@ def key_splits(gpu: Gpu | None, shape: SuffixShape) -> list[KeySplit]:
     # The sums of taller tiles fill the registers: programs that share keys would spill the parts that they store.
     parts = [split for split in found if split.rows <= 64][:MOST_MEASURED]
     best = [*whole, *parts] if shape.rows <= 128 else [*parts, *whole]
-    return best if shape.batch == 1 else [*best, *_joined(gpu, shape, found)]
+    return best if shape.batch == 1 or not shape.own else [*best, *_joined(gpu, shape, found)]
 
 
 def _joined(gpu: Gpu | None, shape: SuffixShape, splits: list[KeySplit]) -> list[KeySplit]:

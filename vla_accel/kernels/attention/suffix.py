@@ -1,4 +1,5 @@
-"""Attention of a suffix: to the keys of a prefix and its own, or, with its queries' product inside, to a prefix alone.
+"""Attention of a suffix: to the keys of a prefix and its own, or to a prefix alone, also with its queries' product
+inside.
 
 Conventions as in `vla_accel.kernels.rows.rows`.
 """
@@ -85,6 +86,24 @@ def suffix_attention(
     keys, values = torch.cat((prefix.keys, suffix.k), 1), torch.cat((prefix.values, suffix.v), 1)
     values = values.masked_fill(~torch.cat((outer, outer.new_ones(batch, tokens)), 1)[:, :, None, None], 0)
     out.copy_(reference.attention(q, keys, values, mask).reshape(out.shape))
+
+
+def prefix_attention(
+    q: Tensor, prefix: Prefix, out: Tensor, workspace: AttentionWorkspace, *, config: KeySplit | None = None
+) -> None:
+    """Attention of queries (B, T, heads, d) to the first `lengths[b]` keys of the prefix alone. Arguments as of
+    `suffix_attention`; the workspace is that of a shape without `own` keys."""
+    batch, tokens, heads, head_dim = q.shape
+    prefix_tokens, kv_heads = prefix.keys.shape[1:3]
+    if path(q) != "reference":
+        sizes = SuffixShape(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size(), own=False)
+        config = config or attention_config.key_splits(current(q).gpu, sizes)[0]
+        return kernels("attention.triton_attention").suffix_attention(
+            Heads(q, q, q), prefix, out, workspace, sizes, config, state_first=False, causal=False
+        )
+    real = torch.arange(prefix_tokens, device=q.device) < prefix.lengths[:, None]
+    values = prefix.values.masked_fill(~real[:, :, None, None], 0)
+    out.copy_(reference.attention(q, prefix.keys, values, real[:, None].expand(-1, tokens, -1)).reshape(out.shape))
 
 
 def cross_attention(

@@ -308,12 +308,12 @@ def suffix_attention(
     suffix: Heads, prefix: Prefix, out: Tensor, workspace: AttentionWorkspace, sizes: SuffixShape, tile: KeySplit, *,
     state_first: bool, causal: bool,
 ) -> None:  # fmt: skip
-    """See `vla_accel.kernels.attention.suffix.suffix_attention`."""
-    own = sizes.tokens if tile.joined else tile.keys
+    """See `vla_accel.kernels.attention.suffix.suffix_attention` and, for a suffix without keys, `prefix_attention`."""
+    own = 0 if not sizes.own else sizes.tokens if tile.joined else tile.keys
     splits = Splits(tile.prefix_splits(sizes), tile.splits(sizes), tile.row_tiles(sizes), own)
     shared = (splits.all, splits.row_tiles) if tile.tiles == 1 else (splits.row_tiles, splits.all)
     tensors = ((suffix.q, suffix.k, suffix.v, out), (prefix.keys, prefix.values, prefix.lengths), workspace)
     numbers = (sizes.tokens, sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E.value)
-    constants = (HeadShape.of(suffix.q, suffix.k), tile, splits, Mask(0, causal=causal, first=state_first))
+    constants = (HeadShape.of(suffix.q, prefix.keys), tile, splits, Mask(0, causal=causal, first=state_first))
     grid, run = (*shared, sizes.batch * sizes.kv_heads), {"num_warps": tile.warps, "num_stages": tile.stages}
     launch(_suffix_attention, grid, *tensors, numbers, *constants, **run)

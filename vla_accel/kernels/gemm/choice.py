@@ -126,7 +126,7 @@ def is_inside(rows: int, before: Product, after: Product) -> bool:
     """
     width = len(before[0].weight)
     # The rows of a quantised product are quantised after their norm.
-    if (after[1].gated and after[0].weight_scale is not None) or width % MOMENTS_OF:
+    if after[0].weight_scale is not None or width % MOMENTS_OF:
         return False
     products = (before, after)
     if not all(has_hopper_gemm(rows, weights, kind, inside=True) for weights, kind in products):

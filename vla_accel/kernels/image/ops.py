@@ -100,11 +100,16 @@ def rms_act(x: Sum, gamma: Tensor, *, activation: Activation, keep: bool) -> tup
 
 @op(_TRITON, _half)
 def group_act(
-    x: Sum, norm: GroupNorm, *, activation: Activation, keep: bool, skip: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the sum and act(group norm of sum). `skip` (B, H, W, S) is appended to the sum's channels first.
+    x: Sum, norm: GroupNorm, *, activation: Activation, keep: bool, skip: Tensor | None = None,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the sum and act(group norm of sum + `after`).
 
     Without `keep` the first tensor is the norm.
+
+    Args:
+        skip: (B, H, W, S), appended to the sum's channels before the norm.
+        after: (B, H, W, C + S), contiguous, added behind the norm.
     """
     total = _total(x)
     if skip is not None:
@@ -114,6 +119,7 @@ def group_act(
     variance, mean = torch.var_mean(grouped, dim=(1, 3), keepdim=True, correction=0)
     normed = ((grouped - mean) * torch.rsqrt(variance + norm.eps)).reshape(total.shape)
     normed = normed * norm.weight.to(total.dtype) + norm.bias.to(total.dtype)
+    normed = normed if after is None else normed + after.to(total.dtype)
     normed = reference.activate(normed, activation).to(x.dtype)
     return (total.to(x.dtype) if keep else normed), normed
 

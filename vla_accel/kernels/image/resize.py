@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from vla_accel.kernels.dispatch import op
+from vla_accel.kernels.image.jpeg import Tables, round_trip
 from vla_accel.kernels.nvrtc import on
-from vla_accel.pictures import Resampling, Resize, neighbours, placed
+from vla_accel.pictures import CentreCrop, Resampling, Resize, neighbours, placed
 
 PRECISION = 22
 """Bits of a filter's weights behind the point, as in Pillow: sums of bytes times weights fit into 32 bits."""
@@ -51,6 +52,14 @@ class Resampled:
 
 
 @dataclass(frozen=True)
+class Cropped:
+    """`CentreCrop`: `first` resizes images of another size, after JPEG; `sides` samples the middle along both axes."""
+
+    first: tuple[Tables, Resampled] | None
+    sides: Sampling
+
+
+@dataclass(frozen=True)
 class Fit:
     """How to fit images (height, width, 3) to (size, size, 3): they fill `inner` (top, left, height, width) of the
     square, the rest is black."""
@@ -73,27 +82,36 @@ def fits_on(device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def fit_of(
-    height: int, width: int, size: int, method: Resize | Resampling, device: torch.device
-) -> Fit | Resampled | None:
+    height: int, width: int, size: int, method: Resize | Resampling | CentreCrop, device: torch.device
+) -> Fit | Resampled | Cropped | None:
     """Return the fit of images of a size, None for those that resampling keeps. Raises ObservationError if nothing of
     the image would be left."""
-    if isinstance(method, Resampling):
-        if method.keeps(height, width):
-            return None
-        return Resampled(*(torch.from_numpy(w).float().to(device) for w in method.weights(height, width)))
+    if isinstance(method, (Resampling, CentreCrop)):
+        resampled = None
+        if not method.keeps(height, width):
+            resampled = Resampled(*(torch.from_numpy(w).float().to(device) for w in method.weights(height, width)))
+        if isinstance(method, Resampling):
+            return resampled
+        first = None if resampled is None else (Tables.on(device), resampled)
+        return Cropped(first, Sampling(*(torch.from_numpy(x).to(device) for x in method.neighbours())))
     inner = placed(height, width, size, method)
     axis = _filter if method == "antialias" else _sampling
     return Fit(size, inner, axis(height, inner[2], device), axis(width, inner[3], device))
 
 
-def fit(image: Tensor, how: Fit | Resampled | None, out: Tensor) -> None:
+def fit(image: Tensor, how: Fit | Resampled | Cropped | None, out: Tensor) -> None:
     """out = the image (H, W, 3), fitted, or copied if `how` is None; all uint8 and contiguous."""
     if how is None:
         out.copy_(image)
         return
     if isinstance(how, Resampled):
-        resized = how.rows @ image.permute(2, 0, 1).float() @ how.columns.T
-        out.copy_(resized.round_().clamp_(0, 255).permute(1, 2, 0))
+        out.copy_(_resampled(image, how))
+        return
+    if isinstance(how, Cropped):
+        if how.first is not None:
+            tables, resampled = how.first
+            image = _resampled(round_trip(image, tables), resampled)
+        _crop(image, how.sides, out)
         return
     if not how.whole:
         out.zero_()
@@ -106,6 +124,20 @@ def fit(image: Tensor, how: Fit | Resampled | None, out: Tensor) -> None:
         filtered(between, how.rows, inner, axis=0)
     elif isinstance(how.rows, Sampling) and isinstance(how.columns, Sampling):
         sampled(image, how.rows, how.columns, inner)
+
+
+def _resampled(image: Tensor, by: Resampled) -> Tensor:
+    """Return whole levels float32 (out, out, 3)."""
+    return (by.rows @ image.permute(2, 0, 1).float() @ by.columns.T).round_().clamp_(0, 255).permute(1, 2, 0)
+
+
+def _crop(image: Tensor, by: Sampling, out: Tensor) -> None:
+    """out = the middle of levels (S, S, 3), rounded as TensorFlow does."""
+    levels = image.float() * (1 / 255)
+    lines = levels[:, by.low]
+    lines = lines + (levels[:, by.next] - lines) * by.part[:, None]
+    above = lines[by.low]
+    out.copy_((above + (lines[by.next] - above) * by.part[:, None, None]).clamp(0, 1) * 255.5)
 
 
 def rehearse(device: torch.device) -> None:

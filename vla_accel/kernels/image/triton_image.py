@@ -23,6 +23,8 @@ from vla_accel.numeric import power_of_two
 LOG2E = constexpr(1.4426950408889634)
 TILE = constexpr(4096)
 """Elements that one program holds at a time: 32 a thread with 4 warps."""
+_WHOLE = 2
+"""Tiles of a group that one program norms alone, so that a small image takes one launch."""
 
 
 class SumKind(NamedTuple):
@@ -203,7 +205,7 @@ def _membership(G: constexpr):
 
 
 @triton.jit
-def _group_apply(source, sums, affine, out_ptr, size, X: constexpr, G: constexpr, ACTIVATION: constexpr):
+def _group_apply(source, sums, affine, after_ptr, out_ptr, size, X: constexpr, G: constexpr, ACTIVATION: constexpr):
     weight_ptr, bias_ptr, eps = affine
     part_ptr, pieces = sums
     C: constexpr = X.channels
@@ -231,14 +233,72 @@ def _group_apply(source, sums, affine, out_ptr, size, X: constexpr, G: constexpr
         pixel = (piece * G.passes + turn) * G.rows + tl.arange(0, G.rows)
         row = (batch * pixels + pixel)[:, None]
         keep = (pixel < pixels)[:, None] & real
-        total = _summed(source, row, channel, keep, real, size, X)
-        normed = activated(total * weight + bias, ACTIVATION)
-        tl.store(out_ptr + row * C + channel, normed.to(out_ptr.dtype.element_ty), mask=keep)
+        normed = _summed(source, row, channel, keep, real, size, X) * weight + bias
+        _store_normed(out_ptr, after_ptr, row * C + channel, normed, keep, ACTIVATION)
+
+
+@triton.jit
+def _store_normed(out_ptr, after_ptr, place, normed, keep, ACTIVATION: constexpr):
+    if after_ptr is not None:
+        normed += tl.load(after_ptr + place, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, activated(normed, ACTIVATION).to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _group_whole(source, affine, after_ptr, out_ptr, size, X: constexpr, G: constexpr, ACTIVATION: constexpr):
+    # A program reads its group from the cache again for the variance and for the result.
+    weight_ptr, bias_ptr, eps = affine
+    C: constexpr = X.channels
+    PASSES: constexpr = G.passes
+    pixels = size[0] * size[1]
+    batch, lane = tl.program_id(1).to(tl.int64), tl.arange(0, G.lanes)[None, :]
+    channel, real = tl.program_id(0) * G.channels + lane, lane < G.channels
+    weight = tl.load(weight_ptr + channel, mask=real, other=0.0)
+    bias = tl.load(bias_ptr + channel, mask=real, other=0.0)
+    count = pixels * G.channels * 1.0
+    mean, variance = 0.0, 0.0
+    for turn in tl.static_range(PASSES):
+        pixel = turn * G.rows + tl.arange(0, G.rows)[:, None]
+        keep = (pixel < pixels) & real
+        total = tl.where(keep, _summed(source, batch * pixels + pixel, channel, keep, real, size, X), 0.0)
+        mean += tl.sum(tl.sum(total, 1), 0) / count
+    for turn in tl.static_range(PASSES):
+        pixel = turn * G.rows + tl.arange(0, G.rows)[:, None]
+        keep = (pixel < pixels) & real
+        centred = _summed(source, batch * pixels + pixel, channel, keep, real, size, X) - mean
+        variance += tl.sum(tl.sum(tl.where(keep, centred * centred, 0.0), 1), 0) / count
+    weight *= tl.rsqrt(variance + eps)
+    for turn in tl.static_range(PASSES):
+        pixel = turn * G.rows + tl.arange(0, G.rows)[:, None]
+        row, keep = batch * pixels + pixel, (pixel < pixels) & real
+        normed = (_summed(source, row, channel, keep, real, size, X) - mean) * weight + bias
+        _store_normed(out_ptr, after_ptr, row * C + channel, normed, keep, ACTIVATION)
+
+
+def _launch_whole(x: Sum, norm: GroupNorm, activation: Activation, after: Tensor | None) -> Tensor | None:
+    """Norm a small image in one launch; None for a larger one."""
+    batch, height, width, channels = x.shape
+    per_group = channels // norm.groups
+    lanes = power_of_two(per_group)
+    rows = min(power_of_two(height * width), max(1, TILE.value // lanes))
+    passes = triton.cdiv(height * width, rows)
+    if passes > _WHOLE:
+        return None
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    shape = GroupShape(norm.groups, per_group, 1, lanes, rows, passes, 1)
+    tensors, affine = (x.value, x.residual, x.shift), (norm.weight, norm.bias, norm.eps)
+    constants = (SumKind.of(x), shape, activation.code)
+    _group_whole[(norm.groups, batch)](tensors, affine, after, out, (height, width), *constants, num_warps=4)
+    return out
 
 
 def group_act(
-    x: Sum, norm: GroupNorm, *, activation: Activation, keep: bool, skip: Tensor | None
+    x: Sum, norm: GroupNorm, *, activation: Activation, keep: bool, skip: Tensor | None, after: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    if skip is None and (x.plain or not keep):
+        whole = _launch_whole(x, norm, activation, after)
+        if whole is not None:
+            return (x.value if keep else whole), whole
     batch, height, width, channels = x.shape
     extra = 0 if skip is None else skip.shape[-1]
     wide, pixels = channels + extra, height * width
@@ -268,7 +328,7 @@ def group_act(
     tensors, affine = (source.value, source.residual, source.shift), (norm.weight, norm.bias, norm.eps)
     constants = (SumKind.of(source), shape, activation.code)
     apply = _group_apply[(triton.cdiv(pixels, shape.passes * tile), blocks, batch)]
-    apply(tensors, (parts, pieces), affine, out, (height, width), *constants, num_warps=4)
+    apply(tensors, (parts, pieces), affine, after, out, (height, width), *constants, num_warps=4)
     return (source.value if keep else out), out
 
 

@@ -34,20 +34,23 @@ class ActionOutput:
 
 @dataclass(frozen=True)
 class ActionInput:
-    """The projection of actions to rows: activation(actions · weight + bias).
+    """The projection of actions to rows: activation(actions · weight + bias) + positions.
 
-    `weight` (A, W) float32; `bias` (W,) float32, or (2, W): the second row for actions that are pinned.
+    `weight` (A, W) float32; `bias` (W,) float32, or (2, W): the second row for actions that are pinned; `positions` (H,
+    W) float32, or None. `step` takes no positions, and `flow_step` one bias.
     """
 
     weight: Tensor
     bias: Tensor
     activation: Activation = Activation.SILU
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Guidance:
     """What pulls a flow towards `target` (B, H, A), float32, by `weights` (B, H), float32. Weights of zero change no
-    bit. `pinned`: actions whose weight is not zero stay as they are instead."""
+    bit. `pinned`: instead, actions begin at the target where their weight is not zero, and move by 1 - weight of the
+    velocity; `step` takes them from its caller, and weights of one alone."""
 
     target: Tensor
     weights: Tensor
@@ -108,17 +111,22 @@ def flow_step(
 
     Args:
         velocity: (B * T, A) float32, T = `tokens`; its last H rows of every T are read, none if `at.first`.
-        before, after: (B, H, A) float32: after = before + dt (1 - weights) velocity. If `at.first`, after = target
-            where a weight is above zero, and before elsewhere.
-        into: with one bias.
+        before, after: (B, H, A) float32: after = before + dt velocity, guided as by `step`. If `at.first`, after =
+            before or, where an action is pinned, the target.
         hidden: (B * T, W); its last H rows of every T receive the next input, unless `at.last`.
     """
     batch, horizon, _ = before.shape
+    target, weights = guidance.target, guidance.weights[..., None]
     if at.first:
-        after.copy_(torch.where(guidance.weights[..., None] > 0, guidance.target, before))
+        after.copy_(torch.where(weights > 0, target, before) if guidance.pinned else before)
     else:
         moved = velocity.view(batch, tokens, -1)[:, tokens - horizon :]
-        after.copy_(before + at.dt * (1.0 - guidance.weights[..., None]) * moved)
+        if guidance.pinned:
+            moved = (1.0 - weights) * moved
+        else:
+            moved = moved - at.gain * (weights * (target - (before - at.time * moved)))
+        after.copy_(before + at.dt * moved)
     if not at.last:
         embedded = reference.activate(after.to(into.weight.dtype) @ into.weight + into.bias, into.activation)
+        embedded = embedded if into.positions is None else embedded + into.positions
         hidden.view(batch, tokens, -1)[:, tokens - horizon :] = embedded.to(hidden.dtype)

@@ -11,7 +11,7 @@ from triton.language import constexpr
 
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Guidance
-from vla_accel.kernels.triton_common import SILU, wait_for_previous
+from vla_accel.kernels.triton_common import SILU, activated, wait_for_previous
 from vla_accel.numeric import power_of_two
 
 
@@ -98,10 +98,11 @@ def step(
 
 
 @triton.jit
-def _flow_step(velocity_ptr, actions, guidance, into, hidden_ptr, dt, sizes, S: constexpr, PDL: constexpr):
+def _flow_step(velocity_ptr, actions, guidance, into, hidden_ptr, times, sizes, S: constexpr, PDL: constexpr):
     before_ptr, after_ptr = actions
     target_ptr, weights_ptr = guidance
-    w_in_ptr, b_in_ptr = into
+    w_in_ptr, b_in_ptr, place_ptr = into
+    dt, time, gain = times
     rows, horizon, tokens = sizes
     ACTIONS: constexpr = S.actions
     WIDTH: constexpr = S.width
@@ -115,11 +116,17 @@ def _flow_step(velocity_ptr, actions, guidance, into, hidden_ptr, dt, sizes, S: 
     wait_for_previous(PDL)
     weight = tl.load(weights_ptr + row, mask=real, other=0.0)[:, None]
     moved = tl.load(before_ptr + place, mask=both, other=0.0)
+    target = tl.load(target_ptr + place, mask=both, other=0.0)
     if S.first:
-        moved = tl.where(weight > 0, tl.load(target_ptr + place, mask=both, other=0.0), moved)
+        if S.pinned:
+            moved = tl.where(weight > 0, target, moved)
     else:
         velocity = tl.load(velocity_ptr + token[:, None] * ACTIONS + action[None, :], mask=both, other=0.0)
-        moved += dt * (1.0 - weight) * velocity
+        if S.pinned:
+            velocity = (1.0 - weight) * velocity
+        else:
+            velocity -= gain * (weight * (target - (moved - time * velocity)))
+        moved += dt * velocity
     if tl.program_id(0) == 0:
         tl.store(after_ptr + place, moved, mask=both)
     if not S.last:
@@ -130,8 +137,10 @@ def _flow_step(velocity_ptr, actions, guidance, into, hidden_ptr, dt, sizes, S: 
         )
         embedded = tl.dot(moved, w_in, input_precision="ieee")
         embedded += tl.load(b_in_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
-        if S.activation == SILU:
-            embedded = embedded / (1.0 + tl.exp(-embedded))
+        embedded = activated(embedded, S.activation)
+        if place_ptr is not None:
+            places = (row % horizon)[:, None] * WIDTH + column[None, :]
+            embedded += tl.load(place_ptr + places, mask=real[:, None] & (column < WIDTH)[None, :], other=0.0)
         out = hidden_ptr + token[:, None] * WIDTH + column[None, :]
         tl.store(out, embedded.to(hidden_ptr.dtype.element_ty), mask=real[:, None] & (column < WIDTH)[None, :])
 
@@ -143,8 +152,10 @@ def flow_step(
     """See `vla_accel.kernels.rows.flow.flow_step`."""
     batch, horizon, actions = before.shape
     rows, width = batch * horizon, into.weight.shape[1]
-    shape = StepShape(width, 32, actions, max(16, power_of_two(actions)), at.first, at.last, into.activation.code)
+    kind = (at.first, at.last, into.activation.code, guidance.pinned)
+    shape = StepShape(width, 32, actions, max(16, power_of_two(actions)), *kind)
     grid = (1 if at.last else triton.cdiv(width, 32), triton.cdiv(rows, 16))
-    guided, first, sizes = (guidance.target, guidance.weights), (into.weight, into.bias), (rows, horizon, tokens)
-    arguments = (velocity, (before, after), guided, first, hidden, at.dt, sizes, shape)
+    guided, first = (guidance.target, guidance.weights), (into.weight, into.bias, into.positions)
+    times, sizes = (at.dt, at.time, at.gain), (rows, horizon, tokens)
+    arguments = (velocity, (before, after), guided, first, hidden, times, sizes, shape)
     launch(_flow_step, grid, *arguments, num_warps=4, num_stages=1)

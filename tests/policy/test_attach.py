@@ -1,0 +1,153 @@
+"""`attach`: a policy object answers as before from this package's engines, or stays as it is with one warning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import vla_accel
+from tests.support.small_lerobot_policy import Policy, batch_of
+from vla_accel.errors import ObservationError
+
+CLOSE = 1e-4
+HOLE = torch.tensor([[True, False, True, True, True, True, True]])
+
+
+def answer(policy: Policy, count: int = 1, **others: Any) -> torch.Tensor:
+    torch.manual_seed(3)
+    return policy.predict_action_chunk(batch_of(count), **others)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "vla_accel.attach" and r.levelno >= logging.WARNING]
+
+
+def test_an_attached_policy_answers_as_before_from_the_engines() -> None:
+    policy = Policy()
+    before = {count: answer(policy, count) for count in (1, 3)}
+    attached = vla_accel.attach(policy)
+    assert attached.active and attached.engine is None
+    for count in (1, 3, 1):
+        ours = answer(policy, count)
+        assert ours.dtype == before[count].dtype and (ours - before[count]).abs().max() < CLOSE
+    assert attached.engine is not None and attached.difference is not None and attached.difference < CLOSE
+    assert policy.calls == 3, "of the calls after attach only the first one asks the policy"
+    noise = torch.randn(1, 5, 9)
+    given = [policy.predict_action_chunk(batch_of(1), noise=noise) for _ in range(2)]
+    assert torch.equal(*given), "the caller's noise is not used"
+
+
+def test_noise_follows_torchs_seed() -> None:
+    policy = Policy()
+    vla_accel.attach(policy)
+    first, second = answer(policy), policy.predict_action_chunk(batch_of(1))
+    assert torch.equal(first, answer(policy)) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_calls_may_be_in_inference_mode_or_not(first: bool) -> None:
+    policy, plain = Policy(), Policy()
+    vla_accel.attach(policy)
+    for inference in (first, not first):
+        with torch.inference_mode(inference):
+            assert (answer(policy) - answer(plain)).abs().max() < CLOSE
+    assert not any(p.is_inference() for p in policy.parameters())
+
+
+def test_detach_restores_the_policy() -> None:
+    policy = Policy()
+    before, names = answer(policy), set(vars(policy))
+    attached = vla_accel.attach(policy)
+    answer(policy)
+    attached.detach()
+    assert set(vars(policy)) - {"calls"} == names - {"calls"} and not attached.active and attached.engine is None
+    assert torch.equal(answer(policy), before)
+
+
+def test_a_second_attach_returns_the_first() -> None:
+    policy = Policy()
+    assert vla_accel.attach(policy) is vla_accel.attach(policy)
+
+
+def test_a_first_answer_that_differs_detaches_the_policy(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Policy()
+    policy.moved = 0.5
+    before = answer(policy)
+    attached = vla_accel.attach(policy)
+    assert torch.equal(answer(policy), before) and torch.equal(answer(policy), before)
+    assert not attached.active and attached.difference is not None and attached.difference > 0.01
+    (warning,) = warnings(caplog)
+    assert "first answer" in warning and attached.reason is not None and attached.reason in warning
+    assert vla_accel.attach(policy, limit=10.0).active and not torch.equal(answer(policy), before - 0.5)
+
+
+def changed(**fields: Any) -> Callable[[Policy], object]:
+    return lambda policy: policy.config.content.update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (changed(type="tdmpc"), "tdmpc"),
+        (changed(add_image_special_tokens=True), "add_image_special_tokens"),
+        (changed(unheard_of=1), "unheard_of"),
+        (lambda policy: policy.model.register_parameter("more", torch.nn.Parameter(torch.ones(1))), "model.more"),
+        (changed(normalization_mapping={"VISUAL": "MEAN_STD"}), "preprocessor"),
+    ],
+    ids=["type", "setting", "unknown setting", "weight", "normalized images"],
+)
+def test_a_policy_of_another_kind_stays_as_it_is(
+    change: Callable[[Policy], object], word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = Policy()
+    change(policy)
+    before = answer(policy)
+    attached = vla_accel.attach(policy)
+    assert not attached.active and torch.equal(answer(policy), before)
+    (warning,) = warnings(caplog)
+    assert word in warning and "Policy" in warning
+
+
+def test_an_object_that_is_no_policy_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    assert not vla_accel.attach(torch.nn.Linear(1, 1)).active
+    assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("entries", "others"),
+    [
+        ({"observation.language.attention_mask": HOLE}, {}),
+        ({"observation.images.front_padding_mask": torch.ones(1)}, {}),
+        ({}, {"temperature": 2.0}),
+    ],
+    ids=["padding within the prompt", "mask of an image", "argument"],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
+def test_a_call_of_another_kind_detaches_the_policy(
+    entries: dict[str, Any], others: dict[str, Any], first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = Policy()
+    batch = {**batch_of(1), **entries}
+    torch.manual_seed(3)
+    before = policy.predict_action_chunk(batch, **others)
+    attached = vla_accel.attach(policy)
+    if not first:
+        answer(policy)
+        assert attached.active
+    torch.manual_seed(3)
+    assert torch.equal(policy.predict_action_chunk(batch, **others), before)
+    assert not attached.active and len(warnings(caplog)) == 1
+
+
+def test_an_input_that_no_policy_accepts_is_an_error() -> None:
+    policy = Policy()
+    attached = vla_accel.attach(policy)
+    answer(policy)
+    for name, value in (("images.front", torch.full((1, 3, 32, 32), 2.0)), ("state", torch.full((1, 6), torch.nan))):
+        with pytest.raises(ObservationError, match=name.partition(".")[0]):
+            policy.predict_action_chunk({**batch_of(1), f"observation.{name}": value})
+    assert attached.active

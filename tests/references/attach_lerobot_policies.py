@@ -1,0 +1,258 @@
+"""Attach lerobot's own policies to this package's engines, and write how far both answers differ.
+
+Run it with an interpreter that has lerobot 0.4.4, 0.5.1 or 0.6.1 and this package's requirements::
+
+    python tests/references/attach_lerobot_policies.py --out DIR [--policies smolvla pi05 ...]
+
+It writes ``DIR/attached.json``: lerobot's version and, for each policy, `reason` (null: attached), `difference` of the
+first answer, whether `detach` restored the policy's own answers (`restored`), and the largest difference of later
+answers in standard deviations of lerobot's: of batches of one and three (`1`, `3`), of `missing`, without the last
+camera, and of `rtc`, with a previous chunk; next to `moved`, how far that chunk moves lerobot's own answer.
+
+Weights are random; everything is float32 on the CPU. Unlike the other scripts it runs this package as well: both
+answers come from one policy object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import whole_torchvision  # noqa: F401
+
+# isort: split
+import lerobot_frame as frame
+import numpy as np
+import torch
+
+# isort: split
+import vla_accel
+
+CAMERAS = {"observation.images.front": (96, 132), "observation.images.wrist": (250, 150)}
+Batch = dict[str, Any]
+
+
+@dataclass
+class Case:
+    """A policy, its batches by number of rows, what `attach` gets with it, and whether it has real-time chunking."""
+
+    policy: Any
+    batch: Callable[[int], Batch]
+    preprocessor: Any = None
+    guided: bool = False
+    config: Any = None
+
+
+def draws(seed: int, count: int, sizes: Mapping[str, tuple[int, int]], state: int) -> Batch:
+    """Images in [0, 1] that are bytes divided by 255, and a state."""
+    generator = torch.Generator().manual_seed(seed)
+    found: Batch = {
+        key: torch.randint(0, 256, (count, 3, *size), generator=generator).float() / 255 for key, size in sizes.items()
+    }
+    found["observation.state"] = torch.randn(count, state, generator=generator)
+    return found
+
+
+def prompted(state: int) -> Callable[[int], Batch]:
+    """Batches with prompts of several lengths."""
+
+    def batch(count: int) -> Batch:
+        found, generator = draws(count, count, CAMERAS, state), torch.Generator().manual_seed(count)
+        mask = torch.arange(20)[None] < torch.tensor([20, 17, 6])[:count, None]
+        tokens = torch.randint(4, 30, (count, 20), generator=generator) * mask
+        return {**found, "observation.language.tokens": tokens, "observation.language.attention_mask": mask}
+
+    return batch
+
+
+def flow(name: str) -> Case:
+    module = importlib.import_module("make_lerobot_reference")
+    policy = module.build(name, CAMERAS)
+    frame.randomise(policy, torch.Generator().manual_seed(1))
+    unnamed(policy)
+    return Case(policy, prompted(8), guided=True)
+
+
+def unnamed(policy: Any) -> None:
+    """The small sizes are no variant of lerobot's."""
+    policy.config.paligemma_variant = policy.config.action_expert_variant = None
+
+
+def smolvla() -> Case:
+    module = importlib.import_module("make_smolvla_reference")
+    policy = module.build("base", CAMERAS)
+    frame.randomise(policy, torch.Generator().manual_seed(1), offset_norms="")
+    return Case(policy, prompted(6), guided=True)
+
+
+def pi0_fast() -> Case:
+    module = importlib.import_module("make_pi0_fast_reference")
+    folders = importlib.import_module("make_lerobot_release_folders")
+    with tempfile.TemporaryDirectory() as folder:
+        actions = module.fast_tokenizer(np.random.default_rng(0), Path(folder))
+    policy = module.build(module.text_tokenizer(module.VOCAB - 1), actions, CAMERAS)
+    module.randomise(policy, False, torch.Generator().manual_seed(3))
+    folders.write_only_actions(policy)
+    unnamed(policy)
+    return Case(policy, prompted(8))
+
+
+def act(variant: str = "environment") -> Case:
+    module = importlib.import_module("make_act_reference")
+    config, table = module.config_of(variant), module.statistics(variant, np.random.default_rng(0))
+    statistics = {k: {n: torch.as_tensor(v) for n, v in its.items()} for k, its in table.items()}
+    policy = module.modeling_act.ACTPolicy(config).eval()
+    module.randomise(policy, torch.Generator().manual_seed(1))
+    before, _ = frame.processors_of("act", config, statistics, None)
+
+    def batch(count: int) -> Batch:
+        found = draws(count, count, module.CAMERAS, module.STATE)
+        if variant == "environment":
+            found["observation.environment_state"] = torch.randn(count, module.ENVIRONMENT)
+        return before(found)
+
+    return Case(policy, batch, before)
+
+
+def diffusion(variant: str) -> Case:
+    module = importlib.import_module("make_diffusion_policy_folders")
+    processors = importlib.import_module("lerobot.policies.diffusion.processor_diffusion")
+    policy = module.build(variant)
+    module.randomise(policy)
+    before, _ = processors.make_diffusion_pre_post_processors(policy.config, policy.statistics)
+    sizes = {key: feature.shape[1:] for key, feature in policy.config.image_features.items()}
+    return Case(policy, lambda count: before(draws(count, count, sizes, module.STATE_DIM)), before)
+
+
+def vla_jepa() -> Case:
+    module = importlib.import_module("make_vla_jepa_reference")
+    policy, _ = module.build("resized")
+    sizes = {f"observation.images.{name}": size for name, size in module.CAMERAS["resized"].items()}
+    return Case(policy, lambda count: {**draws(count, count, sizes, 8), "task": list(module.TASKS)[:count]})
+
+
+def fastwam() -> Case:
+    module = importlib.import_module("make_fastwam_reference")
+    policy, _ = module.build("resized")
+    wan = Path(tempfile.mkdtemp())
+    policy.model.vae.vae.save_pretrained(wan / "vae")
+    height, width = module.CAMERAS["resized"]
+    sizes = dict.fromkeys(("observation.images.wrist", "observation.images.front"), (height, width))
+    return Case(
+        policy,
+        lambda count: {**draws(count, count, sizes, 8), "task": list(module.TASKS)[:count]},
+        config={"checkpoint": {"wan": str(wan)}},
+    )
+
+
+def groot() -> Case:
+    module = importlib.import_module("make_groot_reference")
+    tokenizer = module.small_tokenizer()
+    processor = module.small_processor(tokenizer)
+    # Until the end: the preprocessor asks for the processor in its first call.
+    mock.patch.object(module.groot_n1_7, "_cosmos_reason2_qwen3_vl_config", module.small_backbone).start()
+    mock.patch.object(module.processor_groot, "_build_n1_7_processor", lambda name: processor).start()
+    with tempfile.TemporaryDirectory() as folder:
+        module.write_isaac(module.build(False).bfloat16(), Path(folder), tokenizer)
+        config = module.config_of(Path(folder))
+        policy = module.GrootPolicy(config).eval()
+        before, _ = module.processor_groot.make_groot_pre_post_processors(config)
+    config.use_relative_actions = False
+
+    def batch(count: int) -> Batch:
+        sizes = dict.fromkeys(("observation.images.image", "observation.images.image2"), (120, 160))
+        return before({**draws(count, count, sizes, 8), "task": [module.TASKS[0]] * count})
+
+    return Case(policy.float(), batch, guided=True)
+
+
+POLICIES: dict[str, Callable[[], Case]] = {
+    "pi0": lambda: flow("pi0"),
+    "pi05": lambda: flow("pi05"),
+    "smolvla": smolvla,
+    "pi0_fast": pi0_fast,
+    "act": act,
+    "act min_max": lambda: act("min_max"),
+    "diffusion ddpm": lambda: diffusion("ddpm"),
+    "diffusion ddim": lambda: diffusion("episode"),
+    "vla_jepa": vla_jepa,
+    "fastwam": fastwam,
+    "groot": groot,
+}
+
+
+def answer(case: Case, batch: Batch, **others: Any) -> torch.Tensor:
+    """The actions of three control steps, or the chunk of a call with more arguments, from one seed."""
+    torch.manual_seed(7)
+    case.policy.reset()
+    if others:
+        return case.policy.predict_action_chunk(dict(batch), **others)
+    return torch.stack([case.policy.select_action(dict(batch)) for _ in range(3)])
+
+
+def guide(policy: Any) -> None:
+    """Real-time chunking as lerobot's rollouts set it."""
+    if hasattr(policy, "init_rtc_processor"):
+        configuration = importlib.import_module("lerobot.policies.rtc.configuration_rtc")
+        policy.config.rtc_config = configuration.RTCConfig(enabled=True, execution_horizon=4)
+        policy.init_rtc_processor()
+
+
+def compare(case: Case) -> dict[str, Any]:
+    def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        return float((ours - theirs).abs().max() / theirs.std())
+
+    calls: dict[str, tuple[Batch, dict[str, Any]]] = {"1": (case.batch(1), {}), "3": (case.batch(3), {})}
+    if "observation.language.tokens" in case.batch(1):
+        camera = list(CAMERAS)[-1]
+        calls["missing"] = {name: value for name, value in case.batch(1).items() if name != camera}, {}
+    theirs = {name: answer(case, batch, **others) for name, (batch, others) in calls.items()}
+    attached = vla_accel.attach(case.policy, case.config, preprocessor=case.preprocessor)
+    answer(case, calls["1"][0])
+    found: dict[str, Any] = {"reason": attached.reason, "difference": attached.difference}
+    found |= {name: relative(answer(case, *call[:1], **call[1]), theirs[name]) for name, call in calls.items()}
+    found["reason"] = attached.reason
+    attached.detach()
+    found["restored"] = all(torch.equal(answer(case, b, **o), theirs[name]) for name, (b, o) in calls.items())
+    if case.guided:
+        guide(case.policy)
+        batch = calls["1"][0]
+        plain = answer(case, batch, inference_delay=None)
+        others = {"inference_delay": 1, "prev_chunk_left_over": plain[0, 1:] + 0.5}
+        moved = answer(case, batch, **others)
+        attached = vla_accel.attach(case.policy)
+        answer(case, batch, inference_delay=None)
+        found |= {"rtc": relative(answer(case, batch, **others), moved), "moved": relative(moved, plain)}
+        found["reason"] = attached.reason
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name in args.policies:
+        torch.manual_seed(0)
+        found[name] = compare(POLICIES[name]())
+        print(name, found[name], flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    content = {"lerobot": importlib.metadata.version("lerobot"), "policies": found}
+    (args.out / "attached.json").write_text(json.dumps(content))
+
+
+if __name__ == "__main__":
+    main()
