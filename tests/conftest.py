@@ -16,6 +16,7 @@ from tests.support import (
     starvla_folders,
     tiny_smolvla,
     vla_jepa_folders,
+    xvla_folders,
 )
 from tests.support.cuda_emulator import compiler
 from tests.support.rounding import round_otherwise
@@ -57,7 +58,8 @@ def flow_folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     tiny_smolvla.write_lerobot(made["smolvla"], libero=False)
     others: dict[str, Callable[[Path], Path]] = {
         "groot_n16": groot_folders.write_n16, "groot_n15": groot_folders.write_n15, "vla_jepa": vla_jepa_folders.write,
-        "starvla_groot": starvla_folders.write, "evo1": evo1_folders.write, "molmoact2": molmoact2_folders.write,
+        "starvla_groot": starvla_folders.write, "evo1": evo1_folders.write, "xvla": xvla_folders.write,
+        "molmoact2": molmoact2_folders.write,
     }  # fmt: skip
     made |= {name: write(tmp_path_factory.mktemp(name)) for name, write in others.items()}
     return {**made, "groot": groot_folder}

@@ -186,10 +186,11 @@ def frame(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (config(new_setting=1), "expected settings of lerobot"),
         (pack(image_keys=["observation.images.top"]), "image_keys: expected some of observation.images.front"),
         (pack(env_action_dim=6), "env_action_dim: expected 7"),
+        (pack(num_state_tokens=512), "expected <state_511> as one token"),
         (pack(max_sequence_length=18), "max_sequence_length: expected more than 2 images"),
         (frame(joint_signs=[1.0], joint_offsets=[0.0]), "the same joint_signs and joint_offsets"),
     ],
-    ids=["mode", "tokens", "lora", "chunk", "setting", "camera", "actions", "length", "frame"],
+    ids=["mode", "tokens", "lora", "chunk", "setting", "camera", "actions", "states", "length", "frame"],
 )
 def test_folders_of_other_policies_are_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str

@@ -83,6 +83,8 @@ class StackPlan:
         self.weights, self.rows, self.rope, self.normed_outside = weights, rows, rope, normed_outside
         block, dtype, count = weights.block, weights.dtype, rows.batch * rows.tokens
         first = weights.blocks[0] if weights.blocks else None
+        if rows.together is not None and block.attention is not Attention.CAUSAL:
+            raise ValueError("together: only causal attention reads it")
         some = weights.products[0]
         device = some.weight.device
 

@@ -273,6 +273,11 @@ def _with_tokens(prompt: MolmoPrompt, tokenizer: Tokenizer, base: Path, config: 
         raise CheckpointError(
             f"{base}: tokenizer: expected {prompt.view} as {[*marks]}, as config.json has it, got {got}"
         )
+    for word in ("<state_start>", "<state_end>", "<state_0>", f"<state_{prompt.bins - 1}>", "<action_output>"):
+        if len(got := tokenizer.encode(word, add_bos=False)) != 1:
+            raise CheckpointError(
+                f"{base}: tokenizer: expected {word} as one token, as num_state_tokens has it, got {got}"
+            )
     return replace(prompt, bos=bos[0], specials=specials)
 
 

@@ -21,7 +21,15 @@ from vla_accel.checkpoints.lora import fold, read_lora
 from vla_accel.checkpoints.qwen import language_pieces, layer_of
 from vla_accel.checkpoints.settings import check, fixed, neutral, read, refuse
 from vla_accel.checkpoints.stacks import ShapeOf, Shapes, depth_of, shapes_by_name
-from vla_accel.checkpoints.weights import JoinedWeights, Piece, SafetensorsWeights, listing, read_json, size_of
+from vla_accel.checkpoints.weights import (
+    JoinedWeights,
+    Piece,
+    SafetensorsWeights,
+    Weights,
+    listing,
+    read_json,
+    size_of,
+)
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.openvla_oft.network import LlamaConfig, OpenVlaOft, OpenVlaOftConfig, TowerConfig
@@ -121,13 +129,15 @@ def unmerged(folder: Path) -> str | None:
     return None
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[OpenVlaOft, OftProcessor]:
+def load_folder(
+    folder: Path, settings: PolicyConfig, weights: Weights | None = None
+) -> tuple[OpenVlaOft, OftProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
     lora = None if settings.checkpoint.lora is None else read_lora(Path(settings.checkpoint.lora))
     run = folder if lora is None else lora.folder.parent
     path, content = folder / "config.json", read_json(folder / "config.json")
     check(content, _SETTINGS, path, "OpenVLA")
-    weights = JoinedWeights({"": SafetensorsWeights(folder), **side_files(run)})
+    weights = JoinedWeights({"": weights or SafetensorsWeights(folder), **side_files(run)})
     config, robot = read_sizes(weights.shapes, content, run, path)
     config = resized(config, settings)
     preset = robot_of(robot.preset, settings)
@@ -151,12 +161,12 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[OpenVlaOft, OftPr
     return fold(model, lora, lambda name: pieces(name, config), dead), processor
 
 
-def side_files(run: Path) -> dict[str, SafetensorsWeights]:
+def side_files(run: Path) -> dict[str, Weights]:
     """Return the weights of head and projector, by the prefix of their names. Raises CheckpointError."""
     for name, why in UNSUPPORTED.items():
         if found := sorted(run.glob(f"{name}--*")):
             raise CheckpointError(f"checkpoint {run}: {found[0].name}: {why}")
-    files = {}
+    files: dict[str, Weights] = {}
     for name in (HEAD, PROJECTOR):
         found, pickles = (sorted(run.glob(f"{name}--*.{suffix}")) for suffix in ("safetensors", "pt"))
         if len(found) > 1:
