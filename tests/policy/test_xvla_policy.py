@@ -165,7 +165,10 @@ def test_a_libero_folder_with_poses_reads_liberos_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
-        ("config.json", {"new_setting": 1}, "new_setting 1"), ("config.json", {"use_proprio": False}, "use_proprio"),
+        ("config.json", {"new_setting": 1}, "new_setting 1"),
+        ("config.json", {"action_mode": "auto"}, "expected 10 numbers of an action of auto, got 20"),
+        ("config.json", {"action_mode": "auto", "max_action_dim": 14}, "action_mode: config says 14, weights say 20"),
+        ("config.json", {"use_proprio": False}, "use_proprio"),
         ("preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]}, "image_mean"),
     ],
 )  # fmt: skip
@@ -174,8 +177,10 @@ def test_unknown_settings_of_the_projects_own_folder_are_refused(
 ) -> None:
     path = write_original(tmp_path / "original") / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-    with pytest.raises(CheckpointError, match=message):
-        policy_of(path.parent, preset="xvla_libero", checkpoint={"max_token_len": 12})
+    robot = tmp_path / "robot.yaml"
+    robot.write_text("base: xvla_libero\naction_dim: 20\npose: model\n")
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        policy_of(path.parent, preset=str(robot), checkpoint={"max_token_len": 12, "domain": 0})
 
 
 def test_axis_angles_of_columns_of_any_length() -> None:
@@ -221,6 +226,9 @@ def florence(part: str, **changes: Any) -> Callable[[dict[str, Any]], object]:
         (config(pad_language_to="longest"), "pad_language_to"),
         (config(num_heads=5), "heads"),
         (config(num_denoising_steps="10"), "num_denoising_steps"),
+        (config(resize_imgs_with_padding=64), "resize_imgs_with_padding: expected a height and a width"),
+        (config(empty_cameras="1"), "empty_cameras: expected a whole number"),
+        (config(dim_time=200), "dim_time: expected at most 27"),
         (config(resize_imgs_with_padding=[64]), "resize_imgs_with_padding: expected a height and a width"),
         (config(num_image_views=9), "rows"),
         (config(use_hetero_proj=True), "vlm_proj.fc.weight"),

@@ -73,7 +73,11 @@ def write_original(folder: Path) -> Path:
         config = files["config.json"]
         kept = ("florence_config", "action_mode", "num_domains", "len_soft_prompts", "use_hetero_proj", "max_len_seq")
         sizes = {name: config[name] for name in (*kept, "hidden_size", "depth", "num_heads", "dim_time", "mlp_ratio")}
-        files["config.json"] = {"model_type": "xvla", "num_actions": config["chunk_size"], **sizes}
+        files["config.json"] = {
+            "architectures": ["XVLA"], "auto_map": {"AutoModel": "modeling_xvla.XVLA"}, "model_type": "xvla",
+            "num_actions": config["chunk_size"], "soft_prompt_length": 32, "real_action_dim": 10, "max_action_dim": 20,
+            "torch_dtype": "float32", "transformers_version": "4.53.0", **sizes,
+        }  # fmt: skip
         files["preprocessor_config.json"] = {
             "size": {"height": 64, "width": 64}, "image_mean": [0.485, 0.456, 0.406], "do_normalize": True
         }  # fmt: skip

@@ -67,9 +67,13 @@ _VIEWS, _TEXT_TOKENS = 3, 50
 _OWN = (
     read("model_type florence_config action_mode"),
     read("hidden_size depth mlp_ratio num_domains len_soft_prompts dim_time max_len_seq use_hetero_proj", "sizes"),
-    read("num_heads num_actions", "what no weight shows"),
+    read("num_heads num_actions real_action_dim", "what no weight shows"),
+    read("max_action_dim", "size of an action of auto, checked against the weights"),
+    neutral("soft_prompt_length", "the project's code reads len_soft_prompts"),
     fixed("use_proprio", "a policy without a state is not supported", True),
     neutral("_name_or_path architectures auto_map dtype torch_dtype transformers_version", "where it comes from"),
+    neutral("bos_token_id eos_token_id pad_token_id is_encoder_decoder tie_word_embeddings", "for decoding tokens"),
+    neutral("id2label label2id return_dict", "transformers' defaults"),
 )
 """The fields of its config.json."""
 
@@ -268,7 +272,7 @@ def robot_of(
             robot = XVLA_LIBERO  # lerobot's environment makes its state, whatever the features say
         robot = replace(robot, action_dim=_AXIS_ANGLE_DIM, pose="axis_angle", motion_dims=())
     mode = _mode(content, path)
-    own = MODES[mode].robot or (saved.preset.action_dim if saved else robot.action_dim)
+    own = MODES[mode].robot or (saved.preset.action_dim if saved else size_of(content, "real_action_dim", path))
     posed = robot.pose == "axis_angle"
     expected = _AXIS_ANGLE_DIM if posed else own
     if robot.action_dim != expected:
@@ -315,6 +319,11 @@ def read_sizes(
     action_dim = stored("transformer.action_decoder.bias.weight", 2)[1]
     time_dim = size_of(content, "dim_time", path, 32)
     inputs = stored("transformer.action_encoder.fc.weight", 2)[1] // width
+    if (state_dim := inputs - action_dim - time_dim) < 1:
+        raise CheckpointError(
+            f"{path}: dim_time: expected at most {inputs - action_dim - 1}, as the weights have {inputs} inputs with "
+            f"{action_dim} of an action, got {time_dim}"
+        )
     if names.domain >= domains:
         raise CheckpointError(f"checkpoint {folder}: domain: expected 0 to {domains - 1}, got {names.domain}")
     own = required({"use_hetero_proj": False, **content}, "use_hetero_proj", bool, path)
@@ -325,7 +334,7 @@ def read_sizes(
             mlp_dim=stored("transformer.blocks.0.mlp.fc1.weight", 2)[0], image_size=_image_size(content, saved, path),
             views=_views(content, saved, path), soft_prompts=soft // width,
             positions=stored("transformer.pos_emb", 3)[1], time_dim=time_dim, own_projections=own,
-            grippers=mode.grippers, state_dim=inputs - action_dim - time_dim, action_dim=action_dim,
+            grippers=mode.grippers, state_dim=state_dim, action_dim=action_dim,
             action_horizon=size_of(content, "num_actions" if saved is None else "chunk_size", path, 30),
             num_steps=denoising_steps(content, "num_denoising_steps", path),
             max_token_len=_text_tokens(content, saved, path), pad_token=_pad_token(florence, path),
@@ -453,7 +462,7 @@ def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path
     value = content.get("resize_imgs_with_padding")
     if value is None:
         return None
-    if len(value) != 2 or any(type(side) is not int or side < 1 for side in value):
+    if not isinstance(value, list) or len(value) != 2 or any(type(side) is not int or side < 1 for side in value):
         raise CheckpointError(f"{path}: resize_imgs_with_padding: expected a height and a width, got {value!r:.60}")
     return value[0], value[1]
 
@@ -473,4 +482,7 @@ def _views(content: Mapping[str, Any], saved: Processors | None, path: Path) -> 
     if saved is None:
         return _VIEWS
     cameras = sum(feature.get("type") == "VISUAL" for feature in features(content, path)[0].values())
-    return max(size_of(content, "num_image_views", path, 1), cameras + (content.get("empty_cameras") or 0))
+    empty = content.get("empty_cameras", 0)
+    if type(empty) is not int or empty < 0:
+        raise CheckpointError(f"{path}: empty_cameras: expected a whole number of 0 or more, got {empty!r:.60}")
+    return max(size_of(content, "num_image_views", path, 1), cameras + empty)
