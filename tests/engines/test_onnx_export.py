@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support import evo1_folders, groot_folders, starvla_folders, tiny_smolvla, vla_jepa_folders
+from tests.support import evo1_folders, groot_folders, starvla_folders, tiny_smolvla, vla_jepa_folders, xvla_folders
 from tests.support.agreement import assert_as_near
 from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
@@ -153,7 +153,9 @@ def test_parts_of_a_policy_export(tmp_path: Path, part: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "evo1"])
+@pytest.mark.parametrize(
+    "name", ["smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "evo1", "xvla"]
+)
 def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if name == "smolvla":
         # Where actions only cross, a row without a real token would attend to nothing.
@@ -161,12 +163,14 @@ def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request:
         tiny_smolvla.write_lerobot(folder, libero=True)
     else:
         made = {**groot_folders.OBSERVATIONS, "vla_jepa": vla_jepa_folders.observation}
-        make = {**made, "starvla_groot": starvla_folders.observation, "evo1": evo1_folders.observation}[name]
+        made |= {"evo1": evo1_folders.observation, "xvla": xvla_folders.observation}
+        make = {**made, "starvla_groot": starvla_folders.observation}[name]
         folder, observation = request.getfixturevalue("flow_folders")[name], make()
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu")
     family, model = family_named(name), policy.model.whole()
     inputs = [policy.processor.prepare(observation)]
-    shape = dataclasses.replace(family.shape(model.config, inputs, Schedule.uniform(2), policy.specs), padded=True)
+    shape = family.shape(model.config, inputs, Schedule.uniform(2), policy.specs)
+    shape = dataclasses.replace(shape, padded=True) if hasattr(shape, "padded") else shape
     for component in family.components(model, shape):
         body = component.loop().body if component.loop else component
         graph = export(body, body.module, tmp_path)

@@ -22,7 +22,7 @@ RESIZED = ("pi0", "pi05", "smolvla", "pi0_fast", "vla_jepa")
 TOLERANCES = {True: 5e-3, False: 1e-4}
 """Largest difference in standard deviations of lerobot's actions, of `RESIZED` and of others."""
 EVERYWHERE = ("pi0", "pi05", "smolvla", "pi0_fast", "act", "act min_max", "diffusion ddpm", "diffusion ddim")
-POLICIES = {"0.4.4": EVERYWHERE, "0.5.1": EVERYWHERE, "0.6.1": (*EVERYWHERE, "vla_jepa", "groot")}
+POLICIES = {"0.4.4": EVERYWHERE, "0.5.1": EVERYWHERE, "0.6.1": (*EVERYWHERE, "vla_jepa", "fastwam", "groot")}
 CASES = [pytest.param(release, name, id=f"{release}-{name}") for release, names in POLICIES.items() for name in names]
 
 

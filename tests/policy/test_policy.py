@@ -270,6 +270,7 @@ def test_metadata_and_latency_report(folders: dict[Kind, Path], policy: Optimize
         "robot": {
             "images": ["observation/image", "observation/wrist_image"],
             "state": ["observation/state"],
+            "prompt": "prompt",
             "action_dim": 7,
             "motion_dims": [0, 1, 2, 3, 4, 5],
         },

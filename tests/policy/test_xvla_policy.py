@@ -3,6 +3,7 @@ tests/references/make_xvla_reference.py), and the folders that are refused."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,7 +77,7 @@ def test_the_projects_own_folder_is_read(tmp_path: Path) -> None:
     """The same weights under lerobot's names, with images that need no resizing."""
     robot = tmp_path / "robot.yaml"
     robot.write_text(
-        f"images: [{', '.join(CAMERAS)}]\nstate: [observation.state]\nstate_dim: 9\naction_dim: 20\nprompt: task\n"
+        f"images: [{', '.join(CAMERAS)}]\nstate: [observation.state]\nstate_dim: 20\naction_dim: 20\nprompt: task\n"
         f"optional_images: [{', '.join(CAMERAS)}]\n"
     )
     original = write_original(tmp_path / "original")
@@ -113,7 +114,7 @@ def test_poses_become_axis_angles_for_a_robot_that_takes_them(folder: Path) -> N
     robot = policy_of(folder, preset="xvla_libero")
     observation = {
         "observation/image": images()[CAMERAS[0]], "observation/wrist_image": images()[CAMERAS[1]],
-        "observation/state": np.r_[given()[0]["observation.state"], np.zeros(11)], "prompt": given()[0]["task"],
+        "observation/state": given()[0]["observation.state"], "prompt": given()[0]["task"],
     }  # fmt: skip
     raw, found = actions_of(policy_of(folder), given()[0]), actions_of(robot, observation)
     assert found.shape == (8, 7) and robot.processor.preset.motion_dims == ()
@@ -123,6 +124,58 @@ def test_poses_become_axis_angles_for_a_robot_that_takes_them(folder: Path) -> N
     other = bench_card(family_named("pi05"))
     with pytest.raises(ConfigError, match="pose"):
         replace(other.dummy(other.published(), 2), preset=XVLA_LIBERO)
+
+
+def test_a_robot_with_other_actions_than_the_mode_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"preset libero: expected 20 numbers of an action of ee6d, got 7; .*xvla_libe"
+    ):
+        policy_of(folder, preset="libero")
+    short = tmp_path / "short.yaml"
+    short.write_text("base: xvla_libero\nstate_dim: 8\n")
+    with pytest.raises(ConfigError, match=r"a state of at least 10 numbers .*, got ee6d and 8"):
+        policy_of(folder, preset=str(short))
+    with pytest.raises(ConfigError, match=r"expected actions of ee6d .* got joint and 20"):
+        policy_of(write(tmp_path / "joint", "joint"), preset="xvla_libero", checkpoint={"domain": 0})
+
+
+def test_only_liberos_preset_implies_its_domain(tmp_path: Path) -> None:
+    original = write_original(tmp_path / "original")
+    assert policy_of(original, preset="xvla_libero", checkpoint={"max_token_len": 12}).processor.preset == XVLA_LIBERO
+    other = tmp_path / "other.yaml"
+    other.write_text("base: xvla_libero\nprompt: task\n")
+    with pytest.raises(ConfigError, match=r"checkpoint\.domain: expected the number"):
+        policy_of(original, preset=str(other))
+
+
+def test_a_libero_folder_with_poses_reads_liberos_state(tmp_path: Path) -> None:
+    """lerobot's environment makes 20 numbers of it, whatever the features in config.json say."""
+
+    def features(files: dict[str, Any]) -> None:
+        config = files["config.json"]
+        config["input_features"]["observation.state"]["shape"] = [8]
+        config["output_features"]["action"]["shape"] = [7]
+
+    folder = write(tmp_path, "libero", features)
+    for file in folder.glob("*normalizer*"):
+        save_file({name: value[: 8 if "state" in name else 7] for name, value in load_file(file).items()}, file)
+    assert policy_of(folder).processor.preset == XVLA_LIBERO
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("config.json", {"new_setting": 1}, "new_setting 1"), ("config.json", {"use_proprio": False}, "use_proprio"),
+        ("preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]}, "image_mean"),
+    ],
+)  # fmt: skip
+def test_unknown_settings_of_the_projects_own_folder_are_refused(
+    tmp_path: Path, file: str, fields: dict[str, Any], message: str
+) -> None:
+    path = write_original(tmp_path / "original") / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(CheckpointError, match=message):
+        policy_of(path.parent, preset="xvla_libero", checkpoint={"max_token_len": 12})
 
 
 def test_axis_angles_of_columns_of_any_length() -> None:
@@ -193,6 +246,16 @@ def test_folders_of_other_networks_are_refused(
     assert message in str(caught.value)
 
 
+def test_a_base_may_have_been_another_robots(tmp_path: Path, folder: Path) -> None:
+    """A policy that was trained from a base keeps the base's features in config.json, not in its statistics."""
+
+    def features(files: dict[str, Any]) -> None:
+        files["config.json"]["input_features"]["observation.state"]["shape"] = [7]
+
+    want, found = (actions_of(policy_of(f), given()[0]) for f in (folder, write(tmp_path, change=features)))
+    np.testing.assert_array_equal(want, found)
+
+
 def test_images_are_normalised_as_imagenets_alone(tmp_path: Path) -> None:
     mapping = {"VISUAL": "MEAN_STD", "STATE": "IDENTITY", "ACTION": "IDENTITY"}
     folder = write(tmp_path, change=step(7, norm_map=mapping))
@@ -210,7 +273,7 @@ def test_bad_input_is_one_error(folder: Path, tmp_path: Path) -> None:
         ({**good, "task": " "}, "task: expected an instruction"),
         ({**good, "task": "pick " * 12}, "task: expected at most 12 tokens"),
         ({**good, CAMERAS[0]: np.zeros((4, 900, 3), np.uint8)}, f"{CAMERAS[0]}: expected a shape that can be resized"),
-        ({**good, "observation.state": np.zeros(10)}, "observation.state: expected shape (9,)"),
+        ({**good, "observation.state": np.zeros(21)}, "observation.state: expected shape (20,)"),
     ):
         with pytest.raises(ObservationError) as caught:
             policy.infer(changed)

@@ -15,6 +15,8 @@ except ImportError:  # as a script
     from groot_weights import draw, weight  # type: ignore[no-redef]
 
 TASKS = ("pick up the black bowl", "open it", " put the wine bottle on the rack\n")
+CONSTANT, CONSTANT_VALUE = 3, -0.75
+"""A number of the state that does not vary, in training and here: any other value would be 1e8 when normalized."""
 GAINS = {"mlp_head.fc2": 3.0, "in_proj_weight": 2.0, "q_proj.weight": 1.5}
 """Factors of some weights, so that the actions depend on everything."""
 
@@ -35,7 +37,9 @@ def given(cameras: Mapping[str, tuple[int, int]], horizon: int) -> dict[str, np.
         level = 90.0 + 60.0 * np.arange(3)[:, None, None, None] % 130 + 40.0 * number
         found[key] = np.uint8((level + 50 * draw(f"evo1.{key}", 3, *size, 3)).clip(0, 255))
     noise = np.tanh(draw("evo1.noise", 3, horizon, 24)).astype(np.float32)
-    return {**found, "state": draw("evo1.state", 3, 8), "noise": noise}
+    state = draw("evo1.state", 3, 8)
+    state[:, CONSTANT] = CONSTANT_VALUE
+    return {**found, "state": state, "noise": noise}
 
 
 def previous(horizon: int) -> np.ndarray:

@@ -39,7 +39,7 @@ import transformers
 from safetensors.torch import load_file
 
 # isort: split
-from evo1_weights import TASKS, evo1_weight, given, previous
+from evo1_weights import CONSTANT, CONSTANT_VALUE, TASKS, evo1_weight, given, previous
 from lerobot.configs.types import NormalizationMode
 from lerobot.policies.evo1 import internvl3_embedder, processor_evo1
 from lerobot.policies.evo1.configuration_evo1 import Evo1Config
@@ -140,9 +140,9 @@ def chunk(policy: Any, processors: tuple[Any, Any], inputs: dict[str, Any], task
 
 
 def statistics(seed: int) -> dict[str, Any]:
-    """Unequal for every number; one number of the state has no range."""
+    """Unequal for every number; the number `evo1_weights.CONSTANT` of the state has no range."""
     table = frame.statistics(np.random.default_rng(seed))
-    table["observation.state"]["max"][3] = table["observation.state"]["min"][3]
+    table["observation.state"]["max"][CONSTANT] = table["observation.state"]["min"][CONSTANT] = CONSTANT_VALUE
     return table
 
 

@@ -68,7 +68,8 @@ SIZES = {
     "max_len_seq": 160, "chunk_size": 8, "n_action_steps": 8, "tokenizer_max_length": 12, "num_denoising_steps": 4,
     "max_state_dim": 20,
 }  # fmt: skip
-STATE = 9
+STATES = {"joint": 14, "franka": 9}
+"""Numbers of the state, else 20."""
 SQUARE = {"image": (64, 64), "image2": (64, 64)}
 CAMERAS: dict[str, dict[str, tuple[int, int]]] = {
     "plain": {"front": (48, 80), "wrist": (96, 64)}, "joint": {"front": (96, 64), "wrist": (50, 70)}
@@ -111,7 +112,7 @@ def build(variant: str) -> Any:
         modes = {"normalization_mapping": {k: NormalizationMode(v) for k, v in names.items()}}
     config = XVLAConfig(
         device="cpu", florence_config=json.loads(json.dumps(FLORENCE)), **modes,
-        **frame.features({f"observation.images.{k}": v for k, v in cameras.items()}, STATE, action),
+        **frame.features({f"observation.images.{k}": v for k, v in cameras.items()}, STATES.get(variant, 20), action),
         **{**SIZES, **CHANGES[variant]},
     )  # fmt: skip
     policy = modeling_xvla.XVLAPolicy(config).float().eval()
@@ -141,7 +142,7 @@ def chunk(policy: Any, processors: tuple[Any, Any], given: dict[str, Any], tasks
 def write(variant: str, out: Path, seed: int) -> None:
     policy, words = build(variant), tokenizer()
     action = ACTIONS.get(variant, 20)
-    stats = frame.statistics(np.random.default_rng(seed), STATE, action)
+    stats = frame.statistics(np.random.default_rng(seed), STATES.get(variant, 20), action)
     before, after = frame.processors_of("xvla", policy.config, stats, words)
     steps = [s for s in before.steps if variant != "libero" or "ImageNet" not in type(s).__name__]
     for one in steps:
@@ -161,7 +162,7 @@ def write(variant: str, out: Path, seed: int) -> None:
         for shift, (k, size) in zip((0, 50), CAMERAS.get(variant, SQUARE).items(), strict=True)
     }
     numbers = policy.model.dim_action
-    given |= {"state": draw("xvla.state", 3, STATE), "noise": draw("xvla.noise", 3, 8, numbers)}
+    given |= {"state": draw("xvla.state", 3, STATES.get(variant, 20)), "noise": draw("xvla.noise", 3, 8, numbers)}
     first = {k: v[:1] for k, v in given.items()}
     dropped = next(iter(CAMERAS.get(variant, SQUARE)))
     both = policy, (before, after)

@@ -74,7 +74,9 @@ def write_original(folder: Path) -> Path:
         kept = ("florence_config", "action_mode", "num_domains", "len_soft_prompts", "use_hetero_proj", "max_len_seq")
         sizes = {name: config[name] for name in (*kept, "hidden_size", "depth", "num_heads", "dim_time", "mlp_ratio")}
         files["config.json"] = {"model_type": "xvla", "num_actions": config["chunk_size"], **sizes}
-        files["preprocessor_config.json"] = {"size": {"height": 64, "width": 64}}
+        files["preprocessor_config.json"] = {
+            "size": {"height": 64, "width": 64}, "image_mean": [0.485, 0.456, 0.406], "do_normalize": True
+        }  # fmt: skip
 
     write(folder, change=change, stored={n.removeprefix(start): t for n, t in stored.items()}, release="0.5.1")
     for file in folder.glob("policy_*"):
@@ -90,7 +92,7 @@ def given(variant: str = "plain", release: str = "0.6.1") -> list[dict[str, Any]
     for shift, name in zip((0, 50), names, strict=True):
         drawn = draw(f"xvla.{name.removeprefix(_START)}", 3, *inputs[name]["shape"][1:], 3)
         images[name] = np.uint8((128 + 60 * drawn + shift).clip(0, 255))
-    state = draw("xvla.state", 3, 9)
+    state = draw("xvla.state", 3, inputs["observation.state"]["shape"][0])
     return [
         {**{n: image[i] for n, image in images.items()}, "observation.state": state[i], "task": task}
         for i, task in enumerate(TASKS)

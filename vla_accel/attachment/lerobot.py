@@ -112,6 +112,10 @@ class LerobotReader:
                 settings = replace(settings, checkpoint=replace(settings.checkpoint, relaxed_actions=True))
             weights = ModuleWeights(policy, _buffers(table))
             family = _family_of(content, weights)
+            if family.uniform_noise:
+                raise ConfigError(
+                    f"policy: expected one whose noise is normal, got {family.name}; save it and load its folder"
+                )
             model: Any
             processor: Any
             try:

@@ -166,7 +166,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     if config["type"] == "evo1":
         of_inputs, of_outputs = of_inputs.unpadded(STATE), of_outputs.unpadded(ACTION, action_dim)
     # A policy that was trained from a base for another robot keeps the base's features in config.json.
-    state = of_inputs.scaling(STATE) or Normaliser.identity(state_dims[0])
+    state = of_inputs.scaling(STATE) or Normaliser.identity(of_inputs.length(STATE) or state_dims[0])
     if has_environment:
         if of_inputs.scaling(ENVIRONMENT) is not None:
             raise CheckpointError(f"{of_inputs.where}: expected no scaling of {ENVIRONMENT}, found one: not supported")

@@ -427,7 +427,7 @@ STEPS: dict[str, tuple[Setting, ...]] = {
         read("tokenizer_name", "the tokenizer"),
         _TASK_KEY,
         fixed("padding_side", "padding on the left is not supported", "right"),
-        neutral("padding", "the model masks padding"),
+        read("padding", "must be max_length for X-VLA, which attends to padding; other models mask it"),
         neutral("truncation", "a prompt that is too long is an error here"),
     ),
     _PI0_LINE: (),

@@ -80,6 +80,11 @@ class Statistics:
         mask = self._array(f"{key}.mask")
         return made if mask is None else made.only(mask != 0)
 
+    def length(self, key: str) -> int | None:
+        """Return how many numbers a feature had in training, None without statistics."""
+        means = [value.size for name, value in (self.table or {}).items() if name == f"{key}.mean"]
+        return means[0] if means else None
+
     def unpadded(self, key: str, count: int | None = None) -> Statistics:
         """Return these statistics with the first `count` numbers of a feature; None: without its padding at the end."""
         names = {f"{key}.{name}": pad for name, pad in _PADDING.items() if f"{key}.{name}" in (self.table or {})}

@@ -149,6 +149,7 @@ class NativeTower:
                 stack.x.copy_(torch.addcmul(bias, stack.x, weight))
             if config.class_token:
                 self.kept.view(self.shape[0], -1, config.width).copy_(self._patches(stack.x))
+                stack.chain.restart()
             self._merge(self.weights.mergers[-1], outputs["image_tokens"])
 
     def _patches(self, rows: Tensor) -> Tensor:

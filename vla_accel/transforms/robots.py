@@ -98,10 +98,11 @@ class Preset:
             )
 
     def described(self) -> dict[str, Any]:
-        """Plain data for clients: keys of images and state, the action's size and its motion dimensions."""
+        """Plain data for clients: keys of images, state and prompt, the action's size and its motion dimensions."""
         return {
             "images": list(self.images),
             "state": list(self.state),
+            "prompt": self.prompt,
             "action_dim": self.action_dim,
             "motion_dims": None if self.motion_dims is None else list(self.motion_dims),
         }

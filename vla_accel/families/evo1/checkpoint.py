@@ -10,11 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
-from vla_accel.checkpoints.lerobot import MOST_STEPS, features, length_of, read_processors, read_settings, required
+from vla_accel.checkpoints.lerobot import (
+    MOST_STEPS,
+    buffers,
+    features,
+    length_of,
+    read_processors,
+    read_settings,
+    required,
+)
 from vla_accel.checkpoints.lerobot_statistics import ACTION
 from vla_accel.checkpoints.qwen import language_pieces, layer_of
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, size_of
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.evo1.network import Evo1, Evo1Config, HeadConfig
@@ -58,9 +66,11 @@ _BY_EMBODIMENT = {
 }  # fmt: skip
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Evo1, Evo1Processor]:
+def load_folder(
+    folder: Path, settings: PolicyConfig, weights: Weights | None = None
+) -> tuple[Evo1, Evo1Processor]:  # fmt: skip
     """Return the network and the robot's transforms (`Family.load`)."""
-    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
     content = read_settings(path, ("evo1",))
     saved = read_processors(folder, content, "antialias", weights)
     if any(camera.kind != "identity" for camera in saved.cameras):
@@ -87,7 +97,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Evo1, Evo1Process
     if type(entry) is not int or not 0 <= entry < embodiments:
         raise CheckpointError(f"{path}: default_embodiment_id: expected 0 to {embodiments - 1}, got {entry!r:.60}")
     recipe = {name: pieces(name, config, entry if embodiments > 1 else None) for name in model.state_dict()}
-    return fitted(model, weights, recipe, str(folder), "Evo-1", _TABLES), processor
+    return fitted(model, weights, recipe, str(folder), "Evo-1", [*_TABLES, *buffers(weights.shapes)]), processor
 
 
 def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> Evo1Config:

@@ -190,8 +190,8 @@ class NativeHead(LayerLoop):
     def __init__(self, weights: HeadWeights, tables: HeadTables, config: Evo1Config, batch: int, keys: int) -> None:
         self.tables, self.config, self.batch = tables, config, batch
         width, chunk, device = config.language.width, config.action_horizon, weights.w_in.device
-        rows, dtype = batch * chunk, compute_dtype(weights.precision)
-        x = torch.zeros(rows, width, dtype=dtype, device=device)
+        dtype = compute_dtype(weights.precision)
+        x = torch.zeros(batch * chunk, width, dtype=dtype, device=device)
         super().__init__(weights, len(tables.dts), x, width, config.block.mlp_dim, scaled=False, mlp_scaled=False)
         self.hidden, self.mixed, self.query, self.normed = (torch.zeros_like(x) for _ in range(4))
         self.pooled, self.decoded = x.new_zeros(batch, width), x.new_zeros(batch, config.head.hidden)
@@ -205,23 +205,22 @@ class NativeHead(LayerLoop):
         full = torch.full((batch,), keys, dtype=torch.int32, device=device)
         inputs = {"keys": cache, "values": cache, "lengths": full}
         self.choose_products(inputs)
+        w = self.weights
+        for name, rows, product, op in (
+            ("mix", self.hidden, w.mix, self._mix), ("enter", self.mixed, w.out, self._enter),
+            ("pool", self.normed.view(batch, -1), w.pool, self._pool),
+            ("decode_in", self.pooled, w.decode[0], self._decode_in),
+            ("decode_out", self.decoded, w.decode[1], self._decode_out),
+        ):  # fmt: skip
+            self.choices.product(name, gemm_sizes(rows, product), op)
         self.choices.attention("attention", self.shape, lambda: self._attention(0, inputs))
         kind, launches = weights_in(weights.precision), 3 + 5 * self.depth + 4
         self.detail = f"fused ops, {kind}, {launches} launches a step{self.choices.detail}"
 
     def products(self) -> dict[str, LayerProduct]:
-        w, every, once = self.weights, range(self.depth), range(1)
-        found = super().products()
-        first = w.layers[0]
+        first, every, found = self.weights.layers[0], range(self.depth), super().products()
         found["query"] = LayerProduct(gemm_sizes(self.x, first.qkv, layer_norm=True), self._query, every)
         found["up"] = LayerProduct(gemm_sizes(self.x, first.up, layer_norm=True), self._up, every)
-        for name, x, product, op in (
-            ("mix", self.hidden, w.mix, self._mix), ("enter", self.mixed, w.out, self._enter),
-            ("pool", self.normed.view(self.batch, -1), w.pool, self._pool),
-            ("decode_in", self.pooled, w.decode[0], self._decode_in),
-            ("decode_out", self.decoded, w.decode[1], self._decode_out),
-        ):  # fmt: skip
-            found[name] = LayerProduct(gemm_sizes(x, product), lambda step, index, inputs, op=op: op(), once)
         return found
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:

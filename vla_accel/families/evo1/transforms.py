@@ -14,10 +14,9 @@ import numpy as np
 
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.evo1.network import Evo1Config
-from vla_accel.families.groot.images import resize_uint8
 from vla_accel.nn.qwen_language import Arrangement
 from vla_accel.pictures import Cameras, Resampling
-from vla_accel.transforms.images import to_uint8
+from vla_accel.transforms.images import resample, to_uint8
 from vla_accel.transforms.observations import Observed
 from vla_accel.transforms.processing import Inputs, PromptTransforms, ScalingTransforms
 from vla_accel.transforms.tokenizer import Tokenizer, checked_length
@@ -78,15 +77,19 @@ class Evo1Processor(ScalingTransforms, PromptTransforms):
     def image_shape(self) -> tuple[int, int]:
         return self.config.vision.side, self.config.vision.side
 
+    @property
+    def _resampling(self) -> Resampling:
+        return Resampling(None, self.image_shape)
+
     def observe(self, observation: Mapping[str, Any]) -> Observed:
         seen = self._reader.read(observation)
         images = tuple(to_uint8(image, key) for key, image in seen.views.items())
-        sizes, method = tuple(image.shape[:2] for image in images), Resampling(None, self.image_shape, "bicubic")
-        kept = all(method.keeps(*size) for size in sizes)
-        return replace(seen, images=images, cameras=None if kept else Cameras(sizes, method))
+        sizes = tuple((image.shape[0], image.shape[1]) for image in images)
+        kept = all(self._resampling.keeps(*size) for size in sizes)
+        return replace(seen, images=images, cameras=None if kept else Cameras(sizes, self._resampling))
 
     def resized(self, seen: Observed) -> Observed:
-        return replace(seen, images=tuple(resize_uint8(i, self.image_shape) for i in seen.images), cameras=None)
+        return replace(seen, images=tuple(resample(i, self._resampling) for i in seen.images), cameras=None)
 
     def encode(self, seen: Observed) -> Inputs:
         state = self.state.normalise(self._model_state(seen.state))

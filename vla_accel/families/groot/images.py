@@ -57,7 +57,7 @@ class Cropping:
         """uint8 (H, W, 3) to uint8, sides multiples of `unit`."""
         image = _letterboxed(image) if self.letterbox else image
         image = {"area": self._area, "bicubic": self._bicubic, "bilinear": self._bilinear}[self.filter](image)
-        return resize_uint8(image, whole_tokens(image.shape[0], image.shape[1], self.unit, self.pixels))
+        return _resized(image, whole_tokens(image.shape[0], image.shape[1], self.unit, self.pixels))
 
     def _area(self, image: np.ndarray) -> np.ndarray:
         assert isinstance(self.crop, float)
@@ -70,20 +70,20 @@ class Cropping:
 
     def _bicubic(self, image: np.ndarray) -> np.ndarray:
         assert isinstance(self.crop, float) and self.edge is not None
-        image = resize_uint8(image, (self.edge, self.edge))
+        image = _resized(image, (self.edge, self.edge))
         height, width = (max(1, round(n * self.crop)) for n in image.shape[:2])
-        return resize_uint8(_middle(image, height, width), self.target)
+        return _resized(_middle(image, height, width), self.target)
 
     def _bilinear(self, image: np.ndarray) -> np.ndarray:
         crop = self.crop
         if not isinstance(crop, tuple):  # a share of the camera's own pixels
             height, width = (int(n * crop) for n in image.shape[:2])
         else:
-            image, (height, width) = resize_uint8(image, self.target, "bilinear"), crop
+            image, (height, width) = _resized(image, self.target, "bilinear"), crop
         # torchvision rounds half a pixel to even, lerobot rounds it down.
         top, left = round((image.shape[0] - height) / 2), round((image.shape[1] - width) / 2)
         middle = image[top : top + height, left : left + width]
-        return resize_uint8(middle, self.target, "bilinear", fractions=not isinstance(crop, tuple))
+        return _resized(middle, self.target, "bilinear", fractions=not isinstance(crop, tuple))
 
 
 def whole_tokens(height: int, width: int, unit: int, pixels: tuple[int, int] | None = None) -> tuple[int, int]:
@@ -129,7 +129,7 @@ def _area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return cv2.resize(np.ascontiguousarray(image), size[::-1], interpolation=cv2.INTER_AREA)
 
 
-def resize_uint8(
+def _resized(
     image: np.ndarray, size: tuple[int, int], mode: str = "bicubic", *, fractions: bool = False
 ) -> np.ndarray:  # fmt: skip
     """Resized with an antialiased filter, as torchvision resizes uint8 images or, with `fractions`, floats, which are

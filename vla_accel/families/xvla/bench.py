@@ -52,7 +52,7 @@ class DrawnXvla(Drawn):
         return 0.0, gain / math.sqrt(shape[1:].numel())
 
     def _query_key_rows(self, name: str) -> int:
-        return 0  # its attention is as flat as it falls
+        return 0  # attention is not sharpened
 
 
 class XvlaBench(BenchCard[XvlaConfig, Inputs]):

@@ -13,7 +13,6 @@ from vla_accel.families.xvla.network import Xvla
 from vla_accel.fp8 import Scales, fingerprint
 from vla_accel.nn.calibration import folded_block
 from vla_accel.nn.flow import Schedule
-from vla_accel.progress import shown
 from vla_accel.transforms.processing import Inputs
 
 
@@ -32,12 +31,11 @@ def calibrate(model: Xvla, inputs: Sequence[Inputs], source: str) -> Scales:
             module.register_forward_pre_hook(partial(measure, f"layers.{name}"))
     others = [name for name, _ in model.named_children() if name != "layers"]
     own, schedule = model.layers, Schedule.uniform(config.num_steps)
-    with model.present(*others, "frame", "position_embedding", "soft_prompts"), shown("calibrating") as advance:
+    with model.present(*others, "frame", "position_embedding", "soft_prompts"):
         model.layers = blocks
         try:
             for index, one in enumerate(inputs):
                 _denoised(model, one, schedule, torch.Generator().manual_seed(index))
-                advance(1, len(inputs))
         finally:
             model.layers = own
     return Scales(amax, len(inputs), source, "none", fingerprint(model, amax))

@@ -22,16 +22,17 @@ from vla_accel.checkpoints.lerobot import (
 )
 from vla_accel.checkpoints.lerobot_settings import DOMAIN, IMAGENET, TO_AXIS_ANGLE, TOKENIZE
 from vla_accel.checkpoints.lerobot_statistics import ACTION
+from vla_accel.checkpoints.settings import check, fixed, neutral, read
 from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import check_vocabulary, resized, warn_of_contradictions
 from vla_accel.families.xvla.davit import DavitConfig, Size, Stage
-from vla_accel.families.xvla.network import EncoderConfig, Xvla, XvlaConfig
+from vla_accel.families.xvla.network import DEVIATION, MEAN, EncoderConfig, Xvla, XvlaConfig
 from vla_accel.families.xvla.transforms import XvlaProcessor
 from vla_accel.transforms.normalisation import Normaliser
-from vla_accel.transforms.robots import XVLA_LIBERO, Preset, load_preset
+from vla_accel.transforms.robots import LIBERO, XVLA_LIBERO, Preset, load_preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 _log = logging.getLogger("vla_accel")
@@ -59,7 +60,18 @@ MODES = {
     "so101_bimanual": Mode(20, 12, (5, 11)),
     "auto": Mode(None, None),
 }
-_AXIS_ANGLE_DIM = 7
+_AXIS_ANGLE_DIM, _POSE_STATE = 7, 10
+"""Numbers of an action in axis-angle, and of a state with a pose."""
+_VIEWS, _TEXT_TOKENS = 3, 50
+"""Of X-VLA's own project, whose code has them as constants."""
+_OWN = (
+    read("model_type florence_config action_mode"),
+    read("hidden_size depth mlp_ratio num_domains len_soft_prompts dim_time max_len_seq use_hetero_proj", "sizes"),
+    read("num_heads num_actions", "what no weight shows"),
+    fixed("use_proprio", "a policy without a state is not supported", True),
+    neutral("_name_or_path architectures auto_map dtype torch_dtype transformers_version", "where it comes from"),
+)
+"""The fields of its config.json."""
 
 # -- names of tensors ---------------------------------------------------------------------------------------------
 
@@ -189,14 +201,16 @@ def _tables(old: bool) -> tuple[str, str]:
 # -- folders ------------------------------------------------------------------------------------------------------
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Xvla, XvlaProcessor]:
+def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[Xvla, XvlaProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
-    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
     content = read_json(path)
     saved = None
     if is_lerobot_config(content):
         content = read_settings(path, ("xvla",))
         saved = read_processors(folder, content, "corner", weights)
+    else:
+        check(content, _OWN, path, "X-VLA's own project")
     names = StoredNames.of(weights.shapes, domain_of(saved, settings, folder))
     config = resized(read_sizes(weights.shapes, names, content, saved, path), settings)
     model = Xvla.empty(config)
@@ -205,7 +219,7 @@ def load_folder(folder: Path, settings: PolicyConfig) -> tuple[Xvla, XvlaProcess
     hub = (saved and saved.tokenizer) or content.get("tokenizer_name") or TOKENIZER
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
     check_vocabulary(tokenizer, config.encoder.vocab_size, settings)
-    robot, state, actions = robot_of(saved, settings, content, config, path)
+    robot, state, actions = robot_of(saved, settings, content, path)
     processor = XvlaProcessor(
         tokenizer=tokenizer, state=state, actions=actions, action_dim=config.action_dim,
         max_token_len=config.max_token_len, default_prompt=settings.default_prompt, preset=robot, config=config,
@@ -224,7 +238,7 @@ def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) ->
         return domain
     if own is not None:
         return own
-    if settings.preset is not None and load_preset(settings.preset).state_dim == XVLA_LIBERO.state_dim:
+    if settings.preset is not None and load_preset(settings.preset) == XVLA_LIBERO:
         return LIBERO_DOMAIN
     raise ConfigError(
         f"checkpoint.domain: expected the number of the robot's domain, which {folder} does not name (3 for LIBERO, "
@@ -233,44 +247,50 @@ def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) ->
 
 
 def robot_of(
-    saved: Processors | None, settings: PolicyConfig, content: Mapping[str, Any], config: XvlaConfig, path: Path
+    saved: Processors | None, settings: PolicyConfig, content: Mapping[str, Any], path: Path
 ) -> tuple[Preset, Normaliser, Normaliser]:
     """Return the robot with the scaling of its state and its actions.
 
     Raises:
         CheckpointError: It is unclear what an action is, or images are normalised by other numbers than ImageNet's.
-        ConfigError: The preset does not fit the scaling, or the folder has no robot and the user names none.
+        ConfigError: The preset does not fit the actions or the scaling, or nothing describes the robot.
     """
-    if saved is None:
-        if settings.preset is None:
-            raise ConfigError(f"preset: expected a robot, which {path.parent} does not describe, got none")
-        robot = load_preset(settings.preset)
-        return robot, Normaliser.identity(robot.state_dim), Normaliser.identity(robot.action_dim)
-    if saved.pixels is not None:
+    preset = None if settings.preset is None else load_preset(settings.preset)
+    robot = preset or (saved and saved.preset)
+    if robot is None:
+        raise ConfigError(f"preset: expected a robot, which {path.parent} does not describe, got none")
+    if saved is not None and saved.pixels is not None:
         raise CheckpointError(f"{path}: normalization_mapping: expected IDENTITY for VISUAL, got another one")
-    if IMAGENET not in saved.before:
+    if saved is not None and IMAGENET not in saved.before:
         _log.warning("%s: no step %s: images are normalised as in lerobot's evaluation", path.parent, IMAGENET)
-    robot, state, actions = saved.preset, saved.state, saved.actions
-    posed = TO_AXIS_ANGLE in saved.after
-    if settings.preset is not None:
-        user = load_preset(settings.preset)
-        posed = posed or user.pose == "axis_angle"
-        state, actions = (
-            Normaliser.identity(getattr(user, f"{name}_dim")) if own.kind == "identity" else own
-            for name, own in (("state", state), ("action", actions))
-        )
-        robot = user
-    elif not posed and MODES[_mode(content, path)].robot not in (None, robot.action_dim):
-        expected = f"{MODES[_mode(content, path)].robot} numbers, as {_mode(content, path)} returns"
-        raise CheckpointError(
-            f"{path}: {ACTION}: expected {expected}, or a postprocessor with {TO_AXIS_ANGLE}, got {robot.action_dim}; "
-            "name the robot in the configuration (preset: xvla_libero for LIBERO)"
-        )
-    if posed:
+    if saved is not None and TO_AXIS_ANGLE in saved.after:
+        if preset is None and robot.images == LIBERO.images:
+            robot = XVLA_LIBERO  # lerobot's environment makes its state, whatever the features say
         robot = replace(robot, action_dim=_AXIS_ANGLE_DIM, pose="axis_angle", motion_dims=())
-        if actions.kind != "identity":
-            raise CheckpointError(f"{path}: {ACTION}: expected no scaling before {TO_AXIS_ANGLE}, found one")
-        actions = Normaliser.identity(_AXIS_ANGLE_DIM)
+    mode = _mode(content, path)
+    own = MODES[mode].robot or (saved.preset.action_dim if saved else robot.action_dim)
+    posed = robot.pose == "axis_angle"
+    expected = _AXIS_ANGLE_DIM if posed else own
+    if robot.action_dim != expected:
+        what = f"preset {settings.preset}" if preset else f"{path}: {ACTION}"
+        error = ConfigError if preset else CheckpointError
+        raise error(
+            f"{what}: expected {expected} numbers of an action of {'pose axis_angle' if posed else mode}, got "
+            f"{robot.action_dim}; for LIBERO name preset: xvla_libero in the configuration"
+        )
+    if posed and (not mode.endswith("ee6d") or robot.state_dim < _POSE_STATE):
+        raise ConfigError(
+            f"preset.pose axis_angle: expected actions of ee6d and a state of at least {_POSE_STATE} numbers "
+            f"(position, two columns of a rotation, 0), got {mode} and {robot.state_dim}; for LIBERO name preset: "
+            "xvla_libero in the configuration"
+        )
+    scales = (None, None) if saved is None else (saved.state, saved.actions)
+    state, actions = (
+        Normaliser.identity(count) if own is None or own.kind == "identity" else own
+        for own, count in zip(scales, (robot.state_dim, robot.action_dim), strict=True)
+    )
+    if posed and actions.kind != "identity":
+        raise CheckpointError(f"{path}: {ACTION}: expected no scaling of poses that become axis-angles, found one")
     return robot, state, actions
 
 
@@ -416,7 +436,7 @@ def _pad_token(florence: Mapping[str, Any], path: Path) -> int:
 def _text_tokens(content: Mapping[str, Any], saved: Processors | None, path: Path) -> int:
     """The length of prompts; X-VLA's own project has 50 tokens."""
     if saved is None:
-        return size_of(content, "language_max_length", path, 50)
+        return _TEXT_TOKENS
     padding = saved.before.get(TOKENIZE, {}).get("padding", "max_length")
     if padding != "max_length":
         raise CheckpointError(f"{path.parent}: {TOKENIZE}: padding: expected max_length, got {padding!r:.60}")
@@ -426,7 +446,9 @@ def _text_tokens(content: Mapping[str, Any], saved: Processors | None, path: Pat
 def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path) -> Size | None:
     if saved is None:
         file = path.with_name("preprocessor_config.json")
-        size = required(read_json(file), "size", dict, file) if file.is_file() else {}
+        images = read_json(file) if file.is_file() else {}
+        _expect(images, file, "images", image_mean=([*MEAN],), image_std=([*DEVIATION],), do_normalize=(True,))
+        size = required(images, "size", dict, file) if images else {}
         return size_of(size, "height", file, 224), size_of(size, "width", file, 224)
     value = content.get("resize_imgs_with_padding")
     if value is None:
@@ -449,6 +471,6 @@ def _frame_shape(content: Mapping[str, Any], saved: Processors | None, path: Pat
 def _views(content: Mapping[str, Any], saved: Processors | None, path: Path) -> int:
     """The views, as lerobot counts them when it loads a folder: a camera that it saved as empty counts twice."""
     if saved is None:
-        return size_of(content, "num_views", path, 3)
+        return _VIEWS
     cameras = sum(feature.get("type") == "VISUAL" for feature in features(content, path)[0].values())
     return max(size_of(content, "num_image_views", path, 1), cameras + (content.get("empty_cameras") or 0))

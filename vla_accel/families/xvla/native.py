@@ -164,12 +164,12 @@ class NativeContext:
 
 @dataclass(frozen=True)
 class LoopWeights:
-    """The transformer and what surrounds it, float32 but for `stack`.
+    """The transformer with the products before and after it, float32 except `stack`.
 
     Attributes:
         noisy: Product of noisy actions (A, W), zero for grippers.
         state: That of the state (S, W), zero for grippers.
-        places: What the rows of actions have without either (H, W).
+        places: Positions of the rows of actions and the bias of their product (H, W).
         head, head_bias: Of rows without the last norm's weights, (A, W) and (A,).
     """
 
@@ -229,12 +229,12 @@ class NativeLoop:
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, stack, horizon = self.weights, self.stack, self.config.action_horizon
         self.embedded[:, horizon:] = inputs["context"]
-        given = torch.mm(inputs["state"], w.state)[:, None] + w.places
+        rows_of_state = torch.mm(inputs["state"], w.state)[:, None] + w.places
         self.actions.zero_()
         for time, step in zip(self.times, self.steps, strict=True):
             torch.lerp(self.actions, inputs["noise"], time, out=self.noisy)
-            torch.addmm((given + step).flatten(0, 1), self.noisy.flatten(0, 1), w.noisy, out=self.made)
-            self.embedded[:, :horizon] = self.made.view(len(given), horizon, -1)
+            torch.addmm((rows_of_state + step).flatten(0, 1), self.noisy.flatten(0, 1), w.noisy, out=self.made)
+            self.embedded[:, :horizon] = self.made.view(len(rows_of_state), horizon, -1)
             with self.chain:
                 stack.enter(self.embedded.flatten(0, 1), self.zero)
                 stack.run()
