@@ -205,7 +205,8 @@ def test_data_of_other_robots_need_a_preset_and_a_horizon(tmp_path: Path) -> Non
         table["bridge_orig"] = table.pop("libero_task_no_noops")
 
     folder = write(tmp_path / "run", change=change)
-    for settings in ({}, {"preset": "libero"}, {"checkpoint": {"action_horizon": 5}}):
+    some: tuple[dict[str, Any], ...] = ({}, {"preset": "libero"}, {"checkpoint": {"action_horizon": 5}})
+    for settings in some:
         with pytest.raises(CheckpointError, match=r"got bridge_orig: .* checkpoint.action_horizon and preset"):
             policy_of(folder, **settings)
     policy = policy_of(folder, preset="libero", checkpoint={"action_horizon": 5})
