@@ -33,7 +33,7 @@ nn: component config fp8 kernels progress runtime
 engines: component config fp8 kernels ledger runtime
 transforms: config
 checkpoints: config nn progress transforms
-families: checkpoints component config fp8 images kernels nn progress runtime transforms
+families: checkpoints component config fp8 images kernels nn runtime transforms
 report:
 remote: transforms
 client: remote transforms

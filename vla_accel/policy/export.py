@@ -74,7 +74,7 @@ def export(
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         arrays: dict[str, Any] = {**example, "expected": pipeline.result.numpy()}
         np.savez(temporary / "example.npz", **arrays)
-        runner = importlib.resources.files("vla_accel") / "assets" / "export" / f"run_{form.replace('-', '_')}.py"
+        runner = importlib.resources.files("vla_accel") / "assets" / "export" / f"run_{form.replace('-', '_')}.py.txt"
         (temporary / "run.py").write_text(runner.read_text())
     return manifest
 
