@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import evo1_folders, groot_folders, starvla_folders, tiny_smolvla, vla_jepa_folders, xvla_folders
+from tests.support import (
+    evo1_folders,
+    groot_folders,
+    molmoact2_folders,
+    starvla_folders,
+    tiny_smolvla,
+    vla_jepa_folders,
+    xvla_folders,
+)
 from tests.support.cuda_emulator import compiler
 from tests.support.rounding import round_otherwise
 from tests.support.tiny import write_tiny_checkpoint
@@ -51,6 +59,7 @@ def flow_folders(groot_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     others: dict[str, Callable[[Path], Path]] = {
         "groot_n16": groot_folders.write_n16, "groot_n15": groot_folders.write_n15, "vla_jepa": vla_jepa_folders.write,
         "starvla_groot": starvla_folders.write, "evo1": evo1_folders.write, "xvla": xvla_folders.write,
+        "molmoact2": molmoact2_folders.write,
     }  # fmt: skip
     made |= {name: write(tmp_path_factory.mktemp(name)) for name, write in others.items()}
     return {**made, "groot": groot_folder}

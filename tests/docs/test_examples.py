@@ -20,7 +20,9 @@ from vla_accel.transforms.robots import preset_from
 
 OTHERS = ("vla_eval.md", "ros.md")
 """Pages whose examples are for other programs; tests/plugins runs them there."""
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name not in ("README.md", *OTHERS)]
+ATTACHED = ("lerobot.md", "from_openpi.md")
+"""Pages whose Python needs another project's policy; tests/policy/test_attach.py attaches one."""
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name not in ("README.md", *OTHERS, *ATTACHED)]
 YAML = [(page, text) for page in PAGES if page.name not in OTHERS for text in blocks(page, "yaml")]
 SERVER = "ws://gpu-box:8000"
 """Stands in the examples for a server of one's own."""

@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support import evo1_folders, groot_folders, starvla_folders, tiny_smolvla, vla_jepa_folders, xvla_folders
+from tests.support import (
+    evo1_folders,
+    groot_folders,
+    molmoact2_folders,
+    starvla_folders,
+    tiny_smolvla,
+    vla_jepa_folders,
+    xvla_folders,
+)
 from tests.support.agreement import assert_as_near
 from tests.support.scales import calibrated
 from tests.support.tiny import random_model, tiny_config
@@ -154,7 +162,7 @@ def test_parts_of_a_policy_export(tmp_path: Path, part: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "evo1", "xvla"]
+    "name", ["smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "evo1", "xvla", "molmoact2"]
 )
 def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if name == "smolvla":
@@ -164,7 +172,8 @@ def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request:
     else:
         made = {**groot_folders.OBSERVATIONS, "vla_jepa": vla_jepa_folders.observation}
         made |= {"evo1": evo1_folders.observation, "xvla": xvla_folders.observation}
-        make = {**made, "starvla_groot": starvla_folders.observation}[name]
+        made |= {"starvla_groot": starvla_folders.observation, "molmoact2": lambda: molmoact2_folders.given()[0]}
+        make = made[name]
         folder, observation = request.getfixturevalue("flow_folders")[name], make()
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu")
     family, model = family_named(name), policy.model.whole()

@@ -28,6 +28,7 @@ from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
 from vla_accel.families.evo1.family import EVO1
 from vla_accel.families.fastwam.family import FASTWAM
 from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16
+from vla_accel.families.molmoact2.family import MOLMOACT2
 from vla_accel.families.openvla_oft.family import OPENVLA_OFT
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.native_decode import TURN
@@ -72,6 +73,7 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (STARVLA_GROOT, {}), (STARVLA_PI, {}), (STARVLA_OFT, {}),
         (OPENVLA_OFT, {}), (OPENVLA_OFT, {"decode": "fp8"}),
         (DIFFUSION_POLICY, {}), (DIFFUSION_POLICY, {"denoise": "int8"}),
+        (MOLMOACT2, {}), (MOLMOACT2, {"denoise": "fp8"}), (MOLMOACT2, {"denoise": "int8"}),
         (FASTWAM, {}), (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
         (XVLA, {}), (XVLA, {"denoise": "fp8"}),
     ],
@@ -88,7 +90,7 @@ def test_published_size(family: Any, low: dict[str, str]) -> None:
     if family is SMOLVLA:
         streamed = torch.cuda.get_device_capability() == (9, 0) and "denoise" not in low
         assert policy.ledger.entries["denoise"].detail.startswith("streamed CUDA kernels" if streamed else "fused ops")
-    if low and family in (VLA_JEPA, FASTWAM, XVLA):
+    if low and family in (VLA_JEPA, FASTWAM, XVLA, MOLMOACT2):
         # Random weights hardly look at the observation, to whose effect the other limit of `parity` is relative.
         assert report.actions.cosine >= report.threshold
         return

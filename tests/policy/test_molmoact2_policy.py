@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from vla_accel.families.molmoact2.network import molmoact2
 from vla_accel.families.molmoact2.transforms import cleaned
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
+from vla_accel.transforms.robots import LIBERO as LIBERO_ROBOT
 
 PARTS = ("vision", "kv_cache", "denoise")
-ENGINES = ("eager",)
+ENGINES = ("eager", "native")
 LIBERO = CheckpointSpec(embodiment="libero")
 VARIANTS = ("plain", "resized", "robot", "tagged")
 
@@ -84,6 +86,71 @@ def test_what_a_prompt_has_changes_the_actions(folder: Path) -> None:
         assert np.abs(policy.infer(changed, noise=noise()[0])["actions"] - base).max() > 1e-3
 
 
+def test_lower_precision_is_near(folder: Path) -> None:
+    exact, low = policy_of(folder), policy_of(folder, "native", precision="bf16")
+    report = compare(low, exact, given()[:2], name="molmoact2")
+    assert report.num_steps == 5 and 0.99 < report.actions.cosine < 1
+    assert list(report.components) == ["image_tokens", "keys", "values"]
+
+
+def test_low_precision_weights_are_near(folder: Path) -> None:
+    exact = policy_of(folder)
+    for precision in ("fp8", "int8"):
+        config = PolicyConfig(device="cpu", precision="bf16").with_specs(
+            {"denoise": EngineSpec("native", precision=precision)}  # type: ignore[arg-type]
+        )
+        low = OptimizedPolicy.from_pretrained(folder, config)
+        assert compare(low, exact, given()[:2], name=precision).actions.cosine > 0.99
+
+
+def test_placed_steps_are_another_flow(folder: Path) -> None:
+    plain, placed = policy_of(folder), policy_of(folder, "native", schedule=(1.0, 0.6, 0.0))
+    first, other = (p.infer(given()[0], noise=noise()[0])["actions"] for p in (plain, placed))
+    assert placed.metadata["num_steps"] == 2 and np.abs(first - other).max() > 1e-3
+
+
+def three_cameras(files: dict[str, Any]) -> None:
+    files["config.json"]["input_features"]["observation.images.above"] = {"type": "VISUAL", "shape": [3, 70, 70]}
+    pack(image_keys=[f"observation.images.{name}" for name in ("wrist", "front", "above")])(files)
+
+
+def test_remaining_cameras_are_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """As lerobot's fallback has them; all cameras, and those of a user's preset, keep theirs."""
+    folder, one = write(tmp_path, change=three_cameras), given()[0]
+    one["observation.images.above"] = 255 - one["observation.images.front"]
+    names = [f"observation.images.{name}" for name in ("wrist", "front", "above")]
+    processor = policy_of(folder).processor
+    order = {gone: [*processor.observe({k: v for k, v in one.items() if k != gone}).views] for gone in ("", *names)}
+    assert order == {"": names, names[0]: [names[2], names[1]], names[1]: [names[2], names[0]], names[2]: names[1::-1]}
+    robot = {
+        "images": names[:2], "state": ["observation.state"], "state_dim": 8, "action_dim": 7, "prompt": "task",
+        "optional_images": names[:2],
+    }  # fmt: skip
+    (tmp_path / "robot.json").write_text(json.dumps(robot))
+    chosen, _ = policy_of(folder, preset=str(tmp_path / "robot.json")).processor, one.pop("observation.images.above")
+    assert [*chosen.observe({k: v for k, v in one.items() if k != names[0]}).views] == [names[1]]
+    assert [*chosen.observe(one).views] == names[:2]
+
+
+def renamed(files: dict[str, Any]) -> None:
+    """LIBERO's names."""
+    text = json.dumps(files).replace("images.front", "images.image").replace("images.wrist", "images.image2")
+    files.update(json.loads(text))
+
+
+def test_cameras_with_the_names_of_libero(tmp_path: Path) -> None:
+    policy, one = policy_of(write(tmp_path, change=renamed)), given()[0]
+    assert policy.processor.preset.images == LIBERO_ROBOT.images
+    keys = dict(zip(("observation.images.front", "observation.images.wrist"), LIBERO_ROBOT.images, strict=True))
+    raw = {keys.get(name, name): value for name, value in one.items() if name in keys}
+    raw |= {LIBERO_ROBOT.state[0]: one["observation.state"], LIBERO_ROBOT.prompt: one["task"]}
+    found = policy.infer(raw, noise=noise()[0])["actions"]
+    np.testing.assert_allclose(found, answers("plain")["alone"][0], atol=2e-6)
+    del raw[LIBERO_ROBOT.images[1]]
+    found = policy.infer(raw, noise=noise()[0])["actions"]
+    np.testing.assert_allclose(found, answers("plain")["missing"], atol=2e-6)
+
+
 def test_instructions_are_cleaned() -> None:
     texts = {
         "Pick up  the\nbowl!": "pick up the bowl", 'Task: "Open it."': "open it",
@@ -119,10 +186,11 @@ def frame(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (config(new_setting=1), "expected settings of lerobot"),
         (pack(image_keys=["observation.images.top"]), "image_keys: expected some of observation.images.front"),
         (pack(env_action_dim=6), "env_action_dim: expected 7"),
+        (pack(num_state_tokens=512), "expected <state_511> as one token"),
         (pack(max_sequence_length=18), "max_sequence_length: expected more than 2 images"),
         (frame(joint_signs=[1.0], joint_offsets=[0.0]), "the same joint_signs and joint_offsets"),
     ],
-    ids=["mode", "tokens", "lora", "chunk", "setting", "camera", "actions", "length", "frame"],
+    ids=["mode", "tokens", "lora", "chunk", "setting", "camera", "actions", "states", "length", "frame"],
 )
 def test_folders_of_other_policies_are_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str

@@ -181,20 +181,50 @@ def test_numbers_are_scaled_as_in_training(tmp_path: Path) -> None:
 def test_the_data_are_chosen_by_name(tmp_path: Path) -> None:
     def change(files: dict[str, Any]) -> None:
         table = files["dataset_statistics.json"]
-        table["other_no_noops"] = json.loads(json.dumps(table["libero_task_no_noops"]))
-        table["other_no_noops"]["action"]["q99"] = [9.0] * 7
+        table["libero_other_no_noops"] = json.loads(json.dumps(table["libero_task_no_noops"]))
+        table["libero_other_no_noops"]["action"]["q99"] = [9.0] * 7
 
     folder = write(tmp_path / "run", change=change)
-    with pytest.raises(CheckpointError, match=r"statistics of libero_task_no_noops, other_no_noops; choose one"):
+    with pytest.raises(CheckpointError, match=r"statistics of libero_other_no_noops, libero_task_no_noops; choose one"):
         policy_of(folder)
     with pytest.raises(CheckpointError, match="got 'third'"):
         policy_of(folder, checkpoint={"embodiment": "third"})
     first, second = (
         policy_of(folder, checkpoint={"embodiment": name}).infer(given("libero", 0))["actions"]
-        for name in ("libero_task", "other_no_noops")
+        for name in ("libero_task", "libero_other_no_noops")
     )
     np.testing.assert_allclose(first, answers("libero")["whole"][0], atol=3e-5)
     assert np.abs(first - second).max() > 1
+
+
+def test_data_of_other_robots_need_a_preset_and_a_horizon(tmp_path: Path) -> None:
+    """Nothing of LIBERO's applies to them: neither the chunk nor the gripper."""
+
+    def change(files: dict[str, Any]) -> None:
+        table = files["dataset_statistics.json"]
+        table["bridge_orig"] = table.pop("libero_task_no_noops")
+
+    folder = write(tmp_path / "run", change=change)
+    some: tuple[dict[str, Any], ...] = ({}, {"preset": "libero"}, {"checkpoint": {"action_horizon": 5}})
+    for settings in some:
+        with pytest.raises(CheckpointError, match=r"got bridge_orig: .* checkpoint.action_horizon and preset"):
+            policy_of(folder, **settings)
+    policy = policy_of(folder, preset="libero", checkpoint={"action_horizon": 5})
+    actions = policy.infer(given("libero", 0))["actions"]
+    assert len(actions) == 5 and not np.isin(actions[:, 6], (-1.0, 0.0, 1.0)).any()
+
+
+def test_the_gripper_is_that_of_liberos_robot(folders: dict[str, Path]) -> None:
+    """Another robot's preset, with the same numbers, gets the model's own."""
+    own = folders["libero"] / "own.yaml"
+    own.write_text("base: libero\nstate: [arm]\n")
+    policy, one = policy_of(folders["libero"], preset=str(own)), given("libero", 0)
+    actions = policy.infer({**one, "arm": one.pop("observation/state")})["actions"]
+    want = answers("libero")["whole"][0]
+    np.testing.assert_allclose(actions[:, :6], want[:, :6], atol=3e-5)
+    np.testing.assert_array_equal(-np.sign(2 * actions[:, 6] - 1), want[:, 6])
+    assert not np.isin(actions[:, 6], (-1.0, 0.0, 1.0)).any()
+    assert not np.isfinite(policy.processor.ranges["actions"].span[6]), "nothing is known of a number outside the mask"
 
 
 def config(**fields: Any) -> Change:
@@ -219,6 +249,7 @@ def text(**fields: Any) -> Change:
         (text(rms_norm_eps="1e-6"), "rms_norm_eps: expected a number"),
         (lambda files: files["preprocessor_config.json"].update(stds=[[0.0] * 3] * 2), "stds: expected three numbers"),
         (lambda files: files["dataset_statistics.json"]["libero_task_no_noops"].pop("proprio"), "proprio: expected"),
+        (lambda files: files["dataset_statistics.json"].update(libero_task_no_noops=7), "statistics of actions, got 7"),
         (
             lambda files: files["dataset_statistics.json"]["libero_task_no_noops"]["action"].update(mask=["False"] * 7),
             "mask: expected 7 times true or false",
@@ -238,7 +269,7 @@ def test_folders_that_are_not_understood_are_refused(tmp_path: Path, change: Cha
 def test_models_without_their_head_or_of_other_robots_are_refused(tmp_path: Path) -> None:
     for name, change, message in (
         ("discrete", "action_head", "whose actions are tokens, is not supported"),
-        ("bridge", "proprio_projector", "LIBERO's actions of 7 numbers and states of 8"),
+        ("bridge", "proprio_projector", "expected actions of 7 numbers and states of 8"),
     ):
         folder = write(tmp_path / name)
         (side,) = folder.glob(f"{change}--*.safetensors")

@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import evo1_folders, groot_folders, starvla_folders, tiny_pi0_fast, tiny_smolvla, vla_jepa_folders
+from tests.support import (
+    evo1_folders,
+    groot_folders,
+    molmoact2_folders,
+    starvla_folders,
+    tiny_pi0_fast,
+    tiny_smolvla,
+    vla_jepa_folders,
+)
 from tests.support.tiny import tiny_observation
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import load_config
@@ -27,12 +35,15 @@ from vla_accel.nn.padding import real_tokens
 from vla_accel.policy import ahead_of_time
 
 TIMES = (1.0, 0.3, 0.01, 0.0)
-FAMILIES = ("pi0", "pi05", "smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "evo1")
+FAMILIES = (
+    "pi0", "pi05", "smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "evo1", "molmoact2",
+)  # fmt: skip
 OBSERVATIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
     "smolvla": tiny_smolvla.observation,
     "vla_jepa": vla_jepa_folders.observation,
     "starvla_groot": starvla_folders.observation,
     "evo1": evo1_folders.observation,
+    "molmoact2": lambda seed: molmoact2_folders.given()[seed],
     **groot_folders.OBSERVATIONS,
 }
 
@@ -82,9 +93,11 @@ def plain_euler(policy: OptimizedPolicy, times: Tensor, dts: Sequence[float], st
             x = x + -dt * model.head.velocity(x, time, constants.positions, keys, inputs["values"], mask)
         return x
     embeddings, rows = model.conditioning(times)
+    keys, values = inputs["keys"], inputs["values"]
+    mask = real_tokens(inputs["lengths"], keys.shape[2]) if "lengths" in inputs else None
     for step, dt in enumerate(dts):
         row = None if rows is None else rows[step]
-        v = model.velocity(x, embeddings[step], row, inputs.get("state"), inputs["keys"], inputs["values"])
+        v = model.velocity(x, embeddings[step], row, inputs.get("state"), keys, values, mask)
         x = x + dt * v
     return x
 

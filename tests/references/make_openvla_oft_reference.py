@@ -37,11 +37,12 @@ import whole_torchvision  # noqa: F401
 import timm
 import torch
 from groot_weights import draw, weight
+from PIL import Image
 
 VIEWS = {"libero": 2, "bare": 1, "aloha": 3}
 TASKS = ("Put the bowl on the plate", "open the drawer", "pick up the bowl on the stove and put it on the plate")
-ODD = ((256, 256), (120, 200), (200, 333))
-"""Sizes of cameras that are resized."""
+WHOLE, ODD = ((224, 224),), ((256, 256), (120, 200), (200, 333))
+"""Sizes of cameras: of the model's images, and others, which are resized."""
 STEP = 14
 """Every so many rows and columns of the images are kept."""
 
@@ -118,6 +119,8 @@ def observation(variant: str, index: int, sizes: Any) -> dict[str, Any]:
         ("full_image", "left_wrist_image", "right_wrist_image") if variant == "aloha" else ("full_image", "wrist_image")
     )
     images = {n: image(f"oft.{n}.{index}", *sizes[i % len(sizes)]) for i, n in enumerate(names[: VIEWS[variant]])}
+    if variant == "aloha" and sizes != WHOLE:  # as aloha_utils.resize_image_for_preprocessing
+        images = {n: np.array(Image.fromarray(x).resize((256, 256), Image.BICUBIC)) for n, x in images.items()}
     return {**images, "state": draw(f"oft.state.{index}", PROPRIO_DIM).astype(np.float64) * 1.5}
 
 
@@ -133,7 +136,13 @@ def build(variant: str) -> dict[str, Any]:
     robot = {"action": statistics(ACTION_DIM, "action"), "proprio": statistics(PROPRIO_DIM, "proprio")}
     if variant != "aloha":
         robot["action"]["mask"] = [True] * 6 + [False]
-    stats = {f"{variant}_task_no_noops": {**robot, "num_transitions": 9, "num_trajectories": 3}}
+    stats = {
+        f"{'aloha' if variant == 'aloha' else 'libero'}_task_no_noops": {
+            **robot,
+            "num_transitions": 9,
+            "num_trajectories": 3,
+        }
+    }
     base = {"another_robot": {"action": statistics(ACTION_DIM, "other")}}
     with mock.patch.object(timm, "create_model", lambda *a, **k: made(*a, **k, **SMALL)):
         config = OpenVLAConfig(
@@ -194,7 +203,7 @@ def main() -> None:
     with mock.patch.object(LlamaModel, "_update_causal_mask", unmasked):
         parts = build(options.variant)
         answers = {
-            "whole": np.stack([actions(options.variant, parts, i, ((224, 224),)) for i in range(3)]),
+            "whole": np.stack([actions(options.variant, parts, i, WHOLE) for i in range(3)]),
             "resized": actions(options.variant, parts, 0, ODD),
         }
     parts["model"].norm_stats = parts["model"].config.norm_stats

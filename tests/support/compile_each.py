@@ -2,10 +2,10 @@
 
     python -m tests.support.compile_each KIND [VERSION] [--count]
 
-for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam`, `evo1` and `decode`, what the
-programs of GR00T, FastWAM and Evo-1 and π0-FAST's decode launch; `int8`, products by every tile that a build would
-measure; `each`, once each kernel and type of operands that compile_kernels.py does not compile for every capability.
-Prints its rows; with `--count` the number of launches, of Triton's kernels alone.
+for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam`, `evo1`, `molmoact2` and
+`decode`, what the programs of GR00T, FastWAM, Evo-1 and MolmoAct2 and π0-FAST's decode launch; `int8`, products by
+every tile that a build would measure; `each`, once each kernel and type of operands that compile_kernels.py does not
+compile for every capability. Prints its rows; with `--count` the number of launches, of Triton's kernels alone.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ from vla_accel.families.fastwam.network import FastWam, fastwam
 from vla_accel.families.groot.components import groot_components
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
+from vla_accel.families.molmoact2.family import MOLMOACT2
+from vla_accel.families.molmoact2.network import molmoact2
 from vla_accel.families.openvla_oft.family import OPENVLA_OFT, OftShape
 from vla_accel.families.openvla_oft.native import OftStore
 from vla_accel.families.openvla_oft.network import OpenVlaOft, openvla_oft
 from vla_accel.families.pi0.native import Pi0FastStore
 from vla_accel.families.pi0_fast.native_decode import NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
+from vla_accel.families.prompted import PromptShape
 from vla_accel.fp8 import INT8
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm import int8, triton_library
@@ -138,6 +141,30 @@ def oft(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     return found
 
 
+def molmo(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A call's, by component, of MolmoAct2 with three blocks of each kind of the published size, two steps and two
+    views."""
+    sizes = molmoact2()
+    model = empty_model(
+        MOLMOACT2.network_class,
+        replace(
+            sizes, vision=replace(sizes.vision, depth=3, levels=(2, 0)), prefix=replace(sizes.prefix, depth=3),
+            expert=replace(sizes.expert, depth=3), hidden=(0, -1),
+        ),
+    )  # fmt: skip
+    found = {}
+    with steered("triton", META):
+        shape = PromptShape(batch, Schedule.uniform(2), 2, 96, True)
+        for component in MOLMOACT2.components(model, shape, store=MOLMOACT2.store_class(model, None)):
+            assert component.native is not None
+            precise = precision if component.name == "denoise" else "auto"
+            program: Any = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
+            getattr(program, "stack", program).chain.early = gpu.dependent_launch
+            tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
+            found[component.name] = recorded(partial(program, tensors, tensors))
+    return found
+
+
 def decode(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     """A token's, behind two views and a prompt of the first bucket but two; of one row also as a build tries them."""
     model = empty_model(Pi0Fast, pi0_fast())
@@ -199,7 +226,7 @@ def others(gpu: Gpu) -> Iterator[Launch]:
     for name in MODELS:
         yield from of_model(gpu, name)
     for precision in ("auto", "int8", *(["fp8"] if gpu.fp8 else [])):
-        for launches in (groot, wam, evo, oft, decode, integers):
+        for launches in (groot, wam, evo, oft, molmo, decode, integers):
             yield from itertools.chain(*launches(gpu, precision, 1).values())
     for family, config in ((ACT, act()), (DIFFUSION_POLICY, ddpm())):
         yield from itertools.chain(*frames(family, config).values())
@@ -275,7 +302,7 @@ def images() -> Iterator[Callable[[], Any]]:
 KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
     "groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252), "decode": decode, "int8": integers,
     "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "evo1": evo, "openvla_oft": oft,
-    "each": each,
+    "molmoact2": molmo, "each": each,
 }  # fmt: skip
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 REFERENCES = Path(__file__).parents[1] / "references"
 # The module imports its neighbour as the other project's interpreter does.
 sys.path.insert(0, str(REFERENCES))
+import molmoact2_weights  # noqa: E402
 from molmoact2_weights import CAMERAS, TASKS, images_of, state, weight  # noqa: E402
-from molmoact2_weights import noise as noise  # noqa: E402
-from molmoact2_weights import previous as previous  # noqa: E402
+
+noise, previous = molmoact2_weights.noise, molmoact2_weights.previous
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "nn" / "molmoact2_reference.json").read_text())
 Change = Callable[[dict[str, Any]], object]

@@ -62,9 +62,10 @@ def _norm_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int
 
 
 def _causal(
-    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, padding: tuple[int, ...] | None = None
+    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, padding: tuple[int, ...] | None = None,
+    islands: tuple[slice, ...] = (),
 ) -> Callable:  # fmt: skip
-    """`padding`: rows before the first real one."""
+    """`padding`: rows before the first real one; `islands`: rows that see each other."""
 
     def call(draw: Draw) -> Call:
         whole = draw(batch, tokens, heads + 2 * kv_heads, head_dim)
@@ -75,7 +76,10 @@ def _causal(
         }
         out = Empty((batch, tokens, heads * head_dim), draw.dtype)
         starts = None if padding is None else torch.tensor(padding, dtype=torch.int32)
-        return Call("causal_attention", {**parts, "out": out, "starts": starts}, ("out",))
+        together = torch.zeros(tokens, dtype=torch.int32) if islands else None
+        for island in islands:
+            together[island] = 1  # type: ignore[index]
+        return Call("causal_attention", {**parts, "out": out, "starts": starts, "together": together}, ("out",))
 
     return call
 
@@ -89,7 +93,8 @@ def _gelu(rows: int, width: int) -> Callable:
 
 
 def _product(rows: int, n: int, k: int, what: str, config: Pipelined | None = None) -> Callable:
-    """`what`: letters of norm, scale, gelu, relu, 8-bit (FP8) or integers; moments that come with the rows."""
+    """`what`: letters of norm, quadratic mean alone, scale, gelu, relu, 8-bit (FP8) or integers; moments that come with
+    the rows."""
 
     def call(draw: Draw) -> Call:
         layer, scale = draw.linear(n, k, weights=eight_bit(what)), draw.wide(k, scale=0.3) if "s" in what else None
@@ -100,7 +105,7 @@ def _product(rows: int, n: int, k: int, what: str, config: Pipelined | None = No
         moments = moments_of(x, scale, 32) if "m" in what else None
         arguments = {
             "x": x, "weights": layer, "out": Empty((rows, n), draw.dtype), "epilogue": Epilogue(shift, activation),
-            "norm": Norm(EPS, moments, scale, sums) if "n" in what else None, "config": config,
+            "norm": Norm(EPS, moments, scale, None if "q" in what else sums) if "n" in what else None, "config": config,
         }  # fmt: skip
         return Call("gemm", arguments, ("out",))
 
@@ -174,6 +179,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         (1, 1, 2, 1, 6),
         (1, 130, 2, 1, 12),
         (3, 150, 4, 2, 16, (0, 5, 149)),
+        (2, 150, 4, 2, 16, None, (slice(3, 40), slice(70, 141))),
     ]
     for shape in causal:
         yield f"causal_attention {shape}", _causal(*shape)
@@ -181,6 +187,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"gelu, exact {shape}", _gelu(*shape)
     for rows, n, k, what in (
         (41, 40, 48, "nsg"), (41, 40, 48, "nsgm"), (3, 20, 33, "nm"),
+        (41, 40, 48, "nqs"), (41, 40, 48, "nqsm"), (3, 20, 33, "nqi"),
         (41, 24, 72, "ns8"), (41, 24, 72, "nsi"), (17, 132, 40, "nmi"), (3, 20, 33, "n"), (82, 132, 40, "r"),
         (17, 16, 24, ""),
     ):  # fmt: skip

@@ -50,7 +50,7 @@ class Attachment:
         self._noise: Sequence[Tensor] = ()
         self._like: Tensor | None = None
         self._device = torch.device("cpu")
-        self._original: Callable[..., Any] = policy.forward
+        self._original: Callable[..., Any] = getattr(policy, "forward", policy)
         self._shadowed: dict[str, Any] = {}
 
     @property

@@ -110,7 +110,7 @@ class LerobotReader:
                 write_prompts(path / FILE, content["prompt_template"], {"": unread})
             if self._kind == "pi0_fast":  # as lerobot decodes tokens that are no whole chunk
                 settings = replace(settings, checkpoint=replace(settings.checkpoint, relaxed_actions=True))
-            weights = ModuleWeights(policy, _buffers(table))
+            weights = ModuleWeights(policy, _buffers(table, content))
             family = _family_of(content, weights)
             if family.uniform_noise:
                 raise ConfigError(
@@ -322,9 +322,10 @@ def _camera_statistics(policy: Any, content: Mapping[str, Any], preprocessor: An
     return {name: value for name, value in table.items() if name.rpartition(".")[0] in cameras}
 
 
-def _buffers(table: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Statistics of the cameras as buffers, and one that nothing reads, because the readers look for any."""
-    found = {"observation.state.mean": np.zeros(1, np.float32), **table}
+def _buffers(table: Mapping[str, np.ndarray], content: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Statistics of the cameras as buffers, and one of the state, of which the readers read the size alone."""
+    size = (content["input_features"].get(STATE) or {"shape": (1,)})["shape"]
+    found = {f"{STATE}.mean": np.zeros(size, np.float32), **table}
     names = {name: name.rpartition(".") for name in found}
     return {
         _BUFFER.format(key.replace(".", "_"), kind): torch.as_tensor(found[name])

@@ -41,12 +41,14 @@ class Rows:
     Args:
         padded: whether sequences may have fewer real rows, which come first.
         state_last: whether a sequence's last row is its state, which no other row attends to.
+        together: (tokens,) int32, 1 for rows that attend to each other in causal attention, whatever their order.
     """
 
     batch: int
     tokens: int
     padded: bool = False
     state_last: bool = False
+    together: Tensor | None = None
 
 
 def why_norm_apart(weights: StackWeights, rows: int, before: Product, after: Product) -> str | None:
@@ -81,6 +83,8 @@ class StackPlan:
         self.weights, self.rows, self.rope, self.normed_outside = weights, rows, rope, normed_outside
         block, dtype, count = weights.block, weights.dtype, rows.batch * rows.tokens
         first = weights.blocks[0] if weights.blocks else None
+        if rows.together is not None and block.attention is not Attention.CAUSAL:
+            raise ValueError("together: only causal attention reads it")
         some = weights.products[0]
         device = some.weight.device
 
@@ -181,7 +185,9 @@ class StackPlan:
             if self.attention_norm_inside:
                 self._norm(self.x, None, self.h, None)
             gemm(self.h, self.weights.last_kv, self.last_kv)
-            rotate(self.last_kv, *self.rope, 0, None, *cache(len(blocks)))
+            norm = self.weights.last_norm
+            norms = None if norm is None else HeadNorms(norm, norm, self.weights.block.eps)
+            rotate(self.last_kv, *self.rope, 0, norms, *cache(len(blocks)))
             cached(len(blocks))
 
     def output(self) -> Tensor:
@@ -202,21 +208,21 @@ class StackPlan:
         cached: Callable[[int], None],
     ) -> None:  # fmt: skip
         block, rows = self.weights.block, self.rows
-        heads = self.qkv.view(rows.batch, rows.tokens, -1, block.head_dim)
+        heads, norms = self.qkv.view(rows.batch, rows.tokens, -1, block.head_dim), None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norms = HeadNorms(weights.q_norm, weights.k_norm, block.eps)
         if cache is not None and self.rope is not None:
             keys, values = cache(index)
-            rotate(self.qkv, *self.rope, block.heads, None, keys, values)
+            rotate(self.qkv, *self.rope, block.heads, norms, keys, values)
             cached(index)
             q = heads[:, :, : block.heads]
         else:
             if self.rope is not None:
-                norms = None
-                if weights.q_norm is not None and weights.k_norm is not None:
-                    norms = HeadNorms(weights.q_norm, weights.k_norm, block.eps)
                 rotate(self.qkv, *self.rope, block.heads, norms)
             q, keys, values = heads.split((block.heads, block.kv_heads, block.kv_heads), 2)
         if self.attention is None:
-            return causal_attention(q, keys, values, self.context.view(rows.batch, rows.tokens, -1), lengths)
+            context = self.context.view(rows.batch, rows.tokens, -1)
+            return causal_attention(q, keys, values, context, lengths, rows.together)
         attend(
             self.attention.backend, q, keys, values, self.context, lengths, inverse_scale=weights.out.inverse_scale,
             last=rows.state_last, tile=self.attention.tile,

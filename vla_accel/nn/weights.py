@@ -82,12 +82,14 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class StackWeights:
-    """Blocks of one kind. `last_kv`: keys and values of one more block, whose output is not needed."""
+    """Blocks of one kind. `last_kv`: keys and values of one more block, whose output is not needed, with the norm of
+    its keys' heads, `last_norm`."""
 
     block: Block
     blocks: tuple[BlockWeights, ...]
     dtype: torch.dtype
     last_kv: Linear | None = None
+    last_norm: Tensor | None = None
 
     @property
     def products(self) -> list[Linear]:
@@ -113,14 +115,15 @@ def stack_weights(
     """
     full = depth - 1 if keys_values_last else depth
     blocks = tuple(block_weights(model, f"{name}.{i}", block, precision, paired=paired) for i in range(full))
-    last = None
+    last = norm = None
     if keys_values_last:
         part = f"{name}.{full}"
         weight, bias = product_of(model, f"{part}.{block.names.qkv}", block)
         weight, bias = with_norm(model, f"{part}.{block.names.norm}", block, weight, bias)
         queries = block.heads * block.head_dim
         last = make_linear(weight[queries:], None if bias is None else bias[queries:], precision.dtype)
-    return StackWeights(block, blocks, precision.dtype, last)
+        norm = model.weight(f"{part}.k_norm.weight").float().clone() if block.qk_norm else None
+    return StackWeights(block, blocks, precision.dtype, last, norm)
 
 
 def block_weights(

@@ -72,7 +72,7 @@ def resize(image: np.ndarray, size: int, method: Resize, key: str = "image") -> 
     if image.shape == (size, size, 3):
         return image
     top, left, height, width = placed(image.shape[0], image.shape[1], size, method, key)
-    inner = _filtered(image, height, width) if method == "antialias" else _sampled(image, height, width)
+    inner = filtered(image, height, width) if method == "antialias" else _sampled(image, height, width)
     if height == width == size:
         return inner
     out = np.zeros((size, size, 3), np.uint8)
@@ -88,7 +88,8 @@ def resample(image: np.ndarray, method: Resampling) -> np.ndarray:
     return np.rint(columns @ np.tensordot(rows, image, 1)).clip(0, 255).astype(np.uint8)
 
 
-def _filtered(image: np.ndarray, height: int, width: int) -> np.ndarray:
+def filtered(image: np.ndarray, height: int, width: int, *, bicubic: bool = False) -> np.ndarray:
+    """Return uint8 (H, W, 3) resized by Pillow's bilinear or bicubic filter. Raises DependencyError without Pillow."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -96,7 +97,8 @@ def _filtered(image: np.ndarray, height: int, width: int) -> np.ndarray:
             "resizing camera images needs Pillow: pip install 'vla_accel[checkpoints]', or send images of the size "
             "the model takes"
         ) from error
-    return np.asarray(Image.fromarray(np.ascontiguousarray(image)).resize((width, height), Image.Resampling.BILINEAR))
+    method = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
+    return np.asarray(Image.fromarray(np.ascontiguousarray(image)).resize((width, height), method))
 
 
 def _sampled(image: np.ndarray, height: int, width: int) -> np.ndarray:

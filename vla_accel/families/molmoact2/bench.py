@@ -155,8 +155,7 @@ class _Lerobot:
             )
             ids = torch.cat((torch.tensor(config.frame() * views), torch.from_numpy(inputs.tokens)))
             ids = ids[config.order(views, len(inputs.tokens))].to(self.device)[None]
-            is_image = torch.zeros(ids.shape[1], dtype=torch.bool)
-            is_image[config.image_rows(views)] = True
+            is_image = config.is_image(views, ids.shape[1])
             if self.model.action_cuda_graph_manager is None:
                 from lerobot.policies.molmoact2.molmoact2_hf_model.inference import ActionCudaGraphManager
 

@@ -23,10 +23,10 @@ from vla_accel.checkpoints.lerobot import (
     read_settings,
     required,
 )
-from vla_accel.checkpoints.lerobot_settings import ACTION_FRAME, CLAMP_ACTION, PACK, STATE_FRAME
+from vla_accel.checkpoints.lerobot_settings import ACTION_FRAME, PACK, STATE_FRAME
 from vla_accel.checkpoints.lerobot_statistics import STATE
 from vla_accel.checkpoints.settings import Setting, check
-from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.molmoact2.network import (
@@ -80,9 +80,11 @@ _SMALL = {
 _VIEW_TOKENS, _WORDS, _UNIT = 196, 80 + 32 + 32, 64
 
 
-def load_folder(folder: Path, settings: PolicyConfig) -> tuple[MolmoAct2, MolmoProcessor]:
+def load_folder(
+    folder: Path, settings: PolicyConfig, weights: Weights | None = None
+) -> tuple[MolmoAct2, MolmoProcessor]:  # fmt: skip
     """Return the network and the robot's transforms (`Family.load`)."""
-    path, weights = folder / "config.json", SafetensorsWeights(folder)
+    path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
     content = read_json(path)
     if saved := is_lerobot_config(content):
         content = read_settings(path, (MODEL_TYPE,))
@@ -239,13 +241,13 @@ def _theta(text: Mapping[str, Any], path: Path) -> float:
 
 def _markers(content: Mapping[str, Any], folder: Path, vision: MolmoVisionConfig, path: Path) -> Markers:
     """The tokens of an image, by config.json and processor_config.json."""
-    place = folder / "processor_config.json"
-    processor = _checked(read_json(place), PROCESSOR, place)
-    images = _checked(required(processor, "image_processor", dict, place), IMAGES, f"{place}: image_processor")
+    where = folder / "processor_config.json"
+    processor = _checked(read_json(where), PROCESSOR, where)
+    images = _checked(required(processor, "image_processor", dict, where), IMAGES, f"{where}: image_processor")
     side = vision.image_size
     for key, expected in (("size", {"height": side, "width": side}), ("patch_size", vision.patch_size)):
         if images.get(key) != expected:
-            raise CheckpointError(f"{place}: {key}: expected the model's {expected}, got {images.get(key)!r:.60}")
+            raise CheckpointError(f"{where}: {key}: expected the model's {expected}, got {images.get(key)!r:.60}")
     ids = [size_of(content, f"image_{name}", path) for name in ("start_token_id", "patch_id", "col_id", "end_token_id")]
     columns = processor.get("use_single_crop_col_tokens")
     columns = processor.get("image_use_col_tokens", True) if columns is None else columns
@@ -271,6 +273,11 @@ def _with_tokens(prompt: MolmoPrompt, tokenizer: Tokenizer, base: Path, config: 
         raise CheckpointError(
             f"{base}: tokenizer: expected {prompt.view} as {[*marks]}, as config.json has it, got {got}"
         )
+    for word in ("<state_start>", "<state_end>", "<state_0>", f"<state_{prompt.bins - 1}>", "<action_output>"):
+        if len(got := tokenizer.encode(word, add_bos=False)) != 1:
+            raise CheckpointError(
+                f"{base}: tokenizer: expected {word} as one token, as num_state_tokens has it, got {got}"
+            )
     return replace(prompt, bos=bos[0], specials=specials)
 
 
@@ -294,7 +301,7 @@ def _laid_out(
 
 
 def _lerobot(
-    folder: Path, content: Mapping[str, Any], weights: SafetensorsWeights, config: MolmoAct2Config,
+    folder: Path, content: Mapping[str, Any], weights: Weights, config: MolmoAct2Config,
     settings: PolicyConfig,
 ) -> tuple[MolmoAct2Config, Processors, dict[str, Any]]:  # fmt: skip
     """Return sizes, robot and more fields of the transforms of lerobot's folder."""
@@ -318,14 +325,13 @@ def _lerobot(
         raise CheckpointError(
             f"{path}: normalization_mapping: VISUAL: expected IDENTITY, as lerobot's MolmoAct2 has it"
         )
-    if CLAMP_ACTION not in saved.after:
-        raise CheckpointError(f"{folder}: policy_postprocessor.json: expected a step {CLAMP_ACTION}, found none")
     horizon = size_of(content, "chunk_size", path)
     if pack.get("chunk_size") != horizon:
         raise CheckpointError(f"{where}: chunk_size: expected config.json's {horizon}, got {pack.get('chunk_size')}")
     preset = robot_of(saved.preset, settings)
     fallback = required(pack, "allow_image_key_fallback", bool, where)
-    preset = preset if settings.preset or fallback else replace(preset, optional_images=())
+    if not settings.preset:
+        preset = replace(preset, optional_images=preset.images if fallback else ())
     names = {word: required(pack, word, str, where) for word in ("setup_type", "control_mode")}
     wrap = {word: required(pack, f"add_{word.partition('_')[0]}_tokens", bool, where) for word in names}
     prompt = _prompt(
@@ -339,7 +345,8 @@ def _lerobot(
     )  # fmt: skip
     fields = {
         "prompt": prompt, "joints": _joints(saved, folder), "plain_state": saved.state.unscaled,
-        "by_name": tuple(sorted(range(len(keys)), key=keys.__getitem__)) if fallback else (),
+        # Their order in a preset of the user's is the user's.
+        "by_name": () if settings.preset else tuple(sorted(range(len(keys)), key=keys.__getitem__)),
     }  # fmt: skip
     return config, replace(saved, preset=preset), fields
 
@@ -403,21 +410,21 @@ def _published(
     """As `_lerobot`, of the authors' layout: norm_stats.json describes one robot or several."""
     path = folder / "config.json"
     content = read_json(path)
-    place = folder / str(content.get("norm_stats_filename") or "norm_stats.json")
-    table = read_json(place)
-    tags = required(table, "metadata_by_tag", dict, place)
+    statistics = folder / str(content.get("norm_stats_filename") or "norm_stats.json")
+    table = read_json(statistics)
+    tags = required(table, "metadata_by_tag", dict, statistics)
     tag = settings.checkpoint.embodiment or (next(iter(tags)) if len(tags) == 1 else None)
     if not isinstance(tags.get(tag), dict):
         raise ConfigError(
-            f"checkpoint.embodiment: expected a robot of {place.name}, {', '.join(tags) or 'which has none'}, got "
+            f"checkpoint.embodiment: expected a robot of {statistics.name}, {', '.join(tags) or 'which has none'}, got "
             f"{tag!r}"
         )
-    robot, where = tags[tag], Path(f"{place}: {tag}")
-    if table.get("norm_mode") not in (names := {"q01_q99": ("q01", "q99"), "min_max": ("min", "max"),
-                                                "q10_q90": ("q10", "q90")}):  # fmt: skip
-        raise CheckpointError(f"{place}: norm_mode: expected {' or '.join(names)}, got {table.get('norm_mode')!r:.60}")
+    robot, where = tags[tag], Path(f"{statistics}: {tag}")
+    mode = table.get("norm_mode", "min_max")
+    if mode not in (names := {"q01_q99": ("q01", "q99"), "min_max": ("min", "max"), "q10_q90": ("q10", "q90")}):
+        raise CheckpointError(f"{statistics}: norm_mode: expected {' or '.join(names)}, got {mode!r:.60}")
     scales = {
-        name: _scale(required(robot, f"{name}_stats", dict, where), names[table["norm_mode"]], f"{where}: {name}_stats")
+        name: _scale(required(robot, f"{name}_stats", dict, where), names[mode], f"{where}: {name}_stats")
         for name in ("state", "action")
     }
     (state, still), (actions, _) = scales.values()
@@ -434,7 +441,7 @@ def _published(
     preset = Preset(tuple(cameras), (STATE,), len(state.low), real, "task", tuple(cameras), resize="stretched")
     preset = robot_of(preset, settings)
     names = {word: str(robot.get(word) or "") for word in ("setup_type", "control_mode")}
-    wrap = {word: required(content, f"add_{word.partition('_')[0]}_tokens", bool, path) for word in names}
+    wrap = {word: bool(content.get(f"add_{word.partition('_')[0]}_tokens", True)) for word in names}
     prompt = _prompt(names, wrap, True, size_of(content, "num_state_tokens", path))
     config = replace(
         config, real_actions=real, action_horizon=horizon, max_token_len=_longest(config, preset, None, where)

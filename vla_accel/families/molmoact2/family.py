@@ -12,11 +12,11 @@ from vla_accel.component import Component
 from vla_accel.config import RtcConfig
 from vla_accel.families.family import Capabilities
 from vla_accel.families.molmoact2.checkpoint import MODEL_TYPE, SIGNS, load_folder
+from vla_accel.families.molmoact2.native import MolmoAct2Store
 from vla_accel.families.molmoact2.network import MolmoAct2, MolmoAct2Config
 from vla_accel.families.prompted import DenoisingFamily, FlowChunking, PromptShape
 from vla_accel.fp8 import Scales
 from vla_accel.nn.quantised import QUANTISED
-from vla_accel.nn.store import NativeStore
 
 _QUANTISED = {"denoise": {"native": QUANTISED["denoise"]["native"]}}
 
@@ -31,7 +31,7 @@ class MolmoAct2Family(DenoisingFamily[MolmoAct2Config]):
     """MolmoAct2 of any size."""
 
     name = "molmoact2"
-    network_class, store_class = MolmoAct2, NativeStore
+    network_class, store_class = MolmoAct2, MolmoAct2Store
     capabilities = Capabilities(quantised=_QUANTISED, settings=("embodiment",))
     chunking = MolmoChunking()
 
@@ -39,9 +39,14 @@ class MolmoAct2Family(DenoisingFamily[MolmoAct2Config]):
         self, model: Any, shape: PromptShape, *, store: Any = None, scales: Scales | None = None,
         rtc: RtcConfig | None = None,
     ) -> Sequence[Component]:  # fmt: skip
-        found = super().components(model, shape, scales=scales, rtc=rtc)
+        found = super().components(model, shape, store=store, scales=scales, rtc=rtc)
         quantised = self.capabilities.quantised
         made = [replace(one, variants={}, quantised=quantised.get(one.name, {})) for one in found]
+        images, tokens, *rest = made[1].inputs
+        # The words around the images are in every prompt.
+        least = model.config.edge + (shape.views - 1) * model.config.between + 1
+        tokens = replace(tokens, ranges={1: (min(least, tokens.shape[1]), tokens.ranges[1][1])})
+        made[1] = replace(made[1], inputs=(images, tokens, *rest))
         made[0] = replace(made[0], fetch=lambda: model.fetch("vision", "pooling", "embed"))
         return made
 

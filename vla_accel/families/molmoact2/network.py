@@ -74,9 +74,9 @@ class MolmoVisionConfig(SiglipConfig):
 
     def inside(self) -> Tensor:
         """Which patches of each square are in the image, (squares², 4) bool."""
-        found = torch.zeros(self.squares**2 * _POOL**2, dtype=torch.bool)
-        found[self.places()] = True
-        return found.view(-1, _POOL**2)
+        real = torch.arange(_POOL * self.squares) < self.side
+        both = (real[:, None] & real).unflatten(1, (-1, _POOL)).unflatten(0, (-1, _POOL))
+        return both.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -191,22 +191,23 @@ class MolmoAct2Config:
         row = [marks.patch] * squares + ([] if marks.column is None else [marks.column])
         return [marks.start, *row * squares, marks.end]
 
-    def squares(self) -> Tensor:
-        """Where the squares of patches are among the tokens of a view, int64."""
-        return (torch.tensor(self.frame()) == self.markers.patch).nonzero().flatten()
+    def squares(self) -> list[int]:
+        """Where the squares of patches are among the tokens of a view."""
+        return [place for place, token in enumerate(self.frame()) if token == self.markers.patch]
 
-    def image_rows(self, views: int) -> Tensor:
-        """Where the tokens of `views` images are in a prompt, int64."""
-        first = self.edge if views > 1 else 1
-        starts = first + torch.arange(views)[:, None] * (self.image_tokens + self.between)
-        return (starts + torch.arange(self.image_tokens)).flatten()
+    def is_image(self, views: int, tokens: int) -> Tensor:
+        """Which of a prompt's `tokens` are images', (tokens,) bool."""
+        first, each = self.edge if views > 1 else 1, self.image_tokens
+        rows = torch.arange(tokens) - first
+        apart = each + self.between
+        return (rows >= 0) & (rows < views * apart) & (rows % apart < each)
 
     def order(self, views: int, text: int) -> Tensor:
         """The prompt out of image tokens and then `text` text tokens, int64 (S,)."""
-        image = self.image_rows(views)
-        is_text = torch.ones(len(image) + text, dtype=torch.bool)
-        is_text[image] = False
-        return torch.cat((image, is_text.nonzero().flatten())).argsort()
+        image = views * self.image_tokens
+        is_image = self.is_image(views, image + text)
+        before = is_image.cumsum(0)
+        return torch.where(is_image, before - 1, image + torch.arange(image + text) - before)
 
     def prefix_tokens(self, views: int, tokens: int) -> int:
         """Tokens of a prompt that the expert sees, of so many views and text tokens."""
@@ -391,9 +392,12 @@ class MolmoAct2(FlowNetwork):
     def project(self, features: Tensor) -> Tensor:
         """Features of squares of patches (N, T, 4, features) as the tokens of a view (N, image_tokens, width): its
         markers, to whose embeddings the features are added."""
-        frame = self.embed(torch.tensor(self.config.frame(), device=features.device)).to(features.dtype)
-        tokens = frame.expand(len(features), -1, -1)
-        return tokens.index_add(1, self.config.squares().to(features.device), self.pooling(features))
+        frame, pooled = torch.tensor(self.config.frame(), device=features.device), self.pooling(features)
+        tokens = self.embed(frame).to(features.dtype)
+        # Without a scatter, which TensorRT-RTX lacks.
+        is_patch = frame == self.config.markers.patch
+        own = pooled[:, (is_patch.cumsum(0) - 1).clamp(min=0)]
+        return torch.where(is_patch[:, None], tokens + own, tokens)
 
     def prefix_rows(self, image_tokens: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `PrefixNetwork.prefix_rows`; the prompt has no `state` but its words."""
@@ -401,8 +405,7 @@ class MolmoAct2(FlowNetwork):
         views = image_tokens.shape[1] // self.config.image_tokens
         order = self.config.order(views, tokens.shape[1]).to(image_tokens.device)
         x = torch.cat((image_tokens, self.embed(tokens).to(image_tokens.dtype)), 1)[:, order]
-        is_image = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device)
-        is_image[self.config.image_rows(views).to(x.device)] = True
+        is_image = self.config.is_image(views, x.shape[1]).to(x.device)
         seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         seen = seen | (is_image[:, None] & is_image)
         return x, torch.arange(x.shape[1], device=x.device).expand(len(x), -1), seen.expand(len(x), -1, -1)
@@ -431,7 +434,7 @@ class MolmoAct2(FlowNetwork):
 
     def conditioning(self, times: Tensor) -> tuple[Tensor, Tensor | None]:
         """The embedding of each time (n, W), and the rows of every block and of the last norm (n, 9 * depth + 2, W).
-        Weights that were not here are let go again."""
+        Weights that were absent are removed again."""
         half = self.config.expert.time_dim // 2
         frequency = torch.exp(torch.arange(half, device=times.device) * (-math.log(10_000.0) / max(half - 1, 1)))
         angles = (1.0 - times.double()).to(times.dtype)[:, None] * frequency

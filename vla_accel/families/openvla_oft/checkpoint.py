@@ -37,7 +37,7 @@ from vla_accel.families.openvla_oft.transforms import BOS, OftProcessor
 from vla_accel.families.overrides import check_vocabulary, resized, robot_of
 from vla_accel.nn.mlp_head import stored_name
 from vla_accel.transforms.normalisation import Normaliser, finite_array
-from vla_accel.transforms.robots import ALOHA, LIBERO, Preset
+from vla_accel.transforms.robots import ALOHA, LIBERO, Preset, load_preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 TYPE, TOKENIZER = "openvla", "openvla/openvla-7b"
@@ -97,20 +97,28 @@ _TEXT = (
 
 @dataclass(frozen=True)
 class Robot:
-    """Constants of openvla-oft's robots, which no file has: actions of a chunk, the statistics that scale, and the
-    number of the gripper if its action becomes -1 or 1."""
+    """What openvla-oft's code says of a robot, and no file.
+
+    Attributes:
+        preset: Its conventions.
+        horizon: Actions of a chunk.
+        ends: The statistics that scale.
+        gripper: The number of the gripper if its action becomes -1 or 1.
+        before: As in `OftProcessor`.
+    """
 
     preset: Preset
     horizon: int
-    ends: tuple[str, str]
+    ends: tuple[str, str] = ("q01", "q99")
     gripper: int | None = None
+    before: int | None = None
 
 
 _ALOHA = dataclasses.replace(
     ALOHA, optional_images=(), delta_actions=(), flipped=(), gripper="none", gripper_dims=(),
 )  # fmt: skip
-ROBOTS = {7: Robot(LIBERO, 8, ("q01", "q99"), 6), 14: Robot(_ALOHA, 25, ("min", "max"))}
-"""By the numbers of an action."""
+ROBOTS = {"libero": Robot(LIBERO, 8, gripper=6), "aloha": Robot(_ALOHA, 25, ("min", "max"), before=256)}
+"""By a word in the name of the data."""
 
 
 def is_openvla(content: Mapping[str, Any]) -> bool:
@@ -138,10 +146,10 @@ def load_folder(
     path, content = folder / "config.json", read_json(folder / "config.json")
     check(content, _SETTINGS, path, "OpenVLA")
     weights = JoinedWeights({"": weights or SafetensorsWeights(folder), **side_files(run)})
-    config, robot = read_sizes(weights.shapes, content, run, path)
-    config = resized(config, settings)
+    data, statistics = read_statistics(run, content, settings.checkpoint.embodiment)
+    robot = robot_of_data(data, settings)
+    config = resized(read_sizes(weights.shapes, content, robot, run, path), settings)
     preset = robot_of(robot.preset, settings)
-    statistics = read_statistics(run, content, settings.checkpoint.embodiment)
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)
     if (ids := tokenizer.encode("x", add_bos=True))[:1] != [BOS]:
@@ -152,7 +160,8 @@ def load_folder(
     processor = OftProcessor(
         tokenizer=tokenizer, state=state, actions=scaling(statistics, "action", robot.ends, config.action_dim, run),
         action_dim=config.action_dim, max_token_len=config.max_token_len, default_prompt=settings.default_prompt,
-        preset=preset, side=config.dino.image_size, state_dim=config.state_dim, gripper=robot.gripper,
+        preset=preset, side=config.dino.image_size, state_dim=config.state_dim, before=robot.before,
+        gripper=robot.gripper if preset.state == robot.preset.state else None,
     )  # fmt: skip
     model = OpenVlaOft.empty(config)
     recipe = {name: pieces(name, config) for name in model.state_dict()}
@@ -218,8 +227,21 @@ def _is_dead(name: str, config: OpenVlaOftConfig) -> bool:
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
-def read_sizes(shapes: Shapes, content: Mapping[str, Any], run: Path, path: Path) -> tuple[OpenVlaOftConfig, Robot]:
-    """Return the architecture that the shapes show, checked against config.json at `path`, and the robot."""
+def robot_of_data(data: str, settings: PolicyConfig) -> Robot:
+    """Return the constants of the robot of a set of data: openvla-oft's own, or the user's."""
+    known = next((robot for word, robot in ROBOTS.items() if word in data.lower()), None)
+    if known is not None:
+        return known
+    if settings.preset is None or settings.checkpoint.action_horizon is None:
+        raise CheckpointError(
+            f"{STATISTICS}: expected data of {' or '.join(ROBOTS)}, got {data}: no file has the actions of its chunks "
+            "and its robot; name them as checkpoint.action_horizon and preset"
+        )
+    return Robot(load_preset(settings.preset), settings.checkpoint.action_horizon)
+
+
+def read_sizes(shapes: Shapes, content: Mapping[str, Any], robot: Robot, run: Path, path: Path) -> OpenVlaOftConfig:
+    """Return the architecture that the shapes show, checked against the robot and config.json at `path`."""
     shape = shapes_by_name(shapes, "", str(path.parent))
     text = content.get("text_config")
     if not isinstance(text, Mapping):
@@ -228,11 +250,11 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], run: Path, path: Path
     hidden, joined = shape(f"{HEAD}.model.fc1.weight", 2)
     action_dim, _ = shape(f"{HEAD}.model.fc2.weight", 2)
     state_dim = shapes.get(f"{PROJECTOR}.fc1.weight", (0, 0))[1]
-    robot = ROBOTS.get(action_dim)
-    if robot is None or state_dim not in (0, robot.preset.state_dim):
+    wanted = robot.preset.action_dim, robot.preset.state_dim
+    if action_dim != wanted[0] or state_dim not in (0, wanted[1]):
         raise CheckpointError(
-            f"checkpoint {run}: expected LIBERO's actions of 7 numbers and states of 8, or ALOHA's of 14 and 14, got "
-            f"{action_dim} and {state_dim}"
+            f"checkpoint {run}: expected actions of {wanted[0]} numbers and states of {wanted[1]}, got {action_dim} "
+            f"and {state_dim}"
         )
     try:
         config = OpenVlaOftConfig(
@@ -243,7 +265,7 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], run: Path, path: Path
     except ConfigError as error:
         raise CheckpointError(f"checkpoint {path.parent}: {error}") from error
     compare_sizes([(f"{HEAD}: width", joined, config.language.width * action_dim)], str(run))
-    return config, robot
+    return config
 
 
 def _tower(part: str, shapes: Shapes, shape: ShapeOf, path: Path) -> TowerConfig:
@@ -301,10 +323,12 @@ def _language(shapes: Shapes, shape: ShapeOf, text: Mapping[str, Any], path: Pat
 # -- statistics ---------------------------------------------------------------------------------------------------
 
 
-def read_statistics(run: Path, content: Mapping[str, Any], wanted: str | None) -> Mapping[str, Any]:
-    """Return the statistics of one set of data: of the run, or of config.json if the run has none."""
+def read_statistics(run: Path, content: Mapping[str, Any], wanted: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of one set of data and its statistics: of the run, or of config.json if the run has none."""
     path = run / STATISTICS
     table = read_json(path) if path.is_file() else content.get("norm_stats") or {}
+    if not isinstance(table, Mapping):
+        raise CheckpointError(f"{path}: expected statistics by the name of their data, got {table!r:.60}")
     names = sorted(table)
     if wanted is None and len(names) == 1:
         (wanted,) = names
@@ -312,7 +336,9 @@ def read_statistics(run: Path, content: Mapping[str, Any], wanted: str | None) -
     if name is None:
         got = "choose one as checkpoint.embodiment" if wanted is None else f"got {wanted!r}"
         raise CheckpointError(f"{path}: expected statistics of {', '.join(names) or 'the data'}; {got}")
-    return table[name]
+    if not isinstance(table[name], Mapping):
+        raise CheckpointError(f"{path}: {name}: expected statistics of actions, got {table[name]!r:.60}")
+    return name, table[name]
 
 
 def scaling(statistics: Mapping[str, Any], kind: str, ends: tuple[str, str], count: int, run: Path) -> Normaliser:
@@ -326,4 +352,4 @@ def scaling(statistics: Mapping[str, Any], kind: str, ends: tuple[str, str], cou
     mask = table.get("mask", [True] * count)
     if not isinstance(mask, list) or len(mask) != count or not all(type(x) is bool for x in mask):
         raise CheckpointError(f"{where}: mask: expected {count} times true or false, got {mask!r:.120}")
-    return Normaliser("quantile", np.where(mask, low, -1.0), np.where(mask, high - low + 1e-8, 2.0))
+    return Normaliser("quantile", low, high - low + 1e-8).only(np.array(mask))

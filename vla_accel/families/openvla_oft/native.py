@@ -36,11 +36,14 @@ _GELU = Epilogue(activation=Activation.GELU_ERF)
 
 @dataclass(frozen=True)
 class TowerWeights:
-    """The folded weights of a tower. `patch` (W, 2 * stride): the embedding in two halves, for bytes; `place` (rows, W)
-    float32: class token, registers, and the patches' positions and bias."""
+    """The folded weights of a tower.
+
+    `patch` (W, 2 * stride): the embedding in two halves, for bytes; `positions` (rows, W) float32: class token and
+    registers, and positions and bias of the patches.
+    """
 
     patch: Tensor
-    place: Tensor
+    positions: Tensor
     stack: StackWeights
     config: TowerConfig
 
@@ -53,21 +56,21 @@ class TowerWeights:
                            for x in (config.mean, config.deviation))  # fmt: skip
         # (p / 255 - mean) / deviation, as numbers of p / 127.5 - 1.
         bias = bias + (weight * (0.5 - mean) / deviation).sum((1, 2, 3))
-        patch, place = patch_embedding(
+        patch, positions = patch_embedding(
             weight / (2.0 * deviation), bias, model.weight(f"{name}.position_embedding"), precision
         )
         if config.registers:
             first = [model.weight(f"{name}.{n}").float() for n in ("class_token", "register_tokens")]
-            place = torch.cat((*first, place))
+            positions = torch.cat((*first, positions))
         stack = stack_weights(model, f"{name}.layers", config.block, config.depth, Precision(precision))
-        return cls(patch, place, stack, config)
+        return cls(patch, positions, stack, config)
 
 
 class NativeTower:
     """The launches of a tower: uint8 images (N, S, S, 3) to features (N * tokens, W)."""
 
     def __init__(self, weights: TowerWeights, images: int, attention: str) -> None:
-        config, (rows, width), device = weights.config, weights.place.shape, weights.patch.device
+        config, (rows, width), device = weights.config, weights.positions.shape, weights.patch.device
         self.weights, self.images = weights, images
         self.stack = StackPlan(weights.stack, Rows(images, rows), attention)
         self.patches = torch.empty(
@@ -83,7 +86,7 @@ class NativeTower:
         patch_product(self.patches, self.weights.patch, self.embedded)
         self.rows[:, config.registers :] = self.embedded.view(self.images, config.tokens, -1)
         with stack.chain:
-            stack.enter(self.rows.flatten(0, 1), self.weights.place)
+            stack.enter(self.rows.flatten(0, 1), self.weights.positions)
             stack.run()
         rows = stack.x.view(self.images, -1, stack.x.shape[1])
         out.copy_(rows[:, config.registers :].flatten(0, 1))

@@ -12,7 +12,7 @@ import torch
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.kernels.image.resize import fit, fit_of
 from vla_accel.pictures import Cameras, CentreCrop
-from vla_accel.transforms.images import to_uint8
+from vla_accel.transforms.images import filtered, to_uint8
 from vla_accel.transforms.observations import Observed
 from vla_accel.transforms.processing import Inputs, PromptTransforms, ScalingTransforms
 from vla_accel.transforms.tokenizer import checked_length
@@ -40,11 +40,13 @@ class OftProcessor(ScalingTransforms, PromptTransforms):
         side: Of the model's images, pixels.
         state_dim: Numbers of the model's state; 0 for a model without one.
         gripper: The number of the action that becomes -1 (open) above a half and 1 (closed) below; None for none.
+        before: Side of the square that cameras become first by Pillow's bicubic filter; None for none.
     """
 
     side: int
     state_dim: int
     gripper: int | None = None
+    before: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +68,12 @@ class OftProcessor(ScalingTransforms, PromptTransforms):
     def observe(self, observation: Mapping[str, Any]) -> Observed:
         seen, method = self._reader.read(observation), CentreCrop(self.side, CROP)
         images = tuple(to_uint8(image, key) for key, image in seen.views.items())
+        if self.before is not None:
+            kept = {(self.side, self.side), (self.before, self.before)}
+            images = tuple(
+                image if image.shape[:2] in kept else filtered(image, self.before, self.before, bicubic=True)
+                for image in images
+            )
         sizes = tuple((image.shape[0], image.shape[1]) for image in images)
         return replace(seen, images=images, cameras=Cameras(sizes, method))
 

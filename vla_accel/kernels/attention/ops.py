@@ -64,11 +64,21 @@ def attention(
 
 
 @op("attention.triton_attention")
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
-    """Causal attention. q (B, T, heads, d); k, v (B, T, kv_heads, d) of equal strides; out (B, T, heads * d),
-    contiguous. `starts` (B,) int32: the rows before the first real one; each of them sees itself alone.
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None, together: Tensor | None = None
+) -> None:
+    """Causal attention.
+
+    Args:
+        q: (B, T, heads, d).
+        k, v: (B, T, kv_heads, d), of equal strides.
+        out: (B, T, heads * d), contiguous.
+        starts: (B,) int32, the rows before the first real one; each of them sees itself alone.
+        together: (T,) int32, 1 for rows that see each other, whatever their order, otherwise 0.
     """
     mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
+    if together is not None:
+        mask = mask | ((together[:, None] > 0) & (together > 0))
     if starts is not None:
         real = torch.arange(q.shape[1], device=q.device) >= starts[:, None]
         mask = mask & (real[:, None] | torch.eye(q.shape[1], dtype=torch.bool, device=q.device))

@@ -68,8 +68,9 @@ class Splits(NamedTuple):
 
 @triton.jit
 def _attention(
-    tensors, bias_ptr, tokens, strides, scales, H: constexpr, TILE: constexpr, MASK: constexpr, PDL: constexpr
-):
+    tensors, bias_ptr, together_ptr, tokens, strides, scales, H: constexpr, TILE: constexpr, MASK: constexpr,
+    PDL: constexpr,
+):  # fmt: skip
     q_ptr, k_ptr, v_ptr, out_ptr, length_ptr = tensors
     SOURCE: constexpr = MASK.source
     WHOLE: constexpr = SOURCE % TILE.keys == 0 and length_ptr is None  # every tile of keys is full
@@ -112,6 +113,9 @@ def _attention(
         s = tl.dot(q, k) * scale
         if MASK.causal:
             seen = key[None, :] <= m[:, None]
+            if together_ptr is not None:
+                mine = tl.load(together_ptr + m, mask=m < tokens, other=0) > 0
+                seen = seen | (mine[:, None] & (tl.load(together_ptr + key, mask=real, other=0) > 0)[None, :])
             if length_ptr is not None:
                 seen = seen & ((key[None, :] >= padding) | (key[None, :] == m[:, None]))
             s = tl.where(seen, s, -float("inf"))
@@ -141,21 +145,27 @@ def attention(
     """See `vla_accel.kernels.attention.ops.attention`."""
     q, k, *_ = tensors
     tile = tile or FlashTile.default(current(q).gpu, q.shape[1], k.shape[1], q.shape[3])
-    _launch(tensors, bias, inverse_scale, Mask(k.shape[1], last), tile)
+    _launch(tensors, (bias, None), inverse_scale, Mask(k.shape[1], last), tile)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None, together: Tensor | None = None
+) -> None:
     """See `vla_accel.kernels.attention.ops.causal_attention`."""
     tile = FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2)
-    _launch((q, k, v, out, starts), None, None, Mask(k.shape[1], causal=True), tile)
+    _launch((q, k, v, out, starts), (None, together), None, Mask(k.shape[1], causal=True), tile)
 
 
-def _launch(tensors: Tensors, bias: Tensor | None, inverse_scale: float | None, mask: Mask, tile: FlashTile) -> None:
+def _launch(
+    tensors: Tensors, extra: tuple[Tensor | None, Tensor | None], inverse_scale: float | None, mask: Mask,
+    tile: FlashTile,
+) -> None:  # fmt: skip
+    """`extra`: the bias of `attention` and `together` of `causal_attention`."""
     q, k, *_ = tensors
     batch, tokens, heads, head_dim = q.shape
     grid, strides = (triton.cdiv(tokens, tile.queries), heads, batch), (q.stride()[:3], k.stride()[:3])
     scales, run = (head_dim**-0.5 * LOG2E.value, inverse_scale), {"num_warps": tile.warps, "num_stages": tile.stages}
-    launch(_attention, grid, tensors, bias, tokens, strides, scales, HeadShape.of(q, k), tile, mask, **run)
+    launch(_attention, grid, tensors, *extra, tokens, strides, scales, HeadShape.of(q, k), tile, mask, **run)
 
 
 @triton.jit

@@ -64,7 +64,8 @@ def gemm(
     gpu = current(x).gpu
     if config is None:
         heads = out if isinstance(out, Heads) else None
-        gated, layer_norm = epilogue.activation.gated, norm is not None and norm.sums is not None
+        gated = epilogue.activation.gated
+        layer_norm = norm is not None and not gated and heads is None
         config = default(gpu, gemm_sizes(x, weights, heads, gated=gated, layer_norm=layer_norm))
     if isinstance(config, HopperTile):
         from vla_accel.kernels.gemm import hopper

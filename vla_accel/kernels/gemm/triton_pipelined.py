@@ -207,7 +207,8 @@ def _pipelined_columns(x, weights, w_tma, norm, e, workspace, SHAPE: constexpr, 
     n = tl.minimum(n0 + tl.arange(0, TILE.columns), SHAPE.n - 1)
     SHARE: constexpr = ((K + BLOCK_K - 1) // BLOCK_K + TILE.split - 1) // TILE.split * BLOCK_K
     # Tiles of many rows behind a norm need their registers for the sums: they load constants after the product.
-    LATE: constexpr = norm.weight_sums is not None and TILE.rows > 64
+    NORMED: constexpr = norm.eps is not None
+    LATE: constexpr = NORMED and TILE.rows > 64
     if tl.program_id(0) == 0 and split * SHARE < K:
         fetch_ahead(weights[0] + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), TILE.prefetch, PDL)
     if not LATE:
@@ -225,7 +226,7 @@ def _pipelined_columns(x, weights, w_tma, norm, e, workspace, SHAPE: constexpr, 
         k = split * SHARE + k0
         tile = _row_tile(x, row, row0, k, K, TILE)
         w = _weight_tile(w_tma if TILE.tma else weights[0], n, n0, k, K, TILE)
-        if norm.weight_sums is not None and SHAPE.tiles == 0:
+        if NORMED and SHAPE.tiles == 0:
             # From registers, as in `normed_pair`.
             wide = tl.where(real[:, None], tile.to(tl.float32), 0.0)
             total += tl.sum(wide, 1)
@@ -246,6 +247,8 @@ def _pipelined_columns(x, weights, w_tma, norm, e, workspace, SHAPE: constexpr, 
             mean = total / K
             rstd = tl.rsqrt(squares / K - mean * mean + norm.eps)
             y = (y - mean[:, None] * weight_sums) * rstd[:, None]
+        elif NORMED:
+            y *= tl.rsqrt(squares / K + norm.eps)[:, None]
         store_columns(y, constants, residual, e, at, SHAPE, TILE)
 
 
@@ -253,7 +256,7 @@ def product(
     x: Tensor, weights: Linear, out: Tensor | Heads, epilogue: Epilogue, norm: Norm | None, config: Pipelined,
     workspace: Workspace | None,
 ) -> None:  # fmt: skip
-    """`vla_accel.kernels.gemm.gemm`. Columns with a norm are those of a LayerNorm."""
+    """`vla_accel.kernels.gemm.gemm`."""
     rows, shape = len(x), product_shape(weights, epilogue, out, norm)
     x = x if norm is None else norm.rows(x)
     operands = (x, (weights.weight, weights.sums_scale), None)

@@ -1,0 +1,26 @@
+"""What MolmoAct2's native programs launch at the published width, compiled without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.scripts import lines_of, needs_triton
+
+
+@pytest.mark.slow
+@needs_triton
+def test_a_step_launches_ten_kernels_a_block() -> None:
+    """Two steps of three blocks, each with the flow before it; so few rows come without moments."""
+    found = json.loads(*lines_of("compile_each", "molmoact2", "--count"))
+    assert found["denoise"] == 2 * (10 * 3 + 1) + 1
+
+
+@pytest.mark.slow
+@needs_triton
+def test_every_kernel_compiles_for_hopper_and_fits(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in lines_of("compile_each", "molmoact2", cache=tmp_path)]
+    assert {row["kernel"] for row in rows} >= {"_attention", "_rotate", "_step", "_pipelined_columns", "_skinny_pair"}
+    assert [row for row in rows if row["bytes"] <= 1000 or not row["fits"] or row["spilled"] > 128] == []
