@@ -164,7 +164,9 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         if _are_relative(config, before, after):
             relative = before.config(RELATIVE)
     if config["type"] == "evo1":
-        of_inputs, of_outputs = of_inputs.unpadded(STATE), of_outputs.unpadded(ACTION, action_dim)
+        # Its statistics are padded to the network's numbers, and its features may be.
+        least = state_dims[0] if state_dims[0] < config.get("max_state_dim", 24) else 0
+        of_inputs, of_outputs = of_inputs.unpadded(STATE, least=least), of_outputs.unpadded(ACTION, action_dim)
     # A policy that was trained from a base for another robot keeps the base's features in config.json.
     state = of_inputs.scaling(STATE) or Normaliser.identity(of_inputs.length(STATE) or state_dims[0])
     if has_environment:

@@ -363,7 +363,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         fixed("return_cls_only", "an action head that reads one token is not supported", False),
         fixed("task_field", "the instruction has the key task", "task"),
         fixed("embodiment_id_field", "observations cannot choose the embodiment; default_embodiment_id does", None),
-        neutral("empty_cameras", "number of cameras without images, which the model masks"),
+        read("empty_cameras", "cameras that may be missing, those that lerobot adds itself included"),
         neutral("rtc_config", "real-time chunking of lerobot's loop; here it is `rtc:` of the configuration"),
         neutral("vlm_dtype use_flash_attn", "precision and kernels with which lerobot ran"),
         neutral(

@@ -85,13 +85,14 @@ class Statistics:
         means = [value.size for name, value in (self.table or {}).items() if name == f"{key}.mean"]
         return means[0] if means else None
 
-    def unpadded(self, key: str, count: int | None = None) -> Statistics:
-        """Return these statistics with the first `count` numbers of a feature; None: without its padding at the end."""
+    def unpadded(self, key: str, count: int | None = None, *, least: int = 0) -> Statistics:
+        """Return these statistics with the first `count` numbers of a feature; None: without its padding at the end, of
+        at least `least` numbers."""
         names = {f"{key}.{name}": pad for name, pad in _PADDING.items() if f"{key}.{name}" in (self.table or {})}
         table = {**(self.table or {}), **{name: (self.table or {})[name].reshape(-1) for name in names}}
         if count is None:
             last = (np.flatnonzero(table[name] != pad).max(initial=-1) for name, pad in names.items())
-            count = 1 + int(max(last, default=-1))
+            count = max(least, 1 + int(max(last, default=-1)))
         cut = {name: table[name][: count or None] for name in names}
         return replace(self, table=None if self.table is None else {**table, **cut})
 

@@ -30,6 +30,7 @@ from vla_accel.families.evo1.transforms import Evo1Processor, Gripper, arrangeme
 from vla_accel.families.overrides import check_vocabulary, resized, robot_of
 from vla_accel.nn.intern_vision import InternVisionConfig
 from vla_accel.nn.qwen_language import QwenConfig
+from vla_accel.transforms.robots import Preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 TOKENIZER = "OpenGVLab/InternVL3-1B-hf"
@@ -88,7 +89,7 @@ def load_folder(
         action_dim=config.action_dim,
         max_token_len=config.max_token_len,
         default_prompt=settings.default_prompt,
-        preset=robot_of(saved.preset, settings),
+        preset=robot_of(_required_cameras(saved.preset, content, path), settings),
         config=config,
         gripper=_gripper(content, saved.preset.action_dim, path),
     )
@@ -98,6 +99,15 @@ def load_folder(
         raise CheckpointError(f"{path}: default_embodiment_id: expected 0 to {embodiments - 1}, got {entry!r:.60}")
     recipe = {name: pieces(name, config, entry if embodiments > 1 else None) for name in model.state_dict()}
     return fitted(model, weights, recipe, str(folder), "Evo-1", [*_TABLES, *buffers(weights.shapes)]), processor
+
+
+def _required_cameras(robot: Preset, content: Mapping[str, Any], path: Path) -> Preset:
+    """All cameras are required, unless `empty_cameras` allows more to be missing than lerobot added itself."""
+    allowed = content.get("empty_cameras", 0)
+    if type(allowed) is not int or allowed < 0:
+        raise CheckpointError(f"{path}: empty_cameras: expected a whole number of 0 or more, got {allowed!r:.60}")
+    added = sum("empty_camera" in name for name in features(content, path)[0])
+    return robot if allowed > added else replace(robot, optional_images=())
 
 
 def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> Evo1Config:

@@ -56,7 +56,7 @@ class Evo1Config:
 
     `arrangement`: of the prompt, whose `slots` are views that take places, present or not; `state_dim`, `action_dim`
     and `action_horizon`: the model's own (padded) sizes; `robot_action_dim`: the first numbers of an action, which the
-    robot has; `num_steps`: denoising steps that the checkpoint asks for; `max_token_len`: the longest prompt in tokens,
+    robot has; `num_steps`: the checkpoint's denoising steps; `max_token_len`: the longest prompt in tokens,
     those of images left out.
     """
 
@@ -240,7 +240,7 @@ class Evo1(Network):
         return list(schedule.times[:-1])
 
     def constants(self, schedule: Schedule) -> StepConstants:
-        """Compute what depends on a schedule alone. Weights that were not in memory are let go again."""
+        """Compute what depends on a schedule alone. Weights not in memory before are dropped."""
         names = [f"head.layers.{i}.fc1" for i in range(self.config.head.depth)]
         with self.present(*names):
             weights, biases = (

@@ -156,7 +156,7 @@ class FastWam(Network):
         return self.patch(latent.to(self.patch.weight.dtype)).flatten(2).transpose(1, 2).to(self.dtype)
 
     def video_constants(self) -> VideoConstants:
-        """Compute what the video transformer computes once. Weights that were not here are let go again."""
+        """Compute what the video transformer computes once. Weights not in memory before are dropped."""
         with self.present(*_timed("video", self.config.video.depth)):
             (modulations,) = self.video.modulations(torch.zeros(1, device=self.device))
         tables = rope_tables(grid_positions(*self.config.grid).to(self.device), self.config.video.head_dim)
@@ -191,7 +191,7 @@ class FastWam(Network):
     # -- once a step ----------------------------------------------------------------------------------------------
 
     def step_constants(self, schedule: Schedule) -> StepConstants:
-        """Compute what depends on the times of the steps alone. Weights that were not here are let go again."""
+        """Compute what depends on the times of the steps alone. Weights not in memory before are dropped."""
         # In float32, as lerobot multiplies.
         times = schedule.evaluations.to(self.device) * 1000.0
         with self.present(*_timed("action", self.config.action.depth)):

@@ -27,9 +27,9 @@ from vla_accel.nn.qwen_vision import Grid, QwenVision, QwenVisionConfig
 class GrootConfig:
     """Architecture and sizes.
 
-    `action_dim`, `state_dim` and `action_horizon` are the model's own (padded) sizes; `num_steps`: denoising steps that
-    the checkpoint asks for; `max_token_len`: the longest prompt in tokens, those of images left out; `ramp`: how fast
-    real-time chunking lets go of the previous chunk.
+    `action_dim`, `state_dim` and `action_horizon` are the model's own (padded) sizes; `num_steps`: the
+    checkpoint's denoising steps; `max_token_len`: the longest prompt in tokens without images; `ramp`: how fast
+    real-time chunking leaves the previous chunk.
     """
 
     vision: QwenVisionConfig = field(default_factory=QwenVisionConfig)

@@ -441,7 +441,8 @@ def _published(
     preset = Preset(tuple(cameras), (STATE,), len(state.low), real, "task", tuple(cameras), resize="stretched")
     preset = robot_of(preset, settings)
     names = {word: str(robot.get(word) or "") for word in ("setup_type", "control_mode")}
-    wrap = {word: bool(content.get(f"add_{word.partition('_')[0]}_tokens", True)) for word in names}
+    added = {word: f"add_{word.partition('_')[0]}_tokens" for word in names}
+    wrap = {word: required({name: True, **content}, name, bool, path) for word, name in added.items()}
     prompt = _prompt(names, wrap, True, size_of(content, "num_state_tokens", path))
     config = replace(
         config, real_actions=real, action_horizon=horizon, max_token_len=_longest(config, preset, None, where)

@@ -29,8 +29,8 @@ class VlaJepaConfig:
 
     `condition`: tokens at the end of a prompt whose outputs the transformer reads, 0 for all; `layerwise`: each block
     reads the output of the language layer of its own number, not of the last one; `resize`: the size that images get
-    by `filter` before they are resized to whole tokens, None for their own; `num_steps`: denoising steps that the
-    checkpoint asks for; `max_token_len`: the longest prompt in tokens, those of images left out.
+    by `filter` before they are resized to whole tokens, None for their own; `num_steps`: the checkpoint's
+    denoising steps; `max_token_len`: the longest prompt in tokens without those of images.
     """
 
     vision: QwenVisionConfig = field(default_factory=QwenVisionConfig)
