@@ -23,6 +23,7 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.choice import choose
 from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.attention.ops import attend
+from vla_accel.kernels.gemm.choice import products_by
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
@@ -123,7 +124,12 @@ class NativeContext:
             batch, count, count, config.heads, config.heads, head_dim, self.x.dtype, padded=False, quantised=False
         )
         self.attention = choose(attention, sizes, current(self.x.device))
-        self.detail = f"fused ops, {self.x.dtype}, {self.attention.detail}"
+        first = weights.layers[0]
+        kinds = {"qkv": first.qkv, "out": first.out, "fc1": first.up, "fc2": first.down}
+        text, _ = products_by(
+            rows, {n: (w, Activation.GELU_ERF if w is first.up else Activation.NONE) for n, w in kinds.items()}
+        )
+        self.detail = f"fused ops, {self.x.dtype}, {self.attention.detail}{text}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, seen, tokens = self.weights, inputs["image_tokens"], inputs["tokens"]

@@ -19,6 +19,7 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.choice import Choice, choose
 from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.attention.ops import attend
+from vla_accel.kernels.gemm.choice import products_by
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
@@ -110,8 +111,8 @@ class StageProgram:
             return torch.empty(*shape, dtype=dtype, device=device)
 
         self.x, self.y, self.h = (buffer(images, height, width, stage.width) for _ in range(3))
-        rows = images * height * width
-        self.hidden = buffer(rows, max(3, config.expansion) * stage.width)
+        self.rows = images * height * width
+        self.hidden = buffer(self.rows * max(3, config.expansion) * stage.width)
         # Behind an image's rows the bias, which is what padding has for queries, keys and values.
         self.qkv = buffer(images, height * width + 1, 3 * stage.width)
         windows = Windows.of(size, config.window, device)
@@ -124,6 +125,8 @@ class StageProgram:
             padded=False, quantised=False,
         )  # fmt: skip
         self.attention: Choice = choose(attention, shape, current(device))
+        firsts = zip(("qkv", "fc1"), weights.halves, (Activation.NONE, Activation.GELU_ERF), strict=False)
+        self.products, _ = products_by(self.rows, {name: (half.first, kind) for name, half, kind in firsts})
 
     def __call__(self, image: Tensor) -> Tensor:
         """Enqueue the stage on a map (N, H, W, C)."""
@@ -139,7 +142,7 @@ class StageProgram:
             self.x, self.y = self.y, self.x
             rows, h = self.x.view(-1, stage.width), self.h.view(-1, stage.width)
             if index % 2:
-                hidden = self.hidden[:, : len(half.first.weight)].view(len(rows), -1)
+                hidden = self.columns(len(half.first.weight))
                 gemm(h, half.first, hidden, Epilogue(activation=Activation.GELU_ERF), workspace=(hidden,))
                 add = hidden
             else:
@@ -147,10 +150,14 @@ class StageProgram:
             torch.addmm(rows, add, half.last.weight.t(), out=rows)
         return self.x
 
+    def columns(self, count: int) -> Tensor:
+        """The buffer of a first product, (rows, count)."""
+        return self.hidden[: self.rows * count].view(self.rows, count)
+
     def attend(self, h: Tensor, product: Linear, *, by_window: bool) -> Tensor:
         """Enqueue attention, up to its last product."""
         stage = self.weights.stage
-        qkv = self.hidden.view(-1)[: len(h) * 3 * stage.width].view(len(h), -1)
+        qkv = self.columns(3 * stage.width)
         gemm(h, product, qkv)
         qkv = qkv.view(self.images, -1, 3 * stage.width)
         if not by_window:
@@ -183,7 +190,7 @@ class NativeVision:
         ]
         self.attention = self.stages[0].attention
         self.rows = torch.empty(images, 1 + len(positions), config.vision.width, dtype=dtype, device=device)
-        self.detail = f"fused ops, {dtype}, library convolutions, {self.attention.detail}"
+        self.detail = f"fused ops, {dtype}, library convolutions, {self.attention.detail}{self.stages[0].products}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         for view in range(self.pixels.shape[1]):
