@@ -209,6 +209,7 @@ def test_folders_of_other_policies_are_refused(
         (config(n_obs_steps=2), "n_obs_steps: expected 1"),
         (config(mask_action_dim_padding=False), "mask_action_dim_padding"),
         (config(another=1), "expected settings of MolmoAct2"),
+        (config(add_setup_tokens="False"), "add_setup_tokens"),
         (nested("text_config", qk_norm_type="olmo"), 'qk_norm_type: expected "qwen3"'),
         (nested("vit_config", image_num_pos=24), "image_num_pos: expected 25"),
         (nested("adapter_config", vit_layers=[-9]), "vit_layers: expected some of 5 layers"),
@@ -217,8 +218,8 @@ def test_folders_of_other_policies_are_refused(
         (nested("image_processor", "processor_config.json", size={"height": 84}), "size: expected the model"),
         (lambda files: files["norm_stats.json"].update(norm_mode="mean_std"), "norm_mode: expected q01_q99"),
     ],
-    ids=["think", "gate", "mode", "history", "padding", "setting", "norms", "positions", "levels", "depth", "crops",
-         "size", "statistics"],
+    ids=["think", "gate", "mode", "history", "padding", "setting", "words", "norms", "positions", "levels", "depth",
+         "crops", "size", "statistics"],
 )  # fmt: skip
 def test_other_models_are_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str

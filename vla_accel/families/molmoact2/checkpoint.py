@@ -441,13 +441,16 @@ def _published(
     preset = Preset(tuple(cameras), (STATE,), len(state.low), real, "task", tuple(cameras), resize="stretched")
     preset = robot_of(preset, settings)
     names = {word: str(robot.get(word) or "") for word in ("setup_type", "control_mode")}
-    added = {word: f"add_{word.partition('_')[0]}_tokens" for word in names}
-    wrap = {word: required({name: True, **content}, name, bool, path) for word, name in added.items()}
+    wrap = {word: _flag(content, f"add_{word.partition('_')[0]}_tokens", path) for word in names}
     prompt = _prompt(names, wrap, True, size_of(content, "num_state_tokens", path))
     config = replace(
         config, real_actions=real, action_horizon=horizon, max_token_len=_longest(config, preset, None, where)
     )
     return config, Processors(preset, state, actions), {"prompt": prompt, "still": still}
+
+
+def _flag(content: Mapping[str, Any], key: str, path: Path) -> bool:
+    return required({key: True, **content}, key, bool, path)
 
 
 def _scale(table: Mapping[str, Any], names: tuple[str, str], where: str) -> tuple[Normaliser, tuple[int, ...]]:
