@@ -6,6 +6,7 @@ openpi and lerobot differ in how they avoid a division by zero.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -236,6 +237,29 @@ def load_scales(path: Path, kind: NormKind) -> tuple[Normaliser, Normaliser]:
     """Read openpi's `norm_stats.json` as the scaling of state and actions. Raises CheckpointError."""
     found = load_statistics(path)
     return Normaliser.of(found["state"], kind, "state"), Normaliser.of(found["actions"], kind, "actions")
+
+
+def scale_between(
+    statistics: Any, ends: tuple[str, str], span: Callable[[np.ndarray], np.ndarray], where: str
+) -> Normaliser:
+    """Return the scaling between two entries of a table of statistics, of the numbers in its `mask`: all without one.
+
+    Args:
+        statistics: The table as JSON has it.
+        ends: The entries' names, such as "q01" and "q99".
+        span: Keeps the difference (n,) of the two from zero.
+        where: Begins the CheckpointError for a table that does not have them.
+    """
+    if not isinstance(statistics, Mapping):
+        raise CheckpointError(f"{where}: expected statistics, got {statistics!r:.60}")
+    low, high = (finite_array(statistics.get(name), f"{where}: {name}") for name in ends)
+    if low is None or high is None or low.shape != high.shape or (high < low).any():
+        raise CheckpointError(f"{where}: expected {' <= '.join(ends)} of one length")
+    mask = statistics.get("mask")
+    mask = [True] * len(low) if mask is None else mask
+    if not isinstance(mask, list) or len(mask) != len(low) or any(scaled not in (0, 1) for scaled in mask):
+        raise CheckpointError(f"{where}: mask: expected {len(low)} times true or false, got {mask!r:.120}")
+    return Normaliser("quantile", low, span(high - low)).only(np.array(mask, bool))
 
 
 def finite_array(value: Any, where: str) -> np.ndarray | None:

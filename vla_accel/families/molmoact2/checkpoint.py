@@ -41,7 +41,7 @@ from vla_accel.families.molmoact2.settings import ADAPTER, EXPERT, IMAGES, KNOWN
 from vla_accel.families.molmoact2.transforms import Joints, MolmoProcessor, MolmoPrompt
 from vla_accel.families.overrides import processor_of, resized, robot_of
 from vla_accel.numeric import round_up
-from vla_accel.transforms.normalisation import Normaliser, finite_array
+from vla_accel.transforms.normalisation import Normaliser, finite_array, scale_between
 from vla_accel.transforms.robots import Preset
 from vla_accel.transforms.tokenizer import Tokenizer, files_from_hub, load_line_tokenizer
 
@@ -423,11 +423,10 @@ def _published(
     mode = table.get("norm_mode", "min_max")
     if mode not in (names := {"q01_q99": ("q01", "q99"), "min_max": ("min", "max"), "q10_q90": ("q10", "q90")}):
         raise CheckpointError(f"{statistics}: norm_mode: expected {' or '.join(names)}, got {mode!r:.60}")
-    scales = {
-        name: _scale(required(robot, f"{name}_stats", dict, where), names[mode], f"{where}: {name}_stats")
-        for name in ("state", "action")
-    }
-    (state, still), (actions, _) = scales.values()
+    state, actions = (
+        _scale(robot.get(f"{name}_stats"), names[mode], f"{where}: {name}_stats") for name in ("state", "action")
+    )
+    still = _still(robot["state_stats"], f"{where}: state_stats")
     cameras = robot.get("camera_keys")
     if not isinstance(cameras, list) or not cameras or not all(isinstance(key, str) for key in cameras):
         raise CheckpointError(f"{where}: camera_keys: expected the names of cameras, got {cameras!r:.60}")
@@ -453,16 +452,11 @@ def _flag(content: Mapping[str, Any], key: str, path: Path) -> bool:
     return required({key: True, **content}, key, bool, path)
 
 
-def _scale(table: Mapping[str, Any], names: tuple[str, str], where: str) -> tuple[Normaliser, tuple[int, ...]]:
-    """Return a scaling, and the numbers that never vary."""
-    low, high = (finite_array(table.get(name), f"{where}.{name}") for name in names)
-    if low is None or high is None or low.shape != high.shape or (high < low).any():
-        raise CheckpointError(f"{where}: expected {' <= '.join(names)} of one length")
-    mask = finite_array(table.get("mask"), f"{where}.mask")
-    mask = np.ones(len(low)) if mask is None else mask
-    least, most = (finite_array(table.get(name), f"{where}.{name}") for name in ("min", "max"))
-    still = () if least is None or most is None else np.flatnonzero(least == most)
-    if len(mask) != len(low):
-        raise CheckpointError(f"{where}.mask: expected {len(low)} numbers, got {len(mask)}")
-    made = Normaliser("quantile", low, np.maximum(high - low, 1e-6), single=True).only(mask != 0)
-    return made, tuple(int(place) for place in still)
+def _scale(table: Any, ends: tuple[str, str], where: str) -> Normaliser:
+    return replace(scale_between(table, ends, lambda span: np.maximum(span, 1e-6), where), single=True)
+
+
+def _still(table: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """The numbers that never vary."""
+    least, most = (finite_array(table.get(name), f"{where}: {name}") for name in ("min", "max"))
+    return () if least is None or most is None else tuple(np.flatnonzero(least == most).tolist())

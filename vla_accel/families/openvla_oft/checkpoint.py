@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
 from vla_accel.checkpoints.lora import fold, read_lora
 from vla_accel.checkpoints.qwen import language_pieces, layer_of
@@ -36,7 +34,7 @@ from vla_accel.families.openvla_oft.network import LlamaConfig, OpenVlaOft, Open
 from vla_accel.families.openvla_oft.transforms import BOS, OftProcessor
 from vla_accel.families.overrides import check_vocabulary, resized, robot_of
 from vla_accel.nn.mlp_head import stored_name
-from vla_accel.transforms.normalisation import Normaliser, finite_array
+from vla_accel.transforms.normalisation import Normaliser, finite_array, scale_between
 from vla_accel.transforms.robots import ALOHA, LIBERO, Preset, load_preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
@@ -342,14 +340,9 @@ def read_statistics(run: Path, content: Mapping[str, Any], wanted: str | None) -
 
 
 def scaling(statistics: Mapping[str, Any], kind: str, ends: tuple[str, str], count: int, run: Path) -> Normaliser:
-    """Return the scaling of the numbers in the mask, which is all without one. Others stay as they are."""
-    where, table = f"{run / STATISTICS}: {kind}", statistics.get(kind)
-    if not isinstance(table, Mapping):
-        raise CheckpointError(f"{where}: expected statistics, got {table!r:.60}")
-    low, high = (finite_array(table.get(name), f"{where}: {name}") for name in ends)
-    if low is None or high is None or low.shape != (count,) or high.shape != (count,):
-        raise CheckpointError(f"{where}: expected {' and '.join(ends)} of {count} numbers")
-    mask = table.get("mask", [True] * count)
-    if not isinstance(mask, list) or len(mask) != count or not all(type(x) is bool for x in mask):
-        raise CheckpointError(f"{where}: mask: expected {count} times true or false, got {mask!r:.120}")
-    return Normaliser("quantile", low, high - low + 1e-8).only(np.array(mask))
+    """Return the scaling of `count` numbers, the original's."""
+    where = f"{run / STATISTICS}: {kind}"
+    scale = scale_between(statistics.get(kind), ends, lambda span: span + 1e-8, where)
+    if len(scale.low) != count:
+        raise CheckpointError(f"{where}: expected {' and '.join(ends)} of {count} numbers, got {len(scale.low)}")
+    return scale
