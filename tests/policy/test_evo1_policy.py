@@ -158,7 +158,7 @@ def test_bad_input_is_one_error(folder: Path, tmp_path: Path) -> None:
     policy, good = policy_of(folder), given()[0]
     for changed, message in (
         ({**good, "task": " "}, "task: expected an instruction"),
-        ({**good, "task": "open <IMG_CONTEXT>"}, "task: expected an instruction without special tokens"),
+        ({**good, "task": "open <IMG_CONTEXT>"}, "task: expected no special tokens"),
         ({**good, "task": "open it " * 60}, "task: expected at most 52 tokens"),
         ({**good, "observation.state": np.zeros(9)}, "observation.state: expected shape (8,), got (9,)"),
         ({k: v for k, v in good.items() if "wrist" not in k}, "missing observation.images.wrist"),

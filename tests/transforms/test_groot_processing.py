@@ -215,8 +215,8 @@ def test_actions_and_back(processor: GrootProcessor) -> None:
         ({"observation/state": np.full(8, 1e300)}, "expected a state in the checkpoint's range"),
         ({"observation/image": np.zeros((256, 256))}, r"observation/image: expected shape \(height, width, 3\)"),
         ({"prompt": 5}, "prompt: expected a str, got int"),
-        ({"prompt": "  "}, "prompt: expected an instruction, or an empty text, got '  '"),
-        ({"prompt": "?!"}, r"prompt: expected an instruction, or an empty text, got '\?!'"),
+        ({"prompt": "  "}, "prompt: expected an instruction, got '  '"),
+        ({"prompt": "?!"}, r"prompt: expected an instruction, got '\?!'"),
         ({"prompt": "a " * 200}, r"prompt: expected at most 128 tokens \(max_token_len\), got 209"),
     ],
 )

@@ -45,17 +45,20 @@ def discretise_state(state: np.ndarray) -> np.ndarray:
     return np.searchsorted(_EDGES, state, side="right") - 1
 
 
-def clean_prompt(prompt: object, name: str = "prompt") -> str:
-    """Clean a prompt as openpi does. Raises ObservationError that begins with `name` for no text or an empty one."""
-    return _instruction(prompt, name).strip().replace("_", " ").replace("\n", " ")
-
-
-def _instruction(prompt: object, name: str) -> str:
+def checked_prompt(prompt: object, name: str, clean: Callable[[str], str] = str) -> str:
+    """Return what `clean` makes of a prompt. Raises ObservationError that begins with `name` for no text, and for one
+    that `clean` leaves empty, or with blanks and underscores alone."""
     if not isinstance(prompt, str):
         raise ObservationError(f"{name}: expected a str, got {type(prompt).__name__}")
-    if not prompt.replace("_", " ").strip():
-        raise ObservationError(f"{name}: expected an instruction, got {prompt!r}")
-    return prompt
+    text = clean(prompt)
+    if not text.replace("_", " ").strip():
+        raise ObservationError(f"{name}: expected an instruction, got {prompt!r:.60}")
+    return text
+
+
+def clean_prompt(prompt: object, name: str = "prompt") -> str:
+    """Clean a prompt as openpi does. Raises ObservationError as `checked_prompt`."""
+    return checked_prompt(prompt, name).strip().replace("_", " ").replace("\n", " ")
 
 
 def tokenize_prompt(
@@ -85,7 +88,7 @@ def tokenize_line(tokenizer: Tokenizer, prompt: object, state: None, max_token_l
 
     lerobot truncates a longer prompt, which drops the newline first; this raises.
     """
-    line = _instruction(prompt, name)
+    line = checked_prompt(prompt, name)
     ids = tokenizer.encode(line if line.endswith("\n") else f"{line}\n", add_bos=True)
     return checked_length(tokenizer.finish(ids), prompt, max_token_len, name)
 

@@ -19,7 +19,7 @@ from vla_accel.pictures import Cameras, Resampling
 from vla_accel.transforms.images import resample, to_uint8
 from vla_accel.transforms.observations import Observed
 from vla_accel.transforms.processing import Inputs, PromptTransforms, ScalingTransforms
-from vla_accel.transforms.tokenizer import Tokenizer, checked_length
+from vla_accel.transforms.tokenizer import Tokenizer, checked_length, checked_prompt
 
 _START, _END, _SLOT = "<img>", "</img>", "<IMG_CONTEXT>"
 
@@ -93,7 +93,8 @@ class Evo1Processor(ScalingTransforms, PromptTransforms):
 
     def encode(self, seen: Observed) -> Inputs:
         state = self.state.normalise(self._model_state(seen.state))
-        tokens = self._cached(seen.prompt if isinstance(seen.prompt, str) else None, lambda: self._tokens(seen.prompt))
+        prompt = checked_prompt(seen.prompt, self.preset.prompt)
+        tokens = self._cached(prompt, lambda: self._tokens(prompt))
         padded = self._padded_state(state, self.config.state_dim, seen.state)
         return Inputs(seen.images, tokens, padded, seen.state, seen.cameras)
 
@@ -113,11 +114,9 @@ class Evo1Processor(ScalingTransforms, PromptTransforms):
             robot[:, gripper.dim] = gripper.threshold + np.where(above, 0.5, -0.5)
         return robot
 
-    def _tokens(self, prompt: Any) -> np.ndarray:
+    def _tokens(self, prompt: str) -> np.ndarray:
         key = self.preset.prompt
-        if not isinstance(prompt, str):
-            raise ObservationError(f"{key}: expected a str, got {type(prompt).__name__}")
-        if not prompt.strip() or any(word in prompt for word in (_START, _END, _SLOT)):
-            raise ObservationError(f"{key}: expected an instruction without special tokens, got {prompt!r:.60}")
+        if any(word in prompt for word in (_START, _END, _SLOT)):
+            raise ObservationError(f"{key}: expected no special tokens, got {prompt!r:.60}")
         ids = prompt_ids(self.tokenizer, self.config.arrangement.slots, prompt)
         return checked_length(ids, prompt, self.max_token_len, key)

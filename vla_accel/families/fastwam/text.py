@@ -21,7 +21,7 @@ from vla_accel.checkpoints.checkpoint import fitted
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
 from vla_accel.errors import CheckpointError, ObservationError
 from vla_accel.nn.umt5 import Umt5Config, Umt5Encoder
-from vla_accel.transforms.tokenizer import Tokenizer
+from vla_accel.transforms.tokenizer import Tokenizer, checked_prompt
 
 FILE = "prompts.safetensors"
 """Instructions to rows (tokens, width), in the checkpoint's folder. Its metadata has the prompt's template."""
@@ -57,10 +57,7 @@ class Prompts:
 
     def of(self, instruction: Any, key: str) -> np.ndarray:
         """Return the rows of an instruction. Raises ObservationError that begins with `key`."""
-        if not isinstance(instruction, str):
-            raise ObservationError(f"{key}: expected a str, got {type(instruction).__name__}")
-        if not instruction.strip():
-            raise ObservationError(f"{key}: expected an instruction, got {instruction!r:.60}")
+        instruction = checked_prompt(instruction, key)
         if (known := self.rows.get(instruction)) is not None:
             return known
         if self.encoder is None:

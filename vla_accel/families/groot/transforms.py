@@ -19,7 +19,7 @@ from vla_accel.nn.qwen_language import Arrangement
 from vla_accel.transforms.images import frames
 from vla_accel.transforms.observations import Observed, Reader, real_numbers
 from vla_accel.transforms.processing import Inputs, PromptTransforms
-from vla_accel.transforms.tokenizer import checked_length
+from vla_accel.transforms.tokenizer import checked_length, checked_prompt
 
 EMPTY_PROMPT = "Perform the task."
 """What an empty prompt means to lerobot's processor; a missing one is an error here, as for other models."""
@@ -93,9 +93,7 @@ class GrootProcessor(PromptTransforms):
 
     def encode(self, seen: Observed) -> Inputs:
         normalised = np.zeros(0) if self.exclude_state else self.state.normalise(seen.state)
-        prompt, images = seen.prompt, len(seen.images)
-        if not isinstance(prompt, str):
-            raise ObservationError(f"{self.preset.prompt}: expected a str, got {type(prompt).__name__}")
+        prompt, images = checked_prompt(seen.prompt, self.preset.prompt, self._cleaned), len(seen.images)
         tokens = self._cached((prompt, images), lambda: self._tokenized(prompt, images))
         return Inputs(seen.images, tokens, self._padded_state(normalised, self.state_dim, seen.state), seen.state)
 
@@ -126,13 +124,12 @@ class GrootProcessor(PromptTransforms):
             robot[:, -1] = (1.0 - np.sign(robot[:, -1])) / 2.0
         return self.actions.before_scaling(robot, self.state.split(inputs.raw_state))
 
+    def _cleaned(self, prompt: str) -> str:
+        text = prompt or EMPTY_PROMPT
+        return "".join(c for c in text.lower() if c.isalnum() or c.isspace() or c == "_") if self.formal else text
+
     def _tokenized(self, prompt: str, images: int) -> np.ndarray:
-        key, text = self.preset.prompt, prompt or EMPTY_PROMPT
-        if self.formal:
-            text = "".join(c for c in text.lower() if c.isalnum() or c.isspace() or c == "_")
-        if not text.replace("_", " ").strip():  # blanks or punctuation, which is not the robot's empty text
-            raise ObservationError(f"{key}: expected an instruction, or an empty text, got {prompt!r:.60}")
-        ids, slots = self.form.ids(text, images, self.tokenizer)
+        ids, slots = self.form.ids(prompt, images, self.tokenizer)
         at = self.arrangement
         step = at.between + 1
         first = len(ids) - at.edge - (images - 1) * step - 1 if at.text_first else at.edge
@@ -143,4 +140,4 @@ class GrootProcessor(PromptTransforms):
         for place in reversed(slots):
             del ids[place]
         # In the order of `Layout.text_rows`.
-        return checked_length(ids[::-1] if at.text_first else ids, text, self.max_token_len, key)
+        return checked_length(ids[::-1] if at.text_first else ids, prompt, self.max_token_len, self.preset.prompt)

@@ -15,7 +15,7 @@ import numpy as np
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.transforms.observations import Observed
 from vla_accel.transforms.processing import Processor
-from vla_accel.transforms.tokenizer import Tokenizer, checked_length
+from vla_accel.transforms.tokenizer import Tokenizer, checked_length, checked_prompt
 
 MOST_VIEWS = 9
 """Views whose numbers, "Image 1" and so on, have one digit."""
@@ -195,16 +195,11 @@ class MolmoProcessor(Processor):
     def _tokenized(self, prompt: Any, state: np.ndarray | None, most: int = 2**31) -> np.ndarray:
         assert state is not None
         instruction, views = prompt
-        name = self.preset.prompt
-        if not isinstance(instruction, str):
-            raise ObservationError(f"{name}: expected a str, got {type(instruction).__name__}")
-        text = self._text(instruction, state, views)
-        return checked_length(self.prompt.tokens(self.tokenizer, text, views), instruction, most, name)
+        ids = self.prompt.tokens(self.tokenizer, self._text(instruction, state, views), views)
+        return checked_length(ids, instruction, most, self.preset.prompt)
 
-    def _text(self, instruction: str, state: np.ndarray, views: int) -> str:
-        words = cleaned(instruction) if self.prompt.clean else instruction
-        if not words.strip():
-            raise ObservationError(f"{self.preset.prompt}: expected an instruction, got {instruction!r:.60}")
+    def _text(self, instruction: object, state: np.ndarray, views: int) -> str:
+        words = checked_prompt(instruction, self.preset.prompt, cleaned if self.prompt.clean else str)
         if "<" in words and (found := [special for special in self.prompt.specials if special in words]):
             raise ObservationError(
                 f"{self.preset.prompt}: expected no special tokens, got {found[0]} in {instruction!r:.60}"

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vla_accel.errors import ConfigError, ObservationError
+from vla_accel.errors import ConfigError
 from vla_accel.kernels.image.resize import fit, fit_of
 from vla_accel.pictures import Cameras, CentreCrop
 from vla_accel.transforms.images import filtered, to_uint8
 from vla_accel.transforms.observations import Observed
 from vla_accel.transforms.processing import Inputs, PromptTransforms, ScalingTransforms
-from vla_accel.transforms.tokenizer import checked_length
+from vla_accel.transforms.tokenizer import checked_length, checked_prompt
 
 BOS, EMPTY = 1, 29_871
 """Llama's first token, and its token of an empty word, with which every prompt ends."""
@@ -84,9 +84,7 @@ class OftProcessor(ScalingTransforms, PromptTransforms):
         return replace(seen, images=images, cameras=None)
 
     def encode(self, seen: Observed) -> Inputs:
-        prompt = seen.prompt
-        if not isinstance(prompt, str):
-            raise ObservationError(f"{self.preset.prompt}: expected a str, got {type(prompt).__name__}")
+        prompt = checked_prompt(seen.prompt, self.preset.prompt)
         tokens = self._cached(prompt, lambda: self._tokenized(prompt))
         normalised = self.state.normalise(seen.state).clip(-1.0, 1.0)
         state = self._padded_state(normalised, self.state_dim, seen.state)
@@ -106,9 +104,8 @@ class OftProcessor(ScalingTransforms, PromptTransforms):
         return robot
 
     def _tokenized(self, prompt: str) -> np.ndarray:
-        key = self.preset.prompt
-        if not prompt.strip():
-            raise ObservationError(f"{key}: expected an instruction, got {prompt!r:.60}")
         text = f"In: What action should the robot take to {prompt.lower()}?\nOut:"
         ids = self.tokenizer.encode(text, add_bos=True)
-        return checked_length(ids if ids[-1] == EMPTY else [*ids, EMPTY], prompt, self.max_token_len, key)
+        return checked_length(
+            ids if ids[-1] == EMPTY else [*ids, EMPTY], prompt, self.max_token_len, self.preset.prompt
+        )

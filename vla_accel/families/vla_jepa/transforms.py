@@ -19,7 +19,7 @@ from vla_accel.transforms.images import resample, to_uint8
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.observations import Observed, real_numbers
 from vla_accel.transforms.processing import Inputs, PromptTransforms
-from vla_accel.transforms.tokenizer import checked_length
+from vla_accel.transforms.tokenizer import checked_length, checked_prompt
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,7 @@ class VlaJepaProcessor(PromptTransforms):
         return replace(seen, images=images, cameras=None)
 
     def encode(self, seen: Observed) -> Inputs:
-        prompt, images = seen.prompt, len(seen.images)
-        if not isinstance(prompt, str):
-            raise ObservationError(f"{self.preset.prompt}: expected a str, got {type(prompt).__name__}")
+        prompt, images = checked_prompt(seen.prompt, self.preset.prompt), len(seen.images)
         tokens = self._cached((prompt, images), lambda: self._tokenized(prompt, images))
         state = self._padded_state(self._normalized_state(seen.state), self.config.state_dim, seen.state)
         return Inputs(seen.images, tokens, state, seen.state, seen.cameras)
@@ -134,8 +132,6 @@ class VlaJepaProcessor(PromptTransforms):
 
     def _tokenized(self, prompt: str, images: int) -> np.ndarray:
         key = self.preset.prompt
-        if not prompt.strip():
-            raise ObservationError(f"{key}: expected an instruction, got {prompt!r:.60}")
         ids = user_turn(self.tokenizer, images, self.template.replace("{instruction}", prompt))
         if self.condition is None:
             return checked_length(ids, prompt, self.max_token_len, key)

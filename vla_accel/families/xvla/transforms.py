@@ -17,7 +17,7 @@ from vla_accel.transforms.images import to_uint8
 from vla_accel.transforms.observations import Observed
 from vla_accel.transforms.processing import ORDINARY, Inputs, PromptTransforms, ScalingTransforms
 from vla_accel.transforms.robots import Pose
-from vla_accel.transforms.tokenizer import checked_length
+from vla_accel.transforms.tokenizer import checked_length, checked_prompt
 
 _POSE = slice(3), slice(3, 9), slice(9, 10)
 """Position, rotation and gripper in the first numbers of an action."""
@@ -88,9 +88,7 @@ class XvlaProcessor(ScalingTransforms, PromptTransforms):
     def encode(self, seen: Observed) -> Inputs:
         normalised = self.state.normalise(self._model_state(seen.state))
         state = self._padded_state(normalised, self.config.state_dim, seen.state)
-        prompt = seen.prompt
-        if not isinstance(prompt, str):
-            raise ObservationError(f"{self.preset.prompt}: expected a str, got {type(prompt).__name__}")
+        prompt = checked_prompt(seen.prompt, self.preset.prompt)
         return Inputs(seen.images, self._cached(prompt, lambda: self._tokenized(prompt)), state, seen.state)
 
     def unnormalize_actions(self, actions: np.ndarray, inputs: Any) -> np.ndarray:
@@ -106,10 +104,8 @@ class XvlaProcessor(ScalingTransforms, PromptTransforms):
         return robot
 
     def _tokenized(self, prompt: str) -> np.ndarray:
-        key, most = self.preset.prompt, self.max_token_len
-        if not prompt.strip():
-            raise ObservationError(f"{key}: expected an instruction, got {prompt!r:.60}")
-        ids = checked_length(self.tokenizer.encode(prompt, add_bos=True), prompt, most, key)
+        most = self.max_token_len
+        ids = checked_length(self.tokenizer.encode(prompt, add_bos=True), prompt, most, self.preset.prompt)
         return np.pad(ids, (0, most - len(ids)), constant_values=self.config.pad_token)
 
 
