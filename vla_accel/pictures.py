@@ -22,6 +22,8 @@ on the left (lerobot's SmolVLA); "stretched" samples four neighbours, without pa
 
 TOP, LEFT, BOTTOM, RIGHT, OUTSIDE, LOWEST, HIGHEST, OFFSET, SHIFT, SCALE, MAP_WIDTH = 0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 14
 """Columns of a pixel map and their number. `SHIFT` and `SCALE` are the first of three columns, one a channel."""
+IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's, by channel, of pixels in [0, 1]."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 

@@ -95,7 +95,7 @@ def config(**changes: Any) -> Callable[[dict[str, Any]], object]:
     [
         (config(chunk_size=0), "chunk_size: expected a whole number"),
         (config(resize_images_to=[224]), "resize_images_to: expected a height and a width"),
-        (config(action_model_type="DiT-XL"), "action_model_type DiT-B or DiT-L"),
+        (config(action_model_type="DiT-XL"), "action_model_type: expected DiT-B or DiT-L"),
         (config(num_embodied_action_tokens_per_instruction=7), "config says 7, weights say 6"),
         (config(prompt_template="Do {instruction}"), "expected {instruction} and {e_actions}"),
         (config(prompt_template="Do {what} {e_actions}"), "prompt_template: expected a template of lerobot's"),

@@ -51,7 +51,7 @@ from vla_accel.pictures import PixelValues, Resize
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import LIBERO, Preset
 
-MOST_STEPS = 1000
+_MOST_STEPS = 1000
 """Denoising steps, as in `config.PolicyConfig`."""
 _CHANGED = ("pi0", "pi05", "pi0_fast")
 """Policy classes whose images and prompts lerobot 0.5 changed."""
@@ -210,11 +210,11 @@ def reads_prompt(kind: str) -> bool:
     return any(TOKENIZE in order for order in PREPROCESSORS[kind])
 
 
-def denoising_steps(config: Mapping[str, Any], name: str, path: Path) -> int:
-    """Return the denoising steps in a config.json, 10 if it has none."""
-    steps = size_of(config, name, path, 10)
-    if steps > MOST_STEPS:
-        raise CheckpointError(f"{path}: {name}: expected 1 to {MOST_STEPS}, got {steps}")
+def denoising_steps(config: Mapping[str, Any], name: str, path: Path, default: int = 10) -> int:
+    """Return the denoising steps in a config.json, `default` if it has none."""
+    steps = size_of(config, name, path, default)
+    if steps > _MOST_STEPS:
+        raise CheckpointError(f"{path}: {name}: expected 1 to {_MOST_STEPS}, got {steps}")
     return steps
 
 

@@ -53,7 +53,7 @@ def tower_sizes(shapes: Shapes, prefix: str, shape: ShapeOf) -> SiglipConfig:
     tokens, _ = shape(_TOWER + "embeddings.position_embedding.weight", 2)
     return SiglipConfig(
         width=width,
-        depth=depth_of(shapes, prefix + _TOWER + "encoder."),
+        depth=depth_of(shapes, prefix + _TOWER + "encoder.layers."),
         mlp_dim=shape(_TOWER + "encoder.layers.0.mlp.fc1.weight", 2)[0],
         heads=max(1, width // _SIGLIP_HEAD_DIM),
         image_size=patch * math.isqrt(tokens),
@@ -69,7 +69,7 @@ def stack_sizes(stack: Literal["prefix", "expert"], shapes: Shapes, prefix: str,
     head_dim, _ = shape(start + "layers.0.self_attn.k_proj.weight", 2)
     return GemmaConfig(
         width=width,
-        depth=depth_of(shapes, prefix + start),
+        depth=depth_of(shapes, prefix + start + "layers."),
         mlp_dim=shape(start + "layers.0.mlp.gate_proj.weight", 2)[0],
         heads=max(1, queries // head_dim),
         kv_heads=1,

@@ -48,12 +48,6 @@ TRANSFORMER = {
 """Modules of a `DitHead` that belong to the transformer itself."""
 
 
-def layer_of(name: str, start: str) -> int:
-    """Return the number of the layer in a name that begins with `start`; -1 for other names."""
-    match = re.match(re.escape(start) + r"(?:\w+\.)?(\d+)\.", name)
-    return -1 if match is None else int(match[1])
-
-
 def vision_pieces(name: str, start: str) -> tuple[Piece, ...]:
     """Return the stored tensors of a canonical tensor of `QwenVision`, whose stored names begin with `start`."""
     if match := re.fullmatch(r"layers\.(\d+)\.(\w+)\.(.+)", name):

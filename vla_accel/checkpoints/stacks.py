@@ -29,11 +29,16 @@ _LAYER = {
 _SIGLIP = {"qkv_proj": _QKV, "out_proj": ("self_attn.out_proj",), "fc1": ("mlp.fc1",), "fc2": ("mlp.fc2",)}
 
 
+def layer_of(name: str, start: str) -> int:
+    """Return the number of the layer in a name that begins with `start`, such as "layers."; -1 for other names."""
+    match = re.match(re.escape(start) + r"(\d+)\.", name)
+    return -1 if match is None else int(match[1])
+
+
 def depth_of(shapes: Shapes, start: str) -> int:
-    """Return the number of layers of the stack whose names begin with `start`."""
-    found = {int(m[1]) for n in shapes if (m := re.match(re.escape(start) + r"layers\.(\d+)\.", n))}
+    """Return the number of layers whose names begin with `start`, such as "layers."."""
     # A gap then shows as missing keys of a deeper model.
-    return max(found, default=-1) + 1
+    return 1 + max((layer_of(name, start) for name in shapes), default=-1)
 
 
 def shapes_by_name(shapes: Shapes, prefix: str, where: str) -> ShapeOf:

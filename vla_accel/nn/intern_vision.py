@@ -15,9 +15,8 @@ from vla_accel.errors import ConfigError
 from vla_accel.kernels.activation import Activation
 from vla_accel.nn.block import Block
 from vla_accel.nn.qwen_vision import Grid, PatchMerger, Placed, QwenVision, QwenVisionConfig, in_blocks
+from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, by channel, of pixels in [0, 1]."""
 _MERGER_EPS = 1e-5
 
 
@@ -64,8 +63,8 @@ class InternVisionConfig(QwenVisionConfig):
     def patch_product(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         # ((u + 1) / 2 - mean) / std of pixels u in [-1, 1].
         channels = weight.unbind(1)
-        scaled = [w * (0.5 / std) for w, std in zip(channels, _STD, strict=True)]
-        for w, mean, std in zip(channels, _MEAN, _STD, strict=True):
+        scaled = [w * (0.5 / std) for w, std in zip(channels, IMAGENET_DEVIATION, strict=True)]
+        for w, mean, std in zip(channels, IMAGENET_MEAN, IMAGENET_DEVIATION, strict=True):
             bias = bias + w.sum((1, 2)) * ((0.5 - mean) / std)
         return torch.stack(scaled, 1).flatten(1), bias
 

@@ -19,13 +19,13 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.nn.network import Network
+from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 from vla_accel.runtime import current
 
 REDUCTION = 32
 """Pixels along a side of the image for one pixel of the last feature map."""
 _STAGES = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3)}
 _EPS = 1e-5
-_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Channels = tuple[float, float, float]
 _GROUP = 16  # channels of a group, as in lerobot's Diffusion Policy
 _NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
@@ -81,8 +81,8 @@ class Camera:
 
     height: int
     width: int
-    mean: Channels = _IMAGENET[0]
-    deviation: Channels = _IMAGENET[1]
+    mean: Channels = IMAGENET_MEAN
+    deviation: Channels = IMAGENET_DEVIATION
 
     @property
     def feature_size(self) -> tuple[int, int]:

@@ -99,7 +99,7 @@ def read_sizes(
     hidden, width = shape("encoder.layers.0.linear1.weight", 2)
     horizon, _ = shape("decoder_pos_embed.weight", 2)
     actions, _ = shape("action_head.weight", 2)
-    depths = {name: depth_of(shapes, f"{_ROOT}{name}.") for name in ("encoder", "decoder")}
+    depths = {name: depth_of(shapes, f"{_ROOT}{name}.layers.") for name in ("encoder", "decoder")}
     activation = required(content, "feedforward_activation", str, path)
     if activation not in ("relu", "gelu"):
         raise CheckpointError(f"{path}: feedforward_activation: expected relu or gelu, got {activation!r:.60}")

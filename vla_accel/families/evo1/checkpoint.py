@@ -11,8 +11,8 @@ from typing import Any
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
 from vla_accel.checkpoints.lerobot import (
-    MOST_STEPS,
     buffers,
+    denoising_steps,
     features,
     length_of,
     read_processors,
@@ -20,8 +20,8 @@ from vla_accel.checkpoints.lerobot import (
     required,
 )
 from vla_accel.checkpoints.lerobot_statistics import ACTION
-from vla_accel.checkpoints.qwen import language_pieces, layer_of
-from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
+from vla_accel.checkpoints.qwen import language_pieces
+from vla_accel.checkpoints.stacks import Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
@@ -118,9 +118,7 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> Evo1Co
     """
     where = str(path.parent)
     shape = shapes_by_name(shapes, "", where)
-    steps, horizon = size_of(content, "num_inference_timesteps", path, 32), size_of(content, "chunk_size", path)
-    if steps > MOST_STEPS:
-        raise CheckpointError(f"{path}: num_inference_timesteps: expected at most {MOST_STEPS}, got {steps}")
+    horizon = size_of(content, "chunk_size", path)
     chunk, hidden = _product(shapes, _HEAD + "mlp_head.fc2", where)
     state_hidden, state_dim = _product(shapes, _HEAD + "state_encoder.fc1", where)
     width = shape(_HEAD + "norm_out.weight", 1)[0]
@@ -136,14 +134,14 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> Evo1Co
             vision=vision,
             language=language,
             head=HeadConfig(
-                depth=_depth(shapes, _HEAD + "transformer_blocks."), heads=size_of(content, "num_heads", path, 8),
+                depth=depth_of(shapes, _HEAD + "transformer_blocks."), heads=size_of(content, "num_heads", path, 8),
                 state_hidden=state_hidden, hidden=hidden,
             ),
             state_dim=state_dim,
             action_dim=chunk // horizon,
             robot_action_dim=length_of(outputs, ACTION, path),
             action_horizon=horizon,
-            num_steps=steps,
+            num_steps=denoising_steps(content, "num_inference_timesteps", path, 32),
             max_token_len=longest - views * image_tokens,
         )  # fmt: skip
     except ConfigError as error:
@@ -207,8 +205,8 @@ def _vision(shapes: Shapes, where: str) -> InternVisionConfig:
     out_width, joined = shape(_PROJECTOR + "linear_1.weight", 2)
     try:
         return InternVisionConfig(
-            width=width, depth=_depth(shapes, _TOWER + "encoder.layer."), mlp_dim=shape(first + "mlp.fc1.weight", 2)[0],
-            heads=width // _VISION_HEAD, patch_size=patch, merge=math.isqrt(joined // width),
+            width=width, depth=depth_of(shapes, _TOWER + "encoder.layer."), heads=width // _VISION_HEAD,
+            mlp_dim=shape(first + "mlp.fc1.weight", 2)[0], patch_size=patch, merge=math.isqrt(joined // width),
             positions=shape(_TOWER + "embeddings.position_embeddings", 3)[1] - 1, out_width=out_width,
         )  # fmt: skip
     except ConfigError as error:
@@ -221,7 +219,7 @@ def _language(shapes: Shapes, where: str) -> QwenConfig:
     head_dim = 64 if width < _LARGER else 128
     try:
         return QwenConfig(
-            width=width, depth=_depth(shapes, _LANGUAGE + "layers."),
+            width=width, depth=depth_of(shapes, _LANGUAGE + "layers."),
             mlp_dim=shape(first + "mlp.gate_proj.weight", 2)[0],
             heads=width // head_dim, kv_heads=shape(first + "self_attn.k_proj.weight", 2)[0] // head_dim,
             head_dim=head_dim, vocab_size=vocabulary, theta=1e6, sections=(head_dim // 2, 0, 0), final_norm=True,
@@ -229,10 +227,6 @@ def _language(shapes: Shapes, where: str) -> QwenConfig:
         )  # fmt: skip
     except ConfigError as error:
         raise CheckpointError(f"checkpoint {where}: {error}") from error
-
-
-def _depth(shapes: Shapes, start: str) -> int:
-    return 1 + max((layer_of(name, start) for name in shapes), default=-1)
 
 
 def _gripper(content: Mapping[str, Any], action_dim: int, path: Path) -> Gripper | None:

@@ -17,12 +17,11 @@ from vla_accel.checkpoints.qwen import (
     TRANSFORMER,
     language_config,
     language_pieces,
-    layer_of,
     transformer_pieces,
     vision_config,
     vision_pieces,
 )
-from vla_accel.checkpoints.stacks import shapes_by_name
+from vla_accel.checkpoints.stacks import depth_of, layer_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, Weights, size_of
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.groot.head import HeadConfig
@@ -81,7 +80,8 @@ def _is_dead(name: str, release: Release, config: GrootConfig) -> bool:
         return True
     if name == release.language + "norm.weight":
         return not config.language.final_norm
-    return name.startswith(release.vision + "head.") or layer_of(name, release.language) >= config.language.depth
+    layer = layer_of(name, release.language + "layers.")
+    return name.startswith(release.vision + "head.") or layer >= config.language.depth
 
 
 def _release(config: GrootConfig) -> Release:
@@ -135,7 +135,7 @@ class _Stored:
         return shapes_by_name(self.shapes, self.prefix, self.where)(name, axes)
 
     def depth(self, start: str) -> int:
-        return 1 + max((layer_of(n.removeprefix(self.prefix), start) for n in self.shapes), default=-1)
+        return depth_of(self.shapes, self.prefix + start)
 
     def value(self, key: str) -> Any:
         """Return a setting, None if config.json has none. Dots separate nested keys."""

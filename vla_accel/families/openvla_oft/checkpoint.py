@@ -16,7 +16,7 @@ from typing import Any
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
 from vla_accel.checkpoints.lora import fold, read_lora
-from vla_accel.checkpoints.qwen import language_pieces, layer_of
+from vla_accel.checkpoints.qwen import language_pieces
 from vla_accel.checkpoints.settings import check, fixed, neutral, read, refuse
 from vla_accel.checkpoints.stacks import ShapeOf, Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import (
@@ -277,7 +277,7 @@ def _tower(part: str, shapes: Shapes, shape: ShapeOf, path: Path) -> TowerConfig
     pixels = _pixels(list(_TOWERS).index(part), path.parent / "preprocessor_config.json")
     return TowerConfig(
         # The last block is not run.
-        width, max(layer_of(name, f"{start}blocks.") for name in shapes), mlp_dim, _HEADS, patch * math.isqrt(tokens),
+        width, depth_of(shapes, f"{start}blocks.") - 1, mlp_dim, _HEADS, patch * math.isqrt(tokens),
         patch, registers=registers, scaled=f"{start}blocks.0.ls1.scale_factor" in shapes, **pixels,
     )  # fmt: skip
 
@@ -307,8 +307,8 @@ def _language(shapes: Shapes, shape: ShapeOf, text: Mapping[str, Any], path: Pat
     if type(eps) is not float or not 0 < eps < 1:
         raise CheckpointError(f"{path}: text_config.rms_norm_eps: expected a number from 0 to 1, got {eps!r:.60}")
     config = LlamaConfig(
-        width, depth_of(shapes, _LANGUAGE), shape(f"{first}mlp.gate_proj.weight", 2)[0], queries // head_dim,
-        shape(f"{first}self_attn.k_proj.weight", 2)[0] // head_dim, head_dim, vocabulary, eps,
+        width, depth_of(shapes, f"{_LANGUAGE}layers."), shape(f"{first}mlp.gate_proj.weight", 2)[0],
+        queries // head_dim, shape(f"{first}self_attn.k_proj.weight", 2)[0] // head_dim, head_dim, vocabulary, eps,
     )  # fmt: skip
     stated = {
         "hidden_size": width, "intermediate_size": config.mlp_dim, "num_hidden_layers": config.depth,

@@ -109,7 +109,7 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
     side = patch * math.isqrt(patches)
     try:
         config = SmolVlaConfig(
-            vision=SiglipConfig(width, depth_of(shapes, _TOWER + "encoder."), hidden, heads, side, patch),
+            vision=SiglipConfig(width, depth_of(shapes, _TOWER + "encoder.layers."), hidden, heads, side, patch),
             prefix=prefix,
             expert=expert,
             vocab_size=shape(_STACKS["prefix"] + "embed_tokens.weight", 2)[0],
@@ -148,7 +148,8 @@ def _stack(name: str, shapes: Shapes, folder: str) -> SmolLmConfig:
             f"checkpoint {folder}: {name}: expected heads {_HEAD_DIM} wide, as every SmolLM2 has, got {queries} and "
             f"{keys} rows of q and k"
         )
-    return SmolLmConfig(width, depth_of(shapes, start), mlp_dim, queries // _HEAD_DIM, keys // _HEAD_DIM, _HEAD_DIM)
+    depth = depth_of(shapes, start + "layers.")
+    return SmolLmConfig(width, depth, mlp_dim, queries // _HEAD_DIM, keys // _HEAD_DIM, _HEAD_DIM)
 
 
 def _image_size(content: Mapping[str, Any], where: Path) -> list[int]:

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
-from vla_accel.checkpoints.lerobot import MOST_STEPS, Processors, buffers, read_processors, read_settings, required
+from vla_accel.checkpoints.lerobot import Processors, buffers, denoising_steps, read_processors, read_settings, required
 from vla_accel.checkpoints.lerobot_settings import BINARIZE, CLIP, SNAP
 from vla_accel.checkpoints.qwen import (
     TRANSFORMER,
     language_config,
     language_pieces,
-    layer_of,
     transformer_pieces,
     vision_config,
     vision_pieces,
 )
-from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
+from vla_accel.checkpoints.stacks import Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
@@ -82,9 +81,9 @@ class StoredNames:
     def backbone(self, shapes: Shapes, path: Path) -> tuple[QwenVisionConfig, QwenConfig]:
         """Return the sizes of Qwen3-VL. Raises CheckpointError."""
         shape = shapes_by_name(shapes, "", str(path.parent))
-        layers = self._depth(shapes, self.language + "layers.")
+        layers = depth_of(shapes, self.language + "layers.")
         try:
-            vision = vision_config(shape, lambda start: self._depth(shapes, start), self.vision)
+            vision = vision_config(shape, lambda start: depth_of(shapes, start), self.vision)
             return vision, language_config(shape, self.language, self.table(shapes), depth=layers)
         except ConfigError as error:
             raise CheckpointError(f"checkpoint {path.parent}: {error}") from error
@@ -98,7 +97,7 @@ class StoredNames:
         try:
             return DitConfig(
                 vl_width=shape(first + "attn1.to_k.weight", 2)[1], width=width,
-                depth=self._depth(shapes, inside + "transformer_blocks."), heads=width // head_dim, head_dim=head_dim,
+                depth=depth_of(shapes, inside + "transformer_blocks."), heads=width // head_dim, head_dim=head_dim,
                 mlp_dim=shape(first + "ff.net.0.proj.weight", 2)[0],
                 hidden=shape(self.action + "action_decoder.layer1.weight", 2)[0], text_every=0, state=state,
                 final=final,
@@ -111,10 +110,6 @@ class StoredNames:
     def action_dim(self, shapes: Shapes, path: Path) -> int:
         """Return the numbers of an action."""
         return shapes_by_name(shapes, "", str(path.parent))(self.action + "action_encoder.layer1.weight", 2)[1]
-
-    @staticmethod
-    def _depth(shapes: Shapes, start: str) -> int:
-        return 1 + max((layer_of(name, start) for name in shapes), default=-1)
 
 
 NAMES = StoredNames("model.qwen.model.", "model.action_model.")
@@ -174,10 +169,8 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> VlaJep
     """
     where = str(path.parent)
     shape = shapes_by_name(shapes, "", where)
-    kind, steps = content.get("action_model_type"), size_of(content, "num_inference_timesteps", path, 4)
-    if kind not in _HEADS or steps > MOST_STEPS:
-        expected = f"action_model_type {' or '.join(_HEADS)} and at most {MOST_STEPS} num_inference_timesteps"
-        raise CheckpointError(f"{path}: expected {expected}, got {kind!r:.60} and {steps}")
+    if (kind := content.get("action_model_type")) not in _HEADS:
+        raise CheckpointError(f"{path}: action_model_type: expected {' or '.join(_HEADS)}, got {kind!r:.60}")
     head_dim = size_of(content, "action_attention_head_dim", path, _HEADS[kind])
     vision, language = NAMES.backbone(shapes, path)
     try:
@@ -190,7 +183,7 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> VlaJep
             action_dim=NAMES.action_dim(shapes, path),
             state_dim=shape(NAMES.action + "state_encoder.layer1.weight", 2)[1],
             action_horizon=size_of(content, "chunk_size", path),
-            num_steps=steps,
+            num_steps=denoising_steps(content, "num_inference_timesteps", path, 4),
         )
     except ConfigError as error:
         raise CheckpointError(f"checkpoint {where}: {error}") from error

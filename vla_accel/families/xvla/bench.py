@@ -16,11 +16,12 @@ from vla_accel.errors import DependencyError
 from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, libero, libero_observation
 from vla_accel.families.xvla.calibration import calibrate
 from vla_accel.families.xvla.family import XVLA
-from vla_accel.families.xvla.network import DEVIATION, MEAN, XvlaConfig, xvla
+from vla_accel.families.xvla.network import XvlaConfig, xvla
 from vla_accel.families.xvla.transforms import XvlaProcessor
 from vla_accel.fp8 import Scales
 from vla_accel.nn.random_weights import BRANCH_ENDS, Drawn
 from vla_accel.numeric import matmul_precision
+from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Inputs
 from vla_accel.transforms.robots import LIBERO
@@ -100,7 +101,7 @@ class XvlaBench(BenchCard[XvlaConfig, Inputs]):
 
 def _infer(policy: Any, config: XvlaConfig, device: str) -> Infer:
     # As lerobot's server: bytes are copied, and converted to floats and normalised on the device.
-    mean, deviation = (torch.tensor(x, device=device)[:, None, None] for x in (MEAN, DEVIATION))
+    mean, deviation = (torch.tensor(x, device=device)[:, None, None] for x in (IMAGENET_MEAN, IMAGENET_DEVIATION))
     tokens = torch.full((1, config.max_token_len), config.pad_token, device=device)
     tokens[:, :20] = torch.arange(1000, 1020, device=device)
     domain = torch.zeros(1, dtype=torch.int64, device=device)

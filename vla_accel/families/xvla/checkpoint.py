@@ -23,14 +23,15 @@ from vla_accel.checkpoints.lerobot import (
 from vla_accel.checkpoints.lerobot_settings import DOMAIN, IMAGENET, TO_AXIS_ANGLE, TOKENIZE
 from vla_accel.checkpoints.lerobot_statistics import ACTION
 from vla_accel.checkpoints.settings import check, fixed, neutral, read
-from vla_accel.checkpoints.stacks import Shapes, shapes_by_name
+from vla_accel.checkpoints.stacks import Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import check_vocabulary, resized, warn_of_contradictions
 from vla_accel.families.xvla.davit import DavitConfig, Size, Stage
-from vla_accel.families.xvla.network import DEVIATION, MEAN, EncoderConfig, Xvla, XvlaConfig
+from vla_accel.families.xvla.network import EncoderConfig, Xvla, XvlaConfig
 from vla_accel.families.xvla.transforms import XvlaProcessor
+from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import LIBERO, XVLA_LIBERO, Preset, load_preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
@@ -330,7 +331,7 @@ def read_sizes(
     try:
         config = XvlaConfig(
             vision=_vision(shapes, names, florence, path), encoder=_encoder(shapes, names, florence, path), width=width,
-            depth=_depth(shapes, f"{names.prefix}transformer.blocks."), heads=size_of(content, "num_heads", path, 16),
+            depth=depth_of(shapes, f"{names.prefix}transformer.blocks."), heads=size_of(content, "num_heads", path, 16),
             mlp_dim=stored("transformer.blocks.0.mlp.fc1.weight", 2)[0], image_size=_image_size(content, saved, path),
             views=_views(content, saved, path), soft_prompts=soft // width,
             positions=stored("transformer.pos_emb", 3)[1], time_dim=time_dim, own_projections=own,
@@ -361,11 +362,6 @@ def _mode(content: Mapping[str, Any], path: Path) -> str:
     return name
 
 
-def _depth(shapes: Shapes, start: str) -> int:
-    found = {int(m[1]) for n in shapes if (m := re.match(re.escape(start) + r"(\d+)\.", n))}
-    return 1 + max(found, default=-1)
-
-
 def _vision(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], path: Path) -> DavitConfig:
     """Heads, strides and windows leave no trace in the weights; without a value Florence-2's count."""
     content = required(florence, "vision_config", dict, path)
@@ -377,7 +373,7 @@ def _vision(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], pat
     if [*sources] != _SOURCES:
         raise CheckpointError(f"{path}: image_feature_source: expected {_SOURCES}, got {sources!r:.60}")
     tower = f"{names.prefix}{_TOWER}"
-    count = _depth(shapes, f"{tower}convs.")
+    count = depth_of(shapes, f"{tower}convs.")
     found = shapes_by_name(shapes, tower, str(path.parent))
     convs = [found(f"convs.{i}.{'proj' if names.old else 'conv'}.weight", 4) for i in range(count)]
     widths = [conv[0] for conv in convs]
@@ -392,7 +388,7 @@ def _vision(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], pat
         return value
 
     stages = [
-        Stage(width, _depth(shapes, f"{tower}blocks.{i}."), heads, groups, conv[2], stride, padding, before)
+        Stage(width, depth_of(shapes, f"{tower}blocks.{i}."), heads, groups, conv[2], stride, padding, before)
         for i, (width, conv, heads, groups, stride, padding, before) in enumerate(zip(
             widths, convs, each("num_heads", [w // 32 for w in widths]), each("num_groups", [w // 32 for w in widths]),
             each("patch_stride", [4, *[2] * (count - 1)]), each("patch_padding", [3, *[1] * (count - 1)]),
@@ -421,7 +417,7 @@ def _encoder(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], pa
     (first,) = names._encoder("layers.0.fc1.weight", 0)
     rows, width = stored(positions.name, 2)
     table = shapes_by_name(shapes, "", str(path.parent))(names.table, 2)
-    depth = _depth(shapes, names.prefix + first.name.partition("0.fc1")[0])
+    depth = depth_of(shapes, names.prefix + first.name.partition("0.fc1")[0])
     heads = size_of(content, "encoder_attention_heads", path, 16)
     return EncoderConfig(width, depth, stored(first.name, 2)[0], heads, table[0], rows)
 
@@ -456,7 +452,8 @@ def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path
     if saved is None:
         file = path.with_name("preprocessor_config.json")
         images = read_json(file) if file.is_file() else {}
-        _expect(images, file, "images", image_mean=([*MEAN],), image_std=([*DEVIATION],), do_normalize=(True,))
+        mean, deviation = [*IMAGENET_MEAN], [*IMAGENET_DEVIATION]
+        _expect(images, file, "images", image_mean=(mean,), image_std=(deviation,), do_normalize=(True,))
         size = required(images, "size", dict, file) if images else {}
         return size_of(size, "height", file, 224), size_of(size, "width", file, 224)
     value = content.get("resize_imgs_with_padding")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_accel.families.xvla.davit import DavitConfig, Size, Stage, Windows, channel_attention
-from vla_accel.families.xvla.network import DEVIATION, EPS, MEAN, Xvla, XvlaConfig, pixels_of
+from vla_accel.families.xvla.network import EPS, Xvla, XvlaConfig, pixels_of
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.choice import Choice, choose
 from vla_accel.kernels.attention.config import AttentionShape
@@ -26,6 +26,7 @@ from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.depthwise import Depthwise, depthwise_norm
 from vla_accel.nn.weights import compute_dtype
+from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 from vla_accel.runtime import current
 
 _LANES = 8
@@ -92,7 +93,7 @@ class VisionWeights:
     def of(cls, model: Xvla, precision: str) -> VisionWeights:
         """Prepare the weights of a model."""
         dtype, read = compute_dtype(precision), model.weight
-        mean, deviation = (torch.tensor(x, dtype=torch.float64) for x in (MEAN, DEVIATION))
+        mean, deviation = (torch.tensor(x, dtype=torch.float64) for x in (IMAGENET_MEAN, IMAGENET_DEVIATION))
         scale = torch.stack((1.0 / (255.0 * deviation), -mean / deviation)).float().to(model.device)
         norm = read("projector_norm.weight").float().clone(), read("projector_norm.bias").float().clone()
         stages = tuple(StageWeights.of(model, index, dtype) for index in range(len(model.config.vision.stages)))

@@ -23,10 +23,9 @@ from vla_accel.nn.block import Block, vit_block
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
 from vla_accel.nn.reference import TransformerBlock
+from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 
 EPS = 1e-5
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, of each channel in [0, 1]."""
 _FIRST_POSITION = 2
 """BART's table of positions begins with two rows that no token has."""
 
@@ -316,7 +315,7 @@ def pixels_of(image: Tensor, size: Size | None) -> Tensor:
         held = fitted_size((held[0], held[1]), size)
         pixels = F.interpolate(pixels, held, mode="bilinear", align_corners=False)
     # By numbers and not by tensors of them: a CUDA graph can copy none from ordinary host memory.
-    channels = zip(pixels.unbind(1), MEAN, DEVIATION, strict=True)
+    channels = zip(pixels.unbind(1), IMAGENET_MEAN, IMAGENET_DEVIATION, strict=True)
     pixels = torch.stack([(channel - mean) / deviation for channel, mean, deviation in channels], 1)
     if size is None or held == size:
         return pixels
