@@ -136,6 +136,8 @@ def test_a_state_is_as_long_as_its_statistics(tmp_path: Path, folder: Path) -> N
         (config(action_head="mlp"), "action_head: expected \"flowmatching\""),
         (config(embodiment_id_field="robot"), "embodiment_id_field: expected null"),
         (config(default_embodiment_id=1), "default_embodiment_id: expected 0 to 0, got 1"),
+        (config(default_embodiment_id=False), "default_embodiment_id: expected 0 to 0, got False"),
+        (config(vlm_model_name=5), "expected vlm_model_name of type str, got 5"),
         (config(binarize_gripper="False"), "expected binarize_gripper of type bool, got 'False'"),
         (config(binarize_gripper=True, gripper_index=7), "gripper_index: expected 0 to 6, got 7"),
         (config(new_setting=1), "expected settings of lerobot"),

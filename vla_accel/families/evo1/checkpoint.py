@@ -76,7 +76,7 @@ def load_folder(
     saved = read_processors(folder, content, "antialias", weights)
     if any(camera.kind != "identity" for camera in saved.cameras):
         raise CheckpointError(f"{path}: normalization_mapping: VISUAL: expected IDENTITY, as lerobot's Evo-1 has it")
-    name = content.get("vlm_model_name") or TOKENIZER
+    name = required({"vlm_model_name": TOKENIZER, **content}, "vlm_model_name", str, path)
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, name)
     slots = size_of(content, "max_views", path, 3)
     config = replace(read_sizes(weights.shapes, content, path), arrangement=arrangement_of(tokenizer, slots))
@@ -94,7 +94,8 @@ def load_folder(
         gripper=_gripper(content, saved.preset.action_dim, path),
     )
     model, embodiments = Evo1.empty(config), size_of(content, "num_categories", path, 1)
-    entry = content.get("default_embodiment_id") or 0
+    entry = content.get("default_embodiment_id")
+    entry = 0 if entry is None else entry
     if type(entry) is not int or not 0 <= entry < embodiments:
         raise CheckpointError(f"{path}: default_embodiment_id: expected 0 to {embodiments - 1}, got {entry!r:.60}")
     recipe = {name: pieces(name, config, entry if embodiments > 1 else None) for name in model.state_dict()}
