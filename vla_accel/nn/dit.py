@@ -281,7 +281,7 @@ class DitNetwork(Network):
         return name.startswith(_WIDE)
 
     def constants(self, schedule: Schedule) -> StepConstants:
-        """Compute what depends on the times of the steps alone. Weights that were not here are let go again."""
+        """Compute what depends on the times of the steps alone. Weights not in memory before are dropped."""
         norms = [f"head.layers.{i}.modulation" for i in range(self.config.head.depth)]
         small = ["head.time_in", "head.time_out", "head.action_mix"]
         small += ["head.final_modulation"] if self.config.head.final else []

@@ -34,13 +34,13 @@ def arrangement_of(tokenizer: Tokenizer, slots: int) -> Arrangement:
     """Return where the images are in a prompt. Raises CheckpointError for the tokenizer of another model."""
     start, end = (tokenizer.encode(word, add_bos=False) for word in (_START, _END))
     ids = prompt_ids(tokenizer, slots, "")
-    places = [place for place, token in enumerate(ids) if [token] == start]
-    steps = {after - before for before, after in itertools.pairwise(places)}
-    if len(start) != 1 or len(places) != slots or len(steps) > 1 or any(ids[p + 1 : p + 2] != end for p in places):
+    starts = [index for index, token in enumerate(ids) if [token] == start]
+    steps = {after - before for before, after in itertools.pairwise(starts)}
+    if len(start) != 1 or len(starts) != slots or len(steps) > 1 or any(ids[i + 1 : i + 2] != end for i in starts):
         raise CheckpointError(
             f"tokenizer: expected InternVL's, with one token each for {_START} and {_END}, got another model's: {ids}"
         )
-    return Arrangement(places[0] + 1, steps.pop() if steps else 2, flat=True, slots=slots)
+    return Arrangement(starts[0] + 1, steps.pop() if steps else 2, flat=True, slots=slots)
 
 
 @dataclass(frozen=True)

@@ -292,8 +292,8 @@ def _laid_out(
         if type(eos) is not int:
             raise CheckpointError(f"{base / 'config.json'}: eos_token_id: expected a token, got {eos!r:.60}")
         ids = prompt.tokens(tokenizer, prompt.text("do it", np.zeros(1), views), views)
-        places = [place if place == 0 else place - len(ids) for place, token in enumerate(ids) if token == eos]
-        hidden = tuple(sorted(places, key=lambda place: (place < 0, place)))
+        found = [index if index == 0 else index - len(ids) for index, token in enumerate(ids) if token == eos]
+        hidden = tuple(sorted(found, key=lambda index: (index < 0, index)))
     return replace(config, edge=edge, between=between, hidden=hidden)
 
 

@@ -108,12 +108,12 @@ def step_tables(
     found: list[list[BlockRows]] = [[] for _ in schedule.dts]
     for index, layer in enumerate(weights.layers):
         shifts = {}
-        for place, (name, product) in enumerate(
+        for part, (name, product) in enumerate(
             (("qkv_proj", layer.qkv), ("cross_q", layer.cross_q), ("gate_up_proj", layer.up))
         ):
             weight = product.true_weight(torch.float32)
             bias = model.weight(f"expert.layers.{index}.{name}.bias").float()
-            shifts[name] = rows[:, 9 * index + 3 * place] @ weight.T + bias
+            shifts[name] = rows[:, 9 * index + 3 * part] @ weight.T + bias
             del weight
         for step, its in enumerate(found):
             of = [row.contiguous() for row in rows[step, 9 * index : 9 * index + 9]]

@@ -193,7 +193,7 @@ class MolmoAct2Config:
 
     def squares(self) -> list[int]:
         """Where the squares of patches are among the tokens of a view."""
-        return [place for place, token in enumerate(self.frame()) if token == self.markers.patch]
+        return [index for index, token in enumerate(self.frame()) if token == self.markers.patch]
 
     def is_image(self, views: int, tokens: int) -> Tensor:
         """Which of a prompt's `tokens` are images', (tokens,) bool."""
@@ -217,8 +217,8 @@ class MolmoAct2Config:
         """Which of a prompt's `tokens` the expert sees, int64 (B, tokens - hidden), if the first `lengths` (B,) of
         these are real."""
         rows = torch.arange(tokens - len(self.hidden), device=lengths.device).expand(len(lengths), -1)
-        for place in self.hidden:
-            at = lengths[:, None] + len(self.hidden) + place if place < 0 else place
+        for index in self.hidden:
+            at = lengths[:, None] + len(self.hidden) + index if index < 0 else index
             rows = rows + (rows >= at)
         return rows.clamp(max=tokens - 1)
 

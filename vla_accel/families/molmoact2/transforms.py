@@ -151,7 +151,7 @@ class MolmoProcessor(Processor):
         if len(seen.views) == len(self.preset.images) or not self.by_name:
             return seen
         # As lerobot, which then takes the cameras that are there by their names.
-        keys = [self.preset.images[place] for place in self.by_name if self.preset.images[place] in seen.views]
+        keys = [key for key in (self.preset.images[index] for index in self.by_name) if key in seen.views]
         order = [list(seen.views).index(key) for key in keys]
         cameras = seen.cameras and replace(seen.cameras, sizes=tuple(seen.cameras.sizes[at] for at in order))
         images = tuple(seen.images[at] for at in order)

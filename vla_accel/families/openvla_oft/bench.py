@@ -70,8 +70,8 @@ class OftMeasuring(Measuring[OpenVlaOft]):
                 rows.append(x)
                 ropes.append(reference.rope_tables(layout.positions(lengths), config.language.head_dim, x.dtype))
         for index in range(config.language.depth):
-            given = [(x, rope, None) for x, rope in zip(rows, ropes, strict=True)]
-            rows = self.through(f"language.layers.{index}", config.language.block, given)
+            states = [(x, rope, None) for x, rope in zip(rows, ropes, strict=True)]
+            rows = self.through(f"language.layers.{index}", config.language.block, states)
             yield
 
 
