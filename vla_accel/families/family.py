@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.checkpoints.weights import Weights
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig, RtcConfig, load_config, shipped_configs
@@ -227,6 +228,8 @@ class Family(ABC, Generic[C, X, S]):
     """Whether the steps integrate a flow, so that they have times (`PolicyConfig.schedule`)."""
     uniform_noise: bool = False
     """Whether noise is uniform in [-1, 1) instead of normal."""
+    signs: tuple[str, ...] = ()
+    """Tensors that no other model's checkpoints have."""
 
     @abstractmethod
     def components(
@@ -290,14 +293,17 @@ class Family(ABC, Generic[C, X, S]):
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Return whether a checkpoint's folder belongs to this family.
+        """Return whether a checkpoint's folder belongs to this family: by lerobot's name of the policy, or else by the
+        tensors in `signs`.
 
         Args:
             content: config.json, empty if there is none.
             shapes: Names and shapes of the tensors, empty if there are none.
         """
+        if is_lerobot_config(content):
+            return content["type"] == self.name
+        return bool(self.signs) and all(name in shapes for name in self.signs)
 
     def hint(self, folder: Path) -> str | None:
         """Return what to do about a folder that no family recognises but that resembles one of this family's."""

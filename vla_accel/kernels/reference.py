@@ -74,14 +74,14 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return plain[activation](x)
 
 
-def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
     """cos and sin of rotary embeddings, each (..., 1, head_dim / 2), for integer positions (...).
 
     Angles are formed in float32 (float64 when `dtype` is), as openpi does, then cast to `dtype`.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
-    angles = positions.to(wide)[..., None] * (1.0 / 10_000.0**exponent)
+    angles = positions.to(wide)[..., None] * (1.0 / theta**exponent)
     return angles.cos()[..., None, :].to(dtype), angles.sin()[..., None, :].to(dtype)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.errors import ConfigError
@@ -96,9 +95,6 @@ class ActFamily(Family[ActConfig, FrameInputs, Shape]):
 
     def feed(self, config: ActConfig, inputs: Sequence[FrameInputs]) -> Mapping[str, Rows]:
         return {**self.image_feed(config, inputs), "vectors": np.concatenate([i.state for i in inputs])}
-
-    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        return is_lerobot_config(content) and content["type"] == self.name
 
     load = staticmethod(load_folder)
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec, RtcConfig
 from vla_accel.errors import ObservationError
@@ -84,7 +83,7 @@ class Evo1Chunking(FlowChunking[Evo1Config]):
 class Evo1Family(TextFamily[Evo1Config, Inputs, Evo1Shape]):
     """Evo-1 of any size."""
 
-    name = "evo1"
+    name, signs = "evo1", SIGNS
     network_class, store_class = Evo1, Evo1Store
     parts = ("vision", "kv_cache", "denoise")
     capabilities = Capabilities(quantised=QUANTISED)
@@ -136,11 +135,6 @@ class Evo1Family(TextFamily[Evo1Config, Inputs, Evo1Shape]):
 
     def length(self, config: Evo1Config, inputs: Inputs) -> int:
         return 1 + len(inputs.images) * config.vision.image_tokens + len(inputs.tokens)
-
-    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        if is_lerobot_config(content):
-            return content["type"] == self.name
-        return all(name in shapes for name in SIGNS)
 
     load = staticmethod(load_folder)
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.component import Component
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.errors import ObservationError
@@ -26,7 +25,7 @@ from vla_accel.nn.flow import Schedule
 class FastWamFamily(Family[FastWamConfig, FastWamInputs, FastWamShape]):
     """FastWAM of any size."""
 
-    name = "fastwam"
+    name, signs = "fastwam", SIGNS
     network_class, store_class = FastWam, FastWamStore
     parts = ("vision", "kv_cache", "denoise")
     capabilities = Capabilities(quantised=QUANTISED, settings=("wan", "text_encoder"))
@@ -68,11 +67,6 @@ class FastWamFamily(Family[FastWamConfig, FastWamInputs, FastWamShape]):
             **self.image_feed(config, inputs), "text": [i.text for i in inputs], "state": [i.state for i in inputs],
             "text_bias": text_bias(counts, config.text_rows, config.context_rows(max(counts))),
         }  # fmt: skip
-
-    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        if is_lerobot_config(content):
-            return content["type"] == self.name
-        return all(name in shapes for name in SIGNS)
 
     def hint(self, folder: Path) -> str | None:
         pickles = sorted(path.name for path in folder.glob("*uncond*.pt"))

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import is_own
-from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.component import Component
 from vla_accel.config import RtcConfig
 from vla_accel.families.family import Capabilities
@@ -30,7 +29,7 @@ class MolmoChunking(FlowChunking):
 class MolmoAct2Family(DenoisingFamily[MolmoAct2Config]):
     """MolmoAct2 of any size."""
 
-    name = "molmoact2"
+    name, signs = "molmoact2", SIGNS
     network_class, store_class = MolmoAct2, MolmoAct2Store
     capabilities = Capabilities(quantised=_QUANTISED, settings=("embodiment",))
     chunking = MolmoChunking()
@@ -51,11 +50,9 @@ class MolmoAct2Family(DenoisingFamily[MolmoAct2Config]):
         return made
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        if is_lerobot_config(content):
-            return content["type"] == self.name
         if is_own(content):
             return False
-        return content.get("model_type") == MODEL_TYPE or all(name in shapes for name in SIGNS)
+        return content.get("model_type") == MODEL_TYPE or super().recognises(content, shapes)
 
     load = staticmethod(load_folder)
 

@@ -108,10 +108,7 @@ class MolmoTextConfig:
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """cos and sin of positions (...), (..., 1, head_dim / 2) each."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        exponent = torch.arange(0, self.head_dim, 2, device=positions.device).to(wide) / self.head_dim
-        angles = positions.to(wide)[..., None] * (1.0 / self.theta**exponent)
-        return angles.cos()[..., None, :].to(dtype), angles.sin()[..., None, :].to(dtype)
+        return reference.rope_tables(positions, self.head_dim, dtype, self.theta)
 
 
 @dataclass(frozen=True)

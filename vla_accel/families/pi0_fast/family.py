@@ -3,7 +3,6 @@ actions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.component import Component, TensorSpec
 from vla_accel.errors import of_one
 from vla_accel.families.pi0.native import Pi0FastStore
@@ -72,9 +70,6 @@ class Pi0FastFamily(PromptedFamily[Pi0FastConfig]):
             with of_one(index, len(result)):
                 chunks.append(transforms.detokeniser.chunk(tokens))
         return np.stack(chunks)
-
-    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        return is_lerobot_config(content) and content["type"] == self.name
 
     load = staticmethod(load_folder)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import is_own
-from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.families.prompted import DenoisingFamily
 from vla_accel.families.smolvla.checkpoint import SIGNS, load_folder
 from vla_accel.families.smolvla.native import SmolVlaStore
@@ -16,15 +15,11 @@ from vla_accel.families.smolvla.network import SmolVla, SmolVlaConfig
 class SmolVlaFamily(DenoisingFamily[SmolVlaConfig]):
     """SmolVLA of any size, with any pattern of crossing layers."""
 
-    name = "smolvla"
+    name, signs = "smolvla", SIGNS
     network_class, store_class = SmolVla, SmolVlaStore
 
     def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        if is_own(content):
-            return content.get("family") == self.name
-        if is_lerobot_config(content):
-            return content["type"] == self.name
-        return all(name in shapes for name in SIGNS)
+        return content.get("family") == self.name if is_own(content) else super().recognises(content, shapes)
 
     load = staticmethod(load_folder)
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec
 from vla_accel.errors import ObservationError
@@ -52,7 +51,7 @@ class KvCache(Fixed[VlaJepa]):
 class VlaJepaFamily(TextFamily[VlaJepaConfig, Inputs, JepaShape]):
     """VLA-JEPA of any size."""
 
-    name = "vla_jepa"
+    name, signs = "vla_jepa", SIGNS
     network_class, store_class = VlaJepa, VlaJepaStore
     parts = ("vision", "kv_cache", "denoise")
     capabilities = Capabilities(quantised=QUANTISED)
@@ -106,11 +105,6 @@ class VlaJepaFamily(TextFamily[VlaJepaConfig, Inputs, JepaShape]):
     def feed(self, config: VlaJepaConfig, inputs: Sequence[Inputs]) -> Mapping[str, Rows]:
         found = super().feed(config, inputs)
         return found if config.head.state else {name: rows for name, rows in found.items() if name != "state"}
-
-    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        if is_lerobot_config(content):
-            return content["type"] == self.name
-        return all(name in shapes for name in SIGNS)
 
     load = staticmethod(load_folder)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vla_accel.checkpoints.lerobot import is_lerobot_config
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.errors import ConfigError, ObservationError
@@ -81,7 +80,7 @@ _CONTEXT = ("embed", "encoder", "text_proj", "view_proj", "position_embedding", 
 class XvlaFamily(Family[XvlaConfig, Inputs, XvlaShape]):
     """X-VLA of any size."""
 
-    name = "xvla"
+    name, signs = "xvla", (SIGN,)
     parts = ("vision", "kv_cache", "denoise")
     network_class, store_class = Xvla, XvlaStore
     capabilities = Capabilities(quantised=QUANTISED, settings=("domain",))
@@ -145,11 +144,6 @@ class XvlaFamily(Family[XvlaConfig, Inputs, XvlaShape]):
         return {
             **self.image_feed(config, inputs), "tokens": [i.tokens for i in inputs], "state": [i.state for i in inputs]
         }  # fmt: skip
-
-    def recognises(self, content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        if is_lerobot_config(content):
-            return content["type"] == self.name
-        return SIGN in shapes
 
     load = staticmethod(load_folder)
 
