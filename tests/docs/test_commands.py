@@ -67,7 +67,6 @@ LOOKED_UP: dict[str, str] = {
     "uv ": "it installs packages; tests/core/test_lock.py and tests/docs/test_example_scripts.py check its files",
     "vla-accel prompts": f"{FILES}; tests/policy/test_fastwam_policy.py runs it",
     "vla-accel export": f"{MINUTES}; tests/policy/test_export.py runs it",
-    "python exported/run.py": "vla-accel export runs it",
     "vla-accel inspect": f"{FILES}; tests/engines runs it",
     "vla-accel parity path/to/checkpoint --lora": f"{FILES}; tests/checkpoints/test_lora.py folds adapters",
     "vla-accel bench --model": f"{MINUTES}: models of the published size",

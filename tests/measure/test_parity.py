@@ -36,7 +36,7 @@ class Stub:
         self.error, self.flip, self.calls = error, flip, 0
         self.model, self.action_shape = SimpleNamespace(dtype=torch.float32), (3, 2)
         self.num_steps, self.schedule, self.specs = 4, Schedule.uniform(4), {"all": EngineSpec()}
-        self.ledger = Ledger()
+        self.ledger, self.family = Ledger(), PI05
         self.noises: list[np.ndarray] = []
         self.noise_shape = self.action_shape
 
