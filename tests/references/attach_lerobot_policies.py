@@ -54,7 +54,7 @@ class Case:
     config: Any = None
 
 
-def draws(seed: int, count: int, sizes: Mapping[str, tuple[int, int]], state: int) -> Batch:
+def draws(seed: int, count: int, sizes: Mapping[Any, tuple[int, int]], state: int) -> Batch:
     """Images in [0, 1] that are bytes divided by 255, and a state."""
     generator = torch.Generator().manual_seed(seed)
     found: Batch = {

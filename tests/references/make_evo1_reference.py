@@ -117,7 +117,9 @@ def build(variant: str) -> tuple[Any, Any]:
         **CHANGES[variant],
     )  # fmt: skip
     parts = {"AutoModel": model, "AutoTokenizer": tokenizer}
-    made = {n: types.SimpleNamespace(from_pretrained=lambda *a, part=p, **k: part) for n, p in parts.items()}
+    made: dict[str, Any] = {
+        n: types.SimpleNamespace(from_pretrained=lambda *a, part=p, **k: part) for n, p in parts.items()
+    }
     with mock.patch.multiple(internvl3_embedder, **made):
         policy = Evo1Policy(config).float().eval()
     with torch.no_grad():

@@ -89,7 +89,7 @@ def tokenizer() -> Qwen2Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trained.train_from_iterator(texts * 3, trainers.BpeTrainer(vocab_size=WORDS, initial_alphabet=sorted(alphabet)))
     model = json.loads(trained.to_str())["model"]
-    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in model["merges"]]
+    merges: Any = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in model["merges"]]
     made = Qwen2Tokenizer(vocab=model["vocab"], merges=merges, eos_token="<|im_end|>")
     made.add_special_tokens({"additional_special_tokens": list(ADDED)})
     made.padding_side = "left"

@@ -120,7 +120,9 @@ def observation(variant: str, index: int, sizes: Any) -> dict[str, Any]:
     )
     images = {n: image(f"oft.{n}.{index}", *sizes[i % len(sizes)]) for i, n in enumerate(names[: VIEWS[variant]])}
     if variant == "aloha" and sizes != WHOLE:  # as aloha_utils.resize_image_for_preprocessing
-        images = {n: np.array(Image.fromarray(x).resize((256, 256), Image.BICUBIC)) for n, x in images.items()}
+        images = {
+            n: np.array(Image.fromarray(x).resize((256, 256), Image.Resampling.BICUBIC)) for n, x in images.items()
+        }
     return {**images, "state": draw(f"oft.state.{index}", PROPRIO_DIM).astype(np.float64) * 1.5}
 
 

@@ -25,7 +25,7 @@ def images_of(variant: str) -> dict[str, np.ndarray]:
     """Three images of each camera, uint8 (3, H, W, 3); those of the two are unlike."""
     sizes = SIZES.get(variant, dict.fromkeys(CAMERAS, (70, 70)))
     return {
-        k: np.uint8((128 + 60 * groot_weights.draw(f"molmo.{k}", 3, *size, 3) + shift).clip(0, 255))
+        k: (128 + 60 * groot_weights.draw(f"molmo.{k}", 3, *size, 3) + shift).clip(0, 255).astype(np.uint8)
         for (k, size), shift in zip(sizes.items(), (40, -40), strict=True)
     }
 
