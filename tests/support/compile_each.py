@@ -229,7 +229,7 @@ def others(gpu: Gpu) -> Iterator[Launch]:
         for launches in (groot, wam, evo, oft, molmo, decode, integers):
             yield from itertools.chain(*launches(gpu, precision, 1).values())
     for family, config in ((ACT, act()), (DIFFUSION_POLICY, ddpm())):
-        yield from itertools.chain(*frames(family, config).values())
+        yield from itertools.chain(*frames(family, config, early=gpu.dependent_launch).values())
     for call in (*around_products(), *images()):
         yield from recorded(call)
 
