@@ -16,7 +16,6 @@ import pytest
 from tests.support import (
     fastwam_folders,
     groot_folders,
-    starvla_folders,
     tiny_act,
     tiny_diffusion_policy,
     tiny_pi0_fast,
@@ -35,15 +34,11 @@ def fastwam(folder: Path) -> None:
 
 FOLDERS: dict[str, Callable[[Path], Any]] = {
     "act": tiny_act.write_lerobot,
-    "pi0": lambda folder: write_tiny_checkpoint(folder, "pi0"),
     "pi05": lambda folder: write_tiny_checkpoint(folder, "pi05"),
     "smolvla": tiny_smolvla.write_lerobot,
     "groot_n17": groot_folders.write_isaac,
-    "groot_n16": groot_folders.write_n16,
-    "groot_n15": groot_folders.write_n15,
     "diffusion_policy": tiny_diffusion_policy.write_lerobot,
     "fastwam": fastwam,
-    "starvla": starvla_folders.write,
     "vla_jepa": lambda folder: vla_jepa_folders.write(folder, "plain"),
 }
 QUICK = {("torch-export", "act"), ("onnx", "act"), ("torch-export", "pi05")}
