@@ -43,7 +43,7 @@ OBSERVATIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
     "vla_jepa": vla_jepa_folders.observation,
     "starvla_groot": starvla_folders.observation,
     "evo1": evo1_folders.observation,
-    "molmoact2": lambda seed: molmoact2_folders.given()[seed],
+    "molmoact2": lambda seed: molmoact2_folders.given()[seed % 3],
     **groot_folders.OBSERVATIONS,
 }
 
