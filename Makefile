@@ -75,7 +75,7 @@ TRITON := 'triton==3.6.0; platform_system == "Linux"'
 
 # The one of the CUDA build of the torch in constraints.txt. It lies beside the installed one, which GPUs have run.
 NEWER_TRITON := triton==3.7.1
-COMPILED := models_kernels or test_compiling or ((capability or elsewhere) and (9.0 or 11.0 or 12.0))
+COMPILED := models_kernels or test_compiling or (capability and (9.0 or 12.0))
 test-triton: setup
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/newer-triton $(NEWER_TRITON)
 	PYTHONPATH=$(VENV)/newer-triton $(TEST) --dist load -k "$(COMPILED)" \
