@@ -79,11 +79,16 @@ def export(
     return manifest
 
 
+def require_new(folder: Path) -> None:
+    """Raise OutputError unless `folder` is empty or not there yet."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"output: expected a new or an empty folder, got {folder}")
+
+
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` when the block ends, and is removed where it raises."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OutputError(f"output: expected a new or an empty folder, got {folder}")
+    require_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
