@@ -73,7 +73,7 @@ ARRAY = (
 
 
 class Policy:
-    """Answers the state, so that the robot is told to stay where it is; keeps the last observation."""
+    """Returns the state as every action, so that the robot does not move; keeps the last observation."""
 
     metadata: Mapping[str, Any] = {
         "policy": "stay", "action_horizon": 10, "action_dim": 3,

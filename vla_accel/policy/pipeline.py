@@ -161,7 +161,7 @@ class Pipeline:
         self._host: dict[str, np.ndarray] = {}
         self._inputs: dict[str, Tensor] = {}
         self._slots: dict[str, list[np.ndarray]] = {}
-        self._resizes: list[tuple[Tensor, resize.Fit | resize.Resampled | resize.Cropped | None, Tensor]] = []
+        self._resizes: list[tuple[Tensor, resize.Fitting | None, Tensor]] = []
         """Camera images on the device, how they are resized, and the images of the first engine that they become."""
         for name, shape, dtype, part in entries:
             tensor, staged = (b[part].view(dtype).view(shape) for b in (on_device, on_host))

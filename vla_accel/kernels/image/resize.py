@@ -75,6 +75,10 @@ class Fit:
         return self.inner[2:] == (self.size, self.size)
 
 
+Fitting = Fit | Resampled | Cropped
+"""How images of one size become the model's."""
+
+
 def fits_on(device: torch.device) -> bool:
     """Return whether a device fits images itself; a CPU uses Pillow."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -83,7 +87,7 @@ def fits_on(device: torch.device) -> bool:
 @functools.lru_cache(maxsize=64)
 def fit_of(
     height: int, width: int, size: int, method: Resize | Resampling | CentreCrop, device: torch.device
-) -> Fit | Resampled | Cropped | None:
+) -> Fitting | None:
     """Return the fit of images of a size, None for those that resampling keeps. Raises ObservationError if nothing of
     the image would be left."""
     if isinstance(method, (Resampling, CentreCrop)):
@@ -99,7 +103,7 @@ def fit_of(
     return Fit(size, inner, axis(height, inner[2], device), axis(width, inner[3], device))
 
 
-def fit(image: Tensor, how: Fit | Resampled | Cropped | None, out: Tensor) -> None:
+def fit(image: Tensor, how: Fitting | None, out: Tensor) -> None:
     """out = the image (H, W, 3), fitted, or copied if `how` is None; all uint8 and contiguous."""
     if how is None:
         out.copy_(image)
