@@ -14,6 +14,7 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.depthwise import Depthwise, depthwise_norm
 from vla_accel.kernels.image.ops import GroupNorm, Sum
+from vla_accel.kernels.image.pool import max_pool
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -52,6 +53,14 @@ def test_a_depthwise_convolution_adds_to_its_rows_and_norms_the_sum() -> None:
     depthwise_norm(x, layer, x_out, h, eps=1e-3)
     torch.testing.assert_close(x_out, want + layer.shift)
     torch.testing.assert_close(h, F.layer_norm(want, (4,), layer.norm_weight, layer.norm_bias, 1e-3))
+
+
+@pytest.mark.parametrize("size", [(6, 8), (5, 7)], ids=["even", "odd"])
+def test_a_maximum_is_shifted_and_activated(size: tuple[int, int]) -> None:
+    x, shift = randn(2, *size, 4) - 1, randn(4, seed=1)
+    want = F.max_pool2d(nchw(x), 3, 2, 1).permute(0, 2, 3, 1)
+    torch.testing.assert_close(max_pool(x), want)
+    torch.testing.assert_close(max_pool(x, shift, activation=Activation.RELU), (want + shift).clamp(min=0))
 
 
 def test_padding_is_zeros_at_the_far_edges() -> None:
@@ -112,7 +121,7 @@ def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_triton
-@pytest.mark.parametrize(("options", "count"), [(["--few"], 68), pytest.param([], 149, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("options", "count"), [(["--few"], 70), pytest.param([], 151, marks=pytest.mark.slow)])
 def test_kernels_compute_what_the_references_do(options: list[str], count: int) -> None:
     cases = [line.split(" ", 1) for line in lines_of("interpret_image", *options)]
     assert len(cases) == count

@@ -62,6 +62,7 @@ from vla_accel.kernels.image import triton_image as image
 from vla_accel.kernels.image.depthwise import Depthwise
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.kernels.image.triton_depthwise import depthwise_norm
+from vla_accel.kernels.image.triton_pool import max_pool
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.kernel_choices import Choice
 
@@ -293,6 +294,7 @@ def images() -> Iterator[Callable[[], Any]]:
     yield lambda: image.geglu_erf(half(2, 4096, 2560))
     pixels, layer = half(2, 7, 7, 2048), Depthwise(wide(9, 2048), *(wide(2048) for _ in range(4)))
     yield lambda: depthwise_norm(pixels, layer, pixels, pixels, eps=1e-5)
+    yield lambda: max_pool(half(2, 240, 320, 64), wide(64), activation=Activation.RELU)
     yield lambda: image.softmax(wide(4096, 4096), torch.bfloat16)
     # The narrower of its two tiles, which a GPU with little shared memory takes.
     heads = half(1, 4096, 384)

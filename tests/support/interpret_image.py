@@ -1,6 +1,6 @@
-"""Every kernel of `kernels/image/triton_image.py` and `triton_depthwise.py` in Triton's interpreter, compared with its
-torch reference (`interpreter`, test_image_ops). `main` prints for each case (with --few about half of them) the largest
-difference, relative to the largest value, and its name."""
+"""Every kernel of `kernels/image/triton_image.py`, `triton_depthwise.py` and `triton_pool.py` in Triton's interpreter,
+compared with its torch reference (`interpreter`, test_image_ops). `main` prints for each case (with --few about half of
+them) the largest difference, relative to the largest value, and its name."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from vla_accel.kernels.dispatch import path
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.depthwise import Depthwise, depthwise_norm
 from vla_accel.kernels.image.ops import GroupNorm, Sum
+from vla_accel.kernels.image.pool import max_pool
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 """An op and its arguments."""
@@ -105,6 +106,8 @@ def cases(few: bool) -> dict[str, Case]:
         "geglu_erf": (ops.geglu_erf, (rows,)),
         "normalise_pixels": (normalised, (pixels, wide(2, 3))),
         "depthwise_norm": (depthwise, (half(2, 5, 3, 24), wide(9, 24), *(wide(24) for _ in range(4)))),
+        "max_pool": (max_pool, (half(2, 9, 7, 24),)),
+        "max_pool relu": (partial(max_pool, activation=Activation.RELU), (half(2, 6, 70, 24), wide(24))),
         "geglu_erf wide": (ops.geglu_erf, (half(11, 2 * 300),)),
         # Large and very unequal scores: a softmax that forgets to shift overflows here.
         "softmax": (ops.softmax, (100 * wide(6, 5000), torch.float16)),

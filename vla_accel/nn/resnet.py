@@ -18,6 +18,7 @@ from vla_accel.errors import ConfigError, unknown
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.ops import GroupNorm, Sum
+from vla_accel.kernels.image.pool import max_pool
 from vla_accel.nn.network import Network
 from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 from vla_accel.runtime import current
@@ -262,14 +263,13 @@ class ResNetWeights(NamedTuple):
         with torch.backends.cudnn.flags(enabled=True, benchmark=not fixed, deterministic=fixed, allow_tf32=True):
             value = self.stem.convolved(pixels)
             # A shift and ReLU keep the order of values: they may follow the maximum, and see a quarter of the pixels.
-            x = self.stem.normed(_pooled(value)) if self.stem.norm is None else _pooled(self.stem.normed(value))
+            if self.stem.norm is None:
+                x = max_pool(value, self.stem.shift, activation=Activation.RELU)
+            else:
+                x = max_pool(self.stem.normed(value))
             for block in self.blocks:
                 x = block(x)
         return x
-
-
-def _pooled(x: Tensor) -> Tensor:
-    return F.max_pool2d(x.permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1).contiguous()
 
 
 def _laid_out(weight: Tensor, dtype: torch.dtype) -> Tensor:
