@@ -35,7 +35,8 @@ def free() -> None:
     """Free what no variable holds any more."""
     # pytest keeps the frames of the last failure, and with them its models.
     for name in ("last_exc", "last_value", "last_traceback"):
-        vars(sys).pop(name, None)
+        if hasattr(sys, name):
+            delattr(sys, name)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -45,11 +46,10 @@ def free() -> None:
 def reserved(wanted: float, total: float | None = None, folder: Path | None = None) -> Iterator[None]:
     """Hold gigabytes of a GPU that has `total`, or all that can be held, by a lock on one file each in `folder`. The
     system drops the locks of a process that ends."""
-    if total is None:
-        total = torch.cuda.get_device_properties(0).total_memory / 1e9 * (1 - SHARED)
+    whole = torch.cuda.get_device_properties(0).total_memory / 1e9 * (1 - SHARED) if total is None else total
     folder = folder or Path(tempfile.gettempdir()) / "vla_accel_gpu_memory"
     folder.mkdir(exist_ok=True)
-    units = [folder / f"{index}" for index in range(int(total))]
+    units = [folder / f"{index}" for index in range(int(whole))]
     missing = min(len(units), math.ceil(wanted))
     with ExitStack() as held:
         # One process at a time collects: two could each hold what the other waits for.
