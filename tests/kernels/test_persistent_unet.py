@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two levels, three taps, other groups": {"widths": (64, 128), "kernel": 3, "groups": 4, "action_horizon": 12},
     "a level that keeps its width": {"widths": (32, 32, 64), "action_horizon": 8},
 }
-STEPS = 2
+STEPS = 3
 
 
 def gpu_of(blocks: int, shared: int = H200.shared_per_block) -> Gpu:
@@ -78,7 +78,7 @@ class Unet:
 
 def tensors_of(program: PersistentProgram) -> list[Tensor]:
     """What the kernel may touch."""
-    found = [program.unet.table, program.unet.sizes, program.unet.arrivals, program.unet.conditions]
+    found = [program.unet.table, program.unet.sizes, program.unet.conditions]
     for phase in program.phases:
         for source in phase.sources:
             found += [t for t in (source.rows, source.residual, source.kept) if t is not None]
@@ -117,18 +117,20 @@ def test_the_result_does_not_depend_on_the_gpu(blocks: int, shared: int, emulate
 MISTAKES = {
     "a stage is not awaited": ("mbarrier_wait(full(at), parity ^ wraps);", "", "with no barrier between"),
     "a stage is overwritten": ("mbarrier_wait(empty(slot), parity ^ 1);", "", "with no barrier between|all of 32"),
-    "sums are read early": ("  consumers_sync();\n  float sum = 0.f;", "  float sum = 0.f;", "with no barrier between"),
-    "the input is read early": ("  }\n  consumers_sync();\n}\n\n// -- products", "  }\n}\n\n// -- products",
+    "sums are read early": ("  consumers_sync();\n  const int tile", "  const int tile", "with no barrier between"),
+    "the input is read early": ("  consumers_sync();\n}\n\n// -- products", "}\n\n// -- products",
                                 "with no barrier between"),
-    "an arrival is missing": ("      me.hop.arrive();\n", "", "wait for ever: .*wait_count"),
-    "a phase does not wait": ("if (i > 0) me.hop.wait();", "", ""),
-    "the counter is not reset": ("*c.arrivals = 0;", ";", ""),
-    "another row": ("output * stride + tap - pad", "output * stride + tap - pad - 1", ""),
+    "a value is not awaited": ("if (!(wrong & 1)) break;", "break;", ""),
+    "a stamp is never right": ("| stamp()", "", "wait for ever"),
+    "the stamp does not change": ("index / 2 % 2 ^ 1", "1", ""),
+    "steps share a half": ("map + index % 2 * size", "map", ""),
+    "another row": ("row = output * q.stride - q.pad", "row = output * q.stride - q.pad - 1", ""),
+    "the second tile's weights": ("at + tile * UNIT_BYTES", "at", ""),
     "the next group's variance": ("rsqrtf(warp_sum(squares)", "rsqrtf(warp_sum(sum)", ""),
-    "no residual": ("if (s.residual)", "if (false)", ""),
-    "the condition of another step": ("(u64)step * c.films", "(u64)0 * c.films", ""),
+    "no residual": ("floats_of(added[r][c]))", "zero)", ""),
+    "the condition of another step": ("(u64)step.index * c.films", "(u64)0 * c.films", ""),
     "the noise of another step": ("c.noise + (step + 1)", "c.noise + step", ""),
-    "a kept map is not stored": ("if (s.kept && ", "if (false && ", ""),
+    "a kept map is not stored": ("int turn = kept ?", "int turn = false ?", "wait for ever"),
 }  # fmt: skip
 
 

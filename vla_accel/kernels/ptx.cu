@@ -12,6 +12,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ float tanh_fast(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -149,10 +154,19 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 __device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
   MBARRIER_WAIT("mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64");
 }
+__device__ __forceinline__ void count_poll(u32& polls) {
+  if (++polls > WAIT_POLLS) asm volatile("trap;");
+}
 // BF16 numbers that are read until they are there, without a counter, were filled with ones before: rounding gives no
 // number of ones alone, its only NaN is 0x7fff.
 __device__ __forceinline__ void st_relaxed(u16* to, u16 v) {
   asm volatile("st.relaxed.gpu.u16 [%0], %1;" ::"l"(to), "h"(v) : "memory");
+}
+__device__ __forceinline__ void st_relaxed(u32* to, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+__device__ __forceinline__ void st_relaxed_v4(void* to, const uint4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 __device__ __forceinline__ uint4 ld_relaxed_v4(const void* p) {
   uint4 v;

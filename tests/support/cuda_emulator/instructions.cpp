@@ -289,6 +289,11 @@ static void store_global(T* p, T value, const char* what) {
   machine.global.write(p, sizeof(T), current->waited || current->behind || current->block->waited, what);
   *p = value;
 }
+void count_poll(u32& polls) {
+  if (++polls > 100000) fail("threads wait for ever: count_poll");
+}
+void st_relaxed(u32* to, u32 v) { store_global(to, v, "st_relaxed"); }
+void st_relaxed_v4(void* to, const uint4& v) { store_global((uint4*)to, v, "st_relaxed_v4"); }
 void st_relaxed(u16* to, u16 v) { store_global(to, v, "st_relaxed"); }
 // It may be called in a loop until another thread has stored, which gets its turn so.
 uint4 ld_relaxed_v4(const void* p) {

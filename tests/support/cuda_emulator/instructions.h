@@ -56,6 +56,9 @@ inline void fence_proxy_async() {}
 // -- polled values in global memory -----------------------------------------------------------------------
 
 void st_relaxed(u16* to, u16 v);
+void st_relaxed(u32* to, u32 v);
+void st_relaxed_v4(void* to, const uint4& v);
+void count_poll(u32& polls);
 uint4 ld_relaxed_v4(const void* p);
 void wait_there(uint4& v, const void* p);
 uint4 ld_cg_v4(const void* p);
@@ -128,6 +131,7 @@ inline float exp2_fast(float x) {
   const float y = exp2f(x);
   return y < 1.17549435e-38f ? 0.f : y;
 }
+inline float reciprocal_fast(float x) { return 1.f / x; }
 inline float tanh_fast(float x) { return tanhf(x); }
 inline u16 round_bf16(float x) {
   const u32 bits = bits_as<u32>(x);

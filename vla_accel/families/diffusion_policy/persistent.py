@@ -119,7 +119,7 @@ class _Phases:
                 outputs = length // 2 if halves else length
                 sums = self._phase(length, sources, f"{level}.2", outputs=outputs, stride=2 if halves else 1)
                 length = outputs if halves else 2 * length
-                sources = (Source(sums.view(length, width), width),)
+                sources = (Source(sums.view(2, length, width), width),)
         sums = self._phase(length, sources, "last")
         last = Source(sums, config.widths[0], self.weights.norms["last_norm"])
         product = Product(self.weights.convolutions["out"], None, length)
@@ -156,7 +156,7 @@ class _Phases:
         return Product(packed, self._buffer(outputs, packed.channels), outputs, stride)
 
     def _buffer(self, length: int, channels: int) -> Tensor:
-        return torch.zeros(length, channels, device=self.device)
+        return torch.zeros(2, length, channels, device=self.device)
 
 
 class PersistentProgram:

@@ -64,7 +64,6 @@ CallBlock = block(
     ("const float*", "sizes", "(steps, 7): StepSizes"),
     ("const float*", "noise", "(draws, LENGTH, ACTIONS)"),
     ("float*", "actions", "(LENGTH, ACTIONS)"),
-    ("u32*", "arrivals", "(1,)"),
     ("int", "count steps draws films", ""),
 )
 
@@ -88,8 +87,7 @@ def pack(weight: Tensor, bias: Tensor) -> PackedConvolution:
     """Pack a convolution's weight (N, taps, C) and bias (N,). N and C are filled up with zeros to whole tiles."""
     n, taps, channels = weight.shape
     missing = -n % 8
-    filled = F.pad(weight, (0, -channels % BLOCK, 0, 0, 0, missing)).flatten(1)
-    filled = F.pad(filled, (0, -filled.shape[1] % (WARPS * BLOCK)))
+    filled = F.pad(weight, (0, -channels % (WARPS * BLOCK), 0, 0, 0, missing)).flatten(1)
     tiles = filled.view(len(filled) // 8, 8, -1, WARPS, BLOCK).permute(0, 2, 3, 1, 4)
     return PackedConvolution(
         tiles.to(torch.bfloat16).contiguous(), F.pad(bias.float(), (0, missing)).contiguous(), taps
@@ -118,6 +116,16 @@ class Source:
     residual: Tensor | None = None
     kept: Tensor | None = None
 
+    @property
+    def groups(self) -> int:
+        """Groups of channels, each of which a warp makes."""
+        return WARPS if self.norm is None else self.norm.groups
+
+    def quads(self, rows: int) -> tuple[int, int]:
+        """Return the rows of a group, and the quads of each, that a lane holds at most."""
+        across = self.channels // self.groups // 4
+        return -(-rows // max(1, 32 // across)), -(-across // 32)
+
 
 @dataclass(frozen=True)
 class Product:
@@ -143,9 +151,15 @@ class Phase:
     products: tuple[Product, ...]
 
     @property
+    def maps(self) -> list[Tensor]:
+        """What the phase stores in memory."""
+        found = [*(source.kept for source in self.sources), *(product.sums for product in self.products)]
+        return [m for m in found if m is not None]
+
+    @property
     def blocks(self) -> int:
-        """Blocks of the input's channels."""
-        return sum(-(-source.channels // BLOCK) for source in self.sources)
+        """Blocks of the input's channels, with zeros up to whole units."""
+        return round_up(sum(source.channels for source in self.sources), WARPS * BLOCK) // BLOCK
 
 
 def why_not(gpu: Gpu | None, widths: Sequence[int], groups: Sequence[int], rows: int, actions: int) -> str | None:
@@ -176,8 +190,9 @@ class Layout:
         """Where the areas of shared memory begin."""
         sizes = {
             "INPUT_AT": max(phase.rows * phase.blocks for phase in self.phases) * 2 * BLOCK,
-            "SUMS_AT": 2 * WARPS * MOST_ROWS * 8 * 4, "CHUNK_AT": self.length * self.actions * 4,
-            "TABLE_AT": len(self.phases) * ctypes.sizeof(PhaseBlock), "BARRIERS_AT": 2 * MOST_STAGES * 8, "RING_AT": 0,
+            "ZEROS_AT": 2 * BLOCK, "SUMS_AT": 2 * 2 * WARPS * MOST_ROWS * 8 * 4,
+            "CHUNK_AT": self.length * self.actions * 4, "TABLE_AT": len(self.phases) * ctypes.sizeof(PhaseBlock),
+            "BARRIERS_AT": 2 * MOST_STAGES * 8, "RING_AT": 0,
         }  # fmt: skip
         found, end = {}, 0
         for name, size in sizes.items():
@@ -199,10 +214,12 @@ class Layout:
     @property
     def source(self) -> str:
         """The source of the kernel, with its sizes at the beginning."""
-        normed = [(phase.rows, s) for phase in self.phases for s in phase.sources if s.norm is not None]
-        held = max(-(-rows * s.channels // (s.norm.groups * 4 * 32)) for rows, s in normed if s.norm is not None)
+        quads = [s.quads(phase.rows) for phase in self.phases for s in phase.sources if s.rows is not None]
+        columns = max(wide for _, wide in quads)
+        held = max(rounds * (1 if wide == 1 else columns) for rounds, wide in quads)
         macros = {
-            "WARPS": WARPS, "STAGES": self.stages, "STAGE_UNITS": STAGE_UNITS, "UNDER_WAY": UNDER_WAY, "HELD": held,
+            "WARPS": WARPS, "STAGES": self.stages, "STAGE_UNITS": STAGE_UNITS, "UNDER_WAY": UNDER_WAY,
+            "HELD": held, "COLUMNS": columns,
             "LENGTH": self.length, "ACTIONS": self.actions, **self.offsets,
         }  # fmt: skip
         generated = "".join(one.cpp for one in (SourceBlock, ProductBlock, PhaseBlock, CallBlock))
@@ -221,7 +238,10 @@ class PersistentUnet:
     ) -> None:
         """`phases`: the last one makes the network's output; `conditions` (steps, n) float32 of a call; `chunk`: rows
         and numbers of the actions."""
-        device, self.phases, self.blocks = conditions.device, phases, gpu.multiprocessors
+        device, self.phases = conditions.device, phases
+        widest = max(len(product.convolution.weights) for phase in phases for product in phase.products)
+        self.blocks = min(gpu.multiprocessors, widest)  # each has work in the widest phase
+        self.maps = [m for phase in phases for m in phase.maps]
         layout = Layout(phases, *chunk, gpu)
         if layout.stages < LEAST_STAGES:
             raise NotResident(f"its ring needs {LEAST_STAGES} stages, the GPU's shared memory holds {layout.stages}")
@@ -235,15 +255,15 @@ class PersistentUnet:
         self.table = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
         numbers = [[s.x_of, s.out_of, s.clean, s.keep, s.out, s.noise, s.clip] for s in sizes]
         self.sizes = torch.tensor(numbers, dtype=torch.float32, device=device)
-        self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self.conditions = conditions
 
     def run(self, noise: Tensor, actions: Tensor) -> None:
         """Enqueue all steps: `noise` (draws, T, A) float32 to `actions` (T, A) float32."""
+        torch._foreach_zero_(self.maps)
         call = CallBlock(
             phases=address("phases", self.table), conditions=address("conditions", self.conditions),
             sizes=address("sizes", self.sizes, 4), noise=address("noise", noise, 4),
-            actions=address("actions", actions, 4), arrivals=address("arrivals", self.arrivals, 4),
+            actions=address("actions", actions, 4),
             count=len(self.phases) - 1, steps=len(self.sizes), draws=len(noise), films=self.conditions.shape[1],
         )  # fmt: skip
         self.module.launch(_NAME, self.blocks, THREADS, (call,), cooperative=True)
@@ -260,7 +280,7 @@ def _source(source: Source) -> Any:
     return SourceBlock(
         rows=address("rows", source.rows), weight=address("weight", None if norm is None else norm.weight),
         bias=address("bias", None if norm is None else norm.bias), residual=address("residual", source.residual),
-        kept=address("kept", source.kept), channels=source.channels, groups=0 if norm is None else norm.groups,
+        kept=address("kept", source.kept), channels=source.channels, groups=source.groups,
         films=source.films, condition=source.condition, eps=0.0 if norm is None else norm.eps,
     )  # fmt: skip
 
