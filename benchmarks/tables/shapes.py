@@ -6,8 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.memory import parameters
-from benchmarks.tables.bench import PI0_PARTS, batched, call, component_columns
-from benchmarks.tables.table import MODELS, Cell, Row, blocks, doubt, machine, machines, picture, steps_of, table
+from benchmarks.tables.bench import PI0_PARTS, batched, bench, call, component_columns
+from benchmarks.tables.table import (
+    MODELS,
+    Cell,
+    Row,
+    blocks,
+    doubt,
+    machine,
+    machines,
+    picture,
+    plural,
+    steps_of,
+    table,
+)
 from vla_accel.measure.bench import SCHEMA
 from vla_accel.measure.systems import ORDINARY_TOKENS
 
@@ -17,8 +29,8 @@ OURS = ("native-", "portable-", "triton-", "realtime-vla")
 
 
 def published(results: Sequence[Row]) -> list[Row]:
-    """The reports of published sizes, those with the most batches first; without π0-FAST, which has no loop."""
-    found = [r for r in results if r.get("schema") == SCHEMA and r["model"].get("kind") != "pi0_fast"]
+    """The reports of published sizes, those with the most batches first; of families with a denoising loop alone."""
+    found = [r for r in results if r.get("schema") == SCHEMA and "denoise" in r.get("parts", PI0_PARTS)]
     return sorted((r for r in found if "views" in r["model"]), key=lambda r: -len(r["throughput"]))
 
 
@@ -28,7 +40,7 @@ def shape_of(result: Row) -> str:
     prompt = f", prompt of {tokens} tokens" if tokens else ""
     images = f", cameras of {camera[0]} × {camera[1]}" if camera else ""
     kind = MODELS.get(model["kind"], model["kind"])
-    return f"{kind}, {model['views']} views, {model['action_horizon']} actions{prompt}{images}"
+    return f"{kind}, {plural(model['views'], 'view')}, {model['action_horizon']} actions{prompt}{images}"
 
 
 def timed_calls(results: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
@@ -153,6 +165,8 @@ def goals(results: Sequence[Row]) -> str:
 
 # -- a row a model ------------------------------------------------------------------------------------------------
 
+FAMILIES = tuple(kind for kind in MODELS if kind not in ("pi05", "pi0", "smolvla", "groot", "pi0_fast"))
+"""Families whose stored run, if there is one, comes from any GPU of `registry.GPUS`."""
 BUNDLED = {"demo": "pi05", "smolvla_demo": "smolvla"}
 """The family of a bundled checkpoint."""
 
@@ -175,9 +189,9 @@ def _played(pairs: Row) -> Iterator[tuple[str, str]]:
             yield kind, f"{100 * rate['rate']:.1f} % of {rate['episodes']}" + (f" ({warning})" if warning else "")
 
 
-def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping[str, str]) -> dict[str, Any]:
-    model, kind, steps = bench["model"], bench["model"]["kind"], bench["rows"][0]["steps"]
-    found = {row["system"]: row for row in bench["rows"] if row["steps"] == steps}
+def _model(result: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping[str, str]) -> dict[str, Any]:
+    model, kind, steps = result["model"], result["model"]["kind"], result["rows"][0]["steps"]
+    found = {row["system"]: row for row in result["rows"] if row["steps"] == steps}
     others = {name: row for name, row in found.items() if name.partition("-")[0] in ("openpi", "lerobot")}
     if not others and "eager" in found:
         others = {"ours-eager": found["eager"]}
@@ -185,8 +199,9 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
     memory = found.get("native-bf16", {}).get("memory") or {}
     return {
         "model": MODELS[kind],
-        "size": f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M",
-        "call": f"{model['views']} views, {model['action_horizon']} actions, {steps_of(kind, steps)}",
+        "size": _size(count),
+        "call": f"{plural(model['views'], 'view')}, {model['action_horizon']} actions, {steps_of(kind, steps)}",
+        "gpu": result["hardware"].get("gpu"),
         "reference": "; ".join(f"{r['median_ms']:.2f} ({n.replace('-', ', ', 1)})" for n, r in others.items()) or None,
         "bf16": call(found.get("native-bf16")),
         "fp8": call(found.get("native-fp8")),
@@ -196,12 +211,40 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
     }
 
 
-def models(results: Iterable[Row]) -> str:
-    """A row for each model, from all its stored runs."""
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+
+
+_CALLS = (
+    "model = {model} | parameters = {size} | a call = {call} | GPU = {gpu} | reference = {reference} | native, BF16 = "
+    "{bf16} | FP8 = {fp8} | GPU memory = {memory:.1f} GB"
+)
+_CALLS_NOTE = (
+    "Median ms of a whole call at the published size with random weights, NumPy in to NumPy out, and the speed-up over "
+    "the reference: the original PyTorch code in the same run, or our own in eager mode."
+)
+
+
+def families(results: Sequence[Row | None]) -> str:
+    """A row for each of `FAMILIES`, and all tables of its run, None if no run is stored."""
+    rows: list[dict[str, Any]] = []
+    measured: list[tuple[str, Row]] = []
+    for kind, result in zip(FAMILIES, results, strict=True):
+        if result is None:
+            rows.append({"model": MODELS[kind], "size": _size(parameters(kind)), "call": "not measured"})
+        else:
+            rows.append(_model(result, {}, {}))
+            measured.append((MODELS[kind], result))
+    each = (part for name, result in measured for part in (f"#### {name}\n", bench(result)))
+    return blocks(table(_CALLS, rows, _CALLS_NOTE), *each)
+
+
+def models(results: Iterable[Row | None]) -> str:
+    """A row for each model, from all its stored runs; None where no run is stored."""
     agreement: dict[str, tuple[int, str]] = {}
     played: dict[str, str] = {}
     benches = []
-    for result in results:
+    for result in filter(None, results):
         if "policies" in result:
             played |= dict(_played(result))
         elif "rows" in result:
@@ -209,12 +252,9 @@ def models(results: Iterable[Row]) -> str:
         else:
             agreement |= _agreement(result)
     return table(
-        "model = {model} | parameters = {size} | a call = {call} | reference = {reference} | native, BF16 = {bf16} | "
-        "FP8 = {fp8} | GPU memory = {memory:.1f} GB | difference in FP32 = {difference} | success = {success}",
+        f"{_CALLS} | difference in FP32 = {{difference}} | success = {{success}}",
         [_model(result, agreement, played) for result in benches],
-        "Median ms of a whole call at the published size with random weights, NumPy in to NumPy out, and the speed-up "
-        "over the reference: the original PyTorch code in the same run, or our own in eager mode. Difference in FP32: "
-        "the largest difference of the final actions from that code on equal weights. Success: of the small bundled "
-        "checkpoint, which was trained here, in BF16. "
-        f"{machines((MODELS[bench['model']['kind']], bench) for bench in benches)}.",
+        f"{_CALLS_NOTE} Difference in FP32: the largest difference of the final actions from that code on equal "
+        "weights. Success: of the small bundled checkpoint, which was trained here, in BF16. "
+        f"{machines((MODELS[result['model']['kind']], result) for result in benches)}.",
     )

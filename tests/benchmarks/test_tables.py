@@ -218,7 +218,7 @@ def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     lerobot = lerobot_report()
     played = comparison(native=libero_result(np.arange(20) > 3, WEIGHTS))
     first, second = cells(shapes.models([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
-    assert first[3:] == ["60.00 (openpi, eager)", "14.00, 4.3×", "-", "-", "4.0e-06", "80.0 % of 20"]
+    assert first[3:] == ["NVIDIA X", "60.00 (openpi, eager)", "14.00, 4.3×", "-", "-", "4.0e-06", "80.0 % of 20"]
     assert second[:2] == ["SmolVLA", "402 M"] and second[-3:] == ["1.3 GB", "2.0e-06", "-"]
     alone = cells(shapes.models([smolvla]))[0]
     assert alone[1] == "403 M" and alone[-2:] == ["-", "-"], "parameters are counted where no run has them"
@@ -226,7 +226,25 @@ def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     row = cells(shapes.models([small, lerobot]))[0]
     assert row[:2] == ["π0-FAST", "2.92 B"] and row[-2:] == ["-", "-"], "the figures of a small model do not count"
     small["rows"] = bench_report(CEILINGS, "eager")["rows"]
-    assert cells(shapes.models([small]))[0][3] == "60.00 (ours, eager)"
+    assert cells(shapes.models([small]))[0][4] == "60.00 (ours, eager)"
+
+
+def test_a_family_has_the_run_of_the_gpu_that_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a row that says so where no GPU has one."""
+    kinds = [("act", "h100"), ("evo1", "h100"), ("evo1", "h200")]
+    monkeypatch.setattr(registry, "RESULTS", tmp_path)
+    for kind, gpu in kinds:
+        report = bench_report(CEILINGS, "eager")
+        report["model"]["kind"], report["hardware"] = kind, {"gpu": gpu.upper()}
+        (tmp_path / f"bench_{kind}_{gpu}.json").write_text(json.dumps(report))
+    results = registry.load(registry.FAMILIES)
+    text = shapes.families(results)
+    rows = {row[0]: row[2:6] for row in cells(text)}
+    assert len(rows) == len(registry.FAMILIES) == len(shapes.FAMILIES)
+    assert rows["ACT"] == ["2 views, 10 actions, one pass", "H100", "60.00 (ours, eager)", "14.00, 4.3×"]
+    assert {kind for kind, row in rows.items() if row != ["not measured", "-", "-", "-"]} == {"ACT", "Evo-1"}
+    assert [line for line in text.splitlines() if line.startswith("#### ")] == ["#### ACT", "#### Evo-1"]
+    assert "H200, torch" in text and [row[3] for row in cells(shapes.models(results))] == ["H100", "H200"]
 
 
 # -- agreement and success ----------------------------------------------------------------------------------------
