@@ -236,6 +236,7 @@ def test_a_family_has_the_run_of_the_gpu_that_has_one(tmp_path: Path, monkeypatc
     for kind, gpu in kinds:
         report = bench_report(CEILINGS, "eager")
         report["model"]["kind"], report["hardware"] = kind, {"gpu": gpu.upper()}
+        report["rows"][0]["step_ms"] = 0.5
         (tmp_path / f"bench_{kind}_{gpu}.json").write_text(json.dumps(report))
     results = registry.load(registry.FAMILIES)
     text = shapes.families(results)
@@ -244,6 +245,7 @@ def test_a_family_has_the_run_of_the_gpu_that_has_one(tmp_path: Path, monkeypatc
     assert rows["ACT"] == ["2 views, 10 actions, one pass", "H100", "60.00 (ours, eager)", "14.00, 4.3×"]
     assert {kind for kind, row in rows.items() if row != ["not measured", "-", "-", "-"]} == {"ACT", "Evo-1"}
     assert [line for line in text.splitlines() if line.startswith("#### ")] == ["#### ACT", "#### Evo-1"]
+    assert "| a step |" in text and "a one pass" not in text
     assert "H200, torch" in text and [row[3] for row in cells(shapes.models(results))] == ["H100", "H200"]
 
 
