@@ -1,4 +1,4 @@
-"""What mkdocs builds besides the pages in docs/: README, CONTRIBUTING and CHANGELOG, the pictures, the layout.
+"""Pages that mkdocs builds in addition to docs/: README, CONTRIBUTING and CHANGELOG, the pictures, the layout.
 
 Each of them stands in one place; links are rewritten from where a file lies to where its page is.
 """
@@ -31,7 +31,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """A page with its links set right, and the layout in its place."""
+    """Return a page with rewritten links and the layout inserted."""
     return linked(markdown, page.file.src_uri).replace(LAYOUT, layout())
 
 

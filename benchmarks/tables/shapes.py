@@ -182,12 +182,17 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
     if not others and "eager" in found:
         others = {"ours-eager": found["eager"]}
     count, difference = agreement.get(kind) or (parameters(kind), None)
-    memory = found.get("native-bf16", {}).get("memory") or {}
+    bf16 = found.get("native-bf16", {})
+    memory = bf16.get("memory") or {}
     return {
         "model": MODELS[kind],
         "size": f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M",
         "call": f"{model['views']} views, {model['action_horizon']} actions, {steps_of(kind, steps)}",
         "reference": "; ".join(f"{r['median_ms']:.2f} ({n.replace('-', ', ', 1)})" for n, r in others.items()) or None,
+        "ms": bf16.get("median_ms"),
+        "speedup": bf16.get("speedup"),
+        "code": " and ".join(dict.fromkeys(name.removeprefix("ours-").removesuffix("-eager") for name in others))
+        or None,
         "bf16": call(found.get("native-bf16")),
         "fp8": call(found.get("native-fp8")),
         "memory": memory.get("peak_running", memory["total"]) / 1e9 if memory else None,
@@ -196,8 +201,8 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
     }
 
 
-def models(results: Iterable[Row]) -> str:
-    """A row for each model, from all its stored runs."""
+def _models(results: Iterable[Row]) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The benches among the stored runs, and a row for each, completed from the other runs."""
     agreement: dict[str, tuple[int, str]] = {}
     played: dict[str, str] = {}
     benches = []
@@ -208,13 +213,45 @@ def models(results: Iterable[Row]) -> str:
             benches.append(result)
         else:
             agreement |= _agreement(result)
+    return benches, [_model(bench, agreement, played) for bench in benches]
+
+
+def models(results: Iterable[Row]) -> str:
+    """README's table: a row for each model, from all its stored runs."""
+    benches, rows = _models(results)
+    gpus = " and ".join(dict.fromkeys(bench["hardware"]["gpu"] for bench in benches))
+    return table(
+        "model = {model} ({size}) | ms = {ms:.2f} | GPU memory = {memory:.1f} GB | "
+        "speed-up = {speedup:.1f}× over {code} | success = {success}",
+        rows,
+        f"BF16 on {gpus}, batch 1, random weights of the published size. Ms: median of a whole call, from NumPy "
+        "observation to NumPy actions. Speed-up: over the eager PyTorch code of openpi or lerobot in the same "
+        "run (eager: this package's own). Success: the small bundled checkpoint of that model in LIBERO.",
+    )
+
+
+def models_detail(results: Iterable[Row]) -> str:
+    """A row for each model, with sizes, both precisions and the agreement with the original code."""
+    benches, rows = _models(results)
     return table(
         "model = {model} | parameters = {size} | a call = {call} | reference = {reference} | native, BF16 = {bf16} | "
         "FP8 = {fp8} | GPU memory = {memory:.1f} GB | difference in FP32 = {difference} | success = {success}",
-        [_model(result, agreement, played) for result in benches],
-        "Median ms of a whole call at the published size with random weights, NumPy in to NumPy out, and the speed-up "
-        "over the reference: the original PyTorch code in the same run, or our own in eager mode. Difference in FP32: "
-        "the largest difference of the final actions from that code on equal weights. Success: of the small bundled "
-        "checkpoint, which was trained here, in BF16. "
-        f"{machines((MODELS[bench['model']['kind']], bench) for bench in benches)}.",
+        rows,
+        "Median ms of a whole call at the published size with random weights, and the speed-up over the reference: the "
+        "original PyTorch code in the same run, or our own in eager mode. Difference in FP32: the largest difference "
+        "of the final actions from the original code on equal weights. Success: of the small bundled checkpoint in "
+        f"BF16. {machines((MODELS[bench['model']['kind']], bench) for bench in benches)}.",
+    )
+
+
+def headline(bench: Row) -> str:
+    """README's first sentence: a call in BF16, at its first step count, and the reference in the same run."""
+    steps, gpu = bench["rows"][0]["steps"], bench["hardware"]["gpu"].removeprefix("NVIDIA ")
+    found = {row["system"]: row["median_ms"] for row in bench["rows"] if row["steps"] == steps}
+    ours, theirs = found["native-bf16"], found["openpi-eager"]
+    fastest = min(ms for name, ms in found.items() if name.startswith("native-"))
+    return (
+        "Run vision-language-action (VLA) policies in real time on NVIDIA GPUs: "
+        f"**a call of {MODELS[bench['model']['kind']]} takes {ours:.1f} ms on an {gpu} in BF16 ({fastest:.1f} ms in "
+        f"FP8); openpi's eager PyTorch code takes {theirs:.0f} ms, {theirs / ours:.0f} times as long.**\n"
     )

@@ -41,7 +41,7 @@ def blocks(*parts: str) -> str:
 
 def picture(words: str, file: str) -> str:
     """A picture of benchmarks/results, with its text."""
-    return f"![{words}](../benchmarks/results/{file})\n"
+    return f"![{words}](benchmarks/results/{file})\n"
 
 
 class _Missing(Exception):

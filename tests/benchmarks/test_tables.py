@@ -43,10 +43,10 @@ WEIGHTS = registry.load("training/demo")["weights"]
 # -- pages --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", registry.pages(), ids=lambda p: p.name)
+@pytest.mark.parametrize("page", registry.pages(), ids=lambda p: p.relative_to(registry.ROOT).as_posix())
 def test_a_page_is_up_to_date(page: Path) -> None:
     text = page.read_text()
-    assert registry.render(text) == text, f"{page.name} differs from benchmarks/results: run `make tables`"
+    assert registry.render(text, page) == text, f"{page.name} differs from benchmarks/results: run `make tables`"
 
 
 def test_the_svg_pictures_are_up_to_date() -> None:
@@ -217,16 +217,36 @@ def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     }
     lerobot = lerobot_report()
     played = comparison(native=libero_result(np.arange(20) > 3, WEIGHTS))
-    first, second = cells(shapes.models([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
+    first, second = cells(shapes.models_detail([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
     assert first[3:] == ["60.00 (openpi, eager)", "14.00, 4.3×", "-", "-", "4.0e-06", "80.0 % of 20"]
     assert second[:2] == ["SmolVLA", "402 M"] and second[-3:] == ["1.3 GB", "2.0e-06", "-"]
-    alone = cells(shapes.models([smolvla]))[0]
+    alone = cells(shapes.models_detail([smolvla]))[0]
     assert alone[1] == "403 M" and alone[-2:] == ["-", "-"], "parameters are counted where no run has them"
     small = {**smolvla, "model": {**smolvla["model"], "kind": "pi0_fast"}}
-    row = cells(shapes.models([small, lerobot]))[0]
+    row = cells(shapes.models_detail([small, lerobot]))[0]
     assert row[:2] == ["π0-FAST", "2.92 B"] and row[-2:] == ["-", "-"], "the figures of a small model do not count"
     small["rows"] = bench_report(CEILINGS, "eager")["rows"]
-    assert cells(shapes.models([small]))[0][3] == "60.00 (ours, eager)"
+    assert cells(shapes.models_detail([small]))[0][3] == "60.00 (ours, eager)"
+    first, second = cells(shapes.models([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
+    assert first == ["π0.5 (3.35 B)", "14.00", "-", "4.3× over openpi", "80.0 % of 20"]
+    assert second[0] == "SmolVLA (402 M)" and second[2:] == ["1.3 GB", "4.3× over lerobot", "-"]
+
+
+def test_the_headline_has_the_medians_of_its_run() -> None:
+    report = bench_report(CEILINGS)
+    report["rows"].append({**report["rows"][0], "system": "native-fp8", "median_ms": 10.0})
+    text = shapes.headline(report)
+    assert "14.0 ms on an X in BF16 (10.0 ms in FP8)" in text and "60 ms, 4 times as long" in text
+
+
+def test_a_link_of_a_table_is_relative_to_its_page() -> None:
+    text = "<!-- table: latency_cpu -->\n<!-- end -->"
+    monkeypatched = {**registry.TABLES, "latency_cpu": (lambda _: "[a](docs/x.md#b) ![p](benchmarks/p.png)\n", ())}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "TABLES", monkeypatched)
+        deep = registry.render(text, registry.ROOT / "docs/results/latency.md")
+        assert "[a](../x.md#b) ![p](../../benchmarks/p.png)" in deep
+        assert "[a](docs/x.md#b) ![p](benchmarks/p.png)" in registry.render(text)
 
 
 # -- agreement and success ----------------------------------------------------------------------------------------
