@@ -136,7 +136,7 @@ def conditions(result: Row) -> str:
     elif model:
         sizes = f"checkpoint {model['name']} ({model['kind']}), {model['action_horizon']} actions; "
     count = max(row["calls"] for row in result["rows"])
-    text = f"{sizes}{machine(result)}; {count} calls of each system, in turns; {command(result)}."
+    text = f"{sizes}{machine(result)}; {count} calls of each system, alternating; {command(result)}."
     if ceilings:
         text += (
             f" Ceilings measured on the same GPU: {ceilings['bf16_flops'] * 1e-12:.0f} TFLOP/s in BF16, "
