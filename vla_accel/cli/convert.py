@@ -35,7 +35,7 @@ class Convert:
     config: str | None = None
     """openpi's training config of the checkpoint (pi05_libero, pi0_droid, …): fixes horizon, preset and prompt."""
     action_horizon: Number = None
-    """Actions in a chunk, where no config is named."""
+    """Actions of a chunk, without --config."""
     precision: Literal["mixed", "bfloat16", "float32"] = "mixed"
     """mixed: float32 for what openpi computes in float32, bfloat16 for the rest; or everything in one."""
     assets: Folder = None
