@@ -15,6 +15,7 @@ from benchmarks import pictures, store
 from benchmarks.svg import PUBLISHED, draw_models, sources
 from benchmarks.tables import agreement, hardware, registry, shapes, success
 from benchmarks.tables import bench as benches
+from benchmarks.tables.families import families
 from benchmarks.tables.table import OLD, UNKNOWN, doubt, machine, table
 from eval import paired
 from eval.harness.statistics import smallest_difference
@@ -31,6 +32,7 @@ from tests.support.reports import (
 )
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.component import BESIDE
+from vla_accel.families.family import FAMILIES
 from vla_accel.ledger import LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.parity import Agreement, Report
@@ -239,14 +241,19 @@ def test_the_headline_has_the_medians_of_its_run() -> None:
     assert "14.0 ms on an X in BF16 (10.0 ms in FP8)" in text and "60 ms, 4 times as long" in text
 
 
-def test_a_link_of_a_table_is_relative_to_its_page() -> None:
-    text = "<!-- table: latency_cpu -->\n<!-- end -->"
-    monkeypatched = {**registry.TABLES, "latency_cpu": (lambda _: "[a](docs/x.md#b) ![p](benchmarks/p.png)\n", ())}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "TABLES", monkeypatched)
-        deep = registry.render(text, registry.ROOT / "docs/results/latency.md")
-        assert "[a](../x.md#b) ![p](../../benchmarks/p.png)" in deep
-        assert "[a](docs/x.md#b) ![p](benchmarks/p.png)" in registry.render(text)
+def test_a_link_of_a_table_is_relative_to_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.TABLES, "linked", (lambda _: "[a](docs/x.md#b) ![p](benchmarks/p.png)\n", ()))
+    text = "<!-- table: linked -->\n<!-- end -->"
+    deep = registry.render(text, registry.ROOT / "docs/results/latency.md")
+    assert "[a](../x.md#b) ![p](../../benchmarks/p.png)" in deep
+    assert "[a](docs/x.md#b) ![p](benchmarks/p.png)" in registry.render(text)
+
+
+def test_a_family_has_a_row_with_what_it_declares() -> None:
+    rows = {row[1]: row for row in cells(families(()))}
+    assert [f"`{name}`" for name in FAMILIES] == [*rows]
+    assert rows["`pi05`"][2:] == ["denoise", "vision, prefix", "yes", "yes"]
+    assert rows["`act`"][2:] == ["-"] * 4
 
 
 # -- agreement and success ----------------------------------------------------------------------------------------
