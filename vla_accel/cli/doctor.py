@@ -111,7 +111,7 @@ def verdict(test: dict[str, Any]) -> str:
     used = ", ".join(dict.fromkeys(str(engine["used"]) for engine in test["engines"]))
     return (
         f"  {'passed' if test['passed'] else 'FAILED'}: {used} on {test['device']} and FP32 eager agree to a cosine of "
-        f"{test['cosine']:.6f} (at least {test['least_cosine']} wanted), {test['seconds']} s"
+        f"{test['cosine']:.6f} (at least {test['least_cosine']} required), {test['seconds']} s"
     )
 
 
