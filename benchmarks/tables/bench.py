@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.tables.table import Cell, Row, blocks, command, machine, of, plural, steps_of, table
+from benchmarks.tables.table import MODELS, Cell, Row, blocks, command, machine, of, plural, steps_of, table
 from vla_accel.measure.host import beside
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
 from vla_accel.report.bench import ran
@@ -139,7 +139,7 @@ def conditions(result: Row) -> str:
     elif model:
         sizes = f"checkpoint {model['name']} ({model['kind']}), {model['action_horizon']} actions; "
     count = max(row["calls"] for row in result["rows"])
-    text = f"{sizes}{machine(result)}; {count} calls of each system, in turns; {command(result)}."
+    text = f"{sizes}{machine(result)}; {count} calls of each system, alternating; {command(result)}."
     if ceilings:
         text += (
             f" Ceilings measured on the same GPU: {ceilings['bf16_flops'] * 1e-12:.0f} TFLOP/s in BF16, "
@@ -157,6 +157,13 @@ def conditions(result: Row) -> str:
 def bench(result: Row) -> str:
     """All tables of a report."""
     return blocks(calls(result), components(result), _batches(result), _kernels(result), conditions(result))
+
+
+def benches(results: Sequence[Row | None]) -> str:
+    """All tables of each stored report, below its model's name."""
+    stored = [result for result in results if result is not None]
+    each = [part for result in stored for part in (f"### {MODELS[result['model']['kind']]}\n", bench(result))]
+    return blocks(*each) or "No run is stored.\n"
 
 
 def whole_calls(result: Row) -> str:

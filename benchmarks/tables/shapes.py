@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.memory import parameters
-from benchmarks.tables.bench import PI0_PARTS, batched, bench, call, component_columns
+from benchmarks.tables.bench import PI0_PARTS, batched, call, component_columns
 from benchmarks.tables.table import (
     MODELS,
     Cell,
@@ -165,7 +165,7 @@ def goals(results: Sequence[Row]) -> str:
 
 # -- a row a model ------------------------------------------------------------------------------------------------
 
-FAMILIES = tuple(kind for kind in MODELS if kind not in ("pi05", "pi0", "smolvla", "groot", "pi0_fast"))
+OTHERS = tuple(kind for kind in MODELS if kind not in ("pi05", "pi0", "smolvla", "groot", "pi0_fast"))
 """Families whose stored run, if there is one, comes from any GPU of `registry.GPUS`."""
 BUNDLED = {"demo": "pi05", "smolvla_demo": "smolvla"}
 """The family of a bundled checkpoint."""
@@ -189,20 +189,24 @@ def _played(pairs: Row) -> Iterator[tuple[str, str]]:
             yield kind, f"{100 * rate['rate']:.1f} % of {rate['episodes']}" + (f" ({warning})" if warning else "")
 
 
-def _model(result: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping[str, str]) -> dict[str, Any]:
-    model, kind, steps = result["model"], result["model"]["kind"], result["rows"][0]["steps"]
-    found = {row["system"]: row for row in result["rows"] if row["steps"] == steps}
+def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping[str, str]) -> dict[str, Any]:
+    model, kind, steps = bench["model"], bench["model"]["kind"], bench["rows"][0]["steps"]
+    found = {row["system"]: row for row in bench["rows"] if row["steps"] == steps}
     others = {name: row for name, row in found.items() if name.partition("-")[0] in ("openpi", "lerobot")}
     if not others and "eager" in found:
         others = {"ours-eager": found["eager"]}
     count, difference = agreement.get(kind) or (parameters(kind), None)
-    memory = found.get("native-bf16", {}).get("memory") or {}
+    bf16 = found.get("native-bf16", {})
+    memory = bf16.get("memory") or {}
     return {
         "model": MODELS[kind],
         "size": _size(count),
         "call": f"{plural(model['views'], 'view')}, {model['action_horizon']} actions, {steps_of(kind, steps)}",
-        "gpu": result["hardware"].get("gpu"),
         "reference": "; ".join(f"{r['median_ms']:.2f} ({n.replace('-', ', ', 1)})" for n, r in others.items()) or None,
+        "ms": bf16.get("median_ms"),
+        "speedup": bf16.get("speedup"),
+        "code": " and ".join(dict.fromkeys(name.removeprefix("ours-").removesuffix("-eager") for name in others))
+        or None,
         "bf16": call(found.get("native-bf16")),
         "fp8": call(found.get("native-fp8")),
         "memory": memory.get("peak_running", memory["total"]) / 1e9 if memory else None,
@@ -215,32 +219,8 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
 
 
-_CALLS = (
-    "model = {model} | parameters = {size} | a call = {call} | GPU = {gpu} | reference = {reference} | native, BF16 = "
-    "{bf16} | FP8 = {fp8} | GPU memory = {memory:.1f} GB"
-)
-_CALLS_NOTE = (
-    "Median ms of a whole call at the published size with random weights, NumPy in to NumPy out, and the speed-up over "
-    "the reference: the original PyTorch code in the same run, or our own in eager mode."
-)
-
-
-def families(results: Sequence[Row | None]) -> str:
-    """A row for each of `FAMILIES`, and all tables of its run, None if no run is stored."""
-    rows: list[dict[str, Any]] = []
-    measured: list[tuple[str, Row]] = []
-    for kind, result in zip(FAMILIES, results, strict=True):
-        if result is None:
-            rows.append({"model": MODELS[kind], "size": _size(parameters(kind)), "call": "not measured"})
-        else:
-            rows.append(_model(result, {}, {}))
-            measured.append((MODELS[kind], result))
-    each = (part for name, result in measured for part in (f"#### {name}\n", bench(result)))
-    return blocks(table(_CALLS, rows, _CALLS_NOTE), *each)
-
-
-def models(results: Iterable[Row | None]) -> str:
-    """A row for each model, from all its stored runs; None where no run is stored."""
+def _models(results: Iterable[Row | None]) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The benches among the stored runs, and a row for each, completed from the other runs. None: no run is stored."""
     agreement: dict[str, tuple[int, str]] = {}
     played: dict[str, str] = {}
     benches = []
@@ -251,10 +231,53 @@ def models(results: Iterable[Row | None]) -> str:
             benches.append(result)
         else:
             agreement |= _agreement(result)
+    return benches, [_model(bench, agreement, played) for bench in benches]
+
+
+def _where(benches: Iterable[Row], described: Callable[[Row], str]) -> str:
+    return machines(((MODELS[bench["model"]["kind"]], bench) for bench in benches), described)
+
+
+def models(results: Iterable[Row | None]) -> str:
+    """README's table: a row for each model, from all its stored runs."""
+    benches, rows = _models(results)
     return table(
-        f"{_CALLS} | difference in FP32 = {{difference}} | success = {{success}}",
-        [_model(result, agreement, played) for result in benches],
-        f"{_CALLS_NOTE} Difference in FP32: the largest difference of the final actions from that code on equal "
-        "weights. Success: of the small bundled checkpoint, which was trained here, in BF16. "
-        f"{machines((MODELS[result['model']['kind']], result) for result in benches)}.",
+        "model = {model} ({size}) | ms = {ms:.2f} | GPU memory = {memory:.1f} GB | "
+        "speed-up = {speedup:.1f}× over {code} | success = {success}",
+        rows,
+        "BF16, batch 1, random weights of the published size. Ms: median of a whole call, from NumPy observation to "
+        "NumPy actions. Speed-up: over the eager PyTorch code of openpi or lerobot in the same run (eager: this "
+        "package's own). Success: the small bundled checkpoint of that model in LIBERO. "
+        f"{_where(benches, lambda bench: bench['hardware']['gpu'])}.",
+    )
+
+
+def models_detail(results: Iterable[Row | None]) -> str:
+    """A row for each model, with sizes, both precisions and the agreement with the original code; for a model without
+    a stored run a row that says so."""
+    benches, rows = _models(results)
+    timed = {bench["model"]["kind"] for bench in benches}
+    absent = [kind for kind in OTHERS if kind not in timed]
+    rows += [{"model": MODELS[kind], "size": _size(parameters(kind)), "call": "not measured"} for kind in absent]
+    return table(
+        "model = {model} | parameters = {size} | a call = {call} | reference = {reference} | native, BF16 = {bf16} | "
+        "FP8 = {fp8} | GPU memory = {memory:.1f} GB | difference in FP32 = {difference} | success = {success}",
+        rows,
+        "Median ms of a whole call at the published size with random weights, and the speed-up over the reference: the "
+        "original PyTorch code in the same run, or our own in eager mode. Difference in FP32: the largest difference "
+        "of the final actions from the original code on equal weights. Success: of the small bundled checkpoint in "
+        f"BF16. {_where(benches, machine)}.",
+    )
+
+
+def headline(bench: Row) -> str:
+    """README's first sentence: a call in BF16, at its first step count, and the reference in the same run."""
+    steps, gpu = bench["rows"][0]["steps"], bench["hardware"]["gpu"].removeprefix("NVIDIA ")
+    found = {row["system"]: row["median_ms"] for row in bench["rows"] if row["steps"] == steps}
+    ours, theirs = found["native-bf16"], found["openpi-eager"]
+    fastest = min(ms for name, ms in found.items() if name.startswith("native-"))
+    return (
+        "Run vision-language-action (VLA) policies in real time on NVIDIA GPUs: "
+        f"**a call of {MODELS[bench['model']['kind']]} takes {ours:.1f} ms on an {gpu} in BF16 ({fastest:.1f} ms in "
+        f"FP8); openpi's eager PyTorch code takes {theirs:.0f} ms, {theirs / ours:.0f} times as long.**\n"
     )
