@@ -60,8 +60,9 @@ class LerobotPolicy:
         self.seed, self.history = seed, config.n_obs_steps
         size = config.input_features[CAMERAS[0]].shape[1]
         *images, state = KEYS
+        steps = getattr(config, "num_inference_steps", 1) or config.num_train_timesteps
         self.metadata = {
-            "policy": str(folder), "model": {"kind": f"lerobot {config.type}"}, "image_size": size, "num_steps": 1,
+            "policy": str(folder), "model": {"kind": f"lerobot {config.type}"}, "image_size": size, "num_steps": steps,
             "action_horizon": len(config.action_delta_indices), "action_dim": 7,
             "robot": {"images": images, "state": [state]}, **({"history": self.history} if self.history > 1 else {}),
         }  # fmt: skip
