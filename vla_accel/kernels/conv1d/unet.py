@@ -190,7 +190,7 @@ class Layout:
         """Where the areas of shared memory begin."""
         sizes = {
             "INPUT_AT": max(phase.rows * phase.blocks for phase in self.phases) * 2 * BLOCK,
-            "ZEROS_AT": 2 * BLOCK, "SUMS_AT": 2 * 2 * WARPS * MOST_ROWS * 8 * 4,
+            "ZEROS_AT": 2 * BLOCK, "SUMS_AT": 2 * WARPS * MOST_ROWS * 8 * 4,
             "CHUNK_AT": self.length * self.actions * 4, "TABLE_AT": len(self.phases) * ctypes.sizeof(PhaseBlock),
             "BARRIERS_AT": 2 * MOST_STAGES * 8, "RING_AT": 0,
         }  # fmt: skip
