@@ -34,8 +34,8 @@ struct Step {
     return make_uint4(stamped(v.x), stamped(v.y), stamped(v.z), stamped(v.w));
   }
   // The last bit tells whether one of four values has another stamp.
-  __device__ __forceinline__ u32 lacks(const uint4& v, u32 stamp) const {
-    return (v.x ^ stamp) | (v.y ^ stamp) | (v.z ^ stamp) | (v.w ^ stamp);
+  __device__ __forceinline__ u32 lacks(const uint4& v) const {
+    return (v.x ^ stamp()) | (v.y ^ stamp()) | (v.z ^ stamp()) | (v.w ^ stamp());
   }
 };
 __device__ __forceinline__ float4 floats_of(const uint4& v) {
@@ -84,7 +84,6 @@ __device__ __forceinline__ void map_input(int rows, const Source& s, int first, 
   const float* from = step.half(s.rows, size);
   const float* residual = s.residual ? step.half(s.residual, size) : nullptr;
   float* kept = s.kept ? step.half(s.kept, size) : nullptr;
-  const u32 stamp = step.stamp();
   const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f), one = make_float4(1.f, 1.f, 1.f, 1.f);
 #pragma unroll 1
   for (int group = warp; group < groups; group += WARPS) {
@@ -120,22 +119,20 @@ __device__ __forceinline__ void map_input(int rows, const Source& s, int first, 
     if (residual) {
       EACH_QUAD added[r][c] = ld_relaxed_v4(residual + PLACE);
     }
-    /*WAIT*/
     for (u32 polls = 0;; count_poll(polls)) {
       u32 wrong = 0;
       EACH_QUAD held[r][c] = ld_relaxed_v4(from + PLACE);
-      EACH_QUAD wrong |= step.lacks(held[r][c], stamp);
+      EACH_QUAD wrong |= step.lacks(held[r][c]);
       if (!(wrong & 1)) break;
     }
     if (residual)
       for (u32 polls = 0;; count_poll(polls)) {
         u32 wrong = 0;
-        EACH_QUAD wrong |= step.lacks(added[r][c], stamp);
+        EACH_QUAD wrong |= step.lacks(added[r][c]);
         if (!(wrong & 1)) break;
         EACH_QUAD added[r][c] = ld_relaxed_v4(residual + PLACE);
       }
     __syncwarp();
-    /*THERE*/
     if (s.weight) {
       float sum = 0.f, squares = 0.f;
       const float count = 1.f / (rows * width);
@@ -362,9 +359,7 @@ __device__ __forceinline__ void consume(const Call& c) {
     for (int i = 0; i < c.count + ends(c, index); ++i) {
       const Step step{index};
       const Phase& p = phase_of(i);
-      /*BEGIN*/
       make_input(c, p, step);
-      /*MADE*/
 #pragma unroll 1
       for (int second = 0; second < 2; ++second) {
         const Product& q = second ? p.second : p.first;
@@ -385,7 +380,6 @@ __device__ __forceinline__ void consume(const Call& c) {
         }
       }
       if (i == c.count) consumers_sync();
-      /*END*/
     }
   if (blockIdx.x == 0)
     for (int at = threadIdx.x; at < LENGTH * ACTIONS; at += WARPS * 32) c.actions[at] = chunk[at];
